@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Final, Literal, get_args
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -63,7 +64,9 @@ class LossWatch:
         return step if self._is_bad and not was_bad else None
 
 
-OnViolation = Literal["warn", "raise", "stop"]
+_Reaction = Literal["warn", "raise", "stop"]
+# What a violation leads to; a function gets the new alerts of a step.
+OnViolation: TypeAlias = _Reaction | Callable[[tuple[ScaleAlert, ...]], object]
 # How many are kept in memory, and how many the console shows of one step.
 _KEPT: Final = 10_000
 _SHOWN: Final = 8
@@ -125,10 +128,12 @@ class ScaleAlerts:
     Attributes:
         alerts: The alerts so far, at most 10,000, newest last.
         formats: The formats to count: the monitored ones and those of the thresholds.
+        num_violations: How many tensors, directions and formats were violations in the last
+            snapshot, told before or not; trends are none.
 
     Raises:
         ValueError: If an argument is out of its range.
-        TypeError: If the thresholds are no mapping.
+        TypeError: If the thresholds are no mapping, or a function takes no single argument.
     """
 
     def __init__(
@@ -138,13 +143,7 @@ class ScaleAlerts:
         trend_steps: int | None,
         formats: tuple[NumberFormat, ...],
     ) -> None:
-        choices = get_args(OnViolation)
-        if on_violation is not None and on_violation not in choices:
-            raise ValueError(
-                f"on_violation={on_violation!r}: unknown; expected one of "
-                f"{', '.join(map(repr, choices))}, or None to record alerts without a word; "
-                "correct it"
-            )
+        _check_reaction(on_violation)
         is_number = isinstance(trend_steps, int) and not isinstance(trend_steps, bool)
         if trend_steps is not None and (not is_number or trend_steps < 1):
             raise ValueError(
@@ -171,6 +170,7 @@ class ScaleAlerts:
         self._known_infinite: set[str] = set()
         self._loss_watch = LossWatch()
         self._bad_loss: ScaleAlert | None = None
+        self.num_violations = 0
 
     @property
     def wants_sample(self) -> bool:
@@ -212,8 +212,8 @@ class ScaleAlerts:
             snapshot: Of the joint batch.
             has_loss_scaler: Whether large and infinite gradients are a loss scaler's, which chooses
                 a scale as large as FP16 allows, and skips the step where it was too large.
-            is_before_units: Whether units were measured in this step, and come after it: it says
-                nothing about how its tensors are going to fit a format.
+            is_before_units: Whether all units were measured in this step, and come after it: it
+                says nothing about how its tensors are going to fit a format.
             num_merged: Rows that were merged into each of its rows, of batches and ranks.
         """
         nonfinite = first_nonfinite(
@@ -227,6 +227,7 @@ class ScaleAlerts:
             if self._trends is not None:
                 fits += self._trends.add(snapshot, num_merged)
             alerts += [fit for fit in fits if not (has_loss_scaler and _is_too_large(fit))]
+        self.num_violations = sum(alert.kind != "trend" for alert in alerts)
         news = [alert for alert in alerts if self._key(alert) not in self._told]
         new = [*self._take_bad_loss(), *news]
         self._age(alerts)
@@ -240,12 +241,15 @@ class ScaleAlerts:
         return new
 
     def act(self, loop: Loop, alerts: Sequence[ScaleAlert]) -> None:
-        """Warn, stop the loop or raise.
+        """Warn, stop the loop, raise or call the user's function.
 
         Raises:
             ScaleViolation: If that was asked for.
         """
         if not alerts or self._on_violation is None:
+            return
+        if callable(self._on_violation):
+            self._on_violation(tuple(alerts))
             return
         # A trend is a forecast: nothing has happened yet.
         is_violated = any(alert.kind != "trend" for alert in alerts)
@@ -269,6 +273,27 @@ class ScaleAlerts:
     def _take_bad_loss(self) -> list[ScaleAlert]:
         taken, self._bad_loss = self._bad_loss, None
         return [] if taken is None else [taken]
+
+
+def _check_reaction(on_violation: object) -> None:
+    choices = get_args(_Reaction)
+    if on_violation is None or on_violation in choices:
+        return
+    if not callable(on_violation):
+        raise ValueError(
+            f"on_violation={on_violation!r}: unknown; expected one of "
+            f"{', '.join(map(repr, choices))}, a function of a tuple of alerts, or None to record "
+            "alerts without a word; correct it"
+        )
+    try:
+        inspect.signature(on_violation).bind(())
+    except TypeError as error:
+        raise TypeError(
+            f"on_violation={on_violation!r}: it cannot be called with one argument ({error}); "
+            "expected a function of a tuple of alerts; write def f(alerts): ..."
+        ) from None
+    except ValueError:  # a builtin that does not say what it takes
+        return
 
 
 def _is_too_large(alert: ScaleAlert) -> bool:

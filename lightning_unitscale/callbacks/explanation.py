@@ -10,6 +10,7 @@ from tabulate import tabulate
 from lightning_unitscale.callbacks.packages import rank_zero_info, rank_zero_warn
 from lightning_unitscale.dispatch.coverage import Coverage
 from lightning_unitscale.lossless.gauge import Gauge, GaugePair
+from lightning_unitscale.tensorboard.table import STEP_ITSELF
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def units_table(gauge: Gauge) -> Table | None:
     # In the order in which modules first have a row.
     modules = dict.fromkeys(result.rpartition(".")[0] for result in rows)
     shown = [
-        (module or "(the step itself)", result.rpartition(".")[2], *units.columns())
+        (module or STEP_ITSELF, result.rpartition(".")[2], *units.columns())
         for module in modules
         for result, units in rows.items()
         if result.rpartition(".")[0] == module

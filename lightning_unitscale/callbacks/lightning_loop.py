@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +68,20 @@ class LightningLoop(Loop):
 
     @property
     @override
+    def is_last_step(self) -> bool:
+        trainer = self.trainer
+        if trainer.max_steps != -1 and trainer.global_step + 1 >= trainer.max_steps:
+            return True
+        epochs = trainer.max_epochs
+        if epochs is None or epochs == -1 or trainer.current_epoch + 1 < epochs:
+            return False
+        # Of accumulated batches the first; where nobody knows how many there are, the last of all.
+        number, accumulated = trainer.num_training_batches, trainer.accumulate_grad_batches
+        first = number if number == math.inf else (number - 1) // accumulated * accumulated
+        return trainer.is_last_batch or trainer.fit_loop.epoch_loop.batch_idx >= first
+
+    @property
+    @override
     def has_stepped(self) -> bool:
         # Under manual optimization Lightning knows of no accumulation, and counts only the steps of
         # optimizers in its own wrapping: every batch is one.
@@ -102,6 +117,13 @@ class LightningLoop(Loop):
     @override
     def loggers(self) -> Sequence[Any]:
         return self.trainer.loggers
+
+    @override
+    def keep_metrics(self, numbers: Mapping[str, float]) -> None:
+        if not self.trainer.barebones:
+            # On the host: a copy to a device would wait for it.
+            tensors = {name: torch.tensor(number) for name, number in numbers.items()}
+            self.module.log_dict(tensors, logger=False, batch_size=1)
 
     @override
     def running_steps_by(self, call: StepCaller) -> AbstractContextManager[None]:

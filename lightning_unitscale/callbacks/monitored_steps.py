@@ -47,7 +47,8 @@ class MonitoredSteps(abc.ABC):
     """A module's training steps while a monitor looks at some of them.
 
     Attributes:
-        is_before_units: Whether units were measured in the sampled step, and come after it.
+        is_before_units: Whether all units were measured in the sampled step, and come after it;
+            snapshots of watched steps know it of each tensor.
     """
 
     is_before_units = False
@@ -113,7 +114,6 @@ class WatchedSteps(MonitoredSteps):
     @override
     def end_backward(self) -> None:
         self._backward.close()
-        self.is_before_units = self._watcher.is_before_units
 
     @override
     def end_batch(self) -> None:
@@ -124,7 +124,6 @@ class WatchedSteps(MonitoredSteps):
     @override
     def clear(self) -> None:
         self._watcher.clear()
-        self.is_before_units = False
 
     @override
     def take(self, step: int, *, grad_scale: float) -> Callable[[], ScaleSnapshot] | None:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_unitscale.arguments import check_choice, check_count
-from lightning_unitscale.callbacks.alerts import OnViolation, ScaleAlerts, ScaleViolation
+from lightning_unitscale.arguments import check_choice
+from lightning_unitscale.callbacks.alerts import OnViolation, ScaleAlerts
 from lightning_unitscale.callbacks.distributed import (
     is_distributed,
     joint_snapshot,
@@ -20,6 +20,7 @@ from lightning_unitscale.callbacks.distributed import (
 from lightning_unitscale.callbacks.lightning_loop import LightningLoop
 from lightning_unitscale.callbacks.monitored_steps import MonitoredSteps, ProbedSteps, WatchedSteps
 from lightning_unitscale.callbacks.packages import rank_zero_warn
+from lightning_unitscale.callbacks.sampling import Sampling
 from lightning_unitscale.callbacks.steps import StepsCallback, captures_steps, check_module
 from lightning_unitscale.formats import NumberFormat, get_format
 from lightning_unitscale.graph.name_patterns import NamePatterns
@@ -45,7 +46,7 @@ class _Sample:
     Attributes:
         snapshot: Waits for the statistics.
         num_merged: Rows that were merged into each of its rows, of batches and ranks.
-        is_before_units: Whether units were measured in it, and come after it.
+        is_before_units: Whether all units were measured in it, and come after it.
     """
 
     snapshot: Callable[[], ScaleSnapshot]
@@ -63,9 +64,12 @@ class ScaleMonitor(StepsCallback):
     ends. The statistics are logged when the optimizer has stepped: to TensorBoard all of them, to
     any other logger a few numbers, with names, histograms, tables and alerts where it shows such.
     On a CUDA device, where no step is to wait for its numbers, that is at the end of the next one.
+    In a Trainer the same few numbers are in ``trainer.callback_metrics``, where ``EarlyStopping``
+    and ``ModelCheckpoint`` can monitor them; steps that are not sampled keep the last ones.
 
     Args:
-        every_n_steps: Optimizer steps from one sample to the next; the first step is sampled.
+        every_n_steps: Optimizer steps from one sample to the next. The first two steps of a
+            training are sampled as well, and the last one where the loop knows which that is.
         include: Globs of module paths or tensor names to watch, such as ``"blocks.0.*"``; all by
             default.
         exclude: Globs to leave out, stronger than ``include``.
@@ -77,13 +81,15 @@ class ScaleMonitor(StepsCallback):
             format than ``thresholds`` allow (scalars and losses are in no format: they only have to
             be finite). ``"warn"``: a warning. ``"stop"``: a warning, and
             ``trainer.should_stop``, so that training ends as it always does, checkpoints included.
-            ``"raise"``: a ``ScaleViolation``. ``None``: nothing but an entry in ``alerts`` and on
-            the dashboard, as in all cases. What lasts is told once, and again when it comes back
-            after ten sampled steps.
+            ``"raise"``: a ``ScaleViolation``. A function: it is called on every rank with a tuple
+            of the step's new alerts (``ScaleAlert``), trends included, and what it raises ends the
+            training. ``None``: nothing but an entry in ``alerts`` and on the dashboard, as in all
+            cases. What lasts is told once, and again when it comes back after ten sampled steps.
         thresholds: Format -> the fraction of a tensor's elements that may overflow, and that may be
             flushed to zero; or format -> ``{"overflow": 0.0, "subnormal": 0.5, "flushed": 0.1}``,
             any of the three. By default no element may overflow a monitored format that has
-            infinities, and one of a thousand a format that has none.
+            infinities, and one of a thousand a format that has none. They judge the operands of
+            matmuls and the gradients that arrive at matmuls.
         trend_steps: Warn (never stop or raise) of a tensor whose largest magnitude, growing as over
             the last eight samples, leaves a format of the thresholds within this many steps;
             ``None`` looks at no trends.
@@ -91,10 +97,14 @@ class ScaleMonitor(StepsCallback):
             beside the Scales tab, which always has everything: ``"operands"``, the tensors that
             matrix products read and the gradients that arrive at products; ``"all"`` tensors; or
             ``"scales"``, none.
+        first_step: The first optimizer step that may be sampled.
+        last_step: The last one; both are sampled if they are reached. ``None``: no end. Nothing is
+            measured outside of this window, and no loss is checked.
 
     Raises:
         ValueError: If an argument is out of its range.
-        TypeError: If ``thresholds`` is no mapping.
+        TypeError: If ``thresholds`` is no mapping, or ``on_violation`` a function that cannot be
+            called with one argument.
         MisconfigurationException: At ``setup``, if the module is compiled already or the callback
             is given twice.
         ScaleViolation: While training, with ``on_violation="raise"``, on all ranks.
@@ -123,10 +133,12 @@ class ScaleMonitor(StepsCallback):
         thresholds: Mapping[str | NumberFormat, Limits] | None = None,
         trend_steps: int | None = 500,
         tensorboard_tabs: TensorBoardTabs = "operands",
+        first_step: int = 0,
+        last_step: int | None = None,
     ) -> None:
         super().__init__()
         self._remember(locals())
-        check_count("every_n_steps", every_n_steps)
+        self._sampling = Sampling(every_n_steps, first_step, last_step)
         if not isinstance(histograms, bool) and histograms != "exact":
             raise ValueError(
                 f"histograms={histograms!r}: no such choice; expected True, False or 'exact'; "
@@ -139,7 +151,6 @@ class ScaleMonitor(StepsCallback):
             "no such choice",
             "leave it out for what products read",
         )
-        self.every_n_steps = every_n_steps
         self._tabs = tensorboard_tabs
         self._patterns = NamePatterns(include, exclude)
         listed = (formats,) if isinstance(formats, (str, NumberFormat)) else formats
@@ -153,6 +164,7 @@ class ScaleMonitor(StepsCallback):
         self.snapshots: list[ScaleSnapshot] = []
         self._steps: MonitoredSteps | None = None
         self._writers: dict[int, Writer] = {}
+        self._start: int | None = None
         self._sampled_step = -1
         self._is_sampling = False
         self._names_all = True
@@ -176,12 +188,29 @@ class ScaleMonitor(StepsCallback):
         return scale_table(self.snapshots[-1], full=full)
 
     def to_csv(self, path: str | Path) -> None:
-        """Write the snapshots as CSV: one row per step, tensor and direction."""
+        """Write the snapshots as CSV: one row per step, tensor and direction.
+
+        Raises:
+            RuntimeError: If no step has been sampled yet.
+        """
+        self._check_sampled("to_csv", path)
         write_csv(self.snapshots, path)
 
     def to_json_lines(self, path: str | Path) -> None:
-        """Write the snapshots as JSON lines: one row per step, tensor and direction."""
+        """Write the snapshots as JSON lines: one row per step, tensor and direction.
+
+        Raises:
+            RuntimeError: If no step has been sampled yet.
+        """
+        self._check_sampled("to_json_lines", path)
         write_json_lines(self.snapshots, path)
+
+    def _check_sampled(self, method: str, path: str | Path) -> None:
+        if not self.snapshots:
+            raise RuntimeError(
+                f"{method}: path={str(path)!r}: no step has been sampled yet, so there is nothing "
+                "to write; expected a training before; call it after fit()."
+            )
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -211,20 +240,23 @@ class ScaleMonitor(StepsCallback):
     def _begin(self, loop: Loop, steps: MonitoredSteps) -> None:
         self._loop, self._steps = loop, steps
         self._alerts.start()
-        self._sampled_step, self._is_sampling = -1, False
+        self._start, self._sampled_step, self._is_sampling = None, -1, False
 
     @override
     def begin_batch(self, batch: Any = None, batch_idx: int = 0) -> None:
         loop, steps = self._running()
         step = loop.step_index
         is_new = step != self._sampled_step
+        if self._start is None:
+            self._start = step
         is_continued = self._is_sampling and not is_new
         if not is_continued:
             steps.clear()
             self._num_batches = 0
         # Accumulated batches are one sample: an unforeseen one is not begun in the middle.
-        is_wanted = is_new and self._alerts.wants_sample and self._sent is None
-        self._is_sampling = is_continued or is_wanted or step % self.every_n_steps == 0
+        is_wanted = self._alerts.wants_sample and self._sent is None and self._sampling.covers(step)
+        is_wanted |= self._sampling.wants(step, self._start, is_last=loop.is_last_step)
+        self._is_sampling = is_continued or (is_new and is_wanted)
         self._sampled_step = step
         steps.begin_batch(self._is_sampling)
 
@@ -232,7 +264,7 @@ class ScaleMonitor(StepsCallback):
     def begin_backward(self, loss: Tensor | None) -> None:
         if self._is_sampling:
             self._running()[1].begin_backward()
-        elif loss is not None and is_readable(loss):
+        elif loss is not None and is_readable(loss) and self._sampling.covers(self._sampled_step):
             self._alerts.see_loss(self._sampled_step, loss)
 
     @override
@@ -258,7 +290,7 @@ class ScaleMonitor(StepsCallback):
     @override
     def finish(self) -> None:
         loop, _ = self._running()
-        self._judge_sent()
+        self._judge_sent(is_over=True)
         self._write_last(loop)
         alerts = self._alerts.finish()
         self._write_alerts(loop, alerts, self._sampled_step)
@@ -284,16 +316,13 @@ class ScaleMonitor(StepsCallback):
         self.end_backward()
 
     @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.finish()
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Callbacks that monitor scales do so here, and no step waits.
+        self._judge_sent()
 
     @override
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        if isinstance(exception, ScaleViolation) and self._loop is not None:
-            self._write_last(self._loop)
-        super().on_exception(trainer, pl_module, exception)
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.finish()
 
     def _running(self) -> tuple[Loop, MonitoredSteps]:
         assert self._loop is not None
@@ -311,8 +340,12 @@ class ScaleMonitor(StepsCallback):
         if is_distributed() or loop.device.type != "cuda":
             self._judge_sent()
 
-    def _judge_sent(self) -> None:
-        """Show and judge the sample that has been sent, if there is one."""
+    def _judge_sent(self, *, is_over: bool = False) -> None:
+        """Show and judge the sample that has been sent, if there is one.
+
+        Args:
+            is_over: Whether the training has ended, so that nothing monitors it.
+        """
         if self._sent is None:
             return
         sample, self._sent = self._sent, None
@@ -325,12 +358,19 @@ class ScaleMonitor(StepsCallback):
             is_before_units=sample.is_before_units,
             num_merged=sample.num_merged,
         )
+        summary = summarize(snapshot, sample.num_merged, self._alerts.num_violations)
+        if not is_over:
+            loop.keep_metrics(summary.numbers)
         if loop.is_global_zero:
-            summary = summarize(snapshot, sample.num_merged)
             for writer in self._writers_of(loop):
                 writer.write(snapshot, summary, complete=bool(alerts))
         self._write_alerts(loop, alerts, snapshot.step)
-        self._alerts.act(loop, alerts)
+        try:
+            self._alerts.act(loop, alerts)
+        except BaseException:
+            # The run that ends here can be read.
+            self._write_last(loop)
+            raise
 
     def _write_alerts(self, loop: Loop, alerts: Sequence[ScaleAlert], step: int) -> None:
         if alerts and loop.is_global_zero:

@@ -7,7 +7,7 @@ import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_unitscale.dispatch.execute import Product
+from lightning_unitscale.dispatch.measurement import Site
 from lightning_unitscale.dispatch.products import ProductRule, is_turned
 from lightning_unitscale.dispatch.tensors import Extent
 from lightning_unitscale.dispatch.torch_internals import last_sequence_number, saves_elsewhere
@@ -215,41 +216,53 @@ def _order_of(index: int, turned: tuple[bool, ...]) -> Sources:
 
 @dataclass(frozen=True)
 class RanProduct:
-    """A product that has just run, for whoever shows tensors in the units that they are stored in.
+    """A forward matmul, for whoever shows tensors in the units that they are stored in.
 
     Attributes:
-        name: Name of the product in the gauge.
-        storages: ``untyped_storage().data_ptr()`` of each operand.
-        log2_sigmas: What each operand was divided by, as an exponent of two.
-        log2_gamma: What the gradient that arrives at the product is divided by.
+        operands: What it reads.
+        log2_sigmas: Exponent of the unit of each operand; ``None`` while none is measured.
+        log2_gamma: The same of the gradient that arrives at it.
+        nodes: Numbers of the autograd nodes that it was made for.
     """
 
-    name: str
-    storages: tuple[int, ...]
-    log2_sigmas: tuple[int, ...]
-    log2_gamma: int
+    operands: tuple[Tensor, ...]
+    log2_sigmas: tuple[int | None, ...]
+    log2_gamma: int | None
+    nodes: range
 
 
 class _Watched(threading.local):
-    products: list[RanProduct] | None = None
+    see: Callable[[RanProduct], None] | None = None
 
 
 _WATCHED = _Watched()
 
 
 @contextlib.contextmanager
-def watching() -> Iterator[list[RanProduct]]:
-    """Within this context the forward products of this thread are listed as they run."""
-    previous, _WATCHED.products = _WATCHED.products, []
+def watching(see: Callable[[RanProduct], None]) -> Iterator[None]:
+    """Within this context ``see`` is called with each forward matmul of this thread."""
+    previous, _WATCHED.see = _WATCHED.see, see
     try:
-        yield _WATCHED.products
+        yield
     finally:
-        _WATCHED.products = previous
+        _WATCHED.see = previous
 
 
-def show(product: Product, operands: Sequence[Tensor]) -> None:
-    """List a forward product with what it reads, if somebody watches."""
-    if _WATCHED.products is not None:
-        site, units = product.site, product.log2_units
-        storages = tuple(tensor.untyped_storage().data_ptr() for tensor in operands)
-        _WATCHED.products.append(RanProduct(site.name, storages, units, site.log2_gamma or 0))
+def show(site: Site, operands: Sequence[Tensor], first_node: int | None = None) -> None:
+    """Show a forward matmul with what it reads, if the step is watched.
+
+    Args:
+        site: Which matmul of the step it is.
+        operands: What it reads.
+        first_node: The first autograd node that was made for it; by default the last one made.
+    """
+    if _WATCHED.see is not None:
+        last = last_sequence_number()
+        _WATCHED.see(
+            RanProduct(
+                tuple(operands),
+                site.log2_units or (None,) * len(operands),
+                site.log2_gamma,
+                range(last if first_node is None else first_node, last + 1),
+            )
+        )

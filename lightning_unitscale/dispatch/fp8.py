@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_unitscale.dispatch.calls import show
 from lightning_unitscale.dispatch.execute import Product
 from lightning_unitscale.dispatch.formats import Numerics, SimulatedProducts, grid_factor
 from lightning_unitscale.dispatch.measurement import FORWARD
@@ -25,6 +26,7 @@ from lightning_unitscale.dispatch.torch_internals import (
     Kernel,
     current_node,
     has_subclass,
+    last_sequence_number,
 )
 from lightning_unitscale.functional.low_precision import (
     GRADIENTS,
@@ -270,4 +272,7 @@ def _run_layer(
         # The product, and those of its gradients.
         for _ in range(1 + input.requires_grad + weight.requires_grad):
             session.counter.add(site.module, "format", "", _MM.flops(operands, None))
-    return numerics.run_layer(product, input, weight, bias)
+    first_node = last_sequence_number() + 1
+    result = numerics.run_layer(product, input, weight, bias)
+    show(site, operands, first_node)
+    return result

@@ -192,7 +192,7 @@ class ProductSession:
             product, extents = self.forward_product(rule, site, args, operands)
             if run is not None or torch.is_grad_enabled():
                 remember(self.ref, product, operands, extents)
-            show(product, operands)
+            show(site, operands)
         return self.execute(product, original, args, kwargs)
 
     def execute(

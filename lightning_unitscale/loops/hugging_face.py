@@ -77,6 +77,9 @@ class HFCallback(TrainerCallback):
         saved = _checkpoint(args, state) / _STATE
         if state.global_step and saved.exists():
             self.attachment.load_state_dict(torch.load(saved, weights_only=True))
+        # Trainers of other packages, which call the same callbacks, need not know.
+        if num_steps := getattr(state, "max_steps", 0):
+            self.attachment.num_steps = self.attachment.step_index + num_steps - state.global_step
 
     @override
     def on_step_end(

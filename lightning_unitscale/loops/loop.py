@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -25,12 +25,14 @@ class Loop(abc.ABC):
         steps: Names of its methods that a batch calls.
         training_step: The one among them that a training batch calls.
         has_loss_outside: Whether the loss is computed after that call, and not within it.
+        num_steps: How many optimizer steps there will have been at the end, where the loop tells.
     """
 
     module: nn.Module
     steps: tuple[str, ...]
     training_step: str
     has_loss_outside: bool = False
+    num_steps: int | None = None
 
     def begin_batch(self) -> None:  # noqa: B027
         """A training batch begins."""
@@ -44,6 +46,11 @@ class Loop(abc.ABC):
     @abc.abstractmethod
     def has_stepped(self) -> bool:
         """Whether the batch that has just ended completed an optimizer step."""
+
+    @property
+    def is_last_step(self) -> bool:
+        """Whether the step that begins is known to be the last one."""
+        return self.num_steps is not None and self.step_index + 1 >= self.num_steps
 
     @property
     @abc.abstractmethod
@@ -82,6 +89,9 @@ class Loop(abc.ABC):
     @abc.abstractmethod
     def stop(self) -> None:
         """Ask the loop to end after this step."""
+
+    def keep_metrics(self, numbers: Mapping[str, float]) -> None:  # noqa: B027
+        """Keep numbers for those of the loop's callbacks that monitor some, if it has such."""
 
     @property
     def loss_scale(self) -> float:

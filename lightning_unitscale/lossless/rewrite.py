@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
@@ -13,10 +13,7 @@ from torch import fx, nn
 from lightning_unitscale.arguments import check_choice
 from lightning_unitscale.functional.scale import takes_true_derivatives
 from lightning_unitscale.graph.matmuls import product_of, unreachable_products
-from lightning_unitscale.graph.nodes import (
-    ELSEWHERE,
-    tensor_name,
-)
+from lightning_unitscale.graph.nodes import ELSEWHERE, is_whole_view, tensor_name
 from lightning_unitscale.graph.passes import GraphPass, Phase, Region, StepGraph
 from lightning_unitscale.graph.regions import Places
 from lightning_unitscale.lossless.calibrate import Calibrator, DriftProbes, Measured
@@ -180,10 +177,11 @@ class LosslessUnitScale(GraphPass):
             for node in graph.graph.nodes
             if units.owner(node) is not None
         }
+        of_products: dict[str, Held] = {}
         for region in places.regions:
-            if self.depth == "products" or region.parent is not None:
-                _add_held_for_products(held, region, places)
-        return held
+            _add_held_for_products(of_products, region, places)
+        # What has no unit where it is stored, such as a parameter, has one where a matmul reads it.
+        return {**of_products, **held}
 
 
 def _add_held_for_products(held: dict[str, Held], region: Region, places: Places) -> None:
@@ -194,18 +192,29 @@ def _add_held_for_products(held: dict[str, Held], region: Region, places: Places
             continue
         for operand in product.operands:
             unit = sigma(operand_name(product, operand))
-            # A rule's factor stands between the tensor that is shown and what the product reads.
-            shown = operand.node.all_input_nodes[0] if FACTOR in operand.node.meta else operand.node
-            for read, stored in ((operand.node, unit), (shown, unit / _constant(operand.node))):
+            for read, factor in _read_through(operand.node):
                 name = tensor_name(places.origin(region, read))
                 # A tensor that several products read is shown in the units of the first.
                 if held.get(name, _TRUE).sigma == ONE:
-                    held[name] = replace(held.get(name, _TRUE), sigma=stored)
+                    held[name] = replace(held.get(name, _TRUE), sigma=unit / factor)
         arriving = gamma(tensor_name(node))
         for result in (node, *(reader for reader in node.users if FACTOR in reader.meta)):
             name = tensor_name(result)
             stored = arriving if result is node else arriving / _constant(result)
             held[name] = replace(held.get(name, _TRUE), gamma=stored)
+
+
+def _read_through(node: fx.Node) -> Iterator[tuple[fx.Node, Factor]]:
+    """Yield an operand and what it is made of, each with the factor between it and the operand.
+
+    A view, or a rule's factor, stands between the tensor that is shown and what the matmul reads.
+    """
+    factor = ONE
+    yield node, factor
+    while FACTOR in node.meta or is_whole_view(node):
+        factor = factor * _constant(node)
+        node = node.all_input_nodes[0]
+        yield node, factor
 
 
 def _constant(node: fx.Node) -> Factor:

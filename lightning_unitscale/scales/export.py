@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from lightning_unitscale.scales.layout import (
     DIRECTIONS,
@@ -58,8 +57,9 @@ def snapshot_rows(snapshot: ScaleSnapshot) -> Iterator[dict[str, Any]]:
         ``step``, ``tensor``, ``module``, ``direction``; ``operand``, whether a matrix product reads
         the tensor (backward: the gradient arrives at one); the statistics of the tensor's true
         value, named as in ``TensorStatistics``; ``log2_unit``, the unit it is stored in, and
-        ``log2_rms_stored``; and for each format ``FP16.overflow``, ``FP16.subnormal`` and
-        ``FP16.flushed``, the fractions of the stored tensor, NaN where they are not known.
+        ``log2_rms_stored``, of gradients with the loss scale, if there is one; and for each format
+        ``FP16.overflow``, ``FP16.subnormal`` and ``FP16.flushed``, the fractions of the stored
+        tensor, NaN where they are not known.
     """
     for direction in DIRECTIONS:
         operands = snapshot.read_by_products(direction).tolist()
@@ -118,9 +118,11 @@ class ScaleSummary:
     """What loggers chart.
 
     Attributes:
-        numbers: ``scales/log2_rms/min_forward`` (``median``, ``max``; ``backward``), and for each
-            format ``scales/FP16/overflow_forward`` and ``scales/FP16/underflow_forward``, the share
-            of the worst tensor's elements that overflow, and that become zero.
+        numbers: ``scales/log2_rms/min_forward`` (``median``, ``max``; ``backward``);
+            ``scales/log2_rms/worst``, how many powers of two the farthest RMS is away from 1; for
+            each format ``scales/FP16/overflow_forward`` and ``scales/FP16/underflow_forward``, the
+            share of the worst tensor's elements that overflow, and that become zero; and
+            ``scales/num_violations``, of this snapshot.
         tensors: ``scales/FP16/overflow_forward_tensor``: the name of that tensor; empty where no
             tensor loses anything.
     """
@@ -129,22 +131,30 @@ class ScaleSummary:
     tensors: dict[str, str]
 
 
-def summarize(snapshot: ScaleSnapshot, num_merged: int = 1) -> ScaleSummary:
+def summarize(
+    snapshot: ScaleSnapshot, num_merged: int = 1, num_violations: int = 0
+) -> ScaleSummary:
     """The few numbers of a snapshot; a direction or a format without any is left out.
 
     Args:
         snapshot: Of a step.
         num_merged: As of ``judged_by_format``.
+        num_violations: How many there are in it.
     """
-    summary = ScaleSummary({}, {})
+    summary = ScaleSummary({"scales/num_violations": float(num_violations)}, {})
+    worst_distance = "scales/log2_rms/worst"
     for direction in DIRECTIONS:
-        rows = _rows(snapshot, direction, num_merged)
+        rows = judged_by_format(snapshot, direction, num_merged)
         log2_rms = snapshot.log2_rms(direction, stored=True)
         known = log2_rms[rows & np.isfinite(log2_rms)]
         if known.size:
             for name, quantile in _QUANTILES.items():
                 value = float(np.quantile(known, quantile))
                 summary.numbers[f"scales/log2_rms/{name}_{direction}"] = value
+            distance = float(np.abs(known).max())
+            summary.numbers[worst_distance] = max(
+                distance, summary.numbers.get(worst_distance, 0.0)
+            )
         fractions = snapshot.fractions(direction)
         for column, item in enumerate(snapshot.layout.formats):
             for word, kind, is_large in _LOSSES:
@@ -177,9 +187,9 @@ def exponent_histogram(
     counts = snapshot.exponent_counts(direction)
     if counts is None:
         return None
-    rows = _rows(snapshot, direction, 1)
+    rows = judged_by_format(snapshot, direction)
     # The end bins take what lies beyond them, as those of a row do.
-    bins = np.arange(NUM_EXPONENTS) - snapshot.log2_units(direction)[rows, None]
+    bins = np.arange(NUM_EXPONENTS) - snapshot.log2_divisors(direction)[rows, None]
     bins = bins.clip(0, NUM_EXPONENTS - 1).ravel()
     weights = np.nan_to_num(counts[rows]).ravel()
     total: FloatArray = np.bincount(bins, weights, NUM_EXPONENTS).astype(np.float64)
@@ -188,8 +198,3 @@ def exponent_histogram(
         return None
     first, stop = present[0], present[-1] + 1
     return total[first:stop], MIN_EXPONENT + np.arange(first, stop + 1.0)
-
-
-def _rows(snapshot: ScaleSnapshot, direction: Direction, num_merged: int) -> npt.NDArray[Any]:
-    read = snapshot.read_by_products(direction)
-    return read if read.any() else judged_by_format(snapshot, num_merged)

@@ -38,6 +38,9 @@ class ScaleSnapshot:
         operands: For each tensor whether a matrix product reads it; none by default.
         products: For each tensor whether a matrix product makes it, so that the products of the
             backward pass read its gradient; none by default.
+        lacking_units: For each tensor whether its unit, and that of its gradient, is still to be
+            measured, so that a unit of 1 stands for it; none by default.
+        log2_loss_scale: Exponent of the factor that a loss scaler put on stored gradients.
 
     Raises:
         ValueError: If the shapes do not fit together, or a name is given twice.
@@ -54,6 +57,8 @@ class ScaleSnapshot:
     inputs: tuple[tuple[str, ...], ...] = ()
     operands: tuple[bool, ...] = ()
     products: tuple[bool, ...] = ()
+    lacking_units: tuple[tuple[bool, bool], ...] = ()
+    log2_loss_scale: int = 0
 
     def __post_init__(self) -> None:
         number = len(self.names)
@@ -67,6 +72,7 @@ class ScaleSnapshot:
             "inputs": ((),) * number,
             "operands": (False,) * number,
             "products": (False,) * number,
+            "lacking_units": ((False, False),) * number,
             "log2_sigma": np.zeros(number, dtype=np.int64),
             "log2_gamma": np.zeros(number, dtype=np.int64),
         }
@@ -116,7 +122,7 @@ class ScaleSnapshot:
         row = self.rows(direction)[position]
         if np.isnan(row[0]):
             return None
-        unit = int(self.log2_units(direction)[position])
+        unit = int(self.log2_divisors(direction)[position])
         return TensorStatistics(
             row,
             self.layout,
@@ -127,6 +133,14 @@ class ScaleSnapshot:
     def log2_units(self, direction: Direction) -> npt.NDArray[np.int64]:
         """log2 of the units that the tensors are stored in, shape ``(len(self),)``."""
         return self.log2_sigma if direction == "forward" else self.log2_gamma
+
+    def log2_divisors(self, direction: Direction) -> npt.NDArray[np.int64]:
+        """Return log2 of the true values over the stored ones, shape ``(len(self),)``.
+
+        That is the unit, of gradients without the loss scale, which is on the stored ones only.
+        """
+        loss_scale = self.log2_loss_scale if direction == "backward" else 0
+        return self.log2_units(direction) - loss_scale
 
     def nonfinite(self, direction: Direction) -> FloatArray:
         """Number of NaN and infinite elements of all tensors, shape ``(len(self),)``."""
@@ -153,7 +167,7 @@ class ScaleSnapshot:
         np.divide(squares, finite, out=mean, where=finite > 0)
         with np.errstate(divide="ignore"):
             result: FloatArray = 0.5 * np.log2(mean)
-        return result - self.log2_units(direction) if stored else result
+        return result - self.log2_divisors(direction) if stored else result
 
     def log2_amax(self, direction: Direction) -> FloatArray:
         """``log2`` of the largest finite magnitude of the stored tensors, shape ``(len(self),)``.
@@ -162,7 +176,7 @@ class ScaleSnapshot:
         """
         with np.errstate(divide="ignore"):
             amax: FloatArray = np.log2(self.column("abs_max", direction))
-        return amax - self.log2_units(direction)
+        return amax - self.log2_divisors(direction)
 
     def fractions(self, direction: Direction = "forward") -> FloatArray:
         """Shares of the stored elements that are out of the range of the layout's formats.
@@ -202,6 +216,7 @@ class ScaleSnapshot:
             inputs=tuple(self.inputs[k] for k in chosen),
             operands=tuple(self.operands[k] for k in chosen),
             products=tuple(self.products[k] for k in chosen),
+            lacking_units=tuple(self.lacking_units[k] for k in chosen),
         )
 
     def merge(self, other: ScaleSnapshot) -> ScaleSnapshot:

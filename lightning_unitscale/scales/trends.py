@@ -36,7 +36,7 @@ from lightning_unitscale.scales.alerts import ScaleAlert
 from lightning_unitscale.scales.layout import DIRECTIONS, Direction
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.scales.tensor_statistics import FloatArray
-from lightning_unitscale.scales.violations import AlertMaker, judged_by_format
+from lightning_unitscale.scales.violations import AlertMaker, judged_now
 
 NUM_SAMPLES: Final = 8
 _STANDARD_ERRORS: Final = 3.0
@@ -64,7 +64,7 @@ class AmaxTrends:
 
         Args:
             snapshot: Of a later step than the one before.
-            num_merged: As of ``judged_by_format``, which says what is looked at.
+            num_merged: As of ``judged_by_format``, which says what is judged.
 
         Returns:
             The tensors that are on their way out of a format.
@@ -76,11 +76,12 @@ class AmaxTrends:
         self._samples.append(snapshot)
         if len(self._samples) < NUM_SAMPLES:
             return ()
-        judged = judged_by_format(snapshot, num_merged)
         return tuple(
             alert
             for direction in DIRECTIONS
-            for alert in self._leaving(snapshot, direction, judged)
+            for alert in self._leaving(
+                snapshot, direction, judged_now(snapshot, direction, num_merged)
+            )
         )
 
     def _leaving(
@@ -94,7 +95,7 @@ class AmaxTrends:
         span = steps[-1] - steps[0]
         horizon = min(float(self._horizon), _LONGEST_FORECAST * span)
         rise = slopes * span
-        units = np.stack([sample.log2_units(direction) for sample in self._samples])
+        units = np.stack([sample.log2_divisors(direction) for sample in self._samples])
         judged = judged & (units == units[-1]).all(axis=0)
         with np.errstate(invalid="ignore"):
             rising = (slopes >= _STANDARD_ERRORS * errors) & (rise >= _LEAST_RISE)

@@ -216,19 +216,25 @@ def infinite_names(snapshot: ScaleSnapshot) -> tuple[str, ...]:
     return tuple(snapshot.names[k] for k in np.flatnonzero((infs > 0) & (nans == 0)))
 
 
-def judged_by_format(snapshot: ScaleSnapshot, num_merged: int = 1) -> npt.NDArray[Any]:
-    """Whether what a tensor loses to a format matters: not of scalars, nor of losses.
+def judged_by_format(
+    snapshot: ScaleSnapshot, direction: Direction, num_merged: int = 1
+) -> npt.NDArray[Any]:
+    """Return which tensors are put into a format: what matmuls read, in the units of these.
 
-    No product reads them, and they are kept in full precision, as autocast does. NaN and infinities
-    in them are violations like any others.
+    Where no matmul is known, all tensors but scalars and losses, which are kept in full precision,
+    as autocast does. A NaN or an infinity in any other tensor is a violation like any other.
 
     Args:
         snapshot: Of a step.
+        direction: Of values, or of the gradients that arrive at matmuls.
         num_merged: Rows that were merged into each of its rows, of batches and ranks.
 
     Returns:
         Shape ``(tensors,)``, booleans.
     """
+    read = snapshot.read_by_products(direction)
+    if read.any():
+        return read
     scalars = snapshot.column("numel", "forward") <= num_merged
     operations = map(op_of, snapshot.names, snapshot.modules)
     losses = [operation.endswith(("loss", *_LOSSES)) for operation in operations]
@@ -236,10 +242,23 @@ def judged_by_format(snapshot: ScaleSnapshot, num_merged: int = 1) -> npt.NDArra
     return judged
 
 
+def judged_now(
+    snapshot: ScaleSnapshot, direction: Direction, num_merged: int = 1
+) -> npt.NDArray[Any]:
+    """Return which of :func:`judged_by_format` are stored in a unit that was measured.
+
+    A tensor that a matmul has read for the first time, or that was all zero until now, has a unit
+    from the next step on. What a format would lose of it before, it loses only once.
+    """
+    lacking = np.array(snapshot.lacking_units, dtype=bool).reshape(-1, len(DIRECTIONS))
+    judged: npt.NDArray[Any] = judged_by_format(snapshot, direction, num_merged)
+    return judged & ~lacking[:, DIRECTIONS.index(direction)]
+
+
 def format_violations(
     snapshot: ScaleSnapshot, thresholds: Sequence[Threshold], num_merged: int = 1
 ) -> tuple[ScaleAlert, ...]:
-    """All tensors that lose more to a format than is allowed, in the order of computation.
+    """All tensors of :func:`judged_now` that lose too much, in the order of computation.
 
     No overflow is what was filled in: what is filled up has been judged where it was computed, and
     values that hold the largest number of their type are a mask, or have one added.
@@ -247,9 +266,8 @@ def format_violations(
     Args:
         snapshot: Where to look; its layout counts the formats of the thresholds.
         thresholds: The fractions that are allowed.
-        num_merged: As of :func:`judged_by_format`, which says what is looked at.
+        num_merged: As of :func:`judged_by_format`.
     """
-    judged = judged_by_format(snapshot, num_merged)
     masks = np.isin(snapshot.column("abs_max", "forward"), _STAND_INS)
     masks |= np.array([_fills(snapshot, index) for index in range(len(snapshot))], dtype=bool)
     violations: list[ScaleAlert] = []
@@ -257,6 +275,7 @@ def format_violations(
         fractions = snapshot.fractions(direction)
         # The backward pass computes the last tensor's gradient first.
         order = range(len(snapshot)) if direction == "forward" else reversed(range(len(snapshot)))
+        judged = judged_now(snapshot, direction, num_merged)
         may = dict.fromkeys(FORMAT_KINDS, judged)
         if direction == "forward":  # the gradients of what a mask is added to are like any others
             may["overflow"] = judged & ~masks

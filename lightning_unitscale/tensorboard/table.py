@@ -32,6 +32,8 @@ _MORE = (
     "All {number} tensors: lightning-unitscale report RUN_DIR --full, or "
     "ScaleMonitor.table(full=True)"
 )
+# In the place of a module, of what no submodule computes.
+STEP_ITSELF: Final = "(the step itself)"
 _READ: Final[dict[Direction, str]] = {"forward": "operands", "backward": "gradients"}
 
 
@@ -141,7 +143,7 @@ def _short_table(snapshot: Scales, tablefmt: str) -> str:
         headers += [_READ[direction], *views]
     lines = []
     for block in dict.fromkeys(blocks[read["forward"] | read["backward"]].tolist()):
-        line = [_code(block, tablefmt)]
+        line = [_code(block or STEP_ITSELF, tablefmt)]
         for direction in DIRECTIONS:
             rows = blocks == block
             own = distances_from_one(snapshot, direction, rows)

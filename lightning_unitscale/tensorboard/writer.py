@@ -236,7 +236,7 @@ class ScaleWriter:
             return
         sampled = np.nan_to_num(snapshot.column("sampled", direction)).astype(int)
         exponents = list(
-            map(ExponentCounts, np.nan_to_num(counts), sampled, snapshot.log2_units(direction))
+            map(ExponentCounts, np.nan_to_num(counts), sampled, snapshot.log2_divisors(direction))
         )
         if "exponents" in parts:
             prefix = Series(direction, "exponents", "").tag
@@ -258,7 +258,7 @@ class ScaleWriter:
     ) -> None:
         tag = Series(direction, "log2_rms", observed.key).tag
         self._add_tensor(summary, tag, log2_rms, observed.to_content)
-        units = snapshot.log2_units(direction)
+        units = snapshot.log2_divisors(direction)
         self._add_tensor(summary, Series(direction, "log2_unit", observed.key).tag, units)
         nonfinite = snapshot.nonfinite(direction)
         if np.any(nonfinite > 0):

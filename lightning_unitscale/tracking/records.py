@@ -32,6 +32,7 @@ class ProbedTensor:
         inputs: Names of the probed tensors that it is computed from.
         is_operand: Whether a matrix product reads it.
         is_product: Whether a matrix product makes it.
+        lacks_unit: Whether its unit, and that of its gradient, is still to be measured.
     """
 
     name: str
@@ -40,6 +41,7 @@ class ProbedTensor:
     inputs: tuple[str, ...] = ()
     is_operand: bool = False
     is_product: bool = False
+    lacks_unit: tuple[bool, bool] = (False, False)
 
 
 @dataclass(frozen=True)
@@ -152,10 +154,11 @@ def _snapshot(
     tensors = [tensor for tensor, _ in described]
     sigmas = np.array([tensor.held.sigma.exponent(gauge) for tensor, gauge in described])
     gammas = np.array([tensor.held.gamma.exponent(gauge) for tensor, gauge in described])
+    log2_loss_scale = round(math.log2(grad_scale))
     in_graph = np.array([tensor.held.in_graph for tensor in tensors])
     forward = shift_rows(forward, sigmas * in_graph, layout)
     # A loss scaler moves by factors of two, so taking it off again is a shift as well.
-    backward = shift_rows(backward, gammas * in_graph - round(math.log2(grad_scale)), layout)
+    backward = shift_rows(backward, gammas * in_graph - log2_loss_scale, layout)
     positions: dict[str, list[int]] = {}
     for index, tensor in enumerate(tensors):
         positions.setdefault(tensor.name, []).append(index)
@@ -179,4 +182,6 @@ def _snapshot(
         inputs=tuple(tensors[index].inputs for index in kept),
         operands=tuple(tensors[index].is_operand for index in kept),
         products=tuple(tensors[index].is_product for index in kept),
+        lacking_units=tuple(tensors[index].lacks_unit for index in kept),
+        log2_loss_scale=log2_loss_scale,
     )

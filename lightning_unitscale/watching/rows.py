@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +12,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from lightning_unitscale.dispatch.calls import RanProduct
-from lightning_unitscale.graph.recorder import local_part, stored_elements
+from lightning_unitscale.graph.recorder import stored_elements
 from lightning_unitscale.lossless.gauge import Factor
 from lightning_unitscale.lossless.units import Held
 from lightning_unitscale.patching import nothing
@@ -43,7 +42,9 @@ class TensorRow:
         log2_sigma: Unit in which a product stores the value, as an exponent of two.
         log2_gamma: Unit of the gradient.
         log2_counted: The unit in which format counts of the value were taken.
-        has_unit: Whether a product of this step has told the unit of the value.
+        has_unit: Whether a matmul of this step has told the unit of the value; ``None`` if no
+            matmul that has units reads it.
+        has_gradient_unit: The same of the gradient.
         made_as: The name that it was made with.
     """
 
@@ -61,7 +62,8 @@ class TensorRow:
     log2_sigma: int = 0
     log2_gamma: int = 0
     log2_counted: int = 0
-    has_unit: bool = False
+    has_unit: bool | None = None
+    has_gradient_unit: bool | None = None
 
     def __post_init__(self) -> None:
         self.made_as = self.name
@@ -71,7 +73,13 @@ class TensorRow:
         held = Held(Factor(constant=self.log2_sigma), Factor(constant=self.log2_gamma))
         names = dict.fromkeys(row.name for row in inputs if row.name != self.name)
         return ProbedTensor(
-            self.name, self.module, held, tuple(names), self.is_operand, self.is_product
+            self.name,
+            self.module,
+            held,
+            tuple(names),
+            self.is_operand,
+            self.is_product,
+            (self.has_unit is False, self.has_gradient_unit is False),
         )
 
     def backward_row(self, layout: RowLayout) -> Tensor:
@@ -197,36 +205,3 @@ def shown_inputs(rows: Iterable[TensorRow]) -> dict[TensorRow, dict[TensorRow, N
             sources.update({source: None} if source.is_shown else inputs.get(source, {}))
         inputs[row] = sources
     return inputs
-
-
-# What a product adds comes first among its arguments.
-_ADDENDS_FIRST = frozenset({"addmm", "baddbmm", "addbmm", "addmv"})
-
-
-def operands_of(
-    ran: Sequence[RanProduct], arguments: Sequence[Tensor], word: str
-) -> Iterator[tuple[Tensor, int]]:
-    """Pairs of an argument and the exponent of the unit in which a product has read it.
-
-    Args:
-        ran: The products that have run in one call of a function, in their order.
-        arguments: The tensors that the function was given.
-        word: What the function is called.
-    """
-    floats = [tensor for tensor in arguments if is_readable(tensor)]
-    by_storage: dict[int, list[Tensor]] = {}
-    for tensor in floats:
-        storage = local_part(tensor).untyped_storage().data_ptr()
-        by_storage.setdefault(storage, []).append(tensor)
-    for product in ran:
-        if len(ran) == 1 and not any(storage in by_storage for storage in product.storages):
-            # Autocast has cast its operands; their order has stayed.
-            in_order = floats[word in _ADDENDS_FIRST :]
-            yield from zip(in_order, product.log2_sigmas, strict=False)
-            continue
-        # Parts of one tensor share a storage, and come in the order of the arguments.
-        left = {storage: iter(tensors) for storage, tensors in by_storage.items()}
-        for storage, unit in zip(product.storages, product.log2_sigmas, strict=True):
-            argument = next(left.get(storage, iter(())), None)
-            if argument is not None:
-                yield argument, unit

@@ -29,13 +29,8 @@ from lightning_unitscale.watching.names import (
     StartNames,
     word_of,
 )
-from lightning_unitscale.watching.rows import (
-    Gradients,
-    Measuring,
-    TensorRow,
-    operands_of,
-    shown_inputs,
-)
+from lightning_unitscale.watching.operands import RunningFunction, Unit
+from lightning_unitscale.watching.rows import Gradients, Measuring, TensorRow, shown_inputs
 from lightning_unitscale.watching.torch_state import (
     is_readable,
     plain_functions,
@@ -56,7 +51,6 @@ class WatchedCall:
         measuring: Takes the statistics.
         select: Whether a tensor of this name and module is to have a row.
         units: Unit of each tensor at the last sample, by name: the likely one.
-        products: Grows with each product that runs in units.
     """
 
     def __init__(
@@ -66,7 +60,6 @@ class WatchedCall:
         measuring: Measuring,
         select: Callable[[str, str], bool],
         units: Mapping[str, int],
-        products: Sequence[RanProduct],
     ) -> None:
         self.callers = callers
         # Of each reentrant checkpoint the rows that it has computed without gradients, in the order
@@ -77,7 +70,7 @@ class WatchedCall:
         self._measuring = measuring
         self._select = select
         self._units = units
-        self._products = products
+        self._running: RunningFunction | None = None
         self._compiled: list[tuple[range, str, tuple[TensorRow, ...], Caller]] = []
         self._given: list[TensorRow] = []
         self._made: list[TensorRow] = []
@@ -110,17 +103,20 @@ class WatchedCall:
             return result
         with plain_functions():
             inputs = self._inputs(arguments, word)
-            if word in PRODUCT_WORDS:
-                self._mark_operands(operands_of_call(function, args, kwargs), word)
+            is_product = word in PRODUCT_WORDS
+            operands = operands_of_call(function, args, kwargs) if is_product else []
+            self._mark_operands(operands, word)
             versions = {id(tensor): version_of(tensor) for tensor in arguments}
-        num_products = len(self._products)
-        result = function(*args, **kwargs)
+            running = RunningFunction(operands or arguments)
+        outer, self._running = self._running, running
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            self._running = outer
         results = _tensors_in((result,))
         with plain_functions():
-            ran = self._products[num_products:]
-            if ran:
-                for operand, unit in operands_of(ran, arguments, word):
-                    self._set_unit(operand, unit)
+            for operand, unit in running.units:
+                self._set_unit(operand, unit)
             if word == "setitem":
                 self._rows_of[arguments[0]] = inputs
             base = _named(caller.path, word)
@@ -133,8 +129,14 @@ class WatchedCall:
                 is_given = any(row.is_given for row in self._rows(tensor) or ())
                 if is_given and tensor.grad_fn is None:
                     continue  # a parameter or a buffer that is updated
-                self._note(tensor, name, word, inputs, caller, ran)
+                self._note(tensor, name, word, inputs, caller, running)
         return result
+
+    def see(self, ran: RanProduct) -> None:
+        """Note a matmul of the function that runs."""
+        if self._running is not None:
+            with plain_functions():
+                self._running.see(ran)
 
     def see_compiled(self, frame: FrameType, nodes: range) -> None:
         """Note what a function of the user has returned that Dynamo has compiled.
@@ -159,12 +161,17 @@ class WatchedCall:
             for tensor in _tensors_in((scope.get("result"),)):
                 if id(tensor) not in arguments_seen:
                     name = self._unique(_named(caller.path, word))
-                    self._note(tensor, name, word, inputs, caller, ())
+                    self._note(tensor, name, word, inputs, caller)
 
     def finish(self, module: nn.Module, output: Any) -> None:
         """Note what was not seen: results of the step itself, parameters read by compiled code."""
         with plain_functions():
             self._inputs(_tensors_in((output,)), "")
+            for tensor, rows in self._rows_of.items():
+                # At the last sample a matmul has read a tensor of this name, and none at this one.
+                if len(rows) == 1 and rows[0].has_unit is None and rows[0].log2_sigma:
+                    rows[0].log2_sigma = 0
+                    self._count_again(rows[0], tensor)
             named = {row.name for row in self._given}
             for path, parameter in module.named_parameters():
                 fqn = own_path(path)
@@ -196,13 +203,6 @@ class WatchedCall:
     def log2_units(self) -> dict[str, int]:
         """Unit in which a product has stored each value, by the name that it was made with."""
         return {row.made_as: row.log2_sigma for row in (*self._given, *self._made)}
-
-    @property
-    def is_before_units(self) -> bool:
-        """Whether products run in units that are only being measured in this call."""
-        return bool(self._products) and not any(
-            any(product.log2_sigmas) or product.log2_gamma for product in self._products
-        )
 
     def _inputs(self, arguments: Sequence[Tensor], word: str) -> tuple[TensorRow, ...]:
         """Rows of the arguments of a function; missing ones are made."""
@@ -249,7 +249,7 @@ class WatchedCall:
         for nodes, word, inputs, caller in self._compiled:
             if sequence_number(tensor.grad_fn) in nodes:
                 name = self._unique(_named(caller.path, word))
-                self._note(tensor, name, word, inputs, caller, ())
+                self._note(tensor, name, word, inputs, caller)
                 return tuple(self._rows_of[tensor])
         caller = self.callers.find(sys._getframe(1)) or Caller("")
         return (self._unseen_row(tensor, caller.path, ()),)
@@ -281,7 +281,7 @@ class WatchedCall:
         word: str,
         inputs: tuple[TensorRow, ...],
         caller: Caller,
-        ran: Sequence[RanProduct],
+        running: RunningFunction | None = None,
     ) -> None:
         """Make the row of a result."""
         if word in ALIASES or not is_readable(tensor):
@@ -290,9 +290,10 @@ class WatchedCall:
         row = self._row(name, caller.path, inputs)
         self._made.append(row)
         self._rows_of[tensor] = (row,)
-        row.is_product = word in PRODUCT_WORDS or bool(ran)
-        if ran:
-            row.log2_gamma = ran[-1].log2_gamma
+        gamma = None if running is None else running.gamma_of(tensor)
+        row.is_product = word in PRODUCT_WORDS or gamma is not None
+        if gamma is not None:
+            row.log2_gamma, row.has_gradient_unit = gamma[0] or 0, gamma[0] is not None
         self._keep(caller, row, word)
         if takes_part(tensor):
             self._show(row, tensor)
@@ -342,18 +343,20 @@ class WatchedCall:
             if with_gradient and takes_part(tensor) and not row.is_hooked:
                 self.gradients.measure(row, tensor)
 
-    def _set_unit(self, tensor: Tensor, unit: int) -> None:
-        """Note the unit in which a product has just read a tensor; the first product counts."""
+    def _set_unit(self, tensor: Tensor, unit: Unit) -> None:
+        """Note the unit in which a matmul has just read a tensor; the first one known counts."""
         row = self._only_row(tensor)
         if row is None:
             return
         row.is_operand = True
         if row.has_unit:
             return
-        row.has_unit = True
-        row.log2_sigma = unit
-        if row.forward is not None and row.log2_counted != unit:
-            # Not the unit of the last sample: count its formats again.
+        row.has_unit, row.log2_sigma = unit is not None, unit or 0
+        self._count_again(row, tensor)
+
+    def _count_again(self, row: TensorRow, tensor: Tensor) -> None:
+        """Count formats in a unit that is not the one of the last sample."""
+        if row.forward is not None and row.log2_counted != row.log2_sigma:
             self._measuring.value(row, tensor)
 
     def _mark_operands(self, operands: Sequence[Tensor], word: str) -> None:

@@ -80,10 +80,10 @@ class StepWatcher:
             return step(*args, **kwargs)
         callers = Callers(module, StepWatcher.run.__code__, self._ignored)
         names = StartNames(module, step, args, kwargs)
-        with watching() as products:
-            call = WatchedCall(callers, names, self._measuring, self._select, self._units, products)
-            self._calls.append(call)
-            call.gradients.begin(module)
+        call = WatchedCall(callers, names, self._measuring, self._select, self._units)
+        self._calls.append(call)
+        call.gradients.begin(module)
+        with watching(call.see):
             with _watch(call):
                 result = step(*args, **kwargs)
             call.finish(module, result)
@@ -98,11 +98,6 @@ class StepWatcher:
             return
         with _watch(call):
             yield
-
-    @property
-    def is_before_units(self) -> bool:
-        """Whether the watched calls only measured units; products have them from the next call."""
-        return any(call.is_before_units for call in self._calls)
 
     def close(self) -> None:
         """Stop measuring gradients of the calls so far."""

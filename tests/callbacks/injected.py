@@ -21,6 +21,8 @@ FAULT_STEP = 30
 class Block(nn.Module):
     """Normalized, so that a fault of one block does not grow in the next."""
 
+    activation = staticmethod(torch.tanh)
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
@@ -28,7 +30,7 @@ class Block(nn.Module):
         self.down = nn.Linear(2 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
+        return x + self.down(self.activation(self.up(self.norm(x))))
 
 
 class Stack(pl.LightningModule):
@@ -57,6 +59,12 @@ class Stack(pl.LightningModule):
 def overflow(module: Stack) -> None:
     """One layer's weights times 2^12."""
     module.blocks[1].up.weight.mul_(2.0**12)
+
+
+def overflow_relu(module: Stack) -> None:
+    """The same, and what the next layer reads is as large."""
+    overflow(module)
+    module.blocks[1].activation = torch.relu  # type: ignore[assignment]
 
 
 def nan_bias(module: Stack) -> None:

@@ -182,7 +182,8 @@ def run(
     result = Run(trainer, module, recorder.outputs)
     result.weights = _copied(dict(module.state_dict()))
     result.optimizers = [_copied(one.state_dict()) for one in trainer.optimizers]
-    result.metrics = dict(trainer.callback_metrics)
+    metrics = trainer.callback_metrics.items()
+    result.metrics = {k: value for k, value in metrics if not k.startswith("scales/")}
     result.logged = _without_clock(memory.of_the_user)
     result.random_states = [
         torch.get_rng_state(),

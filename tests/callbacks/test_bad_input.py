@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -111,7 +112,7 @@ def test_no_logger_is_one_warning() -> None:
     found = [str(one.message) for one in caught if "no logger" in str(one.message)]
     assert len(found) == 1
     assert _is_in_the_form(found[0])
-    assert len(monitor.snapshots) == 1
+    assert len(monitor.snapshots) == 2
     assert "linear" in monitor.table(full=True)
 
 
@@ -218,6 +219,9 @@ def test_products_need_no_capture() -> None:
         (lambda: RematCallback(0.5, compile="fast"), ValueError),
         (lambda: ScaleMonitor(histograms="all"), ValueError),
         (lambda: ScaleMonitor(on_violation="shout"), ValueError),
+        (lambda: ScaleMonitor(on_violation=lambda: None), TypeError),
+        (lambda: ScaleMonitor(first_step=-1), ValueError),
+        (lambda: ScaleMonitor(first_step=2, last_step=1), ValueError),
         (lambda: ScaleMonitor(trend_steps=0), ValueError),
         (lambda: ScaleMonitor(trend_steps=True), ValueError),
         (lambda: ScaleMonitor(thresholds=0.1), TypeError),
@@ -235,11 +239,15 @@ def test_arguments(make: Any, error: type[Exception]) -> None:
     assert re.search(r"^\w+=.+: .+; expected .+", str(raised.value)), raised.value
 
 
-def test_before_any_step() -> None:
+def test_before_any_step(tmp_path: Path) -> None:
     assert "No step has run yet" in UnitScaleCallback().explain()
     assert not UnitScaleCallback().gauge and not UnitScaleCallback().coverage.counts
     assert UnitScaleCallback().state_dict() == {}
     assert "No step" in ScaleMonitor().table()
+    for name in ("to_csv", "to_json_lines"):
+        with pytest.raises(RuntimeError, match=rf"^{name}: path='.*': no step .*; expected "):
+            getattr(ScaleMonitor(), name)(tmp_path / "scales")
+    assert not list(tmp_path.iterdir())
 
 
 def test_no_optimizer_and_no_parameter() -> None:

@@ -43,7 +43,7 @@ def test_every_logger_on_the_step_axis_of_the_loss(accumulate: int, tmp_path: Pa
         accumulate_grad_batches=accumulate,
         entry_options={"val_dataloaders": loader(4)},
     )
-    expected = [0, 3, 6]
+    expected = [0, 1, 3, 6, 7]
     assert [one.step for one in monitor.snapshots] == expected
     ours = [row for row in memory.rows if set(row[1]) >= SUMMARY]
     # A logger of which nothing else is known gets numbers only.

@@ -70,7 +70,8 @@ def test_a_step(options: dict[str, Any], at_first: set[str], at_looks: set[str])
     # Alerts are judged when the next step has been computed, and so are the units of a look, but
     # where they decide how a product is rounded.
     snapshots = {snapshot.step: snapshot for snapshot in monitor.snapshots}
-    assert list(snapshots) == [*range(0, NUM_STEPS, SAMPLED_EVERY)] and monitor.alerts
+    # This loop does not tell which step is the last one.
+    assert list(snapshots) == [0, 1, *range(2, NUM_STEPS, SAMPLED_EVERY)] and monitor.alerts
     assert snapshots[2].log2_sigma.min() == -4 and snapshots[6].log2_sigma.min() == -9
     assert snapshots[LOOK_EVERY + 1].log2_sigma.min() == (-9 if at_looks else -4)
     rows = [launches["partial_rows"] + launches["joint_row"] for launches in gpu.launches]
@@ -79,7 +80,7 @@ def test_a_step(options: dict[str, Any], at_first: set[str], at_looks: set[str])
     assert num_looked > 0
     for step, num_launches in enumerate(rows):
         num_rows = 0
-        if step % SAMPLED_EVERY == 0:
+        if step in snapshots:
             num_rows = len(snapshots[step].names) + int((snapshots[step].backward[:, 0] > 0).sum())
         num_launches -= 0 if step % LOOK_EVERY else num_looked
         assert num_rows <= num_launches <= 2 * num_rows
@@ -115,6 +116,17 @@ class Absent(SingleDeviceStrategy):
 
     @override
     def teardown(self) -> None: ...
+
+
+class Seen(pl.Callback):
+    """Which sample is the last one at the end of an epoch."""
+
+    def __init__(self, monitor: ScaleMonitor) -> None:
+        self.steps: list[int] = []
+        self._monitor = monitor
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        self.steps.append(self._monitor.snapshots[-1].step)
 
 
 class Layers(pl.LightningModule):
@@ -192,16 +204,22 @@ def test_a_captured_step(options: dict[str, Any], at_looks: list[str]) -> None:
             strategy=Absent(),
             max_steps=NUM_STEPS,
             gradient_clip_val=1.0,
-            callbacks=[Steps(gpu), callback, monitor],
+            callbacks=[Steps(gpu), callback, monitor, seen := Seen(monitor)],
             **QUIET,
         )
         trainer.fit(module, Batches(gpu))
+    # What monitors scales at the end of an epoch sees its last step.
+    assert seen.steps == [NUM_STEPS - 1]
     assert gpu.waits[0]  # its units are measured
-    assert gpu.waits[1:] == [[] if step % LOOK_EVERY else at_looks for step in range(1, NUM_STEPS)]
+    expected = [[] if step % LOOK_EVERY else at_looks for step in range(1, NUM_STEPS)]
+    # The last sample is read when the epoch is over.
+    expected[-1] = [*expected[-1], "records.arrived"]
+    assert gpu.waits[1:] == expected
     looks = range(LOOK_EVERY, NUM_STEPS, LOOK_EVERY)
     assert all(f"at step {step}: layers" in callback.explain() for step in looks)
-    assert [snapshot.step for snapshot in monitor.snapshots] == [*range(0, NUM_STEPS, 2)]
+    sampled = [snapshot.step for snapshot in monitor.snapshots]
+    assert sampled == [0, 1, *range(2, NUM_STEPS, SAMPLED_EVERY), NUM_STEPS - 1]
     # Rows are observed in sampled steps and in looks, of small tensors in one launch each.
     for step, launches in enumerate(gpu.launches):
-        is_observed = step % SAMPLED_EVERY == 0 or step % LOOK_EVERY == 0
+        is_observed = step in sampled or step % LOOK_EVERY == 0
         assert bool(launches) == is_observed and launches["joint_row"] == 0

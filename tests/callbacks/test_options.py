@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 
-from lightning_unitscale import FP8, Lossless, Rules, Simulate, UnitScaleCallback
+from lightning_unitscale import FP8, Lossless, Rules, ScaleMonitor, Simulate, UnitScaleCallback
 from lightning_unitscale.formats import get_format
 
 
@@ -51,6 +51,30 @@ def test_formats_by_name_description_and_pair() -> None:
 def test_an_unknown_keyword_is_named(name: str) -> None:
     with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
         UnitScaleCallback(**{name: "auto"})
+
+
+_MONITOR_SETTINGS: list[tuple[dict[str, Any], Any]] = [
+    ({"on_violation": "stop"}, "stop"),
+    ({"on_violation": "builtins.print"}, print),
+    ({"last_step": 200}, 200),
+    ({"first_step": 10}, 10),
+]
+
+
+@pytest.mark.parametrize(("settings", "expected"), _MONITOR_SETTINGS)
+def test_monitor_from_yaml_and_back(settings: dict[str, Any], expected: Any) -> None:
+    jsonargparse = pytest.importorskip("jsonargparse")
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_argument("--callbacks", type=list[pl.Callback])
+    monitor = {"class_path": "lightning_unitscale.ScaleMonitor", "init_args": settings}
+    config = parser.parse_object({"callbacks": [monitor]})
+    printed = parser.parse_string(parser.dump(config))
+    (name,) = settings
+    default = inspect.signature(ScaleMonitor).parameters[name].default
+    for parsed in (config, printed):
+        (callback,) = parser.instantiate(parsed).callbacks
+        assert expected != default
+        assert callback._arguments[name] == expected
 
 
 _SETTINGS: list[tuple[dict[str, Any], Any]] = [

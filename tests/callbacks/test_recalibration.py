@@ -64,9 +64,10 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 class Looks(pl.Callback):
     """In which training batches operands were measured, and which of them somebody watched."""
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, num_batches: int = 1) -> None:
         self.measured: list[bool] = []
         self._steps: list[Any] = []
+        self._unwatched = num_batches * 2
         self._count = 0
         measure = Extent.of
 
@@ -78,8 +79,9 @@ class Looks(pl.Callback):
 
     @property
     def watched(self) -> list[bool]:
-        """A watched step has something in its place that the last one, which is not, has not."""
-        return [step is not self._steps[-1] for step in self._steps]
+        """A watched step has something in its place that the third one, which is not, has not."""
+        third = self._steps[self._unwatched]
+        return [step is not third for step in self._steps]
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         self._steps.append(vars(pl_module).get("training_step"))
@@ -134,7 +136,7 @@ def test_a_step_that_nobody_looks_at_measures_nothing(
         callbacks.reverse()
     run(Regression, callbacks, max_steps=11, others=lambda: [looks])
     assert looks.measured == [step == 0 for step in range(11)]
-    assert looks.watched == [step % 4 == 0 for step in range(11)]
+    assert looks.watched == [step in (0, 1, 4, 8, 10) for step in range(11)]
     looks = Looks(monkeypatch)
     run(Regression, [UnitScaleCallback(recalibrate=5)], max_steps=12, others=lambda: [looks])
     assert looks.measured == [step in (0, 5, 10) for step in range(12)]
@@ -146,8 +148,8 @@ def test_looks_of_one_do_not_show_in_the_other(monkeypatch: pytest.MonkeyPatch) 
     looks = Looks(monkeypatch)
     callbacks = [UnitScaleCallback(recalibrate=3), ScaleMonitor(every_n_steps=4)]
     run(Regression, callbacks, max_steps=11, others=lambda: [looks])
-    assert [one.step for one in monitor_of(callbacks).snapshots] == [0, 4, 8]
-    assert looks.watched == [step in (0, 4, 8) for step in range(11)]
+    assert [one.step for one in monitor_of(callbacks).snapshots] == [0, 1, 4, 8, 10]
+    assert looks.watched == [step in (0, 1, 4, 8, 10) for step in range(11)]
     assert looks.measured == [step in (0, 3, 6, 9) for step in range(11)]
 
 
@@ -164,28 +166,28 @@ def test_a_captured_step_that_is_not_sampled_runs_the_plain_variant(
     run(Regression, callbacks, max_steps=10)
     assert captures == ["training_step"]
     # The step that units are measured in runs neither variant.
-    assert variants == [step % 4 == 0 for step in range(1, 10)]
+    assert variants == [step in (1, 4, 8, 9) for step in range(1, 10)]
     variants.clear()
     callbacks = [UnitScaleCallback(depth="all", recalibrate=3), ScaleMonitor(every_n_steps=4)]
     run(Regression, callbacks, max_steps=10)
-    assert [one.step for one in monitor_of(callbacks).snapshots] == [0, 4, 8]
-    assert variants == [step % 4 == 0 or step in (3, 6, 9) for step in range(1, 10)]
+    assert [one.step for one in monitor_of(callbacks).snapshots] == [0, 1, 4, 8, 9]
+    assert variants == [step in (1, 3, 4, 6, 8, 9) for step in range(1, 10)]
 
 
 def test_accumulated_batches_are_one_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks, monitor = Looks(monkeypatch), ScaleMonitor(every_n_steps=2)
+    looks, monitor = Looks(monkeypatch, num_batches=2), ScaleMonitor(every_n_steps=3)
     run(
         Regression,
         [UnitScaleCallback(recalibrate=2), monitor],
         accumulate_grad_batches=2,
-        max_steps=4,
+        max_steps=8,
         others=lambda: [looks],
     )
-    assert looks.watched == [True, True, False, False] * 2
+    assert looks.watched == [step in (0, 1, 3, 6, 7) for step in range(8) for _ in range(2)]
     # The first units are those of a whole step too, as in loops where nobody tells batches apart.
-    assert looks.measured == [True, True, False, False] * 2
+    assert looks.measured == [True, True, False, False] * 4
     snapshot = monitor.snapshots[0]
-    assert [one.step for one in monitor.snapshots] == [0, 2]
+    assert [one.step for one in monitor.snapshots] == [0, 1, 3, 6, 7]
     place = snapshot.names.index("first.linear")
     assert snapshot.column("numel", "forward")[place] == 2 * 4 * 8
     assert snapshot.column("numel", "backward")[place] == 2 * 4 * 8

@@ -63,7 +63,8 @@ def test_precisions(plain: Callable[..., Run], precision: str, how: str) -> None
             assert any(pair.log2_gamma for pair in one.gauge.values())
         else:
             steps = [snapshot.step for snapshot in one.snapshots]
-            assert steps == list(range(0, 6, one.every_n_steps))
+            # Every second or third, and of all trainings the first two steps and the last.
+            assert steps in ([0, 1, 2, 4, 5], [0, 1, 3, 5])
 
 
 def _ordinary(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
@@ -147,7 +148,7 @@ def test_validation_between_and_before(how: str) -> None:
     )
     assert "val_loss" in found.metrics
     assert unit_scale_of(callbacks).gauge.pair("first.linear").log2_gamma
-    assert [one.step for one in monitor_of(callbacks).snapshots] == [0, 3, 6]
+    assert [one.step for one in monitor_of(callbacks).snapshots] == [0, 1, 3, 6, 7]
 
 
 @pytest.mark.parametrize("inference_mode", [True, False])

@@ -405,7 +405,7 @@ def test_a_step_that_follows_the_epoch() -> None:
     _, callbacks = assert_same_run(
         regression_with(_by_epoch), max_epochs=4, max_steps=-1, data=lambda: loader(8)
     )
-    assert len(monitor_of(callbacks).snapshots) == 3
+    assert len(monitor_of(callbacks).snapshots) == 5
 
 
 def _hooked(self: Any, batch: Any, batch_idx: int) -> Any:
@@ -502,4 +502,4 @@ def test_weights_that_thaw(depth: str) -> None:
         others=lambda: [ModelCheckpoint()],
         enable_checkpointing=True,
     )
-    assert len(monitor_of(callbacks).snapshots) == 2
+    assert len(monitor_of(callbacks).snapshots) == 4

@@ -109,7 +109,11 @@ def train(folder: Path, kind: str, how: str) -> None:
     found: dict[str, Any] = {
         "outputs": recorder.outputs,
         "weights": module.state_dict(),
-        "metrics": dict(trainer.callback_metrics),
+        "metrics": {
+            name: value
+            for name, value in trainer.callback_metrics.items()
+            if not name.startswith("scales/")
+        },
         "random": torch.get_rng_state(),
         "attributes": sorted(module.__dict__),
     }

@@ -40,6 +40,6 @@ def test_all_ranks_raise(ranks: list[dict[str, Any]]) -> None:
 
 def test_no_rank_samples_alone(ranks: list[dict[str, Any]]) -> None:
     for one in (rank["between"] for rank in ranks):
-        assert one["sampled"] == [0, 3, 6]
+        assert one["sampled"] == [0, 1, 3, 6, 7]
         (alert,) = one["alerts"]
         assert alert.startswith("step 6: first.weight")

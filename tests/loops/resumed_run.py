@@ -191,9 +191,8 @@ def train(
         "gauge": unit_scale.gauge.state(),
         "steps": [snapshot.step for snapshot in monitor.snapshots],
         "rows": [
-            torch.as_tensor(getattr(snapshot, way))
+            [torch.as_tensor(getattr(snapshot, way)) for way in ("forward", "backward")]
             for snapshot in monitor.snapshots
-            for way in ("forward", "backward")
         ],
     }
 

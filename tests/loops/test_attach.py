@@ -67,12 +67,12 @@ def test_training_and_evaluation_in_turns(names_optimizer: bool, tmp_path: Path)
             assert len(callback.gauge) == 6
             assert "evaluation: 2 of 2 products in units" in str(callback.explain())
         else:
-            assert [snapshot.step for snapshot in callback.snapshots] == [0, 2, 4]
+            assert [snapshot.step for snapshot in callback.snapshots] == [0, 1, 2, 4]
             assert {"input.x", "up.linear", "down.linear"} <= set(callback.snapshots[-1].names)
             accumulator = EventAccumulator(str(tmp_path))
             accumulator.Reload()
             (tag, *_) = accumulator.Tags()["scalars"]
-            assert [event.step for event in accumulator.Scalars(tag)] == [0, 2, 4]
+            assert [event.step for event in accumulator.Scalars(tag)] == [0, 1, 2, 4]
     # Nothing is left.
     assert "forward" not in vars(model)
     assert not (_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
@@ -289,7 +289,7 @@ def test_a_compiled_module(compiled: Callable[[nn.Module], nn.Module]) -> None:
     units, monitor = callbacks
     # What a compiler that is not Inductor makes of the products is reached in eager.
     assert units.coverage.num_in_units == units.coverage.num_products == 5
-    assert [snapshot.step for snapshot in monitor.snapshots] == [0, 2]
+    assert [snapshot.step for snapshot in monitor.snapshots] == [0, 1, 2]
 
 
 def test_what_is_called_is_not_what_is_attached() -> None:

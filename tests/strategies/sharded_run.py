@@ -81,7 +81,7 @@ def train(folder: Path, run: str, num_ranks: int, resume_from: str) -> None:
             timeout=60,
         )
         if options.get("scaled"):
-            remat, monitor = RematCallback("min_cut"), ScaleMonitor(every_n_steps=STEPS)
+            remat, monitor = RematCallback("min_cut"), ScaleMonitor(last_step=0)
             callbacks += [UnitScaleCallback(), monitor, remat]
         size = BATCH
         data = Subset(data, range(int(os.environ["LOCAL_RANK"]) % REPLICAS, len(data), REPLICAS))

@@ -291,9 +291,9 @@ def test_steps_that_are_not_sampled_run_the_users_own_method() -> None:
             return self.loss(batch)
 
     pl.seed_everything(5, verbose=False)
-    monitor = ScaleMonitor(every_n_steps=2)
-    pl.Trainer(callbacks=[monitor], max_steps=4, **QUIET).fit(Looking(), loader())
-    assert seen == [(0, True), (1, False), (2, True), (3, False)]
+    monitor = ScaleMonitor(every_n_steps=3)
+    pl.Trainer(callbacks=[monitor], max_steps=6, **QUIET).fit(Looking(), loader(24))
+    assert seen == [(0, True), (1, True), (2, False), (3, True), (4, False), (5, True)]
 
 
 def test_results_live_no_longer_than_they_would() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,23 +21,23 @@ from lightning_unitscale.watching.watcher import StepWatcher
 class Products:
     """In place of a session: says of each linear layer's product in which units it ran."""
 
-    def __init__(self, units: tuple[int, int], gamma: int) -> None:
+    def __init__(self, units: tuple[int | None, int | None], gamma: int | None) -> None:
         self.units = units
         self.gamma = gamma
         self.casts = False
-        self.ran: list[RanProduct] = []
+        self.see: Callable[[RanProduct], None]
 
     @contextmanager
-    def watching(self) -> Iterator[list[RanProduct]]:
-        self.ran = []
-        yield self.ran
+    def watching(self, see: Callable[[RanProduct], None]) -> Iterator[None]:
+        self.see = see
+        yield
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        storages = tuple(
-            0 if self.casts else one.untyped_storage().data_ptr() for one in (x, weight)
-        )
-        self.ran.append(RanProduct("linear", storages, self.units, self.gamma))
-        return _linear(x, weight)
+        operands = (x.bfloat16().float(), weight.bfloat16().float()) if self.casts else (x, weight)
+        result = _linear(*operands)
+        number = result.grad_fn._sequence_nr()  # type: ignore[union-attr]
+        self.see(RanProduct(operands, self.units, self.gamma, range(number, number + 1)))
+        return result
 
 
 _linear = torch.nn.functional.linear
@@ -112,14 +112,32 @@ def test_stored_values(histogram: bool, casts: bool, monkeypatch: pytest.MonkeyP
 
 
 def test_before_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    products = Products((0, 0), 0)
+    products = Products((None, None), None)
     monkeypatch.setattr(watcher_file, "watching", products.watching)
     watcher, model = StepWatcher(RowLayout((FP16,)), lambda *_: True), Model()
-    assert not watcher.is_before_units
     with _Function(products):
-        watcher.run(model, model.step, (torch.ones(4, 8),), {})
-        assert watcher.is_before_units
-        watcher.clear()
-        products.units = (-10, -12)
-        watcher.run(model, model.step, (torch.ones(4, 8),), {})
-        assert not watcher.is_before_units
+        found = sample(watcher, model, 0)
+        lacking = dict(zip(found.names, found.lacking_units, strict=True))
+        assert lacking["weight"] == lacking["mul"] == (True, False)
+        assert lacking["linear"] == (False, True)
+        # An operand that is all zero has none for longer than the others.
+        products.units, products.gamma = (-10, None), -20
+        found = sample(watcher, model, 1)
+        lacking = dict(zip(found.names, found.lacking_units, strict=True))
+        assert [name for name, each in lacking.items() if any(each)] == ["weight"]
+        assert found.log2_sigma[found.names.index("weight")] == 0
+
+
+def test_a_name_whose_tensor_no_matmul_reads_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    products = Products((-10, -12), -20)
+    monkeypatch.setattr(watcher_file, "watching", products.watching)
+    watcher, model = StepWatcher(RowLayout((FP16,)), lambda *_: True), Model()
+    with _Function(products):
+        sample(watcher, model, 0)
+    # The same step, whose product the dispatcher does not see now.
+    found = sample(watcher, model, 1)
+    assert not found.log2_sigma.any() and not found.log2_gamma.any()
+    weight = found.statistics("weight", stored=True)
+    assert weight is not None
+    expected = model.weight.detach().abs() < 2.0**-14
+    assert weight.fraction(FP16, "subnormal") == pytest.approx(float(expected.float().mean()))
