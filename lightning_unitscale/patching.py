@@ -218,6 +218,23 @@ class StandIn(abc.ABC):
         return method
 
 
+class Replacement(StandIn):
+    """Runs a function in place of a method.
+
+    Args:
+        method: The method.
+        run: The function.
+    """
+
+    def __init__(self, method: Any, run: Callable[..., Any]) -> None:
+        super().__init__(method)
+        self._run = run
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the function."""
+        return self._run(*args, **kwargs)
+
+
 def nothing(*_: Any, **__: Any) -> None:
     """Stands in for a call that is left out."""
 

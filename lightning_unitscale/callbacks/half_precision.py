@@ -30,7 +30,7 @@ from lightning_unitscale.lossless.gauge import (
 from lightning_unitscale.lossless.rewrite import LosslessUnitScale
 from lightning_unitscale.lossless.scaled_parameters import HeldParameters
 from lightning_unitscale.optim.optimizers import check_optimizer
-from lightning_unitscale.patching import shadowed
+from lightning_unitscale.patching import Replacement, shadowed
 from lightning_unitscale.scales.transfer import numbers_of
 
 if TYPE_CHECKING:
@@ -302,16 +302,17 @@ class ParameterHolding:
         self._take({name: pair for name, pair in units.items() if name in named})
         # Thresholds mean true gradients; to these two leads ``clip_gradients`` (Lightning 2.6).
         plugin = trainer.precision_plugin
-        clipping = shadowed(
-            plugin,
-            clip_grad_by_norm=lambda optimizer, limit: held.clip_by_norm(
+        clipping = {
+            "clip_grad_by_norm": lambda optimizer, limit: held.clip_by_norm(
                 list(plugin.main_params(optimizer)), limit
             ),
-            clip_grad_by_value=lambda optimizer, limit: held.clip_by_value(
+            "clip_grad_by_value": lambda optimizer, limit: held.clip_by_value(
                 list(plugin.main_params(optimizer)), limit
             ),
-        )
-        self._clipping.enter_context(clipping)
+        }
+        for name, clip in clipping.items():
+            replacement = Replacement(getattr(plugin, name), clip)
+            self._clipping.enter_context(shadowed(plugin, **{name: replacement}))
         self.events.append(f"{len(units)} parameters and their gradients held in units")
 
     def _take(self, units: Mapping[str, GaugePair]) -> None:

@@ -22,7 +22,7 @@ from lightning_unitscale.optim.learning_rates import (
     scale_learning_rates,
 )
 from lightning_unitscale.optim.rate_notes import rate_notes
-from lightning_unitscale.patching import shadowed
+from lightning_unitscale.patching import Replacement, shadowed
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -132,7 +132,7 @@ def unit_clipping(trainer: pl.Trainer) -> AbstractContextManager[None]:
             )
         clip_gradients(optimizer, clip_val * factor, gradient_clip_algorithm)
 
-    return shadowed(plugin, clip_gradients=clip)
+    return shadowed(plugin, clip_gradients=Replacement(clip_gradients, clip))
 
 
 def start_loss_scale_at_one(trainer: pl.Trainer) -> Callable[[], None]:

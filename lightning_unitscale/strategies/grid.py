@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import RandomSampler
 from typing_extensions import override
 
-from lightning_unitscale.patching import shadowed
+from lightning_unitscale.patching import Replacement, shadowed
 
 # As much as one message carries: enough to keep the latency out, little beside the gradients.
 _BUCKET_BYTES = 25 * 2**20
@@ -315,7 +315,7 @@ class GridStrategy(DDPStrategy):
             is_shuffled = isinstance(getattr(dataloader, "sampler", None), RandomSampler)
             return prepare(dataloader, shuffle=shuffle and is_shuffled, mode=mode)
 
-        with shadowed(connector, _prepare_dataloader=prepare_in_order):
+        with shadowed(connector, _prepare_dataloader=Replacement(prepare, prepare_in_order)):
             yield
 
 

@@ -27,7 +27,7 @@ from lightning_unitscale.arguments import (
 from lightning_unitscale.capture.steps import steps_of
 from lightning_unitscale.dynamo.capture import unmarked
 from lightning_unitscale.loops.leaving import leaving_after
-from lightning_unitscale.patching import shadowed
+from lightning_unitscale.patching import Replacement, shadowed
 from lightning_unitscale.pipeline.balance import balanced_split
 from lightning_unitscale.pipeline.cuts import SplitPolicy, marked
 from lightning_unitscale.pipeline.ownership import Ownership
@@ -191,8 +191,9 @@ class PipelineStrategy(EvaluatingStrategy):
         self._prepare_step(module, trains=trainer.state.fn == TrainerFn.FITTING)
         self.setup_precision_plugin()
         # To it leads ``clip_gradients`` (Lightning 2.6), and a rank's own gradients are not all.
-        clipping = shadowed(self.precision_plugin, clip_grad_by_norm=self._clip_by_norm)
-        self._changes.enter_context(clipping)
+        plugin = self.precision_plugin
+        clip = Replacement(plugin.clip_grad_by_norm, self._clip_by_norm)
+        self._changes.enter_context(shadowed(plugin, clip_grad_by_norm=clip))
         self._changes.enter_context(self.metrics_over_pipelines(module))
         self._changes.enter_context(self.order_of_loaders(trainer))
 

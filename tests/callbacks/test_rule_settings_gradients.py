@@ -85,6 +85,12 @@ def test_clipping_gives_back_what_it_shadowed() -> None:
         plugin.clip_gradients(torch.optim.SGD([parameter], lr=0.1), 0.0)
     assert seen == [6.0]
     assert vars(plugin)["clip_gradients"] is others
+    # A package that wraps it meanwhile clips by the user's threshold afterwards.
+    with unit_clipping(trainer):
+        ours = plugin.clip_gradients
+        vars(plugin)["clip_gradients"] = lambda *args: ours(*args)
+    plugin.clip_gradients(torch.optim.SGD([parameter], lr=0.1), 2.0, "norm")
+    assert seen == [6.0, 2.0]
 
 
 class Watching(Stored):
