@@ -107,7 +107,7 @@ WRONG: dict[str, tuple[Callable[..., Any], Wrong]] = {
             "exclude": GLOBS,
             "formats": (None, *FORMATS, ["FP16", 3], ("FP16", "E9M9"), (4, 3)),
             "histograms": (None, 0, 1, "all", *ODD),
-            "on_violation": WORDS,
+            "on_violation": WORDS[:-1],  # a class can be called
             "thresholds": (3, "FP16", [0.1], {"FP17": 0.1}, {"FP16": 1.5}, {"FP16": NAN}, *ODD[:3]),
             "trend_steps": COUNTS,
             "tensorboard_tabs": (None, *WORDS),

@@ -45,6 +45,7 @@ from lightning_unitscale.strategies.steps import NotPipelinedError, PipelinedSte
 
 _CAPTURES = ("auto", "step", "forward")
 _EVALUATIONS = ("auto", "pipeline", "whole")
+_SPLITS: Any = (str, Mapping, Callable)
 
 
 class PipelineStrategy(EvaluatingStrategy):
@@ -129,14 +130,13 @@ class PipelineStrategy(EvaluatingStrategy):
             )
         if not (isinstance(stages_per_rank, str) and stages_per_rank == "auto"):
             check_count("stages_per_rank", stages_per_rank)
-        if not (isinstance(split, str) and split == "auto"):
-            expected = "'auto', a dict of paths of submodules to a SplitPoint, or a split policy"
-            kinds = (Mapping, Callable)
-            check_instance("split", split, kinds, expected, "leave it out for 'auto'")  # type: ignore[arg-type]
+        expected = "'auto', a dict of paths of submodules to a SplitPoint, or a split policy"
+        if isinstance(split, str) and split != "auto":
+            raise ValueError(f"split={split!r}: expected {expected}; leave it out for 'auto'.")
+        check_instance("split", split, _SPLITS, expected, "leave it out for 'auto'")
         if process_group_backend is not None:
-            advice = "leave it out for the device's own"
-            expected = "the name of a backend, such as 'gloo'"
-            check_instance("process_group_backend", process_group_backend, str, expected, advice)
+            name, expected = "process_group_backend", "the name of a backend, such as 'gloo'"
+            check_instance(name, process_group_backend, str, expected, "leave it out")
         advice = "leave it out for 'auto'"
         check_choice("capture", capture, _CAPTURES, "nothing that can be captured", advice)
         check_choice("evaluation", evaluation, _EVALUATIONS, "no way to evaluate", advice)
