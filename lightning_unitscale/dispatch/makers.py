@@ -66,9 +66,9 @@ def making(session: weakref.ref[Any]) -> Iterator[None]:
     """Within this context the nodes that this thread makes are those of a session's call."""
     made = _MADE.get(thread_number())
     if made is None:
-        made = _MADE.setdefault(thread_number(), _Made())
-        if len(_MADE) > _MAX_THREADS:
-            del _MADE[next(iter(_MADE))]
+        if len(_MADE) >= _MAX_THREADS:
+            del _MADE[min(list(_MADE), key=lambda thread: len(_MADE[thread].finished))]
+        made = _MADE[thread_number()] = _Made()
     first = last_sequence_number() + 1
     made.running.append((first, session))
     try:

@@ -38,16 +38,11 @@ from lightning_unitscale.dispatch.nodes import HandedOn, thread_number
 from lightning_unitscale.dispatch.products import ProductRule
 from lightning_unitscale.dispatch.sites import Sites
 from lightning_unitscale.dispatch.tensors import Extent, forget_copy
-from lightning_unitscale.dispatch.torch_internals import (
-    Kernel,
-    graph_task,
-)
+from lightning_unitscale.dispatch.torch_internals import Kernel, graph_task
 from lightning_unitscale.dispatch.units import Units
 from lightning_unitscale.dynamo.patches import opened_layers
 
 _Args = tuple[Any, ...]
-
-
 _SESSION: HandedOn[ProductSession | None] = HandedOn("session", None)
 
 
@@ -124,9 +119,9 @@ class ProductSession:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Within this context forward products of this thread are the session's."""
-        # A whole encoder layer in one kernel would be left as it is, in evaluation only.
         self.threads.append(thread_number())
         try:
+            # A whole encoder layer in one kernel would be left as it is, in evaluation only.
             with _SESSION.being(self), making(self.ref), opened_layers(self.is_rounding):
                 yield
         finally:
