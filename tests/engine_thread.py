@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -19,12 +20,16 @@ from torch import Tensor
 from torch._functorch import pyfunctorch
 from torch.utils import _python_dispatch as dispatch
 
+from lightning_unitscale.dispatch.nodes import HandedOn
 from lightning_unitscale.patching import nothing, shadowed
 
 # The engine's ``MAX_DEPTH``, and one.
 _DEPTH = 61
-# Threads that wait for one another where backward passes are nested in one.
-_NUM_THREADS = 12
+# What is nested takes no memory, which some tests count.
+_NUMBER = torch.zeros(())
+# Threads of the engine's pool, of which one waits when the others do not do so as yet.
+_NUM_THREADS = 6
+_IS_REACHED = HandedOn("tests.engine_thread", False)
 _MODE_KEYS = (
     torch._C._TorchDispatchModeKey.FAKE,
     torch._C._TorchDispatchModeKey.PROXY,
@@ -66,6 +71,7 @@ def run_on_engine_thread(function: Callable[..., Any], *args: Any, **kwargs: Any
                     torch._C._set_torch_function_state, torch._C._get_torch_function_state()
                 )
                 torch._C._set_torch_function_state(function_state)
+                as_before.enter_context(_IS_REACHED.being(True))
                 try:
                     results.append(function(*args, **kwargs))
                 except BaseException as error:
@@ -84,26 +90,34 @@ def _keep_thread_states() -> None:
 
     Otherwise it goes with each call of a hook, and an error that a hook raises goes with it.
     """
-    _nest(lambda: None, _DEPTH + _NUM_THREADS, ctypes.pythonapi.PyGILState_Ensure)
+    kept = {threading.get_ident()}
+
+    def keep() -> None:
+        if threading.get_ident() not in kept:
+            kept.add(threading.get_ident())
+            ctypes.pythonapi.PyGILState_Ensure()
+
+    # Each of them nests as deeply itself before the next one takes over.
+    _nest(nothing, (1 + _NUM_THREADS) * _DEPTH, keep)
+    assert len(kept) > _NUM_THREADS
 
 
-def _nest(run: Callable[[], None], depth: int, at_each: Callable[[], object] = nothing) -> None:
+def _nest(run: Callable[[], None], depth: int, at_each: Callable[[], None] = nothing) -> None:
     if depth == 0:
         run()
         return
     with torch.enable_grad():
-        leaf = torch.zeros(1, requires_grad=True)
+        leaf = _NUMBER.detach().requires_grad_()
 
         def hook(gradient: Tensor) -> None:
-            if depth <= _NUM_THREADS:
-                at_each()
+            at_each()
             _nest(run, depth - 1, at_each)
 
         leaf.register_hook(hook)
         # The function itself, whose name in torch.autograd gives way. Within torch's older vmap a
         # pass may compute gradients, and may not add them to those of leaves.
         torch.autograd.graph._engine_run_backward(
-            (leaf.sum(),), (torch.ones(()),), False, False, (leaf,), False, accumulate_grad=False
+            (leaf.view_as(leaf),), (_NUMBER,), False, False, (leaf,), False, accumulate_grad=False
         )
 
 
@@ -123,7 +137,8 @@ def backward_on_engine_thread() -> Iterator[None]:
 
     @functools.wraps(engine)
     def run_backward(*args: Any, **kwargs: Any) -> Any:
-        if _is_tracing():
+        # A pass within another one is on such a thread as it is.
+        if _is_tracing() or _IS_REACHED.get():
             return engine(*args, **kwargs)
         return run_on_engine_thread(engine, *args, **kwargs)
 

@@ -257,7 +257,7 @@ MUTATIONS = (
     Mutation(
         "a node of a plain model is that of a session in another thread",
         "dispatch/makers.py",
-        "    return makers.get(thread_number())",
+        "    return makers.get(calling_thread())",
         "    return next(iter(makers.values()))",
         "dispatch/test_threads.py -k plain",
     ),

@@ -15,7 +15,13 @@ from typing import Any
 from torch import nn
 
 from lightning_unitscale.dispatch.calls import call_of
-from lightning_unitscale.dispatch.nodes import leaf_of, thread_number, upstream
+from lightning_unitscale.dispatch.nodes import (
+    calling_thread,
+    leaf_of,
+    note_thread,
+    thread_number,
+    upstream,
+)
 from lightning_unitscale.dispatch.torch_internals import last_sequence_number, sequence_number
 
 # Calls of one thread, and threads, whose backward passes may still come.
@@ -66,11 +72,12 @@ def making(session: weakref.ref[Any]) -> Iterator[None]:
     """Within this context the nodes that this thread makes are those of a session's call."""
     made = _MADE.get(thread_number())
     if made is None:
-        made = _MADE.setdefault(thread_number(), _Made())
-        if len(_MADE) > _MAX_THREADS:
-            del _MADE[next(iter(_MADE))]
+        if len(_MADE) >= _MAX_THREADS:
+            del _MADE[min(list(_MADE), key=lambda thread: len(_MADE[thread].finished))]
+        made = _MADE[thread_number()] = _Made()
     first = last_sequence_number() + 1
     made.running.append((first, session))
+    note_thread()
     try:
         yield
     finally:
@@ -88,15 +95,12 @@ def forget_made(session: weakref.ref[Any]) -> None:
         made.finished = [call for call in made.finished if call[1] is not session]
 
 
-def maker_of(node: Any, latest: Any) -> Any:
+def maker_of(node: Any) -> Any:
     """Whose call has made an autograd node; ``None`` if no call has.
 
     Threads give out the same numbers, so what a node reads has to agree: the nearest product that
-    is known, or the nearest parameter.
-
-    Args:
-        node: The node.
-        latest: Whose product has run last in the backward pass, for a node that reads neither.
+    is known, or the nearest parameter. Of a node that reads neither, the thread that calls the
+    backward pass has to be the one that has made it.
     """
     number = sequence_number(node)
     makers = {thread: made.by(number) for thread, made in list(_MADE.items())}
@@ -115,7 +119,4 @@ def maker_of(node: Any, latest: Any) -> Any:
                 return session
         if isinstance(leaf, nn.Parameter):
             break
-    else:
-        if any(session is latest for session in makers.values()):
-            return latest
-    return makers.get(thread_number())
+    return makers.get(calling_thread())

@@ -22,6 +22,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -45,12 +46,28 @@ class _Thread(threading.local):
 
 
 _THREAD = _Thread()
+# The key under which torch hands on the context of Python that a backward pass is called in.
+_CONTEXT = "context"
+_OF_CONTEXT: ContextVar[int | None] = ContextVar("lightning_unitscale.thread", default=None)
 _LEAF_NODE: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 
 def thread_number() -> int:
     """A number of this thread, which no later one is given again."""
     return _THREAD.number
+
+
+def note_thread() -> None:
+    """Let a backward pass that this thread calls know of it, on whichever thread it runs."""
+    _OF_CONTEXT.set(thread_number())
+
+
+def calling_thread() -> int:
+    """Number of the thread that has called the backward pass in which this is called."""
+    if not torch._C._is_key_in_tls(_CONTEXT):
+        return thread_number()
+    number: int | None = torch._C._get_obj_in_tls(_CONTEXT).get(_OF_CONTEXT)
+    return thread_number() if number is None else number
 
 
 def identity_of(node: Any) -> int:

@@ -68,7 +68,7 @@ def owner_of(rule: ProductRule, args: Any) -> tuple[ProductSession | None, Any, 
     if (node := current_node()) is not None:
         session, call = asking_session(node)
         if session is None and call is None:
-            session = maker_of(node, _latest())
+            session = maker_of(node)
         _note_latest(session)
         return session, node, call
     if LOCAL.session is None and graph_task() >= 0:

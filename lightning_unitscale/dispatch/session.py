@@ -39,17 +39,12 @@ from lightning_unitscale.dispatch.nodes import HandedOn, thread_number
 from lightning_unitscale.dispatch.products import ProductRule, Sources
 from lightning_unitscale.dispatch.sites import Sites
 from lightning_unitscale.dispatch.tensors import forget_copy
-from lightning_unitscale.dispatch.torch_internals import (
-    Kernel,
-    graph_task,
-)
+from lightning_unitscale.dispatch.torch_internals import Kernel, graph_task
 from lightning_unitscale.dispatch.units import Units
 from lightning_unitscale.dynamo.patches import opened_layers
 from lightning_unitscale.lossless.fp8_range import Unrepresentable
 
 _Args = tuple[Any, ...]
-
-
 SESSION: HandedOn[ProductSession | None] = HandedOn("session", None)
 
 
@@ -130,9 +125,9 @@ class ProductSession:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Within this context forward products of this thread are the session's."""
-        # A whole encoder layer in one kernel would be left as it is, in evaluation only.
         self.threads.append(thread_number())
         try:
+            # A whole encoder layer in one kernel would be left as it is, in evaluation only.
             with SESSION.being(self), making(self.ref), opened_layers(self.is_rounding):
                 yield
         finally:
