@@ -14,8 +14,8 @@ Torch 2.11 says of whatever it traces that it is exported; from 2.12 on, and her
 is.
 
 Private names used here were checked on torch 2.13 and 2.11: ``ConvertFrame``, which is called once
-for each function to capture; ``tracing_state_functions``, ``tx`` in the handler that answers
-whether anything is compiled, and ``_is_exporting_flag``.
+for each function to capture, and the ``_box`` of what it calls; ``tracing_state_functions``, ``tx``
+in the handler that answers whether anything is compiled, and ``_is_exporting_flag``.
 """
 
 from __future__ import annotations
@@ -72,6 +72,9 @@ def plain_answers() -> Iterator[None]:
         try:
             return _tell_until_traced(whole)
         except Unsupported:
+            # What it keeps of the attempt would make its next error one that ends the run.
+            if (box := getattr(args[0]._inner_convert, "_box", None)) is not None:
+                box.error_on_graph_break = None
             return convert(*args, **kwargs)
 
     with (

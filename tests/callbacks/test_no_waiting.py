@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from typing_extensions import override
 
-from benchmarks.demo_step import NEVER, DemoLoss
+from benchmarks.demo_step import DemoLoss
 from lightning_unitscale import ScaleMonitor, UnitScaleCallback, attach
 from lightning_unitscale.callbacks import Lossless, Simulate
 from lightning_unitscale.lossless.gauge import GaugePair
@@ -294,7 +294,7 @@ def test_steps_after_the_first(arrangement: str, settings: dict[str, Any]) -> No
     if arrangement != "monitor":
         callbacks.append(UnitScaleCallback(depth=depth, recalibrate=None, **options))
     if "monitor" in arrangement:
-        callbacks.append(ScaleMonitor(every_n_steps=NEVER, on_violation=None))
+        callbacks.append(ScaleMonitor(last_step=0, on_violation=None))
     with a_gpu() as gpu:
         with CUDA:
             module = Layers()
