@@ -120,7 +120,7 @@ def node_key(operands: Sequence[Tensor]) -> NodeKey | None:
 
 def call_of(node: Any) -> tuple[weakref.ref[Any], Call] | None:
     """The product that an autograd node was made for, and whose that is."""
-    return next((CALLS[key] for key in keys_of(node) if key in CALLS), None)
+    return next((call for key in keys_of(node) if (call := CALLS.get(key)) is not None), None)
 
 
 def record(key: NodeKey | int, session: weakref.ref[Any], call: Call) -> None:

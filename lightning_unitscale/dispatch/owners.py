@@ -49,7 +49,7 @@ def asking_session(node: Any) -> tuple[ProductSession | None, Call | None]:
     if LOCAL.session is not None:
         return LOCAL.session, None
     # The body of a checkpoint, which a node has asked for that makes no product.
-    sessions = [session for ref in OPEN.values() if (session := ref()) is not None]
+    sessions = [session for ref in list(OPEN.values()) if (session := ref()) is not None]
     checkpoint = recomputed_checkpoint()
     owners = [session for session in sessions if session.sites.has_run(checkpoint)]
     if not owners:
