@@ -5,7 +5,7 @@ loop, by an explicit mask instead of a flag, without a check. A captured step ha
 the plain step does, so only torch and this package get the true answer. Other code is answered no.
 
 The answer no must never cost a graph: transformers keeps its state in a ``ContextVar`` then, which
-Dynamo cannot trace. So a function is first traced with graph breaks as errors, before any of it has
+Dynamo cannot trace. So once it is given, a graph break is an error, before any of the function has
 run. If it breaks or fails, the last asker is answered yes and the function is traced again. The
 answer stays if the trace gets further than before, and is taken back otherwise. What still breaks
 is captured with its break. Answers are remembered by asker.
@@ -64,13 +64,8 @@ def plain_answers() -> Iterator[None]:
 
     @functools.wraps(convert)
     def convert_or_tell(*args: Any, **kwargs: Any) -> Any:
-        def whole() -> Any:
-            # A break is an error here, and nothing of the function has run when it is raised.
-            with torch._dynamo.error_on_graph_break(True):
-                return convert(*args, **kwargs)
-
         try:
-            return _tell_until_traced(whole)
+            return _tell_until_traced(lambda: convert(*args, **kwargs))
         except Unsupported:
             # What it keeps of the attempt would make its next error one that ends the run.
             if (box := getattr(args[0]._inner_convert, "_box", None)) is not None:
@@ -106,7 +101,10 @@ def _tell_until_traced(trace: Callable[[], _Traced]) -> _Traced:
     while True:
         _told_no.clear()
         try:
-            return trace()
+            with contextlib.ExitStack() as strictness, shadowed(_Answers, strictness=strictness):
+                if ended is not None:  # also where nobody is told no any more
+                    strictness.enter_context(torch._dynamo.error_on_graph_break(True))
+                return trace()
         except _FAILURES as error:
             place = _place_of(error)
             if ended is not None and not _is_further(place, ended):
@@ -144,6 +142,9 @@ def is_exporting() -> bool:
 class _Answers(dict[Any, Any]):
     """What Dynamo tells traced code about the state of tracing."""
 
+    # Left with the function that is being captured; without one, graphs break as ever.
+    strictness: contextlib.ExitStack | None = None
+
     def __getitem__(self, function: Any) -> Any:
         if function is torch.compiler.is_exporting:
             return is_exporting()
@@ -154,6 +155,9 @@ class _Answers(dict[Any, Any]):
         if asker in _told_yes or asker[0][0].startswith(_KNOWING):
             return answer
         _told_no.append(asker)
+        # From here on: nothing of the function has run when a break is raised.
+        if self.strictness is not None:
+            self.strictness.enter_context(torch._dynamo.error_on_graph_break(True))
         return False
 
 
