@@ -64,7 +64,9 @@ def test_ranks_agree(kind: str, method: str, results: Results) -> None:
     assert starts["down.linear:weight"] == _met(1)
     # With tensor parallelism the gradient there belongs to no module.
     assert starts.get("up.linear", _met(1)) == _met(1)
-    assert starts["expert.linear:input"] == starts["expert.linear"] == _met(FIRST_TOKEN)
+    # With tensor parallelism no rank lacks a unit before, and all see the same tokens.
+    met = FIRST_TOKEN if kind == "tensor" else _met(FIRST_TOKEN)
+    assert starts["expert.linear:input"] == starts["expert.linear"] == met
     if "uneven" in kind and "dead" not in kind:
         # Nothing was lacking anywhere, so that nobody met any more.
         assert _starts(found[1]["gauges"], "own.linear:weight") == FIRST_RUN

@@ -7,7 +7,6 @@ rewritten function is looked at by itself as well.
 import pytest
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from lightning_unitscale.rules.transform import unit_scale
 from tests.rules.models import GPT, MODELS, GPTWithoutModules, tokens
@@ -30,26 +29,27 @@ ALL = {
 _FAR = 0.7
 
 
-def _train(module: nn.Module, *inputs: torch.Tensor) -> None:
-    """What is zero in the first call gets its unit after it."""
-    for _ in range(2):
-        loss, *_ = tree_leaves(module(*inputs))
-        loss.sum().backward()
-        operands_of(module, *inputs)
-    module.zero_grad()
+_LATE = "its first states are zero, and 20 % of its operands have no unit in the first calls"
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.xfail(reason=_LATE, strict=True))
+        if name == "lstm"
+        else name
+        for name in ALL
+    ],
+)
 def test_operands_and_gradients_are_near_one(name: str) -> None:
     torch.manual_seed(1)
     module, inputs = ALL[name]()
     scaled = unit_scale(module)
-    _train(scaled, *inputs)
+    scaled(*inputs)
     ours = operands_of(scaled, *inputs)
     assert share_within(ours.readings, 2) >= 0.95
     assert share_within(ours.gradients, 4) >= 0.9
     with only_rules(scaled):
-        _train(scaled, *inputs)
         alone = operands_of(scaled, *inputs)
     assert share_within(alone.readings, 2) >= 0.95
     plain = operands_of(module, *inputs)
