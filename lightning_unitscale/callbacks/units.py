@@ -16,6 +16,7 @@ from lightning_unitscale.callbacks.explanation import CountedSteps, Explanation
 from lightning_unitscale.callbacks.packages import rank_zero_info
 from lightning_unitscale.dispatch.coverage import Coverage, listed
 from lightning_unitscale.loops.loop import Loop, LoopCallback
+from lightning_unitscale.lossless.calibrate import is_late_look
 from lightning_unitscale.lossless.fp8_range import Unrepresentable
 from lightning_unitscale.lossless.gauge import Gauge, GaugePair
 from lightning_unitscale.precision.fp8 import WIDE_GRADIENT, FP8Linears
@@ -78,8 +79,6 @@ class LateAgreement:
         is_open: Whether they go on to meet.
     """
 
-    _EVERY = 8
-
     def __init__(self) -> None:
         self._num_steps: int | None = None
         self.is_open = False
@@ -95,8 +94,8 @@ class LateAgreement:
 
     def meets(self) -> bool:
         """Count an optimizer step, and return whether ranks meet after it."""
-        self._num_steps = count = (self._num_steps or 0) + 1
-        return self.is_open and (count % self._EVERY == 0 or count in (1, 2, 4))
+        self._num_steps = (self._num_steps or 0) + 1
+        return self.is_open and is_late_look(self._num_steps)
 
 
 class MeasuredUnits(LoopCallback, abc.ABC):
