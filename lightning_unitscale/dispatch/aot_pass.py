@@ -110,7 +110,7 @@ class _Finishing:
                     self._scaling.scale(node, rule, product)
                 reads = [*rule.operands_in(node.args)]
                 reads += [node.args[position] for position in rule.addends_in(node.args)]
-                site = product.site
+                site = product.forward
             looked_at.append(FoundProduct(node, index, site, reads))
         for look in looks_of(self._graph, looked_at, is_backward=is_backward):
             number = GRAPHS[self._index].add_look(look.products)

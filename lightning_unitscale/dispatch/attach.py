@@ -12,9 +12,9 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_unitscale.capture.steps import EVALUATION_STEPS, LIGHTNING_STEPS
-from lightning_unitscale.dispatch.compiled_formats import rounding_compiled
 from lightning_unitscale.dispatch.formats import Numerics
-from lightning_unitscale.dispatch.kernels import close_session, open_session
+from lightning_unitscale.dispatch.kernels import close_session, install_passes, open_session
+from lightning_unitscale.dispatch.recompiling import running_compiled
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
 from lightning_unitscale.dispatch.torch_internals import current_node, is_recording, is_tracing
 from lightning_unitscale.dispatch.units import Units
@@ -57,10 +57,11 @@ class SessionMethod(StandIn):
         if LOCAL.session is session or not session.is_open:
             return self._method(*args, **kwargs)
         owner.before_call()
+        install_passes()
         # Within a checkpoint that is computed again it is the same step of training.
         is_new = current_node() is None
         session.begin_step(is_training=is_new and owner.is_training(self._name))
-        with session.running(), rounding_compiled(session):
+        with session.running(), running_compiled(session):
             result = self._method(*args, **kwargs)
         if owner.outlasts_calls and is_new and torch.is_grad_enabled():
             LOCAL.after_call, session.is_after_call = session.ref, True

@@ -55,8 +55,9 @@ class Callers:
     def note(self, *, is_backward: bool) -> None:
         """Let the graph that calls be one of ours."""
         if not self._are_known[is_backward]:
-            self._are_known[is_backward] = True
+            # Another thread may run the graph meanwhile: it is to be known before it is said to be.
             _mark_caller()
+            self._are_known[is_backward] = True
 
 
 def _mark_caller() -> None:

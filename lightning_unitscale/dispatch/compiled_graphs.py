@@ -7,22 +7,24 @@ the backward pass, some of whose operands were divided by the units of the forwa
 
 from __future__ import annotations
 
-import weakref
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_unitscale.dispatch.compiled_callers import Callers
-from lightning_unitscale.dispatch.coverage import CoverageCounter, Kind
+from lightning_unitscale.dispatch.compiled_runs import GraphRun, GraphRuns, Place
+from lightning_unitscale.dispatch.coverage import Kind
 from lightning_unitscale.dispatch.execute import combined
 from lightning_unitscale.dispatch.measurement import MeasuredProduct, Site
 from lightning_unitscale.dispatch.products import ProductRule, Sources
-from lightning_unitscale.dispatch.session import LOCAL, ProductSession
+from lightning_unitscale.dispatch.session import ProductSession
 from lightning_unitscale.dispatch.tensors import Extent
-from lightning_unitscale.dispatch.torch_internals import define_operator
+from lightning_unitscale.dispatch.torch_internals import current_node, define_operator
 from lightning_unitscale.patching import nothing
 from lightning_unitscale.scales.transfer import numbers_on
 
@@ -36,7 +38,9 @@ class CompiledProduct:
 
     Attributes:
         rule: Its operator.
-        site: Which product of the step it is, or the backward product of.
+        place: Where it, or the forward product that it belongs to, was when it was compiled.
+        forward: Which product of the graph that forward product is: its own number for one that has
+            a site of its own.
         slot: ``"forward"``, or which gradient it makes.
         sources: For each operand which forward operand it is; ``None``: the arriving gradient.
         flops: Its floating-point operations.
@@ -48,7 +52,8 @@ class CompiledProduct:
     """
 
     rule: ProductRule
-    site: Site
+    place: Place
+    forward: int
     slot: str
     sources: Sources
     flops: int
@@ -63,6 +68,11 @@ class CompiledProduct:
         """One for each operand, one for addends, one for each result, and back for a gradient."""
         return len(self.sources) + 1 + len(self.rule.results) + (None in self.sources)
 
+    @property
+    def names(self) -> tuple[tuple[int, int | None], ...]:
+        """What tells the units of its operands apart within its graph."""
+        return tuple((self.forward, source) for source in self.sources)
+
     def stays(self, operand: int) -> bool:
         """Whether an operand has no unit.
 
@@ -70,33 +80,27 @@ class CompiledProduct:
         """
         return self.rule.temperature is not None and self.rule.temperature[operand] != 0
 
-    def known(self) -> tuple[int | None, ...]:
+    def known(self, site: Site) -> tuple[int | None, ...]:
         """Exponents of the units of its operands, ``None`` where nobody has measured."""
-        site = self.site
         return tuple(site.log2_gamma if k is None else site.log2_units[k] for k in self.sources)
 
-    def units(self) -> tuple[int, ...]:
-        """Exponents of what its operands are divided by, unless it runs plain."""
-        return tuple(
-            0 if self.stays(index) else unit or 0 for index, unit in enumerate(self.known())
-        )
-
-    def why_plain(self) -> str:
+    def why_plain(self, site: Site) -> str:
         """Why it runs plain in the units in force; empty where it does not.
 
         Products of a site read copies in common, so that all of them do or none.
         """
-        reasons = list(self.site.plain.values())
-        if any(abs(exponent) > _LARGEST for kin in self.kin for exponent in kin._exponents()):
+        reasons = list(site.plain.values())
+        if any(abs(exponent) > _LARGEST for kin in self.kin for exponent in kin._exponents(site)):
             reasons.append(f"units that make 2**{_LARGEST} together, in a compiled graph")
         return reasons[0] if reasons else ""
 
-    def exponents(self) -> list[int]:
+    def exponents(self, site: Site) -> list[int]:
         """Exponents of its factors."""
-        return [0] * self.num_factors if self.why_plain() else self._exponents()
+        return [0] * self.num_factors if self.why_plain(site) else self._exponents(site)
 
-    def _exponents(self) -> list[int]:
-        units = self.units()
+    def _exponents(self, site: Site) -> list[int]:
+        known = enumerate(self.known(site))
+        units = tuple(0 if self.stays(index) else unit or 0 for index, unit in known)
         results = [combined(row, units) if row else 0 for row in self.rule.results]
         back = [units[index] for index, source in enumerate(self.sources) if source is None]
         return [*(-unit for unit in units), -sum(units), *results, *back]
@@ -133,11 +137,46 @@ class LookedAt:
     reads: tuple[tuple[int, bool], ...]
 
 
+@dataclass(eq=False)
+class _Factors:
+    """The factors of a graph in the units of some sites.
+
+    Attributes:
+        exponents: Of all factors.
+        known: The units that they were made of.
+        written: By device: the factors, and the exponents that were written there.
+    """
+
+    exponents: list[int]
+    known: list[tuple[Any, ...]] = field(default_factory=list)
+    written: dict[torch.device, tuple[Tensor, list[int]]] = field(default_factory=dict)
+
+    def on(self, device: torch.device) -> Tensor:
+        """The factors, FP32 of shape ``(factors,)``; they stay at one address of each device."""
+        factors, exponents = self.written.get(device, (None, None))
+        if factors is None or exponents != self.exponents:
+            # An evaluation may come first, whose tensors no training could write into.
+            with torch.inference_mode(False):
+                values = numbers_on(device, [2.0**e for e in self.exponents], torch.float32)
+                factors = values if factors is None else factors.copy_(values)
+            self.written[device] = factors, self.exponents
+        return factors
+
+
+class _Now(threading.local):
+    """What this thread runs of a graph: which run, with which factors, begun by what."""
+
+    def __init__(self) -> None:
+        self.run: GraphRun | None = None
+        self.factors = _Factors([])
+        self.operators: set[str] = set()
+
+
 class CompiledGraph:
     """The products of one compiled graph, with the factors that they run with.
 
     Args:
-        session: Whose products they are.
+        root: Path of the module within which it was compiled.
 
     Attributes:
         products: The products.
@@ -146,75 +185,92 @@ class CompiledGraph:
         callers: What calls it.
     """
 
-    def __init__(self, session: ProductSession) -> None:
+    def __init__(self, root: str) -> None:
         self.products: list[CompiledProduct | PlainProduct] = []
         self.num_factors = 0
-        self._of_site: dict[str, list[CompiledProduct]] = {}
-        self._session: ProductSession | None = session
-        module = session.sites.module
-        assert module is not None, "it is running"
-        self._module: weakref.ref[nn.Module] = weakref.ref(module)
-        # By device: the factors, and the exponents that were written there.
-        self._factors: dict[torch.device, tuple[Tensor, list[int]]] = {}
-        # Those of the last run, and what they were made of.
-        self._exponents: list[int] = []
-        self._known: list[tuple[Any, ...]] | None = []
         self.looks: list[tuple[LookedAt, ...]] = []
         self.callers = Callers()
+        self._places: dict[int, Place] = {}
+        self._runs = GraphRuns(root)
+        # The sites of one session: several blocks of a model may share the graph.
+        self._factors: WeakKeyDictionary[ProductSession, dict[tuple[int, ...], _Factors]]
+        self._factors = WeakKeyDictionary()
+        self._ones = _Factors([])
+        self._now = _Now()
 
     def add(self, product: CompiledProduct | PlainProduct) -> None:
         """Add a product, which comes last."""
         if isinstance(product, CompiledProduct):
             product.number, product.start = len(self.products), self.num_factors
-            product.kin = self._of_site.setdefault(product.site.name, [])
+            first: CompiledProduct | PlainProduct = product
+            if product.forward == product.number:
+                self._places[product.number] = product.place
+            else:
+                first = self.products[product.forward]
+            assert isinstance(first, CompiledProduct), "it has backward products"
+            product.kin = first.kin
             product.kin.append(product)
             self.num_factors += product.num_factors
         self.products.append(product)
 
-    def _in_units(self) -> list[CompiledProduct]:
-        return [product for product in self.products if isinstance(product, CompiledProduct)]
+    def begin(self, operator: str) -> _Factors:
+        """Take the units in force for a run of the forward graph, and for what comes of it.
 
-    def session(self) -> ProductSession | None:
-        """Whose products they are now; ``None`` once the session has closed."""
-        current = LOCAL.session
-        is_new = current is not None and current is not self._session
-        if current is not None and is_new and current.sites.module is self._module():
-            # Compiled in an earlier run of the same module's.
-            for product in self._in_units():
-                old = product.site
-                product.site = current.sites.numbered(old.word, old.roles, old.module, old.index)
-            self._session = current
-        if self._session is not None and not self._session.is_open:
-            self._session = None
-        return self._session
+        Args:
+            operator: Which of the operators calls that each run calls at most once.
 
-    def begin(self) -> None:
-        """Take the units in force for a forward pass, and for what comes of it."""
-        known = None
-        if self.session() is not None:
-            sites = [products[0].site for products in self._of_site.values()]
-            known = [(site.log2_units, site.log2_gamma, *site.plain.values()) for site in sites]
-        if known != self._known:
-            self._known = known
-            self._exponents = [0] * self.num_factors
-            if known is not None:
-                self._exponents = [e for product in self._in_units() for e in product.exponents()]
-
-    def factors(self, device: torch.device) -> Tensor:
-        """All factors of the graph, FP32 of shape ``(factors,)``: 1 where there is no session.
-
-        They stay at one address of each device, and new ones are written there.
+        Returns:
+            The factors of the run; they are all 1 where no session has it.
         """
-        self.begin()
-        exponents = self._exponents
-        factors, written = self._factors.get(device, (None, None))
-        if factors is None or exponents != written:
-            # An evaluation may come first, whose tensors no training could write into.
-            with torch.inference_mode(False):
-                values = numbers_on(device, [2.0**e for e in exponents], torch.float32)
-                factors = values if factors is None else factors.copy_(values)
-            self._factors[device] = factors, exponents
+        now = self._now
+        if not now.operators or operator in now.operators:
+            now.operators = set()
+            now.run = self._runs.begin(self._places)
+            now.factors = self._factors_of(now.run)
+            if now.run is not None:
+                now.run.exponents = now.factors.exponents
+        now.operators.add(operator)
+        return now.factors
+
+    def resume(self) -> GraphRun | None:
+        """The run of the forward graph whose backward pass begins."""
+        now, node = self._now, current_node()
+        found = None if node is None else self._runs.of_node(node)
+        now.run, now.operators = found or now.run, set()
+        return now.run
+
+    def _factors_of(self, run: GraphRun | None) -> _Factors:
+        session = None if run is None else run.session()
+        if run is None or session is None:
+            if len(self._ones.exponents) != self.num_factors:
+                self._ones = _Factors([0] * self.num_factors)
+            return self._ones
+        sites = run.sites
+        factors = self._factors.setdefault(session, {}).setdefault(
+            tuple(map(id, sites.values())), _Factors([0] * self.num_factors)
+        )
+        known = [(s.log2_units, s.log2_gamma, *s.plain.values()) for s in sites.values()]
+        if known != factors.known:
+            factors.known = known
+            factors.exponents = [
+                exponent
+                for product in self.products
+                if isinstance(product, CompiledProduct)
+                for exponent in product.exponents(sites[product.forward])
+            ]
         return factors
+
+    def factors(self, device: torch.device, *, is_backward: bool) -> Tensor:
+        """All factors of the run that begins, FP32 of shape ``(factors,)``.
+
+        Args:
+            device: Where.
+            is_backward: Whether the backward graph asks, because the forward graph has no factors.
+        """
+        if not is_backward:
+            return self.begin("compiled_factors").on(device)
+        run = self.resume()
+        return _Factors([0] * self.num_factors if run is None else run.exponents).on(device)
 
     def parts(self, factors: Tensor, products: Sequence[int]) -> list[Tensor]:
         """The factors of some products, each with memory of their own.
@@ -255,34 +311,42 @@ class CompiledGraph:
             tensors: The operands, and what is added.
             index: Which look it is.
         """
-        session = self._session
-        if session is None or not session.is_open:
+        run = self._now.run
+        session = None if run is None else run.session()
+        if run is None or session is None or not session.is_open:
             return
         # By which tensor it is, and in which unit.
         extents: dict[tuple[int, int], Extent] = {}
         for looked_at in self.looks[index]:
             product = self.products[looked_at.index]
-            if session.counter is not None:
-                _count(session.counter, product, is_left=bool(session.numerics))
             if isinstance(product, PlainProduct):
+                if session.counter is not None:
+                    session.counter.add(product.module, "plain", product.reason, product.flops)
                 continue
-            known = product.known()
-            if None in known or session.units.is_looking:
-                self._measure(session, product, known, looked_at, tensors, extents)
+            site = run.sites[product.forward]
+            if session.counter is not None:
+                # What was compiled for units alone is not rounded.
+                reason = COMPILED_BEFORE if session.numerics else product.why_plain(site)
+                kind: Kind = "plain" if reason else "units"
+                session.counter.add(site.module, kind, reason, product.flops)
+            if None in product.known(site) or session.units.is_looking:
+                self._measure(session, run, product, looked_at, tensors, extents)
 
     def _measure(
         self,
         session: ProductSession,
+        run: GraphRun,
         product: CompiledProduct,
-        known: tuple[int | None, ...],
         looked_at: LookedAt,
         tensors: Sequence[Tensor],
         extents: dict[tuple[int, int], Extent],
     ) -> None:
-        count, site = len(known), product.site
+        site = run.sites[product.forward]
+        known = product.known(site)
+        count = len(known)
         is_whole = session.units.is_looking or product.slot not in site.seen
         # As they were when the forward pass began, like the factors.
-        *units, common = (-exponent for exponent in self._exponents[product.start :][: count + 1])
+        *units, common = (-exponent for exponent in run.exponents[product.start :][: count + 1])
         units += [common] * (len(looked_at.reads) - count)
         names = site.names_of(product.sources)
         chosen = [k for k in range(len(units)) if is_whole or (k < count and known[k] is None)]
@@ -308,18 +372,6 @@ class CompiledGraph:
         )
 
 
-def _count(
-    counter: CoverageCounter, product: CompiledProduct | PlainProduct, *, is_left: bool
-) -> None:
-    if isinstance(product, PlainProduct):
-        counter.add(product.module, "plain", product.reason, product.flops)
-        return
-    # What was compiled for units alone is not rounded.
-    reason = COMPILED_BEFORE if is_left else product.why_plain()
-    kind: Kind = "plain" if reason else "units"
-    counter.add(product.site.module, kind, reason, product.flops)
-
-
 GRAPHS: list[CompiledGraph] = []
 COMPILED_BEFORE = "compiled before this callback was attached"
 
@@ -327,7 +379,7 @@ COMPILED_BEFORE = "compiled before this callback was attached"
 def _factors(index: int, device: torch.device, is_backward: bool) -> Tensor:
     GRAPHS[index].callers.note(is_backward=is_backward)
     # Inductor may write other results into what an operator has made, when it is read no more.
-    return GRAPHS[index].factors(device).clone()
+    return GRAPHS[index].factors(device, is_backward=is_backward).clone()
 
 
 def _parts(
@@ -340,7 +392,7 @@ def _parts(
 def _order(index: int, device: torch.device, is_backward: bool) -> Tensor:
     graph = GRAPHS[index]
     # Products may be looked at before any of them reads a factor.
-    graph.session() if is_backward else graph.begin()
+    graph.resume() if is_backward else graph.begin("compiled_order")
     graph.callers.note(is_backward=is_backward)
     return torch.zeros(1, device=device)
 

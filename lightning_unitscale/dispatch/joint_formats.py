@@ -22,6 +22,7 @@ from lightning_unitscale.dispatch.compiled_formats import (
     RoundedGraph,
     RoundedProduct,
 )
+from lightning_unitscale.dispatch.compiled_runs import Place
 from lightning_unitscale.dispatch.compiled_sites import (
     ARRANGED,
     CAST,
@@ -101,16 +102,15 @@ class _Rounding:
         if not isinstance(value, Tensor):
             results = tuple(k for k, item in enumerate(value) if isinstance(item, Tensor))
         operands = rule.operands_in(node.args)
-        product = RoundedProduct(
-            rule, _operator(node), *_template(node), results, word, roles, path
-        )
+        place = Place(word, roles, path)
+        product = RoundedProduct(rule, _operator(node), *_template(node), results, place)
         if is_of_backward(node):
             for forward, saved in self._forward.get(number, []) if number is not None else []:
                 sources = known_sources(rule, operands, saved)
                 if sources is not None:
                     product.forward, product.sources = forward, sources
                     return product
-            product.word += "@backward"
+            product.place = Place(f"{word}@backward", roles, path)
         elif number is not None:
             self._forward[number].append((len(self._compiled.products), operands))
         if len(operands) == 2:
@@ -120,8 +120,8 @@ class _Rounding:
     def _look_for_weight(self, product: RoundedProduct, node: fx.Node) -> None:
         """Find out what the second operand of a product is made of."""
         module = self._session.sites.module
-        layer = None if module is None else module.get_submodule(product.path)
-        product.is_weight = is_weight(product.word, value_of(node), layer)
+        layer = None if module is None else module.get_submodule(product.place.path)
+        product.is_weight = is_weight(product.place.word, value_of(node), layer)
         for source in arrangements(node):
             if source.op == "placeholder" and not product.is_weight:
                 if source not in self._inputs:

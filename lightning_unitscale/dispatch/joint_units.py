@@ -8,9 +8,7 @@ Likewise, on a CPU, a gradient is written in its unit alone where whoever else r
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx
@@ -23,6 +21,7 @@ from lightning_unitscale.dispatch.compiled_graphs import (
     CompiledProduct,
     PlainProduct,
 )
+from lightning_unitscale.dispatch.compiled_runs import Place
 from lightning_unitscale.dispatch.compiled_sites import (
     PRODUCT,
     arguments_of,
@@ -32,13 +31,14 @@ from lightning_unitscale.dispatch.compiled_sites import (
     tangents_of,
     value_of,
 )
-from lightning_unitscale.dispatch.measurement import FORWARD, Site
+from lightning_unitscale.dispatch.measurement import FORWARD
 from lightning_unitscale.dispatch.products import ProductRule, Sources
+from lightning_unitscale.dispatch.recompiling import note_compiled
 from lightning_unitscale.dispatch.scaled_nodes import Scaling
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
 from lightning_unitscale.dispatch.torch_internals import (
     GraphPass,
-    compiled_frame,
+    current_node,
     is_compiling,
     is_of_backward,
 )
@@ -57,14 +57,13 @@ _NUMBER = "a number among its arguments that is known only when it runs, in a co
 # Its strides are those of either layout: Inductor goes by whether what it reads is saved for the
 # backward pass, and a copy is not.
 _ONE_CHANNEL = "a convolution of one channel, whose layout Inductor chooses, in a compiled graph"
-# By session and the name of a site, the number of the compiled frame that its product is in.
-_CLAIMS: WeakKeyDictionary[ProductSession, dict[str, int | None]] = WeakKeyDictionary()
 
 
 def _give_units(graph: fx.Graph) -> None:
     """Give units to the products of a graph that is compiled in a step of a session's."""
     session = LOCAL.session
     if session is not None and session.rewrites_graphs and is_compiling():
+        note_compiled()
         _Units(graph, session).run()
 
 
@@ -77,17 +76,16 @@ class _Units:
     def __init__(self, graph: fx.Graph, session: ProductSession) -> None:
         self._graph = graph
         self._session = session
-        self._frame = compiled_frame()
-        self._root = session.sites.forward_run().path
-        self._compiled = CompiledGraph(session)
+        run = session.sites.run_of(current_node())
+        self._root = "" if run is None else run.path
+        self._compiled = CompiledGraph(self._root)
         self._index = len(GRAPHS)
         tangents = tangents_of(graph)
         self._tangents = [node for node in tangents if isinstance(value_of(node), Tensor)]
         # What the backward pass computes of the gradients that arrive.
         self._after_tangents = set(tangents)
-        self._taken: set[str] = set()
-        # By the number of the autograd node: the site, and what its product reads.
-        self._forward: dict[int, list[tuple[Site, list[fx.Node]]]] = defaultdict(list)
+        # By the number of the autograd node: the product, and what it reads.
+        self._forward: dict[int, list[tuple[CompiledProduct, list[fx.Node]]]] = defaultdict(list)
         self._visits: dict[int, int] = defaultdict(int)
 
     def run(self) -> None:
@@ -121,28 +119,27 @@ class _Units:
         word, roles = rule.name_in(arguments_of(node))
         number = node.meta.get("seq_nr")
         operands = rule.operands_in(node.args)
-        site: Site | None = None
+        forward: CompiledProduct | None = None
         sources: Sources = tuple(range(len(operands)))
         if node in self._after_tangents or is_of_backward(node):
             if number is not None and self._forward[number]:
-                site, saved = self._forward[number][0]
+                forward, saved = self._forward[number][0]
                 sources = self._sources(rule, operands, saved, number)
             else:
                 word += "@backward"
-        slot = FORWARD if site is None else slot_of(sources)
-        if site is None:
-            site = self._claim(word, roles, path_of(node, self._session, self._root))
-            if number is not None and not word.endswith("@backward"):
-                self._forward[number].append((site, operands))
+        path = path_of(node, self._session, self._root)
         product = CompiledProduct(
             rule,
-            site,
-            slot,
+            Place(word, roles, path) if forward is None else forward.place,
+            len(self._compiled.products) if forward is None else forward.number,
+            FORWARD if forward is None else slot_of(sources),
             sources,
             int(rule.flops(arguments_of(node), concrete(value_of(node)))),
             value_of(operands[0]).dtype,
         )
         self._add(node, product)
+        if forward is None and number is not None and not word.endswith("@backward"):
+            self._forward[number].append((product, operands))
         return product
 
     def _sources(
@@ -152,17 +149,6 @@ class _Units:
         visit, self._visits[number] = self._visits[number], self._visits[number] + 1
         # What cannot be told is in the order in which autograd works.
         return known_sources(rule, operands, saved) or ((0, None) if visit else (None, 1))
-
-    def _claim(self, word: str, roles: tuple[str, ...], path: str) -> Site:
-        """The site of a forward product; the same one when its frame is compiled again."""
-        claims = _CLAIMS.setdefault(self._session, {})
-        for index in itertools.count():
-            site = self._session.sites.numbered(word, roles, path, index)
-            owner = claims.setdefault(site.name, self._frame)
-            if owner == self._frame and site.name not in self._taken:
-                break
-        self._taken.add(site.name)
-        return site
 
     def _rewrite(self, found: list[tuple[fx.Node, CompiledProduct]]) -> None:
         device = value_of(found[0][1].rule.operands_in(found[0][0].args)[0]).device

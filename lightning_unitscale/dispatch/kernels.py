@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -43,13 +44,33 @@ _ELSEWHERE = "a thread of the user's own, not that of the step"
 _keys: set[str] = set()
 
 
+class _Installed:
+    """How often there has been a first session, and for which of them the passes are there.
+
+    In torch 2.13 a setting of Inductor is one of a context of Python, and a step may run in another
+    one: on a thread, in a task, or in the next cell of a notebook.
+    """
+
+    number = 0
+    here: ContextVar[int] = ContextVar("lightning_unitscale.passes", default=0)
+
+
+def install_passes() -> None:
+    """Have what this thread compiles given units and formats; asked before each step."""
+    if _Installed.here.get() != _Installed.number:
+        _Installed.here.set(_Installed.number)
+        for graph_pass in _PASSES:
+            graph_pass.install()
+
+
 def open_session(session: ProductSession) -> None:
     """Let a session have the products of its module's steps; safe to call again."""
     if not _sessions:
+        _Installed.number += 1
         for graph_pass in _PASSES:
-            graph_pass.install()
             INSTALLED.callback(graph_pass.remove)
         suspend_in_optimizers()
+    install_passes()
     if id(session) not in _sessions:
         _sessions[id(session)] = weakref.finalize(session, _end, id(session), session.ref)
         _sessions[id(session)].atexit = False

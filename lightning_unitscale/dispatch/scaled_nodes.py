@@ -17,6 +17,8 @@ from lightning_unitscale.profiler.costs import concrete
 
 _ATEN = torch.ops.aten
 _Factor = tuple[fx.Node, int]
+# Of a unit within a graph: the forward product, and which of its operands, or its gradient.
+_Name = tuple[int, int | None]
 # What a partitioner is told of a node within a checkpoint: whether it is computed again, and whose.
 _RECOMPUTE, _CHECKPOINT = "recompute", "ac_graph_id"
 
@@ -39,8 +41,8 @@ class Scaling:
         self, graph: fx.Graph, copies: Any = None, in_units: Container[fx.Node] = ()
     ) -> None:
         self.parts: Any = None
-        self.copies: dict[tuple[fx.Node, str], fx.Node] = {} if copies is None else copies
-        self._of_inputs: dict[tuple[fx.Node, str], fx.Node] = {}
+        self.copies: dict[tuple[fx.Node, _Name | None], fx.Node] = {} if copies is None else copies
+        self._of_inputs: dict[tuple[fx.Node, _Name | None], fx.Node] = {}
         self._in_units = in_units
         self._graph = graph
         self._fake_mode = fake_mode_in(graph)
@@ -80,7 +82,7 @@ class Scaling:
         """
         args, addend = list(node.args), len(product.sources)
         factors = self._factors_of(product)
-        names = product.site.names_of(product.sources)
+        names = product.names
         with self._graph.inserting_before(node):
             for index, position in enumerate(rule.operands):
                 if not product.stays(index):
@@ -124,7 +126,7 @@ class Scaling:
         node: Any,
         factor: _Factor,
         product: fx.Node,
-        name: str = "",
+        name: _Name | None = None,
         back: int | None = None,
     ) -> fx.Node:
         """A tensor times a factor, in the same arrangement.
@@ -141,7 +143,7 @@ class Scaling:
         # Inductor would write a copy of what lies out of order twice: in order, and as it is read.
         in_order = [k for k, node in enumerate(chain) if concrete(value_of(node)).is_contiguous()]
         *chain, node = chain[: max(in_order, default=len(chain)) + 1]
-        result = copies.get((node, name)) if name else None
+        result = copies.get((node, name)) if name is not None else None
         if result is None:
             meta = dict(product.meta)
             if _RECOMPUTE in meta:
@@ -155,7 +157,7 @@ class Scaling:
                 copies[gradient, name] = result
             else:
                 result = self._times(node, factor, meta)
-        if name:
+        if name is not None:
             copies[node, name] = result
         for view in reversed(chain):
             result = self.new(view.target, result, *view.args[1:], **view.kwargs)

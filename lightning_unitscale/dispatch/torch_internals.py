@@ -18,12 +18,12 @@ in the ``meta`` of a node, and does not compute an operator again that it does n
 backward graph, before and after Inductor decides whether a product and a sum run as one; its
 decisions should be those of a graph without units. A pass without a ``uuid`` keeps both of
 Inductor's caches out, so that nobody else is handed a rewritten graph and no rewritten one is
-missed. The identifier of a compilation has the number of the frame that is compiled, which is the
-same when it is compiled again. Frames of ``CompiledFxGraph.__call__`` tell which
-compiled graph calls a kernel, those of ``_compile_fx_inner`` that Inductor is only trying kernels
-out, and the caller of ``OpOverload.__call__`` is the code that was made for a graph. That code has
-``mm`` and its like by a global name, ``extern_kernels``; ``_len_torch_dispatch_stack`` and
-``_profiler_enabled`` tell whether anybody wants to hear of their calls from the dispatcher.
+missed. AOTAutograd numbers what it compiles with ``AOT_COUNTER``. Frames of
+``CompiledFxGraph.__call__`` tell which compiled graph calls a kernel, those of
+``_compile_fx_inner`` that Inductor is only trying kernels out, and the caller of
+``OpOverload.__call__`` is the code that was made for a graph. That code has ``mm`` and its like by
+a global name, ``extern_kernels``; ``_len_torch_dispatch_stack`` and ``_profiler_enabled`` tell
+whether anybody wants to hear of their calls from the dispatcher.
 
 ``set_code_exec_strategy`` keeps Dynamo away from code and from what it calls,
 ``innermost_backend`` tells who compiles, of the context that a compiled function keeps, and
@@ -44,6 +44,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from types import CodeType, FrameType
 from typing import Any
 
@@ -56,6 +57,7 @@ from torch._C._dynamo.eval_frame import (
 )
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.eval_frame import innermost_backend
+from torch._functorch.aot_autograd import AOT_COUNTER
 from torch._guards import CompileContext, detect_fake_mode
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -293,33 +295,38 @@ class GraphPass(CustomGraphPass):
     def __init__(self, setting: str, rewrite: Callable[[fx.Graph], None]) -> None:
         self._setting = setting
         self._rewrite = rewrite
+        # What the user has set; in torch 2.13 a setting is one of a context of Python.
         self._before: Any = None
+        self._before_here: ContextVar[Any] = ContextVar(f"lightning_unitscale.{setting}")
         # A pass that the user has set meanwhile, or a ``config.patch``, may hold it for longer.
         self._is_installed = False
 
     def install(self) -> None:
-        """Put it into Inductor's configuration."""
+        """Put it into Inductor's configuration, of this context of Python at least."""
         self._is_installed = True
         before = getattr(config, self._setting)
         # A ``config.patch`` that began before it was removed has put it back on leaving.
         if before is not self:
             self._before = before
+            self._before_here.set(before)
             setattr(config, self._setting, self)
 
     def remove(self) -> None:
         """Put the user's own back, unless he has set another one meanwhile."""
         self._is_installed = False
         if getattr(config, self._setting) is self:
-            setattr(config, self._setting, self._before)
+            setattr(config, self._setting, self._before_here.get(self._before))
 
     def __call__(self, graph: fx.Graph) -> None:
         """Run the user's own passes, then this one while it is installed."""
-        before = self._before
+        before = self._before_here.get(self._before)
         for user_pass in before if isinstance(before, (list, tuple)) else [before]:
             if user_pass is not None:
                 user_pass(graph)
         if self._is_installed:
             self._rewrite(graph)
+        else:  # it was removed on another thread
+            self.remove()
 
     def uuid(self) -> None:
         """None: what is compiled with it is not cached."""
@@ -335,10 +342,9 @@ def is_compiling() -> bool:
     return CompileContext.current_compile_id() is not None
 
 
-def compiled_frame() -> int | None:
-    """Number of the frame that this thread compiles."""
-    current = CompileContext.current_compile_id()
-    return None if current is None else current.frame_id
+def num_compiled() -> int:
+    """Number of graphs that AOTAutograd has compiled in this process, and of calls of this."""
+    return next(AOT_COUNTER)
 
 
 def is_of_backward(node: fx.Node) -> bool:

@@ -321,7 +321,7 @@ def test_compiled(name: str, options: Any) -> None:
     assert callback.coverage.fraction_of_flops("units", "format") == 1.0
     if name == "first" and not options:
         products = [p for graph in GRAPHS for p in graph.products if isinstance(p, CompiledProduct)]
-        of_first = [product for product in products if product.site.name.startswith("net.first.")]
+        of_first = [product for product in products if product.place.path.startswith("net.first")]
         assert (None, 0) in {product.sources for product in of_first}
         assert all(product.sources != (None, 0, 1) for product in of_first)
     if not options:
