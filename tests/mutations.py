@@ -193,7 +193,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what else reads a gradient of a compiled graph reads it in its unit",
-        "dispatch/compiled_graphs.py",
+        "dispatch/compiled_products.py",
         "return [*(-unit for unit in units), -sum(units), *results, *back]",
         "return [*(-unit for unit in units), -sum(units), *results, *(0 for _ in back)]",
         "dispatch/test_joint_units.py -k all_products_in_units",

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from lightning_unitscale.dispatch.compiled_graphs import GRAPHS, CompiledProduct, PlainProduct
+from lightning_unitscale.dispatch.compiled_graphs import GRAPHS
 from lightning_unitscale.dispatch.compiled_looks import FoundProduct, looks_of
+from lightning_unitscale.dispatch.compiled_products import CompiledProduct, PlainProduct
 from lightning_unitscale.dispatch.compiled_sites import PRODUCT, rule_of, tangents_of, value_of
 from lightning_unitscale.dispatch.products import ProductRule
 from lightning_unitscale.dispatch.scaled_nodes import Scaling

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_unitscale.dispatch.compiled_graphs import LookedAt
+from lightning_unitscale.dispatch.compiled_products import LookedAt
 from lightning_unitscale.dispatch.compiled_sites import arranged
 
 _ATEN = torch.ops.aten

@@ -15,12 +15,8 @@ from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_unitscale.dispatch.calls import slot_of
-from lightning_unitscale.dispatch.compiled_graphs import (
-    GRAPHS,
-    CompiledGraph,
-    CompiledProduct,
-    PlainProduct,
-)
+from lightning_unitscale.dispatch.compiled_graphs import GRAPHS, CompiledGraph
+from lightning_unitscale.dispatch.compiled_products import CompiledProduct, PlainProduct
 from lightning_unitscale.dispatch.compiled_runs import Place
 from lightning_unitscale.dispatch.compiled_sites import (
     PRODUCT,
