@@ -86,7 +86,7 @@ def remember(
     call = Call(
         product,
         pointers,
-        tuple(tuple(tensor.shape) for tensor in operands),
+        tuple([tensor.shape for tensor in operands]),
         tuple(index for index in product.rule.backward_order if operands[index].requires_grad),
         tuple(is_turned(tensor) for tensor in operands),
         extents,
@@ -120,7 +120,10 @@ def node_key(operands: Sequence[Tensor]) -> NodeKey | None:
 
 def call_of(node: Any) -> tuple[weakref.ref[Any], Call] | None:
     """The product that an autograd node was made for, and whose that is."""
-    return next((call for key in keys_of(node) if (call := CALLS.get(key)) is not None), None)
+    for key in keys_of(node):
+        if (call := CALLS.get(key)) is not None:
+            return call
+    return None
 
 
 def record(key: NodeKey | int, session: weakref.ref[Any], call: Call) -> None:
@@ -165,11 +168,13 @@ def sources_of(rule: ProductRule, call: Call, operands: Sequence[Tensor]) -> Sou
     """
     if rule.sources:
         return rule.sources
-    known = tuple(call.pointers.get(tensor.data_ptr()) for tensor in operands)
-    is_plausible = sum(index is None for index in known) == 1
-    candidates = _sources_by_shape(call, operands)
+    candidates: Sequence[Sources] = ()
+    if len(operands) == 2 and len(call.shapes) == 2 and not call.product.rule.sources:
+        candidates = _sources_by_shape(call.shapes, operands[0].shape, operands[1].shape)
     if len(candidates) == 1:
         return candidates[0]
+    known = tuple(call.pointers.get(tensor.data_ptr()) for tensor in operands)
+    is_plausible = sum(index is None for index in known) == 1
     if is_plausible and (known in candidates or not candidates):
         return known
     if not candidates:
@@ -181,12 +186,13 @@ def sources_of(rule: ProductRule, call: Call, operands: Sequence[Tensor]) -> Sou
     return pair if pair in candidates else (preferred or candidates)[0]
 
 
-def _sources_by_shape(call: Call, operands: Sequence[Tensor]) -> list[Sources]:
+@functools.lru_cache(maxsize=2**12)
+def _sources_by_shape(
+    shapes: tuple[tuple[int, ...], ...], a: tuple[int, ...], b: tuple[int, ...]
+) -> tuple[Sources, ...]:
     """What two matrices may be: the gradient and an operand, in either order, turned or not."""
-    if len(operands) != 2 or len(call.shapes) != 2 or call.product.rule.sources:
-        return []
-    first, second = (shape[-2:] for shape in call.shapes)
-    a, b = (tuple(tensor.shape[-2:]) for tensor in operands)
+    first, second = (tuple(shape[-2:]) for shape in shapes)
+    a, b = tuple(a[-2:]), tuple(b[-2:])
     result = (*first[:-1], *second[1:])
     possible: dict[Sources, bool] = {
         (None, 1): a == result and b == second[::-1],
@@ -194,7 +200,7 @@ def _sources_by_shape(call: Call, operands: Sequence[Tensor]) -> list[Sources]:
         (0, None): a == first[::-1] and b == result,
         (None, 0): a == result[::-1] and b == first,
     }
-    return [sources for sources, fits in possible.items() if fits]
+    return tuple(sources for sources, fits in possible.items() if fits)
 
 
 def _order_of(index: int, turned: tuple[bool, ...]) -> Sources:

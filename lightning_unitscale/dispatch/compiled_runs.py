@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_unitscale.dispatch.calls import node_key
@@ -88,7 +88,7 @@ class GraphRuns:
         sites = {}
         for index, place in places.items():
             path = _moved(place.path, self._root, where.path)
-            sites[index] = session.sites.find(place.word, place.roles, replace(where, path=path))
+            sites[index] = session.sites.find(place.word, place.roles, where._replace(path=path))
         run = GraphRun(next(_NUMBERS), session.ref, sites)
         if (key := node_key(())) is not None:
             if len(self._of_node) >= _MAX_RUNS:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_unitscale.dispatch.measurement import Site
-from lightning_unitscale.dispatch.products import ProductRule
-from lightning_unitscale.dispatch.tensors import scaled_copy, shared_copy
-from lightning_unitscale.dispatch.torch_internals import Kernel
-from lightning_unitscale.functional.scale import scale_in_place
+from lightning_unitscale.dispatch.products import ProductRule, Sources
+from lightning_unitscale.dispatch.tensors import scale_result, scaled_copy, shared_copy
+from lightning_unitscale.dispatch.torch_internals import Kernel, overridden_kernel
 
 _HAS_MKL = torch.backends.mkl.is_available()
 _FLOATS = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
@@ -42,6 +41,11 @@ class Product:
         reads_weight: Whether its second operand is the weight of a linear layer; ``None`` where
             what calls has to tell.
         lacking: Which of its operands have no unit; empty if all have one.
+        scaled: Position, exponent of the unit, and whether it is a gradient, of each operand that
+            is divided.
+        common: Exponent of the product of all units.
+        backward: The backward matmuls of a forward one, by rule and sources, with the unit of the
+            gradient that they were made for.
     """
 
     rule: ProductRule
@@ -53,6 +57,9 @@ class Product:
     step: int
     reads_weight: bool | None = None
     lacking: tuple[bool, ...] = ()
+    scaled: tuple[tuple[int, int, bool], ...] = ()
+    common: int = 0
+    backward: dict[tuple[int, Sources], tuple[int, Product]] = field(default_factory=dict)
 
     def take(self, log2_units: Sequence[int | None]) -> None:
         """Take the units of its operands, ``None`` for one without."""
@@ -60,6 +67,9 @@ class Product:
         if None in log2_units:
             self.lacking = tuple(unit is None for unit in log2_units)
         self.log2_units = tuple(unit or 0 for unit in log2_units)
+        rows = zip(self.rule.operands, self.log2_units, self.is_gradient, strict=True)
+        self.scaled = tuple(row for row in rows if row[1])
+        self.common = sum(self.log2_units)
 
     def known(self) -> tuple[int | None, ...]:
         """Exponents of the units of its operands, ``None`` for one without."""
@@ -84,11 +94,10 @@ def run_in_units(
         args: Arguments, which may be changed.
         kwargs: Keyword arguments.
     """
-    for position, unit, is_gradient, _ in product.places():
-        if unit:
-            # Two backward products in a row read one gradient.
-            copy_of = shared_copy if is_gradient else scaled_copy
-            args[position] = copy_of(args[position], -unit)
+    for position, unit, is_gradient in product.scaled:
+        # Two backward products in a row read one gradient.
+        copy_of = shared_copy if is_gradient else scaled_copy
+        args[position] = copy_of(args[position], -unit)
     return run_scaled(product, original, args, kwargs)
 
 
@@ -101,17 +110,16 @@ def run_scaled(product: Product, original: Kernel, args: list[Any], kwargs: dict
         args: Arguments, which may be changed.
         kwargs: Keyword arguments.
     """
-    rule, units = product.rule, product.log2_units
-    common = sum(units)
-    if common and rule.with_factor is not None and _takes_factor(args[rule.operands[0]]):
+    rule, units, common = product.rule, product.log2_units, product.common
+    if common and rule.with_factor and _takes_factor(args[rule.operands[0]]):
         first, second = rule.operands_in(args)
         if rule.operands[0] > 0:
             # What it is added to comes first, read or not: it has a factor itself.
             kwargs = {**kwargs, "alpha": kwargs.get("alpha", 1) * 2.0**common}
             return original(args[0], first, second, **kwargs)
         # Without a share of what it would be added to, which is not even read.
-        nothing = first.new_empty((1,) * first.dim())
-        return rule.with_factor(nothing, first, second, beta=0, alpha=2.0**common)
+        run = overridden_kernel(rule.with_factor, "cpu")
+        return run(_NOTHING[first.dim()], first, second, beta=0, alpha=2.0**common)
     if common:
         for position in rule.addends_in(args):
             args[position] = scaled_copy(args[position], -common)
@@ -126,8 +134,12 @@ def run_scaled(product: Product, original: Kernel, args: list[Any], kwargs: dict
     results = result if isinstance(result, (tuple, list)) else (result,)
     for tensor, coefficients in zip(results, rule.results, strict=False):
         if tensor is not None and coefficients is not None:
-            scale_in_place(tensor, combined(coefficients, units))
+            scale_result(tensor, combined(coefficients, units))
     return result
+
+
+# What a product is added to where it is added to nothing, by its number of dimensions; never read.
+_NOTHING = tuple(torch.zeros((1,) * dim, device="cpu") for dim in range(4))
 
 
 def _takes_factor(operand: Tensor) -> bool:

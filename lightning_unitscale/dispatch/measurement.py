@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -38,6 +39,7 @@ class Site:
         is_settled: Whether all of its units were known when the step began.
         seen: By slot, the last matmul whose operands and addends were all measured.
         latest: By name in the gauge, the last extent that gives a unit.
+        product: What a forward matmul runs with in the units in force, if one has.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Site:
     is_settled: bool = False
     seen: dict[str, MeasuredProduct] = field(default_factory=dict)
     latest: dict[str, Extent] = field(default_factory=dict)
+    product: Any = None
 
     def __post_init__(self) -> None:
         self.operand_names = tuple(f"{self.name}:{role}" for role in self.roles)

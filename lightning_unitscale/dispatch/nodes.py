@@ -96,12 +96,16 @@ def latest_key(read: Iterable[Tensor]) -> NodeKey | None:
 def keys_of(node: Any) -> Iterator[NodeKey]:
     """The keys by which :func:`latest_key` may have known a node when it was made."""
     number = sequence_number(node)
+    leaves = []
     for source, _ in node.next_functions:
         if source is None:
             continue
-        variable = leaf_of(source)
-        known = source.metadata.get(_IDENTITY) if variable is None else _LEAVES.get(variable)
-        if known is not None:
+        if (variable := leaf_of(source)) is not None:
+            leaves.append(variable)  # as in latest_key: what is no leaf comes first
+        elif (known := source.metadata.get(_IDENTITY)) is not None:
+            yield known, number
+    for leaf in leaves:
+        if (known := _LEAVES.get(leaf)) is not None:
             yield known, number
 
 

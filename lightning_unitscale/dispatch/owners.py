@@ -71,12 +71,14 @@ def owner_of(rule: ProductRule, args: Any) -> tuple[ProductSession | None, Any, 
             session = maker_of(node)
         _note_latest(session)
         return session, node, call
-    if LOCAL.session is None and graph_task() >= 0:
+    if (session := LOCAL.session) is not None:
+        return session, None, None
+    if graph_task() >= 0:
         # A hook, which no node runs, comes after what it belongs to.
         return _latest(), None, None
-    if LOCAL.session is None and LOCAL.after_call is not None:
+    if LOCAL.after_call is not None:
         return _session_of_loss(rule.operands_in(args)), None, None
-    return LOCAL.session, None, None
+    return None, None, None
 
 
 def _latest() -> ProductSession | None:

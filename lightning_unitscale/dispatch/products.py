@@ -56,8 +56,8 @@ class ProductRule:
         mask: Position of the argument that says which results are wanted.
         ragged: Position of the argument that says where groups end; what lies beyond the last one
             is not read.
-        with_factor: The function of torch that multiplies the product by a number, ``alpha``, and
-            adds it to its first argument; the operator itself, if it has that argument.
+        with_factor: The operator that multiplies the product by a number, ``alpha``, and adds it to
+            its first argument; the operator itself, if it has that argument.
         backward_order: The operands of a product of two in the order in which autograd computes
             their gradients: that of the names that its derivatives are written with.
         flops: Floating-point operations of a call.
@@ -74,7 +74,7 @@ class ProductRule:
     sources: Sources = ()
     mask: int | None = None
     ragged: int | None = None
-    with_factor: Callable[..., Tensor] | None = None
+    with_factor: str = ""
     backward_order: tuple[int, ...] = (0, 1)
 
     def reading(self, args: Arguments, kwargs: Mapping[str, Any]) -> ProductRule:
@@ -98,9 +98,11 @@ class ProductRule:
             args: Arguments of the call that this rule is :meth:`reading`.
             kwargs: Keyword arguments.
         """
-        is_empty = any(operand.numel() == 0 for operand in self.operands_in(args))
+        for position in self.operands:
+            if args[position].numel() == 0:
+                return False
         is_nothing = bool(self.addends) and kwargs.get("alpha", 1) == 0
-        return len(self.operands) > 1 and not is_empty and not is_nothing
+        return len(self.operands) > 1 and not is_nothing
 
     def name_in(self, args: Arguments) -> tuple[str, tuple[str, ...]]:
         """What a person calls a call of it, and the roles of all of its operands."""
@@ -271,20 +273,18 @@ RULES: tuple[ProductRule, ...] = (
     _matmul(
         "mm",
         _linear_or(1, "matmul", "input", "other"),
-        with_factor=torch.addmm,
+        with_factor="addmm",
         backward_order=(1, 0),
     ),
-    _matmul("bmm", _MATMUL, with_factor=torch.baddbmm, backward_order=(1, 0)),
+    _matmul("bmm", _MATMUL, with_factor="baddbmm", backward_order=(1, 0)),
     _matmul("mv", _MATMUL),
     _matmul("dot", _MATMUL),
-    _matmul(
-        "addmm", _linear_or(2, "addmm", "mat1", "mat2"), is_added=True, with_factor=torch.addmm
-    ),
+    _matmul("addmm", _linear_or(2, "addmm", "mat1", "mat2"), is_added=True, with_factor="addmm"),
     _matmul(
         "baddbmm",
         _word("baddbmm", "batch1", "batch2"),
         is_added=True,
-        with_factor=torch.baddbmm,
+        with_factor="baddbmm",
     ),
     _matmul("addbmm", _word("addbmm", "batch1", "batch2"), is_added=True),
     _matmul("addmv", _word("addmv", "mat", "vec"), is_added=True),

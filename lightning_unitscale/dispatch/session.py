@@ -272,6 +272,9 @@ class ProductSession:
             site: Which product of the step it is.
             args: Arguments.
         """
+        product: Product | None = site.product
+        if product is not None and product.rule is rule and not self.units.is_looking:
+            return product, ()
         operands = rule.operands_in(args)
         units = site.log2_units
         product = Product(
@@ -289,6 +292,8 @@ class ProductSession:
             extents = self._measuring.measure(product, args, units, ())
         elif self.numerics:
             self._measuring.show(product, operands)
+        else:
+            site.product = product
         return product, extents
 
     def backward_product(
@@ -306,9 +311,13 @@ class ProductSession:
             call: The forward product.
             sources: For each operand which forward operand it is.
         """
-        operands = rule.operands_in(args)
         forward, site = call.product, call.product.site
-        gamma, known_before = site.log2_gamma, forward.known()
+        gamma, is_looking = site.log2_gamma, self.units.is_looking
+        is_kept = site.product is forward and not (is_looking or torch.is_grad_enabled())
+        kept = forward.backward.get((id(rule), sources)) if is_kept else None
+        if kept is not None and kept[0] == gamma:
+            return kept[1]
+        operands, known_before = rule.operands_in(args), forward.known()
         known = tuple(gamma if k is None else known_before[k] for k in sources)
         product = Product(
             rule,
@@ -321,7 +330,7 @@ class ProductSession:
         )
         product.take(known)
         extents: Extents = ()
-        if gamma is None or self.units.is_looking:
+        if gamma is None or is_looking:
             before = call.extents or (None,) * len(forward.log2_units)
             measured = tuple(call.gradient_extent if k is None else before[k] for k in sources)
             extents = self._measuring.measure(product, args, known, measured)
@@ -329,6 +338,8 @@ class ProductSession:
                 call.gradient_extent = extents[sources.index(None)]
         elif self.numerics:
             self._measuring.show(product, operands)
+        elif is_kept:
+            forward.backward[id(rule), sources] = gamma, product
         if torch.is_grad_enabled():
             derived = self.sites.derive(site, product.slot, tuple(map(str, range(len(operands)))))
             remember(self.ref, replace(product, site=derived), operands, extents)

@@ -6,9 +6,8 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -30,6 +29,9 @@ from lightning_unitscale.dispatch.torch_internals import (
 from lightning_unitscale.dispatch.units import Units
 from lightning_unitscale.graph.name_patterns import own_path
 
+# By identity: the hash of code takes ten times as long.
+_MODULE_CALLS = frozenset(map(id, MODULE_CALLS))
+_RECOMPUTATIONS = frozenset(map(id, RECOMPUTATIONS))
 # Where a loop computes what no module does; no module can be there.
 _LOSS = "(loss)"
 
@@ -57,8 +59,7 @@ def recomputed_checkpoint() -> Any:
     return next(filter(None, map(checkpoint_of, frames())), None)
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """Where a forward product runs.
 
     Attributes:
@@ -210,15 +211,19 @@ class Sites:
         """Where the product of a forward pass runs."""
         bodies: list[Any] = []
         path: str | None = None
-        for frame in frames():
-            if frame.f_code is CHECKPOINT:
-                bodies.append(checkpointed_body(frame))
-            elif frame.f_code is self._boundary:
+        # As in frames(), without a generator: every matmul asks.
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and path is None:
+            code = frame.f_code
+            if id(code) in _MODULE_CALLS:
+                path = self.path_of(id(frame.f_locals["self"]))
+            elif code is self._boundary:
                 path = ""
-            elif frame.f_code in MODULE_CALLS:
-                path = self._path_in(frame)
-            if path is not None:
+            elif code is CHECKPOINT:
+                bodies.append(checkpointed_body(frame))
+            elif code is ENGINE:
                 break
+            frame = frame.f_back
         for body in bodies:
             # Not for a callable without a hash or weak references.
             with contextlib.suppress(TypeError):
@@ -228,15 +233,17 @@ class Sites:
     def _backward_run(self, node: Any) -> Run | None:
         path: str | None = None
         checkpoint = None
-        for frame in frames():
-            if frame.f_code in MODULE_CALLS:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and (code := frame.f_code) is not ENGINE:
+            if id(code) in _MODULE_CALLS:
                 path = self._path_in(frame) if path is None else path
-            elif path is None and frame.f_code in RECOMPUTATIONS:
+            elif path is None and id(code) in _RECOMPUTATIONS:
                 path = ""
                 with contextlib.suppress(TypeError):
                     path = self._paths_of_bodies.get(checkpointed_body(frame), "")
-            elif checkpoint is None and frame.f_code.co_name == UNPACK:
+            elif checkpoint is None and code.co_name == UNPACK:
                 checkpoint = checkpoint_of(frame)
+            frame = frame.f_back
         if checkpoint is not None:
             return Run(path or "", (self._episode, id(checkpoint), graph_task()), checkpoint)
         return None if path is None else Run(path, (self._episode, identity_of(node)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Callable, Iterable
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_unitscale.dispatch.torch_internals import current_node
-from lightning_unitscale.functional.scale import empty_placed_like, multiply
+from lightning_unitscale.functional.scale import multiply, placed_strides
 from lightning_unitscale.patching import nothing
 from lightning_unitscale.scales.layout import MOMENTS
 from lightning_unitscale.scales.statistics import statistics_row
@@ -20,6 +21,57 @@ from lightning_unitscale.scales.tensor_statistics import FloatArray, TensorStati
 from lightning_unitscale.scales.transfer import joint_copy
 
 _LINE_BYTES = 64
+
+
+# Beyond it a power of two, or its inverse, is no normal number of FP32.
+_LARGEST_LOG2 = 126
+# torch makes a tensor of each number that it multiplies by, which takes longer than to multiply a
+# small one. FP16 has no room for all of these factors, and numbers are taken in FP32.
+_POWERS: dict[torch.dtype, tuple[Tensor, ...]] = {
+    dtype: torch.tensor(
+        [2.0**e for e in range(-_LARGEST_LOG2, _LARGEST_LOG2 + 1)], dtype=dtype, device="cpu"
+    ).unbind()
+    for dtype in (torch.float32, torch.float64, torch.bfloat16)
+}
+
+
+def power_of_two(exponent: int, dtype: torch.dtype) -> Tensor | float:
+    """``2**exponent``, for ``exponent`` within +-126, as tensors of a type are multiplied by it."""
+    powers = _POWERS.get(dtype)
+    return 2.0**exponent if powers is None else powers[exponent + _LARGEST_LOG2]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """How the elements of a tensor lie in memory.
+
+    Attributes:
+        span: Elements of memory from the first one to the last.
+        is_dense: Whether they lie without gaps, in whatever order.
+        is_expanded: Whether a dimension is not stepped over.
+        overlaps: Whether rows lie over each other.
+        placed: Strides of a copy, which merge where those of the tensor do.
+        reach: Elements that a copy reaches over.
+    """
+
+    span: int
+    is_dense: bool
+    is_expanded: bool
+    overlaps: bool
+    placed: tuple[int, ...]
+    reach: int
+
+
+@functools.lru_cache(maxsize=2**12)
+def _layout(shape: tuple[int, ...], strides: tuple[int, ...], line: int) -> _Layout:
+    span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    numel = math.prod(shape)
+    placed, reach = placed_strides(shape, strides, line)
+    return _Layout(span, span == numel, 0 in strides, 0 < span < numel, placed, reach)
+
+
+def _layout_of(tensor: Tensor) -> _Layout:
+    return _layout(tensor.shape, tensor.stride(), _LINE_BYTES // tensor.element_size())
 
 
 def scaled_copy(tensor: Tensor, exponent: int) -> Tensor:
@@ -31,23 +83,34 @@ def scaled_copy(tensor: Tensor, exponent: int) -> Tensor:
         tensor: Floating point, of any shape and layout.
         exponent: Within +-126.
     """
-    factor = 2.0**exponent
+    factor = power_of_two(exponent, tensor.dtype)
     # Memory that is allocated begins with a line, so that only what does too can be like its copy.
     offset = tensor.data_ptr() % _LINE_BYTES
-    if offset == 0 and (tensor.is_contiguous() or _is_dense(tensor)):
+    if offset == 0 and (tensor.is_contiguous() or _layout_of(tensor).is_dense):
         product = tensor * factor
         aligned = product.data_ptr() % _LINE_BYTES == 0
         if (aligned or tensor.numel() == 0) and product.stride() == tensor.stride():
             return product
-    if 0 in tensor.stride():
-        return multiply(tensor, factor)
-    if 0 < (span := _span(tensor)) < tensor.numel():
+    layout = _layout_of(tensor)
+    if layout.is_expanded:
+        return multiply(tensor, 2.0**exponent)
+    if layout.overlaps:
         # Rows lie over each other, and cuBLAS takes them another way than rows side by side.
-        memory = scaled_copy(tensor.as_strided((span,), (1,)), exponent)
+        memory = scaled_copy(tensor.as_strided((layout.span,), (1,)), exponent)
         return memory.as_strided(tensor.shape, tensor.stride())
-    placed = empty_placed_like(tensor, tensor.dtype, offset // tensor.element_size())
+    start = offset // tensor.element_size()
+    placed = torch.empty(start + layout.reach, dtype=tensor.dtype, device=tensor.device)
+    placed = placed.as_strided(tensor.shape, layout.placed, start)
     torch.mul(tensor, factor, out=placed)
     return placed
+
+
+def scale_result(tensor: Tensor, exponent: int) -> None:
+    """Multiply what a kernel has made by ``2**exponent``, in steps where one would overflow."""
+    while exponent:
+        part = max(-_LARGEST_LOG2, min(exponent, _LARGEST_LOG2))
+        tensor.mul_(power_of_two(part, tensor.dtype))
+        exponent -= part
 
 
 @dataclass(frozen=True)
@@ -77,13 +140,13 @@ def shared_copy(tensor: Tensor, exponent: int) -> Tensor:
         and last.node is node
         and last.source.data_ptr() == tensor.data_ptr()
         and last.source.numel() == tensor.numel()
-        and _is_dense(tensor)
+        and _layout_of(tensor).is_dense
     ):
         copy = last.copy.as_strided(tensor.shape, tensor.stride(), last.copy.storage_offset())
         _LAST.pop(thread, None)
         return copy
     copy = scaled_copy(tensor, exponent)
-    if node is not None and _is_dense(tensor):
+    if node is not None and _layout_of(tensor).is_dense:
         _LAST[thread] = _Copy(node, tensor, exponent, copy)
     return copy
 
@@ -91,17 +154,6 @@ def shared_copy(tensor: Tensor, exponent: int) -> Tensor:
 def forget_copy() -> None:
     """Let go of the last copy of each thread; those that go on scale once more."""
     _LAST.clear()
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor's elements lie in memory without gaps, in whatever order."""
-    return _span(tensor) == tensor.numel()
-
-
-def _span(tensor: Tensor) -> int:
-    """Elements of memory from the first one of a tensor to the last."""
-    strides = zip(tensor.shape, tensor.stride(), strict=True)
-    return 1 + sum((size - 1) * stride for size, stride in strides)
 
 
 @dataclass(eq=False, slots=True)

@@ -179,8 +179,14 @@ def _leave_uncompiled(function: Kernel) -> None:
     set_code_exec_strategy(function.__code__, skip)
 
 
-# Of operators that write into ``out``, by name and device: the kernel that another runs for.
+# By the name of an operator and device: the kernel that another runs for.
 _OVERRIDDEN: dict[str, dict[str, Kernel]] = defaultdict(dict)
+
+
+def overridden_kernel(operator: str, device: str) -> Kernel:
+    """The kernel of an operator that another one runs for; the operator itself where none does."""
+    kernel = _OVERRIDDEN[operator].get(device)
+    return getattr(torch.ops.aten, operator) if kernel is None else kernel
 
 
 class KernelOverrides:
@@ -214,9 +220,7 @@ class KernelOverrides:
             self._library.impl(operator, kernel, self._key, allow_override=True)
         overload._dispatch_cache.clear()
         self._overloads.append(overload)
-        name, _, variant = operator.partition(".")
-        if variant == "out":
-            _OVERRIDDEN[name][self._key.lower()] = original
+        _OVERRIDDEN[operator][self._key.lower()] = original
 
     def remove(self) -> None:
         """Put torch's own kernels back, without a trace."""
@@ -237,8 +241,9 @@ class _PastDispatcher:
 
     def __init__(self, functions: Any) -> None:
         self._functions = functions
-        for name, kernels in _OVERRIDDEN.items():
-            if hasattr(functions, name):
+        for operator, kernels in list(_OVERRIDDEN.items()):
+            name, _, variant = operator.partition(".")
+            if variant == "out" and hasattr(functions, name):
                 setattr(self, name, _past_dispatcher(getattr(functions, name), kernels))
 
     def __getattr__(self, name: str) -> Any:

@@ -70,7 +70,7 @@ class Units:
         self._tell(site)
 
     def _tell(self, site: Site) -> None:
-        site.plain = self.plain.setdefault(site.name, {})
+        site.plain, site.product = self.plain.setdefault(site.name, {}), None
         if not self.is_used:
             site.log2_units, site.log2_gamma = (0,) * len(site.roles), 0
             return

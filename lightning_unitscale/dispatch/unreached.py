@@ -135,7 +135,7 @@ def writing_kernel(rule: ProductRule, unreached: UnreachedRule, original: Kernel
     writing = functools.partial(run_inside, getattr(torch.ops.aten, rule.operator).out)
     if not rule.addends:
         # What multiplies by a factor in passing makes a tensor.
-        rule = replace(rule, with_factor=None)
+        rule = replace(rule, with_factor="")
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         if LOCAL.is_inside or is_ours(sys._getframe().f_back):

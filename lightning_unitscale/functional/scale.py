@@ -13,7 +13,7 @@ stack, the level of forward-mode differentiation, and whether hooks on saved ten
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -202,21 +202,35 @@ def empty_placed_like(tensor: Tensor, dtype: torch.dtype, offset: int) -> Tensor
     Returns:
         An uninitialized tensor of the shape of ``tensor``; contiguous if that has symbolic sizes.
     """
-    line = _LINE_BYTES // tensor.element_size()
-    strides = [1] * tensor.dim()
+    shape, strides = tensor.shape, tensor.stride()
+    if any(isinstance(number, torch.SymInt) for number in (*shape, *strides)):
+        return torch.empty(shape, dtype=dtype, device=tensor.device)
+    placed, end = placed_strides(shape, strides, _LINE_BYTES // tensor.element_size())
+    spread = torch.empty(offset + end, dtype=dtype, device=tensor.device)
+    return spread.as_strided(shape, placed, offset)
+
+
+def placed_strides(
+    shape: Sequence[int], strides: Sequence[int], line: int
+) -> tuple[tuple[int, ...], int]:
+    """The strides that :func:`empty_placed_like` gives, and how many elements they reach over.
+
+    Args:
+        shape: Of the tensor to imitate.
+        strides: Likewise.
+        line: Elements of a cache line.
+    """
+    placed = [1] * len(shape)
     end, true_end = 1, 1
     # From the innermost dimension outwards; one of size 1 is never stepped over.
-    for dim in sorted(range(tensor.dim()), key=tensor.stride):
-        size, stride = tensor.size(dim), tensor.stride(dim)
-        if isinstance(size, torch.SymInt) or isinstance(stride, torch.SymInt):
-            return torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
+    for dim in sorted(range(len(shape)), key=strides.__getitem__):
+        size, stride = shape[dim], strides[dim]
         if size == 1:
-            strides[dim] = stride  # kernels tell the order of dimensions by it
+            placed[dim] = stride  # kernels tell the order of dimensions by it
             continue
-        strides[dim] = end if stride == true_end else end + 1 + (stride - end - 1) % line
-        end, true_end = strides[dim] * size, stride * size
-    spread = torch.empty(offset + end, dtype=dtype, device=tensor.device)
-    return spread.as_strided(tensor.size(), strides, offset)
+        placed[dim] = end if stride == true_end else end + 1 + (stride - end - 1) % line
+        end, true_end = placed[dim] * size, stride * size
+    return tuple(placed), end
 
 
 _LINE_BYTES = 64

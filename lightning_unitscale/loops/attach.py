@@ -27,6 +27,7 @@ from lightning_unitscale.loops.hooks import (
 )
 from lightning_unitscale.loops.loggers import checked_loggers
 from lightning_unitscale.loops.loop import Loop, LoopCallback, StepCaller, rank, world_size
+from lightning_unitscale.loops.shared_parameters import SharedParameters
 from lightning_unitscale.lossless.rehearsal import find_loss
 
 _EVALUATION = "evaluation"
@@ -153,6 +154,7 @@ class Attachment(Loop):
         self._has_evaluated = self._trains_in_evaluation = False
         # Optimizer steps before the first call: a step or two may make the optimizer's state.
         self._num_idle_steps = 0
+        self._shared = SharedParameters(module)
         # The optimizer whose step is under way and ends a training step.
         self._stepping: Any = None
         self._call: StepCaller | None = None
@@ -373,7 +375,7 @@ class Attachment(Loop):
         if self.step_index or self._num_idle_steps == _IDLE_STEPS:
             return
         # One that was not given has parameters of the module where the loop makes its own.
-        if self._ends_with(optimizer) or self._has_parameters_in(optimizer):
+        if self._ends_with(optimizer) or self._shared.are_in(optimizer):
             self._num_idle_steps += 1
             if self._num_idle_steps == _IDLE_STEPS:
                 warn_of_no_call(self.module, _IDLE_STEPS)
@@ -381,13 +383,7 @@ class Attachment(Loop):
     def _ends_with(self, optimizer: Any) -> bool:
         if self._optimizers is not None:
             return any(optimizer is known for known in self._optimizers)
-        return self._has_parameters_in(optimizer)
-
-    def _has_parameters_in(self, optimizer: Any) -> bool:
-        own = {id(param) for param in self.module.parameters()}
-        return any(
-            id(param) in own for group in optimizer.param_groups for param in group["params"]
-        )
+        return self._shared.are_in(optimizer)
 
     def _close(self) -> None:
         self._is_attached = False
