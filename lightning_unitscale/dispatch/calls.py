@@ -151,8 +151,9 @@ def may_belong_to(rule: ProductRule, call: Call) -> bool:
 
     The backward pass of a user's own function may run whatever it likes.
     """
-    sources = rule.sources or tuple(range(len(rule.operands)))
-    return all(k is None or k < len(call.shapes) for k in sources)
+    if not rule.sources:
+        return len(rule.operands) <= len(call.shapes)
+    return all(k is None or k < len(call.shapes) for k in rule.sources)
 
 
 def sources_of(rule: ProductRule, call: Call, operands: Sequence[Tensor]) -> Sources:

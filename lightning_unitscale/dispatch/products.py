@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -76,6 +76,10 @@ class ProductRule:
     ragged: int | None = None
     with_factor: str = ""
     backward_order: tuple[int, ...] = (0, 1)
+    # What calls read, by the mask: a rule takes long to hash.
+    _masked: dict[tuple[bool, ...], ProductRule] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     def reading(self, args: Arguments, kwargs: Mapping[str, Any]) -> ProductRule:
         """The rule without the operands and the addends that a call does not read.
@@ -86,7 +90,10 @@ class ProductRule:
         """
         rule = self
         if self.mask is not None:
-            rule = _masked(self, tuple(args[self.mask]))
+            wanted = tuple(args[self.mask])
+            if (found := self._masked.get(wanted)) is None:
+                found = self._masked[wanted] = _masked(self, wanted)
+            rule = found
         if self.addends and kwargs and kwargs.get("beta", 1) == 0:
             rule = _without_addends(rule)
         return rule
@@ -143,7 +150,6 @@ class ProductRule:
         return 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
 
 
-@functools.cache
 def _masked(rule: ProductRule, wanted: tuple[bool, ...]) -> ProductRule:
     """A rule with the operands that the wanted ones of its results are made of."""
     made_of = [powers for powers, is_wanted in zip(rule.results, wanted, strict=True) if is_wanted]
@@ -153,6 +159,7 @@ def _masked(rule: ProductRule, wanted: tuple[bool, ...]) -> ProductRule:
         operands=tuple(rule.operands[k] for k in kept),
         results=tuple(powers and tuple(powers[k] for k in kept) for powers in rule.results),
         sources=tuple(rule.sources[k] for k in kept),
+        _masked={},
     )
 
 

@@ -49,9 +49,11 @@ def frames() -> Iterator[FrameType]:
 
 def function_arguments() -> Iterator[Tensor]:
     """The tensors that the autograd functions were given that run what called, innermost first."""
-    for frame in frames():
-        if frame.f_code is FUNCTION_CALL:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (code := frame.f_code) is not ENGINE:
+        if code is FUNCTION_CALL:
             yield from (arg for arg in frame.f_locals["args"] if isinstance(arg, Tensor))
+        frame = frame.f_back
 
 
 def recomputed_checkpoint() -> Any:
@@ -120,7 +122,9 @@ class Sites:
             run: Where it runs.
         """
         key = (run.path, word)
-        index = self._index(key, run)
+        index = self._counts.get((key, run.episode))
+        if index is None:
+            index = self._index(key, run)
         self._counts[key, run.episode] = index + 1
         if (checkpoint := checkpoint_under_way()) is not None:
             self._starts.setdefault(checkpoint, {}).setdefault(key, index)
