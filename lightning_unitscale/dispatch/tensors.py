@@ -74,6 +74,10 @@ def _layout_of(tensor: Tensor) -> _Layout:
     return _layout(tensor.shape, tensor.stride(), _LINE_BYTES // tensor.element_size())
 
 
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() or _layout_of(tensor).is_dense
+
+
 def scaled_copy(tensor: Tensor, exponent: int) -> Tensor:
     """``tensor * 2**exponent`` with the strides and the alignment of ``tensor``.
 
@@ -86,7 +90,7 @@ def scaled_copy(tensor: Tensor, exponent: int) -> Tensor:
     factor = power_of_two(exponent, tensor.dtype)
     # Memory that is allocated begins with a line, so that only what does too can be like its copy.
     offset = tensor.data_ptr() % _LINE_BYTES
-    if offset == 0 and (tensor.is_contiguous() or _layout_of(tensor).is_dense):
+    if offset == 0 and _is_dense(tensor):
         product = tensor * factor
         aligned = product.data_ptr() % _LINE_BYTES == 0
         if (aligned or tensor.numel() == 0) and product.stride() == tensor.stride():
@@ -140,13 +144,13 @@ def shared_copy(tensor: Tensor, exponent: int) -> Tensor:
         and last.node is node
         and last.source.data_ptr() == tensor.data_ptr()
         and last.source.numel() == tensor.numel()
-        and _layout_of(tensor).is_dense
+        and _is_dense(tensor)
     ):
         copy = last.copy.as_strided(tensor.shape, tensor.stride(), last.copy.storage_offset())
         _LAST.pop(thread, None)
         return copy
     copy = scaled_copy(tensor, exponent)
-    if node is not None and _layout_of(tensor).is_dense:
+    if node is not None and _is_dense(tensor):
         _LAST[thread] = _Copy(node, tensor, exponent, copy)
     return copy
 
