@@ -6,7 +6,7 @@ plain run's. Beside the number of graphs that the callback's step is captured in
 ``torch.compile`` makes of the same call of the bare model.
 
     python benchmarks/architecture_steps.py                # all of them, and a JSON file
-    python benchmarks/architecture_steps.py GPT-2 T5       # some
+    python benchmarks/architecture_steps.py GPT-2 T5       # some anew, the others from that file
     python benchmarks/architecture_steps.py --markdown     # as docs/measurements/architectures.md
 """
 
@@ -111,7 +111,7 @@ class Result:
 
     architecture: str
     num_graphs: int | None = None
-    num_torch_graphs: int | None = None
+    num_torch_graphs: int | None = None  # 0: it fails
     is_torch_whole: bool = False
     repeats_itself: bool = True
     losses: float = 0.0
@@ -207,8 +207,11 @@ def examine(name: str) -> Result:
 
 
 def _differences(plain: Run, other: Run) -> tuple[float, float]:
-    """The largest relative differences of a loss, and of a weight to the largest of its tensor."""
-    losses = map(_difference, plain.losses, other.losses)
+    """Return the largest relative difference of a loss, and the largest of a weight."""
+    losses = (
+        _difference(one, another) / abs(float(one))
+        for one, another in zip(plain.losses, other.losses, strict=True)
+    )
     weights = (_difference(value, other.weights[name]) for name, value in plain.weights.items())
     return max(losses), max(weights)
 
@@ -216,12 +219,12 @@ def _differences(plain: Run, other: Run) -> tuple[float, float]:
 def _difference(expected: Tensor, found: Tensor) -> float:
     if equal_bits(expected, found):
         return 0.0
-    expected, found = expected.double(), found.double()
-    return float((expected - found).abs().max() / expected.abs().max())
+    return float((expected.double() - found.double()).abs().max())
 
 
 def _without_folders(text: str) -> str:
-    return re.sub(r"/\S*/site-packages/", "", text.splitlines()[0])
+    """Return the first line of a text without the folders of this machine."""
+    return re.sub(r"/\S*/(site-packages|benchmarks|python3\.\d+)/", "", text.splitlines()[0])
 
 
 def _quiet() -> None:
@@ -237,7 +240,7 @@ def table(results: Sequence[Result], style: str) -> str:
         {
             "architecture": one.architecture,
             "graphs": one.num_graphs or "-",
-            "torch.compile": "-" if one.num_torch_graphs is None else one.num_torch_graphs,
+            "torch.compile": one.num_torch_graphs or "fails",
             "losses": one.error[:60] or _shown(one.losses),
             "weights": "" if one.error else _shown(one.weights),
             "first step, s": "" if one.error else f"{one.first_step_seconds:.1f}",
@@ -258,7 +261,8 @@ def summary(results: Sequence[Result]) -> str:
     lines = [
         f"{len(ran)} of {len(results)} train under RematCallback",
         f"captured whole: {sum(one.num_graphs == 1 for one in ran)}, by torch.compile "
-        f"{sum(one.num_torch_graphs == 1 for one in results)}",
+        f"{sum(one.num_torch_graphs == 1 for one in results)}, with fullgraph=True "
+        f"{sum(one.is_torch_whole for one in results)}",
         f"in no more graphs than torch.compile makes: {len(as_torch)}",
         f"losses equal: {sum(one.losses == 0.0 for one in ran)}, weights equal: "
         f"{sum(one.weights == 0.0 for one in ran)}",
@@ -272,14 +276,17 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS / "architecture_steps.json")
     parser.add_argument("--markdown", action="store_true", help="a table for the docs")
     arguments = parser.parse_args()
-    results = []
+    known: dict[str, Result] = {}
+    if arguments.names and arguments.output.exists():
+        found = json.loads(arguments.output.read_text())["results"]
+        known = {one["architecture"]: Result(**one) for one in found}
     for name in arguments.names or list(ZOO):
-        results.append(examine(name))
-        one = results[-1]
+        one = known[name] = examine(name)
         print(table([one], "plain").splitlines()[-1], flush=True)
         for line in one.breaks:
             print(f"   {line[:300]}", flush=True)
         about = {**machine(), **versions_of(["transformers"])}
+        results = [known[each] for each in ZOO if each in known]
         document = {**about, "results": [asdict(each) for each in results]}
         arguments.output.write_text(json.dumps(document, indent=1) + "\n")
     print(table(results, "github" if arguments.markdown else "simple"))
