@@ -56,8 +56,8 @@ class ViT(pl.LightningModule):
             intermediate_size=4 * width,
             image_size=SIZE,
             patch_size=8,
-            num_labels=NUM_CLASSES,
         )
+        config.num_labels = NUM_CLASSES
         self.net = ViTForImageClassification(config)
 
     @override

@@ -17,4 +17,4 @@ def after_backward(callback: Callable[[], None]) -> None:
     Args:
         callback: The function. It is dropped if the pass fails.
     """
-    Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    Variable._execution_engine.queue_callback(callback)
