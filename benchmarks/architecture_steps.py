@@ -124,7 +124,6 @@ class Result:
 
 def train(name: str, budget: str | None) -> Run:
     """Train one architecture, with ``RematCallback`` if there is a budget."""
-    _quiet()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         seed_everything()
@@ -159,7 +158,6 @@ def train(name: str, budget: str | None) -> Run:
 
 def torch_graphs(name: str) -> tuple[int, bool]:
     """How many graphs ``torch.compile`` makes of a call, and whether it makes one if it has to."""
-    _quiet()
     warnings.filterwarnings("ignore")
 
     def count(*, fullgraph: bool) -> int:
@@ -194,19 +192,19 @@ def examine(name: str) -> Result:
     again = apart("fork", RUN_SECONDS, train, name, None)
     ours = apart("fork", RUN_SECONDS, train, name, "min_cut")
     of_torch = apart("fork", RUN_SECONDS, torch_graphs, name)
-    result = Result(name, repeats_itself=_differences(plain, again) == (0.0, 0.0))
+    result = Result(name, repeats_itself=differences(plain, again) == (0.0, 0.0))
     if not isinstance(of_torch, Failure):
         result.num_torch_graphs, result.is_torch_whole = of_torch
     if isinstance(ours, Failure):
         result.error = _without_folders(ours.text)
         return result
-    result.losses, result.weights = _differences(plain, ours)
+    result.losses, result.weights = differences(plain, ours)
     result.num_graphs, result.breaks = ours.num_graphs, ours.breaks
     result.first_step_seconds, result.warnings = ours.first_step_seconds, ours.warnings
     return result
 
 
-def _differences(plain: Run, other: Run) -> tuple[float, float]:
+def differences(plain: Run, other: Run) -> tuple[float, float]:
     """Return the largest relative difference of a loss, and the largest of a weight."""
     losses = (
         _difference(one, another) / abs(float(one))
@@ -228,6 +226,7 @@ def _without_folders(text: str) -> str:
 
 
 def _quiet() -> None:
+    # For the processes that are forked from this one as well.
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     for name in ("lightning.pytorch", "lightning.fabric"):
@@ -241,9 +240,8 @@ def table(results: Sequence[Result], style: str) -> str:
             "architecture": one.architecture,
             "graphs": one.num_graphs or "-",
             "torch.compile": one.num_torch_graphs or "fails",
-            "losses": one.error[:60] or _shown(one.losses),
+            "losses": "run ends" if one.error else _shown(one.losses),
             "weights": "" if one.error else _shown(one.weights),
-            "first step, s": "" if one.error else f"{one.first_step_seconds:.1f}",
         }
         for one in results
     ]
@@ -276,6 +274,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS / "architecture_steps.json")
     parser.add_argument("--markdown", action="store_true", help="a table for the docs")
     arguments = parser.parse_args()
+    _quiet()
     known: dict[str, Result] = {}
     if arguments.names and arguments.output.exists():
         found = json.loads(arguments.output.read_text())["results"]
@@ -283,7 +282,7 @@ def main() -> None:
     for name in arguments.names or list(ZOO):
         one = known[name] = examine(name)
         print(table([one], "plain").splitlines()[-1], flush=True)
-        for line in one.breaks:
+        for line in filter(None, [one.error, *one.breaks]):
             print(f"   {line[:300]}", flush=True)
         about = {**machine(), **versions_of(["transformers"])}
         results = [known[each] for each in ZOO if each in known]
