@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from benchmarks.architecture_steps import differences, train
 from benchmarks.architectures import (
     differing_gradients,
     equal_bits,
@@ -69,3 +70,11 @@ def test_same_bits_with_scales_tracked(name: str) -> None:
     measured = [one for one in metrics if one is not None]
     assert len(measured) > 100
     assert sum(one.bwd is not None for one in measured) > 0.8 * len(measured)
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "Llama", "ViT"])
+def test_a_step_in_a_trainer_is_captured_whole(name: str) -> None:
+    plain, ours = train(name, None), train(name, "min_cut")
+    assert ours.num_graphs == 1 and ours.breaks == []
+    assert differences(plain, ours) == (0.0, 0.0)
+    assert len(set(map(float, plain.losses))) == len(plain.losses)

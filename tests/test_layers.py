@@ -69,6 +69,7 @@ TORCH_ADAPTERS = (
     "dynamo",
     "functional/low_precision.py",
     "functional/scale.py",
+    "graph/after_backward.py",
     "graph/decompose.py",
     "pipeline/capture.py",
     "pipeline/engine.py",

@@ -19,7 +19,7 @@ from lightning_unitscale.callbacks.distributed import (
     rehearsed,
 )
 from lightning_unitscale.callbacks.half_precision import ParameterHolding
-from lightning_unitscale.callbacks.late_units import LateUnits
+from lightning_unitscale.callbacks.late_units import JointLateUnits
 from lightning_unitscale.callbacks.lightning_loop import LightningLoop
 from lightning_unitscale.callbacks.packages import misconfigured
 from lightning_unitscale.callbacks.rehearsals import (
@@ -88,7 +88,7 @@ class GraphUnits(MeasuredUnits):
         self._loop: LightningLoop | None = None
         self._steps: ModuleSteps | None = None
         self._live: Calibrator | None = None
-        self._late = LateUnits(rewrite)
+        self._late = JointLateUnits(rewrite)
         # Whether this step measures units by the schedule, and whether it measures any.
         self._is_scheduled = self._is_looking = False
         self._num_breaks = 0

@@ -59,7 +59,8 @@ class LosslessUnitScale(GraphPass):
     Args:
         depth: ``"products"`` gives units to what matrix products read and to the gradients that
             arrive at them; ``"all"`` to every tensor of the step that carries a gradient.
-        measures_drift: Whether the observed variant measures ``drift``, which is then to be taken.
+        measures_drift: Whether the observed variant measures ``drift``, which is then to be taken;
+            ``observes`` changes that for graphs to come.
         measures_range: Whether a calibration also finds out what FP8 would lose of each tensor.
         holds_parameters: Whether parameters, and their gradients, come in the gauge's units of
             parameters.
@@ -154,6 +155,9 @@ class LosslessUnitScale(GraphPass):
     def after_step(self, module: nn.Module, result: Any) -> None:
         """Called after each call that returned ``result``."""
         self.is_running = False
+        if not self.observes:
+            # Graphs that are observed for another pass may have probes from before.
+            self.drift.clear()
 
     def calibrator(self) -> Calibrator:
         """A fresh calibrator for what this pass needs to know."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ from lightning_unitscale.capture.attach import captured_forward, reject_compiled
 from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.steps import steps_of
 from lightning_unitscale.graph.nodes import tensors_in
-from lightning_unitscale.lossless.calibrate import Measured, is_late_look
-from lightning_unitscale.lossless.rehearsal import calibrate
+from lightning_unitscale.lossless.calibrate import Measured
+from lightning_unitscale.lossless.late_units import LateUnits
+from lightning_unitscale.lossless.rehearsal import calibrate, runs_in_fp16
 from lightning_unitscale.lossless.rewrite import LosslessUnitScale
 from lightning_unitscale.rules.build_plan import plan_step
 from lightning_unitscale.rules.plan import OnUnknown, RuleOptions
@@ -29,6 +31,8 @@ from lightning_unitscale.rules.weights import (
 )
 
 Replace = Mapping[Callable[..., Any], Callable[..., Any]]
+
+_OWNER = "unit_scale"
 
 
 def unit_scale(
@@ -94,9 +98,9 @@ def unit_scale(
     reject_compiled(module)
     _reject_scaled(module)
     rules = RuleRewrite(options, replace)
-    gradients = ParameterGradients()
+    gradients = ParameterGradients(ends_backward=True)
     lossless = LosslessUnitScale("products", measures_drift=False)
-    new, step = captured_forward(module, "unit_scale", rules, gradients, lossless)
+    new, step = captured_forward(module, _OWNER, rules, gradients, lossless)
     step.before_call = _FirstCall(rules, gradients, lossless, init_weights)
     return new
 
@@ -118,8 +122,8 @@ class _FirstCall:
     first real one is of another size, units follow it in the next call. An object rather than a
     closure, so that a copied module decides for itself.
 
-    What is zero in the first call is measured at later ones that record gradients, until it is not:
-    at three of the next four, and at each eighth.
+    What is zero in the first call is measured in later ones that record gradients, until it is not.
+    These calls run once: probes measure them, and the units are in force in the next one.
     """
 
     rules: RuleRewrite
@@ -129,6 +133,12 @@ class _FirstCall:
     is_planned: bool = False
     is_measured: bool = False
     num_later_calls: int = 0
+    late: LateUnits = field(init=False)
+    # What probes have measured, on its way from the device.
+    sent: Callable[[], Measured] | None = None
+
+    def __post_init__(self) -> None:
+        self.late = LateUnits(self.lossless)
 
     def __call__(
         self, step: CapturedStep, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -157,30 +167,44 @@ class _FirstCall:
         if measured is not None:
             self.gradients.set_measured(measured)
         self.is_measured = True
-        self._end(step)
+        self._go_on(step, is_due=False)
 
     def _measure_late(
         self, step: CapturedStep, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        """Measure units, and factors of gradients, that could not be measured before."""
-        if not torch.is_grad_enabled():
-            return
-        self.num_later_calls += 1
-        if not is_late_look(self.num_later_calls):
-            return
+        """Take units that could not be measured before, and measure what still has none."""
+        self._receive(step)
+        is_due = False
+        if torch.is_grad_enabled():
+            self.num_later_calls += 1
+            is_due = self.late.is_due(self.num_later_calls)
+            if self._is_hidden(step) and self.late.needs_rehearsal(self.num_later_calls):
+                of_missing = partial(self.late.of, rehearsed=True)
+                calibrate(
+                    step, self.lossless, args, kwargs, seeds=_random_seeds, results=of_missing
+                )
+        self._go_on(step, is_due=is_due)
 
-        def of_missing(measured: Measured) -> Measured:
-            return measured.of_names(self.lossless.missing)
+    def _receive(self, step: CapturedStep) -> None:
+        """Take the units that probes have measured; from CUDA their numbers come a call later."""
+        arrived, self.sent = self.sent, self.lossless.drift.send()
+        if not any(parameter.is_cuda for parameter in step.owner.module.parameters()):
+            arrived, self.sent = self.sent, None
+        if arrived is not None:
+            self.lossless.update_gauge(self.late.of(arrived()))
 
-        measured = calibrate(
-            step, self.lossless, args, kwargs, seeds=_random_seeds, results=of_missing
-        )
-        if measured is not None:
-            self.gradients.set_late(measured)
-        self._end(step)
+    def _is_hidden(self, step: CapturedStep) -> bool:
+        """Return whether probes may not see what is to be measured, or see it flushed to zero."""
+        rounds = any(graph_pass.phase.rounds for graph_pass in step.owner.passes)
+        is_seen = self.lossless.missing <= self.lossless.drift.names
+        return rounds or not is_seen or runs_in_fp16(step.owner.module)
 
-    def _end(self, step: CapturedStep) -> None:
-        if not self.lossless.missing:
+    def _go_on(self, step: CapturedStep, *, is_due: bool) -> None:
+        """Have this call measured, if it is due, and end if all units are known."""
+        is_missing = bool(self.lossless.missing)
+        self.lossless.observes = is_missing
+        step.owner.observe(_OWNER, is_missing and is_due)
+        if not is_missing:
             step.before_call = None
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lightning_unitscale.graph.after_backward import after_backward
 from lightning_unitscale.graph.grad_order import autograd_operations
 from lightning_unitscale.graph.nodes import tensors_in
 from lightning_unitscale.graph.passes import GraphPass, Phase, StepGraph
@@ -133,6 +134,10 @@ class ParameterGradients(GraphPass):
     A gradient that was zero when it was measured has no factor yet; :meth:`scale_late` gives it one
     when it is not, before an optimizer has seen anything of it: no training changes by that.
 
+    Args:
+        ends_backward: Whether to scale late gradients at the end of each backward pass, where no
+            training loop calls :meth:`scale_late`.
+
     Attributes:
         log2_factors: Exponent of the factor on the gradient, by path of the parameter.
         num_accumulated: Batches that were accumulated when gradients were measured.
@@ -142,13 +147,16 @@ class ParameterGradients(GraphPass):
     name = "parameter gradients at RMS 1"
     phase = Phase.REWRITE
 
-    def __init__(self) -> None:
+    def __init__(self, *, ends_backward: bool = False) -> None:
+        self.ends_backward = ends_backward
         self.log2_factors: dict[str, int] = {}
         self.num_accumulated = 1
         self.measures_late = False
         self._log2_shift = 0
         # Factors of the last step, on their way: the parameters, and what is read of each.
         self._sent: tuple[list[str], HostCopy] | None = None
+        # Parameters whose gradients have come in this backward pass, and have no factor.
+        self._arrived: dict[str, Tensor] = {}
         self._watched: dict[str, list[Tensor]] | None = None
         self._hooks: MutableMapping[Tensor, RemovableHandle] = WeakTensorKeyDictionary()
 
@@ -160,7 +168,7 @@ class ParameterGradients(GraphPass):
         """Have a hook on every parameter, also on one that was put in another's place."""
         for fqn, parameter in module.named_parameters():
             if parameter.requires_grad and parameter not in self._hooks:
-                self._hooks[parameter] = parameter.register_hook(_Factor(self, fqn))
+                self._hooks[parameter] = parameter.register_hook(_Factor(self, fqn, parameter))
 
     def remove(self) -> None:
         """Take the hooks away."""
@@ -188,8 +196,13 @@ class ParameterGradients(GraphPass):
         seen, self._watched = self._watched or {}, None
         return {fqn: combined_rms(numbers_of(values)) for fqn, values in seen.items()}
 
-    def _seen(self, fqn: str, gradient: Tensor) -> Tensor:
+    def _seen(self, fqn: str, gradient: Tensor, parameter: Tensor | None = None) -> Tensor:
         """A gradient that has just been made, times its factor."""
+        if self.ends_backward and self.measures_late and fqn not in self.log2_factors:
+            self.settle()
+            if fqn not in self.log2_factors and parameter is not None:
+                self._arrived[fqn] = parameter
+                after_backward(self._scale_arrived)
         if self._watched is not None:
             self._watched.setdefault(fqn, []).append(root_mean_square(gradient))
         exponent = self.log2_factors.get(fqn, 0)
@@ -211,14 +224,7 @@ class ParameterGradients(GraphPass):
         # mean over n shrinks by as much.
         global_batch = math.sqrt(num_accumulated / num_replicas)
         self.num_accumulated, self._log2_shift, self.measures_late = num_accumulated, 0, True
-        self._set({fqn: rms * global_batch for fqn, rms in measured.items()})
-
-    def set_late(self, measured: Mapping[str, float]) -> None:
-        """Take over what gradients measured that had no factor so far; see :meth:`set_measured`."""
-        known = self.log2_factors
-        self._set({fqn: rms for fqn, rms in measured.items() if fqn not in known})
-
-    def _set(self, measured: Mapping[str, float]) -> None:
+        measured = {fqn: rms * global_batch for fqn, rms in measured.items()}
         largest = _largest_by_module(measured)
         for fqn, rms in usable_sizes(measured).items():
             of_module = largest[_module_of(fqn)]
@@ -249,6 +255,12 @@ class ParameterGradients(GraphPass):
         self.settle()
         self._sent = sent
 
+    def _scale_arrived(self) -> None:
+        # Called for each of them; all are scaled at the first call, with what they are beside.
+        arrived, self._arrived = self._arrived, {}
+        if arrived:
+            self.scale_late(arrived.items())
+
     def settle(self) -> None:
         """Take over the factors of the last step, which backward passes have from now on."""
         if self._sent is not None:
@@ -262,7 +274,8 @@ class ParameterGradients(GraphPass):
         if not self.measures_late or fqn in self.log2_factors or grad is None:
             return None
         is_plain = grad.is_floating_point() and grad.layout is torch.strided
-        return grad.detach() if is_plain else None
+        # One that may be differentiated again keeps its value.
+        return grad.detach() if is_plain and not grad.requires_grad else None
 
     def _late_exponents(self, names: Sequence[str], rms: Tensor) -> Tensor:
         """Exponents of the factors; NaN where a gradient is still zero, or not finite."""
@@ -284,7 +297,7 @@ class ParameterGradients(GraphPass):
     def __getstate__(self) -> dict[str, Any]:
         """Without the hooks: what cannot be pickled is the captured step, and it says so."""
         self.settle()
-        names = ("log2_factors", "num_accumulated", "measures_late")
+        names = ("ends_backward", "log2_factors", "num_accumulated", "measures_late")
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -325,17 +338,18 @@ def _module_of(fqn: str) -> str:
 
 
 class _Factor:
-    """The hook of one parameter; it must not keep the pass, and so the module, alive."""
+    """The hook of one parameter; it keeps neither that nor the pass, and so the module, alive."""
 
     # A parameter that is saved goes without it, and torch need not warn of that.
     __torch_unserializable__ = True
 
-    def __init__(self, owner: ParameterGradients, fqn: str) -> None:
+    def __init__(self, owner: ParameterGradients, fqn: str, parameter: Tensor) -> None:
         self._owner = weakref.ref(owner)
         self._fqn = fqn
+        self._parameter = weakref.ref(parameter)
 
     def __call__(self, gradient: Tensor | None) -> Tensor | None:
         owner = self._owner()
         if owner is None or gradient is None:
             return gradient
-        return owner._seen(self._fqn, gradient)
+        return owner._seen(self._fqn, gradient, self._parameter())

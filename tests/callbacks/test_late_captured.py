@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_unitscale import UnitScaleCallback
-from lightning_unitscale.callbacks.late_units import LateUnits
 from lightning_unitscale.lossless.calibrate import Measured
 from lightning_unitscale.lossless.gauge import GaugePair
+from lightning_unitscale.lossless.late_units import LateUnits
 from lightning_unitscale.lossless.rewrite import LosslessUnitScale
 from lightning_unitscale.rules.weights import ParameterGradients
 from lightning_unitscale.transforms import simulate_fp8, unit_scale

@@ -29,18 +29,7 @@ ALL = {
 _FAR = 0.7
 
 
-_LATE = "its first states are zero, and 20 % of its operands have no unit in the first calls"
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.xfail(reason=_LATE, strict=True))
-        if name == "lstm"
-        else name
-        for name in ALL
-    ],
-)
+@pytest.mark.parametrize("name", ALL)
 def test_operands_and_gradients_are_near_one(name: str) -> None:
     torch.manual_seed(1)
     module, inputs = ALL[name]()
