@@ -35,7 +35,8 @@ _LIGHT_PART: Final = 2**17
 _EXACT_PART: Final = 2**16
 # Within these, sums of the squares of a part neither overflow nor lose anything in FP32.
 _SMALLEST, _LARGEST = 2.0**-40, 2.0**40
-_BUFFER: Final = 2**19
+# Elements of the buffer for samples, which stays in the second level of cache.
+_BUFFER: Final = 2**17
 _FIELDS: Final = 256  # values of an FP32 exponent, as its bits have it
 _BIAS: Final = 127
 
@@ -65,14 +66,16 @@ class HostRows:
     def __init__(self, layout: RowLayout, buffer_size: int = _BUFFER) -> None:
         self._layout = layout
         self._sample_size = layout.sample_size or 1
-        self._buffer = torch.empty(max(buffer_size, self._sample_size), device="cpu")
+        size = max(buffer_size, 1)
+        self._buffer = torch.empty(size, dtype=torch.float32, device="cpu")
+        self._fields = np.empty(size, np.uint32)
         self._used = 0
         # Of the rows whose samples are in the buffer.
         self._waiting: list[tuple[int, tuple[float, ...], int, int]] = []
         self._rows: list[Tensor | None] = []
 
-    def add(self, tensor: Tensor) -> None:
-        """Measure a real floating-point tensor on the CPU."""
+    def add(self, tensor: Tensor) -> int:
+        """Measure a real floating-point tensor on the CPU; returns the place of its row."""
         index = len(self._rows)
         self._rows.append(None)
         numel = tensor.numel()
@@ -83,7 +86,7 @@ class HostRows:
             moments = _light_moments(flat)
         if moments is None:
             self._rows[index] = functional_row(tensor, self._layout)
-            return
+            return index
         stride = elements.stride(self._sample_size)
         sample = flat[::stride] if stride > 1 else flat
         length = sample.numel()
@@ -92,6 +95,7 @@ class HostRows:
         self._buffer[self._used : self._used + length].copy_(sample)
         self._used += length
         self._waiting.append((index, moments, elements.repeats, length))
+        return index
 
     def finish(self) -> Tensor:
         """Return the rows, shape ``(num_tensors, layout.num_columns)``, in the order of adding."""
@@ -104,37 +108,40 @@ class HostRows:
         if not self._waiting:
             return
         indices, moments, repeats, lengths = zip(*self._waiting, strict=True)
-        magnitudes = self._buffer[: self._used].abs_().numpy()
-        rows = np.zeros((len(indices), self._layout.num_columns))
-        starts = np.cumsum([0, *lengths[:-1]])
+        magnitudes, fields = self._buffer.numpy()[: self._used], self._fields[: self._used]
+        np.abs(magnitudes, out=magnitudes)
         codes = magnitudes.view(np.uint32)
-        fields = codes >> 23
-        fields += np.repeat(np.arange(len(indices), dtype=np.uint32) * _FIELDS, lengths)
+        np.right_shift(codes, 23, out=fields)
+        starts = np.cumsum([0, *lengths[:-1]])
+        for position, (start, length) in enumerate(zip(starts.tolist(), lengths, strict=True)):
+            fields[start : start + length] += position * _FIELDS
         counts = torch.bincount(
             torch.from_numpy(fields.view(np.int32)), minlength=len(indices) * _FIELDS
         )
         counted = counts.view(-1, _FIELDS).numpy()
-        zeros = counted[:, 0]
+        rows = np.zeros((len(indices), self._layout.num_columns))
         exponents = rows[:, self._layout.exponents]
         first = 1 - _BIAS - MIN_EXPONENT
         exponents[:, first : first + _FIELDS - 2] = counted[:, 1 : _FIELDS - 1]
+        zeros = counted[:, 0]
         if np.count_nonzero(codes) + zeros.sum() > len(codes):
             zeros = np.add.reduceat(codes == 0, starts, dtype=np.int64)
             _count_subnormals(exponents, magnitudes, starts)
-        rows[:, _COLUMN["numel"]], rows[:, _COLUMN["sampled"]] = (
-            [one[0] for one in moments],
-            lengths,
-        )
-        rows[:, _COLUMN["sum"]] = [one[1] for one in moments]
-        rows[:, _COLUMN["square_sum"]] = [one[2] for one in moments]
-        rows[:, _COLUMN["zeros"]] = zeros
-        rows[:, _COLUMN["abs_sum"]] = np.add.reduceat(magnitudes, starts, dtype=np.float64)
+        numel, sums, squares, largest = zip(*moments, strict=True)
+        for name, column in (
+            ("numel", numel),
+            ("sum", sums),
+            ("square_sum", squares),
+            ("sampled", lengths),
+            ("zeros", zeros),
+            ("abs_sum", np.add.reduceat(magnitudes, starts, dtype=np.float64)),
+        ):
+            rows[:, _COLUMN[name]] = column
         rows *= np.array(repeats)[:, None]
-        rows[:, _COLUMN["abs_max"]] = [one[3] for one in moments]
-        # Below the smallest code zero would be; one less it is the largest.
-        smallest = (np.minimum.reduceat(codes - np.uint32(1), starts) + np.uint32(1)).view(
-            np.float32
-        )
+        rows[:, _COLUMN["abs_max"]] = largest
+        # Codes are in the order of magnitudes, and one below zero's is the largest.
+        codes -= np.uint32(1)
+        smallest = (np.minimum.reduceat(codes, starts) + np.uint32(1)).view(np.float32)
         rows[:, _COLUMN["abs_min"]] = np.where(smallest > 0, smallest, math.inf)
         for index, row in zip(indices, torch.from_numpy(rows).unbind(), strict=True):
             self._rows[index] = row

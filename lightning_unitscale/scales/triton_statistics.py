@@ -52,6 +52,7 @@ _WAITING: Final = 64
 # As kernels see them.
 _INF = tl.constexpr(math.inf)
 _LOWEST, _HIGHEST = tl.constexpr(MIN_EXPONENT), tl.constexpr(MAX_EXPONENT)
+_ALIGNMENT = tl.constexpr(16)
 _EXPONENTS = tl.constexpr(NUM_EXPONENTS)
 _BINS = tl.constexpr(512)  # a power of two above that
 _MOMENTS = tl.constexpr(len(MOMENT_COLUMNS))
@@ -99,16 +100,18 @@ class TritonRows:
         self._counts: Tensor | None = None
         self._slots = 0
         self._used = 0
+        self._number = 0
         self._rows: list[Tensor] = []
 
-    def add(self, tensor: Tensor) -> None:
-        """Measure a tensor; what is written into it later is not seen."""
+    def add(self, tensor: Tensor) -> int:
+        """Measure a tensor as it is now; returns the place of its row."""
+        self._number += 1
         elements = Elements.of(tensor)
         numel = elements.tensor.numel()
         if numel == 0:
             self._join()
             self._rows.append(empty_rows(1, self._layout, self._device))
-            return
+            return self._number - 1
         part = elements.tensor if tensor.dtype in _TYPES else elements.tensor.float()
         dims = _dims(part)
         if len(dims) > _MAX_DIMS:
@@ -145,6 +148,7 @@ class TritonRows:
                 stride,
                 *described,
                 SAMPLED=self._sample_size is not None,
+                ALIGNED=numel % 16 == 0,
                 LONG=is_long,
                 EACH=each,
                 THREADS=_THREADS,
@@ -154,6 +158,7 @@ class TritonRows:
         self._used += 1
         if self._used == self._num_waiting:
             self._join()
+        return self._number - 1
 
     def finish(self) -> Tensor:
         """Return the rows, shape ``(num_tensors, layout.num_columns)``, in the order of adding."""
@@ -240,6 +245,7 @@ def partial_rows(
     sampled: tl.tensor,  # number of elements in the sample
     sample_stride: tl.tensor,  # distance between them
     SAMPLED: tl.constexpr,  # whether zeros, magnitudes and exponents are of the sample only
+    ALIGNED: tl.constexpr,  # whether the number of elements is a multiple of 16
     LONG: tl.constexpr,  # whether positions take 64 bits
     EACH: tl.constexpr,  # elements that a thread reads at once
     THREADS: tl.constexpr,  # threads of a program
@@ -248,7 +254,7 @@ def partial_rows(
     """What each program finds in its share, or in its part of the sample."""
     _programs(tensor, parts, exponents, counts, row, slots, sample_slots, numel, repeats, blocks,
               num_programs, sampled, sample_stride, 1, 1, 1, 1, 0, 0, 0,
-              True, SAMPLED, LONG, EACH, THREADS, SAMPLE)  # fmt: skip
+              True, SAMPLED, ALIGNED, LONG, EACH, THREADS, SAMPLE)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
@@ -274,6 +280,7 @@ def partial_strided_rows(
     stride2: tl.tensor,  # of the third
     stride3: tl.tensor,  # of the fourth
     SAMPLED: tl.constexpr,
+    ALIGNED: tl.constexpr,
     LONG: tl.constexpr,
     EACH: tl.constexpr,
     THREADS: tl.constexpr,
@@ -282,7 +289,7 @@ def partial_strided_rows(
     """The same of a tensor with gaps."""
     _programs(tensor, parts, exponents, counts, row, slots, sample_slots, numel, repeats, blocks,
               num_programs, sampled, sample_stride, size1, size2, size3, stride0, stride1, stride2,
-              stride3, False, SAMPLED, LONG, EACH, THREADS, SAMPLE)  # fmt: skip
+              stride3, False, SAMPLED, ALIGNED, LONG, EACH, THREADS, SAMPLE)  # fmt: skip
 
 
 _KERNELS: Final[dict[bool, Any]] = {True: partial_rows, False: partial_strided_rows}
@@ -312,6 +319,7 @@ def _programs(
     stride3: tl.tensor,
     PLAIN: tl.constexpr,
     SAMPLED: tl.constexpr,
+    ALIGNED: tl.constexpr,
     LONG: tl.constexpr,
     EACH: tl.constexpr,
     THREADS: tl.constexpr,
@@ -320,6 +328,9 @@ def _programs(
     program = tl.program_id(0)
     if LONG:
         program = program.to(tl.int64)
+    if ALIGNED:
+        # Tells the compiler so, which then reads what a thread reads at once in one instruction.
+        numel = numel // _ALIGNMENT * _ALIGNMENT
     part = parts + (row * slots + program) * _MOMENTS
     if program == 0:
         tl.store(counts + row * 4, num_programs)
@@ -361,7 +372,7 @@ def _programs(
         share = blocks * BLOCK
         num_elements = tl.minimum(share, numel - program * share)
         tl.store(part, num_elements)
-        num_zeros = tl.sum(zeros)
+        num_zeros = tl.sum(zeros).to(tl.int64)
         if not SAMPLED:
             num_zeros += num_elements - share
         tl.store(part + 1, num_zeros)
@@ -374,23 +385,23 @@ def _programs(
         tl.store(part + _ABS_MIN, tl.min(smallest))
     elif SAMPLED:
         which = program - num_programs
-        position = which * SAMPLE + tl.arange(0, SAMPLE)
-        index = position.to(tl.int64) * sample_stride
+        spot = which * SAMPLE + tl.arange(0, SAMPLE)
+        # Also those behind the end of the sample stay within 32 bits, if the tensor does.
+        place = spot * sample_stride
         if not PLAIN:
-            index = _offset(index, size1, size2, size3, stride0, stride1, stride2, stride3)
-        is_sampled = position < sampled
-        x = tl.abs(wide(tl.load(tensor + index, mask=is_sampled, other=0.0)))
-        num_elements = tl.minimum(SAMPLE, sampled - which * SAMPLE)
+            place = _offset(place, size1, size2, size3, stride0, stride1, stride2, stride3)
+        is_sampled = spot < sampled
+        sample = tl.abs(wide(tl.load(tensor + place, mask=is_sampled, other=0.0)))
+        looked_at = tl.minimum(SAMPLE, sampled - which * SAMPLE)
         for column in tl.static_range(_MOMENTS):
             tl.store(part + column, 0)
-        num_zeros = tl.sum((x == 0).to(tl.int32)) + num_elements - SAMPLE
-        tl.store(part + 1, num_zeros)
-        tl.store(part + 5, tl.sum(tl.where(x < _INF, x, 0.0).to(tl.float64)))
-        tl.store(part + _ABS_MIN, tl.min(tl.where(x > 0, x, _INF)))
+        tl.store(part + 1, tl.sum((sample == 0).to(tl.int32)) + looked_at - SAMPLE)
+        tl.store(part + 5, tl.sum(tl.where(sample < _INF, sample, 0.0).to(tl.float64)))
+        tl.store(part + _ABS_MIN, tl.min(tl.where(sample > 0, sample, _INF)))
         counted = exponents + (row * sample_slots + which) * (_EXPONENTS + 1)
-        tl.store(counted, num_elements.to(tl.int32))
+        tl.store(counted, looked_at.to(tl.int32))
         bins = tl.arange(0, _BINS)
-        tl.store(counted + 1 + bins, _exponent_counts(x), mask=bins < _EXPONENTS)
+        tl.store(counted + 1 + bins, _exponent_counts(sample), mask=bins < _EXPONENTS)
 
 
 @triton.jit
