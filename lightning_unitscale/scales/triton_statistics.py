@@ -100,6 +100,8 @@ class TritonRows:
         self._counts: Tensor | None = None
         self._slots = 0
         self._used = 0
+        # Whether one program has made the whole row, as it does of the moments of a small tensor.
+        self._is_whole = False
         self._number = 0
         self._rows: list[Tensor] = []
 
@@ -132,7 +134,8 @@ class TritonRows:
         parts, exponents, counts = self._memory(num_programs + sample_programs)
         described = [] if is_plain else _described(dims)
         with torch.cuda.device_of(part):
-            _KERNELS[is_plain][(num_programs + sample_programs,)](
+            kernel: Any = partial_rows if is_plain else partial_strided_rows
+            kernel[(num_programs + sample_programs,)](
                 part,
                 parts,
                 exponents,
@@ -156,6 +159,7 @@ class TritonRows:
                 num_warps=NUM_WARPS,
             )
         self._used += 1
+        self._is_whole = self._slots == 1 and elements.repeats == 1 and self._sample_size is None
         if self._used == self._num_waiting:
             self._join()
         return self._number - 1
@@ -184,6 +188,10 @@ class TritonRows:
     def _join(self) -> None:
         """Make rows of the parts of those that wait."""
         if not self._used:
+            return
+        if self._is_whole and self._parts is not None:
+            self._rows.append(self._parts[:, 0])
+            self._used = 0
             return
         shape = (self._used, self._layout.num_columns)
         rows = torch.empty(shape, dtype=torch.float64, device=self._device)
@@ -290,9 +298,6 @@ def partial_strided_rows(
     _programs(tensor, parts, exponents, counts, row, slots, sample_slots, numel, repeats, blocks,
               num_programs, sampled, sample_stride, size1, size2, size3, stride0, stride1, stride2,
               stride3, False, SAMPLED, ALIGNED, LONG, EACH, THREADS, SAMPLE)  # fmt: skip
-
-
-_KERNELS: Final[dict[bool, Any]] = {True: partial_rows, False: partial_strided_rows}
 
 
 @triton.jit
