@@ -80,9 +80,9 @@ def _format_counts(
     for divisor in np.unique(log2_divisors).tolist():
         chosen = log2_divisors == divisor
         shares[chosen] = counts[chosen] @ _weights(layout.formats, -divisor)
-    per_element = np.divide(1.0, sampled, out=np.zeros_like(sampled), where=sampled > 0)
-    shares *= per_element[:, None]
-    nonzero = counts.sum(axis=1) * per_element
+    number = np.where(sampled > 0, sampled, 1.0)
+    shares /= number[:, None]
+    nonzero = counts.sum(axis=1) / number
     is_one = (smallest == largest) & (largest > 0)
     stored = np.ldexp(largest, -log2_divisors)
     for position, item in enumerate(layout.formats):
@@ -93,7 +93,7 @@ def _format_counts(
         exponent = int(np.frexp(item.overflow_threshold)[1]) - 1
         low = 2.0**exponent
         places = np.clip(exponent + log2_divisors - MIN_EXPONENT, 0, NUM_EXPONENTS - 1)
-        inside = counts[np.arange(len(counts)), places] * per_element
+        inside = counts[np.arange(len(counts)), places] / number
         reach = np.clip(stored - low, low * 2.0**-52, None)
         refined = inside * np.clip((stored - item.overflow_threshold) / reach, 0.0, 1.0)
         np.copyto(overflow, refined, where=over & (stored < 2 * low))

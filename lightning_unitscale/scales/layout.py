@@ -65,6 +65,8 @@ class RowLayout:
         fp32_cuts: The first FP32 number above every edge: ``|x| < cut`` then tells the same of an
             FP32 ``x`` without any rounding.
         fp64_cuts: The same for FP64 ``x``.
+        measured: The columns that a device computes. Those of a sample hold for any unit and any
+            format, so there is one such row for all of them, the light row of a monitor.
         columns: Name of every column: ``numel``, ..., ``FP16.overflow``, ..., ``2^-150``, ....
         key: The layout as text (JSON), for what takes no objects: an operator, an event file.
 
@@ -78,6 +80,7 @@ class RowLayout:
     edges: tuple[float, ...] = field(init=False, repr=False, compare=False)
     fp32_cuts: tuple[float, ...] = field(init=False, repr=False, compare=False)
     fp64_cuts: tuple[float, ...] = field(init=False, repr=False, compare=False)
+    measured: RowLayout = field(init=False, repr=False, compare=False)
     columns: tuple[str, ...] = field(init=False, repr=False, compare=False)
     key: str = field(init=False, repr=False, compare=False)
 
@@ -101,7 +104,9 @@ class RowLayout:
                 math.nextafter(item.subnormal_threshold, 0.0),
                 overflow if item.finite_only else math.nextafter(overflow, 0.0),
             ]
+        is_whole = not self.is_sampled or (self.histogram and not self.formats)
         derived = {
+            "measured": self if is_whole else RowLayout((), True, self.sample_size),
             "edges": tuple(edges),
             "fp32_cuts": tuple(map(_next_fp32, edges)),
             "fp64_cuts": tuple(math.nextafter(edge, math.inf) for edge in edges),
@@ -128,16 +133,6 @@ class RowLayout:
     def is_sampled(self) -> bool:
         """Whether some columns come from a sample of the elements."""
         return self.sample_size is not None and (self.histogram or bool(self.formats))
-
-    @functools.cached_property
-    def measured(self) -> RowLayout:
-        """The columns that a device computes.
-
-        Those of a sample hold for any unit and any format, so there is one such row for all of
-        them. The light row of a monitor has these columns.
-        """
-        is_whole = self.formats or not self.histogram
-        return RowLayout((), True, self.sample_size) if self.is_sampled and is_whole else self
 
     @property
     def num_columns(self) -> int:
