@@ -2,9 +2,10 @@
 
 A row is one vector per tensor, so that the rows of a whole training step are one matrix: one
 transfer to the host, one collective across ranks. Standard library only, for TensorBoard's server
-reads rows too. ``statistics.py`` computes them, and so do the kernels in ``csrc/`` and in
+reads rows too. ``statistics.py`` computes them, and so do ``host_rows.py`` and the kernels in
 ``triton_statistics.py``, whose columns have the same order: a new one is the last moment.
-``reduce.py`` combines rows and shifts them, and ``expected_row`` in the tests defines them.
+``reduce.py`` combines rows and shifts them, ``estimates.py`` completes those of a sample, and
+``expected_row`` in the tests defines them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from lightning_unitscale.formats import E4M3FN, E5M2, FP16, NumberFormat
 MIN_EXPONENT: Final = -150
 MAX_EXPONENT: Final = 128
 NUM_EXPONENTS: Final = MAX_EXPONENT - MIN_EXPONENT + 1
-SAMPLE_GROUP: Final = 4  # elements next to each other that are sampled together
 
 MOMENT_COLUMNS: Final = (
     "numel",
@@ -52,20 +52,26 @@ class RowLayout:
     finite non-zero elements per binary exponent -150 to 128; the two end bins take all that lies
     beyond them, which only FP64 can.
 
+    With ``sample_size`` the counts per format and per exponent, ``zeros``, ``abs_sum`` and
+    ``abs_min`` come from a strided sample of the tensor; ``measured`` is the row of that sample,
+    and ``completed_rows`` turns it into estimates of all elements. The other columns are exact.
+
     Attributes:
         formats: The formats whose out-of-range elements are counted.
         histogram: Whether exponents are counted.
-        sample_size: Of how many elements at most, in groups of four; ``None`` counts all of them.
+        sample_size: Number of elements in a sample, at most; ``None`` reads all of them.
         edges: Three FP64 numbers per format, such that a magnitude that does not exceed one is
             flushed (or zero); subnormal or flushed; in range.
         fp32_cuts: The first FP32 number above every edge: ``|x| < cut`` then tells the same of an
             FP32 ``x`` without any rounding.
         fp64_cuts: The same for FP64 ``x``.
+        measured: The columns that a device computes. Those of a sample hold for any unit and any
+            format, so there is one such row for all of them, the light row of a monitor.
         columns: Name of every column: ``numel``, ..., ``FP16.overflow``, ..., ``2^-150``, ....
         key: The layout as text (JSON), for what takes no objects: an operator, an event file.
 
     Raises:
-        ValueError: If a format is given twice, or ``sample_size`` is below 4.
+        ValueError: If a format is given twice, or ``sample_size`` is not positive.
     """
 
     formats: tuple[NumberFormat, ...] = (FP16, E4M3FN, E5M2)
@@ -74,6 +80,7 @@ class RowLayout:
     edges: tuple[float, ...] = field(init=False, repr=False, compare=False)
     fp32_cuts: tuple[float, ...] = field(init=False, repr=False, compare=False)
     fp64_cuts: tuple[float, ...] = field(init=False, repr=False, compare=False)
+    measured: RowLayout = field(init=False, repr=False, compare=False)
     columns: tuple[str, ...] = field(init=False, repr=False, compare=False)
     key: str = field(init=False, repr=False, compare=False)
 
@@ -83,10 +90,10 @@ class RowLayout:
             raise ValueError(
                 f"formats={names}: a format is given twice; expected distinct names; drop one"
             )
-        if self.sample_size is not None and self.sample_size < SAMPLE_GROUP:
+        if self.sample_size is not None and self.sample_size < 1:
             raise ValueError(
-                f"sample_size={self.sample_size}: out of range; expected at least {SAMPLE_GROUP}, "
-                "or None to count all elements; change the number"
+                f"sample_size={self.sample_size}: out of range; expected at least 1, or None to "
+                "read all elements; change the number"
             )
         formats = [astuple(item) for item in self.formats]
         edges: list[float] = []
@@ -97,7 +104,9 @@ class RowLayout:
                 math.nextafter(item.subnormal_threshold, 0.0),
                 overflow if item.finite_only else math.nextafter(overflow, 0.0),
             ]
+        is_whole = not self.is_sampled or (self.histogram and not self.formats)
         derived = {
+            "measured": self if is_whole else RowLayout((), True, self.sample_size),
             "edges": tuple(edges),
             "fp32_cuts": tuple(map(_next_fp32, edges)),
             "fp64_cuts": tuple(math.nextafter(edge, math.inf) for edge in edges),
@@ -119,6 +128,11 @@ class RowLayout:
             names.append("sampled")
             names += [f"2^{e}" for e in range(MIN_EXPONENT, MAX_EXPONENT + 1)]
         return tuple(names)
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether some columns come from a sample of the elements."""
+        return self.sample_size is not None and (self.histogram or bool(self.formats))
 
     @property
     def num_columns(self) -> int:

@@ -192,6 +192,21 @@ class ScaleSnapshot:
         np.divide(counts, numel, out=fractions, where=numel > 0)
         return fractions
 
+    def share_read(self, direction: Direction = "forward") -> FloatArray:
+        """Share of the elements that shares per format and exponents come from, ``(len(self),)``.
+
+        NaN where there was nothing to measure.
+        """
+        numel = self.column("numel", direction)
+        if not self.layout.is_sampled:
+            return np.where(np.isnan(numel), np.nan, 1.0)
+        if self.layout.histogram:
+            read = self.column("sampled", direction)
+        else:
+            read = np.minimum(numel, float(self.layout.sample_size or 0))
+        share: FloatArray = np.divide(read, numel, out=np.ones_like(numel), where=numel != 0)
+        return share
+
     def exponent_counts(self, direction: Direction = "forward") -> FloatArray | None:
         """Exponent counts of all tensors, as measured, shape ``(len(self), 279)``, or ``None``."""
         if not self.layout.histogram:

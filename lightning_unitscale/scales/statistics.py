@@ -1,9 +1,11 @@
 """On-device statistics of a tensor, as one row of fixed columns.
 
-``statistics_row`` runs anywhere: eagerly, under AOTAutograd with fake tensors, under Inductor. It
-is one operator, which a C kernel computes in one read on the CPU, and Triton kernels on CUDA. Other
-devices, and those without a C compiler or Triton, have torch operations, which are purely
-functional: no mutation, no synchronisation, no control flow on data.
+There are two kinds of rows. The exact one reads everything for every column; it serves measuring
+units and ``track_scales``, which need it rarely. The light one serves the monitor: extremes and
+sums are of all elements, the rest of a strided sample. Each is one operator, so that a compiler
+sees one node: ``host_rows.py`` computes it on a CPU and ``triton_statistics.py`` on CUDA. Other
+devices, and exact counts per format and exponent, have the torch operations of this file, which
+have no control flow on data and do not wait for the device.
 """
 
 from __future__ import annotations
@@ -16,15 +18,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_unitscale.scales import cpu_kernel
+from lightning_unitscale.scales.estimates import completed_rows
 from lightning_unitscale.scales.layout import (
     MAX_EXPONENT,
     MIN_EXPONENT,
     NUM_EXPONENTS,
-    SAMPLE_GROUP,
     RowLayout,
 )
 from lightning_unitscale.scales.reduce import empty_rows, row_dtype
+from lightning_unitscale.scales.strided import Elements
 
 # Counts are summed in 32 bits as long as they fit: 64-bit sums take twice the time.
 _INT32_ELEMENTS = 2**31
@@ -36,10 +38,10 @@ def statistics_row(tensor: Tensor, layout: RowLayout, *, factor: Tensor | None =
     Args:
         tensor: Real floating-point tensor of any shape, type and strides; it may be empty, and may
             hold NaN and infinities, which are counted and left out of everything else.
-        layout: The columns.
-        factor: Power of two, 0-d tensor on the same device. The format counts are then those of
-            ``tensor * factor``, without rounding the product. Moments and exponent counts stay
-            those of ``tensor``: a power of two only shifts them.
+        layout: The columns. Counts per format of a sample are estimates of all elements.
+        factor: Power of two, 0-d tensor on the same device. The format counts of an exact row are
+            then those of ``tensor * factor``, without rounding the product. Moments and exponent
+            counts stay those of ``tensor``: a power of two only shifts them.
 
     Returns:
         Shape ``(layout.num_columns,)`` of type ``row_dtype(tensor.device)``, without gradient.
@@ -47,12 +49,13 @@ def statistics_row(tensor: Tensor, layout: RowLayout, *, factor: Tensor | None =
     Raises:
         ValueError: If the tensor is not a real floating-point one.
     """
-    _check(tensor)
+    check_floating(tensor)
     tensor = tensor.detach()
-    if tensor.device.type == "cpu" or (tensor.device.type == "cuda" and has_triton()):
-        row: Tensor = ROW_OPERATOR(tensor, [] if factor is None else [factor], layout.key)
-        return row
-    return functional_row(tensor, layout, factor=factor)
+    measured = layout.measured
+    if measured is not layout and tensor.numel() <= (layout.sample_size or 0):
+        return functional_row(tensor, layout, factor=factor)
+    row: Tensor = ROW_OPERATOR(tensor, factor if measured is layout else None, measured.key)
+    return row if measured is layout else completed_rows(row[None].cpu(), layout)[0].to(row.device)
 
 
 @functools.cache
@@ -66,7 +69,7 @@ def functional_row(tensor: Tensor, layout: RowLayout, *, factor: Tensor | None =
 
     Args:
         tensor: As there.
-        layout: As there.
+        layout: As there; what it counts per format it counts of all elements.
         factor: As there.
 
     Returns:
@@ -75,38 +78,43 @@ def functional_row(tensor: Tensor, layout: RowLayout, *, factor: Tensor | None =
     Raises:
         ValueError: As there.
     """
-    _check(tensor)
+    check_floating(tensor)
     dtype = row_dtype(tensor.device)
     if tensor.numel() == 0:
         return empty_rows(1, layout, tensor.device)[0].clone()
-    wide = _widen(tensor.detach())
+    wide = widened(tensor.detach())
     magnitude = wide.abs()
     finite = magnitude < math.inf
     # Squares of gradients of 1e-25 vanish in FP32 and those of 1e25 overflow; not so in FP64.
     exact = torch.where(finite, wide, 0.0).to(dtype)
-    num_finite = _count(finite)
-    infs = _count(magnitude == math.inf)
-    zeros = _count(magnitude == 0)
+    num_finite, infs = _count(finite), _count(magnitude == math.inf)
+    elements = Elements.of(wide)
+    sample, repeats = elements.tensor.reshape(-1), elements.repeats
+    if layout.is_sampled and layout.sample_size is not None:
+        sample = sample[:: elements.stride(layout.sample_size)]
+    sampled = sample.abs()
+    zeros = _count(sampled == 0) * repeats
     values = [
         torch.full((), tensor.numel(), dtype=dtype, device=tensor.device),
         zeros,
         tensor.numel() - num_finite - infs,
         infs,
         exact.sum(),
-        exact.abs().sum(),
+        torch.where(sampled < math.inf, sampled, 0.0).to(dtype).sum() * repeats,
         exact.square().sum(),
         torch.where(finite, magnitude, 0.0).amax(),
-        torch.where(magnitude > 0, magnitude, math.inf).amin(),
+        torch.where(sampled > 0, sampled, math.inf).amin(),
     ]
     cuts = _cuts(layout, wide, factor)
+    all_zeros = _count(magnitude == 0) if cuts else zeros
     for position in range(0, len(cuts), 3):
         # NaN and infinities are not below any cut.
         flushed, denormal, in_range = (_count(magnitude < cut) for cut in cuts[position:][:3])
-        values += [num_finite - in_range, denormal - flushed, flushed - zeros]
+        values += [num_finite - in_range, denormal - flushed, flushed - all_zeros]
     row = torch.stack([value.to(dtype) for value in values])
     if not layout.histogram:
         return row
-    return torch.cat([row, _exponent_counts(wide, layout.sample_size, dtype)])
+    return torch.cat([row, exponent_counts(sample, dtype) * repeats])
 
 
 def _count(condition: Tensor) -> Tensor:
@@ -114,7 +122,12 @@ def _count(condition: Tensor) -> Tensor:
     return condition.sum(dtype=torch.int32 if few else torch.int64)
 
 
-def _check(tensor: Tensor) -> None:
+def check_floating(tensor: Tensor) -> None:
+    """Check that a tensor has statistics.
+
+    Raises:
+        ValueError: If it is not a real floating-point one.
+    """
     if not tensor.is_floating_point():
         raise ValueError(
             f"tensor.dtype={tensor.dtype}: no statistics of this type; expected a real "
@@ -127,7 +140,7 @@ def _check(tensor: Tensor) -> None:
         )
 
 
-def _widen(tensor: Tensor) -> Tensor:
+def widened(tensor: Tensor) -> Tensor:
     """To FP32, exactly, whatever is narrower: every threshold is then one comparison."""
     return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.to(torch.float32)
 
@@ -138,7 +151,7 @@ def _cuts(layout: RowLayout, wide: Tensor, factor: Tensor | None) -> Sequence[fl
     The edges are divided by the factor, not the elements multiplied: nothing then leaves the range,
     and no rounding can move an element across an edge.
     """
-    if factor is None:
+    if factor is None or not layout.edges:
         return layout.fp64_cuts if wide.dtype == torch.float64 else layout.fp32_cuts
     # No constant tensor: a copy of it to the device would wait for the device.
     inverse = factor.to(row_dtype(wide.device)).reciprocal()
@@ -148,38 +161,22 @@ def _cuts(layout: RowLayout, wide: Tensor, factor: Tensor | None) -> Sequence[fl
     return torch.where(nearest.to(edges.dtype) <= edges, following, nearest).unbind()
 
 
-def _exponent_counts(wide: Tensor, sample_size: int | None, dtype: torch.dtype) -> Tensor:
-    """Number of elements looked at, then of finite non-zero ones per exponent -150 to 128.
+def exponent_counts(sample: Tensor, dtype: torch.dtype) -> Tensor:
+    """Number of elements, then of finite non-zero ones per exponent -150 to 128.
+
+    Args:
+        sample: FP32 or FP64, of one dimension.
+        dtype: Of the result.
 
     Returns:
         Shape ``(1 + NUM_EXPONENTS,)``.
     """
-    sample = wide.reshape(-1)
-    if sample_size is not None and sample.numel() > sample_size:
-        sample = sample[_sample_index(sample.numel(), sample_size, sample.device)]
     bins = _exponent_bins(sample)
     # One bin more, thrown away, for zeros, NaN and infinities.
-    counts = torch.zeros(NUM_EXPONENTS + 1, dtype=dtype, device=wide.device)
+    counts = torch.zeros(NUM_EXPONENTS + 1, dtype=dtype, device=sample.device)
     counts = counts.index_add(0, bins, torch.ones_like(bins, dtype=dtype))
-    sampled = torch.full((1,), sample.numel(), dtype=dtype, device=wide.device)
+    sampled = torch.full((1,), sample.numel(), dtype=dtype, device=sample.device)
     return torch.cat([sampled, counts[:NUM_EXPONENTS]])
-
-
-def _sample_index(numel: int, sample_size: int, device: torch.device) -> Tensor:
-    """Four neighbouring elements of each of equal stretches, at a pseudo-random position in it.
-
-    A constant position would hit the same few channels each time, since both the length of a
-    stretch and the row length of a tensor are mostly multiples of a power of two. Single elements
-    would be a better sample, but on a CPU to collect them costs half as much as all sums.
-    """
-    groups, number = numel // SAMPLE_GROUP, sample_size // SAMPLE_GROUP
-    position = torch.arange(number, device=device)
-    # Stretches are as long as the quotient, and the remainder is spread between them.
-    length, more = groups // number, groups % number * 2**32 // number
-    # Multiples of the golden ratio (in units of 2**-32, modulo 1) spread most evenly.
-    offset = (position * 2_654_435_769) & 0xFFFF_FFFF
-    group = position * length + ((position * more) >> 32) + ((offset * length) >> 32)
-    return (group[:, None] * SAMPLE_GROUP + torch.arange(SAMPLE_GROUP, device=device)).flatten()
 
 
 def _exponent_bins(sample: Tensor) -> Tensor:
@@ -197,50 +194,41 @@ def _exponent_bins(sample: Tensor) -> Tensor:
     return torch.where(counted, bins, NUM_EXPONENTS).to(torch.int64)
 
 
-_LIBRARY = torch.library.Library(cpu_kernel.NAMESPACE, "FRAGMENT")
-# A list of no or one factor stands for an optional one: torch's C interface hands over an optional
-# value as memory that its reader has to free, which only C++ can in all of its versions.
-ROW_SCHEMA = "(Tensor tensor, Tensor[] factor, str layout) -> Tensor"
+_LIBRARY = torch.library.Library("lightning_unitscale", "FRAGMENT")
 # Any strides will do: without the tag Inductor writes a tensor twice that it would have fused, once
 # for this operator and once for everybody else.
-_LIBRARY.define(f"statistics_row{ROW_SCHEMA}", tags=(torch.Tag.flexible_layout,))
-# What the kernel does not take comes back here.
-_LIBRARY.define(f"statistics_row_of_any{ROW_SCHEMA}")
+_LIBRARY.define(
+    "statistics_row(Tensor tensor, Tensor? factor, str layout) -> Tensor",
+    tags=(torch.Tag.flexible_layout,),
+)
 ROW_OPERATOR = torch.ops.lightning_unitscale.statistics_row.default
 
 
-# Not for the CPU alone: the C kernel is registered there when it is compiled, and goes first.
 @torch.library.impl(_LIBRARY, "statistics_row", "CompositeExplicitAutograd")
-def _row(tensor: Tensor, factor: Sequence[Tensor], key: str) -> Tensor:
-    if cpu_kernel.is_available():
-        row: Tensor = ROW_OPERATOR(tensor, factor, key)
-        return row
-    return _row_without_kernel(tensor, factor, key)
+def _row(tensor: Tensor, factor: Tensor | None, key: str) -> Tensor:
+    layout = RowLayout.from_key(key)
+    if tensor.device.type != "cpu" or _counts_all(layout):
+        return functional_row(tensor, layout, factor=factor)
+    from lightning_unitscale.scales.host_rows import host_row
+
+    return host_row(tensor, layout)
 
 
 @torch.library.impl(_LIBRARY, "statistics_row", "CUDA")
-def _row_on_cuda(tensor: Tensor, factor: Sequence[Tensor], key: str) -> Tensor:
-    if not has_triton():
-        return _row_without_kernel(tensor, factor, key)
+def _row_on_cuda(tensor: Tensor, factor: Tensor | None, key: str) -> Tensor:
+    layout = RowLayout.from_key(key)
+    if not has_triton() or _counts_all(layout):
+        return functional_row(tensor, layout, factor=factor)
     from lightning_unitscale.scales.triton_statistics import triton_row
 
-    return triton_row(tensor, RowLayout.from_key(key), factor[0] if factor else None)
+    return triton_row(tensor, layout)
 
 
-@torch.library.impl(_LIBRARY, "statistics_row_of_any", "CompositeExplicitAutograd")
-def _row_of_any(tensor: Tensor, factor: Sequence[Tensor], key: str) -> Tensor:
-    if tensor.dtype != torch.float64 and tensor.numel():
-        wide = _widen(tensor).contiguous()
-        if cpu_kernel.add_new_layout(RowLayout.from_key(key)) or wide is not tensor:
-            row: Tensor = ROW_OPERATOR(wide, factor, key)
-            return row
-    return _row_without_kernel(tensor, factor, key)
-
-
-def _row_without_kernel(tensor: Tensor, factor: Sequence[Tensor], key: str) -> Tensor:
-    return functional_row(tensor, RowLayout.from_key(key), factor=factor[0] if factor else None)
+def _counts_all(layout: RowLayout) -> bool:
+    """Whether formats or exponents are counted of all elements."""
+    return not layout.is_sampled and (layout.histogram or bool(layout.formats))
 
 
 @torch.library.register_fake("lightning_unitscale::statistics_row", lib=_LIBRARY)
-def _fake_row(tensor: Tensor, factor: Sequence[Tensor], key: str) -> Tensor:
+def _fake_row(tensor: Tensor, factor: Tensor | None, key: str) -> Tensor:
     return tensor.new_empty(RowLayout.from_key(key).num_columns, dtype=torch.float64)

@@ -61,16 +61,21 @@ def fraction_from_counts(
         )
     resolved = get_format(format)
     _check_kind(kind)
-    low, high = {
-        "overflow": (resolved.overflow_threshold, math.inf),
-        "subnormal": (resolved.flush_threshold, resolved.subnormal_threshold),
-        "flushed": (0.0, resolved.flush_threshold),
-    }[kind]
-    weights = _share_below(high, shift) - _share_below(low, shift)
+    weights = kind_weights(resolved, kind, shift)
     number = np.asarray(sampled, dtype=np.float64)
     result = np.full(np.broadcast_shapes(counts.shape[:-1], number.shape), np.nan)
     np.divide(counts @ weights, number, out=result, where=number > 0)
     return result
+
+
+def kind_weights(format: NumberFormat, kind: Kind, shift: int) -> FloatArray:
+    """Share of every binade, shifted, that a cast treats in one way: shape ``(279,)``."""
+    low, high = {
+        "overflow": (format.overflow_threshold, math.inf),
+        "subnormal": (format.flush_threshold, format.subnormal_threshold),
+        "flushed": (0.0, format.flush_threshold),
+    }[kind]
+    return _share_below(high, shift) - _share_below(low, shift)
 
 
 def _check_kind(kind: Kind) -> None:
@@ -92,7 +97,9 @@ def _share_below(threshold: float, shift: int) -> FloatArray:
 class TensorStatistics:
     """Statistics of one tensor, read from its row.
 
-    Everything but the counts is about the finite elements only; it is NaN when there are none.
+    Everything but the counts is about the finite elements only; it is NaN when there are none. Of a
+    sampled layout the zeros, the mean and the smallest magnitude and the shares per format are
+    estimates of all elements; what overflows at all is known exactly.
 
     Attributes:
         row: The measured columns, shape ``(layout.num_columns,)``, float64.
@@ -195,8 +202,9 @@ class TensorStatistics:
     def fraction(self, format: str | NumberFormat, kind: Kind) -> float:
         """Fraction of the elements that a cast to ``format`` overflows, denormalizes or flushes.
 
-        Exact for a format of the layout at the scale at which its elements were counted; otherwise
-        from the exponent counts, see ``fraction_from_counts``.
+        For a format of the layout at the scale at which its elements were counted, exact or the
+        estimate of a sampled layout; otherwise from the exponent counts, see
+        ``fraction_from_counts``.
 
         Args:
             format: Any format, or its name.

@@ -1,15 +1,17 @@
-"""Triton kernels that make the statistics row of a CUDA tensor in one read, in two launches.
+"""Triton kernels that make rows of CUDA tensors: each tensor is read once, in one launch.
 
-Every program reads its share of the tensor, block by block, each thread adding up what it sees, and
-writes a row of its own; a second kernel adds up the rows. Results are the same from run to run: the
-shares follow from the number of elements alone, and every sum has one order; nothing is atomic but
-the counting of exponents, in integers. Everything is exact but the three sums, whose additions are
-in FP64 (squares too; those of FP32 and narrower are exact there): each one has a relative error of
-2**-53, and of N elements of e bytes one goes through at most ``96 + N e / 2**19`` of them.
+Every program reads its share of a tensor, block by block, and writes the moments of that share. In
+the light row some more programs read the sample and count its exponents. A second kernel adds up
+what the programs have found, for many tensors in one launch. Results are the same from run to run:
+the shares follow from the number of elements alone, and every sum has one order; nothing is atomic
+but the counting of exponents, in integers, in a program's own memory.
 
-Bytes moved: ``N e``, and for each program a row of 8 bytes a column, written and read. There is one
-program for every 16 KiB, and at most 512; without exponents a row has 18 columns (three formats),
-and with a sample of 16,384 elements the exponents are in the rows of 4 to 32 programs only.
+Each thread adds up the few elements that it reads at once in FP32, over the power of two of the
+largest of them: squares of 1e25 and 1e-25 then neither overflow nor vanish. All further additions
+are in FP64. So a sum has a relative error of some 2**-23 divided by the root of their number.
+
+Bytes moved: those of the tensor, and 72 for each program. There is one program for every 16 KiB, at
+most 1,024.
 
 Checked with Triton 3.6 (which belongs to torch 2.11) and 3.7 (to torch 2.13).
 """
@@ -29,136 +31,255 @@ from lightning_unitscale.scales.layout import (
     MIN_EXPONENT,
     MOMENT_COLUMNS,
     NUM_EXPONENTS,
-    SAMPLE_GROUP,
     RowLayout,
 )
 from lightning_unitscale.scales.reduce import empty_rows
+from lightning_unitscale.scales.strided import Elements
 
 NUM_WARPS: Final = 8
 _THREADS: Final = 32 * NUM_WARPS
-# What a thread reads at once; then it needs so few registers that five such programs fit on a
+# What a thread reads at once; then it needs so few registers that several such programs fit on a
 # multiprocessor, with bytes enough on their way.
 _THREAD_BYTES: Final = 16
 _MIN_BLOCKS: Final = 4
-# What large GPUs run at a time, so that the last programs do not leave much of it idle.
-_MAX_PROGRAMS: Final = 512
-_JOINT_COLUMNS: Final = 32
+_MAX_PROGRAMS: Final = 1024
+_SAMPLE_BLOCK: Final = 2048
 _MAX_DIMS: Final = 4
 _TYPES: Final = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+# Rows that wait for one launch of the second kernel.
+_WAITING: Final = 64
 
 # As kernels see them.
 _INF = tl.constexpr(math.inf)
 _LOWEST, _HIGHEST = tl.constexpr(MIN_EXPONENT), tl.constexpr(MAX_EXPONENT)
+_ALIGNMENT = tl.constexpr(16)
 _EXPONENTS = tl.constexpr(NUM_EXPONENTS)
 _BINS = tl.constexpr(512)  # a power of two above that
-_GROUP = tl.constexpr(SAMPLE_GROUP)
 _MOMENTS = tl.constexpr(len(MOMENT_COLUMNS))
+_WIDTH = tl.constexpr(16)  # a power of two above that
 _ABS_MAX = tl.constexpr(MOMENT_COLUMNS.index("abs_max"))
 _ABS_MIN = tl.constexpr(MOMENT_COLUMNS.index("abs_min"))
 
 
-def triton_row(tensor: Tensor, layout: RowLayout, factor: Tensor | None = None) -> Tensor:
+def triton_row(tensor: Tensor, layout: RowLayout) -> Tensor:
     """``statistics_row`` of a CUDA tensor; of a CPU tensor in Triton's interpreter.
-
-    A tensor with gaps is read where it lies, in the order of memory, which is also the order of its
-    sample. Copied first, at the price of another launch, are FP8 tensors and those whose elements
-    take more than four strides to describe.
 
     Args:
         tensor: As there, without gradient.
-        layout: As there.
-        factor: As there.
+        layout: ``MOMENTS``, or a sampled one without formats.
     """
-    numel = tensor.numel()
-    if numel == 0:
-        return empty_rows(1, layout, tensor.device)[0].clone()
-    if tensor.dtype not in _TYPES:
-        tensor = tensor.float()
-    dims = _dims(tensor)
-    if len(dims) > _MAX_DIMS:
-        dims = [(numel, 1)]
-        tensor = tensor.contiguous()
-    last = sum((size - 1) * stride for size, stride in dims)
-    is_long = max(numel, last) >= 2**30  # with as much again for what fills up the last program
-    each = _THREAD_BYTES // tensor.element_size()
-    if len(dims) > 1:
-        # Divisions take registers, those of 64 bits twice as many.
-        each = 2 if is_long else min(4, each)
-    block = _THREADS * each
-    num_blocks = -(-numel // block)
-    blocks = -(-num_blocks // min(_MAX_PROGRAMS, -(-num_blocks // _MIN_BLOCKS)))
-    num_programs = -(-num_blocks // blocks)
-    sample_size = layout.sample_size
-    is_sampled = layout.histogram and sample_size is not None and numel > sample_size
-    num_groups = sample_size // SAMPLE_GROUP if is_sampled and sample_size else 1
-    groups = numel // SAMPLE_GROUP
-    sizes, strides = zip(*dims, *[(1, 0)] * (_MAX_DIMS - len(dims)), strict=True)
-    shape = (num_programs, layout.num_columns)
-    rows = torch.empty(shape, dtype=torch.float64, device=tensor.device)
-    with torch.cuda.device_of(tensor):
-        partial_rows[(num_programs,)](
-            tensor,
-            factor,
-            rows,
-            numel,
-            *sizes[1:],
-            *strides,
-            blocks,
-            num_groups * SAMPLE_GROUP,
-            groups // num_groups,
-            groups % num_groups * 2**32 // num_groups,
-            SAMPLED=is_sampled,
-            LONG=is_long,
-            EACH=each,
-            **constants_of(layout),
-            num_warps=NUM_WARPS,
-        )
-        if num_programs == 1:
-            return rows[0]
-        row = torch.empty(layout.num_columns, dtype=torch.float64, device=tensor.device)
-        # The rows beyond those of programs that have seen a part of the sample have no exponents.
-        counting = -(-num_groups * SAMPLE_GROUP // block) if is_sampled else num_programs
-        joint_row[(-(-layout.num_columns // _JOINT_COLUMNS),)](
-            rows,
-            row,
-            num_programs,
-            min(num_programs, counting),
-            COLUMNS=layout.num_columns,
-            NUM_HEAD=layout.num_head,
-            WIDTH=_JOINT_COLUMNS,
-            ROWS=64,
-        )
-    return row
+    rows = TritonRows(layout, tensor.device, num_waiting=1)
+    rows.add(tensor)
+    return rows.finish()[0]
 
 
-def constants_of(layout: RowLayout) -> dict[str, Any]:
-    """What the first kernel is compiled with for a layout."""
-    return {
-        "EDGES": layout.edges,
-        "NUM_EDGES": len(layout.edges),
-        "HISTOGRAM": layout.histogram,
-        "COLUMNS": layout.num_columns,
-        "THREADS": _THREADS,
-    }
+class TritonRows:
+    """Collects rows of tensors of one device and stream, in memory that they share.
+
+    A tensor with gaps is read where it lies, in the order of memory. Copied first, at the price of
+    another launch, are FP8 tensors and those whose elements take more than four strides to
+    describe.
+
+    Args:
+        layout: ``MOMENTS``, or a sampled one without formats.
+        device: The device.
+        num_waiting: After how many tensors the second kernel runs.
+    """
+
+    def __init__(
+        self, layout: RowLayout, device: torch.device, num_waiting: int = _WAITING
+    ) -> None:
+        self._layout = layout
+        self._device = device
+        self._num_waiting = num_waiting
+        self._sample_size = layout.sample_size if layout.is_sampled else None
+        self._sample_programs = -(-(self._sample_size or 0) // _SAMPLE_BLOCK)
+        # The second kernel has read what is in these before the next tensor's programs write.
+        self._parts: Tensor | None = None
+        self._exponents: Tensor | None = None
+        self._counts: Tensor | None = None
+        self._slots = 0
+        self._used = 0
+        # Whether one program has made the whole row, as it does of the moments of a small tensor.
+        self._is_whole = False
+        self._number = 0
+        self._rows: list[Tensor] = []
+
+    def add(self, tensor: Tensor) -> int:
+        """Measure a tensor as it is now; returns the place of its row."""
+        self._number += 1
+        elements = Elements.of(tensor)
+        numel = elements.tensor.numel()
+        if numel == 0:
+            self._join()
+            self._rows.append(empty_rows(1, self._layout, self._device))
+            return self._number - 1
+        part = elements.tensor if tensor.dtype in _TYPES else elements.tensor.float()
+        dims = _dims(part)
+        if len(dims) > _MAX_DIMS:
+            dims, part = [(numel, 1)], part.contiguous()
+        is_plain = dims == [(numel, 1)]
+        last = sum((size - 1) * stride for size, stride in dims)
+        is_long = max(numel, last) >= 2**30  # with as much again for what fills up the last program
+        each = _THREAD_BYTES // part.element_size()
+        if not is_plain:
+            # Divisions take registers, those of 64 bits twice as many.
+            each = 2 if is_long else min(4, each)
+        num_blocks = -(-numel // (_THREADS * each))
+        blocks = -(-num_blocks // min(_MAX_PROGRAMS, -(-num_blocks // _MIN_BLOCKS)))
+        num_programs = -(-num_blocks // blocks)
+        stride = 1 if self._sample_size is None else elements.stride(self._sample_size)
+        sampled = 0 if self._sample_size is None else -(-numel // stride)
+        sample_programs = -(-sampled // _SAMPLE_BLOCK)
+        parts, exponents, counts = self._memory(num_programs + sample_programs)
+        described = [] if is_plain else _described(dims)
+        with torch.cuda.device_of(part):
+            kernel: Any = partial_rows if is_plain else partial_strided_rows
+            kernel[(num_programs + sample_programs,)](
+                part,
+                parts,
+                exponents,
+                counts,
+                self._used,
+                self._slots,
+                max(self._sample_programs, 1),
+                numel,
+                elements.repeats,
+                blocks,
+                num_programs,
+                sampled,
+                stride,
+                *described,
+                SAMPLED=self._sample_size is not None,
+                ALIGNED=numel % 16 == 0,
+                LONG=is_long,
+                EACH=each,
+                THREADS=_THREADS,
+                SAMPLE=_SAMPLE_BLOCK,
+                num_warps=NUM_WARPS,
+            )
+        self._used += 1
+        self._is_whole = self._slots == 1 and elements.repeats == 1 and self._sample_size is None
+        if self._used == self._num_waiting:
+            self._join()
+        return self._number - 1
+
+    def finish(self) -> Tensor:
+        """Return the rows, shape ``(num_tensors, layout.num_columns)``, in the order of adding."""
+        self._join()
+        if len(self._rows) == 1:
+            return self._rows[0]
+        return torch.cat(self._rows) if self._rows else empty_rows(0, self._layout, self._device)
+
+    def _memory(self, num_programs: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return memory for parts of rows, for their exponents and for numbers of parts."""
+        if self._num_waiting > 1:
+            num_programs = _MAX_PROGRAMS + self._sample_programs
+        if self._parts is None or self._exponents is None or self._counts is None:
+            self._slots = num_programs
+            waiting, device = self._num_waiting, self._device
+            shape = (waiting, num_programs, len(MOMENT_COLUMNS))
+            self._parts = torch.empty(shape, dtype=torch.float64, device=device)
+            shape = (waiting, max(self._sample_programs, 1), 1 + NUM_EXPONENTS)
+            self._exponents = torch.empty(shape, dtype=torch.int32, device=device)
+            self._counts = torch.empty((waiting, 4), dtype=torch.int64, device=device)
+        return self._parts, self._exponents, self._counts
+
+    def _join(self) -> None:
+        """Make rows of the parts of those that wait."""
+        if not self._used:
+            return
+        if self._is_whole and self._parts is not None:
+            self._rows.append(self._parts[:, 0])
+            self._used = 0
+            return
+        shape = (self._used, self._layout.num_columns)
+        rows = torch.empty(shape, dtype=torch.float64, device=self._device)
+        with torch.cuda.device_of(rows):
+            joint_rows[(self._used,)](
+                self._parts,
+                self._exponents,
+                self._counts,
+                rows,
+                self._slots,
+                max(self._sample_programs, 1),
+                COLUMNS=self._layout.num_columns,
+                SAMPLED=self._sample_size is not None,
+                ROWS=64,
+            )
+        self._rows.append(rows)
+        self._used = 0
 
 
 def _dims(tensor: Tensor) -> list[tuple[int, int]]:
-    """Sizes and strides in the order of memory, of as few dimensions as there can be."""
+    """Sizes and strides of a tensor in the order of memory, of as few dimensions as there can be."""
+    if tensor.is_contiguous():
+        return [(tensor.numel(), 1)]
     dims: list[tuple[int, int]] = []
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True), reverse=True):
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         if dims and dims[-1][1] == stride * size:
             dims[-1] = (dims[-1][0] * size, stride)
-        elif size > 1:
+        else:
             dims.append((size, stride))
-    return dims or [(1, 1)]
+    return dims
 
 
-@triton.jit
+def _described(dims: list[tuple[int, int]]) -> list[int]:
+    """Return the sizes but the first, and all strides, of four dimensions."""
+    sizes, strides = zip(*dims, *[(1, 0)] * (_MAX_DIMS - len(dims)), strict=True)
+    return [*sizes[1:], *strides]
+
+
+# Numbers that differ from tensor to tensor: none is worth a kernel of its own.
+_NUMBERS: Final = (
+    *("row", "slots", "sample_slots", "numel", "repeats", "blocks", "num_programs"),
+    *("sampled", "sample_stride"),
+)
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
 def partial_rows(
-    tensor: tl.tensor,  # FP16, BF16, FP32 or FP64
-    factor: tl.tensor,  # 0-d, or ``None``
-    rows: tl.tensor,  # FP64 of shape ``(programs, COLUMNS)``
+    tensor: tl.tensor,  # FP16, BF16, FP32 or FP64, without gaps
+    parts: tl.tensor,  # FP64 of shape ``(rows, slots, 9)``
+    exponents: tl.tensor,  # INT32 of shape ``(rows, sample_slots, 280)``
+    counts: tl.tensor,  # INT64 of shape ``(rows, 4)``
+    row: tl.tensor,  # which row
+    slots: tl.tensor,
+    sample_slots: tl.tensor,
     numel: tl.tensor,  # number of elements
+    repeats: tl.tensor,  # how often each of them counts
+    blocks: tl.tensor,  # number of blocks of each program
+    num_programs: tl.tensor,  # number of programs that read shares; those after them read samples
+    sampled: tl.tensor,  # number of elements in the sample
+    sample_stride: tl.tensor,  # distance between them
+    SAMPLED: tl.constexpr,  # whether zeros, magnitudes and exponents are of the sample only
+    ALIGNED: tl.constexpr,  # whether the number of elements is a multiple of 16
+    LONG: tl.constexpr,  # whether positions take 64 bits
+    EACH: tl.constexpr,  # elements that a thread reads at once
+    THREADS: tl.constexpr,  # threads of a program
+    SAMPLE: tl.constexpr,  # elements of a sample that a program reads
+) -> None:
+    """What each program finds in its share, or in its part of the sample."""
+    _programs(tensor, parts, exponents, counts, row, slots, sample_slots, numel, repeats, blocks,
+              num_programs, sampled, sample_stride, 1, 1, 1, 1, 0, 0, 0,
+              True, SAMPLED, ALIGNED, LONG, EACH, THREADS, SAMPLE)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def partial_strided_rows(
+    tensor: tl.tensor,
+    parts: tl.tensor,
+    exponents: tl.tensor,
+    counts: tl.tensor,
+    row: tl.tensor,
+    slots: tl.tensor,
+    sample_slots: tl.tensor,
+    numel: tl.tensor,
+    repeats: tl.tensor,
+    blocks: tl.tensor,
+    num_programs: tl.tensor,
+    sampled: tl.tensor,
+    sample_stride: tl.tensor,
     size1: tl.tensor,  # size of the second dimension; that of the first follows
     size2: tl.tensor,  # of the third
     size3: tl.tensor,  # of the fourth
@@ -166,140 +287,183 @@ def partial_rows(
     stride1: tl.tensor,  # of the second
     stride2: tl.tensor,  # of the third
     stride3: tl.tensor,  # of the fourth
-    blocks: tl.tensor,  # number of blocks of each program
-    sample_size: tl.tensor,  # number of elements whose exponents are counted, if ``SAMPLED``
-    stretch: tl.tensor,  # groups of elements for each group of the sample
-    remainder: tl.tensor,  # the rest of that division, in units of 2**-32
-    SAMPLED: tl.constexpr,  # whether exponents are counted of a sample only
-    LONG: tl.constexpr,  # whether positions take 64 bits
-    EACH: tl.constexpr,  # elements that a thread reads at once
-    EDGES: tl.constexpr,  # ``RowLayout.edges``
-    NUM_EDGES: tl.constexpr,  # their number
-    HISTOGRAM: tl.constexpr,  # whether exponents are counted
-    COLUMNS: tl.constexpr,  # number of columns
-    THREADS: tl.constexpr,  # threads of a program
+    SAMPLED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    LONG: tl.constexpr,
+    EACH: tl.constexpr,
+    THREADS: tl.constexpr,
+    SAMPLE: tl.constexpr,
 ) -> None:
-    """The row of each program's share."""
-    program = tl.program_id(0)
-    if LONG:
-        program = program.to(tl.int64)
-    inverse = tl.full((), 1.0, tl.float64)
-    if factor is not None:
-        inverse /= tl.load(factor).to(tl.float64)
-    zeros = tl.full([THREADS], 0, tl.int32)
-    nans = tl.full([THREADS], 0, tl.int32)
-    infs = tl.full([THREADS], 0, tl.int32)
-    sums = tl.full([THREADS], 0, tl.float64)
-    abs_sums = tl.full([THREADS], 0, tl.float64)
-    square_sums = tl.full([THREADS], 0, tl.float64)
-    largest = wide(tl.full([THREADS], 0, tensor.dtype.element_ty))
-    smallest = largest + _INF
-    limits: tl.tuple = ()
-    within: tl.tuple = ()
-    for edge in tl.static_range(NUM_EDGES):
-        # The largest number of the tensor's type that is not above the edge; nothing is rounded.
-        limit = tl.full((), EDGES[edge], tl.float64) * inverse
-        if largest.dtype == tl.float32:
-            nearest = limit.to(tl.float32)
-            # Codes of positive numbers are in the order of the numbers.
-            below = (nearest.to(tl.int32, bitcast=True) - 1).to(tl.float32, bitcast=True)
-            limit = tl.where(nearest.to(tl.float64) > limit, below, nearest)
-        limits += (limit,)
-        within += (tl.full([THREADS], 0, tl.int32),)
-    exponents = tl.full([_BINS], 0, tl.int32)
-    lane = tl.arange(0, THREADS)[:, None] * EACH + tl.arange(0, EACH)[None, :]
-    BLOCK: tl.constexpr = THREADS * EACH
-    for block in range(blocks):
-        index = (program * blocks + block) * BLOCK + lane
-        offset = _offset(index, size1, size2, size3, stride0, stride1, stride2, stride3)
-        # The last block is filled up with zeros.
-        x = wide(tl.load(tensor + offset, mask=index < numel, other=0.0))
-        magnitude = tl.abs(x)
-        finite = magnitude < _INF
-        exact = tl.where(finite, x, 0.0).to(tl.float64)
-        zeros += tl.sum((magnitude == 0).to(tl.int32), 1)
-        nans += tl.sum((magnitude != magnitude).to(tl.int32), 1)
-        infs += tl.sum((magnitude == _INF).to(tl.int32), 1)
-        sums += tl.sum(exact, 1)
-        abs_sums += tl.sum(tl.abs(exact), 1)
-        square_sums += tl.sum(exact * exact, 1)
-        largest = tl.maximum(largest, tl.max(tl.where(finite, magnitude, 0.0), 1))
-        smallest = tl.minimum(smallest, tl.min(tl.where(magnitude > 0, magnitude, _INF), 1))
-        counts: tl.tuple = ()
-        for edge in tl.static_range(NUM_EDGES):
-            is_within = (magnitude <= limits[edge]).to(tl.int32)
-            counts += (within[edge] + tl.sum(is_within, 1),)
-        within = counts
-        if HISTOGRAM and not SAMPLED:
-            exponents += _exponent_counts(x)
-    rows += program.to(tl.int64) * COLUMNS
-    share = blocks * BLOCK
-    num_elements = tl.minimum(share, numel - program * share)
-    num_zeros, num_nans, num_infs = tl.sum(zeros), tl.sum(nans), tl.sum(infs)
-    tl.store(rows, num_elements)
-    tl.store(rows + 1, num_zeros + num_elements - share)
-    tl.store(rows + 2, num_nans)
-    tl.store(rows + 3, num_infs)
-    tl.store(rows + 4, tl.sum(sums))
-    tl.store(rows + 5, tl.sum(abs_sums))
-    tl.store(rows + 6, tl.sum(square_sums))
-    tl.store(rows + _ABS_MAX, tl.max(largest))
-    tl.store(rows + _ABS_MIN, tl.min(smallest))
-    rows += _MOMENTS
-    for edge in tl.static_range(0, NUM_EDGES, 3):
-        flushed, denormal = tl.sum(within[edge]), tl.sum(within[edge + 1])
-        in_range = tl.sum(within[edge + 2])
-        tl.store(rows + edge, share - num_nans - num_infs - in_range)
-        tl.store(rows + edge + 1, denormal - flushed)
-        tl.store(rows + edge + 2, flushed - num_zeros)
-    rows += NUM_EDGES
-    if HISTOGRAM:
-        if SAMPLED:
-            num_elements = program * 0
-            # As _sample_index in statistics.py: four neighbours at a spot in each stretch.
-            for first in range(program * BLOCK, sample_size, tl.num_programs(0) * BLOCK):
-                position = first + lane
-                which = (position // _GROUP).to(tl.int64)
-                spot = (which * 2654435769) & 0xFFFFFFFF
-                group = which * stretch + ((which * remainder) >> 32) + ((spot * stretch) >> 32)
-                index = (group * _GROUP + position % _GROUP).to(program.dtype)
-                offset = _offset(index, size1, size2, size3, stride0, stride1, stride2, stride3)
-                x = wide(tl.load(tensor + offset, mask=position < sample_size, other=0.0))
-                exponents += _exponent_counts(x)
-                num_elements += tl.minimum(BLOCK, sample_size - first)
-        tl.store(rows, num_elements)
-        bins = tl.arange(0, _BINS)
-        # Nobody reads those of a program that has seen no part of the sample.
-        tl.store(rows + 1 + bins, exponents, mask=(bins < _EXPONENTS) & (num_elements > 0))
+    """The same of a tensor with gaps."""
+    _programs(tensor, parts, exponents, counts, row, slots, sample_slots, numel, repeats, blocks,
+              num_programs, sampled, sample_stride, size1, size2, size3, stride0, stride1, stride2,
+              stride3, False, SAMPLED, ALIGNED, LONG, EACH, THREADS, SAMPLE)  # fmt: skip
 
 
 @triton.jit
-def joint_row(
-    rows: tl.tensor,  # FP64 of shape ``(num_rows, COLUMNS)``
-    row: tl.tensor,  # FP64 of shape ``(COLUMNS,)``
-    num_rows: tl.tensor,  # number of rows
-    num_counted: tl.tensor,  # number of rows, from the first on, that count exponents
-    COLUMNS: tl.constexpr,  # number of columns
-    NUM_HEAD: tl.constexpr,  # number of columns before the exponents
-    WIDTH: tl.constexpr,  # columns of a program
-    ROWS: tl.constexpr,  # rows that are read together
+def _programs(
+    tensor: tl.tensor,
+    parts: tl.tensor,
+    exponents: tl.tensor,
+    counts: tl.tensor,
+    row: tl.tensor,
+    slots: tl.tensor,
+    sample_slots: tl.tensor,
+    numel: tl.tensor,
+    repeats: tl.tensor,
+    blocks: tl.tensor,
+    num_programs: tl.tensor,
+    sampled: tl.tensor,
+    sample_stride: tl.tensor,
+    size1: tl.tensor,
+    size2: tl.tensor,
+    size3: tl.tensor,
+    stride0: tl.tensor,
+    stride1: tl.tensor,
+    stride2: tl.tensor,
+    stride3: tl.tensor,
+    PLAIN: tl.constexpr,
+    SAMPLED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    LONG: tl.constexpr,
+    EACH: tl.constexpr,
+    THREADS: tl.constexpr,
+    SAMPLE: tl.constexpr,
 ) -> None:
-    """One row of many: sums, but for the two extremes; each program makes some of the columns."""
-    column = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-    total = tl.full([WIDTH], 0, tl.float64)
-    largest = tl.full([WIDTH], 0, tl.float64)
-    smallest = tl.full([WIDTH], _INF, tl.float64)
-    end = tl.where(column < NUM_HEAD, num_rows, num_counted)
-    for first in range(0, num_rows, ROWS):
+    program = tl.program_id(0)
+    if LONG:
+        program = program.to(tl.int64)
+    if ALIGNED:
+        # Tells the compiler so, which then reads what a thread reads at once in one instruction.
+        numel = numel // _ALIGNMENT * _ALIGNMENT
+    part = parts + (row * slots + program) * _MOMENTS
+    if program == 0:
+        tl.store(counts + row * 4, num_programs)
+        tl.store(counts + row * 4 + 1, tl.num_programs(0) - num_programs)
+        tl.store(counts + row * 4 + 2, repeats)
+    if program < num_programs:
+        BLOCK: tl.constexpr = THREADS * EACH
+        lane = tl.arange(0, THREADS)[:, None] * EACH + tl.arange(0, EACH)[None, :]
+        nans = tl.full([THREADS], 0, tl.int32)
+        infs = tl.full([THREADS], 0, tl.int32)
+        zeros = tl.full([THREADS], 0, tl.int32)
+        sums = tl.full([THREADS], 0, tl.float64)
+        abs_sums = tl.full([THREADS], 0, tl.float64)
+        square_sums = tl.full([THREADS], 0, tl.float64)
+        largest = wide(tl.full([THREADS], 0, tensor.dtype.element_ty))
+        smallest = largest + _INF
+        for block in range(blocks):
+            index = (program * blocks + block) * BLOCK + lane
+            offset = index
+            if not PLAIN:
+                offset = _offset(index, size1, size2, size3, stride0, stride1, stride2, stride3)
+            # The last block is filled up with zeros.
+            x = wide(tl.load(tensor + offset, mask=index < numel, other=0.0))
+            magnitude = tl.abs(x)
+            finite = magnitude < _INF
+            x = tl.where(finite, x, 0.0)
+            nans += tl.sum((magnitude != magnitude).to(tl.int32), 1)
+            infs += tl.sum((magnitude == _INF).to(tl.int32), 1)
+            top = tl.max(tl.where(finite, magnitude, 0.0), 1)
+            largest = tl.maximum(largest, top)
+            scale, unit = _unit(top)
+            x = x * scale[:, None]
+            sums += tl.sum(x, 1).to(tl.float64) * unit
+            square_sums += tl.sum(x * x, 1).to(tl.float64) * unit * unit
+            if not SAMPLED:
+                zeros += tl.sum((magnitude == 0).to(tl.int32), 1)
+                abs_sums += tl.sum(tl.abs(x), 1).to(tl.float64) * unit
+                smallest = tl.minimum(smallest, tl.min(tl.where(magnitude > 0, magnitude, _INF), 1))
+        share = blocks * BLOCK
+        num_elements = tl.minimum(share, numel - program * share)
+        tl.store(part, num_elements)
+        num_zeros = tl.sum(zeros).to(tl.int64)
+        if not SAMPLED:
+            num_zeros += num_elements - share
+        tl.store(part + 1, num_zeros)
+        tl.store(part + 2, tl.sum(nans))
+        tl.store(part + 3, tl.sum(infs))
+        tl.store(part + 4, tl.sum(sums))
+        tl.store(part + 5, tl.sum(abs_sums))
+        tl.store(part + 6, tl.sum(square_sums))
+        tl.store(part + _ABS_MAX, tl.max(largest))
+        tl.store(part + _ABS_MIN, tl.min(smallest))
+    elif SAMPLED:
+        which = program - num_programs
+        spot = which * SAMPLE + tl.arange(0, SAMPLE)
+        # Also those behind the end of the sample stay within 32 bits, if the tensor does.
+        place = spot * sample_stride
+        if not PLAIN:
+            place = _offset(place, size1, size2, size3, stride0, stride1, stride2, stride3)
+        is_sampled = spot < sampled
+        sample = tl.abs(wide(tl.load(tensor + place, mask=is_sampled, other=0.0)))
+        looked_at = tl.minimum(SAMPLE, sampled - which * SAMPLE)
+        for column in tl.static_range(_MOMENTS):
+            tl.store(part + column, 0)
+        tl.store(part + 1, tl.sum((sample == 0).to(tl.int32)) + looked_at - SAMPLE)
+        tl.store(part + 5, tl.sum(tl.where(sample < _INF, sample, 0.0).to(tl.float64)))
+        tl.store(part + _ABS_MIN, tl.min(tl.where(sample > 0, sample, _INF)))
+        counted = exponents + (row * sample_slots + which) * (_EXPONENTS + 1)
+        tl.store(counted, looked_at.to(tl.int32))
+        bins = tl.arange(0, _BINS)
+        tl.store(counted + 1 + bins, _exponent_counts(sample), mask=bins < _EXPONENTS)
+
+
+@triton.jit
+def joint_rows(
+    parts: tl.tensor,  # FP64 of shape ``(rows, slots, 9)``
+    exponents: tl.tensor,  # INT32 of shape ``(rows, sample_slots, 280)``
+    counts: tl.tensor,  # INT64 of shape ``(rows, 4)``
+    rows: tl.tensor,  # FP64 of shape ``(rows, COLUMNS)``
+    slots: tl.tensor,
+    sample_slots: tl.tensor,
+    COLUMNS: tl.constexpr,  # number of columns
+    SAMPLED: tl.constexpr,  # whether there are exponents
+    ROWS: tl.constexpr,  # parts that are read together
+) -> None:
+    """Rows of their parts: sums, but for the two extremes; a program makes one of them."""
+    row = tl.program_id(0).to(tl.int64)
+    num_sampled = tl.load(counts + row * 4 + 1)
+    num_parts = tl.load(counts + row * 4) + num_sampled
+    repeats = tl.load(counts + row * 4 + 2).to(tl.float64)
+    column = tl.arange(0, _WIDTH)
+    total = tl.full([_WIDTH], 0, tl.float64)
+    largest = tl.full([_WIDTH], 0, tl.float64)
+    smallest = tl.full([_WIDTH], _INF, tl.float64)
+    for first in range(0, num_parts.to(tl.int32), ROWS):
         which = first + tl.arange(0, ROWS)
-        inside = (which[:, None] < end[None, :]) & (column[None, :] < COLUMNS)
-        part = tl.load(rows + which[:, None] * COLUMNS + column[None, :], mask=inside, other=0.0)
+        inside = (which[:, None] < num_parts) & (column[None, :] < _MOMENTS)
+        place = (row * slots + which[:, None]) * _MOMENTS + column[None, :]
+        part = tl.load(parts + place, mask=inside, other=0.0)
         total += tl.sum(part, 0)
         largest = tl.maximum(largest, tl.max(part, 0))
         smallest = tl.minimum(smallest, tl.min(tl.where(inside, part, _INF), 0))
+    total = total * repeats
     total = tl.where(column == _ABS_MAX, largest, total)
     total = tl.where(column == _ABS_MIN, smallest, total)
-    tl.store(row + column, total, mask=column < COLUMNS)
+    tl.store(rows + row * COLUMNS + column, total, mask=column < _MOMENTS)
+    if SAMPLED:
+        column = tl.arange(0, _BINS)
+        inside = column < _EXPONENTS + 1
+        counted = tl.full([_BINS], 0, tl.int32)
+        for which in range(num_sampled.to(tl.int32)):
+            place = (row * sample_slots + which) * (_EXPONENTS + 1) + column
+            counted += tl.load(exponents + place, mask=inside, other=0)
+        counted = counted.to(tl.float64) * repeats
+        tl.store(rows + row * COLUMNS + _MOMENTS + column, counted, mask=inside)
+
+
+@triton.jit
+def _unit(top: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """The inverse of the power of two of magnitudes, and the power itself, in FP64."""
+    if top.dtype == tl.float64:
+        one = top * 0 + 1.0
+        return one, one
+    else:
+        # The last but one, so that the inverse is a normal number too.
+        field = tl.minimum(tl.maximum(top.to(tl.int32, bitcast=True) >> 23, 1), 253)
+        scale = ((254 - field) << 23).to(tl.float32, bitcast=True)
+        return scale, (field << 23).to(tl.float32, bitcast=True).to(tl.float64)
 
 
 @triton.jit

@@ -73,11 +73,13 @@ class FractionHistory:
         formats: The monitored formats.
         steps: Increasing, shape ``(T,)``.
         fractions: Overflow, subnormal and flushed, shape ``(T, N, F, 3)``, float16.
+        share_read: Share of the elements that they come from, shape ``(T, N)``.
     """
 
     formats: tuple[NumberFormat, ...]
     steps: npt.NDArray[np.int64]
     fractions: npt.NDArray[np.float16]
+    share_read: Floats
 
 
 class RunScales:
@@ -153,7 +155,11 @@ class RunScales:
         tail = (len(self.formats), len(FORMAT_KINDS))
         steps, fractions = self._joined(direction, "fractions", tail, np.dtype(np.float16))
         kept = kept_steps(len(steps), most)
-        return FractionHistory(self.formats, steps[kept], fractions[kept])
+        share_read = np.ones((len(steps), len(self.names)), np.float32)
+        read_steps, shares = self._joined(direction, "share_read", (), share_read.dtype)
+        _, rows, read_rows = np.intersect1d(steps, read_steps, return_indices=True)
+        share_read[rows] = shares[read_rows]
+        return FractionHistory(self.formats, steps[kept], fractions[kept], share_read[kept])
 
     def exponents(self, direction: Direction, name: str) -> dict[int, ExponentCounts]:
         """Exponent counts of one tensor by step, of its true values."""
@@ -224,6 +230,10 @@ class LastStep:
     def fractions(self, direction: Direction) -> npt.NDArray[Any]:
         """Overflow, subnormal and flushed of the stored values, ``(tensors, formats, 3)``."""
         return _last(self._fractions[direction].fractions)
+
+    def share_read(self, direction: Direction) -> npt.NDArray[Any]:
+        """Share of the elements that the fractions come from, shape ``(tensors,)``."""
+        return _last(self._fractions[direction].share_read)
 
 
 def _last(steps: npt.NDArray[Any]) -> npt.NDArray[Any]:

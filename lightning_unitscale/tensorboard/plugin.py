@@ -6,7 +6,7 @@ Routes below ``/data/plugin/scales/``, the arguments in the query:
 ``runs``                              JSON: runs, last steps, number formats
 ``scales?run&direction``              frame: tensors, steps, log2 RMS of all of them
 ``exponents?run&direction&tensor``    frame: exponent counts of one tensor over the steps
-``fractions?run&direction&tensor``    frame: its exact out-of-range fractions over the steps
+``fractions?run&direction&tensor``    frame: its out-of-range fractions over the steps
 ``alerts?run``                        JSON: what was found wrong, at which step and tensor
 ``static/...``                        the page
 ====================================  =========================================================

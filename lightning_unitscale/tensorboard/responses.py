@@ -130,9 +130,13 @@ def exponents_frame(counts: Mapping[int, ExponentCounts]) -> bytes:
 
 
 def fractions_frame(history: FractionHistory, tensor: int) -> bytes:
-    """Exact out-of-range fractions of one stored tensor, array ``(T, F, 3)``."""
+    """Out-of-range fractions of one stored tensor, array ``(T, F, 3)``.
+
+    The header's ``share_read`` is the share of its elements that they come from, for every step.
+    """
     header = {
         "steps": history.steps.tolist(),
         "formats": [item.name for item in history.formats],
+        "share_read": np.nan_to_num(history.share_read[:, tensor], nan=1.0).tolist(),
     }
     return frame(header, {"fractions": history.fractions[:, tensor]})

@@ -1,6 +1,6 @@
 """Tags and contents of the **Scales** plugin's tensors in an event file.
 
-A run has five series per direction. Four hold one vector per step with an entry per tensor, so
+A run has six series per direction. Five hold one vector per step with an entry per tensor, so
 that one read gives a whole heat map, its columns aligned:
 
 ====================================  ======================  =====================================
@@ -10,6 +10,7 @@ tag                                   shape, type             content
 ``scales/forward/log2_unit/...``      ``(N,)`` float32        log2 of the units they are stored in
 ``scales/forward/fractions/...``      ``(N, F, 3)`` float16   overflow, subnormal, flushed; stored
 ``scales/forward/nonfinite/...``      ``(N,)`` float32        number of NaN and infinite elements
+``scales/forward/share_read/...``     ``(N,)`` float32        share of elements behind fractions
 ``scales/forward/exponents/a.b``      ``(3 + K,)`` float32    exponent counts of the tensor ``a.b``
 ``scales/alerts``                     ``()`` text             alerts of a step, see ``alerts.py``
 ====================================  ======================  =====================================
@@ -18,7 +19,8 @@ What a tensor means to the model is what is stored times its unit. A vector tag 
 its set of tensors: when the observed tensors change (another graph, a second fit), another set
 begins under another key. Names, modules and formats are JSON in the metadata of the set's
 ``log2_rms`` tags, which is written once. NaN stands for a tensor that was not there, ``-inf`` for
-one of zeros. ``nonfinite`` is written only at steps at which there are such elements.
+one of zeros. ``nonfinite`` is written only at steps at which there are such elements, and
+``share_read``, with ``fractions``, only where these come from samples.
 
 NumPy and the standard library only: TensorBoard has no torch.
 """
@@ -42,7 +44,7 @@ PLUGIN_NAME: Final = "scales"
 ALERTS_TAG: Final = f"{PLUGIN_NAME}/alerts"
 VERSION: Final = 1
 
-Quantity = Literal["log2_rms", "log2_unit", "fractions", "nonfinite", "exponents"]
+Quantity = Literal["log2_rms", "log2_unit", "fractions", "nonfinite", "share_read", "exponents"]
 QUANTITIES: Final[tuple[Quantity, ...]] = get_args(Quantity)
 
 

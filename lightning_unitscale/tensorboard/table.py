@@ -28,6 +28,7 @@ _SHORT_TITLE = (
     "Scales at step {step}: log2 of the RMS, from the smallest to the largest, of what matrix "
     "products read;\nhow many are stored within 2x of RMS 1."
 )
+_ESTIMATED = "A tilde marks shares of a sample\nof the elements; the other numbers are of all."
 _MORE = (
     "All {number} tensors: lightning-unitscale report RUN_DIR --full, or "
     "ScaleMonitor.table(full=True)"
@@ -115,12 +116,22 @@ def scale_table(snapshot: Scales, tablefmt: str = "simple", *, full: bool = True
             )
     # Of all the kinds, those that overflow and those that become zero.
     lost = [snapshot.fractions(direction)[..., [0, 2]].sum(axis=-1) for direction in DIRECTIONS]
+    estimated = [snapshot.share_read(direction) < 1 for direction in DIRECTIONS]
     for index, item in enumerate(snapshot.layout.formats):
         headers.append(f"{item.name} out %")
-        pairs = zip(*(shares[:, index].tolist() for shares in lost), strict=True)
-        columns.append([" / ".join(map(_percent, pair)) for pair in pairs])
+        percentages = (
+            [
+                ("~" if is_estimate and share == share else "") + _percent(share)
+                for share, is_estimate in zip(shares[:, index].tolist(), of_sample, strict=True)
+            ]
+            for shares, of_sample in zip(lost, estimated, strict=True)
+        )
+        columns.append([" / ".join(pair) for pair in zip(*percentages, strict=True)])
     table = _tabulated(list(zip(*columns, strict=True)), headers, tablefmt, num_left=2)
-    lines = [_TITLE.format(step=snapshot.step), *([f"{summary}."] if summary else []), "", table]
+    title = _TITLE.format(step=snapshot.step)
+    if snapshot.layout.formats and np.any(estimated):
+        title += f" {_ESTIMATED}"
+    lines = [title, *([f"{summary}."] if summary else []), "", table]
     return "\n".join(lines)
 
 

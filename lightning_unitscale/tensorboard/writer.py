@@ -226,6 +226,10 @@ class ScaleWriter:
         if "fractions" in parts:
             fractions = snapshot.fractions(direction).astype(np.float16)
             self._add_tensor(summary, Series(direction, "fractions", observed.key).tag, fractions)
+            share = snapshot.share_read(direction)
+            if np.any(share < 1):
+                tag = Series(direction, "share_read", observed.key).tag
+                self._add_tensor(summary, tag, share)
         shown = _shown(snapshot, direction, self._tabs)
         tags = stock_tags(snapshot, direction)
         if "scalars" in parts:

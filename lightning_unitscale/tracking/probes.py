@@ -43,7 +43,7 @@ class ScaleProbes(GraphPass):
     """Records one row of statistics per tensor and direction in the observed variant of a step.
 
     Args:
-        layout: Columns of a row.
+        layout: Columns of a snapshot.
         select: Which nodes to probe; every floating-point tensor by default.
     """
 
@@ -131,10 +131,14 @@ class ScaleProbes(GraphPass):
             graph,
             places,
             selected,
-            self.layout,
+            self.layout.measured,
             lambda record: self._calls.append(ProbedCall(tensors, record, gauge_in_force())),
             needs_slot=differentiable.__getitem__,
-            factors_of=_count_factors(graph, tensors, gauge_in_force),
+            factors_of=(
+                _no_factors
+                if self.layout.is_sampled
+                else _count_factors(graph, tensors, gauge_in_force)
+            ),
         )
         return (f"{len(nodes)} tensors probed, {sum(differentiable)} of them in both directions",)
 
@@ -252,6 +256,8 @@ def _count_factors(
     graph: StepGraph, tensors: Sequence[ProbedTensor], gauge: Callable[[], Gauge]
 ) -> FactorsOf:
     """Powers of two that turn each tensor into what is stored, as a state of the graph.
+
+    For exact counts only: those of a sample hold for every power of two.
 
     Formats are a question about what is stored; a tensor that the graph itself holds in its units
     is counted as it is.

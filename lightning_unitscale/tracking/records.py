@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_unitscale.graph.recorder import CallRecord
 from lightning_unitscale.lossless.gauge import Factor, Gauge
 from lightning_unitscale.lossless.units import Held
+from lightning_unitscale.scales.estimates import completed_rows
 from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.reduce import absent_rows, merge_rows, shift_rows
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
@@ -92,7 +93,7 @@ class CutGraph:
 
     def absent(self) -> ProbedCall:
         """A call in which every tensor was absent: put first, it gives their order."""
-        rows = absent_rows(len(self._tensors), self._layout, self._device)
+        rows = absent_rows(len(self._tensors), self._layout.measured, self._device)
         return ProbedCall(self._tensors, CallRecord.of_rows(rows), self._gauge())
 
     def shared(self, name: str, value: Tensor, gradient: Tensor | None) -> ProbedCall:
@@ -107,10 +108,11 @@ class CutGraph:
         gauge = self._gauge()
 
         def row(of: Tensor, unit: Factor) -> Tensor:
-            exponent = 0 if tensor.held.in_graph else unit.exponent(gauge)
+            exponent = 0 if tensor.held.in_graph or self._layout.is_sampled else unit.exponent(gauge)
             # As for the others, formats are counted of what is stored.
             (factor,) = numbers_on(of.device, [2.0**-exponent], torch.float32)
-            return statistics_row(of.detach(), self._layout, factor=factor if exponent else None)
+            layout = self._layout.measured
+            return statistics_row(of.detach(), layout, factor=factor if exponent else None)
 
         forward = row(value, tensor.held.sigma)[None]
         backward = None if gradient is None else row(gradient, tensor.held.gamma)[None]
@@ -125,7 +127,7 @@ def sent_snapshot(
     Args:
         step: Optimizer step of the snapshot.
         calls: At least one.
-        layout: Columns of a row.
+        layout: Columns of the snapshot; the calls have the measured ones.
         grad_scale: Factor that the loss carried; gradients are divided by it.
     """
     device = calls[0].record.forward.device
@@ -135,20 +137,31 @@ def sent_snapshot(
     tensors = [(tensor, call.gauge) for call in calls for tensor in call.tensors]
 
     def arrived() -> ScaleSnapshot:
-        return _snapshot(step, tensors, layout, grad_scale, copy.numbers())
+        forward, backward = copy.numbers().double().chunk(2)
+        return snapshot_of(step, tensors, layout, grad_scale, forward, backward)
 
     return arrived
 
 
-def _snapshot(
+def snapshot_of(
     step: int,
     described: Sequence[tuple[ProbedTensor, Gauge]],
     layout: RowLayout,
     grad_scale: float,
-    rows: Tensor,
+    forward: Tensor,
+    backward: Tensor,
 ) -> ScaleSnapshot:
-    """The snapshot of rows, forward and then backward; those of the same tensor are merged."""
-    forward, backward = rows.double().chunk(2)
+    """Return the snapshot of measured rows on the host; those of the same tensor are merged.
+
+    Args:
+        step: Its optimizer step.
+        described: The tensors of the rows, and the gauge of the call that made each.
+        layout: Columns of the snapshot.
+        grad_scale: Factor that the loss carried; gradients are divided by it.
+        forward: FP64, shape ``(rows, layout.measured.num_columns)``.
+        backward: The same of gradients; a row of zeros where none arrived.
+    """
+    measured = layout.measured
     # A slot that no gradient reached holds zeros, and a real row has elements.
     backward = torch.where(backward[:, :1] > 0, backward, math.nan)
     tensors = [tensor for tensor, _ in described]
@@ -156,29 +169,32 @@ def _snapshot(
     gammas = np.array([tensor.held.gamma.exponent(gauge) for tensor, gauge in described])
     log2_loss_scale = round(math.log2(grad_scale))
     in_graph = np.array([tensor.held.in_graph for tensor in tensors])
-    forward = shift_rows(forward, sigmas * in_graph, layout)
+    forward = shift_rows(forward, sigmas * in_graph, measured)
     # A loss scaler moves by factors of two, so taking it off again is a shift as well.
-    backward = shift_rows(backward, gammas * in_graph - log2_loss_scale, layout)
+    backward = shift_rows(backward, gammas * in_graph - log2_loss_scale, measured)
     positions: dict[str, list[int]] = {}
     for index, tensor in enumerate(tensors):
         positions.setdefault(tensor.name, []).append(index)
     kept = [indices[0] for indices in positions.values()]
     if len(kept) < len(tensors):
-        merge = functools.partial(merge_rows, layout=layout)
+        merge = functools.partial(merge_rows, layout=measured)
         forward, backward = (
             torch.stack([functools.reduce(merge, rows[indices]) for indices in positions.values()])
             for rows in (forward, backward)
         )
-    both = torch.stack([forward, backward]).numpy()
+    log2_sigma, log2_gamma = sigmas[kept], gammas[kept]
+    if layout.is_sampled:
+        forward = completed_rows(forward, layout, log2_sigma)
+        backward = completed_rows(backward, layout, log2_gamma - log2_loss_scale)
     return ScaleSnapshot(
         step=step,
         names=tuple(positions),
-        forward=both[0],
-        backward=both[1],
+        forward=forward.numpy(),
+        backward=backward.numpy(),
         layout=layout,
         modules=tuple(tensors[index].module for index in kept),
-        log2_sigma=sigmas[kept],
-        log2_gamma=gammas[kept],
+        log2_sigma=log2_sigma,
+        log2_gamma=log2_gamma,
         inputs=tuple(tensors[index].inputs for index in kept),
         operands=tuple(tensors[index].is_operand for index in kept),
         products=tuple(tensors[index].is_product for index in kept),

@@ -17,8 +17,7 @@ from lightning_unitscale.lossless.gauge import Factor
 from lightning_unitscale.lossless.units import Held
 from lightning_unitscale.patching import nothing
 from lightning_unitscale.scales.layout import RowLayout
-from lightning_unitscale.scales.reduce import merge_rows
-from lightning_unitscale.scales.statistics import statistics_row
+from lightning_unitscale.scales.step_rows import ReadRows, StepRows, TakenRow
 from lightning_unitscale.tracking.records import ProbedTensor
 from lightning_unitscale.watching.torch_state import is_readable, unseen
 
@@ -57,8 +56,8 @@ class TensorRow:
     is_product: bool = False
     is_constant: bool = False
     is_hooked: bool = False
-    forward: Tensor | None = None
-    backward: list[Tensor] = field(default_factory=list)
+    forward: TakenRow | None = None
+    backward: list[TakenRow] = field(default_factory=list)
     log2_sigma: int = 0
     log2_gamma: int = 0
     log2_counted: int = 0
@@ -82,22 +81,23 @@ class TensorRow:
             (self.has_unit is False, self.has_gradient_unit is False),
         )
 
-    def backward_row(self, layout: RowLayout) -> Tensor:
-        """Statistics of all arrived gradients together; zeros where there are none."""
-        if not self.backward:
-            assert self.forward is not None
-            return torch.zeros_like(self.forward)
-        row, *others = self.backward
-        for other in others:
-            row = merge_rows(row, other, layout)
-        return row
-
 
 class Measuring:
-    """Computes statistics while a step runs, unseen by its modes and its autograd graph."""
+    """Computes statistics while a step runs, unseen by its modes and its autograd graph.
+
+    Args:
+        layout: Columns of a snapshot.
+
+    Attributes:
+        layout: The same.
+        counts_stored: Whether formats are counted as a tensor is measured, in its unit then.
+            Otherwise a row holds for every unit.
+    """
 
     def __init__(self, layout: RowLayout) -> None:
         self.layout = layout
+        self.counts_stored = not layout.is_sampled
+        self._rows = StepRows(layout.measured)
         # By device and unit: few are different, and each is a kernel to fill.
         self._factors: dict[tuple[torch.device, int], Tensor] = {}
 
@@ -110,13 +110,24 @@ class Measuring:
         """Take the statistics of a gradient that has arrived."""
         row.backward.append(self.of(gradient, row.log2_gamma))
 
-    def of(self, tensor: Tensor, log2_unit: int) -> Tensor:
-        """A row of statistics, with formats counted of the tensor over ``2**log2_unit``."""
+    def of(self, tensor: Tensor, log2_unit: int) -> TakenRow:
+        """Measure a tensor; exact counts per format are of the tensor over ``2**log2_unit``."""
         # No operation is recorded in inference mode, not even for forward derivatives.
         with unseen(), torch.inference_mode():
             elements = stored_elements(tensor)
-            factor = self._factor(elements.device, log2_unit) if log2_unit else None
-            return statistics_row(elements, self.layout, factor=factor)
+            factor = None
+            if log2_unit and self.counts_stored:
+                factor = self._factor(elements.device, log2_unit)
+            return self._rows.add(elements, factor)
+
+    def clear(self) -> None:
+        """Forget all rows since the last time that they were sent for."""
+        self._rows = StepRows(self.layout.measured)
+
+    def send(self) -> ReadRows:
+        """Send for all rows since the last time; what is returned waits for them."""
+        with unseen(), torch.inference_mode():
+            return self._rows.send()
 
     def _factor(self, device: torch.device, log2_unit: int) -> Tensor:
         if (device, log2_unit) not in self._factors:

@@ -13,12 +13,14 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
 import torch
 import torch._dynamo.eval_frame
 from torch import Tensor
+from torch.nn import Parameter
 from torch._dynamo.eval_frame import DisableContext
 from torch.overrides import (
     TorchFunctionMode,
@@ -42,16 +44,18 @@ _AROUND_COMPILED = "set_skip_guard_eval_unsafe"
 _PLAIN_DISPATCH = Tensor.__torch_dispatch__
 
 
-@contextlib.contextmanager
-def unseen() -> Iterator[None]:
+def unseen() -> AbstractContextManager[Any]:
     """Within this context torch computes without being seen by any mode or tensor subclass.
 
     A selective checkpoint, for example, counts every operation that it sees run.
     """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(plain_functions())
-        if is_watched():
-            stack.enter_context(_disable_current_modes())
+    # Entered for every row: without modes nothing more is made for it.
+    return _unseen_by_modes() if is_watched() else plain_functions()
+
+
+@contextlib.contextmanager
+def _unseen_by_modes() -> Iterator[None]:
+    with plain_functions(), _disable_current_modes():
         yield
 
 
@@ -61,7 +65,10 @@ def is_readable(tensor: Tensor) -> bool:
     Not so what stands for tensors, such as fake ones, those below ``torch.func`` and gradients of
     which ``torch.autograd.grad`` makes a batch, and a graph that CUDA is recording.
     """
-    tensor = local_part(tensor)
+    if type(tensor) is not Tensor and type(tensor) is not Parameter:
+        tensor = local_part(tensor)
+        if type(tensor).__torch_dispatch__ is not _PLAIN_DISPATCH:
+            return False
     return (
         tensor.is_floating_point()
         and tensor.layout is torch.strided
@@ -69,7 +76,6 @@ def is_readable(tensor: Tensor) -> bool:
         and not tensor.is_meta
         and not is_transforming()
         and not torch._C._functorch.is_legacy_batchedtensor(tensor)
-        and type(tensor).__torch_dispatch__ is _PLAIN_DISPATCH
         and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
     )
 

@@ -19,9 +19,9 @@ from lightning_unitscale.dispatch.torch_internals import sequence_number
 from lightning_unitscale.graph.matmuls import PRODUCT_WORDS, operands_of_call
 from lightning_unitscale.graph.name_patterns import own_path
 from lightning_unitscale.graph.nodes import ATTENTION, ATTENTION_ROLES
-from lightning_unitscale.graph.recorder import CallRecord, local_part
-from lightning_unitscale.lossless.gauge import Gauge
-from lightning_unitscale.tracking.records import ProbedCall
+from lightning_unitscale.graph.recorder import local_part
+from lightning_unitscale.scales.step_rows import TakenRow
+from lightning_unitscale.tracking.records import ProbedTensor
 from lightning_unitscale.watching.names import (
     ALIASES,
     Caller,
@@ -184,20 +184,14 @@ class WatchedCall:
                         show = functools.partial(self._show, row, parameter)
                         self.gradients.measure(row, parameter, show)
 
-    def record(self) -> ProbedCall | None:
-        """The tensors that have rows, with their rows, or ``None`` if there are none."""
+    def measured(self) -> list[tuple[ProbedTensor, TakenRow, list[TakenRow]]]:
+        """The tensors that have rows: described, and the rows of their values and gradients."""
         inputs = shown_inputs((*self._given, *self._made))
-        rows = [row for row in inputs if row.is_shown and row.forward is not None]
-        if not rows:
-            return None
-        device = rows[0].forward.device  # type: ignore[union-attr]
-        layout = self._measuring.layout
-        with unseen(), torch.no_grad():
-            forward = [row.forward.to(device) for row in rows if row.forward is not None]
-            backward = [row.backward_row(layout).to(device) for row in rows]
-            tensors = tuple(row.described(inputs[row]) for row in rows)
-            rows_of = CallRecord.of_rows(torch.stack(forward), torch.stack(backward))
-            return ProbedCall(tensors, rows_of, Gauge())
+        return [
+            (row.described(inputs[row]), row.forward, row.backward)
+            for row in inputs
+            if row.is_shown and row.forward is not None
+        ]
 
     @property
     def log2_units(self) -> dict[str, int]:
@@ -356,7 +350,8 @@ class WatchedCall:
 
     def _count_again(self, row: TensorRow, tensor: Tensor) -> None:
         """Count formats in a unit that is not the one of the last sample."""
-        if row.forward is not None and row.log2_counted != row.log2_sigma:
+        is_counted = self._measuring.counts_stored and row.forward is not None
+        if is_counted and row.log2_counted != row.log2_sigma:
             self._measuring.value(row, tensor)
 
     def _mark_operands(self, operands: Sequence[Tensor], word: str) -> None:

@@ -16,9 +16,10 @@ from torch.overrides import TorchFunctionMode, has_torch_function
 
 from lightning_unitscale.dispatch.calls import watching
 from lightning_unitscale.graph.decompose import open_function
+from lightning_unitscale.lossless.gauge import Gauge
 from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
-from lightning_unitscale.tracking.records import sent_snapshot
+from lightning_unitscale.tracking.records import snapshot_of
 from lightning_unitscale.watching.names import Callers, StartNames, answers, word_of
 from lightning_unitscale.watching.rows import Measuring
 from lightning_unitscale.watching.torch_state import (
@@ -109,6 +110,7 @@ class StepWatcher:
         """Forget what was watched and not taken."""
         self.close()
         self._calls.clear()
+        self._measuring.clear()
 
     def take(self, step: int, *, grad_scale: float = 1.0) -> Callable[[], ScaleSnapshot] | None:
         """Send for what was watched since the last call; what is returned waits for it.
@@ -122,12 +124,21 @@ class StepWatcher:
         """
         self.close()
         calls, self._calls = self._calls, []
-        probed = [record for call in calls if (record := call.record()) is not None]
         for call in calls:
             self._units.update(call.log2_units)
-        if not probed:
+        found = [measured for call in calls for measured in call.measured()]
+        sent = self._measuring.send()
+        if not found:
             return None
-        return sent_snapshot(step, probed, self._measuring.layout, grad_scale)
+        tensors, forward, backward = zip(*found, strict=True)
+        layout, gauge = self._measuring.layout, Gauge()
+
+        def arrived() -> ScaleSnapshot:
+            described = [(tensor, gauge) for tensor in tensors]
+            values = sent([[row] for row in forward])
+            return snapshot_of(step, described, layout, grad_scale, values, sent(backward))
+
+        return arrived
 
 
 class _WatchMode(TorchFunctionMode):

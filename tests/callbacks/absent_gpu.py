@@ -123,20 +123,17 @@ class Gpu(FromOutside):
         is_fake = isinstance(tensor, FakeTensor)
         return not is_fake and _address(tensor.untyped_storage()) in self._pinned
 
-    def _row(self, tensor: Tensor, factor: list[Tensor], key: str) -> Tensor:
+    def _row(self, tensor: Tensor, factor: Tensor | None, key: str) -> Tensor:
         from lightning_unitscale.scales import triton_statistics
 
-        kernels = {name: self._kernel(name) for name in ("partial_rows", "joint_row")}
-        with self, mock.patch.multiple(triton_statistics, **kernels):
-            return triton_statistics.triton_row(
-                tensor, RowLayout.from_key(key), factor[0] if factor else None
-            )
+        with self:
+            return triton_statistics.triton_row(tensor, RowLayout.from_key(key))
 
     def _cast(self, casts: list[Tensor], matrix: Tensor, factor: Any, *others: Any) -> None:
         from lightning_unitscale.functional import triton_cast
 
         number, dtype, has_rows, has_turned = others
-        with self, mock.patch.object(triton_cast, "cast_tiles", self._kernel("cast_tiles")):
+        with self, mock.patch.object(triton_cast, "cast_tiles", self.kernel("cast_tiles")):
             triton_cast.cast_matrix(
                 matrix,
                 factor[0] if factor else number,
@@ -145,7 +142,9 @@ class Gpu(FromOutside):
                 casts[-1] if has_turned else None,
             )
 
-    def _kernel(self, name: str) -> Any:
+    def kernel(self, name: str) -> Any:
+        """A stand-in of a Triton kernel, of which launches are counted."""
+
         def launch(*_: Any, **__: Any) -> None:
             self.launches[-1][name] += 1
 
@@ -207,6 +206,8 @@ class Kernels(FromOutside):
 @contextlib.contextmanager
 def a_gpu() -> Iterator[Gpu]:
     """Within this context there is one, for what knows of fake tensors only."""
+    from lightning_unitscale.scales import triton_statistics
+
     gpu = Gpu()
     stand_ins: list[tuple[Any, dict[str, Any]]] = [
         (
@@ -216,6 +217,14 @@ def a_gpu() -> Iterator[Gpu]:
                 "get_device_capability": lambda *_: (9, 0),
                 "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8, device="cpu"),
                 "set_rng_state": lambda *_: None,
+                "current_stream": lambda *_: 0,
+            },
+        ),
+        (
+            triton_statistics,
+            {
+                name: gpu.kernel(name)
+                for name in ("partial_rows", "partial_strided_rows", "joint_rows")
             },
         ),
         (torch._subclasses, {"FakeTensorMode": CapturedDevice}),

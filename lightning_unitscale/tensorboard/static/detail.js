@@ -2,7 +2,7 @@
 
 import { element } from './dom.js';
 import { bandKey, exponentDomain, fractionTable, histogram, summaryLine } from './histogram.js';
-import { ExactFractions, ExponentSeries, columnAt, power } from './model.js';
+import { MonitoredFractions, ExponentSeries, columnAt, power } from './model.js';
 import { trend } from './trend.js';
 
 const LARGEST_SHIFT = 40;
@@ -131,7 +131,7 @@ export class Detail {
   async #fetch(run, name) {
     const key = [run.run, run.direction, name].join('\n');
     if (this.series.has(key)) return;
-    const found = { exponents: null, exact: null, error: null };
+    const found = { exponents: null, monitored: null, error: null };
     this.series.set(key, found);
     const query = { run: run.run, direction: run.direction, tensor: name };
     try {
@@ -139,7 +139,7 @@ export class Detail {
       found.exponents = new ExponentSeries(exponents.header, exponents.arrays);
       // The server may have to read a lot for these: the histogram does not wait for them.
       this.load('fractions', query).then(({ header, arrays }) => {
-        found.exact = new ExactFractions(header, arrays);
+        found.monitored = new MonitoredFractions(header, arrays);
         if (this.subject?.name === name) this.#draw();
       }, () => {});
     } catch (error) {
@@ -222,7 +222,8 @@ export class Detail {
       series: known?.exponents ?? null,
       error: known?.error ?? null,
       counts: known?.exponents?.at(step, stored) ?? null,
-      exact: (format) => (isCounted ? known?.exact?.at(run.steps[column], format) ?? null : null),
+      shareRead: () => known?.monitored?.shareRead(run.steps[column]) ?? 1,
+      monitored: (format) => (isCounted ? known?.monitored?.at(run.steps[column], format) ?? null : null),
     };
   }
 
@@ -273,9 +274,9 @@ export class Detail {
   #table(found) {
     const { shift, formats } = this;
     // What was counted on the device is there without a histogram too.
-    const exact = formats.filter(({ name }) => found.every((one) => one.exact(name)));
+    const monitored = formats.filter(({ name }) => found.every((one) => one.monitored(name)));
     const hasCounts = found.some(({ counts }) => counts);
-    if (!hasCounts && !exact.length) return [];
+    if (!hasCounts && !monitored.length) return [];
     const table = fractionTable({
       runs: found,
       shift,
@@ -284,10 +285,14 @@ export class Detail {
       onChoose: (format) => this.choose(format),
     });
     const number = Math.max(...found.map(({ counts }) => counts?.numSampled ?? 0));
-    const names = exact.map(({ name }) => name.replace('FN', '')).join(', ');
+    const names = monitored.map(({ name }) => name.replace('FN', '')).join(', ');
     const sampled = `from the exponents of ${number.toLocaleString('en')} elements`;
-    const counted = exact.length ? [`${names}: all elements counted.`] : [];
-    if (hasCounts) counted.push(`${exact.length ? 'Others' : 'Shares'}: ${sampled}.`);
+    const shares = found.map((one) => one.shareRead()).filter((one) => one < 1);
+    const read = shares.length
+      ? `estimated from a sample of ${(100 * Math.min(...shares)).toPrecision(2)} % of the elements`
+      : 'all elements counted';
+    const counted = monitored.length ? [`${names}: ${read}.`] : [];
+    if (hasCounts) counted.push(`${monitored.length ? 'Others' : 'Shares'}: ${sampled}.`);
     return [table, element('p', { class: 'note' }, counted.join(' '))];
   }
 

@@ -157,7 +157,7 @@ function lane(x, format, shift, top, isChosen, onChoose) {
 /**
  * The fractions of one tensor for all formats as a table; a row is a choice of the format.
  *
- * `runs` are {counts, exact}: counts as of `ExponentSeries.at` or null, and a function that returns
+ * `runs` are {counts, monitored}: counts as of `ExponentSeries.at` or null, and a function that returns
  * what was counted of a format on the device, or null.
  */
 export function fractionTable({ runs, shift, formats, chosen, onChoose }) {
@@ -169,9 +169,9 @@ export function fractionTable({ runs, shift, formats, chosen, onChoose }) {
   const several = runs.length > 1;
   const dot = (place) => (several ? element('i', { class: `key run-${place}` }) : null);
   const rows = formats.map((format) => {
-    const found = runs.map(({ counts, exact }) => ({
+    const found = runs.map(({ counts, monitored }) => ({
       ...(counts ? shares(format, counts, shift) : {}),
-      ...exact(format.name),
+      ...monitored(format.name),
     }));
     const cells = kinds.flatMap(([kind]) =>
       found.map((one, place) => {

@@ -228,12 +228,19 @@ export function shares(format, { first, counts, numSampled }, shift) {
   };
 }
 
-/** Exact out-of-range fractions of one stored tensor. */
-export class ExactFractions {
+/** Out-of-range fractions of one stored tensor in the monitored formats. */
+export class MonitoredFractions {
   constructor(header, arrays) {
     this.steps = header.steps;
     this.formats = header.formats;
     this.fractions = arrays.fractions;
+    this.shares = header.share_read;
+  }
+
+  /** The share of the elements that the fractions come from, at a step. */
+  shareRead(step) {
+    const row = columnAt(this.steps, step);
+    return this.steps[row] === step ? this.shares[row] : null;
   }
 
   /** The fractions of a format at exactly this step; null when they were not measured. */

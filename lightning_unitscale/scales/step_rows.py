@@ -1,0 +1,118 @@
+"""The rows of one step: measured one by one, in memory that they share, and read together."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from lightning_unitscale.scales.host_rows import HostRows
+from lightning_unitscale.scales.layout import RowLayout
+from lightning_unitscale.scales.reduce import merge_rows
+from lightning_unitscale.scales.statistics import functional_row, has_triton
+from lightning_unitscale.scales.transfer import HostCopy
+
+
+class SeparateRows:
+    """Collects rows of torch operations: exact counts, and devices without a kernel.
+
+    Args:
+        layout: Any layout that is measured.
+    """
+
+    def __init__(self, layout: RowLayout) -> None:
+        self._layout = layout
+        self._rows: list[Tensor] = []
+
+    def add(self, tensor: Tensor, factor: Tensor | None = None) -> int:
+        """Measure a real floating-point tensor; returns the place of its row."""
+        self._rows.append(functional_row(tensor, self._layout, factor=factor))
+        return len(self._rows) - 1
+
+    def finish(self) -> Tensor:
+        """Return the rows, shape ``(num_tensors, layout.num_columns)``, in the order of adding."""
+        return torch.stack(self._rows)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class TakenRow:
+    """Where the row of a tensor is.
+
+    Attributes:
+        rows: The rows of its device and stream.
+        index: Its place among them.
+    """
+
+    rows: Any
+    index: int
+
+
+# Returns for each of several lists of rows the merged row; zeros for an empty list.
+ReadRows: TypeAlias = Callable[[Sequence[Sequence[TakenRow]]], Tensor]
+
+
+class StepRows:
+    """Collects the rows of a step's tensors, on any devices.
+
+    Args:
+        layout: Their columns, a measured layout.
+    """
+
+    def __init__(self, layout: RowLayout) -> None:
+        self._layout = layout
+        # A stream's rows are added up in its own order.
+        self._collected: dict[Any, Any] = {}
+
+    def add(self, tensor: Tensor, factor: Tensor | None = None) -> TakenRow:
+        """Measure a real floating-point tensor as it is now, without waiting for its device.
+
+        Args:
+            tensor: Of any shape, type and strides.
+            factor: Of exact counts, see ``statistics_row``.
+        """
+        device = tensor.device
+        key: Any = device
+        if device.type == "cuda":
+            key = torch.cuda.current_stream(device)
+        rows = self._collected.get(key)
+        if rows is None:
+            rows = self._collected[key] = self._new(device)
+        index = rows.add(tensor) if factor is None else rows.add(tensor, factor)
+        return TakenRow(rows, index)
+
+    def send(self) -> ReadRows:
+        """Send for the rows, with one transfer from each device; what is returned waits for it."""
+        sent = {rows: HostCopy(rows.finish()) for rows in self._collected.values()}
+        self._collected = {}
+        return functools.partial(_read, sent, self._layout)
+
+    def _new(self, device: torch.device) -> Any:
+        if self._layout.is_sampled and device.type == "cpu":
+            return HostRows(self._layout)
+        if self._layout.is_sampled and device.type == "cuda" and has_triton():
+            from lightning_unitscale.scales.triton_statistics import TritonRows
+
+            return TritonRows(self._layout, device)
+        return SeparateRows(self._layout)
+
+
+def _read(
+    sent: dict[Any, HostCopy], layout: RowLayout, lists: Sequence[Sequence[TakenRow]]
+) -> Tensor:
+    first, parts = {}, []
+    # Behind each other, and last the row of what is not there.
+    for rows, copy in sent.items():
+        first[rows] = sum(map(len, parts))
+        parts.append(copy.numbers().double())
+    parts.append(torch.zeros(1, layout.num_columns, dtype=torch.float64, device="cpu"))
+    table = torch.cat(parts)
+    places = [[first[row.rows] + row.index for row in rows] or [-1] for rows in lists]
+    found = table[[one[0] for one in places]]
+    for index, others in enumerate(places):
+        for other in others[1:]:
+            found[index] = merge_rows(found[index], table[other], layout)
+    return found

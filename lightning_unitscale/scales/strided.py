@@ -1,0 +1,84 @@
+"""Which elements of a tensor its sample has: every so many-th in the order of memory.
+
+A stride that shares a factor with the length of a row would see some channels only, since lengths
+are mostly multiples of a power of two. A stride near a multiple of that length, or near a simple
+part of it, would see neighbouring channels only in as many samples. So the ratio of the two has a
+fraction near one that rational numbers approximate badly, those of the golden ratio.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from torch import Tensor
+
+_GOLDEN: Final = (math.sqrt(5) - 1) / 2
+# Numbers whose continued fractions end in ones, as that of the golden ratio does.
+_FRACTIONS: Final = (1 / (2 + _GOLDEN + 1), 1 - _GOLDEN, _GOLDEN, 1 - 1 / (2 + _GOLDEN + 1))
+# Below this a sample sees all parts of a row in a few rows, whatever the fraction is.
+_SHORT: Final = 16
+
+
+@functools.lru_cache(maxsize=4096)
+def sample_stride(numel: int, row_length: int, sample_size: int) -> int:
+    """Return the distance between the sampled elements of a tensor.
+
+    Args:
+        numel: Number of elements; the sample begins with the first of them.
+        row_length: Elements of its last dimension. The distance shares no factor with it.
+        sample_size: Number of elements in the sample, at most.
+    """
+    shortest = -(-numel // sample_size)
+    if shortest <= 1:
+        return 1
+    stride = shortest
+    if min(shortest, row_length) >= _SHORT:
+        ratios = [shortest / row_length, row_length / shortest]
+        whole = [math.floor(ratio) for ratio in ratios]
+        longer = [(q + f) * row_length for q in (whole[0], whole[0] + 1) for f in _FRACTIONS]
+        parts = [row_length / (q + f) for q in (whole[1], whole[1] - 1) for f in _FRACTIONS
+                 if q + f > 0]  # fmt: skip
+        # Several strides a row, or several rows a stride.
+        found = longer if ratios[0] >= 1 else [*parts, longer[-1]]
+        stride = min(math.ceil(one) for one in found if one >= shortest)
+    while math.gcd(stride, row_length) > 1:
+        stride += 1
+    return stride
+
+
+@dataclass(frozen=True)
+class Elements:
+    """The elements of a tensor in the order of memory.
+
+    Attributes:
+        tensor: The tensor without the repetitions that ``expand`` makes, its dimensions in the
+            order of memory and those of one element left out.
+        repeats: How often it is repeated.
+    """
+
+    tensor: Tensor
+    repeats: int
+
+    @staticmethod
+    def of(tensor: Tensor) -> Elements:
+        """Return those of a tensor, without copying any."""
+        tensor = tensor.resolve_neg()
+        if tensor.is_contiguous():
+            return Elements(tensor, 1)
+        dims = sorted(
+            ((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+             if size != 1), reverse=True
+        )  # fmt: skip
+        kept = [dim for dim in dims if dim[0] or not dim[1]]
+        repeats = math.prod(size for stride, size in dims if not stride and size)
+        shape = [size for _, size in kept]
+        strides = [stride for stride, _ in kept]
+        return Elements(tensor.as_strided(shape, strides), repeats)
+
+    def stride(self, sample_size: int) -> int:
+        """Return the distance between sampled elements."""
+        row = next((size for size in reversed(self.tensor.shape) if size > 1), 1)
+        return sample_stride(self.tensor.numel(), row, sample_size)
