@@ -23,6 +23,7 @@ from lightning_unitscale.callbacks.packages import (
     is_overridden,
     is_param_in_hook_signature,
     misconfigured,
+    rank_zero_info,
 )
 from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.growing_lists import functions_of, names_in
@@ -141,6 +142,7 @@ def attach_steps(
         steps = ModuleSteps(
             module, existing_steps(module), defer=("log", "log_dict"), untraced=_untraced
         )
+    steps.say = rank_zero_info
     steps.attach(name)
     return steps
 

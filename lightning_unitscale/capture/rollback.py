@@ -53,6 +53,33 @@ def restoring(module: nn.Module, *, parameters: bool = True) -> Iterator[None]:
         yield
 
 
+def undoers(module: nn.Module) -> Iterator[Callable[[], object]]:
+    """Yield what undoes a step of a module whose parameters it leaves alone; call in reverse.
+
+    As :func:`restoring`, for a caller that finds out later whether the step is to be undone. It
+    also puts back gradients, and takes off the hooks that the step has put on parameters.
+    """
+    yield functools.partial(torch.set_rng_state, torch.get_rng_state())
+    devices = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
+    for device in devices:
+        if device.type == "cuda":
+            state = torch.cuda.get_rng_state(device)
+            yield functools.partial(torch.cuda.set_rng_state, state, device)
+    yield from _restorers(module, parameters=False)
+    for parameter in module.parameters():
+        yield functools.partial(_restore_hooks, parameter, set(parameter._backward_hooks or ()))
+        gradient = parameter.grad
+        if gradient is not None and not gradient.is_sparse:
+            yield from restorers_of(gradient)
+        yield functools.partial(setattr, parameter, "grad", gradient)
+
+
+def _restore_hooks(parameter: nn.Parameter, before: set[Any]) -> None:
+    hooks = parameter._backward_hooks or {}
+    for key in hooks.keys() - before:
+        del hooks[key]
+
+
 def _restorers(module: nn.Module, *, parameters: bool) -> Iterator[Callable[[], object]]:
     yield functools.partial(random.setstate, random.getstate())
     yield functools.partial(np.random.set_state, np.random.get_state())
