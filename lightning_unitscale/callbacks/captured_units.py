@@ -21,7 +21,11 @@ from lightning_unitscale.callbacks.options import Lossless, Rules, mode_of
 from lightning_unitscale.callbacks.packages import is_lightning, misconfigured
 from lightning_unitscale.callbacks.remat import RematCallback, step_partitioner
 from lightning_unitscale.callbacks.rules import RuleScaling
-from lightning_unitscale.callbacks.steps import all_callbacks, attach_steps
+from lightning_unitscale.callbacks.steps import (
+    all_callbacks,
+    attach_steps,
+    keep_plain_where_recorded,
+)
 from lightning_unitscale.callbacks.trainer_settings import start_loss_scale_at_one
 from lightning_unitscale.callbacks.units import RecalibrationSchedule
 from lightning_unitscale.capture.gathering import GatherParameters
@@ -155,6 +159,7 @@ class CapturedUnits(GraphUnits):
             steps.use_executor("inductor", mode_of(self._compile))
         if partitioner is not None:
             steps.partition_by(partitioner)
+        keep_plain_where_recorded(steps, module)
 
     def _check_sharding(self, trainer: pl.Trainer, *, is_sharded: bool) -> None:
         """Refuse to scale by rules what the steps of a sharded module cannot have.

@@ -22,7 +22,12 @@ from lightning_unitscale.callbacks.packages import (
     rank_zero_info,
     rank_zero_warn,
 )
-from lightning_unitscale.callbacks.steps import StepsCallback, attach_steps, enter
+from lightning_unitscale.callbacks.steps import (
+    StepsCallback,
+    attach_steps,
+    enter,
+    keep_plain_where_recorded,
+)
 from lightning_unitscale.capture.step_messages import NO_REASON
 from lightning_unitscale.capture.steps import ModuleSteps
 from lightning_unitscale.dynamo.breaks import joined_reasons
@@ -130,6 +135,7 @@ class RematCallback(StepsCallback):
         self._steps.partition_by(self._partitioner)
         if self.compile:
             self._steps.use_executor("inductor", mode_of(self.compile))
+        keep_plain_where_recorded(self._steps, pl_module)
 
     @override
     def on_train_batch_start(
@@ -239,10 +245,10 @@ class RematCallback(StepsCallback):
         if any(graph.executor == "eager" for graph in step.graphs):
             return  # unit scaling has measured this step while it ran; the next one is planned
         self._has_warned = True
-        if step.fallback.reason is not None or not step.graphs:
-            return  # of which the step itself has warned
         reasons = joined_reasons(step.graph_breaks) or NO_REASON
-        partitioner.give_up(reasons)
+        partitioner.give_up(step.fallback.reason or reasons)
+        if step.messages.has_warned:
+            return
         rank_zero_warn(
             f"RematCallback: nothing of {step.title} that trains could be captured, so it runs as "
             f"it is{partitioner.loss_without_plan} ({reasons}). Keep printing, .item() and shapes "

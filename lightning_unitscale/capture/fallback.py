@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_unitscale.capture.recorded_passes import find_recorded_pass
 from lightning_unitscale.capture.trial import Trial
 from lightning_unitscale.dynamo.breaks import calling_line, reason_raised
 from lightning_unitscale.dynamo.capture import Executor, original_error
@@ -22,6 +24,9 @@ from lightning_unitscale.patching import nothing
 
 if TYPE_CHECKING:
     from lightning_unitscale.capture.captured_step import CapturedStep
+
+
+RECORDED = "it takes gradients of gradients (create_graph=True)"
 
 
 class Refusal(Exception):
@@ -93,6 +98,9 @@ class Fallback:
             StaysPlain: If it has failed and was undone.
         """
         trial = Trial(self._step.owner.module, *arguments)
+        if self._is_possible and self._step.graph_breaks and self._may_record:
+            # The pass may be in a part of the step whose beginning is not captured again.
+            trial.begin()
 
         @contextlib.contextmanager
         def captured(code: CodeType) -> Iterator[None]:
@@ -108,7 +116,7 @@ class Fallback:
                 return
             line = calling_line()
             if trial.undo():
-                raise StaysPlain(f"it takes gradients of gradients (create_graph=True) at {line}")
+                raise StaysPlain(f"{RECORDED} at {line}")
 
         self._error_of_pass = None
         try:
@@ -130,6 +138,11 @@ class Fallback:
         except Exception as error:
             self._error_of_pass = error
             raise
+
+    @functools.cached_property
+    def _may_record(self) -> bool:
+        """Whether the step's code mentions gradients of gradients."""
+        return find_recorded_pass(self._step.owner.module, self._step.__wrapped__) is not None
 
     @property
     def _is_possible(self) -> bool:

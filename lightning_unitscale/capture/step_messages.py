@@ -51,6 +51,9 @@ class StepMessages:
 
     Args:
         step: The step.
+
+    Attributes:
+        has_warned: Whether one was given.
     """
 
     def __init__(self, step: CapturedStep) -> None:
@@ -59,12 +62,12 @@ class StepMessages:
 
     def reset(self) -> None:
         """Warn again: something else is captured now."""
-        self._has_warned = False
+        self.has_warned = False
 
     def warn_once(self, text: str) -> None:
         """Warn, if nothing was warned of before."""
-        if not self._has_warned:
-            self._has_warned = True
+        if not self.has_warned:
+            self.has_warned = True
             warnings.warn(text, stacklevel=6)
 
     @property

@@ -32,15 +32,10 @@ class Trial:
         self._undo: list[Callable[[], object]] = []
         self._before: list[Any] = []
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether the call can be undone, if no parameter changes."""
-        return bool(self._undo)
-
     def begin(self) -> None:
         """Note how things are; nothing of the call has run yet."""
         if self._can_begin and not self._undo:
-            self._before = list(map(_state_of, self._module.parameters()))
+            self._before = [_state_of(param) for param in self._module.parameters()]
             self._undo = list(undoers(self._module))
 
     def undo(self) -> bool:
