@@ -15,17 +15,14 @@ from lightning_unitscale.callbacks.distributed import (
     refuse_sharded_parameters,
 )
 from lightning_unitscale.callbacks.explanation import Explanation, units_table
+from lightning_unitscale.callbacks.fallbacks import keep_plain_where_recorded
 from lightning_unitscale.callbacks.half_precision import ParameterHolding
 from lightning_unitscale.callbacks.lightning_loop import LightningLoop
 from lightning_unitscale.callbacks.options import Lossless, Rules, mode_of
 from lightning_unitscale.callbacks.packages import is_lightning, misconfigured
 from lightning_unitscale.callbacks.remat import RematCallback, step_partitioner
 from lightning_unitscale.callbacks.rules import RuleScaling
-from lightning_unitscale.callbacks.steps import (
-    all_callbacks,
-    attach_steps,
-    keep_plain_where_recorded,
-)
+from lightning_unitscale.callbacks.steps import all_callbacks, attach_steps
 from lightning_unitscale.callbacks.trainer_settings import start_loss_scale_at_one
 from lightning_unitscale.callbacks.units import RecalibrationSchedule
 from lightning_unitscale.capture.gathering import GatherParameters

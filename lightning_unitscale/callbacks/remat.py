@@ -15,6 +15,7 @@ from lightning_unitscale.callbacks.distributed import (
     refuse_sharded_parameters,
 )
 from lightning_unitscale.callbacks.explanation import Explanation
+from lightning_unitscale.callbacks.fallbacks import keep_plain_where_recorded
 from lightning_unitscale.callbacks.options import check_compile, mode_of
 from lightning_unitscale.callbacks.packages import (
     is_lightning,
@@ -22,12 +23,7 @@ from lightning_unitscale.callbacks.packages import (
     rank_zero_info,
     rank_zero_warn,
 )
-from lightning_unitscale.callbacks.steps import (
-    StepsCallback,
-    attach_steps,
-    enter,
-    keep_plain_where_recorded,
-)
+from lightning_unitscale.callbacks.steps import StepsCallback, attach_steps, enter
 from lightning_unitscale.capture.step_messages import NO_REASON
 from lightning_unitscale.capture.steps import ModuleSteps
 from lightning_unitscale.dynamo.breaks import joined_reasons

@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from lightning_unitscale.arguments import is_same
 from lightning_unitscale.callbacks.distributed import pipeline_of
+from lightning_unitscale.callbacks.fallbacks import falling_back_in_backward
 from lightning_unitscale.callbacks.given import check_callbacks, check_list_in, guard_hooks
 from lightning_unitscale.callbacks.packages import (
     PACKAGES,
@@ -26,9 +27,7 @@ from lightning_unitscale.callbacks.packages import (
     rank_zero_info,
 )
 from lightning_unitscale.capture.captured_step import CapturedStep
-from lightning_unitscale.capture.fallback import RECORDED
 from lightning_unitscale.capture.growing_lists import functions_of, names_in
-from lightning_unitscale.capture.recorded_passes import find_recorded_pass
 from lightning_unitscale.capture.steps import LIGHTNING_STEPS, ModuleSteps, steps_of
 from lightning_unitscale.dynamo.capture import is_compiled
 from lightning_unitscale.loops.attach import Attachment
@@ -144,42 +143,11 @@ def attach_steps(
         steps = ModuleSteps(
             module, existing_steps(module), defer=("log", "log_dict"), untraced=_untraced
         )
-    steps.say = rank_zero_info
+        steps.say = rank_zero_info
+        steps.attach(name)
+        steps.keep(falling_back_in_backward(steps, module))
     steps.attach(name)
     return steps
-
-
-# What runs between a step and its optimizer, on the loss or on gradients.
-_AROUND_BACKWARD = (
-    "backward",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "configure_gradient_clipping",
-    "optimizer_step",
-)
-
-
-def keep_plain_where_recorded(steps: ModuleSteps, module: pl.LightningModule) -> None:
-    """Let ``training_step`` run as it is if gradients of its gradients are taken outside of it.
-
-    So they are, or may be, where a step updates weights itself: once it has, nothing of it can be
-    undone.
-
-    Args:
-        steps: The captured steps, with what runs them.
-        module: Their module.
-    """
-    step = steps.steps.get("training_step")
-    if step is None or steps.executor == "eager" or steps.changes_function:
-        return
-    methods = [getattr(module, name) for name in _AROUND_BACKWARD if is_overridden(name, module)]
-    if not module.automatic_optimization:
-        methods.append(step.__wrapped__)
-    for method in methods:
-        if (place := find_recorded_pass(module, method)) is not None:
-            step.fallback.stay_plain(f"{RECORDED} at {place}")
-            return
 
 
 def step_arguments(

@@ -69,6 +69,7 @@ class CapturedStep:
         num_graph_calls: Calls of graphs in the last call of the step.
         before_call: Called with the step and the arguments of a call that is about to be made.
         before_rehearsal: Called with the arguments of a rehearsal that is about to begin.
+        postponed: What it logs and appends to lists.
         fallback: Lets calls run the user's own method, if they cannot run captured.
         messages: What the user reads about it.
         progress: How long it was captured.
@@ -107,7 +108,7 @@ class CapturedStep:
         self._running: Executor = "eager"
         self._callables: dict[Executor, Callable[..., Any]] = {}
         self._backends: dict[Executor, GraphBackend] = {}
-        self._postponed = Postponed(self.owner.module, self.__wrapped__, self.owner.defer)
+        self.postponed = Postponed(self.owner.module, self.__wrapped__, self.owner.defer)
         self._untraced = UntracedCalls(
             self.owner.find_untraced, lambda function: self._traced(self._running, function)
         )
@@ -135,7 +136,7 @@ class CapturedStep:
             result = self._run(executor, args, kwargs)
         for graph_pass in passes:
             graph_pass.after_step(self.owner.module, result)
-        self._postponed.replay()
+        self.postponed.replay()
         return result
 
     def rehearse(self, interpreter: Interpreter, *args: Any, **kwargs: Any) -> Any:
@@ -159,7 +160,7 @@ class CapturedStep:
                     self.before_rehearsal(*args, **kwargs)
                 yield
             finally:
-                self._postponed.discard()
+                self.postponed.discard()
 
     def graph_call(self, *args: Any, **kwargs: Any) -> GraphCall:
         """The graph that a call would run, with its inputs; nothing of the step has run then.
@@ -209,7 +210,7 @@ class CapturedStep:
         """
         with shadowed(self, interpreter=interpreter):
             result = self._run("eager", args, kwargs)
-        self._postponed.replay()
+        self.postponed.replay()
         return result
 
     def invalidate(self) -> None:
@@ -256,7 +257,7 @@ class CapturedStep:
                 else:
                     result = self._compiled(executor)(*args, **kwargs)
         except StaysPlain as reason:
-            return self._run_plain(str(reason), args, kwargs)
+            return self.run_plain(str(reason), args, kwargs)
         except Exception as error:
             inner = self._after_error(error)
             if is_of_dynamo(inner):
@@ -268,19 +269,20 @@ class CapturedStep:
             # Dynamo passes over a step under such a mode, and ever after, if it is not told.
             capture.forget(self._captured)
         breaks = self._note_breaks_since(num_breaks)
-        if result is not None or not self._postponed.is_empty:
+        if result is not None or not self.postponed.is_empty:
             # Otherwise the step has skipped this batch.
             self.messages.warn_if_nothing_ran(self._refused)
         self.messages.warn_of_saving(breaks)
         self._num_captures += len(self.graphs) > num_graphs
         if self._num_captures == MANY_CAPTURES:
             self.messages.warn_of_captures()
+        self.fallback.note_call(result, *args, **kwargs)
         if self.interpreter is None:
             planning = getattr(self.owner.partition_fn, "planning_seconds", 0.0)
             self.progress.report(len(self.graphs), planning)
         return result
 
-    def _run_plain(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_plain(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the user's own method in place of what was undone, and from now on."""
         self._after_error(RuntimeError(reason))
         self.num_graph_calls = 0
@@ -307,14 +309,14 @@ class CapturedStep:
             kept_whole([function for each in self.owner.passes for function in each.kept_whole]),
             opened_layers(self.owner.changes_numbers(self.name)),
             plain_forward(self.owner.module),
-            self._postponed.recording(),
+            self.postponed.recording(),
             self._untraced.replaced(is_rehearsing=self.is_rehearsing),
         ):
             yield
 
     def _after_error(self, error: Exception) -> BaseException:
         """Forget what was captured, and say which error it was that Dynamo may have wrapped."""
-        self._postponed.discard()
+        self.postponed.discard()
         # Dynamo never looks again at a frame in which an error was raised; the next call may.
         capture.forget(self._captured)
         self.reset()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from lightning_unitscale.capture.recorded_passes import find_recorded_pass
 from lightning_unitscale.capture.trial import Trial
@@ -58,6 +60,9 @@ class Fallback:
         # How many hooks had been registered when it last looked for some.
         self._num_hooks = -1
         self._error_of_pass: Exception | None = None
+        # The last call, until its backward pass has shown that it can be captured.
+        self._pending: Trial | None = None
+        self._pending_call: tuple[Any, tuple[Any, ...], dict[str, Any]] = (None, (), {})
 
     def is_due(self, executor: Executor) -> bool:
         """Whether a call runs the user's own method; looks for hooks of backward passes.
@@ -97,7 +102,8 @@ class Fallback:
         Raises:
             StaysPlain: If it has failed and was undone.
         """
-        trial = Trial(self._step.owner.module, *arguments)
+        module, keep = self._step.owner.module, self._step.postponed.names
+        trial = Trial(module, *arguments, keep=keep)
         if self._is_possible and self._step.graph_breaks and self._may_record:
             # The pass may be in a part of the step whose beginning is not captured again.
             trial.begin()
@@ -119,16 +125,67 @@ class Fallback:
                 raise StaysPlain(f"{RECORDED} at {line}")
 
         self._error_of_pass = None
+        self._pending = None
         try:
             with around_captures(captured), noticing_recorded_passes(refuse):
                 yield
         except Exception as error:
-            inner = original_error(error)
-            is_ours = isinstance(inner, Refusal) or inner is self._error_of_pass
-            # Without a plan there would be even less memory.
-            if is_ours or isinstance(inner, torch.OutOfMemoryError) or not trial.undo():
+            raise self._undone(trial, error) from None
+        if trial.has_begun and executor != "eager" and torch.is_grad_enabled():
+            self._pending = trial
+
+    def _undone(self, trial: Trial, error: Exception) -> BaseException:
+        """Undo a call that has failed; returns what is raised then."""
+        inner = original_error(error)
+        is_ours = isinstance(inner, Refusal) or inner is self._error_of_pass
+        # Without a plan there would be even less memory.
+        if is_ours or isinstance(inner, torch.OutOfMemoryError) or not trial.undo():
+            return error
+        return StaysPlain(f"captured, it fails ({reason_raised(inner)})")
+
+    def note_call(self, result: Any, *args: Any, **kwargs: Any) -> None:
+        """Remember a call that was tried, until its backward pass has succeeded."""
+        if self._pending is not None:
+            loss = result.get("loss") if isinstance(result, dict) else result
+            self._pending_call = (loss, args, kwargs)
+
+    def through_backward(
+        self,
+        run: Callable[[Any], None],
+        loss: Any,
+        quietly: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """Run the backward pass of the last call; if it fails, undo the call and run it plain.
+
+        Args:
+            run: Takes the backward pass from a loss.
+            loss: What the step has returned, perhaps multiplied by something.
+            quietly: Makes the context in which the user's own method logs nothing.
+        """
+        trial, self._pending = self._pending, None
+        if trial is None:
+            run(loss)
+            return
+        (returned, args, kwargs), self._pending_call = self._pending_call, (None, (), {})
+        factor = None
+        if returned is not loss and isinstance(returned, Tensor) and returned.requires_grad:
+            (factor,) = torch.autograd.grad(loss, returned, retain_graph=True, allow_unused=True)
+        parameters = list(self._step.owner.module.parameters())
+        before = [None if param.grad is None else param.grad.clone() for param in parameters]
+        try:
+            run(loss)
+        except Exception as error:
+            failure = self._undone(trial, error)
+            if not isinstance(failure, StaysPlain):
                 raise
-            raise StaysPlain(f"captured, it fails ({reason_raised(inner)})") from None
+            for parameter, gradient in zip(parameters, before, strict=True):
+                parameter.grad = gradient
+        else:
+            return
+        with quietly():
+            result = self._step.run_plain(str(failure), args, kwargs)
+        plain = result["loss"] if isinstance(result, dict) else result
+        run(plain if factor is None else plain * factor)
 
     @contextlib.contextmanager
     def not_for_errors(self) -> Iterator[None]:

@@ -126,6 +126,10 @@ class ModuleSteps:
             self._put.enter_context(unmarked(self.module))
             self._put.enter_context(shadowed(self.module, **{ATTRIBUTE: self}, **self.steps))
 
+    def keep(self, context: AbstractContextManager[Any]) -> None:
+        """Stay within a context until the last owner detaches the steps."""
+        self._put.enter_context(context)
+
     def detach(self, owner: str, *passes: GraphPass) -> None:
         """Take the owner's interest and passes away; the last one restores the module. Idempotent.
 

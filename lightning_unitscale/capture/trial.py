@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -22,21 +22,28 @@ class Trial:
     Args:
         module: Whose step it is.
         arguments: Arguments of the call.
+        keep: Attributes of the module that it has others of while it runs.
     """
 
-    def __init__(self, module: nn.Module, *arguments: Any) -> None:
+    def __init__(self, module: nn.Module, *arguments: Any, keep: Collection[str] = ()) -> None:
         self._module = module
+        self._keep = keep
         # What was taken from an iterator cannot be put back, nor what FSDP knows of its gathering.
         takes = any(isinstance(value, Iterator) for value in arguments)
         self._can_begin = not takes and not is_sharded(module)
         self._undo: list[Callable[[], object]] = []
         self._before: list[Any] = []
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether it can be undone, if no parameter changes."""
+        return bool(self._undo)
+
     def begin(self) -> None:
         """Note how things are; nothing of the call has run yet."""
         if self._can_begin and not self._undo:
             self._before = [_state_of(param) for param in self._module.parameters()]
-            self._undo = list(undoers(self._module))
+            self._undo = list(undoers(self._module, self._keep))
 
     def undo(self) -> bool:
         """Undo the call; returns whether that was possible."""
