@@ -38,11 +38,10 @@ class CaptureError(RuntimeError):
         more = f" (and {len(others)} more)" if others else ""
         place = first.where if isinstance(first, Reason) else ""
         why = first.why if isinstance(first, Reason) else first
-        culprit = f"{place} breaks the graph{more}" if place else f"it has no whole graph{more}"
+        culprit = f"{place} breaks the graph" if place else "its graph breaks"
         return cls(
-            f"{title} cannot be captured{manner}: {culprit}. {why[:1].upper()}{why[1:]}. Move that "
-            "out of the step, or mark its function with torch.compiler.disable where a step may "
-            "be captured in parts; TORCH_LOGS=graph_breaks shows more."
+            f"{title} cannot be captured{manner}: {culprit}{more}. {why[:1].upper()}{why[1:]}. "
+            f"Keep it out of {title.rpartition('.')[2]}; TORCH_LOGS=graph_breaks shows more of it."
         )
 
 
