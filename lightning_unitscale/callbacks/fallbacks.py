@@ -9,7 +9,7 @@ from lightning_unitscale.callbacks.packages import is_overridden
 from lightning_unitscale.capture.fallback import RECORDED
 from lightning_unitscale.capture.recorded_passes import find_recorded_pass
 from lightning_unitscale.capture.steps import ModuleSteps
-from lightning_unitscale.patching import Replacement, nothing, shadowed
+from lightning_unitscale.patching import Replacement, shadowed
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -67,12 +67,7 @@ def falling_back_in_backward(
             backpropagate(loss)  # within the step, which is undone as a whole
             return
         hook = module._current_fx_name
-        step.fallback.through_backward(
-            backpropagate,
-            loss,
-            # The step has logged.
-            lambda: shadowed(module, log=nothing, log_dict=nothing),
-        )
+        step.fallback.through_backward(backpropagate, loss)
         module._current_fx_name = hook  # an attribute, and so put back with the others
 
     return shadowed(module, backward=Replacement(run, backward))

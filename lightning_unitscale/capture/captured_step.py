@@ -283,10 +283,21 @@ class CapturedStep:
         return result
 
     def run_plain(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the user's own method in place of what was undone, and from now on."""
+        """Run the user's own method in place of what was undone, and from now on.
+
+        Args:
+            reason: What has failed.
+            args: Arguments of the call.
+            kwargs: Its keyword arguments.
+        """
         self._after_error(RuntimeError(reason))
         self.num_graph_calls = 0
-        result = self.__wrapped__(*args, **kwargs)  # an error now is the user's
+        try:
+            with self.postponed.recording():
+                result = self.__wrapped__(*args, **kwargs)
+        except Exception:  # the user's
+            self.postponed.discard()
+            raise
         self.fallback.stay_plain(reason)
         return result
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
@@ -149,18 +148,12 @@ class Fallback:
             loss = result.get("loss") if isinstance(result, dict) else result
             self._pending_call = (loss, args, kwargs)
 
-    def through_backward(
-        self,
-        run: Callable[[Any], None],
-        loss: Any,
-        quietly: Callable[[], AbstractContextManager[None]],
-    ) -> None:
+    def through_backward(self, run: Callable[[Any], None], loss: Any) -> None:
         """Run the backward pass of the last call; if it fails, undo the call and run it plain.
 
         Args:
             run: Takes the backward pass from a loss.
             loss: What the step has returned, perhaps multiplied by something.
-            quietly: Makes the context in which the user's own method logs nothing.
         """
         trial, self._pending = self._pending, None
         if trial is None:
@@ -182,8 +175,8 @@ class Fallback:
                 parameter.grad = gradient
         else:
             return
-        with quietly():
-            result = self._step.run_plain(str(failure), args, kwargs)
+        result = self._step.run_plain(str(failure), args, kwargs)
+        self._step.postponed.discard()  # it has logged that
         plain = result["loss"] if isinstance(result, dict) else result
         run(plain if factor is None else plain * factor)
 
