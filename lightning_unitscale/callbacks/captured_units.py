@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
@@ -183,6 +183,14 @@ class CapturedUnits(GraphUnits):
                 "the middle of the graph, of which nothing can run again then; expected only one "
                 "of them with ModelParallelStrategy; checkpoint the blocks yourself, or use DDP."
             )
+
+    @override
+    def begin_batch(self, batch: Any = None, batch_idx: int = 0) -> None:
+        steps = self._steps
+        if steps is not None and steps.steps["training_step"].fallback.is_due(steps.executor):
+            self._is_scheduled = self._is_looking = False  # no graph of it runs
+            return
+        super().begin_batch(batch, batch_idx)
 
     def start_fit(self) -> None:
         """Give the Trainer's settings their meaning for gradients in units."""

@@ -29,7 +29,9 @@ _AROUND_BACKWARD = (
 def keep_plain_where_recorded(steps: ModuleSteps, module: pl.LightningModule) -> None:
     """Let ``training_step`` run as it is if gradients of its gradients are taken outside of it.
 
-    Or may be taken in a step that updates weights itself: once it has, it cannot be undone.
+    Or may be taken inside of it where that is not found out in time: a step that updates weights
+    itself cannot be undone once it has, and one that units are measured in runs by an interpreter
+    first, which adds gradients up in another order.
 
     Args:
         steps: The captured steps, with what runs them.
@@ -40,7 +42,7 @@ def keep_plain_where_recorded(steps: ModuleSteps, module: pl.LightningModule) ->
         return
     kind = type(module)
     methods = [getattr(kind, name) for name in _AROUND_BACKWARD if is_overridden(name, module)]
-    if not module.automatic_optimization:
+    if steps.passes or not module.automatic_optimization:
         methods.append(step.__wrapped__)
     for method in methods:
         if (place := find_recorded_pass(module, method)) is not None:

@@ -243,7 +243,7 @@ class RematCallback(StepsCallback):
         self._has_warned = True
         reasons = joined_reasons(step.graph_breaks) or NO_REASON
         partitioner.give_up(step.fallback.reason or reasons)
-        if step.messages.has_warned:
+        if step.fallback.reason is not None or step.messages.has_warned:
             return
         rank_zero_warn(
             f"RematCallback: nothing of {step.title} that trains could be captured, so it runs as "

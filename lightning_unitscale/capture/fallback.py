@@ -81,7 +81,9 @@ class Fallback:
         return self.reason is not None
 
     def stay_plain(self, reason: str) -> None:
-        """Run the user's own method from now on, and warn of that."""
+        """Run the user's own method from now on, and warn of that, once."""
+        if self.reason is not None:
+            return
         self.reason = reason
         self._step.messages.warn_of_staying_plain(reason)
         if torch.is_grad_enabled():

@@ -77,7 +77,10 @@ def _named(hook: Any) -> str:
 def noticing_recorded_passes(notice: Callable[[], None]) -> Iterator[None]:
     """Within this context ``notice`` is called before each pass with ``create_graph=True``."""
     run = torch.autograd._engine_run_backward
+    # Both run in the middle of a step, whose functions Dynamo captures as it meets them.
+    notice = torch.compiler.disable(notice)
 
+    @functools.partial(torch.compiler.disable, recursive=False)
     @functools.wraps(run)
     def notice_and_run(
         outputs: Any, grad_outputs: Any, keeps_graph: Any, creates_graph: Any, *args: Any, **kw: Any

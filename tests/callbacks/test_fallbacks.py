@@ -159,7 +159,7 @@ class FailsToCompile(Noted):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.notes.append(len(self.notes))
-        prediction = torch.ops.fallbacks.strided(self.forward(batch[0]))
+        prediction = _Strided.apply(self.forward(batch[0]))
         self.log("train_loss", prediction.detach().sum())
         return prediction.square().mean() + self.loss(batch)
 
@@ -314,7 +314,7 @@ def test_forward_hooks_are_captured() -> None:
     plain, _ = _run(ForwardHooks)
     callback = RematCallback("min_cut")
     ours, said = _run(ForwardHooks, [callback])
-    assert_same_bits(ours.compared(), plain.compared())
+    assert_same_bits((ours.outputs, ours.weights), (plain.outputs, plain.weights))
     assert said == []
     assert callback.reports
 
