@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
@@ -15,6 +15,7 @@ from lightning_unitscale.callbacks.distributed import (
     refuse_sharded_parameters,
 )
 from lightning_unitscale.callbacks.explanation import Explanation, units_table
+from lightning_unitscale.callbacks.fallbacks import keep_plain_where_recorded
 from lightning_unitscale.callbacks.half_precision import ParameterHolding
 from lightning_unitscale.callbacks.lightning_loop import LightningLoop
 from lightning_unitscale.callbacks.options import Lossless, Rules, mode_of
@@ -155,6 +156,7 @@ class CapturedUnits(GraphUnits):
             steps.use_executor("inductor", mode_of(self._compile))
         if partitioner is not None:
             steps.partition_by(partitioner)
+        keep_plain_where_recorded(steps, module)
 
     def _check_sharding(self, trainer: pl.Trainer, *, is_sharded: bool) -> None:
         """Refuse to scale by rules what the steps of a sharded module cannot have.
@@ -181,6 +183,14 @@ class CapturedUnits(GraphUnits):
                 "the middle of the graph, of which nothing can run again then; expected only one "
                 "of them with ModelParallelStrategy; checkpoint the blocks yourself, or use DDP."
             )
+
+    @override
+    def begin_batch(self, batch: Any = None, batch_idx: int = 0) -> None:
+        steps = self._steps
+        if steps is not None and steps.steps["training_step"].fallback.is_due(steps.executor):
+            self._is_scheduled = self._is_looking = False  # no graph of it runs
+            return
+        super().begin_batch(batch, batch_idx)
 
     def start_fit(self) -> None:
         """Give the Trainer's settings their meaning for gradients in units."""

@@ -15,6 +15,7 @@ from lightning_unitscale.callbacks.distributed import (
     refuse_sharded_parameters,
 )
 from lightning_unitscale.callbacks.explanation import Explanation
+from lightning_unitscale.callbacks.fallbacks import keep_plain_where_recorded
 from lightning_unitscale.callbacks.options import check_compile, mode_of
 from lightning_unitscale.callbacks.packages import (
     is_lightning,
@@ -23,7 +24,9 @@ from lightning_unitscale.callbacks.packages import (
     rank_zero_warn,
 )
 from lightning_unitscale.callbacks.steps import StepsCallback, attach_steps, enter
+from lightning_unitscale.capture.step_messages import NO_REASON
 from lightning_unitscale.capture.steps import ModuleSteps
+from lightning_unitscale.dynamo.breaks import joined_reasons
 from lightning_unitscale.dynamo.capture import CompileMode
 from lightning_unitscale.loops.loop import Claim, failing_together
 from lightning_unitscale.profiler.measure import PeakMeter, gradient_bytes, optimizer_state_bytes
@@ -128,6 +131,7 @@ class RematCallback(StepsCallback):
         self._steps.partition_by(self._partitioner)
         if self.compile:
             self._steps.use_executor("inductor", mode_of(self.compile))
+        keep_plain_where_recorded(self._steps, pl_module)
 
     @override
     def on_train_batch_start(
@@ -161,7 +165,7 @@ class RematCallback(StepsCallback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        self._refuse_if_unplanned(pl_module)
+        self._warn_if_unplanned(pl_module)
         self._warn_of_breaks()
         if self._meter is None:
             return
@@ -221,26 +225,30 @@ class RematCallback(StepsCallback):
         self._steps.reset()
         return True
 
-    def _refuse_if_unplanned(self, module: pl.LightningModule) -> None:
-        """Raise if a step has made gradients without a plan: the budget would mean nothing."""
+    def _warn_if_unplanned(self, module: pl.LightningModule) -> None:
+        """Warn if a step has made gradients without a plan: the budget means nothing."""
+        steps, partitioner = self._steps, self._partitioner
         if (
-            self.reports
+            self._has_warned
+            or steps is None
+            or partitioner is None
+            or self.reports
             or self._num_waiting
             or all(param.grad is None for param in module.parameters())
         ):
             return
-        graphs = [] if self._steps is None else self._steps.steps["training_step"].graphs
-        if any(graph.executor == "eager" for graph in graphs):
+        step = steps.steps["training_step"]
+        if any(graph.executor == "eager" for graph in step.graphs):
             return  # unit scaling has measured this step while it ran; the next one is planned
-        breaks = [] if self._steps is None else self._steps.graph_breaks
-        reasons = (
-            "; ".join(dict.fromkeys(breaks)) or "Dynamo passes over functions whose loops break"
-        )
-        raise RuntimeError(
-            f"budget={self.budget!r}: nothing of {type(module).__name__}.training_step could be "
-            f"captured, so that nothing is planned ({reasons}); expected a step that Dynamo "
-            "captures, whole or in parts; keep printing, .item() and shapes that depend on values "
-            "out of its loops, or train without RematCallback."
+        self._has_warned = True
+        reasons = joined_reasons(step.graph_breaks) or NO_REASON
+        partitioner.give_up(step.fallback.reason or reasons)
+        if step.fallback.reason is not None or step.messages.has_warned:
+            return
+        rank_zero_warn(
+            f"RematCallback: nothing of {step.title} that trains could be captured, so it runs as "
+            f"it is{partitioner.loss_without_plan} ({reasons}). Keep printing, .item() and shapes "
+            "that depend on values out of its loops, or leave RematCallback out."
         )
 
     @property

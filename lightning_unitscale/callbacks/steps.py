@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from lightning_unitscale.arguments import is_same
 from lightning_unitscale.callbacks.distributed import pipeline_of
+from lightning_unitscale.callbacks.fallbacks import falling_back_in_backward
 from lightning_unitscale.callbacks.given import check_callbacks, check_list_in, guard_hooks
 from lightning_unitscale.callbacks.packages import (
     PACKAGES,
@@ -23,6 +24,7 @@ from lightning_unitscale.callbacks.packages import (
     is_overridden,
     is_param_in_hook_signature,
     misconfigured,
+    rank_zero_info,
 )
 from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.growing_lists import functions_of, names_in
@@ -141,6 +143,9 @@ def attach_steps(
         steps = ModuleSteps(
             module, existing_steps(module), defer=("log", "log_dict"), untraced=_untraced
         )
+        steps.say = rank_zero_info
+        steps.attach(name)
+        steps.keep(falling_back_in_backward(steps, module))
     steps.attach(name)
     return steps
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import types
-import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,14 +20,22 @@ from lightning_unitscale.capture.compiled_graph import (
     NotOneGraphError,
     stop_at_graph,
 )
+from lightning_unitscale.capture.fallback import Fallback, StaysPlain
+from lightning_unitscale.capture.progress import CaptureProgress
 from lightning_unitscale.capture.side_effects import Postponed, UntracedCalls, plain_forward
+from lightning_unitscale.capture.step_messages import (
+    MANY_CAPTURES,
+    NO_REASON,
+    CaptureError,
+    StepMessages,
+)
 from lightning_unitscale.dynamo import capture
 from lightning_unitscale.dynamo.answers import is_exporting
 from lightning_unitscale.dynamo.breaks import (
+    Reason,
     graph_breaks_since,
     is_of_dynamo,
     is_watched,
-    joined_reasons,
     not_followed,
     num_graph_breaks,
     reason_of,
@@ -43,12 +50,7 @@ from lightning_unitscale.patching import nothing, shadowed
 if TYPE_CHECKING:
     from lightning_unitscale.capture.steps import ModuleSteps
 
-# Calls that captured something, after which somebody should know.
-_MANY_CAPTURES = 16
-# Blocks within which autograd does not save tensors as usual.
-_SAVING = ("saved_tensors_hooks", "save_on_cpu")
 _DEPLOYED = "a plain module; take transforms.deploy(module, *example_args)"
-_NO_REASON = "no tensor operation in it, or a loop breaks the graph and Dynamo passes over it all"
 
 
 class CapturedStep:
@@ -67,6 +69,10 @@ class CapturedStep:
         num_graph_calls: Calls of graphs in the last call of the step.
         before_call: Called with the step and the arguments of a call that is about to be made.
         before_rehearsal: Called with the arguments of a rehearsal that is about to begin.
+        postponed: What it logs and appends to lists.
+        fallback: Lets calls run the user's own method, if they cannot run captured.
+        messages: What the user reads about it.
+        progress: How long it was captured.
     """
 
     def __init__(self, owner: ModuleSteps, name: str) -> None:
@@ -80,6 +86,9 @@ class CapturedStep:
         self.is_rehearsing = False
         self.before_call: Callable[..., None] | None = None
         self.before_rehearsal: Callable[..., None] | None = None
+        self.messages = StepMessages(self)
+        self.progress = CaptureProgress(self.title, lambda line: owner.say(line))
+        self.fallback = Fallback(self)
         self.reset()
 
     @property
@@ -92,14 +101,14 @@ class CapturedStep:
         """Forget what was captured."""
         self.names = Names()
         self.graphs: list[CompiledGraph] = []
-        self.graph_breaks: list[str] = []
+        self.graph_breaks: list[Reason] = []
         self.num_graph_calls = 0
         self._num_captures = 0
-        self._warned = False
+        self.messages.reset()
         self._running: Executor = "eager"
         self._callables: dict[Executor, Callable[..., Any]] = {}
         self._backends: dict[Executor, GraphBackend] = {}
-        self._postponed = Postponed(self.owner.module, self.__wrapped__, self.owner.defer)
+        self.postponed = Postponed(self.owner.module, self.__wrapped__, self.owner.defer)
         self._untraced = UntracedCalls(
             self.owner.find_untraced, lambda function: self._traced(self._running, function)
         )
@@ -127,7 +136,7 @@ class CapturedStep:
             result = self._run(executor, args, kwargs)
         for graph_pass in passes:
             graph_pass.after_step(self.owner.module, result)
-        self._postponed.replay()
+        self.postponed.replay()
         return result
 
     def rehearse(self, interpreter: Interpreter, *args: Any, **kwargs: Any) -> Any:
@@ -151,7 +160,7 @@ class CapturedStep:
                     self.before_rehearsal(*args, **kwargs)
                 yield
             finally:
-                self._postponed.discard()
+                self.postponed.discard()
 
     def graph_call(self, *args: Any, **kwargs: Any) -> GraphCall:
         """The graph that a call would run, with its inputs; nothing of the step has run then.
@@ -166,7 +175,7 @@ class CapturedStep:
         if torch.compiler.is_compiling() or is_transforming():
             raise NotOneGraphError("it is called within another transform")
         if self.graph_breaks:
-            raise NotOneGraphError(joined_reasons(self.graph_breaks))
+            raise NotOneGraphError(*self.graph_breaks)
         num_breaks = num_graph_breaks()
         try:
             with (
@@ -180,7 +189,7 @@ class CapturedStep:
         except GraphReached as reached:
             # A break that the user asks for is no error.
             if breaks := self._note_breaks_since(num_breaks):
-                raise NotOneGraphError(joined_reasons(breaks)) from None
+                raise NotOneGraphError(*breaks) from None
             return GraphCall(self, reached.graph, reached.inputs)
         except NotOneGraphError:
             raise
@@ -189,7 +198,7 @@ class CapturedStep:
             if is_of_dynamo(inner):
                 raise NotOneGraphError(reason_of(inner)) from None
             raise inner from None
-        raise NotOneGraphError(_NO_REASON)
+        raise NotOneGraphError(NO_REASON)
 
     def replay(self, interpreter: Interpreter, *args: Any, **kwargs: Any) -> Any:
         """Run the step with ``interpreter`` running its graphs, eagerly; then log for real.
@@ -201,7 +210,7 @@ class CapturedStep:
         """
         with shadowed(self, interpreter=interpreter):
             result = self._run("eager", args, kwargs)
-        self._postponed.replay()
+        self.postponed.replay()
         return result
 
     def invalidate(self) -> None:
@@ -227,11 +236,17 @@ class CapturedStep:
             return self._run_within(executor, args, kwargs)
         if is_transforming():
             return self._run_transformed(args, kwargs)
+        if self.fallback.is_due(executor):
+            self.num_graph_calls = 0
+            return self.__wrapped__(*args, **kwargs)
         num_graphs, num_breaks = len(self.graphs), num_graph_breaks()
         # Scaled by rules, what is not captured would be another model.
         passes_over = not self.owner.changes_function
         try:
-            with self._capturing(executor, passes_over=passes_over):
+            with (
+                self._capturing(executor, passes_over=passes_over),
+                self.fallback.trying(executor, self._captured, *args, *kwargs.values()),
+            ):
                 self._refused = not_followed((args, kwargs))
                 if self._refused is not None:
                     self._refuse_under_rules(
@@ -241,6 +256,8 @@ class CapturedStep:
                     result = self.__wrapped__(*args, **kwargs)
                 else:
                     result = self._compiled(executor)(*args, **kwargs)
+        except StaysPlain as reason:
+            return self.run_plain(str(reason), args, kwargs)
         except Exception as error:
             inner = self._after_error(error)
             if is_of_dynamo(inner):
@@ -252,16 +269,39 @@ class CapturedStep:
             # Dynamo passes over a step under such a mode, and ever after, if it is not told.
             capture.forget(self._captured)
         breaks = self._note_breaks_since(num_breaks)
-        if result is not None or not self._postponed.is_empty:
+        if result is not None or not self.postponed.is_empty:
             # Otherwise the step has skipped this batch.
-            self._warn_if_nothing_ran()
-        self._warn_of_saving(breaks)
+            self.messages.warn_if_nothing_ran(self._refused)
+        self.messages.warn_of_saving(breaks)
         self._num_captures += len(self.graphs) > num_graphs
-        if self._num_captures == _MANY_CAPTURES:
-            self._warn_of_captures()
+        if self._num_captures == MANY_CAPTURES:
+            self.messages.warn_of_captures()
+        self.fallback.note_call(result, *args, **kwargs)
+        if self.interpreter is None:
+            planning = getattr(self.owner.partition_fn, "planning_seconds", 0.0)
+            self.progress.report(len(self.graphs), planning)
         return result
 
-    def _note_breaks_since(self, count: int) -> list[str]:
+    def run_plain(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the user's own method in place of what was undone, and from now on.
+
+        Args:
+            reason: What has failed.
+            args: Arguments of the call.
+            kwargs: Its keyword arguments.
+        """
+        self._after_error(RuntimeError(reason))
+        self.num_graph_calls = 0
+        try:
+            with self.postponed.recording():
+                result = self.__wrapped__(*args, **kwargs)
+        except Exception:  # the user's
+            self.postponed.discard()
+            raise
+        self.fallback.stay_plain(reason)
+        return result
+
+    def _note_breaks_since(self, count: int) -> list[Reason]:
         breaks = graph_breaks_since(count)
         self.graph_breaks += breaks
         self.owner.graph_breaks += breaks
@@ -280,14 +320,14 @@ class CapturedStep:
             kept_whole([function for each in self.owner.passes for function in each.kept_whole]),
             opened_layers(self.owner.changes_numbers(self.name)),
             plain_forward(self.owner.module),
-            self._postponed.recording(),
+            self.postponed.recording(),
             self._untraced.replaced(is_rehearsing=self.is_rehearsing),
         ):
             yield
 
     def _after_error(self, error: Exception) -> BaseException:
         """Forget what was captured, and say which error it was that Dynamo may have wrapped."""
-        self._postponed.discard()
+        self.postponed.discard()
         # Dynamo never looks again at a frame in which an error was raised; the next call may.
         capture.forget(self._captured)
         self.reset()
@@ -317,8 +357,8 @@ class CapturedStep:
         self._refuse_under_rules(
             "cannot run within a torch.func transform, where it would be another model", _DEPLOYED
         )
-        self._warn_once(
-            f"{self._title}: called within a torch.func transform, which no graph is captured "
+        self.messages.warn_once(
+            f"{self.title}: called within a torch.func transform, which no graph is captured "
             "in, so this call runs as it is, neither rewritten nor observed. Expected calls "
             "outside of one; transform the plain module, of which this call has the numbers."
         )
@@ -335,65 +375,18 @@ class CapturedStep:
         return capture.compile_function(function, backend)
 
     @property
-    def _title(self) -> str:
+    def title(self) -> str:
+        """The module's class and the method."""
         return f"{type(self.owner.module).__name__}.{self.name}"
 
-    def _not_captured(self, error: BaseException) -> RuntimeError:
+    def _not_captured(self, error: BaseException) -> CaptureError:
         is_sharded = self.owner.sharded is not None
         manner = " in one graph, as rules with ModelParallelStrategy ask" if is_sharded else ""
-        return RuntimeError(
-            f"{self._title}: Dynamo cannot capture it{manner}: {reason_of(error)}. "
-            "Expected a step that Dynamo captures; move that line out of it, into a hook such as "
-            "on_train_batch_start, or mark its function with torch.compiler.disable. TORCH_LOGS="
-            "graph_breaks shows what Dynamo says of it."
-        )
-
-    def _warn_if_nothing_ran(self) -> None:
-        if self.num_graph_calls:
-            return
-        reasons = joined_reasons(self.owner.graph_breaks) or _NO_REASON
-        if self._refused is not None:
-            self._warn_once(
-                f"{self._title}: called with a {self._refused}, whose operations Dynamo does not "
-                "follow, so it runs as it is, neither rewritten nor observed. Expected plain "
-                "tensors; hand it image.as_subclass(torch.Tensor)."
-            )
-            return
-        if is_watched():
-            reasons = "a mode such as FlopCounterMode looks at every operation of this call"
-        self._warn_once(
-            f"{self._title}: no graph could be captured, so it "
-            f"runs as it is, neither rewritten nor observed ({reasons}). Expected at least one "
-            "traceable operation; keep printing, .item() and third-party calls out of the step."
-        )
+        return CaptureError.of(self.title, [reason_of(error)], manner=manner)
 
     def _refuse_under_rules(self, why: str, expected: str) -> None:
         """Raise an error if what would run in place of the graphs is another model."""
         if self.owner.changes_function:
             raise RuntimeError(
-                f"{self._title} is unit-scaled by rules and {why}; expected {expected}."
+                f"{self.title} is unit-scaled by rules and {why}; expected {expected}."
             )
-
-    def _warn_of_saving(self, graph_breaks: Sequence[str]) -> None:
-        """Dynamo passes over the whole function that enters such a block, and all that is in it."""
-        for graph_break in graph_breaks:
-            if any(name in graph_break for name in _SAVING):
-                self._warn_once(
-                    f"{self._title}: what a function computes that saves tensors in its own way "
-                    f"runs as it is, neither rewritten nor observed ({graph_break}). Expected a "
-                    "step without such a block; enter it around the step, in a callback's hooks."
-                )
-
-    def _warn_of_captures(self) -> None:
-        self._warn_once(
-            f"{self._title} has been captured {_MANY_CAPTURES} times, which takes time and memory, "
-            f"and after {capture.RECOMPILE_LIMIT} times it runs as it is, neither rewritten nor "
-            "observed: something that it reads is another one at most calls, such as a list in a "
-            "dictionary that it appends to. Expected a step that depends on tensors, numbers and "
-            "the sizes of a few kinds of batches; TORCH_LOGS=recompiles shows what changes."
-        )
-
-    def _warn_once(self, text: str) -> None:
-        if not self._warned:
-            self._warned = True
-            warnings.warn(text, stacklevel=5)

@@ -20,6 +20,7 @@ from torch import Tensor, fx
 
 from lightning_unitscale.capture.rollback import restorers_of
 from lightning_unitscale.dynamo import capture
+from lightning_unitscale.dynamo.breaks import joined_reasons
 from lightning_unitscale.dynamo.capture import CapturedGraph, Executor
 from lightning_unitscale.dynamo.graphs import copy_graph_module
 from lightning_unitscale.graph.aliasing import find_effects, memory_roots, written_arguments
@@ -187,13 +188,14 @@ class CompiledGraph:
         self, step: CapturedStep, observed: bool, *, out_of_place: bool = False
     ) -> StepGraph:
         graph = self._copied(step, observed)
-        step.owner.records += run_passes(
-            graph,
-            step.owner.passes,
-            step=step.name,
-            graph_index=self.index,
-            out_of_place=out_of_place,
-        )
+        with step.fallback.not_for_errors():
+            step.owner.records += run_passes(
+                graph,
+                step.owner.passes,
+                step=step.name,
+                graph_index=self.index,
+                out_of_place=out_of_place,
+            )
         return graph
 
     def _build(self, step: CapturedStep, observed: bool, examples: Sequence[Any]) -> Variant:
@@ -234,7 +236,15 @@ class Variant:
 
 
 class NotOneGraphError(Exception):
-    """A call of a step is not one graph; says why."""
+    """A call of a step is not one graph; says why.
+
+    Args:
+        reasons: Why not, as :class:`Reason` where a line is known.
+    """
+
+    def __init__(self, *reasons: str) -> None:
+        super().__init__(joined_reasons(reasons))
+        self.reasons = reasons
 
 
 class GraphReached(BaseException):

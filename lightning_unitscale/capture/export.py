@@ -17,8 +17,9 @@ from torch import fx, nn
 from torch._dynamo import functional_export
 from torch.export._trace import _export_to_torch_ir
 
+from lightning_unitscale.capture.step_messages import CaptureError
 from lightning_unitscale.dynamo.answers import plain_answers, trace_one_graph
-from lightning_unitscale.dynamo.breaks import is_of_dynamo, reason_of, wants_dynamos_texts
+from lightning_unitscale.dynamo.breaks import is_of_dynamo, reason_raised, wants_dynamos_texts
 from lightning_unitscale.dynamo.capture import CapturedGraph
 from lightning_unitscale.graph.aliasing import make_out_of_place
 from lightning_unitscale.graph.decompose import expand_composites
@@ -47,7 +48,7 @@ def export_forward(
             captured so: it then takes the algorithm, and gives the bits, of a plain call.
 
     Raises:
-        RuntimeError: If ``forward`` cannot be captured as one graph.
+        CaptureError: If ``forward`` cannot be captured as one graph.
     """
     try:
         graph_module: fx.GraphModule
@@ -57,10 +58,8 @@ def export_forward(
         else:
             graph_module = _export_to_torch_ir(module, args, kwargs)
     except Exception as error:
-        reason = reason_of(error) if is_of_dynamo(error) else error
-        raise RuntimeError(
-            f"module={type(module).__name__}: its forward cannot be captured as one graph "
-            f"({reason}); expected a forward without graph breaks; deploy the part that has none."
+        raise CaptureError.of(
+            f"{type(module).__name__}.forward", [reason_raised(error)], manner=" as one graph"
         ) from (error if wants_dynamos_texts() or not is_of_dynamo(error) else None)
     Names().assign(CapturedGraph(graph_module, (), 0, ()), graph_module)
     if expand:

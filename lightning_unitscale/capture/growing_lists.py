@@ -42,7 +42,7 @@ def only_appended_to(
         return set()
     mentions = {
         mention
-        for function in _reachable(module, step)
+        for function in reachable(module, step)
         for code in codes_of(function.__code__)
         if any(name in names for name in (*code.co_names, *code.co_consts) if type(name) is str)
         for mention in _mentions(code)
@@ -57,7 +57,13 @@ def lists_of(module: nn.Module) -> Iterator[str]:
     yield from (name for name, value in lists if counts[id(value)] == 1)
 
 
-def _reachable(module: nn.Module, step: Callable[..., Any]) -> Iterator[FunctionType]:
+def reachable(module: nn.Module, step: Callable[..., Any]) -> Iterator[FunctionType]:
+    """The user's functions that a method mentions by name, and those that these mention, and so on.
+
+    Args:
+        module: The module; its submodules' ``forward`` count as mentioned.
+        step: Its method.
+    """
     own = frozenset(root_of(kind) for kind in type(module).__mro__)
     methods = _methods(module, own)
     start = function_in(step)

@@ -9,7 +9,7 @@ import io
 import queue
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import chain
 from typing import Any
 
@@ -53,11 +53,46 @@ def restoring(module: nn.Module, *, parameters: bool = True) -> Iterator[None]:
         yield
 
 
-def _restorers(module: nn.Module, *, parameters: bool) -> Iterator[Callable[[], object]]:
+def undoers(module: nn.Module, keep: Collection[str] = ()) -> Iterator[Callable[[], object]]:
+    """Yield what undoes a step of a module whose parameters it leaves alone; call in reverse.
+
+    As :func:`restoring`, for a caller that finds out later whether the step is to be undone. It
+    also puts back gradients, and takes off the hooks that the step has put on parameters.
+
+    Args:
+        module: The module.
+        keep: Attributes of the module itself to leave alone.
+    """
+    yield functools.partial(torch.set_rng_state, torch.get_rng_state())
+    devices = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
+    for device in devices:
+        if device.type == "cuda":
+            state = torch.cuda.get_rng_state(device)
+            yield functools.partial(torch.cuda.set_rng_state, state, device)
+    yield from _restorers(module, parameters=False, keep=keep)
+    for parameter in module.parameters():
+        yield functools.partial(_restore_hooks, parameter, set(parameter._backward_hooks or ()))
+        gradient = parameter.grad
+        if gradient is not None and not gradient.is_sparse:
+            yield from restorers_of(gradient)
+        yield functools.partial(setattr, parameter, "grad", gradient)
+
+
+def _restore_hooks(parameter: nn.Parameter, before: set[Any]) -> None:
+    hooks = parameter._backward_hooks or {}
+    for key in hooks.keys() - before:
+        del hooks[key]
+
+
+def _restorers(
+    module: nn.Module, *, parameters: bool, keep: Collection[str] = ()
+) -> Iterator[Callable[[], object]]:
     yield functools.partial(random.setstate, random.getstate())
     yield functools.partial(np.random.set_state, np.random.get_state())
     for owner in module.modules():
-        yield functools.partial(_restore_module, owner, type(owner), _own_attributes(owner))
+        kept = keep if owner is module else ()
+        saved = {name: value for name, value in _own_attributes(owner).items() if name not in kept}
+        yield functools.partial(_restore_module, owner, type(owner), saved, kept)
     for _, value in held_values(module):
         yield from restorers_of(value)
     for tensor in (*module.parameters(), *module.buffers()):
@@ -74,9 +109,11 @@ def _restorers(module: nn.Module, *, parameters: bool) -> Iterator[Callable[[], 
             yield functools.partial(_restore_parameter, parameter, parameter.data, numbers)
 
 
-def _restore_module(module: nn.Module, kind: type, saved: dict[str, Any]) -> None:
+def _restore_module(
+    module: nn.Module, kind: type, saved: dict[str, Any], kept: Collection[str]
+) -> None:
     attributes = vars(module)
-    for name in _own_attributes(module):
+    for name in _own_attributes(module).keys() - set(kept):
         del attributes[name]
     attributes.update(saved)
     # The first call of a lazy module changes its class.

@@ -55,6 +55,11 @@ class Postponed:
         """Whether there is nothing to be done."""
         return not self._calls
 
+    @property
+    def names(self) -> frozenset[str]:
+        """The attributes of the module that record while a step runs."""
+        return frozenset((*self._methods, *self._lists))
+
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Within this context it is only recorded; methods and lists are back afterwards."""

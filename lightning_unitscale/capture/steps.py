@@ -18,7 +18,7 @@ from torch import nn
 from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.sharded import ShardedModule
 from lightning_unitscale.capture.side_effects import Calls
-from lightning_unitscale.dynamo.breaks import is_watched
+from lightning_unitscale.dynamo.breaks import Reason, is_watched
 from lightning_unitscale.dynamo.capture import (
     CompileMode,
     Executor,
@@ -26,7 +26,7 @@ from lightning_unitscale.dynamo.capture import (
     unmarked,
 )
 from lightning_unitscale.graph.passes import GraphPass, PassRecord, Phase
-from lightning_unitscale.patching import shadowed
+from lightning_unitscale.patching import nothing, shadowed
 
 # Where a module has its captured steps.
 ATTRIBUTE = "_captured_steps"
@@ -82,6 +82,7 @@ class ModuleSteps:
         passes: Passes over every graph, in the order they were given.
         records: What the passes did, graph by graph.
         graph_breaks: Reasons of the graph breaks met while capturing.
+        say: Logs a line for the user.
     """
 
     def __init__(
@@ -101,7 +102,8 @@ class ModuleSteps:
         self.sharded: ShardedModule | None = None
         self.passes: list[GraphPass] = []
         self.records: list[PassRecord] = []
-        self.graph_breaks: list[str] = []
+        self.graph_breaks: list[Reason] = []
+        self.say: Callable[[str], None] = nothing
         self._owners: list[str] = []
         self._observers: set[str] = set()
         self._always_observed = False
@@ -123,6 +125,10 @@ class ModuleSteps:
         if not self.is_attached:
             self._put.enter_context(unmarked(self.module))
             self._put.enter_context(shadowed(self.module, **{ATTRIBUTE: self}, **self.steps))
+
+    def keep(self, context: AbstractContextManager[Any]) -> None:
+        """Stay within a context until the last owner detaches the steps."""
+        self._put.enter_context(context)
 
     def detach(self, owner: str, *passes: GraphPass) -> None:
         """Take the owner's interest and passes away; the last one restores the module. Idempotent.

@@ -17,6 +17,7 @@ from lightning_unitscale import __version__
 from lightning_unitscale.arguments import check_count, check_file
 from lightning_unitscale.callbacks import ScaleMonitor
 from lightning_unitscale.callbacks.steps import step_arguments
+from lightning_unitscale.capture.step_messages import CaptureError
 from lightning_unitscale.cli.profiled import ProfiledJob, profiled_job
 from lightning_unitscale.patching import nothing
 from lightning_unitscale.pipeline.explain import explain_step
@@ -27,6 +28,7 @@ from lightning_unitscale.tensorboard.report import main as report_command
 
 # What a shell reports for a program that Ctrl-C ended.
 _EXIT_INTERRUPTED = 130
+_TRACEBACK = "--traceback"
 # How errors about an argument read: "argument=value: what is wrong; expected ...".
 _ARGUMENT_ERROR = re.compile(r"^[\s-]*(\w+=.*: .*expected .*)", re.MULTILINE)
 
@@ -49,10 +51,12 @@ def main(args: Sequence[str] | None = None) -> None:
         args: The command line without the program's name; by default the process's own.
 
     Raises:
-        SystemExit: If the command line cannot be understood, the extra `cli` is not installed, or
-            the run was interrupted.
+        SystemExit: If the command line cannot be understood, the extra `cli` is not installed, a
+            step cannot be captured, or the run was interrupted.
     """
     words = list(sys.argv[1:] if args is None else args)
+    shows_traceback = _TRACEBACK in words
+    words = [word for word in words if word != _TRACEBACK]
     if words in (["--help"], ["-h"]):
         print(_help())
         return
@@ -86,7 +90,11 @@ def main(args: Sequence[str] | None = None) -> None:
         elif words[:1] == ["explain-pipeline"]:
             ExplainPipelineCLI(words[1:]).explain()
         else:
-            UnitScaleCLI(args=None if args is None else list(args))
+            UnitScaleCLI(args=words if shows_traceback or args is not None else None)
+    except CaptureError as error:
+        if shows_traceback:
+            raise
+        raise SystemExit(f"lightning-unitscale: {error} ({_TRACEBACK} shows where)") from None
     except KeyboardInterrupt:  # before or after the training, which has an answer of its own
         raise SystemExit(_EXIT_INTERRUPTED) from None
 
@@ -107,6 +115,8 @@ def _help() -> str:
             "options:",
             f"  {'--help':{width}}  this page",
             f"  {'--version':{width}}  {__version__}",
+            f"  {_TRACEBACK:{width}}  with a command: show the traceback of a step that cannot be "
+            "captured",
         ]
     )
 

@@ -15,7 +15,8 @@ is.
 
 Private names used here were checked on torch 2.13 and 2.11: ``ConvertFrame``, which is called once
 for each function to capture, and the ``_box`` of what it calls; ``tracing_state_functions``, ``tx``
-in the handler that answers whether anything is compiled, and ``_is_exporting_flag``.
+in the handler that answers whether anything is compiled, ``_is_exporting_flag``, and
+``SpeculationLogDivergence``.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from typing import Any, TypeVar
 import torch
 from torch._dynamo import convert_frame
 from torch._dynamo.exc import InternalTorchDynamoError, TorchRuntimeError, Unsupported
+from torch._dynamo.symbolic_convert import SpeculationLogDivergence
 from torch._dynamo.variables import torch as torch_variables
 
 from lightning_unitscale.dynamo.breaks import frames_of, short_reason
@@ -93,19 +95,34 @@ def trace_one_graph(trace: Callable[[], _Traced]) -> _Traced:
         _told_yes.intersection_update(before)
 
 
+def insist_on_one_graph() -> bool:
+    """Let breaks of the graph that is traced be errors; returns whether that is so."""
+    if _Answers.strictness is None:
+        return False
+    _Answers.strictness.enter_context(torch._dynamo.error_on_graph_break(True))
+    return True
+
+
 def _tell_until_traced(trace: Callable[[], _Traced]) -> _Traced:
     """Trace, and while it fails tell another asker yes and trace again."""
     ended: _Place | None = None
     tried: set[_Asker] = set()
     last: _Asker | None = None
+    is_strict = False
     while True:
         _told_no.clear()
         try:
             with contextlib.ExitStack() as strictness, shadowed(_Answers, strictness=strictness):
-                if ended is not None:  # also where nobody is told no any more
-                    strictness.enter_context(torch._dynamo.error_on_graph_break(True))
+                if is_strict:  # also where nobody is told no any more
+                    insist_on_one_graph()
                 return trace()
+        except SpeculationLogDivergence:
+            # Dynamo began again with the function, and it was strict from another line on.
+            if is_strict:
+                raise
+            is_strict = True
         except _FAILURES as error:
+            is_strict = True
             place = _place_of(error)
             if ended is not None and not _is_further(place, ended):
                 if last is not None:
@@ -156,8 +173,7 @@ class _Answers(dict[Any, Any]):
             return answer
         _told_no.append(asker)
         # From here on: nothing of the function has run when a break is raised.
-        if self.strictness is not None:
-            self.strictness.enter_context(torch._dynamo.error_on_graph_break(True))
+        insist_on_one_graph()
         return False
 
 

@@ -10,11 +10,13 @@ of the exceptions, ``warn_once``, the names of two loggers, and ``_len_torch_dis
 from __future__ import annotations
 
 import contextlib
+import linecache
 import logging
 import os
 import re
 import sysconfig
 import textwrap
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from traceback import FrameSummary
@@ -29,7 +31,12 @@ from torch.utils._pytree import tree_leaves
 from lightning_unitscale.patching import nothing, shadowed
 
 _INSTALLED = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")})
+# Of other environments as well, which a path file or PYTHONPATH may add.
+_INSTALLED_ANYWHERE = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 _OWN_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+# Code that stands between a step and what it calls. Graphs have no file.
+_IN_BETWEEN = (f"{torch.__path__[0]}{os.sep}", _OWN_PACKAGE, "<")
+_TRAINERS = tuple(f"{os.sep}{name}{os.sep}" for name in ("lightning", "pytorch_lightning"))
 _EXPLANATION = re.compile(r"^\s*Explanation: (.*)$", re.MULTILINE)
 _FAILED_WITHOUT_NUMBERS = re.compile(r"Dynamo failed to run FX node.*\): got (.*)$", re.MULTILINE)
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
@@ -39,7 +46,41 @@ _MAX_REASONS = 3
 _PRINTERS = ("torch._subclasses.fake_tensor", "torch._dynamo.variables.tensor")
 
 
-def graph_breaks_since(count: int) -> list[str]:
+class Reason(str):
+    """What Dynamo does not capture, and where, in one line.
+
+    Attributes:
+        why: What it does not capture.
+        lines: The lines that it was about to trace, outermost first.
+    """
+
+    why: str
+    lines: Sequence[Any]
+
+    @classmethod
+    def of(cls, text: str, lines: Sequence[Any] = ()) -> Reason:
+        """Shorten a text of Dynamo's.
+
+        Args:
+            text: The text.
+            lines: The lines that it was about to trace.
+        """
+        reason = cls(_one_line(text, lines))
+        reason.why, reason.lines = short_reason(text), lines
+        return reason
+
+    @property
+    def where(self) -> str:
+        """The user's line, or else a library's, with its code; empty if none is known."""
+        if not self.lines:
+            return ""
+        line = _users_line(self.lines) or self.lines[-1]
+        code = linecache.getline(line.filename, line.lineno or 0).strip()
+        place = f"{line.filename}:{line.lineno}"
+        return f"`{code}` at {place}" if code else place
+
+
+def graph_breaks_since(count: int) -> list[Reason]:
     """Reasons of the graph breaks that Dynamo met after ``count`` of them were seen."""
     breaks: dict[Any, tuple[str, Sequence[Any]]] = {}
     for graph_break in graph_break_reasons[count:]:
@@ -49,7 +90,7 @@ def graph_breaks_since(count: int) -> list[str]:
         breaks.setdefault(
             (line, short_reason(str(graph_break.reason))), (str(graph_break.reason), frames)
         )
-    return [_one_line(text, frames) for text, frames in breaks.values()]
+    return [Reason.of(text, frames) for text, frames in breaks.values()]
 
 
 def num_graph_breaks() -> int:
@@ -62,9 +103,28 @@ def is_of_dynamo(error: BaseException) -> bool:
     return isinstance(error, exc.TorchDynamoException)
 
 
-def reason_of(error: BaseException) -> str:
+def reason_of(error: BaseException) -> Reason:
     """What an error of Dynamo's says, in one line."""
-    return _one_line(str(error), frames_of(error))
+    return Reason.of(str(error), frames_of(error))
+
+
+def reason_raised(error: BaseException) -> Reason:
+    """What any error says that was raised while a step was captured, and the line that raised it.
+
+    Lines of torch's and of this package's are left out, unless there are no others.
+    """
+    if is_of_dynamo(error):
+        return reason_of(error)
+    raised = traceback.extract_tb(error.__traceback__)
+    lines = [line for line in raised if not _is_in_between(line.filename)]
+    return Reason.of(str(error).strip() or type(error).__name__, lines)
+
+
+def calling_line() -> str:
+    """The line that calls, of the user's, or else of a library other than torch and Lightning."""
+    frames = [frame for frame in traceback.extract_stack() if not _is_in_between(frame.filename)]
+    line = _users_line(frames) or (frames[-1] if frames else None)
+    return "" if line is None else f"{line.filename}:{line.lineno}"
 
 
 def frames_of(error: BaseException) -> list[FrameSummary]:
@@ -159,17 +219,26 @@ def _one_line(text: str, frames: Sequence[Any]) -> str:
     if not frames:
         return reason
     inner = frames[-1]
-    users = [frame for frame in frames if _is_users(frame.filename)]
-    if not users or users[-1] is inner:
+    users = _users_line(frames)
+    if users is None or users is inner:
         return f"{reason} at {inner.filename}:{inner.lineno}"
     file = "/".join(Path(inner.filename).parts[-3:])
-    return f"{reason} at {users[-1].filename}:{users[-1].lineno} (in {file}:{inner.lineno})"
+    return f"{reason} at {users.filename}:{users.lineno} (in {file}:{inner.lineno})"
+
+
+def _users_line(frames: Sequence[Any]) -> Any:
+    """The innermost line of the user's own code, if there is one."""
+    return next((frame for frame in reversed(frames) if _is_users(frame.filename)), None)
 
 
 def _is_users(file: str) -> bool:
     return not is_installed_file(file) and not file.startswith((_OWN_PACKAGE, "<frozen"))
 
 
+def _is_in_between(file: str) -> bool:
+    return file.startswith(_IN_BETWEEN) or any(name in file for name in _TRAINERS)
+
+
 def is_installed_file(file: str) -> bool:
     """Whether a file is Python's own or an installed package's, and not the user's."""
-    return file.startswith(_INSTALLED)
+    return file.startswith(_INSTALLED) or any(part in file for part in _INSTALLED_ANYWHERE)

@@ -238,6 +238,8 @@ def capture_settings(*, passes_over: bool = False) -> Iterator[None]:
             optimize_ddp=False,
             allow_rnn=True,
             allow_unspec_int_on_nn_module=True,
+            # Hooks that are registered or removed while the module trains are noticed.
+            skip_nnmodule_hook_guards=False,
             recompile_limit=RECOMPILE_LIMIT,
             accumulated_recompile_limit=4 * RECOMPILE_LIMIT,
         ),

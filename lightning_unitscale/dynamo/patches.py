@@ -85,6 +85,7 @@ from torch._dynamo.variables.misc import (
 from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 
+from lightning_unitscale.dynamo.answers import insist_on_one_graph
 from lightning_unitscale.dynamo.breaks import frames_of, is_installed_file, short_reason
 from lightning_unitscale.patching import nothing, shadowed
 
@@ -182,6 +183,9 @@ _HINTS = (
     torch._dynamo.mark_static_address,
     torch._dynamo.decorators.mark_unbacked,
 )
+# Hooks of transformers and peft on a frozen embedding, so that the checkpointed blocks behind it
+# have gradients. Blocks inside of a graph have them anyway, and Dynamo captures no ``requires_grad_``.
+_LETS_CHECKPOINTS_TRAIN = frozenset({"make_inputs_require_grad", "make_inputs_require_grads"})
 # Methods of loggers that answer; the others only write.
 _LOGGER_QUESTIONS = frozenset({"isEnabledFor", "getEffectiveLevel", "hasHandlers"})
 
@@ -190,7 +194,8 @@ _LOGGER_QUESTIONS = frozenset({"isEnabledFor", "getEffectiveLevel", "hasHandlers
 def quiet_libraries() -> Iterator[None]:
     """Within this context hints and the log messages of installed packages break no graph.
 
-    Hints do nothing. A library's message without tensors in it is logged while Dynamo traces. The
+    Hints do nothing. What lets checkpointed blocks have gradients does nothing in a function that
+    is captured as one graph, in which all of them are. A library's message without tensors in it is logged while Dynamo traces. The
     user's own messages break the graph as ever: they are to come at each step.
     """
     call = symbolic_convert.InstructionTranslatorBase.call_function
@@ -202,6 +207,10 @@ def quiet_libraries() -> Iterator[None]:
         function = getattr(fn, "fn", getattr(fn, "value", None))
         if any(function is hint for hint in _HINTS):
             self.push(ConstantVariable.create(None))
+            return
+        is_hint = getattr(fn, "name", "") == "requires_grad_"
+        if is_hint and self.f_code.co_name in _LETS_CHECKPOINTS_TRAIN and insist_on_one_graph():
+            self.push(fn.obj)
             return
         call(self, fn, args, kwargs)
 

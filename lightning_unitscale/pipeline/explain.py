@@ -11,6 +11,7 @@ from tabulate import tabulate
 from torch import nn
 
 from lightning_unitscale.capture.compiled_graph import NotOneGraphError
+from lightning_unitscale.capture.step_messages import CaptureError
 from lightning_unitscale.capture.steps import ModuleSteps
 from lightning_unitscale.graph.nodes import ELSEWHERE, MODULE
 from lightning_unitscale.pipeline.balance import (
@@ -251,7 +252,8 @@ def explain_step(
     Raises:
         ValueError: If an argument is out of range, the batch cannot be divided, or the step cannot
             be cut so often.
-        RuntimeError: If the step is not one graph, or returns no loss.
+        CaptureError: If the step is not one graph.
+        RuntimeError: If it returns no loss.
     """
     policy = balanced_split(num_stages, num_microbatches=num_microbatches)
     count = 2 * num_stages if num_microbatches is None else num_microbatches
@@ -266,11 +268,8 @@ def explain_step(
             try:
                 call = step.graph_call(part, *args, **kwargs)
             except NotOneGraphError as error:
-                raise RuntimeError(
-                    f"{type(module).__name__}.{method} is not one graph ({error}); expected tensor "
-                    "operations without branches on values, printing or third-party calls between "
-                    "them; keep those out of the step."
-                ) from None
+                title = f"{type(module).__name__}.{method}"
+                raise CaptureError.of(title, error.reasons, manner=" as one graph") from error
             loss = loss_position(step, call, (part, *args), kwargs)
         program = program_of_step(call, module, loss).program
         if num_marks(program):

@@ -24,7 +24,13 @@ from lightning_unitscale.graph.nodes import tensors_in
 from lightning_unitscale.profiler.costs import CostModel
 from lightning_unitscale.profiler.measure import gradient_bytes, module_bytes, storages_of
 from lightning_unitscale.remat.partitioner import RematPartitioner, aot_backend
-from lightning_unitscale.remat.planner import Budget, Planner, RematPlan, check_budget
+from lightning_unitscale.remat.planner import (
+    Budget,
+    BudgetError,
+    Planner,
+    RematPlan,
+    check_budget,
+)
 from lightning_unitscale.remat.problem import NodeRegion
 from lightning_unitscale.remat.report import RematReport, plot_front, reports_table
 
@@ -196,8 +202,13 @@ class StepPartitioner(RematPartitioner):
     def table(self) -> str:
         """The reports as text."""
         if not self.reports:
-            return "Nothing has been planned yet: run a step with gradients."
+            return self.given_up or "Nothing has been planned yet: run a step with gradients."
         return reports_table(self.reports)
+
+    def give_up(self, reason: str) -> None:
+        """Forget the plans of a step that is not captured."""
+        super().give_up(reason)
+        self.reports.clear()
 
     def reports_so_far(self) -> list[RematReport]:
         """What was planned for each graph, in the order of capture."""
@@ -228,7 +239,7 @@ class StepPartitioner(RematPartitioner):
         """What the module, earlier graphs of the step, and others have in memory."""
         breaks = num_graph_breaks() > self._breaks_before
         if isinstance(self.budget, int) and breaks:
-            raise ValueError(
+            raise BudgetError(
                 f"budget={self.budget!r}: the step breaks into several graphs, which are planned "
                 "one by one, so that bytes cannot be promised for all of them together; expected a "
                 "step that is captured whole, or a fraction such as budget=0.6, which holds for "

@@ -252,7 +252,7 @@ class MeasuredPartitioner(RematPartitioner):
     def table(self) -> str:
         """The reports as text."""
         if not self.is_planned:
-            return "Nothing has been planned yet: one of the first steps is measured before."
+            return self.given_up or "Nothing has been planned yet: one of the first steps is measured before."
         text = reports_table(self.reports)
         if self._num_later:
             text += (
@@ -292,6 +292,11 @@ class MeasuredPartitioner(RematPartitioner):
         """Let a plan serve no larger sizes: the step was not measured with them."""
         if self.budget != "min_cut":
             limit_reach(sizes, lambda: False)
+
+    def give_up(self, reason: str) -> None:
+        """Forget the plans of a step that is not captured."""
+        super().give_up(reason)
+        self.graphs.clear()
 
     def plan(self, parts: Parts) -> None:
         """Plan all graphs that were captured, by a measured step.

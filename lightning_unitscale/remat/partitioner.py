@@ -12,6 +12,7 @@ left out.
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable, Sequence
 from math import ceil
 from typing import Any
@@ -164,6 +165,9 @@ class RematPartitioner(CustomPartitionerFn):
 
     Attributes:
         inputs: The tensors behind inputs of the graph that is planned, as far as they are known.
+        planning_seconds: How long planning took so far.
+        loss_without_plan: What a step loses that is not captured, for a message.
+        given_up: Why nothing is planned, for a message; empty if something is.
 
     Raises:
         ValueError: If the budget is malformed; when a graph is partitioned, if it is below the
@@ -183,6 +187,17 @@ class RematPartitioner(CustomPartitionerFn):
         self.recomputable_ops = recomputable_ops
         self.on_plan = on_plan
         self.inputs: dict[str, Tensor] = {}
+        self.planning_seconds = 0.0
+        self.loss_without_plan = f", and without a plan: budget={budget!r} may not hold"
+        self.given_up = ""
+
+    def give_up(self, reason: str) -> None:
+        """Plan nothing: the step is not captured.
+
+        Args:
+            reason: Why not.
+        """
+        self.given_up = f"Nothing is planned: {reason}."
 
     def __call__(  # type: ignore[override]
         self,
@@ -195,6 +210,7 @@ class RematPartitioner(CustomPartitionerFn):
         **kwargs: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """The forward and the backward graph of a joint graph."""
+        started = time.perf_counter()
         prepare(gm)
         self.inputs = real_inputs(gm.graph)
         is_fused = compiler == "inductor"
@@ -218,7 +234,9 @@ class RematPartitioner(CustomPartitionerFn):
         if self.on_plan is not None:
             self.on_plan(plan)
         self.inputs = {}  # after a graph break they are activations
-        return split(gm, plan, reader.nodes, num_fwd_outputs)
+        graphs = split(gm, plan, reader.nodes, num_fwd_outputs)
+        self.planning_seconds += time.perf_counter() - started
+        return graphs
 
     def resident_bytes(self, static_bytes: int) -> tuple[int, int]:
         """Bytes beside a graph's inputs: alive throughout a step, and in the forward pass only.

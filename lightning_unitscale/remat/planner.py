@@ -12,6 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from lightning_unitscale.arguments import shown
+from lightning_unitscale.capture.fallback import Refusal
 from lightning_unitscale.profiler.report import format_bytes
 from lightning_unitscale.remat.blocks import Blocks, find_blocks, segment_members
 from lightning_unitscale.remat.chain import BlockOptions, Run, choose_options
@@ -346,7 +347,11 @@ class Planner:
         return refusal(budget, limit, floor.peak_bytes, self.default.peak_bytes, reached)
 
 
-def refusal(budget: Budget, limit: int, floor: int, default: int, reached: str) -> ValueError:
+class BudgetError(Refusal, ValueError):
+    """A budget that no plan of a step keeps."""
+
+
+def refusal(budget: Budget, limit: int, floor: int, default: int, reached: str) -> BudgetError:
     """The error of a budget that no plan meets.
 
     Args:
@@ -357,7 +362,7 @@ def refusal(budget: Budget, limit: int, floor: int, default: int, reached: str) 
         reached: Where the floor is reached, and what is in it.
     """
     shown = f"{budget}, {format_bytes(limit)}" if budget != limit else format_bytes(limit)
-    return ValueError(
+    return BudgetError(
         f"budget={shown} ({limit} bytes): no plan needs so little; expected at "
         f"least {format_bytes(floor)} ({floor} bytes), the floor, {reached}. "
         f"Without rematerialization the peak is {format_bytes(default)}. Raise the "

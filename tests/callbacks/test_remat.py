@@ -273,12 +273,15 @@ class _Looping(Regression):
         return x.square().mean()
 
 
-@pytest.mark.filterwarnings("ignore:.*no graph could be captured")
-def test_a_step_of_which_nothing_is_captured_is_refused() -> None:
-    module = _Looping()
-    with pytest.raises(RuntimeError, match=r"budget=0.8: nothing of _Looping.training_step"):
-        _fit(module, loader(8), RematCallback(0.8))
-    assert steps_of(module) is None
+def test_a_step_of_which_nothing_is_captured_goes_on_without_a_plan() -> None:
+    plain, planned, callback = _Looping(), _Looping(), RematCallback(0.8)
+    planned.load_state_dict(plain.state_dict())
+    _fit(plain, loader(8))
+    with pytest.warns(UserWarning, match=r"_Looping.* without a plan: budget=0.8 may not hold"):
+        _fit(planned, loader(8), callback)
+    _assert_same_weights(plain, planned)
+    assert "Nothing is planned: " in callback.explain()
+    assert steps_of(planned) is None
 
 
 class _Doubled(torch.autograd.Function):

@@ -217,7 +217,7 @@ def test_a_plan_of_a_step() -> None:
     assert plan.pipe.info().has_loss
     assert module.logged == []
     assert "training_step" not in module.__dict__
-    with pytest.raises(RuntimeError, match="printing_step is not one graph"):
+    with pytest.raises(RuntimeError, match="printing_step cannot be captured as one graph"):
         explain_step(module, batch, 2, batch_idx=0, method="printing_step")
     with pytest.raises(ValueError, match="num_microbatches=5: a batch of 64"):
         explain_step(module, batch, 2, batch_idx=0, num_microbatches=5)

@@ -1,0 +1,201 @@
+"""A step that cannot run captured runs as the user wrote it: found out before it, or undone."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_unitscale.capture.recorded_passes import find_recorded_pass
+from lightning_unitscale.capture.trial import Trial
+from lightning_unitscale.dynamo.breaks import calling_line, reason_raised
+from lightning_unitscale.dynamo.capture import Executor, original_error
+from lightning_unitscale.dynamo.conversions import around_captures
+from lightning_unitscale.dynamo.hooks import (
+    find_backward_hook,
+    noticing_recorded_passes,
+    num_registered,
+)
+from lightning_unitscale.patching import nothing
+
+if TYPE_CHECKING:
+    from lightning_unitscale.capture.captured_step import CapturedStep
+
+
+RECORDED = "it takes gradients of gradients (create_graph=True)"
+
+
+class Refusal(Exception):
+    """An error of this package about what the user has asked for: no step goes on without that."""
+
+
+class StaysPlain(BaseException):
+    """Raised in the middle of a step that was undone; no ``except Exception`` of a user's sees it.
+
+    Its text is the reason.
+    """
+
+
+class Fallback:
+    """Decides whether the calls of a captured step run the user's own method.
+
+    Steps that are scaled by rules never do: that would be another model.
+
+    Args:
+        step: The step.
+
+    Attributes:
+        reason: Why all calls run the user's own method, if they do.
+    """
+
+    def __init__(self, step: CapturedStep) -> None:
+        self._step = step
+        self.reason: str | None = None
+        # How many hooks had been registered when it last looked for some.
+        self._num_hooks = -1
+        self._error_of_pass: Exception | None = None
+        # The last call, until its backward pass has shown that it can be captured.
+        self._pending: Trial | None = None
+        self._pending_call: tuple[Any, tuple[Any, ...], dict[str, Any]] = (None, (), {})
+
+    def is_due(self, executor: Executor) -> bool:
+        """Whether a call runs the user's own method; looks for hooks of backward passes.
+
+        Args:
+            executor: What would run its graphs. Autograd does all that it does in a plain step
+                where that is ``"eager"``.
+        """
+        if not self._is_possible:
+            return False
+        if self.reason is None and executor != "eager" and torch.is_grad_enabled():
+            count = num_registered()
+            if count != self._num_hooks:
+                self._num_hooks = count
+                if (hook := find_backward_hook(self._step.owner.module)) is not None:
+                    self.stay_plain(f"{hook}, which a graph runs in another order or not at all")
+        return self.reason is not None
+
+    def stay_plain(self, reason: str) -> None:
+        """Run the user's own method from now on, and warn of that, once."""
+        if self.reason is not None:
+            return
+        self.reason = reason
+        self._step.messages.warn_of_staying_plain(reason)
+        if torch.is_grad_enabled():
+            getattr(self._step.owner.partition_fn, "give_up", nothing)(reason)
+
+    @contextlib.contextmanager
+    def trying(
+        self, executor: Executor, function: Callable[..., Any], *arguments: Any
+    ) -> Iterator[None]:
+        """Within this context a call runs; if it fails while its function is captured, it is undone.
+
+        Args:
+            executor: What runs its graphs.
+            function: What Dynamo captures.
+            *arguments: Of the call.
+
+        Raises:
+            StaysPlain: If it has failed and was undone.
+        """
+        module, keep = self._step.owner.module, self._step.postponed.names
+        trial = Trial(module, *arguments, keep=keep)
+        if self._is_possible and self._step.graph_breaks and self._may_record:
+            # The pass may be in a part of the step whose beginning is not captured again.
+            trial.begin()
+
+        @contextlib.contextmanager
+        def captured(code: CodeType) -> Iterator[None]:
+            # Before the step's own function is captured nothing of the call has run.
+            own = getattr(function, "__code__", code)
+            if code is own and not self._step.num_graph_calls and self._is_possible:
+                trial.begin()
+            with self._step.progress.capturing():
+                yield
+
+        def refuse() -> None:
+            if executor == "eager" or not self._step.num_graph_calls:
+                return
+            line = calling_line()
+            if trial.undo():
+                raise StaysPlain(f"{RECORDED} at {line}")
+
+        self._error_of_pass = None
+        self._pending = None
+        try:
+            with around_captures(captured), noticing_recorded_passes(refuse):
+                yield
+        except Exception as error:
+            raise self._undone(trial, error) from None
+        if trial.has_begun and executor != "eager" and torch.is_grad_enabled():
+            self._pending = trial
+
+    def _undone(self, trial: Trial, error: Exception) -> BaseException:
+        """Undo a call that has failed; returns what is raised then."""
+        inner = original_error(error)
+        is_ours = isinstance(inner, Refusal) or inner is self._error_of_pass
+        # Without a plan there would be even less memory.
+        if is_ours or isinstance(inner, torch.OutOfMemoryError) or not trial.undo():
+            return error
+        return StaysPlain(f"captured, it fails ({reason_raised(inner)})")
+
+    def note_call(self, result: Any, *args: Any, **kwargs: Any) -> None:
+        """Remember a call that was tried, until its backward pass has succeeded."""
+        if self._pending is not None:
+            loss = result.get("loss") if isinstance(result, dict) else result
+            self._pending_call = (loss, args, kwargs)
+
+    def through_backward(self, run: Callable[[Any], None], loss: Any) -> None:
+        """Run the backward pass of the last call; if it fails, undo the call and run it plain.
+
+        Args:
+            run: Takes the backward pass from a loss.
+            loss: What the step has returned, perhaps multiplied by something.
+        """
+        trial, self._pending = self._pending, None
+        if trial is None:
+            run(loss)
+            return
+        (returned, args, kwargs), self._pending_call = self._pending_call, (None, (), {})
+        factor = None
+        if returned is not loss and isinstance(returned, Tensor) and returned.requires_grad:
+            (factor,) = torch.autograd.grad(loss, returned, retain_graph=True, allow_unused=True)
+        parameters = list(self._step.owner.module.parameters())
+        before = [None if param.grad is None else param.grad.clone() for param in parameters]
+        try:
+            run(loss)
+        except Exception as error:
+            failure = self._undone(trial, error)
+            if not isinstance(failure, StaysPlain):
+                raise
+            for parameter, gradient in zip(parameters, before, strict=True):
+                parameter.grad = gradient
+        else:
+            return
+        result = self._step.run_plain(str(failure), args, kwargs)
+        self._step.postponed.discard()  # it has logged that
+        plain = result["loss"] if isinstance(result, dict) else result
+        run(plain if factor is None else plain * factor)
+
+    @contextlib.contextmanager
+    def not_for_errors(self) -> Iterator[None]:
+        """Within this context errors are about what the user has asked for."""
+        try:
+            yield
+        except Exception as error:
+            self._error_of_pass = error
+            raise
+
+    @functools.cached_property
+    def _may_record(self) -> bool:
+        """Whether the step's code mentions gradients of gradients."""
+        return find_recorded_pass(self._step.owner.module, self._step.__wrapped__) is not None
+
+    @property
+    def _is_possible(self) -> bool:
+        return self._step.interpreter is None and not self._step.owner.changes_function

@@ -1,0 +1,128 @@
+"""What the user reads about a step that is not captured, or not all of it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from lightning_unitscale.dynamo import capture
+from lightning_unitscale.dynamo.breaks import Reason, is_watched, joined_reasons
+
+if TYPE_CHECKING:
+    from lightning_unitscale.capture.captured_step import CapturedStep
+
+# Calls that captured something, after which somebody should know.
+MANY_CAPTURES = 16
+# Blocks within which autograd does not save tensors as usual.
+_SAVING = ("saved_tensors_hooks", "save_on_cpu")
+NO_REASON = "no tensor operation in it, or a loop breaks the graph and Dynamo passes over it all"
+
+
+class CaptureError(RuntimeError):
+    """A step, or a forward, that has to be captured as a graph and cannot be.
+
+    Its text is three sentences: what breaks the graph and where, why, and what to do.
+    """
+
+    @classmethod
+    def of(cls, title: str, reasons: Sequence[str], *, manner: str = "") -> CaptureError:
+        """The error about what breaks a graph.
+
+        Args:
+            title: The module and its method.
+            reasons: What breaks it, the first one first.
+            manner: How it has to be captured.
+        """
+        first, *others = dict.fromkeys(reasons) or (NO_REASON,)
+        more = f" (and {len(others)} more)" if others else ""
+        place = first.where if isinstance(first, Reason) else ""
+        why = first.why if isinstance(first, Reason) else first
+        culprit = f"{place} breaks the graph" if place else "its graph breaks"
+        return cls(
+            f"{title} cannot be captured{manner}: {culprit}{more}. {why[:1].upper()}{why[1:]}. "
+            f"Keep it out of {title.rpartition('.')[2]}; TORCH_LOGS=graph_breaks shows more of it."
+        )
+
+
+class StepMessages:
+    """The warnings about one step, of which one is given.
+
+    Args:
+        step: The step.
+
+    Attributes:
+        has_warned: Whether one was given.
+    """
+
+    def __init__(self, step: CapturedStep) -> None:
+        self._step = step
+        self.reset()
+
+    def reset(self) -> None:
+        """Warn again: something else is captured now."""
+        self.has_warned = False
+
+    def warn_once(self, text: str) -> None:
+        """Warn, if nothing was warned of before."""
+        if not self.has_warned:
+            self.has_warned = True
+            warnings.warn(text, stacklevel=6)
+
+    @property
+    def _loses(self) -> str:
+        """What a step has not that runs as it is."""
+        plan: str = getattr(self._step.owner.partition_fn, "loss_without_plan", "")
+        return f"neither rewritten nor observed{plan}"
+
+    def warn_of_staying_plain(self, reason: str) -> None:
+        """The step runs as it is, from now on."""
+        self.warn_once(
+            f"{self._step.title} cannot run captured: {reason}. So it runs as it is, "
+            f"{self._loses}. Take that out of the step, or leave out what captures it."
+        )
+
+    def warn_if_nothing_ran(self, refused: str | None) -> None:
+        """No graph was run in a call.
+
+        Args:
+            refused: Class of an input that Dynamo does not follow, if there is one.
+        """
+        if self._step.num_graph_calls:
+            return
+        reasons = joined_reasons(self._step.owner.graph_breaks) or NO_REASON
+        if refused is not None:
+            self.warn_once(
+                f"{self._step.title}: called with a {refused}, whose operations Dynamo does not "
+                f"follow, so it runs as it is, {self._loses}. Expected plain tensors; hand it "
+                "image.as_subclass(torch.Tensor)."
+            )
+            return
+        if is_watched():
+            reasons = "a mode such as FlopCounterMode looks at every operation of this call"
+        self.warn_once(
+            f"{self._step.title}: no graph could be captured, so it "
+            f"runs as it is, {self._loses} ({reasons}). Expected at least one "
+            "traceable operation; keep printing, .item() and third-party calls out of the step."
+        )
+
+    def warn_of_saving(self, graph_breaks: Sequence[str]) -> None:
+        """Dynamo passes over the whole function that enters such a block, and all that is in it."""
+        for graph_break in graph_breaks:
+            if any(name in graph_break for name in _SAVING):
+                self.warn_once(
+                    f"{self._step.title}: what a function computes that saves tensors in its own "
+                    f"way runs as it is, {self._loses} ({graph_break}). Expected a step without "
+                    "such a block; enter it around the step, in a callback's hooks."
+                )
+
+    def warn_of_captures(self) -> None:
+        """The step is captured again and again."""
+        self.warn_once(
+            f"{self._step.title} has been captured {MANY_CAPTURES} times, which takes time and "
+            f"memory, and after {capture.RECOMPILE_LIMIT} times it runs as it is, neither "
+            "rewritten nor observed: something that it reads is another one at most calls, such as "
+            "a list in a dictionary that it appends to. Expected a step that depends on tensors, "
+            "numbers and the sizes of a few kinds of batches; TORCH_LOGS=recompiles shows what "
+            "changes."
+        )

@@ -1,0 +1,76 @@
+"""A call of a step that is captured for the first time, and undone if it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from lightning_unitscale.capture.rollback import undoers
+from lightning_unitscale.profiler.sharded import is_sharded
+
+
+class Trial:
+    """Undoes what a call of a step has done so far, as if it had not begun.
+
+    Covered: random states, gradients, and whatever a module holds. Of parameters no copy is kept,
+    which might not fit: if one has changed, the call cannot be undone.
+
+    Args:
+        module: Whose step it is.
+        arguments: Arguments of the call.
+        keep: Attributes of the module that it has others of while it runs.
+    """
+
+    def __init__(self, module: nn.Module, *arguments: Any, keep: Collection[str] = ()) -> None:
+        self._module = module
+        self._keep = keep
+        # What was taken from an iterator cannot be put back, nor what FSDP knows of its gathering.
+        takes = any(isinstance(value, Iterator) for value in arguments)
+        self._can_begin = not takes and not is_sharded(module)
+        self._undo: list[Callable[[], object]] = []
+        self._before: list[Any] = []
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it can be undone, if no parameter changes."""
+        return bool(self._undo)
+
+    def begin(self) -> None:
+        """Note how things are; nothing of the call has run yet."""
+        if self._can_begin and not self._undo:
+            self._before = [_state_of(param) for param in self._module.parameters()]
+            self._undo = list(undoers(self._module, self._keep))
+
+    def undo(self) -> bool:
+        """Undo the call; returns whether that was possible."""
+        after = list(map(_state_of, self._module.parameters()))
+        if not self._undo or len(after) != len(self._before):
+            return False
+        if not all(map(_is_same, after, self._before)):
+            return False
+        for undo in reversed(self._undo):
+            undo()
+        return True
+
+
+def _state_of(parameter: nn.Parameter) -> Any:
+    """What tells whether a parameter has other numbers: also after a write past its version."""
+    if is_lazy(parameter):
+        return None
+    where, numbers = parameter.untyped_storage(), parameter.detach()
+    checksum = numbers.sum() if numbers.device.type != "meta" else None
+    return where.data_ptr(), parameter._version, checksum
+
+
+def _is_same(after: Any, before: Any) -> bool:
+    if after is None or before is None:
+        return after is before
+    *after, total = after
+    *before, expected = before
+    if after != before:
+        return False
+    return not isinstance(total, Tensor) or torch.equal(total.nan_to_num(), expected.nan_to_num())
