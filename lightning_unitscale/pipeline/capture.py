@@ -44,6 +44,7 @@ from lightning_unitscale.pipeline.program import (
     loss_index,
     named_tensors,
 )
+from lightning_unitscale.pipeline.whole_batch import WholeBatch
 from lightning_unitscale.profiler.api import refuse_lazy
 
 _EXAMPLE = "example_value"
@@ -241,13 +242,16 @@ class StepProgram:
         return [values[position] for position in self.positions]
 
 
-def program_of_step(call: GraphCall, module: nn.Module, loss: int | None) -> StepProgram:
+def program_of_step(
+    call: GraphCall, module: nn.Module, loss: int | None, batch: WholeBatch | None = None
+) -> StepProgram:
     """The program of a step's graph.
 
     Args:
         call: A call of the graph.
         module: The module of the step.
         loss: Position of the loss among the graph's outputs.
+        batch: What the graph of a microbatch needs to know of the whole batch.
 
     Raises:
         RuntimeError: If a pass brings something out of the graph: of a cut one it could not.
@@ -259,6 +263,8 @@ def program_of_step(call: GraphCall, module: nn.Module, loss: int | None) -> Ste
             "has none; expected UnitScaleCallback, ScaleMonitor and RematCallback alone; take "
             "other transforms off the module."
         )
+    if batch is not None:
+        batch.rewrite(step_graph, loss)
     fill_examples(step_graph.graph)
     graph_module = copy_graph_module(step_graph.graph_module)
     graph = graph_module.graph
