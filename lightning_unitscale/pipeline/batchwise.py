@@ -309,7 +309,7 @@ def _spoil(
     others = [node for node in operation.facts if node is not target]
     if not data.issuperset(others):
         data.difference_update(views)
-    written = [fact for node in others for fact in (facts[node], ) if not isinstance(fact, tuple)]
+    written = [fact for node in others for fact in (facts[node],) if not isinstance(fact, tuple)]
     of_samples = any(isinstance(fact, Rows) for fact in written)
     if any(isinstance(fact, (Mean, Coupled)) for fact in written) or (
         of_samples and isinstance(facts[target], Same)

@@ -140,34 +140,44 @@ class EngineStage(Stage):
         return sent, waiting
 
 
-class ForwardOnly(_PipelineScheduleRuntime):
-    """Forward passes alone, of every microbatch through one local stage after the other.
+class BreadthFirst(_PipelineScheduleRuntime):
+    """All forward passes, then all backward passes if there is a loss.
 
     Args:
         schedule: Says which rank has which stages.
         stages: This rank's stages, in ascending order.
         num_microbatches: Microbatches of a step.
+        loss_fn: Makes the loss of a microbatch; without it there are forward passes alone.
     """
 
     def __init__(
-        self, schedule: Schedule, stages: Sequence[EngineStage], num_microbatches: int
+        self,
+        schedule: Schedule,
+        stages: Sequence[EngineStage],
+        num_microbatches: int,
+        loss_fn: Callable[..., Tensor] | None = None,
     ) -> None:
-        super().__init__(list(stages), num_microbatches, loss_fn=None, scale_grads=False)
+        super().__init__(list(stages), num_microbatches, loss_fn=loss_fn, scale_grads=False)
         # The engine's own preparation asks for as many backward passes as forward ones.
         self.stage_index_to_group_rank = {
             stage: schedule.rank_of(stage, self.pp_group_size) for stage in range(self._num_stages)
         }
         for stage in self._stages:
             stage.stage_index_to_group_rank = self.stage_index_to_group_rank
+        kinds = [_ComputationType.FORWARD]
+        if loss_fn is not None:
+            kinds.append(_ComputationType.FULL_BACKWARD)
+        actions: dict[int, list[_Action | None]] = {}
+        for rank in range(self.pp_group_size):
+            own = schedule.stages_of(rank, self.pp_group_size, self._num_stages)
+            actions[rank] = [
+                _Action(stage, kind, microbatch)
+                for kind in kinds
+                for stage in (own if kind is _ComputationType.FORWARD else reversed(own))
+                for microbatch in range(num_microbatches)
+            ]
         self.pipeline_order_with_comms = _add_send_recv(
-            {
-                rank: [
-                    _Action(stage, _ComputationType.FORWARD, microbatch)
-                    for stage in schedule.stages_of(rank, self.pp_group_size, self._num_stages)
-                    for microbatch in range(num_microbatches)
-                ]
-                for rank in range(self.pp_group_size)
-            },
+            actions,
             stage_to_rank=self.stage_index_to_group_rank.__getitem__,
             num_stages=self._num_stages,
         )
@@ -314,7 +324,8 @@ class PipelineRunner:
 
         Args:
             microbatches: The inputs.
-            finish: Makes the loss where the graph has none; given to all steps or to none.
+            finish: Makes the loss where the graph has none; given to all steps or to none. It is
+                called for all microbatches before the first backward pass, whatever the schedule.
             replaced: What runs in the place of some of this rank's stages, with their arguments and
                 results; its backward passes are not taken apart.
         """
@@ -326,18 +337,10 @@ class PipelineRunner:
             )
         if self._training is None:
             self._trained = self._engine_stages(True)
-            is_single = self.schedule.placement == "single"
-            self._training = _ENGINES[self.schedule.name](
-                self._trained[0] if is_single else self._trained,
-                self.num_microbatches,
-                loss_fn=self._mean_part,
-                scale_grads=False,
-            )
+            self._training = self._new_schedule(is_joint=finish is not None)
         self._finish, self._replaced = finish, replaced or {}
         for index, stage in zip(self.stage_indices, self._trained, strict=True):
-            # What follows the last stage's graph may hang hooks on its results.
-            is_followed = self.pipe.program.loss is None and index == self.pipe.num_stages - 1
-            stage.whole = index in self._replaced or is_followed
+            stage.whole = index in self._replaced
         self.shared.put_aside()
         with torch.enable_grad():
             result = self._run(self._training, microbatches)
@@ -348,7 +351,7 @@ class PipelineRunner:
         """:meth:`eval` for the flat inputs of each microbatch, of which there may be any number."""
         count = len(microbatches)
         if count not in self._forward:
-            self._forward[count] = ForwardOnly(self.schedule, self._engine_stages(False), count)
+            self._forward[count] = BreadthFirst(self.schedule, self._engine_stages(False), count)
         with torch.no_grad():
             return self._run(self._forward[count], microbatches)
 
@@ -370,6 +373,18 @@ class PipelineRunner:
         if not self.is_last:
             return None
         return [self.pipe.program.unflatten(list(values)) for values in outputs]
+
+    def _new_schedule(self, *, is_joint: bool) -> Any:
+        if is_joint:
+            count = self.num_microbatches
+            return BreadthFirst(self.schedule, self._trained, count, self._mean_part)
+        is_single = self.schedule.placement == "single"
+        return _ENGINES[self.schedule.name](
+            self._trained[0] if is_single else self._trained,
+            self.num_microbatches,
+            loss_fn=self._mean_part,
+            scale_grads=False,
+        )
 
     def _engine_stages(self, has_backward: bool) -> list[EngineStage]:
         return [

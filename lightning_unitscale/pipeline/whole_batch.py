@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,9 +20,9 @@ from lightning_unitscale.graph.nodes import (
     tensor_name,
 )
 from lightning_unitscale.graph.passes import StepGraph
-from lightning_unitscale.pipeline.batch_facts import Coupled, Mean, Same
-from lightning_unitscale.pipeline.batchwise import BatchFacts, CountedMean
+from lightning_unitscale.pipeline.batch_facts import Coupled, Fact, Mean, Same
 from lightning_unitscale.pipeline.batch_rules import Operation
+from lightning_unitscale.pipeline.batchwise import BatchFacts, CountedMean
 
 
 class WholeBatch:
@@ -46,6 +47,17 @@ class WholeBatch:
         positions = call.differentiable if loss is None else [loss]
         facts = (self.facts.outputs[position] for position in positions)
         return next((fact.reason for fact in facts if isinstance(fact, Coupled)), None)
+
+    def relations(self, loss: int | None) -> list[Fact | None]:
+        """Return how the results of the stages relate to those of the batch.
+
+        Args:
+            loss: As in :meth:`rewrite`.
+        """
+        facts = list(self.facts.outputs)
+        if loss is not None and isinstance(facts[loss], (Mean, Same)):
+            facts[loss] = replace(facts[loss], power=0)
+        return facts
 
     def note(self, call: GraphCall) -> None:
         """Compute what the stages need of a batch.
@@ -123,7 +135,9 @@ def _remove(graph: fx.Graph, node: fx.Node) -> None:
         _remove(graph, read)
 
 
-def _divide_by(loss: fx.Node, count: fx.Node, of_loss: Sequence[fx.Node], mean: CountedMean) -> None:
+def _divide_by(
+    loss: fx.Node, count: fx.Node, of_loss: Sequence[fx.Node], mean: CountedMean
+) -> None:
     """Let a mean over classes divide by another number than that of its own microbatch."""
     function = _COUNTED.get(loss.target)
     if function is not None:
@@ -133,9 +147,7 @@ def _divide_by(loss: fx.Node, count: fx.Node, of_loss: Sequence[fx.Node], mean: 
         return
     # Rules have put another function there, which computes the same loss.
     with loss.graph.inserting_after(loss):
-        weighted = loss.graph.call_function(
-            _reweighted, (loss, count, mean.ignore_index, *of_loss)
-        )
+        weighted = loss.graph.call_function(_reweighted, (loss, count, mean.ignore_index, *of_loss))
     weighted.meta[INTERNAL] = True
     replace_other_uses(loss, weighted)
 
@@ -201,9 +213,10 @@ def _subgraph(
     for node in source.nodes:
         for target in written_arguments(node):
             writes.setdefault(roots[target], []).append(node)
-    ends = [each for want in wanted for each in (want.counts_by if isinstance(want, CountedMean) else [want])]  # fmt: skip
     needed: set[fx.Node] = set()
-    pending = list(ends)
+    pending: list[fx.Node] = []
+    for want in wanted:
+        pending += want.counts_by if isinstance(want, CountedMean) else [want]
     while pending:
         node = pending.pop()
         if node not in needed:

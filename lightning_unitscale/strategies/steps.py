@@ -29,11 +29,14 @@ from lightning_unitscale.capture.compiled_graph import (
     NotOneGraphError,
 )
 from lightning_unitscale.capture.steps import ModuleSteps, steps_of
+from lightning_unitscale.pipeline.batch_facts import Fact, joined
+from lightning_unitscale.pipeline.batchwise import compare_graphs
 from lightning_unitscale.pipeline.capture import (
     StepProgram,
     example_outputs,
     loss_position,
     program_of_step,
+    returnable_method,
     static_shapes,
 )
 from lightning_unitscale.pipeline.cuts import SplitPolicy, cut_by, num_marks
@@ -42,6 +45,7 @@ from lightning_unitscale.pipeline.observed import ObservedStages
 from lightning_unitscale.pipeline.ownership import Ownership, SharedGradients
 from lightning_unitscale.pipeline.pipe import build_pipe
 from lightning_unitscale.pipeline.program import split_evenly
+from lightning_unitscale.pipeline.whole_batch import WholeBatch
 from lightning_unitscale.remat.api import Granted, StepPartitioner
 from lightning_unitscale.strategies.checks import check_same_cuts
 from lightning_unitscale.strategies.grid import Replicas
@@ -60,7 +64,14 @@ class PlainSteps(ModuleSteps):
 
     @override
     def original(self, name: str) -> Callable[..., Any]:
-        """The user's own method, even where a captured step has replaced it."""
+        """The user's own method, even where a captured step has replaced it.
+
+        Args:
+            name: Of the module's method, or of a submodule's: ``"net.forward"``.
+        """
+        path, _, method = name.rpartition(".")
+        if path:
+            return returnable_method(self.module.get_submodule(path), method)
         steps = steps_of(self.module)
         if steps is None or name not in steps.steps:
             return super().original(name)
@@ -116,6 +127,8 @@ class PipelinedGraph:
 
     Attributes:
         graph: The captured graph; kept, so that its identity stays its own.
+        whole: That of a whole batch, of which the results are made.
+        batch: What the stages need to know of a whole batch, if that is several microbatches.
         step: What was cut.
         runner: The pipeline.
         observed: The stages with the probes of all passes, once a step was observed.
@@ -123,6 +136,8 @@ class PipelinedGraph:
     """
 
     graph: CompiledGraph
+    whole: CompiledGraph
+    batch: WholeBatch | None
     step: StepProgram
     runner: PipelineRunner
     observed: ObservedStages | None = None
@@ -139,7 +154,7 @@ class PipelinedGraph:
             outputs: The results, on the rank of the last stage.
             count: How many microbatches there are.
         """
-        values = combined(outputs or [example_outputs(self.graph.base)] * count)
+        values = self.joined(outputs or [example_outputs(self.graph.base)] * count)
         for index, value in enumerate(values):
             if isinstance(value, Tensor):
                 values[index] = value.contiguous()
@@ -147,11 +162,23 @@ class PipelinedGraph:
                 dist.broadcast(values[index], group=group, group_src=last_rank)
         return values
 
+    def joined(self, outputs: Sequence[Sequence[Any]]) -> list[Any]:
+        """The results of the batch, from those of each microbatch."""
+        facts = self.relations or [None] * len(outputs[0])
+        return [joined(list(each), fact) for *each, fact in zip(*outputs, facts, strict=True)]
+
+    @property
+    def relations(self) -> list[Fact | None]:
+        """How the results of the microbatches relate to those of the batch."""
+        if self.batch is None:
+            return []
+        return self.batch.relations(self.step.program.loss)
+
     def replaying(self, values: list[Any]) -> Interpreter:
         """Runs no graph, but returns the pipeline's results for it."""
 
         def replay(graph: CompiledGraph, inputs: tuple[Any, ...]) -> Any:
-            if graph is not self.graph:
+            if graph is not self.whole:
                 raise RuntimeError(
                     f"{self.step.step_graph.step}: another graph ran with the pipeline's results "
                     "than without them; expected a step whose course does not depend on how often "
@@ -204,16 +231,31 @@ class PipelinedMethod:
         Raises:
             NotPipelinedError: If a call is not one graph, or the calls are not the same graph.
         """
-        step = self.steps.steps[self.name]
         calls: list[GraphCall] = []
-        for args, kwargs in arguments:
-            try:
-                calls.append(step.graph_call(*args, **kwargs))
-            except NotOneGraphError as error:
-                raise self._not_one_graph(str(error)) from None
+        for each in arguments:
+            calls.append(self._graph_call(each))
             if calls[-1].graph is not calls[0].graph:
                 raise self._not_one_graph("it is another one for the next microbatch")
         return calls
+
+    def whole_call(self, arguments: Arguments, calls: Sequence[GraphCall]) -> GraphCall:
+        """The call of the method's one graph for a whole batch.
+
+        Args:
+            arguments: Positional and keyword arguments.
+            calls: Those for its microbatches.
+
+        Raises:
+            NotPipelinedError: If the call is not one graph.
+        """
+        return calls[0] if len(calls) == 1 else self._graph_call(arguments)
+
+    def _graph_call(self, arguments: Arguments) -> GraphCall:
+        args, kwargs = arguments
+        try:
+            return self.steps.steps[self.name].graph_call(*args, **kwargs)
+        except NotOneGraphError as error:
+            raise self._not_one_graph(str(error)) from None
 
     def _not_one_graph(self, reasons: str) -> NotPipelinedError:
         return NotPipelinedError(
@@ -222,24 +264,53 @@ class PipelinedMethod:
             "printing or third-party calls between them; keep those out of it."
         )
 
-    def pipelined(self, call: GraphCall, loss: Callable[[], int] | None = None) -> PipelinedGraph:
+    def pipelined(
+        self,
+        calls: Sequence[GraphCall],
+        whole: GraphCall,
+        loss: Callable[[], int] | None = None,
+        *,
+        is_exact: bool = True,
+    ) -> PipelinedGraph:
         """The pipeline of a graph; made when it first runs.
 
         Args:
-            call: A call of the graph.
+            calls: A call of the graph for each microbatch.
+            whole: The call for all of them together.
             loss: Says which of the graph's outputs is the loss, if it has one.
+            is_exact: Whether the loss, or without one every result with a gradient, must be that of
+                the whole batch.
 
         Raises:
+            NotPipelinedError: If it would be another one.
             RuntimeError: If parameters would move to other ranks.
         """
-        key = id(call.graph), call.graph.num_rewrites
+        call = calls[0]
+        key = id(call.graph), call.graph.num_rewrites, id(whole.graph)
         if key not in self._pipelines:
-            self._pipelines[key] = self._cut(call, None if loss is None else loss())
-        self._pipelines[key].runner.num_accumulated = self.pipelining.num_accumulated()
-        return self._pipelines[key]
+            position = None if loss is None else loss()
+            batch = None
+            if len(calls) > 1:
+                batch = WholeBatch(compare_graphs(call, whole, len(calls)))
+                if is_exact and (reason := batch.why_not(call, position)):
+                    raise self._not_exact(reason)
+            self._pipelines[key] = self._cut(call, whole, position, batch)
+        graph = self._pipelines[key]
+        if graph.batch is not None:
+            graph.batch.note(whole)
+        graph.runner.num_accumulated = self.pipelining.num_accumulated()
+        return graph
 
-    def _cut(self, call: GraphCall, loss: int | None) -> PipelinedGraph:
-        step = program_of_step(call, self.module, loss)
+    def _not_exact(self, reason: str) -> NotPipelinedError:
+        return NotPipelinedError(
+            f"{type(self.module).__name__}.{self.name} does not give the loss of the batch by "
+            f"microbatches: {reason}; expected sums and means over samples or tokens"
+        )
+
+    def _cut(
+        self, call: GraphCall, whole: GraphCall, loss: int | None, batch: WholeBatch | None
+    ) -> PipelinedGraph:
+        step = program_of_step(call, self.module, loss, batch)
         pipelining = self.pipelining
         ownership, replicas, group = pipelining.ownership, pipelining.replicas, pipelining.group
         is_first = not ownership.is_settled
@@ -264,25 +335,7 @@ class PipelinedMethod:
         # A replica that this graph does not use must not fall behind the others.
         owned = ownership.parameters_of(dist.get_rank(group))
         runner.shared = SharedGradients(owned, ownership.replicas(), group)
-        return PipelinedGraph(call.graph, step, runner)
-
-
-def combined(results: Sequence[Sequence[Any]]) -> list[Any]:
-    """The results of microbatches as those of one batch.
-
-    The mean of single floating-point numbers, the sum of single whole numbers, and everything else
-    one after the other along the first dimension.
-    """
-    return [_combine(list(each)) for each in zip(*results, strict=True)]
-
-
-def _combine(values: list[Any]) -> Any:
-    if not isinstance(values[0], Tensor):
-        return values[0]
-    if values[0].ndim:
-        return torch.cat(values)
-    stacked = torch.stack(values)
-    return stacked.mean() if stacked.is_floating_point() else stacked.sum()
+        return PipelinedGraph(call.graph, whole.graph, batch, step, runner)
 
 
 _NAME = "training_step"
@@ -324,9 +377,14 @@ class PipelinedStep(PipelinedMethod):
         """
         step = self.steps.steps[_NAME]
         parts = split_evenly(batch, self.pipelining.num_microbatches)
+        # What occurs twice in the batch is two inputs, as in its parts.
+        (batch,) = split_evenly(batch, 1)
         with static_shapes():
             calls = self.graph_calls([((part, *args), kwargs) for part in parts])
-            graph = self.pipelined(calls[0], lambda: self._loss(calls[0], parts[0], args, kwargs))
+            whole = self.whole_call(((batch, *args), kwargs), calls)
+            graph = self.pipelined(
+                calls, whole, lambda: self._loss(calls[0], parts[0], args, kwargs)
+            )
             for graph_pass in self.steps.passes:
                 graph_pass.before_step(self.module)
             inputs = graph.inputs(calls)
@@ -336,7 +394,7 @@ class PipelinedStep(PipelinedMethod):
                 outputs = self._run(graph, inputs, planned)
                 step.interpreter = graph.replaying(graph.shared_results(outputs, len(parts)))
                 try:
-                    return step(parts[0], *args, **kwargs)
+                    return step(batch, *args, **kwargs)
                 finally:
                     step.interpreter = None
 
