@@ -62,12 +62,11 @@ def row_of(name: str) -> dict[str, Any]:
 def markdown(rows: list[dict[str, Any]]) -> str:
     """One row per architecture, then what does not run and why."""
     ran = [row for row in rows if not row["error"]]
-    cells = [(row["architecture"], row["pipeline"], f"{row['difference']:.0e}") for row in ran]
+    cells = [[row["architecture"], row["pipeline"], f"{row['difference']:.0e}"] for row in ran]
     third = -(-len(cells) // 3)
-    columns = [cells[i : i + third] for i in range(0, len(cells), third)]
-    blank = ("", "", "")
-    lines = [sum((column[i] if i < len(column) else blank for column in columns), ()) for i in range(third)]
-    headers = ["architecture", "pipeline", "difference"] * len(columns)
+    cells += [["", "", ""]] * (3 * third - len(cells))
+    lines = [cells[i] + cells[i + third] + cells[i + 2 * third] for i in range(third)]
+    headers = ["architecture", "pipeline", "difference"] * 3
     failed = [f"- {row['architecture']}: {row['error']}" for row in rows if row["error"]]
     table = tabulate(lines, headers=headers, tablefmt="github", disable_numparse=True)
     return "\n".join([table, "", *failed])
@@ -77,7 +76,7 @@ def main() -> int:
     """Print and write the table; returns whether a difference is too large."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="architectures; all by default")
-    parser.add_argument("--markdown", action="store_true", help="print what is stored, as it stands in docs/measurements/architectures.md")
+    parser.add_argument("--markdown", action="store_true", help="print what is stored")
     options = parser.parse_args()
     path = RESULTS / RESULT
     known = json.loads(path.read_text())["rows"] if path.exists() else []

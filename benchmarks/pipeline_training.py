@@ -6,6 +6,7 @@ losses, and what ran as the pipeline, to ``FOLDER/RANKS.json``.
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 import warnings
@@ -70,8 +71,6 @@ def without_dropout(net: nn.Module) -> None:
 
 def batches(net: nn.Module, inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Batches of several microbatches, each with another number of tokens and labels."""
-    import inspect
-
     takes_mask = "attention_mask" in inspect.signature(net.forward).parameters
     found = []
     for step in range(STEPS):

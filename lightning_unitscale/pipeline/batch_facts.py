@@ -113,14 +113,12 @@ def joined(values: Sequence[Any], fact: Fact | None) -> Any:
         rows = _in_order(values, fact)
         return rows if not fact.power else rows * float(count) ** fact.power
     if isinstance(fact, Mean) or not first.ndim:
+        is_whole = not (first.is_floating_point() or first.is_complex())
+        power = fact.power if isinstance(fact, Mean) else int(is_whole)
         stacked = torch.stack(list(values))
-        if isinstance(fact, Mean):
-            power = fact.power
-        else:
-            power = 0 if first.is_floating_point() else 1
-        if power == 1 and not (first.is_floating_point() or first.is_complex()):
+        if is_whole and power == 1:
             return stacked.sum(0)
-        mean = stacked.mean(0) if stacked.is_floating_point() else stacked.double().mean(0)
+        mean = (stacked.double() if is_whole else stacked).mean(0)
         return mean if not power else mean * float(count) ** power
     return torch.cat(list(values))
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, fx
@@ -14,7 +16,10 @@ from torch.utils._pytree import tree_leaves
 from lightning_unitscale.graph.nodes import example_tensor, op_name, tensor_name
 from lightning_unitscale.pipeline.batch_facts import Coupled, Fact, Mean, Rows, Same, power_of
 
-_SUMS = frozenset({"add", "iadd", "radd", "sub", "isub", "rsub", "subtract", "where", "stack", "cat", "concat", "hstack"})  # fmt: skip
+_SUMS = frozenset(
+    {"add", "iadd", "radd", "sub", "isub", "rsub", "subtract", "where", "stack", "cat", "concat",
+     "hstack"}
+)  # fmt: skip
 _PRODUCTS = frozenset({"mul", "imul", "rmul", "multiply"})
 _QUOTIENTS = frozenset({"div", "truediv", "itruediv", "divide", "true_divide"})
 ARITHMETIC = _SUMS | _PRODUCTS | _QUOTIENTS | {"pow", "ipow", "rpow"}
@@ -26,9 +31,16 @@ _LINEAR = frozenset(
      "t", "expand", "getitem", "select", "sum", "mean", "requires_grad", "alias"}
 )  # fmt: skip
 # Sums of products of two tensors.
-_CONTRACTIONS = frozenset({"matmul", "mm", "bmm", "mv", "dot", "vdot", "inner", "einsum", "tensordot"})  # fmt: skip
-_VIEWS = frozenset({"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "view_as", "reshape_as", "ravel"})  # fmt: skip
-_PIECES = frozenset({"chunk", "split", "tensor_split", "split_with_sizes", "unbind", "narrow", "hsplit", "vsplit"})  # fmt: skip
+_CONTRACTIONS = frozenset(
+    {"matmul", "mm", "bmm", "mv", "dot", "vdot", "inner", "einsum", "tensordot"}
+)
+_VIEWS = frozenset(
+    {"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "view_as", "reshape_as",
+     "ravel"}
+)  # fmt: skip
+_PIECES = frozenset(
+    {"chunk", "split", "tensor_split", "split_with_sizes", "unbind", "narrow", "hsplit", "vsplit"}
+)
 _CONCATENATIONS = frozenset({"cat", "concat", "concatenate", "vstack", "hstack"})
 # Position of the dimension along which elements depend on each other; -1 where there is none.
 _ALONG = {
@@ -36,7 +48,6 @@ _ALONG = {
     "cumsum": 1, "cumprod": 1, "cummax": 1, "cummin": 1, "logcumsumexp": 1, "flip": 1, "roll": 2,
     "normalize": 2, "sort": 1, "argsort": 1, "diff": 2, "renorm": 2, "fft": 2, "ifft": 2,
 }  # fmt: skip
-_DIM_NAMES = ("dim", "dims")
 # Whole numbers may be ordered along the batch: experts sort their tokens, and put them back.
 _ORDERS = frozenset({"sort", "argsort"})
 _BY_STATISTICS = frozenset({"batch_norm", "instance_norm", "sync_batch_norm"})
@@ -47,6 +58,15 @@ _ELEMENTWISE_LOSSES = frozenset(
     {"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "kl_div",
      "binary_cross_entropy_with_logits", "poisson_nll_loss", "soft_margin_loss"}
 )  # fmt: skip
+
+
+_LINE = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+def _line_of(node: fx.Node) -> str:
+    """Where the code is that made a node."""
+    found = _LINE.findall(node.meta.get("stack_trace") or "")
+    return f" (in {Path(found[-1][0]).name}:{found[-1][1]})" if found else ""
 
 
 @dataclass(frozen=True)
@@ -72,14 +92,14 @@ class Operation:
 
     @property
     def read(self) -> list[tuple[fx.Node, Fact]]:
-        """The tensors that it reads with their relations; one that it reads twice is there twice."""
+        """The tensors that it reads, each as often as it does, with their relations."""
         leaves = tree_leaves((self.node.args, dict(self.node.kwargs)))
         nodes = [leaf for leaf in leaves if isinstance(leaf, fx.Node) and leaf in self.facts]
         return [(node, self.facts[node]) for node in nodes]
 
     def coupled(self, why: str) -> Coupled:
         """The relation of a result to the batch that is not known."""
-        return Coupled(f"{tensor_name(self.node)} ({self.name}) {why}")
+        return Coupled(f"{tensor_name(self.node)} {why}{_line_of(self.node)}")
 
     def argument(self, name: str, position: int, default: Any = None) -> Any:
         """An argument by its name or position."""
@@ -148,12 +168,12 @@ def of_reduced(operation: Operation, alignment: Alignment) -> Fact:
     power = operation.factors()
     if name in _PRODUCTS and len(means) == 1 and power is not None:
         return Mean(power + sum(fact.power for fact in facts if isinstance(fact, (Mean, Same))))
-    if name in _QUOTIENTS and power is not None:
+    is_quotient = name in _QUOTIENTS and "rounding_mode" not in operation.node.kwargs
+    if is_quotient and len(means) == 1 and power is not None:
         above = operation.node.args[0]
         if isinstance(above, fx.Node) and isinstance(operation.facts[above], Mean):
-            if len(means) == 1 and "rounding_mode" not in operation.node.kwargs:
-                divided = sum(fact.power for fact in facts if isinstance(fact, Same))
-                return Mean(means[0].power - divided - power)
+            divided = sum(fact.power for fact in facts if isinstance(fact, Same))
+            return Mean(means[0].power - divided - power)
     if name in _LINEAR and len(facts) == 1:
         return means[0]
     return operation.coupled("is not linear in the mean over the batch")
@@ -178,9 +198,9 @@ def of_reduction(operation: Operation) -> Fact:
         return Mean(power + 1)
     if name == "mean" and len(facts) == 1:
         return Mean(power)
-    if name in _CONTRACTIONS and len(rows) == len(facts):
-        if len({fact.blocks for fact in rows} - {0}) <= 1:
-            return Mean(1 + sum(fact.power for fact in rows))
+    is_in_order = len(rows) == len(facts) and len({fact.blocks for fact in rows} - {0}) <= 1
+    if name in _CONTRACTIONS and is_in_order:
+        return Mean(1 + sum(fact.power for fact in rows))
     given = operation.bound()
     if power or given is None or "reduction" not in given:
         return operation.coupled("is neither a sum nor a mean over the batch")
@@ -246,7 +266,7 @@ def _power_of_rows(operation: Operation, powers: list[int], same: int) -> int | 
     if name in _QUOTIENTS:
         numbers = operation.factors()
         first = operation.node.args[0]
-        fact = operation.facts.get(first) if isinstance(first, fx.Node) else None  # type: ignore[arg-type]
+        fact = operation.facts.get(first) if isinstance(first, fx.Node) else None
         above = fact.power if isinstance(fact, (Rows, Same)) else 0
         if numbers is None:
             return None
@@ -263,9 +283,9 @@ def _mixes(operation: Operation, rows: dict[fx.Node, Rows]) -> str | None:
     example, fact = example_tensor(first), rows[first]
     assert example is not None
     if name in _ALONG and not (name in _ORDERS and not example.is_floating_point()):
-        given = next((operation.node.kwargs[key] for key in _DIM_NAMES if key in operation.node.kwargs), None)  # fmt: skip
         default: Any = {"normalize": 1, "sort": -1, "argsort": -1}.get(name)
-        given = operation.argument("dim", _ALONG[name], default) if given is None else given
+        name_of_dims = "dims" if name in {"flip", "roll"} else "dim"
+        given = operation.argument(name_of_dims, _ALONG[name], default)
         dims = given if isinstance(given, (tuple, list)) else [given]
         if any(d is None or d % example.ndim == fact.dim for d in dims):
             return "runs along the batch"

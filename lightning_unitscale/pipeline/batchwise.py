@@ -196,8 +196,9 @@ class _Comparison:
         facts: Mapping[fx.Node, Any],
     ) -> Any:
         bodies = [_attribute(graph, each.args[0]) for graph, each in ((part, node), (whole, other))]
-        given = [facts.get(argument, Same()) for argument in node.args[1:]]  # type: ignore[call-overload]
-        inner = self.walk(*bodies, given)
+        arguments: list[Any] = list(node.args[1:])
+        given = [facts.get(argument, Same()) for argument in arguments]
+        inner = self.walk(bodies[0], bodies[1], given)
         returned: Any = bodies[0].graph.output_node().args[0]
         if isinstance(returned, fx.Node):
             return inner[returned]
@@ -209,7 +210,7 @@ class _Comparison:
         if operation.name == "getitem":
             several = operation.facts.get(node.args[0])  # type: ignore[arg-type]
             if isinstance(several, tuple):
-                return several[node.args[1]]  # type: ignore[index]
+                return several[node.args[1]]
         if isinstance(part, Tensor) and isinstance(whole, Tensor):
             return self._of_result(operation, part, whole)
         if not isinstance(part, (tuple, list)) or not isinstance(whole, (tuple, list)):
@@ -341,8 +342,9 @@ def _only_places(operation: Operation, node: fx.Node, result: Tensor) -> bool:
 def _takes_same_numbers(operation: Operation) -> bool:
     name = operation.name
     if name in _FILLS:
-        position = _FILLS[name]
-        return bool(argument_of(operation.node, "fill_value", position) == argument_of(operation.whole, "fill_value", position))  # fmt: skip
+        nodes = (operation.node, operation.whole)
+        ours, theirs = (argument_of(node, "fill_value", _FILLS[name]) for node in nodes)
+        return isinstance(ours, fx.Node) or bool(ours == theirs)
     if name in _TAKES_SIZES or name in ARITHMETIC or name.startswith("rand"):
         return True
     return operation.factors() == 0

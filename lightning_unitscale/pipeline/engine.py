@@ -1,10 +1,8 @@
 """Run the stages of a rank by the schedules of ``torch.distributed.pipelining``.
 
-Checked on torch 2.13: ``_PipelineScheduleRuntime`` with its ``pipeline_order_with_comms``,
-``_add_send_recv``, ``_calculate_single_rank_operations``, ``_Action`` and ``_ComputationType``;
-and ``forward_maybe_with_nosync`` and ``backward_maybe_with_nosync`` of ``PipelineStage``, which
-have no underscore and no documentation. Checked on torch 2.11 as well, whose stages are completed
-by ``torch_2_11.py``.
+Checked on torch 2.13: ``forward_maybe_with_nosync`` and ``backward_maybe_with_nosync`` of
+``PipelineStage``, which have no underscore and no documentation. Checked on torch 2.11 as well,
+whose stages are completed by ``torch_2_11.py``.
 
 What is worked around here:
 
@@ -13,9 +11,7 @@ What is worked around here:
   of which the engine would differentiate nothing.
 - A stage with nothing to differentiate (a frozen one) has no backward.
 - Zero-bubble schedules send gradients as they come, and only contiguous tensors can be sent.
-- ``LoopedBFS`` adds gradients up from the last microbatch to the first, unlike all other schedules.
-  Here it begins with the first, which takes as long.
-- Multi-stage schedules fail, or run empty backward passes, where there are forward passes alone.
+- What schedules do themselves: ``breadth_first.py``.
 """
 
 from __future__ import annotations
@@ -32,21 +28,15 @@ from torch.distributed.pipelining import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
-    ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
-)
-from torch.distributed.pipelining.schedules import (
-    _Action,
-    _add_send_recv,
-    _ComputationType,
-    _PipelineScheduleRuntime,
 )
 from typing_extensions import override
 
+from lightning_unitscale.pipeline.breadth_first import AscendingBFS, BreadthFirst
 from lightning_unitscale.pipeline.ownership import SharedGradients
 from lightning_unitscale.pipeline.pipe import Pipe
 from lightning_unitscale.pipeline.program import split_batch
-from lightning_unitscale.pipeline.schedules import Schedule, find_schedule
+from lightning_unitscale.pipeline.schedules import find_schedule
 from lightning_unitscale.pipeline.split_backward import (
     backward_inputs,
     backward_weights,
@@ -140,68 +130,11 @@ class EngineStage(Stage):
         return sent, waiting
 
 
-class BreadthFirst(_PipelineScheduleRuntime):
-    """All forward passes, then all backward passes if there is a loss.
-
-    Args:
-        schedule: Says which rank has which stages.
-        stages: This rank's stages, in ascending order.
-        num_microbatches: Microbatches of a step.
-        loss_fn: Makes the loss of a microbatch; without it there are forward passes alone.
-    """
-
-    def __init__(
-        self,
-        schedule: Schedule,
-        stages: Sequence[EngineStage],
-        num_microbatches: int,
-        loss_fn: Callable[..., Tensor] | None = None,
-    ) -> None:
-        super().__init__(list(stages), num_microbatches, loss_fn=loss_fn, scale_grads=False)
-        # The engine's own preparation asks for as many backward passes as forward ones.
-        self.stage_index_to_group_rank = {
-            stage: schedule.rank_of(stage, self.pp_group_size) for stage in range(self._num_stages)
-        }
-        for stage in self._stages:
-            stage.stage_index_to_group_rank = self.stage_index_to_group_rank
-        kinds = [_ComputationType.FORWARD]
-        if loss_fn is not None:
-            kinds.append(_ComputationType.FULL_BACKWARD)
-        actions: dict[int, list[_Action | None]] = {}
-        for rank in range(self.pp_group_size):
-            own = schedule.stages_of(rank, self.pp_group_size, self._num_stages)
-            actions[rank] = [
-                _Action(stage, kind, microbatch)
-                for kind in kinds
-                for stage in (own if kind is _ComputationType.FORWARD else reversed(own))
-                for microbatch in range(num_microbatches)
-            ]
-        self.pipeline_order_with_comms = _add_send_recv(
-            actions,
-            stage_to_rank=self.stage_index_to_group_rank.__getitem__,
-            num_stages=self._num_stages,
-        )
-
-
-class _AscendingBFS(ScheduleLoopedBFS):
-    """Breadth first, with the backward passes in the order of the microbatches."""
-
-    @override
-    def _calculate_single_rank_operations(self, rank: int) -> list[_Action | None]:
-        last = self._n_microbatches - 1
-        return [
-            action._replace(microbatch_index=last - action.microbatch_index)
-            if action is not None and action.computation_type is _ComputationType.FULL_BACKWARD
-            else action
-            for action in super()._calculate_single_rank_operations(rank)
-        ]
-
-
 _ENGINES: dict[str, Callable[..., Any]] = {
     "GPipe": ScheduleGPipe,
     "1F1B": Schedule1F1B,
     "Interleaved1F1B": ScheduleInterleaved1F1B,
-    "LoopedBFS": _AscendingBFS,
+    "LoopedBFS": AscendingBFS,
     "InterleavedZeroBubble": ScheduleInterleavedZeroBubble,
     "ZBVZeroBubble": ScheduleZBVZeroBubble,
     "DualPipeV": ScheduleDualPipeV,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from lightning_unitscale.graph.nodes import (
     tensor_name,
 )
 from lightning_unitscale.graph.passes import StepGraph
-from lightning_unitscale.pipeline.batch_facts import Coupled, Fact, Mean, Same
+from lightning_unitscale.pipeline.batch_facts import Coupled, Fact, Mean
 from lightning_unitscale.pipeline.batch_rules import Operation
 from lightning_unitscale.pipeline.batchwise import BatchFacts, CountedMean
 
@@ -55,8 +54,8 @@ class WholeBatch:
             loss: As in :meth:`rewrite`.
         """
         facts = list(self.facts.outputs)
-        if loss is not None and isinstance(facts[loss], (Mean, Same)):
-            facts[loss] = replace(facts[loss], power=0)
+        if loss is not None and isinstance(facts[loss], Mean):
+            facts[loss] = Mean()
         return facts
 
     def note(self, call: GraphCall) -> None:
@@ -94,12 +93,12 @@ class WholeBatch:
             count = state("count", theirs, torch.empty((), device=example.device))
             of_loss = [ours.target, *([] if ours.weight is None else [ours.weight])]
             _divide_by(nodes[name], count, [nodes[each.name] for each in of_loss], ours)
-        for name, (ours, theirs) in self.facts.of_batch.items():
-            node = nodes.get(name) or nodes[tensor_name(ours)]
-            example = example_tensor(ours)
+        for name, (part, whole) in self.facts.of_batch.items():
+            node = nodes.get(name) or nodes[tensor_name(part)]
+            example = example_tensor(part)
             assert example is not None
             if not all(user.name in self.facts.of_batch for user in node.users):
-                given = state(name, theirs, example)
+                given = state(name, whole, example)
                 node.replace_all_uses_with(given)
                 _remove(graph.graph, node)
         for (sum_name, term), power in self.facts.alignment.powers.items():
@@ -110,7 +109,7 @@ class WholeBatch:
         returned: Any = output.args[0]
         returned = list(returned)
         fact = None if loss is None else self.facts.outputs[loss]
-        if loss is not None and isinstance(fact, (Mean, Same)) and fact.power:
+        if loss is not None and isinstance(fact, Mean) and fact.power:
             factor = float(self.facts.count) ** fact.power
             returned[loss] = _times(graph.graph, returned[loss], factor, output)
             output.args = (tuple(returned),)

@@ -24,8 +24,8 @@ from lightning_unitscale.capture.steps import steps_of
 from lightning_unitscale.pipeline.capture import static_shapes
 from lightning_unitscale.pipeline.program import split_evenly
 from lightning_unitscale.strategies.grid import GridStrategy
+from lightning_unitscale.strategies.method import NotPipelinedError, PipelinedMethod, Pipelining
 from lightning_unitscale.strategies.ownership import Owners
-from lightning_unitscale.strategies.steps import NotPipelinedError, PipelinedMethod, Pipelining
 
 # Graphs for batches of one size, each of which has to be captured and cut.
 _MAX_ALIKE = 4

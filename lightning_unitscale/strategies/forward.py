@@ -27,14 +27,14 @@ from lightning_unitscale.pipeline.dataflow import parameters_behind
 from lightning_unitscale.pipeline.program import split_evenly
 from lightning_unitscale.strategies.checks import check_equal
 from lightning_unitscale.strategies.joint import JointStep, Logged, StepCall, detached
-from lightning_unitscale.strategies.metrics import LoggedMetric, MetricState, SharedMetrics
-from lightning_unitscale.strategies.steps import (
+from lightning_unitscale.strategies.method import (
     Arguments,
     NotPipelinedError,
     PipelinedGraph,
     PipelinedMethod,
     Pipelining,
 )
+from lightning_unitscale.strategies.metrics import LoggedMetric, MetricState, SharedMetrics
 
 _LOGS = ("log", "log_dict")
 
@@ -67,7 +67,8 @@ class PipelinedForward:
         self.module = module
         self.pipelining = pipelining
         self._plain = plain
-        self._because = because
+        # Why the step, or a module that it calls, is no pipeline.
+        self._reasons = [] if because is None else [str(because)]
         self._metrics = SharedMetrics(module)
         self._name = f"{type(module).__name__}.training_step"
         self._candidates = _with_most_parameters(module)
@@ -110,8 +111,14 @@ class PipelinedForward:
     def _captured(self, call: StepCall) -> tuple[PipelinedGraph, list[list[Any]]]:
         """The pipeline of what the step calls, with its inputs for each microbatch."""
         while True:
-            with call.seeded():
-                path, arguments = self._arguments(call)
+            try:
+                with call.seeded():
+                    path, arguments = self._arguments(call)
+            except RuntimeError as error:
+                if not self._reasons or self.pipelining.ownership.is_settled:
+                    raise
+                reasons = " Besides, ".join([*self._reasons, str(error)])
+                raise RuntimeError(f"PipelineStrategy: {reasons}") from error
             if self._method is None:
                 self._method = PipelinedMethod(
                     self.module, f"{path}.forward" if path else "forward", self.pipelining
@@ -127,7 +134,8 @@ class PipelinedForward:
                     raise
                 # Perhaps what it calls in turn can be one. All ranks come here.
                 self._candidates = [name for name in self._candidates if not _is_in(path, name)]
-                self._method, self._because = None, error
+                self._method = None
+                self._reasons.append(str(error))
             else:
                 self._candidates = [path]
                 return found
@@ -169,12 +177,11 @@ class PipelinedForward:
         except _ReachedError as reached:
             path, arguments = reached.path, reached.call
         else:
-            reason = f", and as a whole: {self._because}" if self._because else "."
             raise RuntimeError(
                 f"{self._name} calls no module that has most of its parameters; expected a step "
                 "that calls self(...), or such a submodule, once, which then runs as a pipeline "
-                f"(capture='forward'){reason}"
-            ) from self._because
+                "(capture='forward')."
+            )
         if before != [tensor._version for tensor in tensors]:
             raise RuntimeError(
                 f"{self._name} changes parameters or buffers before it calls {_of_self(path)}, and "

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from typing_extensions import override
 
-from lightning_unitscale.strategies.steps import Arguments, PipelinedGraph
+from lightning_unitscale.strategies.method import Arguments, PipelinedGraph
 
 # A call of ``self.log`` or ``self.log_dict``: method, positional and keyword arguments.
 Logged = tuple[str, tuple[Any, ...], dict[str, Any]]
@@ -89,7 +89,7 @@ class JointStep:
                 raise
         places = [i for i, leaf in enumerate(leaves) if _needs_gradient(leaf)]
         values = [outputs[place] for place in places]
-        start: Tensor = _StartOfBackward.apply([leaves[place] for place in places], *values)  # type: ignore[no-untyped-call]
+        start: Tensor = _StartOfBackward.apply([leaves[place] for place in places], *values)
         return start
 
     def _run(self) -> None:
@@ -98,7 +98,7 @@ class JointStep:
             result, self.logged = self._around(self._graph, self._call, self._graph.joined(parts))
         # The caller's autocast is for forward passes.
         with torch.autocast(self._device.type, enabled=False):
-            (_loss_of(result) / self._graph.runner.num_accumulated).backward()  # type: ignore[no-untyped-call]
+            (_loss_of(result) / self._graph.runner.num_accumulated).backward()
         places = range(len(parts[0]))
         self.used = tuple(p for p in places if any(_has_gradient(part[p]) for part in parts))
         self.result = tree_map(detached, result)
@@ -109,7 +109,7 @@ class _StartOfBackward(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(ctx: Any, leaves: list[Tensor], *outputs: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, leaves: list[Tensor], *outputs: Tensor) -> Tensor:
         """Returns zero: the gradients come later."""
         ctx.leaves = leaves
         return outputs[0].new_zeros(())

@@ -40,8 +40,9 @@ from lightning_unitscale.strategies.checks import (
 )
 from lightning_unitscale.strategies.evaluation import EvaluatingStrategy
 from lightning_unitscale.strategies.forward import PipelinedForward
+from lightning_unitscale.strategies.method import NotPipelinedError, Pipelining
 from lightning_unitscale.strategies.ownership import Owners
-from lightning_unitscale.strategies.steps import NotPipelinedError, PipelinedStep, Pipelining
+from lightning_unitscale.strategies.steps import PipelinedStep
 
 _CAPTURES = ("auto", "step", "forward")
 _EVALUATIONS = ("auto", "pipeline", "whole")

@@ -46,6 +46,10 @@ class Encoding(UserDict):  # type: ignore[type-arg]
         return Encoding({name: value.to(device) for name, value in self.data.items()})
 
 
+def _layer() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Tanh())
+
+
 class Net(nn.Module):
     """Layers for tokens, and a mean loss over those whose label is not -100."""
 
@@ -53,7 +57,10 @@ class Net(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(CLASSES, WIDTH)
         self.layers = nn.Sequential(
-            *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Tanh()) for _ in range(4))
+            *(
+                nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Tanh())
+                for _ in range(4)
+            )
         )
         self.head = nn.Linear(WIDTH, CLASSES)
         self.other = nn.Linear(WIDTH, 3)
@@ -144,10 +151,10 @@ class Dict(Step):
 
     def loss_of(self, batch: Any) -> tuple[Tensor, Tensor]:
         out = self.net(batch["tokens"])
-        first = out["first"][0].mean(-1)
-        return F.cross_entropy(out["logits"].transpose(1, 2), batch["labels"]) + out["size"] * F.mse_loss(
-            first, batch["tokens"][:, 0].float()
-        ), out["logits"]
+        first = F.mse_loss(out["first"][0].mean(-1), batch["tokens"][:, 0].float())
+        logits = out["logits"]
+        loss = F.cross_entropy(logits.transpose(1, 2), batch["labels"])
+        return loss + out["size"] * first, logits
 
 
 class Head(Step):

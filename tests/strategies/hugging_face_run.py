@@ -1,7 +1,8 @@
-"""Hugging Face models as pipelines: ``python -m tests.strategies.hugging_face_run FOLDER RANKS CASE ...``.
+"""Hugging Face models as pipelines.
 
-With one rank each case trains on one device, without the strategy. Every rank writes what it
-computed to ``FOLDER/CASE-RANK.pt``.
+Run ``python -m tests.strategies.hugging_face_run FOLDER NUM_RANKS CASE ...`` as every rank. With
+one rank each case trains on one device, without the strategy. Every rank writes what it computed to
+``FOLDER/CASE-RANK.pt``.
 """
 
 from __future__ import annotations
@@ -222,7 +223,9 @@ def train(folder: Path, case: str, num_ranks: int) -> None:
         callbacks.append(UnitScaleCallback(methods[case]))
     strategy: Any = "auto"
     if num_ranks > 1:
-        strategy = PipelineStrategy("1F1B", num_microbatches=4, process_group_backend="gloo", timeout=60)
+        strategy = PipelineStrategy(
+            "1F1B", num_microbatches=4, process_group_backend="gloo", timeout=60
+        )
     validates = case == "generates"
     trainer = quiet_trainer(
         folder,
