@@ -48,7 +48,7 @@ def row_of(name: str) -> dict[str, Any]:
             )
             if any(codes):
                 errors = _ERROR.findall("\n".join(outputs))
-                row["error"] = ": ".join(errors[0]) if errors else f"exit codes {codes}"
+                row["error"] = ": ".join(errors[-1]) if errors else f"exit codes {codes}"
                 break
             found.append(json.loads((folder / f"{num_ranks}.json").read_text()))
     if not row["error"]:
