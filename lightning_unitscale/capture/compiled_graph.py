@@ -178,6 +178,14 @@ class CompiledGraph:
         assert step is not None
         return self._rewrite(step, observed=False, out_of_place=True)
 
+    def out_of_place(self) -> StepGraph:
+        """The captured graph before any pass, its in-place operations out of place."""
+        step = self._step()
+        assert step is not None
+        graph = self._copied(step, observed=False)
+        run_passes(graph, (), step=step.name, graph_index=self.index, out_of_place=True)
+        return graph
+
     def _copied(self, step: CapturedStep, observed: bool) -> StepGraph:
         base = copy_graph_module(self.base)
         graph = StepGraph(base, observed=observed, step=step.name)

@@ -14,7 +14,7 @@ import inspect
 import operator
 import types
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,7 @@ from lightning_unitscale.pipeline.program import (
     loss_index,
     named_tensors,
 )
+from lightning_unitscale.pipeline.whole_batch import WholeBatch
 from lightning_unitscale.profiler.api import refuse_lazy
 
 _EXAMPLE = "example_value"
@@ -148,22 +149,40 @@ def _describe(
 
 @contextlib.contextmanager
 def _returnable(module: nn.Module, left_out: list[str]) -> Iterator[None]:
-    """Within this context ``forward`` leaves out of a mapping what no graph can return.
-
-    Hugging Face models return a cache object by default, which is of no use in training.
-    """
+    """Within this context ``forward`` leaves out of a mapping what no graph can return."""
     if "forward" in module.__dict__:
         yield
         return
+    with shadowed(module, forward=returnable_method(module, "forward", left_out)):
+        yield
+
+
+def returnable_method(
+    module: nn.Module, name: str, left_out: list[str] | None = None
+) -> Callable[..., Any]:
+    """Return a method that leaves out of a mapping what no graph can return.
+
+    Hugging Face models return a cache object by default, which is of no use in training.
+
+    Args:
+        module: The module.
+        name: Name of the method.
+        left_out: Takes the keys of what was left out.
+    """
+    if name in module.__dict__:
+        own: Callable[..., Any] = module.__dict__[name]
+        return own
+    method = getattr(type(module), name)
 
     # Called while Dynamo traces: what traced code appends to a list is lost in an export.
     @torch.compiler.assume_constant_result
     def leave_out(key: str) -> bool:
-        left_out.append(key)
+        if left_out is not None:
+            left_out.append(key)
         return True
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        result = type(self).forward(self, *args, **kwargs)
+        result = method(self, *args, **kwargs)
         if isinstance(result, dict):
             kept = {}
             for key, value in result.items():
@@ -175,8 +194,7 @@ def _returnable(module: nn.Module, left_out: list[str]) -> Iterator[None]:
                 return type(result)(**kept)
         return result
 
-    with shadowed(module, forward=types.MethodType(forward, module)):
-        yield
+    return types.MethodType(forward, module)
 
 
 def _name_by_origin(graph: fx.Graph) -> None:
@@ -241,13 +259,16 @@ class StepProgram:
         return [values[position] for position in self.positions]
 
 
-def program_of_step(call: GraphCall, module: nn.Module, loss: int | None) -> StepProgram:
+def program_of_step(
+    call: GraphCall, module: nn.Module, loss: int | None, batch: WholeBatch | None = None
+) -> StepProgram:
     """The program of a step's graph.
 
     Args:
         call: A call of the graph.
         module: The module of the step.
         loss: Position of the loss among the graph's outputs.
+        batch: What the graph of a microbatch needs to know of the whole batch.
 
     Raises:
         RuntimeError: If a pass brings something out of the graph: of a cut one it could not.
@@ -259,6 +280,8 @@ def program_of_step(call: GraphCall, module: nn.Module, loss: int | None) -> Ste
             "has none; expected UnitScaleCallback, ScaleMonitor and RematCallback alone; take "
             "other transforms off the module."
         )
+    if batch is not None:
+        batch.rewrite(step_graph, loss)
     fill_examples(step_graph.graph)
     graph_module = copy_graph_module(step_graph.graph_module)
     graph = graph_module.graph

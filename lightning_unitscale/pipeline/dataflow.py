@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 import itertools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -275,6 +275,14 @@ def find_gradients(graph_module: fx.GraphModule, loss: fx.Node | None) -> frozen
             if node in reached or written_by or _differentiable(node):
                 reached.update((node, *written_by))
     return frozenset(reached)
+
+
+def parameters_behind(graph_module: fx.GraphModule, outputs: Iterable[fx.Node]) -> set[str]:
+    """Return names of the parameters that a gradient of one of the outputs flows back to."""
+    reached = frozenset[fx.Node]().union(
+        *(find_gradients(graph_module, output) for output in outputs)
+    )
+    return {str(node.target) for node in reached if node.op == "get_attr"}
 
 
 def _differentiable(node: fx.Node) -> bool:

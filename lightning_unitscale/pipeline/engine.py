@@ -1,10 +1,8 @@
 """Run the stages of a rank by the schedules of ``torch.distributed.pipelining``.
 
-Checked on torch 2.13: ``_PipelineScheduleRuntime`` with its ``pipeline_order_with_comms``,
-``_add_send_recv``, ``_calculate_single_rank_operations``, ``_Action`` and ``_ComputationType``;
-and ``forward_maybe_with_nosync`` and ``backward_maybe_with_nosync`` of ``PipelineStage``, which
-have no underscore and no documentation. Checked on torch 2.11 as well, whose stages are completed
-by ``torch_2_11.py``.
+Checked on torch 2.13: ``forward_maybe_with_nosync`` and ``backward_maybe_with_nosync`` of
+``PipelineStage``, which have no underscore and no documentation. Checked on torch 2.11 as well,
+whose stages are completed by ``torch_2_11.py``.
 
 What is worked around here:
 
@@ -13,9 +11,7 @@ What is worked around here:
   of which the engine would differentiate nothing.
 - A stage with nothing to differentiate (a frozen one) has no backward.
 - Zero-bubble schedules send gradients as they come, and only contiguous tensors can be sent.
-- ``LoopedBFS`` adds gradients up from the last microbatch to the first, unlike all other schedules.
-  Here it begins with the first, which takes as long.
-- Multi-stage schedules fail, or run empty backward passes, where there are forward passes alone.
+- What schedules do themselves: ``breadth_first.py``.
 """
 
 from __future__ import annotations
@@ -32,21 +28,15 @@ from torch.distributed.pipelining import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
-    ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
-)
-from torch.distributed.pipelining.schedules import (
-    _Action,
-    _add_send_recv,
-    _ComputationType,
-    _PipelineScheduleRuntime,
 )
 from typing_extensions import override
 
+from lightning_unitscale.pipeline.breadth_first import AscendingBFS, BreadthFirst
 from lightning_unitscale.pipeline.ownership import SharedGradients
 from lightning_unitscale.pipeline.pipe import Pipe
 from lightning_unitscale.pipeline.program import split_batch
-from lightning_unitscale.pipeline.schedules import Schedule, find_schedule
+from lightning_unitscale.pipeline.schedules import find_schedule
 from lightning_unitscale.pipeline.split_backward import (
     backward_inputs,
     backward_weights,
@@ -140,58 +130,11 @@ class EngineStage(Stage):
         return sent, waiting
 
 
-class ForwardOnly(_PipelineScheduleRuntime):
-    """Forward passes alone, of every microbatch through one local stage after the other.
-
-    Args:
-        schedule: Says which rank has which stages.
-        stages: This rank's stages, in ascending order.
-        num_microbatches: Microbatches of a step.
-    """
-
-    def __init__(
-        self, schedule: Schedule, stages: Sequence[EngineStage], num_microbatches: int
-    ) -> None:
-        super().__init__(list(stages), num_microbatches, loss_fn=None, scale_grads=False)
-        # The engine's own preparation asks for as many backward passes as forward ones.
-        self.stage_index_to_group_rank = {
-            stage: schedule.rank_of(stage, self.pp_group_size) for stage in range(self._num_stages)
-        }
-        for stage in self._stages:
-            stage.stage_index_to_group_rank = self.stage_index_to_group_rank
-        self.pipeline_order_with_comms = _add_send_recv(
-            {
-                rank: [
-                    _Action(stage, _ComputationType.FORWARD, microbatch)
-                    for stage in schedule.stages_of(rank, self.pp_group_size, self._num_stages)
-                    for microbatch in range(num_microbatches)
-                ]
-                for rank in range(self.pp_group_size)
-            },
-            stage_to_rank=self.stage_index_to_group_rank.__getitem__,
-            num_stages=self._num_stages,
-        )
-
-
-class _AscendingBFS(ScheduleLoopedBFS):
-    """Breadth first, with the backward passes in the order of the microbatches."""
-
-    @override
-    def _calculate_single_rank_operations(self, rank: int) -> list[_Action | None]:
-        last = self._n_microbatches - 1
-        return [
-            action._replace(microbatch_index=last - action.microbatch_index)
-            if action is not None and action.computation_type is _ComputationType.FULL_BACKWARD
-            else action
-            for action in super()._calculate_single_rank_operations(rank)
-        ]
-
-
 _ENGINES: dict[str, Callable[..., Any]] = {
     "GPipe": ScheduleGPipe,
     "1F1B": Schedule1F1B,
     "Interleaved1F1B": ScheduleInterleaved1F1B,
-    "LoopedBFS": _AscendingBFS,
+    "LoopedBFS": AscendingBFS,
     "InterleavedZeroBubble": ScheduleInterleavedZeroBubble,
     "ZBVZeroBubble": ScheduleZBVZeroBubble,
     "DualPipeV": ScheduleDualPipeV,
@@ -314,7 +257,8 @@ class PipelineRunner:
 
         Args:
             microbatches: The inputs.
-            finish: Makes the loss where the graph has none; given to all steps or to none.
+            finish: Makes the loss where the graph has none; given to all steps or to none. It is
+                called for all microbatches before the first backward pass, whatever the schedule.
             replaced: What runs in the place of some of this rank's stages, with their arguments and
                 results; its backward passes are not taken apart.
         """
@@ -326,18 +270,10 @@ class PipelineRunner:
             )
         if self._training is None:
             self._trained = self._engine_stages(True)
-            is_single = self.schedule.placement == "single"
-            self._training = _ENGINES[self.schedule.name](
-                self._trained[0] if is_single else self._trained,
-                self.num_microbatches,
-                loss_fn=self._mean_part,
-                scale_grads=False,
-            )
+            self._training = self._new_schedule(is_joint=finish is not None)
         self._finish, self._replaced = finish, replaced or {}
         for index, stage in zip(self.stage_indices, self._trained, strict=True):
-            # What follows the last stage's graph may hang hooks on its results.
-            is_followed = self.pipe.program.loss is None and index == self.pipe.num_stages - 1
-            stage.whole = index in self._replaced or is_followed
+            stage.whole = index in self._replaced
         self.shared.put_aside()
         with torch.enable_grad():
             result = self._run(self._training, microbatches)
@@ -348,7 +284,7 @@ class PipelineRunner:
         """:meth:`eval` for the flat inputs of each microbatch, of which there may be any number."""
         count = len(microbatches)
         if count not in self._forward:
-            self._forward[count] = ForwardOnly(self.schedule, self._engine_stages(False), count)
+            self._forward[count] = BreadthFirst(self.schedule, self._engine_stages(False), count)
         with torch.no_grad():
             return self._run(self._forward[count], microbatches)
 
@@ -370,6 +306,18 @@ class PipelineRunner:
         if not self.is_last:
             return None
         return [self.pipe.program.unflatten(list(values)) for values in outputs]
+
+    def _new_schedule(self, *, is_joint: bool) -> Any:
+        if is_joint:
+            count = self.num_microbatches
+            return BreadthFirst(self.schedule, self._trained, count, self._mean_part)
+        is_single = self.schedule.placement == "single"
+        return _ENGINES[self.schedule.name](
+            self._trained[0] if is_single else self._trained,
+            self.num_microbatches,
+            loss_fn=self._mean_part,
+            scale_grads=False,
+        )
 
     def _engine_stages(self, has_backward: bool) -> list[EngineStage]:
         return [

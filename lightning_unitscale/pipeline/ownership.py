@@ -144,6 +144,17 @@ class Ownership:
         if self._num_shares > 1:
             self._share_steps()
 
+    def own(self, names: Iterable[str], stage: int) -> None:
+        """Give parameters that no graph uses to the rank of a stage, whose code uses them.
+
+        Args:
+            names: Their names.
+            stage: The stage.
+        """
+        self._stages = {**dict.fromkeys(names, frozenset({stage})), **self._stages}
+        if self._num_shares > 1:
+            self._share_steps()
+
     def _share_steps(self) -> None:
         """Give each parameter without a stepper the pipeline whose ranks have the least to step.
 

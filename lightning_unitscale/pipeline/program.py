@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import (
+    TreeSpec,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_map,
+    tree_unflatten,
+)
 from typing_extensions import override
 
 # Which output is the loss: its key, or the output's structure with ``True`` there.
@@ -175,8 +185,7 @@ def split_evenly(batch: Any, num_microbatches: int, given: str = "") -> list[Any
     Raises:
         ValueError: If the batch cannot be divided.
     """
-    flat, spec = tree_flatten(batch)
-    sizes = [len(leaf) for leaf in flat if isinstance(leaf, Tensor) and leaf.ndim]
+    sizes = [len(leaf) for leaf in leaves_of(batch) if isinstance(leaf, Tensor) and leaf.ndim]
     if not sizes or sizes[0] % num_microbatches:
         size = sizes[0] if sizes else 0
         given = given or f"num_microbatches={num_microbatches}:"
@@ -185,13 +194,38 @@ def split_evenly(batch: Any, num_microbatches: int, given: str = "") -> list[Any
             f"parts; expected a number that divides {size}; pass another num_microbatches or "
             "another batch size, and drop_last=True to the DataLoader if it is the last batch."
         )
-    parts: list[list[Any]] = [[] for _ in range(num_microbatches)]
-    for leaf in flat:
+
+    def part(index: int, leaf: Any) -> Any:
         divided = isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == sizes[0]
-        pieces = leaf.chunk(num_microbatches) if divided else [leaf] * num_microbatches
-        for part, piece in zip(parts, pieces, strict=True):
-            part.append(piece)
-    return [tree_unflatten(part, spec) for part in parts]
+        return leaf.chunk(num_microbatches)[index] if divided else leaf
+
+    return [_map_leaves(partial(part, index), batch) for index in range(num_microbatches)]
+
+
+def leaves_of(batch: Any) -> list[Any]:
+    """Return what a batch consists of: tensors, and anything that is no container.
+
+    Containers are also dataclasses and mappings such as the ``BatchEncoding`` of Hugging Face.
+    """
+    leaves: list[Any] = []
+    _map_leaves(leaves.append, batch)
+    return leaves
+
+
+def _map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
+    def visit(leaf: Any) -> Any:
+        if isinstance(leaf, UserDict):
+            new = copy.copy(leaf)
+            new.data = _map_leaves(function, leaf.data)
+            return new
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            names = (field.name for field in dataclasses.fields(leaf) if field.init)
+            return dataclasses.replace(
+                leaf, **{name: _map_leaves(function, getattr(leaf, name)) for name in names}
+            )
+        return function(leaf)
+
+    return tree_map(visit, batch)
 
 
 def _pieces(value: Any, name: str, example: TensorInfo, count: int) -> list[Tensor]:

@@ -12,14 +12,14 @@ import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_unitscale.capture.steps import ModuleSteps, steps_of
-from lightning_unitscale.graph.nodes import tensors_in
 from lightning_unitscale.loops.loop import gathered
 from lightning_unitscale.pipeline.pipe import Pipe
+from lightning_unitscale.pipeline.program import leaves_of
 from lightning_unitscale.pipeline.schedules import Schedule
 from lightning_unitscale.remat.api import StepPartitioner
 from lightning_unitscale.strategies.remat import check_schedule
@@ -174,7 +174,9 @@ def check_equal(batch: Any, group: dist.ProcessGroup | None, *, what: str = "bat
         RuntimeError: If they have not.
     """
     digest = hashlib.sha256()
-    for tensor in tensors_in(batch):
+    for tensor in leaves_of(batch):
+        if not isinstance(tensor, Tensor):
+            continue
         digest.update(str(tuple(tensor.shape)).encode())
         as_bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         digest.update(as_bytes.numpy().tobytes())

@@ -24,8 +24,8 @@ from lightning_unitscale.capture.steps import steps_of
 from lightning_unitscale.pipeline.capture import static_shapes
 from lightning_unitscale.pipeline.program import split_evenly
 from lightning_unitscale.strategies.grid import GridStrategy
+from lightning_unitscale.strategies.method import NotPipelinedError, PipelinedMethod, Pipelining
 from lightning_unitscale.strategies.ownership import Owners
-from lightning_unitscale.strategies.steps import NotPipelinedError, PipelinedMethod, Pipelining
 
 # Graphs for batches of one size, each of which has to be captured and cut.
 _MAX_ALIKE = 4
@@ -59,11 +59,14 @@ class PipelinedEvaluation(PipelinedMethod):
         """
         count = self._num_microbatches
         parts = [batch] if count == 1 else split_evenly(batch, count)
+        if count > 1:
+            (batch,) = split_evenly(batch, 1)
         with static_shapes():
             calls = self.graph_calls([((part, *args), kwargs) for part in parts])
+            whole = self.whole_call(((batch, *args), kwargs), calls)
             self._refuse_another_for_every_batch(calls[0])
             try:
-                graph = self.pipelined(calls[0])
+                graph = self.pipelined(calls, whole, is_exact=False)
             except (RuntimeError, ValueError) as error:
                 # It uses parameters in another order than the training, or has too few places.
                 raise NotPipelinedError(
@@ -72,7 +75,7 @@ class PipelinedEvaluation(PipelinedMethod):
                 ) from error
             values = graph.shared_results(graph.runner.eval_flat(graph.inputs(calls)), count)
             replay = graph.replaying(values)
-            return self.steps.steps[self.name].replay(replay, parts[0], *args, **kwargs)
+            return self.steps.steps[self.name].replay(replay, batch, *args, **kwargs)
 
     def _refuse_another_for_every_batch(self, call: GraphCall) -> None:
         sizes = tuple(value.shape for value in call.inputs if isinstance(value, Tensor))

@@ -1,55 +1,57 @@
-"""Run a module's ``forward`` as a pipeline, and the step around it unchanged.
+"""Run the module that a step calls as a pipeline, and the step around it unchanged.
 
 For a step that is no single graph: one that prints, or that branches on the loss. Every rank runs
-the step up to its call of ``forward``, which gives the pipeline's inputs. The rank of the last
-stage then runs the whole step once for each microbatch, ``forward`` returning the pipeline's
-output; what it logs and returns is given to all ranks.
+the step up to its call of the module (the LightningModule itself, as ``self(...)``, or the
+submodule that has most of its parameters), which gives the pipeline's inputs. All microbatches then
+run forward. The rank of the last stage joins their outputs and runs the whole step once, the module
+returning the joined outputs. So the loss is the batch's own, whatever the step makes of the
+outputs. What it logs and returns is given to all ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map
 from torchmetrics import Metric, MetricCollection
 
 from lightning_unitscale.graph.nodes import requires_grad, tensors_in
 from lightning_unitscale.patching import shadowed
 from lightning_unitscale.pipeline.capture import static_shapes
-from lightning_unitscale.pipeline.engine import PipelineRunner
+from lightning_unitscale.pipeline.dataflow import parameters_behind
 from lightning_unitscale.pipeline.program import split_evenly
 from lightning_unitscale.strategies.checks import check_equal
-from lightning_unitscale.strategies.metrics import LoggedMetric, MetricState, SharedMetrics
-from lightning_unitscale.strategies.steps import (
+from lightning_unitscale.strategies.joint import JointStep, Logged, StepCall, detached
+from lightning_unitscale.strategies.method import (
     Arguments,
+    NotPipelinedError,
     PipelinedGraph,
     PipelinedMethod,
     Pipelining,
-    combined,
 )
+from lightning_unitscale.strategies.metrics import LoggedMetric, MetricState, SharedMetrics
 
-# A call of ``self.log`` or ``self.log_dict``: method, positional and keyword arguments.
-Logged = tuple[str, tuple[Any, ...], dict[str, Any]]
 _LOGS = ("log", "log_dict")
 
 
 class _ReachedError(BaseException):
-    """The step has called ``forward``. No ``Exception``: the step may catch those."""
+    """The step has called the module. No ``Exception``: the step may catch those."""
 
-    def __init__(self, call: Arguments) -> None:
+    def __init__(self, path: str, call: Arguments) -> None:
+        self.path = path
         self.call = call
 
 
-class PipelinedForward(PipelinedMethod):
-    """A ``forward`` whose graph runs on several ranks, below a step that runs on the last.
+class PipelinedForward:
+    """The module that a step calls, on several ranks, below a step that runs on the last.
 
     Args:
-        module: The module.
+        module: The module of the step.
         pipelining: Settings of the module's pipelines.
         plain: Entered where freed parameters may be captured, and not where the user's code runs.
         because: Why the whole step is no pipeline, if that was tried.
@@ -62,113 +64,142 @@ class PipelinedForward(PipelinedMethod):
         plain: Callable[[], contextlib.AbstractContextManager[Any]],
         because: Exception | None = None,
     ) -> None:
-        super().__init__(module, "forward", pipelining)
+        self.module = module
+        self.pipelining = pipelining
         self._plain = plain
-        self._because = because
+        # Why the step, or a module that it calls, is no pipeline.
+        self._reasons = [] if because is None else [str(because)]
         self._metrics = SharedMetrics(module)
         self._name = f"{type(module).__name__}.training_step"
+        self._candidates = _with_most_parameters(module)
+        # The method that runs as a pipeline, once the step has called it.
+        self._method: PipelinedMethod | None = None
+
+    @property
+    def called(self) -> str:
+        """What the step calls, for messages."""
+        path = self._method.name.rpartition(".")[0] if self._method is not None else ""
+        return f"self.{path}" if path else "self"
 
     def __call__(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Forward and backward of one batch; the result of the step for it, without gradients.
 
         Raises:
-            RuntimeError: If the step does not call ``forward`` once, with what does not depend on a
-                parameter, or uses parameters outside of it that another rank owns.
+            RuntimeError: If the step does not call such a module once, with what does not depend on
+                a parameter, or uses parameters outside of it that another rank owns.
         """
-        count = self.pipelining.num_microbatches
-        parts = split_evenly(batch, count)
         seed = self._common_seed()
-        calls = []
-        for index, part in enumerate(parts):
-            with self._seeded(seed + index):
-                calls.append(self._arguments(part, *args, **kwargs))
-        # Before ``forward`` the step may do something else on another rank.
-        check_equal(calls, self.pipelining.group, what="arguments of forward")
-        results: dict[int, tuple[Any, list[Logged]]] = {}
-        counted = self._metrics.states()
+        call = StepCall((batch, *args), kwargs, seed, self.pipelining.device)
         with static_shapes():
-            with self._plain():
-                of_graph = self.graph_calls(calls)
-                graph = self._checked(self.pipelined(of_graph[0]))
-
-            failed: list[Exception] = []
-
-            def finish(index: int, outputs: tuple[Any, ...]) -> Tensor:
-                values = list(outputs)
-                try:
-                    with self._seeded(seed + index):
-                        result, logged = self._whole_step(
-                            lambda *a, **k: self._replayed(graph, calls[index], values, a, k),
-                            parts[index],
-                            *args,
-                            **kwargs,
-                        )
-                    loss = self._loss(result)
-                except Exception as error:
-                    failed.append(error)
-                    raise
-                results[index] = (tree_map(_detached, result), logged)
-                return loss
-
+            graph, inputs = self._captured(call)
+            counted = self._metrics.states()
+            joint = JointStep(graph, call, self.pipelining.device, self._around)
             try:
-                graph.runner.step_flat(graph.inputs(of_graph), finish)
+                graph.runner.step_flat(inputs, joint.finish)
             except RuntimeError:
                 # The engine reports an error of the user's step as one of its own.
-                if failed:
-                    raise failed[0] from None
+                if joint.failed:
+                    raise joint.failed[0] from None
                 raise
         changes: dict[str, MetricState] = {}
+        outside: list[str] = []
         if graph.runner.is_last:
-            self._refuse_gradients_of_others()
+            outside = self._used_outside()
             changes = self._metrics.changes(counted)
-        return self._share(graph.runner, results, changes)
+        return self._share(graph, joint, outside, changes)
 
-    def _arguments(self, *args: Any, **kwargs: Any) -> Arguments:
-        """The arguments that the step calls ``forward`` with."""
+    def _captured(self, call: StepCall) -> tuple[PipelinedGraph, list[list[Any]]]:
+        """The pipeline of what the step calls, with its inputs for each microbatch."""
+        while True:
+            try:
+                with call.seeded():
+                    path, arguments = self._arguments(call)
+            except RuntimeError as error:
+                if not self._reasons or self.pipelining.ownership.is_settled:
+                    raise
+                reasons = " Besides, ".join([*self._reasons, str(error)])
+                raise RuntimeError(f"PipelineStrategy: {reasons}") from error
+            if self._method is None:
+                self._method = PipelinedMethod(
+                    self.module, f"{path}.forward" if path else "forward", self.pipelining
+                )
+            # Before its call the step may do something else on another rank.
+            check_equal(arguments, self.pipelining.group, what=f"arguments of {self.called}")
+            call.arguments = arguments
+            try:
+                with self._plain():
+                    found = self._pipelined(self._method, arguments)
+            except NotPipelinedError as error:
+                if self.pipelining.ownership.is_settled:
+                    raise
+                # Perhaps what it calls in turn can be one. All ranks come here.
+                self._candidates = [name for name in self._candidates if not _is_in(path, name)]
+                self._method = None
+                self._reasons.append(str(error))
+            else:
+                self._candidates = [path]
+                return found
 
-        def forward(*arguments: Any, **named: Any) -> Any:
-            raise _ReachedError((arguments, named))
+    def _pipelined(
+        self, method: PipelinedMethod, arguments: Arguments
+    ) -> tuple[PipelinedGraph, list[list[Any]]]:
+        parts = split_evenly(arguments, self.pipelining.num_microbatches)
+        (whole,) = split_evenly(arguments, 1)
+        calls = method.graph_calls(parts)
+        graph = method.pipelined(calls, method.whole_call(whole, calls))
+        if not any(map(requires_grad, graph.step.program.outputs)):
+            raise NotPipelinedError(
+                f"{self.called} returns no tensor with a gradient; expected the loss, or what the "
+                "loss is computed of; return it."
+            )
+        return graph, graph.inputs(calls)
+
+    def _arguments(self, call: StepCall) -> tuple[str, Arguments]:
+        """What the step calls first of what may be the pipeline, and with which arguments."""
+
+        def reach(path: str) -> Callable[..., Any]:
+            def forward(*arguments: Any, **named: Any) -> Any:
+                raise _ReachedError(path, (arguments, named))
+
+            return forward
 
         tensors = [*self.module.parameters(), *self.module.buffers()]
         before = [tensor._version for tensor in tensors]
         ignored = dict.fromkeys(_LOGS, lambda *a, **k: None)
         try:
-            with self._metrics.unchanged(), shadowed(self.module, forward=forward, **ignored):
-                self._training_step(*args, **kwargs)
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(self._metrics.unchanged())
+                stack.enter_context(shadowed(self.module, **ignored))
+                for path in self._candidates:
+                    submodule = self.module.get_submodule(path)
+                    stack.enter_context(shadowed(submodule, forward=reach(path)))
+                self._training_step(*call.args, **call.kwargs)
         except _ReachedError as reached:
-            arguments = reached.call
+            path, arguments = reached.path, reached.call
         else:
-            reason = f", and as a whole: {self._because}" if self._because else "."
             raise RuntimeError(
-                f"{self._name} did not call self.forward; expected a step that calls self(...) "
-                f"once, whose forward then runs as a pipeline (capture='forward'){reason}"
-            ) from self._because
+                f"{self._name} calls no module that has most of its parameters; expected a step "
+                "that calls self(...), or such a submodule, once, which then runs as a pipeline "
+                "(capture='forward')."
+            )
         if before != [tensor._version for tensor in tensors]:
             raise RuntimeError(
-                f"{self._name} changes parameters or buffers before it calls self.forward, and "
+                f"{self._name} changes parameters or buffers before it calls {_of_self(path)}, and "
                 "with capture='forward' that code runs more often than the step; expected no such "
                 "change; make it in on_train_batch_start or on_train_batch_end."
             )
         if any(tensor.requires_grad for tensor in tensors_in(arguments)):
             raise RuntimeError(
-                f"{self._name} calls self.forward with a tensor that needs a gradient; expected "
-                "every parameter to be used within forward; move what makes the tensor there."
+                f"{self._name} calls {_of_self(path)} with a tensor that needs a gradient; "
+                "expected every parameter before it to be used within it; move what makes the "
+                "tensor there."
             )
-        return arguments
+        return path, arguments
 
-    def _checked(self, graph: PipelinedGraph) -> PipelinedGraph:
-        count = sum(map(requires_grad, graph.step.program.outputs))
-        if count != 1:
-            raise RuntimeError(
-                f"{type(self.module).__name__}.forward returns {count} tensors with a gradient; "
-                "expected one, since it is not known which of several the loss uses "
-                "(capture='forward'); return one, or make training_step one graph."
-            )
-        return graph
-
-    def _whole_step(
-        self, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    def _around(
+        self, graph: PipelinedGraph, call: StepCall, values: list[Any]
     ) -> tuple[Any, list[Logged]]:
+        """The result of the step and what it logs, for the values of the pipeline's graph."""
         logged: list[Logged] = []
 
         def recorder(method: str) -> Callable[..., None]:
@@ -176,18 +207,24 @@ class PipelinedForward(PipelinedMethod):
 
         calls: list[None] = []
 
-        def once(*arguments: Any, **named: Any) -> Any:
+        def once(*args: Any, **kwargs: Any) -> Any:
             calls.append(None)
             if len(calls) > 1:
                 raise RuntimeError(
-                    f"{self._name} calls self.forward more than once; expected one call "
-                    "(capture='forward'); put both into forward."
+                    f"{self._name} calls {self.called} more than once; expected one call "
+                    "(capture='forward'); put both into one forward."
                 )
-            return forward(*arguments, **named)
+            return self._replayed(graph, call.arguments, values, args, kwargs)
 
-        with shadowed(self.module, forward=once, **{method: recorder(method) for method in _LOGS}):
-            result = self._training_step(*args, **kwargs)
+        logs = {method: recorder(method) for method in _LOGS}
+        with shadowed(self.module, **logs), shadowed(self._called_module, forward=once):
+            result = self._training_step(*call.args, **call.kwargs)
         return result, logged
+
+    @property
+    def _called_module(self) -> nn.Module:
+        assert self._method is not None
+        return self.module.get_submodule(self._method.name.rpartition(".")[0])
 
     def _replayed(
         self,
@@ -200,40 +237,42 @@ class PipelinedForward(PipelinedMethod):
         """The result of ``forward`` for the values of its graph."""
         if not _equal(before, (args, kwargs)):
             raise RuntimeError(
-                f"{self._name} calls self.forward with other arguments the second time; expected "
+                f"{self._name} calls {self.called} with other arguments the second time; expected "
                 "the same: with capture='forward' the step runs twice, with the same random "
                 "numbers of torch; use those, and count calls in on_train_batch_end."
             )
-        attributes = self.module.__dict__
-        methods = {name: attributes.pop(name) for name in ("forward", *_LOGS) if name in attributes}
+        assert self._method is not None
+        step = self._method.steps.steps[self._method.name]
+        # The method was captured without what stands in for it, and for logging, now.
+        below, logs = vars(self._called_module), {}
+        own = below.pop("forward")
+        for name in _LOGS:
+            if name in vars(self.module):
+                logs[name] = vars(self.module).pop(name)
+        (whole,) = split_evenly((args, kwargs), 1)
         try:
             with self._plain():
-                step = self.steps.steps["forward"]
-                return step.rehearse(graph.replaying(values), *args, **kwargs)
+                return step.rehearse(graph.replaying(values), *whole[0], **whole[1])
         finally:
-            attributes.update(methods)
+            below["forward"] = own
+            vars(self.module).update(logs)
 
-    def _loss(self, result: Any) -> Tensor:
-        loss = result.get("loss") if isinstance(result, dict) else result
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise RuntimeError(
-                f"{self._name} returned {type(loss).__name__}; expected a loss of one number with "
-                "a gradient, or a dict with the key 'loss', for every microbatch."
-            )
-        return loss
+    def _used_outside(self) -> list[str]:
+        """Names of the parameters without an owner that have a gradient.
 
-    def _refuse_gradients_of_others(self) -> None:
-        others = [
-            name
-            for name, param in self.module.named_parameters()
-            if param.grad is not None and name not in self.pipelining.owned
-        ]
+        Raises:
+            RuntimeError: If the step uses parameters that the rank of the last stage does not own.
+        """
+        owned = set[str]().union(*self.pipelining.ownership.names)
+        used = [name for name, one in self.module.named_parameters() if one.grad is not None]
+        others = [name for name in used if name in owned - self.pipelining.owned]
         if others:
             raise RuntimeError(
-                f"{self._name} uses {others[:3]} outside of forward, which the rank of the last "
-                "stage does not own; expected every parameter to be used within forward "
-                "(capture='forward'); move the use there."
+                f"{self._name} uses {others[:3]} outside of {self.called}, which the rank of the "
+                "last stage does not own; expected the parameters of a stage to be used within "
+                f"{self.called} (capture='forward'); move the use there."
             )
+        return [name for name in used if name not in owned]
 
     def _loggable(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -243,40 +282,37 @@ class PipelinedForward(PipelinedMethod):
                 named = value.items(keep_base=False, copy_state=False)
                 return {name: loggable(metric) for name, metric in named}
             if isinstance(value, Metric):
-                return tree_map(_detached, self._metrics.logged(value))
+                return tree_map(detached, self._metrics.logged(value))
             if isinstance(value, nn.Module):
                 raise RuntimeError(
                     f"{self._name} logs {value!r}; expected tensors, numbers and metrics; log "
                     "one of those."
                 )
-            return _detached(value)
+            return detached(value)
 
         values: tuple[tuple[Any, ...], dict[str, Any]] = tree_map(loggable, (args, kwargs))
         return values
 
     def _share(
         self,
-        runner: PipelineRunner,
-        results: dict[int, tuple[Any, list[Logged]]],
+        graph: PipelinedGraph,
+        joint: JointStep,
+        outside: list[str],
         changes: dict[str, MetricState],
     ) -> Any:
         """The result for the batch, on all ranks; all log the same, and their metrics agree."""
+        runner = graph.runner
         payload: list[Any] = [None]
         if runner.is_last:
-            flattened = [tree_flatten(results[index]) for index in sorted(results)]
-            leaves, spec = [flat[0] for flat in flattened], flattened[0][1]
-            if any(flat[1] != spec for flat in flattened):
-                raise RuntimeError(
-                    f"{self._name} logs or returns other things for one microbatch than for "
-                    "another; expected the same names for each."
-                )
-            means = [_mean(list(values)) for values in zip(*leaves, strict=True)]
-            payload = [(tree_unflatten(means, spec), changes)]
+            payload = [(joint.result, joint.logged, outside, joint.used, changes)]
         dist.broadcast_object_list(payload, group=self.pipelining.group, group_src=runner.last_rank)
-        shared, changes = payload[0]
+        result, logged, outside, used, changes = payload[0]
         if not runner.is_last:
             self._metrics.apply(changes)
-        result, logged = tree_map(self._here, shared)
+        if outside:
+            self.pipelining.ownership.own(outside, runner.pipe.num_stages - 1)
+        self._leave_without(graph, used)
+        result, logged = tree_map(self._here, (result, logged))
         for method, args, kwargs in logged:
             args, kwargs = tree_map(
                 self._with_metrics,
@@ -285,6 +321,16 @@ class PipelinedForward(PipelinedMethod):
             )
             getattr(self.module, method)(*args, **kwargs)
         return result
+
+    def _leave_without(self, graph: PipelinedGraph, used: tuple[int, ...]) -> None:
+        """Take the gradients of parameters that lead only to outputs that the loss does not use."""
+        outputs = graph.step.program.outputs
+        if all(not requires_grad(value) or index in used for index, value in enumerate(outputs)):
+            return
+        reached = parameters_behind(graph.step.program.graph_module, [outputs[i] for i in used])
+        for name, parameter in graph.runner.named_parameters().items():
+            if name not in reached:
+                parameter.grad = None
 
     def _with_metrics(self, value: Any) -> Any:
         return self._metrics.metric_of(value) if isinstance(value, LoggedMetric) else value
@@ -301,23 +347,24 @@ class PipelinedForward(PipelinedMethod):
         dist.broadcast(seed, group=self.pipelining.group, group_src=0)
         return int(seed.item())
 
-    @contextlib.contextmanager
-    def _seeded(self, seed: int) -> Iterator[None]:
-        """The step sees the same random numbers each time, on every rank."""
-        device = self.pipelining.device
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            torch.manual_seed(seed)
-            yield
+
+def _with_most_parameters(module: nn.Module) -> list[str]:
+    """Paths of the modules that have more than half of the parameters, the outermost first."""
+    total = sum(parameter.numel() for parameter in module.parameters())
+    return [
+        path
+        for path, submodule in module.named_modules()
+        if 2 * sum(parameter.numel() for parameter in submodule.parameters()) > total
+    ]
 
 
-def _detached(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, Tensor) else value
+def _is_in(inner: str, outer: str) -> bool:
+    """Whether a path is that of the module ``outer`` or of one that it is in."""
+    return not outer or inner == outer or inner.startswith(f"{outer}.")
 
 
-def _mean(values: list[Any]) -> Any:
-    if all(isinstance(value, float) for value in values):
-        return sum(values) / len(values)
-    return combined([[value] for value in values])[0]
+def _of_self(path: str) -> str:
+    return f"self.{path}" if path else "self"
 
 
 def _equal(first: Arguments, second: Arguments) -> bool:

@@ -89,6 +89,9 @@ class FreedStorage:
             return
         for param in self.parameters.values():
             param.grad = None
+            if not param.untyped_storage().resizable():
+                # Weights that were mapped from a file, as from_pretrained does.
+                param.data = param.detach().clone()
             param.untyped_storage().resize_(0)
             param.__class__ = FreedParameter
         self.is_free = True

@@ -40,8 +40,9 @@ from lightning_unitscale.strategies.checks import (
 )
 from lightning_unitscale.strategies.evaluation import EvaluatingStrategy
 from lightning_unitscale.strategies.forward import PipelinedForward
+from lightning_unitscale.strategies.method import NotPipelinedError, Pipelining
 from lightning_unitscale.strategies.ownership import Owners
-from lightning_unitscale.strategies.steps import NotPipelinedError, PipelinedStep, Pipelining
+from lightning_unitscale.strategies.steps import PipelinedStep
 
 _CAPTURES = ("auto", "step", "forward")
 _EVALUATIONS = ("auto", "pipeline", "whole")
@@ -365,8 +366,9 @@ class PipelineStrategy(EvaluatingStrategy):
             if steps is not None:
                 raise not_one_graph(steps, reason) from reason
             rank_zero_warn(
-                f"PipelineStrategy: only forward runs as a pipeline from here on, and the step "
-                f"around it on the rank of the last stage: {reason}"
+                "PipelineStrategy: only the module that the step calls runs as a pipeline from "
+                "here on, all forward passes before all backward passes, and the step around it "
+                f"on the rank of the last stage: {reason}"
             )
             self._step = PipelinedForward(module, self._pipelining, self._plain_parameters, reason)
         assert self._step is not None

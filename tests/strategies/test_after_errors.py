@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from lightning_unitscale import RematCallback, ScaleMonitor, UnitScaleCallback
 from lightning_unitscale.strategies import PipelineStrategy
-from lightning_unitscale.strategies.steps import NotPipelinedError
+from lightning_unitscale.strategies.method import NotPipelinedError
 from tests.fingerprint import assert_restored, of_run
 from tests.strategies.pipeline_run import Groups, _points
 

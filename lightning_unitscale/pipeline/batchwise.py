@@ -1,0 +1,362 @@
+"""Compare the graphs of a microbatch and of the whole batch: what is the batch's own loss?
+
+A loss over tokens is a mean over a different number of tokens in each microbatch. What it divides
+by follows from the batch alone (its labels, its mask), so every rank can compute it for the whole
+batch before the step. In place of each such value the stages are given the batch's, and then the
+mean over the microbatches of what a stage computes is the loss of the batch, and so are gradients.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from lightning_unitscale.capture.compiled_graph import GraphCall
+from lightning_unitscale.dynamo.capture import GraphInput
+from lightning_unitscale.dynamo.graphs import is_checkpoint
+from lightning_unitscale.graph.aliasing import memory_roots, written_arguments
+from lightning_unitscale.graph.nodes import example_tensor, op_name, tensor_name
+from lightning_unitscale.pipeline.batch_facts import (
+    Coupled,
+    Fact,
+    Mean,
+    Rows,
+    Same,
+    batch_dims,
+)
+from lightning_unitscale.pipeline.batch_rules import (
+    ARITHMETIC,
+    COUNTED,
+    Alignment,
+    Operation,
+    argument_of,
+    of_reduced,
+    of_reduction,
+    of_rows,
+)
+
+_RANDOM = re.compile(
+    r"rand\w*|\w*dropout\w*|bernoulli|multinomial|normal|uniform|exponential|poisson|gumbel_softmax"
+    r"|rrelu|geometric|cauchy|log_normal"
+)
+# Their arguments are sizes, which differ where the batch's do.
+_TAKES_SIZES = frozenset(
+    {"view", "reshape", "expand", "expand_as", "unflatten", "repeat", "tile", "broadcast_to",
+     "new_zeros", "new_ones", "new_full", "new_empty", "zeros", "ones", "full", "empty", "arange",
+     "split", "split_with_sizes", "chunk", "getitem", "narrow", "as_strided", "repeat_interleave",
+     "pad", "setitem", "getattr", "index_select", "flatten"}
+)  # fmt: skip
+_FILLS = {"full": 1, "new_full": 2}
+
+
+@dataclass(frozen=True)
+class CountedMean:
+    """A mean over classes that divides by the number, or the weights, of those that count.
+
+    Attributes:
+        node: The loss.
+        target: The classes.
+        weight: Weights of the classes, if there are any.
+        ignore_index: The class that does not count.
+    """
+
+    node: fx.Node
+    target: fx.Node
+    weight: fx.Node | None
+    ignore_index: int
+
+    @property
+    def counts_by(self) -> list[fx.Node]:
+        """The nodes that tell by what it divides."""
+        return [self.target] if self.weight is None else [self.target, self.weight]
+
+
+@dataclass
+class BatchFacts:
+    """How the tensors of a microbatch's graph relate to those of the batch.
+
+    Attributes:
+        count: Number of microbatches.
+        graph: The graph of the whole batch.
+        outputs: The relation of each output; ``None`` for what is no tensor.
+        of_batch: Nodes whose value for the batch takes the place of the microbatch's, with their
+            counterparts in the batch's graph.
+        counted: Means over classes, by the node's name, with the batch's counterparts.
+        alignment: Terms that are multiplied before they are added to others.
+    """
+
+    count: int
+    graph: fx.GraphModule
+    outputs: list[Fact | None] = field(default_factory=list)
+    of_batch: dict[str, tuple[fx.Node, fx.Node]] = field(default_factory=dict)
+    counted: dict[str, tuple[CountedMean, CountedMean]] = field(default_factory=dict)
+    alignment: Alignment = field(default_factory=lambda: Alignment({}))
+
+
+def compare_graphs(part: GraphCall, whole: GraphCall, count: int) -> BatchFacts:
+    """Find how the values of a microbatch relate to those of the batch.
+
+    Args:
+        part: The call for a microbatch.
+        whole: The call for the whole batch.
+        count: Number of microbatches.
+
+    Returns:
+        The facts. Where the two are not the same operations, every tensor is ``Coupled``.
+    """
+    ours, theirs = (call.graph.out_of_place().graph_module for call in (part, whole))
+    found = BatchFacts(count, theirs)
+    facts = _Comparison(found, part.graph.inputs).walk(ours, theirs)
+    returned: Any = ours.graph.output_node().args[0]
+    found.outputs = [
+        facts[value] if isinstance(value, fx.Node) and not isinstance(facts[value], tuple) else None
+        for value in returned
+    ]
+    return found
+
+
+class _Comparison:
+    """Walks through two graphs side by side."""
+
+    def __init__(self, found: BatchFacts, inputs: tuple[GraphInput, ...]) -> None:
+        self._found = found
+        self._count = found.count
+        self._inputs = inputs
+
+    def walk(
+        self, part: fx.GraphModule, whole: fx.GraphModule, given: list[Any] | None = None
+    ) -> dict[fx.Node, Any]:
+        """The relations of all nodes.
+
+        Args:
+            part: The graph of a microbatch, or the body of a checkpoint in it.
+            whole: That of the batch.
+            given: Relations of a body's arguments.
+        """
+        pairs = _pairs(part.graph, whole.graph)
+        if isinstance(pairs, str):
+            return dict.fromkeys(part.graph.nodes, Coupled(pairs))
+        facts: dict[fx.Node, Any] = {}
+        # What follows from the batch alone, so that it can be computed before the step.
+        data = set[fx.Node]()
+        roots = memory_roots(part.graph)
+        written = {roots[node] for each in part.graph.nodes for node in written_arguments(each)}
+        inputs = {node: i for i, node in enumerate(part.graph.find_nodes(op="placeholder"))}
+        for node, other in pairs:
+            if node in inputs:
+                facts[node] = self._of_input(node, other) if given is None else given[inputs[node]]
+                if given is None and roots[node] not in written and self._is_data(inputs[node]):
+                    data.add(node)
+                continue
+            if node.op == "get_attr":
+                facts[node] = _of_attribute(part, whole, node, other)
+                if isinstance(facts[node], Same):
+                    data.add(node)
+                continue
+            reads = node.all_input_nodes
+            if all(read in data for read in reads) and not _RANDOM.fullmatch(op_name(node)):
+                data.add(node)
+            known = {read: facts[read] for read in reads}
+            if is_checkpoint(node):
+                facts[node] = self._of_checkpoint(part, whole, node, other, facts)
+                continue
+            operation = Operation(node, other, known, self._count)
+            facts[node] = self._of_results(operation)
+            for target in written_arguments(node):
+                _spoil(operation, target, roots, facts, data)
+            if given is None and node in data and _is_of_batch(operation, facts[node]):
+                facts[node] = Same()
+                self._found.of_batch[node.name] = (node, other)
+            if operation.name in COUNTED and isinstance(facts[node], Mean):
+                facts[node] = self._of_counted(operation, facts[node], data)
+        return facts
+
+    def _of_input(self, node: fx.Node, other: fx.Node) -> Fact:
+        part, whole = example_tensor(node), example_tensor(other)
+        dims = [] if part is None or whole is None else batch_dims(part, whole, self._count)
+        if dims is None or len(dims) > 1:
+            return Coupled(f"{tensor_name(node)} has other sizes for the batch")
+        return Rows(dims[0]) if dims else Same()
+
+    def _is_data(self, position: int) -> bool:
+        return position < len(self._inputs) and self._inputs[position].kind in {"input", "buffer"}
+
+    def _of_checkpoint(
+        self,
+        part: fx.GraphModule,
+        whole: fx.GraphModule,
+        node: fx.Node,
+        other: fx.Node,
+        facts: Mapping[fx.Node, Any],
+    ) -> Any:
+        bodies = [_attribute(graph, each.args[0]) for graph, each in ((part, node), (whole, other))]
+        arguments: list[Any] = list(node.args[1:])
+        given = [facts.get(argument, Same()) for argument in arguments]
+        inner = self.walk(bodies[0], bodies[1], given)
+        returned: Any = bodies[0].graph.output_node().args[0]
+        if isinstance(returned, fx.Node):
+            return inner[returned]
+        return tuple(inner.get(value, Same()) for value in returned)
+
+    def _of_results(self, operation: Operation) -> Any:
+        node, other = operation.node, operation.whole
+        part, whole = (each.meta.get("example_value") for each in (node, other))
+        if operation.name == "getitem":
+            several = operation.facts.get(node.args[0])  # type: ignore[arg-type]
+            if isinstance(several, tuple):
+                return several[node.args[1]]
+        if isinstance(part, Tensor) and isinstance(whole, Tensor):
+            return self._of_result(operation, part, whole)
+        if not isinstance(part, (tuple, list)) or not isinstance(whole, (tuple, list)):
+            return Same()
+        if len(part) != len(whole):
+            return operation.coupled("has another number of results for the batch")
+        return tuple(
+            self._of_result(operation, a, b) if isinstance(a, Tensor) else Same()
+            for a, b in zip(part, whole, strict=True)
+        )
+
+    def _of_result(self, operation: Operation, part: Tensor, whole: Tensor) -> Fact:
+        dims = batch_dims(part, whole, self._count)
+        known: dict[fx.Node, Fact] = {}
+        for node, fact in operation.facts.items():
+            if isinstance(fact, tuple):
+                # All of a tuple's tensors, which an operation takes at once.
+                fact = next((each for each in fact if not isinstance(each, Same)), Same())
+            if dims and isinstance(fact, (Coupled, Mean)) and _only_places(operation, node, part):
+                continue
+            if isinstance(fact, Coupled):
+                return fact
+            known[node] = fact
+        operation = Operation(operation.node, operation.whole, known, self._count)
+        if dims is None:
+            return operation.coupled("has other sizes for the batch")
+        if len(dims) > 1:
+            return operation.coupled("compares each sample with each other one")
+        if not _takes_same_numbers(operation):
+            return operation.coupled("computes with the size of the batch")
+        kinds = {type(fact) for fact in known.values()}
+        if dims:
+            if Mean in kinds:
+                return operation.coupled("uses a mean over the batch for each sample")
+            return of_rows(operation, dims[0], part)
+        if Rows in kinds:
+            return of_reduction(operation)
+        if Mean in kinds:
+            return of_reduced(operation, self._found.alignment)
+        if operation.name in ARITHMETIC and operation.factors() != 0:
+            return operation.coupled("computes with the size of the batch")
+        if any(isinstance(fact, Same) and fact.power for fact in known.values()):
+            return operation.coupled("computes with the size of the batch")
+        return Same()
+
+    def _of_counted(self, operation: Operation, fact: Mean, data: set[fx.Node]) -> Fact:
+        ours, theirs = _counted_mean(operation.node), _counted_mean(operation.whole)
+        if ours is None or theirs is None:
+            return fact
+        if not data.issuperset(ours.counts_by):
+            return operation.coupled(
+                "divides by the number of targets that count, and the batch alone does not tell it"
+            )
+        self._found.counted[operation.node.name] = (ours, theirs)
+        return fact
+
+
+def _pairs(part: fx.Graph, whole: fx.Graph) -> list[tuple[fx.Node, fx.Node]] | str:
+    """The nodes of both graphs side by side, without the outputs; or why they do not correspond."""
+    if len(part.nodes) != len(whole.nodes):
+        return "the step has other operations for the whole batch than for a microbatch"
+    pairs = dict(zip(part.nodes, whole.nodes, strict=True))
+    for node, other in pairs.items():
+        reads = [pairs.get(read) for read in node.all_input_nodes]
+        is_same = node.op == other.op and op_name(node) == op_name(other)
+        if node.op == "placeholder":
+            is_same = node.op == other.op and node.target == other.target
+        if not is_same or reads != other.all_input_nodes:
+            return f"{tensor_name(node)} is another operation for the whole batch"
+    return [pair for pair in pairs.items() if pair[0].op != "output"]
+
+
+def _attribute(graph_module: fx.GraphModule, node: Any) -> Any:
+    return attrgetter(str(node.target))(graph_module)
+
+
+def _of_attribute(
+    part: fx.GraphModule, whole: fx.GraphModule, node: fx.Node, other: fx.Node
+) -> Fact:
+    ours, theirs = _attribute(part, node), _attribute(whole, other)
+    if not isinstance(ours, Tensor) or not isinstance(theirs, Tensor):
+        return Same()
+    if ours is theirs or (ours.shape == theirs.shape and torch.equal(ours, theirs)):
+        return Same()
+    return Coupled(f"{tensor_name(node)} is another constant for the batch")
+
+
+def _spoil(
+    operation: Operation,
+    target: fx.Node,
+    roots: Mapping[fx.Node, fx.Node],
+    facts: dict[fx.Node, Any],
+    data: set[fx.Node],
+) -> None:
+    """Note what a write makes of a tensor and of all its views."""
+    views = [node for node in facts if roots[node] is roots[target]]
+    others = [node for node in operation.facts if node is not target]
+    if not data.issuperset(others):
+        data.difference_update(views)
+    written = [fact for node in others for fact in (facts[node],) if not isinstance(fact, tuple)]
+    of_samples = any(isinstance(fact, Rows) for fact in written)
+    if any(isinstance(fact, (Mean, Coupled)) for fact in written) or (
+        of_samples and isinstance(facts[target], Same)
+    ):
+        reason = operation.coupled("writes what depends on the batch into a tensor")
+        facts.update(dict.fromkeys(views, reason))
+
+
+def _is_of_batch(operation: Operation, fact: Any) -> bool:
+    """Whether a result of the same size is another one for the batch."""
+    part, whole = (each.meta.get("example_value") for each in (operation.node, operation.whole))
+    if not isinstance(part, Tensor) or not isinstance(whole, Tensor):
+        return False
+    return part.shape == whole.shape and fact != Same()
+
+
+def _only_places(operation: Operation, node: fx.Node, result: Tensor) -> bool:
+    """Whether whole numbers that all samples share only say where values are: experts' offsets."""
+    example = example_tensor(node)
+    if example is None or example.is_floating_point() or example.is_complex():
+        return False
+    if operation.name in ARITHMETIC and result.is_floating_point():
+        return False
+    whole = dict(zip(operation.node.all_input_nodes, operation.whole.all_input_nodes, strict=True))
+    theirs = example_tensor(whole[node])
+    return theirs is not None and theirs.shape == example.shape
+
+
+def _takes_same_numbers(operation: Operation) -> bool:
+    name = operation.name
+    if name in _FILLS:
+        nodes = (operation.node, operation.whole)
+        ours, theirs = (argument_of(node, "fill_value", _FILLS[name]) for node in nodes)
+        return isinstance(ours, fx.Node) or bool(ours == theirs)
+    if name in _TAKES_SIZES or name in ARITHMETIC or name.startswith("rand"):
+        return True
+    return operation.factors() == 0
+
+
+def _counted_mean(node: fx.Node) -> CountedMean | None:
+    """The loss, if it is a mean over classes that may not all count."""
+    given = Operation(node, node, {}, 1).bound()
+    if given is None or given["reduction"] != "mean":
+        return None
+    target, weight = given["target"], given["weight"]
+    example = example_tensor(target)
+    if example is None or example.is_floating_point():
+        return None
+    return CountedMean(node, target, weight, given["ignore_index"])

@@ -1,0 +1,241 @@
+"""Make the mean over the microbatches of a step's loss the loss of the whole batch."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from lightning_unitscale.capture.compiled_graph import GraphCall
+from lightning_unitscale.graph.aliasing import memory_roots, written_arguments
+from lightning_unitscale.graph.nodes import (
+    INTERNAL,
+    example_tensor,
+    replace_other_uses,
+    tensor_name,
+)
+from lightning_unitscale.graph.passes import StepGraph
+from lightning_unitscale.pipeline.batch_facts import Coupled, Fact, Mean
+from lightning_unitscale.pipeline.batch_rules import Operation
+from lightning_unitscale.pipeline.batchwise import BatchFacts, CountedMean
+
+
+class WholeBatch:
+    """What the stages need to know of the whole batch, and what is made of their results.
+
+    Args:
+        facts: How the graph of a microbatch relates to that of the batch.
+    """
+
+    def __init__(self, facts: BatchFacts) -> None:
+        self.facts = facts
+        self._values: tuple[Tensor, ...] = ()
+        self._compute: Callable[..., tuple[Tensor, ...]] | None = None
+
+    def why_not(self, call: GraphCall, loss: int | None) -> str | None:
+        """Return why the loss of the batch does not follow from those of the microbatches.
+
+        Args:
+            call: A call for a microbatch.
+            loss: Position of the loss among the graph's outputs; ``None`` for all with a gradient.
+        """
+        positions = call.differentiable if loss is None else [loss]
+        facts = (self.facts.outputs[position] for position in positions)
+        return next((fact.reason for fact in facts if isinstance(fact, Coupled)), None)
+
+    def relations(self, loss: int | None) -> list[Fact | None]:
+        """Return how the results of the stages relate to those of the batch.
+
+        Args:
+            loss: As in :meth:`rewrite`.
+        """
+        facts = list(self.facts.outputs)
+        if loss is not None and isinstance(facts[loss], Mean):
+            facts[loss] = Mean()
+        return facts
+
+    def note(self, call: GraphCall) -> None:
+        """Compute what the stages need of a batch.
+
+        Args:
+            call: The call for the whole batch.
+        """
+        if self._compute is not None:
+            with torch.no_grad():
+                self._values = self._compute(*call.inputs)
+
+    def rewrite(self, graph: StepGraph, loss: int | None) -> None:
+        """Give a microbatch's graph the values of the batch as inputs.
+
+        Args:
+            graph: The graph with the passes of the step over it.
+            loss: Position of the loss among its outputs.
+
+        Raises:
+            RuntimeError: If a pass has replaced an operation that has to be changed.
+        """
+        nodes = {tensor_name(node): node for node in graph.graph.nodes}
+        nodes.update({node.name: node for node in graph.graph.nodes})
+        wanted: list[fx.Node | CountedMean] = []
+
+        def state(name: str, needed: fx.Node | CountedMean, example: Tensor) -> fx.Node:
+            index = len(wanted)
+            wanted.append(needed)
+            return graph.add_state(name, lambda: self._values[index], example)
+
+        for name, (ours, theirs) in self.facts.counted.items():
+            example = example_tensor(ours.node)
+            assert example is not None
+            count = state("count", theirs, torch.empty((), device=example.device))
+            of_loss = [ours.target, *([] if ours.weight is None else [ours.weight])]
+            _divide_by(nodes[name], count, [nodes[each.name] for each in of_loss], ours)
+        for name, (part, whole) in self.facts.of_batch.items():
+            node = nodes.get(name) or nodes[tensor_name(part)]
+            example = example_tensor(part)
+            assert example is not None
+            if not all(user.name in self.facts.of_batch for user in node.users):
+                given = state(name, whole, example)
+                node.replace_all_uses_with(given)
+                _remove(graph.graph, node)
+        for (sum_name, term), power in self.facts.alignment.powers.items():
+            node = nodes[sum_name]
+            scaled = _times(graph.graph, nodes[term], float(self.facts.count) ** power, node)
+            node.replace_input_with(nodes[term], scaled)
+        output = graph.graph.output_node()
+        returned: Any = output.args[0]
+        returned = list(returned)
+        fact = None if loss is None else self.facts.outputs[loss]
+        if loss is not None and isinstance(fact, Mean) and fact.power:
+            factor = float(self.facts.count) ** fact.power
+            returned[loss] = _times(graph.graph, returned[loss], factor, output)
+            output.args = (tuple(returned),)
+        self._compute = _subgraph(self.facts.graph, wanted, self.facts.count)
+        graph.graph_module.recompile()
+
+
+def _times(graph: fx.Graph, node: fx.Node, factor: float, user: fx.Node) -> fx.Node:
+    with graph.inserting_before(user):
+        product = graph.call_function(operator.mul, (node, factor))
+    product.meta[INTERNAL] = True
+    return product
+
+
+def _remove(graph: fx.Graph, node: fx.Node) -> None:
+    """Erase an operation that nothing reads, and those that only it has read."""
+    if node.op not in {"call_function", "call_method"} or node.users or node.is_impure():
+        return
+    reads = node.all_input_nodes
+    graph.erase_node(node)
+    for read in reads:
+        _remove(graph, read)
+
+
+def _divide_by(
+    loss: fx.Node, count: fx.Node, of_loss: Sequence[fx.Node], mean: CountedMean
+) -> None:
+    """Let a mean over classes divide by another number than that of its own microbatch."""
+    function = _COUNTED.get(loss.target)
+    if function is not None:
+        given = Operation(loss, loss, {}, 1).bound()
+        assert given is not None
+        loss.target, loss.args, loss.kwargs = function, (count,), given
+        return
+    # Rules have put another function there, which computes the same loss.
+    with loss.graph.inserting_after(loss):
+        weighted = loss.graph.call_function(_reweighted, (loss, count, mean.ignore_index, *of_loss))
+    weighted.meta[INTERNAL] = True
+    replace_other_uses(loss, weighted)
+
+
+def counted_cross_entropy(count: Tensor, **kwargs: Any) -> Tensor:
+    """Return the sum of the losses of a microbatch's targets, divided by ``count``."""
+    return _counted(F.cross_entropy, count, kwargs)
+
+
+def counted_nll_loss(count: Tensor, **kwargs: Any) -> Tensor:
+    """Return the sum of the losses of a microbatch's targets, divided by ``count``."""
+    return _counted(F.nll_loss, count, kwargs)
+
+
+def _counted(function: Callable[..., Tensor], count: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
+    total = function(**{**kwargs, "reduction": "sum"})
+    if total.dtype in {torch.float16, torch.bfloat16}:
+        # A sum of many losses is more than such a type can hold.
+        losses = function(**{**kwargs, "reduction": "none"})
+        return (losses.float().sum() / count).to(losses.dtype)
+    return total / count
+
+
+_COUNTED: Mapping[Any, Callable[..., Tensor]] = {
+    F.cross_entropy: counted_cross_entropy,
+    F.nll_loss: counted_nll_loss,
+}
+
+
+def _reweighted(
+    loss: Tensor, count: Tensor, ignore_index: int, target: Tensor, weight: Tensor | None = None
+) -> Tensor:
+    """Return the mean of a microbatch as its part of the batch's; gradients are those of ``loss``.
+
+    A rule scales the gradient of every target alike, however many there are.
+    """
+    with torch.no_grad():
+        own = number_of_targets(target, weight, ignore_index)
+        correction = torch.where(own > 0, loss * (own / count) - loss, -loss).nan_to_num()
+    return loss.nan_to_num() + correction
+
+
+def number_of_targets(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+    """Return the number, or the weight, of the targets that count."""
+    counts = target != ignore_index
+    if weight is None:
+        return counts.sum().float()
+    return (weight[target.where(counts, 0)] * counts).sum()
+
+
+def _part_of(total: Tensor, count: int) -> Tensor:
+    return total / count
+
+
+def _subgraph(
+    graph_module: fx.GraphModule, wanted: Sequence[fx.Node | CountedMean], count: int
+) -> Callable[..., tuple[Tensor, ...]]:
+    """What computes some values of a graph from its inputs."""
+    source = graph_module.graph
+    roots = memory_roots(source)
+    order = {node: index for index, node in enumerate(source.nodes)}
+    writes: dict[fx.Node, list[fx.Node]] = {}
+    for node in source.nodes:
+        for target in written_arguments(node):
+            writes.setdefault(roots[target], []).append(node)
+    needed: set[fx.Node] = set()
+    pending: list[fx.Node] = []
+    for want in wanted:
+        pending += want.counts_by if isinstance(want, CountedMean) else [want]
+    while pending:
+        node = pending.pop()
+        if node not in needed:
+            needed.add(node)
+            pending += node.all_input_nodes
+            pending += [each for each in writes.get(roots[node], []) if order[each] < order[node]]
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in source.nodes:
+        if node in needed or node.op == "placeholder":
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    outputs = []
+    for want in wanted:
+        if isinstance(want, CountedMean):
+            weight = None if want.weight is None else copies[want.weight]
+            arguments = (copies[want.target], weight, want.ignore_index)
+            total = graph.call_function(number_of_targets, arguments)
+            outputs.append(graph.call_function(_part_of, (total, count)))
+        else:
+            outputs.append(copies[want])
+    graph.output(tuple(outputs))
+    compute: Callable[..., tuple[Tensor, ...]] = fx.GraphModule(graph_module, graph)
+    return compute

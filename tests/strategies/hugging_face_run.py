@@ -1,0 +1,264 @@
+"""Hugging Face models as pipelines.
+
+Run ``python -m tests.strategies.hugging_face_run FOLDER NUM_RANKS CASE ...`` as every rank. With
+one rank each case trains on one device, without the strategy. Every rank writes what it computed to
+``FOLDER/CASE-RANK.pt``.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import BatchEncoding
+
+from lightning_unitscale import UnitScaleCallback
+from lightning_unitscale.strategies import PipelineStrategy
+from tests.distributed.launch import quiet_rank
+from tests.strategies.pipeline_run import Recorder
+from tests.strategies.trainers import quiet_trainer
+
+WORDS, LENGTH, SAMPLES, STEPS = 64, 12, 8, 3
+
+
+def gpt2(**options: Any) -> nn.Module:
+    """A GPT-2, whose output layer is its embedding."""
+    config = transformers.GPT2Config(
+        vocab_size=WORDS, n_positions=32, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_pdrop=0.0, pad_token_id=0, bos_token_id=1, eos_token_id=2, **options,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config)
+
+
+def llama(**options: Any) -> nn.Module:
+    """A Llama."""
+    config = transformers.LlamaConfig(
+        vocab_size=WORDS, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, pad_token_id=0, **options,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def bert() -> nn.Module:
+    """A BERT that fills masked words in."""
+    config = transformers.BertConfig(
+        vocab_size=WORDS, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return transformers.BertForMaskedLM(config)
+
+
+def t5() -> nn.Module:
+    """A T5."""
+    config = transformers.T5Config(
+        vocab_size=WORDS, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    return transformers.T5ForConditionalGeneration(config)
+
+
+class Plain(pl.LightningModule):
+    """A step as most people write it."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.net(**batch).loss
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        trained = [one for one in self.parameters() if one.requires_grad]
+        return torch.optim.AdamW(trained, 0.01)
+
+
+class Reads(Plain):
+    """Reads numbers, and uses logits and the loss of a library's own."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        out = self.net(**batch)
+        self.log("train_loss", out.loss.item())
+        self.log("accuracy", (out.logits.argmax(-1) == batch["labels"]).float().mean().item())
+        return out.loss
+
+
+class OwnLoss(Plain):
+    """Computes the loss of the logits, by values that it reads."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.net(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        labels = batch["labels"][:, 1:]
+        losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), labels, reduction="none")
+        count = int((labels != -100).sum())
+        return losses.sum() / count
+
+
+class Generates(Plain):
+    """Its validation writes text."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.eval()
+        written = self.net.generate(batch["input_ids"][:2, :4], max_new_tokens=3, do_sample=False)
+        self.log("written", written.float().sum(), sync_dist=True)
+
+
+class LateWeights(Plain):
+    """Reads the weights where Lightning wants large models to be made."""
+
+    def __init__(self, path: Path) -> None:
+        pl.LightningModule.__init__(self)
+        self.path = path
+        self.net: Any = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = transformers.GPT2LMHeadModel.from_pretrained(self.path)
+
+
+class LowRank(nn.Module):
+    """A frozen linear layer with two small factors beside it, as in LoRA."""
+
+    def __init__(self, base: nn.Module, size_in: int, size_out: int) -> None:
+        super().__init__()
+        self.base = base
+        self.first = nn.Linear(size_in, 2, bias=False)
+        self.second = nn.Linear(2, size_out, bias=False)
+        nn.init.zeros_(self.second.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.second(self.first(x)) * 2.0
+
+
+def low_rank() -> nn.Module:
+    """A Llama of which only low-rank factors are trained."""
+    net = llama()
+    net.requires_grad_(False)
+    for layer in net.model.layers:
+        for name in ("q_proj", "v_proj"):
+            base = getattr(layer.self_attn, name)
+            setattr(layer.self_attn, name, LowRank(base, base.in_features, base.out_features))
+    return net
+
+
+def checkpointed(net: nn.Module) -> nn.Module:
+    """The model, whose blocks compute their activations again."""
+    net.gradient_checkpointing_enable()
+    return net
+
+
+def pretrained(folder: Path) -> Path:
+    """Where the weights of a model are."""
+    path = folder / "pretrained"
+    if not path.exists():
+        gpt2().save_pretrained(path)
+    return path
+
+
+CASES: dict[str, Callable[[Path], pl.LightningModule]] = {
+    "gpt2": lambda _: Plain(gpt2()),
+    "llama": lambda _: Plain(llama()),
+    "bert": lambda _: Plain(bert()),
+    "t5": lambda _: Plain(t5()),
+    "reads": lambda _: Reads(gpt2()),
+    "own loss": lambda _: OwnLoss(llama()),
+    "checkpointed": lambda _: Plain(checkpointed(gpt2())),
+    "checkpointed reads": lambda _: Reads(checkpointed(llama())),
+    "generates": lambda _: Generates(gpt2()),
+    "late": lambda folder: LateWeights(pretrained(folder)),
+    "low rank": lambda _: Plain(low_rank()),
+    "low rank reads": lambda _: Reads(low_rank()),
+    "bf16": lambda _: Plain(gpt2()),
+    "bf16 reads": lambda _: Reads(gpt2()),
+    "dropout": lambda _: Plain(_with_dropout()),
+    "unit scaling": lambda _: Plain(llama()),
+    "u-mup": lambda _: Plain(llama()),
+}
+
+
+def _with_dropout() -> nn.Module:
+    net = gpt2()
+    for module in net.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.1
+    return net
+
+
+def batches() -> list[BatchEncoding]:
+    """Batches in which each part of two samples has another number of tokens and labels."""
+    generator = torch.Generator().manual_seed(3)
+    found = []
+    for _ in range(STEPS):
+        ids = torch.randint(5, WORDS, (SAMPLES, LENGTH), generator=generator)
+        labels, mask = ids.clone(), torch.ones_like(ids)
+        labels[:2] = -100
+        labels[2, 3:] = -100
+        for sample, length in ((3, 5), (5, 9), (7, 2)):
+            ids[sample, length:] = 0
+            mask[sample, length:] = 0
+            labels[sample, length:] = -100
+        found.append(BatchEncoding({"input_ids": ids, "attention_mask": mask, "labels": labels}))
+    return found
+
+
+def train(folder: Path, case: str, num_ranks: int) -> None:
+    """Train and write down what came out."""
+    pl.seed_everything(4, workers=True, verbose=False)
+    module = CASES[case](folder)
+    recorder = Recorder()
+    methods = {"unit scaling": "lossless", "u-mup": "u-mup"}
+    callbacks: list[pl.Callback] = [recorder]
+    if case in methods:
+        callbacks.append(UnitScaleCallback(methods[case]))
+    strategy: Any = "auto"
+    if num_ranks > 1:
+        strategy = PipelineStrategy(
+            "1F1B", num_microbatches=4, process_group_backend="gloo", timeout=60
+        )
+    validates = case == "generates"
+    trainer = quiet_trainer(
+        folder,
+        devices=num_ranks,
+        strategy=strategy,
+        precision="bf16-mixed" if case.startswith("bf16") else "32-true",
+        max_epochs=1,
+        callbacks=callbacks,
+        use_distributed_sampler=False,
+        num_sanity_val_steps=0,
+        limit_val_batches=1 if validates else 0,
+    )
+    data = DataLoader(batches(), batch_size=None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, data, data if validates else None)
+    trainer.save_checkpoint(folder / f"{case}.ckpt")
+    found = {
+        "losses": recorder.losses,
+        "metrics": copy.copy(trainer.callback_metrics),
+        "weights": {name: one.clone() for name, one in module.state_dict().items()},
+        "warnings": [str(one.message) for one in caught],
+    }
+    torch.save(found, folder / f"{case}-{trainer.global_rank}.pt")
+
+
+def main(folder: Path, num_ranks: int, *cases: str) -> None:
+    """Train all of the cases, one after the other."""
+    quiet_rank()
+    transformers.logging.set_verbosity_error()
+    for one in cases:
+        train(folder, one, num_ranks)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
