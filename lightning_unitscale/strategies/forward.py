@@ -115,8 +115,10 @@ class PipelinedForward:
             except RuntimeError as error:
                 if not self._reasons or self.pipelining.ownership.is_settled:
                     raise
-                reasons = " Besides, ".join([*self._reasons, str(error)])
-                raise RuntimeError(f"PipelineStrategy: {reasons}") from error
+                # Those of what is within a module say little of it.
+                raise RuntimeError(
+                    f"PipelineStrategy: {self._reasons[0]} Besides, {error}"
+                ) from error
             if self._method is None:
                 self._method = PipelinedMethod(self.module, forward_of(path), self.pipelining)
             # Before its call the step may do something else on another rank.
@@ -171,8 +173,8 @@ class PipelinedForward:
         if before != [tensor._version for tensor in tensors]:
             raise RuntimeError(
                 f"{self._name} changes parameters or buffers before it calls {as_attribute(path)}, "
-                "and with capture='forward' that code runs more often than the step; expected no such "
-                "change; make it in on_train_batch_start or on_train_batch_end."
+                "and with capture='forward' that code runs more often than the step; expected no "
+                "such change; make it in on_train_batch_start or on_train_batch_end."
             )
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves_of(arguments)):
             raise RuntimeError(
