@@ -128,9 +128,11 @@ class Operation:
 
 
 def argument_of(node: fx.Node, name: str, position: int, default: Any = None) -> Any:
-    """Return an argument of a node by its name or position."""
-    if name in node.kwargs:
-        return node.kwargs[name]
+    """Return an argument of a node by its name or position; ``axis`` is another name of ``dim``."""
+    names = (name, "axis") if name in {"dim", "dims"} else (name,)
+    for each in names:
+        if each in node.kwargs:
+            return node.kwargs[each]
     return node.args[position] if position < len(node.args) else default
 
 
@@ -321,14 +323,11 @@ def _blocks(
         before = math.prod(example.shape[: fact.dim]) * fact.blocks
         outer = math.prod(result.shape[:dim])
         return before // outer if outer and not before % outer else None
-    if name in _CONCATENATIONS:
-        along = operation.argument("dim", 1, 0) if name != "hstack" else min(1, example.ndim - 1)
-        if along % example.ndim == dim:
-            tensors = operation.argument("tensors", 0)
-            facts = [operation.facts.get(tensor) for tensor in tensors]
-            if not all(isinstance(each, Rows) for each in facts):
-                return None
-            return sum(max(each.blocks, 1) for each in facts if isinstance(each, Rows))
+    if name in _CONCATENATIONS and result.shape[dim] != example.shape[fact.dim]:
+        facts = [each for _, each in operation.read]
+        if not all(isinstance(each, Rows) for each in facts):
+            return None
+        return sum(max(each.blocks, 1) for each in facts if isinstance(each, Rows))
     if name in _PIECES and _dim_of_pieces(operation) % example.ndim == fact.dim:
         return _blocks_of_piece(fact, result.shape[dim] / example.shape[fact.dim])
     if name == "getitem" and isinstance(operation.node.args[0], fx.Node):

@@ -52,7 +52,12 @@ _TAKES_SIZES = frozenset(
      "split", "split_with_sizes", "chunk", "getitem", "narrow", "as_strided", "repeat_interleave",
      "pad", "setitem", "getattr", "index_select", "flatten"}
 )  # fmt: skip
-_FILLS = {"full": 1, "new_full": 2}
+_FILLS = {"full": 1, "full_like": 1, "new_full": 2}
+# They read no value of their tensor.
+_OF_SHAPES = frozenset(
+    {"new_zeros", "new_ones", "new_full", "new_empty", "zeros_like", "ones_like", "full_like",
+     "empty_like"}
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -160,6 +165,8 @@ class _Comparison:
                     data.add(node)
                 continue
             reads = node.all_input_nodes
+            if op_name(node) in _OF_SHAPES and len(reads) == 1:
+                reads = []
             if all(read in data for read in reads) and not _RANDOM.fullmatch(op_name(node)):
                 data.add(node)
             known = {read: facts[read] for read in reads}

@@ -4,22 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tabulate import tabulate
 from torch import nn
 
-from lightning_unitscale.capture.compiled_graph import NotOneGraphError
+from lightning_unitscale.capture.compiled_graph import GraphCall, NotOneGraphError
+from lightning_unitscale.capture.rollback import restoring
 from lightning_unitscale.capture.step_messages import CaptureError
 from lightning_unitscale.capture.steps import ModuleSteps
 from lightning_unitscale.graph.nodes import ELSEWHERE, MODULE
+from lightning_unitscale.patching import nothing, shadowed
 from lightning_unitscale.pipeline.balance import (
     balanced_split,
     device_type_of,
     note_costs,
     seconds_of,
     sending_rate,
+)
+from lightning_unitscale.pipeline.called import (
+    CalledSteps,
+    as_attribute,
+    first_called,
+    forward_of,
+    with_most_parameters,
+    without,
 )
 from lightning_unitscale.pipeline.capture import loss_position, program_of_step, static_shapes
 from lightning_unitscale.pipeline.cuts import LOSS, cut_by, num_marks
@@ -68,6 +78,7 @@ class PipelinePlan:
         imbalance: Seconds that the slowest stage computes over their mean.
         least_imbalance: What the largest operation alone makes of it: no cuts get below.
         ideal_seconds: The step of equal stages that send nothing.
+        only: What runs as the pipeline and why, where that is not the whole step.
     """
 
     pipe: Pipe
@@ -76,6 +87,7 @@ class PipelinePlan:
     imbalance: float
     least_imbalance: float
     ideal_seconds: float
+    only: str = ""
 
     def __str__(self) -> str:
         rows = [
@@ -94,6 +106,7 @@ class PipelinePlan:
         aligned = ("right", "left", *["right"] * 5)
         return "\n".join(
             [
+                *([self.only] if self.only else []),
                 tabulate(rows, headers=headers, colalign=aligned, disable_numparse=True),
                 "forward, backward and sent: of one microbatch; saved at most: of those in flight",
                 f"step {_milliseconds(self.timeline.seconds)} (estimated), bubble "
@@ -252,8 +265,9 @@ def explain_step(
     Raises:
         ValueError: If an argument is out of range, the batch cannot be divided, or the step cannot
             be cut so often.
-        CaptureError: If the step is not one graph.
-        RuntimeError: If it returns no loss.
+        CaptureError: If neither the step nor a module with most parameters that it calls is one
+            graph.
+        RuntimeError: If the step returns no loss.
     """
     policy = balanced_split(num_stages, num_microbatches=num_microbatches)
     count = 2 * num_stages if num_microbatches is None else num_microbatches
@@ -262,22 +276,57 @@ def explain_step(
     part = split_evenly(batch, count, default if num_microbatches is None else "")[0]
     steps = ModuleSteps(module, (method,), defer=("log", "log_dict"))
     step = steps.steps[method]
+    only, loss = "", None
     steps.attach(_OWNER)
     try:
         with static_shapes(), context():
             try:
                 call = step.graph_call(part, *args, **kwargs)
+                loss = loss_position(step, call, (part, *args), kwargs)
             except NotOneGraphError as error:
                 title = f"{type(module).__name__}.{method}"
-                raise CaptureError.of(title, error.reasons, manner=" as one graph") from error
-            loss = loss_position(step, call, (part, *args), kwargs)
-        program = program_of_step(call, module, loss).program
-        if num_marks(program):
-            program.graph_module.meta[LOSS] = program.loss
-            note_costs(program.graph_module)
-        else:
-            cut_by(program, policy)
-        pipe = build_pipe(program, module)
-        return plan_of(pipe, module, num_microbatches)
+                only = f"{title} is not one graph ({error})"
+                failure = CaptureError.of(title, error.reasons, manner=" as one graph")
     finally:
         steps.detach(_OWNER)
+    if only:
+        with static_shapes(), context():
+            call, called = _of_called(module, failure, lambda: step.__wrapped__(part, *args, **kwargs))
+        only = f"{only}: only {called} runs as the pipeline, and the step around it"
+    program = program_of_step(call, module, loss).program
+    if num_marks(program):
+        program.graph_module.meta[LOSS] = program.loss
+        note_costs(program.graph_module)
+    else:
+        cut_by(program, policy)
+    return replace(plan_of(build_pipe(program, module), module, num_microbatches), only=only)
+
+
+def _of_called(
+    module: nn.Module, failure: CaptureError, run: Callable[[], Any]
+) -> tuple[GraphCall, str]:
+    """The graph of what a step calls, for its part of the batch, and its name.
+
+    Args:
+        module: The module of the step.
+        failure: Why the step is no graph: raised if nothing that it calls is one.
+        run: Runs the step.
+
+    Raises:
+        CaptureError: If there is none.
+    """
+    paths = with_most_parameters(module)
+    logs = {name: nothing for name in ("log", "log_dict") if hasattr(module, name)}
+    while True:
+        with restoring(module, parameters=False), shadowed(module, **logs):
+            found = first_called(module, paths, run)
+        if found is None:
+            raise failure
+        path, (args, kwargs) = found
+        name = forward_of(path)
+        try:
+            call = CalledSteps(module, (name,)).steps[name].graph_call(*args, **kwargs)
+        except NotOneGraphError:
+            paths = without(paths, path)
+        else:
+            return call, as_attribute(path)

@@ -17,18 +17,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map
 from torchmetrics import Metric, MetricCollection
 
-from lightning_unitscale.graph.nodes import requires_grad, tensors_in
+from lightning_unitscale.graph.nodes import requires_grad
 from lightning_unitscale.patching import shadowed
+from lightning_unitscale.pipeline.called import (
+    Arguments,
+    as_attribute,
+    first_called,
+    forward_of,
+    with_most_parameters,
+    without,
+)
 from lightning_unitscale.pipeline.capture import static_shapes
 from lightning_unitscale.pipeline.dataflow import parameters_behind
-from lightning_unitscale.pipeline.program import split_evenly
+from lightning_unitscale.pipeline.program import leaves_of, split_evenly
 from lightning_unitscale.strategies.checks import check_equal
 from lightning_unitscale.strategies.joint import JointStep, Logged, StepCall, detached
 from lightning_unitscale.strategies.method import (
-    Arguments,
     NotPipelinedError,
     PipelinedGraph,
     PipelinedMethod,
@@ -37,14 +44,6 @@ from lightning_unitscale.strategies.method import (
 from lightning_unitscale.strategies.metrics import LoggedMetric, MetricState, SharedMetrics
 
 _LOGS = ("log", "log_dict")
-
-
-class _ReachedError(BaseException):
-    """The step has called the module. No ``Exception``: the step may catch those."""
-
-    def __init__(self, path: str, call: Arguments) -> None:
-        self.path = path
-        self.call = call
 
 
 class PipelinedForward:
@@ -71,15 +70,14 @@ class PipelinedForward:
         self._reasons = [] if because is None else [str(because)]
         self._metrics = SharedMetrics(module)
         self._name = f"{type(module).__name__}.training_step"
-        self._candidates = _with_most_parameters(module)
+        self._candidates = with_most_parameters(module)
         # The method that runs as a pipeline, once the step has called it.
         self._method: PipelinedMethod | None = None
 
     @property
     def called(self) -> str:
         """What the step calls, for messages."""
-        path = self._method.name.rpartition(".")[0] if self._method is not None else ""
-        return f"self.{path}" if path else "self"
+        return as_attribute("" if self._method is None else self._method.name.rpartition(".")[0])
 
     def __call__(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Forward and backward of one batch; the result of the step for it, without gradients.
@@ -117,12 +115,12 @@ class PipelinedForward:
             except RuntimeError as error:
                 if not self._reasons or self.pipelining.ownership.is_settled:
                     raise
-                reasons = " Besides, ".join([*self._reasons, str(error)])
-                raise RuntimeError(f"PipelineStrategy: {reasons}") from error
+                # Those of what is within a module say little of it.
+                raise RuntimeError(
+                    f"PipelineStrategy: {self._reasons[0]} Besides, {error}"
+                ) from error
             if self._method is None:
-                self._method = PipelinedMethod(
-                    self.module, f"{path}.forward" if path else "forward", self.pipelining
-                )
+                self._method = PipelinedMethod(self.module, forward_of(path), self.pipelining)
             # Before its call the step may do something else on another rank.
             check_equal(arguments, self.pipelining.group, what=f"arguments of {self.called}")
             call.arguments = arguments
@@ -133,7 +131,7 @@ class PipelinedForward:
                 if self.pipelining.ownership.is_settled:
                     raise
                 # Perhaps what it calls in turn can be one. All ranks come here.
-                self._candidates = [name for name in self._candidates if not _is_in(path, name)]
+                self._candidates = without(self._candidates, path)
                 self._method = None
                 self._reasons.append(str(error))
             else:
@@ -156,41 +154,31 @@ class PipelinedForward:
 
     def _arguments(self, call: StepCall) -> tuple[str, Arguments]:
         """What the step calls first of what may be the pipeline, and with which arguments."""
-
-        def reach(path: str) -> Callable[..., Any]:
-            def forward(*arguments: Any, **named: Any) -> Any:
-                raise _ReachedError(path, (arguments, named))
-
-            return forward
-
         tensors = [*self.module.parameters(), *self.module.buffers()]
         before = [tensor._version for tensor in tensors]
         ignored = dict.fromkeys(_LOGS, lambda *a, **k: None)
-        try:
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(self._metrics.unchanged())
-                stack.enter_context(shadowed(self.module, **ignored))
-                for path in self._candidates:
-                    submodule = self.module.get_submodule(path)
-                    stack.enter_context(shadowed(submodule, forward=reach(path)))
-                self._training_step(*call.args, **call.kwargs)
-        except _ReachedError as reached:
-            path, arguments = reached.path, reached.call
-        else:
+        with self._metrics.unchanged(), shadowed(self.module, **ignored):
+            found = first_called(
+                self.module,
+                self._candidates,
+                lambda: self._training_step(*call.args, **call.kwargs),
+            )
+        if found is None:
             raise RuntimeError(
                 f"{self._name} calls no module that has most of its parameters; expected a step "
                 "that calls self(...), or such a submodule, once, which then runs as a pipeline "
                 "(capture='forward')."
             )
+        path, arguments = found
         if before != [tensor._version for tensor in tensors]:
             raise RuntimeError(
-                f"{self._name} changes parameters or buffers before it calls {_of_self(path)}, and "
-                "with capture='forward' that code runs more often than the step; expected no such "
-                "change; make it in on_train_batch_start or on_train_batch_end."
+                f"{self._name} changes parameters or buffers before it calls {as_attribute(path)}, "
+                "and with capture='forward' that code runs more often than the step; expected no "
+                "such change; make it in on_train_batch_start or on_train_batch_end."
             )
-        if any(tensor.requires_grad for tensor in tensors_in(arguments)):
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves_of(arguments)):
             raise RuntimeError(
-                f"{self._name} calls {_of_self(path)} with a tensor that needs a gradient; "
+                f"{self._name} calls {as_attribute(path)} with a tensor that needs a gradient; "
                 "expected every parameter before it to be used within it; move what makes the "
                 "tensor there."
             )
@@ -348,30 +336,9 @@ class PipelinedForward:
         return int(seed.item())
 
 
-def _with_most_parameters(module: nn.Module) -> list[str]:
-    """Paths of the modules that have more than half of the parameters, the outermost first."""
-    total = sum(parameter.numel() for parameter in module.parameters())
-    return [
-        path
-        for path, submodule in module.named_modules()
-        if 2 * sum(parameter.numel() for parameter in submodule.parameters()) > total
-    ]
-
-
-def _is_in(inner: str, outer: str) -> bool:
-    """Whether a path is that of the module ``outer`` or of one that it is in."""
-    return not outer or inner == outer or inner.startswith(f"{outer}.")
-
-
-def _of_self(path: str) -> str:
-    return f"self.{path}" if path else "self"
-
-
 def _equal(first: Arguments, second: Arguments) -> bool:
-    ours, theirs = tree_flatten(first), tree_flatten(second)
-    if ours[1] != theirs[1]:
-        return False
-    return all(
+    ours, theirs = leaves_of(first), leaves_of(second)
+    return len(ours) == len(theirs) and all(
         isinstance(b, Tensor) and torch.equal(a, b) if isinstance(a, Tensor) else bool(a == b)
-        for a, b in zip(ours[0], theirs[0], strict=True)
+        for a, b in zip(ours, theirs, strict=True)
     )

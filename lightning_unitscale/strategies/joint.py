@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from typing_extensions import override
 
-from lightning_unitscale.strategies.method import Arguments, PipelinedGraph
+from lightning_unitscale.pipeline.called import Arguments
+from lightning_unitscale.strategies.method import PipelinedGraph
 
 # A call of ``self.log`` or ``self.log_dict``: method, positional and keyword arguments.
 Logged = tuple[str, tuple[Any, ...], dict[str, Any]]

@@ -27,14 +27,14 @@ from lightning_unitscale.capture.compiled_graph import (
     Interpreter,
     NotOneGraphError,
 )
-from lightning_unitscale.capture.steps import ModuleSteps, steps_of
+from lightning_unitscale.capture.steps import steps_of
 from lightning_unitscale.pipeline.batch_facts import Fact, joined
 from lightning_unitscale.pipeline.batchwise import compare_graphs
+from lightning_unitscale.pipeline.called import Arguments, CalledSteps
 from lightning_unitscale.pipeline.capture import (
     StepProgram,
     example_outputs,
     program_of_step,
-    returnable_method,
 )
 from lightning_unitscale.pipeline.cuts import SplitPolicy, cut_by, num_marks
 from lightning_unitscale.pipeline.engine import PipelineRunner
@@ -46,27 +46,17 @@ from lightning_unitscale.strategies.checks import check_same_cuts
 from lightning_unitscale.strategies.grid import Replicas
 from lightning_unitscale.strategies.remat import StageRun
 
-# Of one call.
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
 
 class NotPipelinedError(RuntimeError):
     """A method of the module cannot run as a pipeline; nothing of it has run."""
 
 
-class PlainSteps(ModuleSteps):
+class PlainSteps(CalledSteps):
     """Captures the user's own methods, where callbacks have captured them with their passes."""
 
     @override
     def original(self, name: str) -> Callable[..., Any]:
-        """The user's own method, even where a captured step has replaced it.
-
-        Args:
-            name: Of the module's method, or of a submodule's: ``"net.forward"``.
-        """
-        path, _, method = name.rpartition(".")
-        if path:
-            return returnable_method(self.module.get_submodule(path), method)
+        """The user's own method, even where a captured step has replaced it."""
         steps = steps_of(self.module)
         if steps is None or name not in steps.steps:
             return super().original(name)

@@ -133,6 +133,10 @@ FOLLOW: dict[str, Loss] = {
     "centered targets": lambda s, z, b: F.mse_loss(z, b["values"] - b["values"].mean(0)),
     "scaled targets": lambda s, z, b: F.mse_loss(z, b["values"]) / b["values"].std(),
     "two views": lambda s, z, b: F.mse_loss(*torch.cat([z, b["values"]]).chunk(2)),
+    "of shapes": lambda s, z, b: (z * z.new_ones(CLASSES) + torch.zeros_like(z)).square().mean(),
+    "other names": lambda s, z, b: F.mse_loss(
+        torch.cat([z, b["values"]], axis=2).softmax(axis=-1), torch.cat([b["soft"]] * 2, axis=-1)
+    ),
     "mean of means": lambda s, z, b: (z - b["values"]).square().mean(0).mean(),
 }
 
@@ -165,6 +169,9 @@ COUPLED: dict[str, tuple[Loss, str]] = {
     "softmax over samples": (
         lambda s, z, b: (F.softmax(z[:, 0], dim=0) * b["values"][:, 0]).sum(0).mean(),
         "softmax runs along the batch",
+    ),
+    "sum over samples": (
+        lambda s, z, b: z.cumsum(axis=0).square().mean(), "cumsum runs along the batch"
     ),
     "centered": (lambda s, z, b: (z - z.mean(0)).square().mean(), "sub uses a mean"),
     "spread": (lambda s, z, b: F.relu(1 - z[:, 0].var(0)).mean(), "var is neither"),

@@ -199,9 +199,14 @@ class Stepping(nn.Module):
         pipe_split()
         return (self.net[1:](hidden) - batch[1]).square().mean()
 
-    def printing_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+    def reading_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         loss = (self.net(batch[0]) - batch[1]).square().mean()
-        return loss * 2 if loss.item() > 1 else loss
+        self.log("number", loss.item())
+        return loss
+
+    def printing_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        print("a graph break")
+        return (self.net[2:](self.net[:2](batch[0])) - batch[1]).square().mean()
 
 
 def test_a_plan_of_a_step() -> None:
@@ -222,6 +227,18 @@ def test_a_plan_of_a_step() -> None:
     with pytest.raises(ValueError, match="num_microbatches=5: a batch of 64"):
         explain_step(module, batch, 2, batch_idx=0, num_microbatches=5)
     assert "printing_step" not in module.__dict__
+
+
+def test_a_plan_of_the_module_that_a_step_calls() -> None:
+    module = Stepping()
+    batch = [torch.ones(64, 64), torch.ones(64, 64)]
+    plan = explain_step(module, batch, 2, batch_idx=0, method="reading_step")
+    assert sum(one.parameter_bytes for one in plan.stages) == 4 * 16640
+    assert plan.stages[0].sent_bytes == 16 * 64 * 4
+    assert "reading_step is not one graph" in str(plan)
+    assert "only self.net runs as the pipeline" in str(plan)
+    assert module.logged == []
+    assert "forward" not in module.net.__dict__
 
 
 def test_a_plan_of_a_step_that_says_where_it_is_cut() -> None:

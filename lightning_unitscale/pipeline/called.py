@@ -1,0 +1,95 @@
+"""The module that a step calls: what runs as a pipeline where the whole step is no single graph."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+from typing_extensions import override
+
+from lightning_unitscale.capture.steps import ModuleSteps
+from lightning_unitscale.patching import shadowed
+from lightning_unitscale.pipeline.capture import returnable_method
+
+# Of one call.
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class CalledSteps(ModuleSteps):
+    """Captures methods of a module, and of the modules in it: ``"net.forward"``."""
+
+    @override
+    def original(self, name: str) -> Callable[..., Any]:
+        """The user's own method."""
+        path, _, method = name.rpartition(".")
+        if not path:
+            return super().original(name)
+        return returnable_method(self.module.get_submodule(path), method)
+
+
+class _ReachedError(BaseException):
+    """The step has called a module. No ``Exception``: the step may catch those."""
+
+    def __init__(self, path: str, call: Arguments) -> None:
+        self.path = path
+        self.call = call
+
+
+def with_most_parameters(module: nn.Module) -> list[str]:
+    """Return paths of the modules that have more than half of the parameters, outermost first."""
+    total = sum(parameter.numel() for parameter in module.parameters())
+    return [
+        path
+        for path, submodule in module.named_modules()
+        if 2 * sum(parameter.numel() for parameter in submodule.parameters()) > total
+    ]
+
+
+def without(paths: Sequence[str], path: str) -> list[str]:
+    """Return the paths that are neither ``path`` nor those of modules that it is in."""
+    return [
+        other for other in paths if other and other != path and not path.startswith(f"{other}.")
+    ]
+
+
+def first_called(
+    module: nn.Module, paths: Sequence[str], run: Callable[[], Any]
+) -> tuple[str, Arguments] | None:
+    """Return which of some modules a step calls first, and with which arguments.
+
+    Args:
+        module: The module of the step.
+        paths: Paths of the modules.
+        run: Runs the step, which ends where it calls one of them.
+
+    Returns:
+        ``None`` if it calls none of them.
+    """
+
+    def reach(path: str) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            raise _ReachedError(path, (args, kwargs))
+
+        return forward
+
+    try:
+        with contextlib.ExitStack() as stack:
+            for path in paths:
+                submodule = module.get_submodule(path)
+                stack.enter_context(shadowed(submodule, forward=reach(path)))
+            run()
+    except _ReachedError as reached:
+        return reached.path, reached.call
+    return None
+
+
+def forward_of(path: str) -> str:
+    """Return the name of a module's forward as a step of :class:`CalledSteps`."""
+    return f"{path}.forward" if path else "forward"
+
+
+def as_attribute(path: str) -> str:
+    """Return a path as code says it: ``self.net``."""
+    return f"self.{path}" if path else "self"

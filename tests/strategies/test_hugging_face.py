@@ -1,0 +1,83 @@
+"""Hugging Face models on two CPU processes: the training of one device on the whole batch."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.launch import run_ranks
+
+pytest.importorskip("transformers")
+
+from tests.strategies.hugging_face_run import CASES
+
+# Their step reads numbers: only the model runs as a pipeline.
+AROUND = {"reads", "own loss", "checkpointed reads", "low rank reads", "bf16 reads"}
+# Each stage draws numbers of its own.
+DROPS = "dropout"
+# Rules scale the gradients of microbatches, and BF16 rounds them.
+TOLERANCES = {"u-mup": 1e-2, "bf16": 2e-3, "bf16 reads": 2e-3}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Folders in which the same cases were trained on one device and on two."""
+    folders = {n: tmp_path_factory.mktemp(f"ranks-{n}") for n in (1, 2)}
+
+    def run(num_ranks: int) -> None:
+        run_ranks(
+            "tests.strategies.hugging_face_run", folders[num_ranks], str(num_ranks), *CASES,
+            num_ranks=num_ranks, timeout=500,
+        )  # fmt: skip
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(run, folders))
+    return folders
+
+
+def _found(runs: dict[int, Path], num_ranks: int, case: str) -> dict[str, Any]:
+    return torch.load(runs[num_ranks] / f"{case}-0.pt", weights_only=False)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.timeout(560)
+@pytest.mark.parametrize("case", sorted({*CASES} - {DROPS}))
+def test_the_training_of_one_device(case: str, runs: dict[int, Path]) -> None:
+    expected, found = _found(runs, 1, case), _found(runs, 2, case)
+    tolerance = TOLERANCES.get(case, 1e-6)
+    assert found["losses"] == pytest.approx(expected["losses"], rel=tolerance)
+    assert found["metrics"].keys() == expected["metrics"].keys()
+    for name, one in found["metrics"].items():
+        assert one.item() == pytest.approx(expected["metrics"][name].item(), rel=tolerance), name
+    around = any("only the module that the step calls" in text for text in found["warnings"])
+    assert around == (case in AROUND)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.timeout(560)
+def test_dropout_is_active(runs: dict[int, Path]) -> None:
+    dropped, plain = _found(runs, 2, DROPS), _found(runs, 2, "gpt2")
+    assert dropped["losses"] != plain["losses"]
+    assert dropped["losses"] == pytest.approx(_found(runs, 1, DROPS)["losses"], rel=0.05)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.timeout(560)
+@pytest.mark.parametrize("case", ["gpt2", "low rank", "late"])
+def test_checkpoints_load_into_the_plain_module(
+    case: str, runs: dict[int, Path], tmp_path: Path
+) -> None:
+    saved = [torch.load(runs[n] / f"{case}.ckpt", weights_only=False) for n in (1, 2)]
+    assert saved[0]["state_dict"].keys() == saved[1]["state_dict"].keys()
+    module = CASES[case](runs[2])
+    module.configure_model()
+    module.load_state_dict(saved[1]["state_dict"])
+    for name, one in module.state_dict().items():
+        torch.testing.assert_close(one, saved[0]["state_dict"][name], rtol=1e-3, atol=1e-4)
