@@ -1,8 +1,7 @@
-"""Seconds in which Inductor compiles a sampled step: one operator a tensor, or torch operations.
+"""Seconds in which Inductor compiles a sampled step, with an operator for each tensor.
 
 Forward and backward graph of the demo's GPT, on a CPU, each variant in a process of its own with
-empty caches. The operator is what CPUs and CUDA devices have: a kernel that Inductor passes over.
-Torch operations are what other devices have. Times are the processor's, compilers of C++ included,
+empty caches. Times are the processor's, compilers of C++ included,
 so that what else runs on the machine counts little; the second column is the clock's.
 
 Run: ``python benchmarks/monitor_compile.py``
@@ -11,7 +10,6 @@ Run: ``python benchmarks/monitor_compile.py``
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import subprocess
@@ -26,13 +24,10 @@ from tabulate import tabulate
 
 from lightning_unitscale.capture.attach import captured_forward
 from lightning_unitscale.graph.nodes import is_whole_view
-from lightning_unitscale.patching import shadowed
 from lightning_unitscale.scales.layout import RowLayout
-from lightning_unitscale.scales.statistics import functional_row
-from lightning_unitscale.tracking import probes as probes_file
 from lightning_unitscale.tracking.probes import ScaleProbes
 
-VARIANTS = ("plain", "sampled, one operator", "sampled, torch operations")
+VARIANTS = ("plain", "sampled")
 
 
 def first_step(variant: str) -> dict[str, float | str]:
@@ -40,21 +35,17 @@ def first_step(variant: str) -> dict[str, float | str]:
     torch.set_num_threads(1)
     probes = ScaleProbes(RowLayout(), lambda node: not is_whole_view(node))
     module = torch.compile(DemoLoss())
-    rows = contextlib.nullcontext()
     if variant != "plain":
         module, captured = captured_forward(DemoLoss(), "monitor", probes)
         captured.owner.use_executor("inductor")
         # Without the variant that is not sampled.
         captured.owner.observe("monitor", True, always=True)
-    if variant == "sampled, torch operations":
-        rows = shadowed(probes_file, statistics_row=functional_row)
     step = training_step(module, demo_batch())
     seconds = []
-    with rows:
-        for _ in range(2):
-            start, processor = time.perf_counter(), sum(os.times()[:4])
-            step()
-            seconds.append((sum(os.times()[:4]) - processor, time.perf_counter() - start))
+    for _ in range(2):
+        start, processor = time.perf_counter(), sum(os.times()[:4])
+        step()
+        seconds.append((sum(os.times()[:4]) - processor, time.perf_counter() - start))
     sent = probes.take(0)
     (first, first_wall), (second, second_wall) = seconds
     return {

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_unitscale.functional.scale import Factor
-from lightning_unitscale.scales.triton_statistics import wide
+from lightning_unitscale.scales.triton_kernels import wide
 
 NUM_WARPS: Final = 8
 # A tile is square; 64 bytes of FP8 in a row are two sectors of memory, in both results.

@@ -25,12 +25,12 @@ from lightning_unitscale.scales.layout import (
     RowLayout,
 )
 from lightning_unitscale.scales.reduce import empty_rows
-from lightning_unitscale.scales.statistics import functional_row, widened
+from lightning_unitscale.scales.statistics import functional_row
 from lightning_unitscale.scales.strided import Elements
 from lightning_unitscale.scales.tensor_statistics import FloatArray
 
-# Elements of a part, which stays in the second level of cache; BLAS adds up squares in FP32, with an
-# error that grows with their number.
+# Elements of a part, which stays in the second level of cache. BLAS adds up squares in FP32: the
+# error grows with the part.
 _LIGHT_PART: Final = 2**17
 _EXACT_PART: Final = 2**16
 # Within these, sums of the squares of a part neither overflow nor lose anything in FP32.

@@ -3,7 +3,7 @@
 A row is one vector per tensor, so that the rows of a whole training step are one matrix: one
 transfer to the host, one collective across ranks. Standard library only, for TensorBoard's server
 reads rows too. ``statistics.py`` computes them, and so do ``host_rows.py`` and the kernels in
-``triton_statistics.py``, whose columns have the same order: a new one is the last moment.
+``triton_kernels.py``, whose columns have the same order: a new one is the last moment.
 ``reduce.py`` combines rows and shifts them, ``estimates.py`` completes those of a sample, and
 ``expected_row`` in the tests defines them.
 """

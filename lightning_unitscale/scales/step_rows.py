@@ -103,10 +103,11 @@ class StepRows:
 def _read(
     sent: dict[Any, HostCopy], layout: RowLayout, lists: Sequence[Sequence[TakenRow]]
 ) -> Tensor:
-    first, parts = {}, []
+    first: dict[Any, int] = {}
+    parts: list[Tensor] = []
     # Behind each other, and last the row of what is not there.
     for rows, copy in sent.items():
-        first[rows] = sum(map(len, parts))
+        first[rows] = sum(len(part) for part in parts)
         parts.append(copy.numbers().double())
     parts.append(torch.zeros(1, layout.num_columns, dtype=torch.float64, device="cpu"))
     table = torch.cat(parts)

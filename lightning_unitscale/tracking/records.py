@@ -108,7 +108,9 @@ class CutGraph:
         gauge = self._gauge()
 
         def row(of: Tensor, unit: Factor) -> Tensor:
-            exponent = 0 if tensor.held.in_graph or self._layout.is_sampled else unit.exponent(gauge)
+            exponent = (
+                0 if tensor.held.in_graph or self._layout.is_sampled else unit.exponent(gauge)
+            )
             # As for the others, formats are counted of what is stored.
             (factor,) = numbers_on(of.device, [2.0**-exponent], torch.float32)
             layout = self._layout.measured

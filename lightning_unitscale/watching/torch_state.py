@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import torch._dynamo.eval_frame
 from torch import Tensor
-from torch.nn import Parameter
 from torch._dynamo.eval_frame import DisableContext
+from torch.nn import Parameter
 from torch.overrides import (
     TorchFunctionMode,
     _get_current_function_mode,

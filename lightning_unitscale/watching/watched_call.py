@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
@@ -35,7 +34,6 @@ from lightning_unitscale.watching.torch_state import (
     is_readable,
     plain_functions,
     takes_part,
-    unseen,
     version_of,
 )
 

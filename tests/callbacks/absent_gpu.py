@@ -222,10 +222,7 @@ def a_gpu() -> Iterator[Gpu]:
         ),
         (
             triton_statistics,
-            {
-                name: gpu.kernel(name)
-                for name in ("partial_rows", "partial_strided_rows", "joint_rows")
-            },
+            {name: gpu.kernel(name) for name in ("partial_rows", "joint_rows")},
         ),
         (torch._subclasses, {"FakeTensorMode": CapturedDevice}),
         (torch.UntypedStorage, {"data_ptr": _address}),

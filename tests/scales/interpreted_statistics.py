@@ -12,13 +12,8 @@ from hypothesis import strategies as st
 
 from lightning_unitscale.scales.layout import MOMENTS, RowLayout
 from lightning_unitscale.scales.statistics import functional_row
-from lightning_unitscale.scales.triton_statistics import (
-    TritonRows,
-    joint_rows,
-    partial_rows,
-    partial_strided_rows,
-    triton_row,
-)
+from lightning_unitscale.scales.triton_kernels import joint_rows, partial_rows
+from lightning_unitscale.scales.triton_statistics import TritonRows, triton_row
 
 pytestmark = [
     # NumPy, which computes here, warns of infinities.
@@ -36,7 +31,7 @@ LIGHT = RowLayout().measured
 SUMS = ("sum", "abs_sum", "square_sum")
 
 LAUNCHES: list[str] = []
-for kernel in (partial_rows, partial_strided_rows, joint_rows):
+for kernel in (partial_rows, joint_rows):
     kernel.add_pre_run_hook(lambda *args, **kwargs: LAUNCHES.append("a kernel"))
 
 

@@ -224,7 +224,14 @@ def test_counts_beyond_what_fp32_can_count():
 def test_light_rows(dtype, log2_scale):
     """Of more elements than the sample has, and than are added up at once; any magnitude."""
     tensor = (torch.randn(401, 1000) * 2.0**log2_scale).to(dtype)
-    for one in (tensor, tensor.t(), tensor[:, 100:300], tensor[:3], tensor.relu(), tensor[::2, ::3]):
+    for one in (
+        tensor,
+        tensor.t(),
+        tensor[:, 100:300],
+        tensor[:3],
+        tensor.relu(),
+        tensor[::2, ::3],
+    ):
         assert_row(statistics_row(one, LIGHT), functional_row(one, LIGHT), LIGHT)
         assert_row(statistics_row(one, MOMENTS), functional_row(one, MOMENTS), MOMENTS)
 

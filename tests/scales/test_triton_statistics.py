@@ -35,7 +35,7 @@ def _arguments(dtype: str, *, is_sampled: bool, is_plain: bool, is_long: bool) -
         **{"counts": "*i64:16", "numel": integer, "sample_stride": integer},
         **dict.fromkeys(("row", "slots", "sample_slots", "repeats"), "i32"),
         **dict.fromkeys(("blocks", "num_programs", "sampled"), "i32"),
-        **dict.fromkeys(strided, integer),
+        **dict.fromkeys(strided, None if is_plain else integer),
         **{"SAMPLED": is_sampled, "ALIGNED": True, "LONG": is_long, "THREADS": 256},
         **{"SAMPLE": 2048, "EACH": each if is_plain else 2 if is_long else min(4, each)},
     }
@@ -59,15 +59,11 @@ def _arguments(dtype: str, *, is_sampled: bool, is_plain: bool, is_long: bool) -
 def test_triton_rows_spill_nothing(
     dtype: str, is_plain: bool, is_long: bool, is_sampled: bool, capability: int
 ) -> None:
-    from lightning_unitscale.scales.triton_statistics import (
-        NUM_WARPS,
-        partial_rows,
-        partial_strided_rows,
-    )
+    from lightning_unitscale.scales.triton_kernels import partial_rows
+    from lightning_unitscale.scales.triton_statistics import NUM_WARPS
 
     arguments = _arguments(dtype, is_sampled=is_sampled, is_plain=is_plain, is_long=is_long)
-    kernel = partial_rows if is_plain else partial_strided_rows
-    made = build(kernel, arguments, capability, NUM_WARPS)
+    made = build(partial_rows, arguments, capability, NUM_WARPS)
     assert made.spilled_bytes == made.stack_bytes == 0
     assert ".ftz" not in made.ptx  # subnormals are kept
     # Room for three programs on a multiprocessor, if the tensor has no gaps.
@@ -84,7 +80,7 @@ def test_triton_rows_spill_nothing(
 @pytest.mark.parametrize("layout", [RowLayout().measured, MOMENTS], ids=["light", "exact"])
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_the_triton_sum_of_parts_spills_nothing(capability: int, layout: RowLayout) -> None:
-    from lightning_unitscale.scales.triton_statistics import joint_rows
+    from lightning_unitscale.scales.triton_kernels import joint_rows
 
     arguments = {
         **{"parts": "*fp64:16", "exponents": "*i32:16", "counts": "*i64:16", "rows": "*fp64:16"},

@@ -140,4 +140,6 @@ def test_a_name_whose_tensor_no_matmul_reads_any_more(monkeypatch: pytest.Monkey
     weight = found.statistics("weight", stored=True)
     assert weight is not None
     expected = model.weight.detach().abs() < 2.0**-14
-    assert weight.fraction(FP16, "subnormal") == pytest.approx(float(expected.float().mean()), rel=2**-10)
+    assert weight.fraction(FP16, "subnormal") == pytest.approx(
+        float(expected.float().mean()), rel=2**-10
+    )
