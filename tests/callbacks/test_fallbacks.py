@@ -34,14 +34,14 @@ class Noted(Regression):
 
 class BackwardHook(Noted):
     def install(self) -> None:
-        self.first.register_full_backward_hook(lambda module, inputs, outputs: self.note(outputs[0]))
+        self.first.register_full_backward_hook(
+            lambda module, inputs, outputs: self.note(outputs[0])
+        )
 
 
 class ChangingBackwardHook(Noted):
     def install(self) -> None:
-        self.second.register_full_backward_hook(
-            lambda module, inputs, outputs: (0.5 * inputs[0],)
-        )
+        self.second.register_full_backward_hook(lambda module, inputs, outputs: (0.5 * inputs[0],))
 
 
 class BackwardPreHook(Noted):
