@@ -580,7 +580,7 @@ def test_what_cannot_be_captured_is_said_in_three_sentences(
     with pytest.raises(kind) as found:
         main([*words, *(["--traceback"] if shows_traceback else [])])
     text = str(found.value)
-    assert f"Printing.training_step cannot be captured as one graph: `print(" in text
+    assert "Printing.training_step cannot be captured as one graph: `print(" in text
     assert f"{file}:{line} breaks the graph. " in text
     assert "Keep it out of training_step" in text
     assert len(text) < 500 + len(str(file))

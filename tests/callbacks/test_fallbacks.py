@@ -1,4 +1,4 @@
-"""Steps that cannot run captured go on as they were written: exact, without a plan, warned of once."""
+"""Steps that cannot run captured go on as they were written: exact, and warned of once."""
 
 from __future__ import annotations
 
@@ -34,9 +34,7 @@ class Noted(Regression):
 
 class BackwardHook(Noted):
     def install(self) -> None:
-        self.first.register_full_backward_hook(
-            lambda module, inputs, outputs: self.note(outputs[0])
-        )
+        self.first.register_full_backward_hook(lambda module, grads, outputs: self.note(outputs[0]))
 
 
 class ChangingBackwardHook(Noted):
