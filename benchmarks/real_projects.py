@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import textwrap
 import warnings
 from dataclasses import asdict
 from pathlib import Path
@@ -100,7 +102,7 @@ def costs_row(row: dict[str, Any]) -> dict[str, str]:
 
 def remat_row(row: dict[str, Any]) -> dict[str, str]:
     """What became of a step under a memory budget, beside plain."""
-    cells = {"module": row["module"]}
+    cells = {"project": row["name"]}
     found = row.get("variants", {}).get("remat")
     if found is None or found["error"]:
         return {**cells, "parts": row.get("error", "") if found is None else found["error"]}
@@ -109,8 +111,9 @@ def remat_row(row: dict[str, Any]) -> dict[str, str]:
     cells["losses"] = "equal" if found["loss_gap"] == 0 else f"within {found['loss_gap']:.0e}"
     cells["weights"] = "equal" if found["equal"] == "equal" else "differ"
     cells["first s"] = f"{plain['first_step']:.2f} -> {found['first_step']:.1f}"
-    reason = found["unplanned"].replace("|", "/").splitlines()
-    cells["why not planned"] = reason[0][:200] if reason else ""
+    reason = (found["unplanned"].strip().splitlines() or [""])[0].replace("|", "/")
+    # Of a file the name is enough.
+    cells["why not planned"] = textwrap.shorten(re.sub(r"/\S*/", "", reason), 120)
     return cells
 
 
