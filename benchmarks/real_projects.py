@@ -1,8 +1,8 @@
 """Modules that ship in other packages, trained with and without the callbacks.
 
 Each module trains from one seed without a callback, once more without, with the monitor, with unit
-scaling, with both, and with products in simulated FP8. Losses, logged numbers and final weights of
-the first five are compared bit for bit; the last is there to see that something is rounded.
+scaling, with both, with products in simulated FP8, and with a memory budget. Losses, logged numbers
+and final weights of the first five are compared bit for bit; in FP8 something has to be rounded.
 Nothing is installed or downloaded: models have random weights, data are made here. What is missing
 is listed with the command that installs it.
 
@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import textwrap
 import warnings
 from dataclasses import asdict
 from pathlib import Path
@@ -98,6 +100,23 @@ def costs_row(row: dict[str, Any]) -> dict[str, str]:
     return cells
 
 
+def remat_row(row: dict[str, Any]) -> dict[str, str]:
+    """What became of a step under a memory budget, beside plain."""
+    cells = {"project": row["name"]}
+    found = row.get("variants", {}).get("remat")
+    if found is None or found["error"]:
+        return {**cells, "parts": row.get("error", "") if found is None else found["error"]}
+    plain = row["variants"]["plain"]
+    cells["parts"] = str(found["parts"])
+    cells["losses"] = "equal" if found["loss_gap"] == 0 else f"within {found['loss_gap']:.0e}"
+    cells["weights"] = "equal" if found["equal"] == "equal" else "differ"
+    cells["first s"] = f"{plain['first_step']:.2f} -> {found['first_step']:.1f}"
+    reason = (found["unplanned"].strip().splitlines() or [""])[0].replace("|", "/")
+    # Of a file the name is enough.
+    cells["why not planned"] = textwrap.shorten(re.sub(r"/\S*/", "", reason), 120)
+    return cells
+
+
 def _without(found: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in found.items() if key != "details"}
 
@@ -161,6 +180,8 @@ def main() -> None:
     print(tabulate([bits_row(row) for row in rows], headers="keys", tablefmt=form))
     print("\nFirst step / later steps / memory, beside plain:")
     print(tabulate([costs_row(row) for row in rows], headers="keys", tablefmt=form))
+    print("\nWith RematCallback('min_cut'):")
+    print(tabulate([remat_row(row) for row in rows], headers="keys", tablefmt=form))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_unitscale import __version__
+from lightning_unitscale.capture.step_messages import CaptureError
 from lightning_unitscale.cli import UnitScaleCLI, commands, main, tensorboard_command
 from lightning_unitscale.profiler import GraphProfile
 from lightning_unitscale.profiler.report import format_bytes
@@ -546,6 +547,43 @@ class TestExplainPipeline:
         config = f"--config={BASELINE}"
         with pytest.raises(ValueError, match="num_microbatches=3: a batch of 2 samples"):
             main(["explain-pipeline", config, *tiny, "--num_microbatches=3"])
+
+
+_BREAKING = """
+import lightning.pytorch as pl, torch
+class Printing(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    def training_step(self, batch):
+        loss = self.layers(batch).square().mean()
+        print("loss", loss)
+        return loss
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.ones(8, 8), batch_size=4)
+"""
+
+
+@pytest.mark.parametrize("shows_traceback", [False, True])
+def test_what_cannot_be_captured_is_said_in_three_sentences(
+    shows_traceback: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = f"breaking_{shows_traceback}"  # another module for each case
+    file = tmp_path / f"{name}.py"
+    file.write_text(_BREAKING)
+    line = _BREAKING.splitlines().index('        print("loss", loss)') + 1
+    words = ["explain-pipeline", f"--model={name}.Printing", "--trainer.accelerator=cpu"]
+    kind = CaptureError if shows_traceback else SystemExit
+    with pytest.raises(kind) as found:
+        main([*words, *(["--traceback"] if shows_traceback else [])])
+    text = str(found.value)
+    assert "Printing.training_step cannot be captured as one graph: `print(" in text
+    assert f"{file}:{line} breaks the graph. " in text
+    assert "Keep it out of training_step" in text
+    assert len(text) < 500 + len(str(file))
 
 
 _STEPS = """

@@ -26,6 +26,10 @@ class Compared:
         num_in_units: Those that ran in units, rounded or not.
         flops_in_units: Their share of the products' floating-point operations.
         reasons: Why others ran plain, with their share.
+        loss_gap: By how much losses (or what is logged, if the module returns none) differ at most,
+            relative to plain.
+        parts: Parts of the step that were planned to a memory budget.
+        unplanned: Why none was.
         warnings: What it said and the plain run did not.
     """
 
@@ -39,6 +43,9 @@ class Compared:
     num_in_units: int | None = None
     flops_in_units: float | None = None
     reasons: dict[str, float] = field(default_factory=dict)
+    loss_gap: float = 0.0
+    parts: int | None = None
+    unplanned: str = ""
     warnings: list[str] = field(default_factory=list)
 
 
@@ -61,8 +68,20 @@ def compared(plain: Run, ours: Run | Failure) -> Compared:
         later_steps=statistics.median(ours.seconds[1:]),
         peak_bytes=ours.peak_bytes,
         **counted,
+        loss_gap=_loss_gap(plain, ours),
+        parts=ours.parts,
+        unplanned=ours.unplanned,
         warnings=sorted(ours.warnings - plain.warnings),
     )
+
+
+def _loss_gap(plain: Run, ours: Run) -> float:
+    pairs = [*zip(plain.losses, ours.losses, strict=False)]
+    if not pairs:
+        steps = zip(plain.logs, ours.logs, strict=False)
+        pairs = [(a[name], b[name]) for a, b in steps for name in a.keys() & b.keys()]
+    gaps = [((b - a).abs() / a.abs().clamp(min=1e-30)).max().item() for a, b in pairs if a.numel()]
+    return max(gaps, default=0.0)
 
 
 def difference(plain: Run, ours: Run) -> str:

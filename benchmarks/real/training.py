@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_unitscale import ScaleMonitor, UnitScaleCallback
+from lightning_unitscale import RematCallback, ScaleMonitor, UnitScaleCallback
 from lightning_unitscale.dispatch.coverage import Coverage
+from lightning_unitscale.remat.report import reports_by_part
 
 from .project import Project
 
@@ -29,6 +30,7 @@ VARIANTS: dict[str, Callable[[], list[pl.Callback]]] = {
     "default": lambda: [UnitScaleCallback()],
     "both": lambda: [UnitScaleCallback(), ScaleMonitor(every_n_steps=5)],
     "fp8": lambda: [UnitScaleCallback(simulate="fp8")],
+    "remat": lambda: [RematCallback("min_cut")],
 }
 
 
@@ -43,6 +45,8 @@ class Run:
         seconds: CPU time of each step, from one batch's start to the next's.
         peak_bytes: Largest resident memory less that before training.
         coverage: What became of the products, where there was unit scaling.
+        parts: Of the step that were planned, where there was a memory budget.
+        unplanned: Why none was.
         warnings: The first lines of all warnings.
     """
 
@@ -52,6 +56,8 @@ class Run:
     seconds: list[float] = field(default_factory=list)
     peak_bytes: int = 0
     coverage: Coverage | None = None
+    parts: int | None = None
+    unplanned: str = ""
     warnings: set[str] = field(default_factory=set)
 
 
@@ -130,6 +136,9 @@ def train(project: Project, variant: str, steps: int) -> Run:
     for callback in callbacks:
         if isinstance(callback, UnitScaleCallback):
             run.coverage = callback.coverage
+        if isinstance(callback, RematCallback):
+            run.parts = len(reports_by_part(callback.reports))
+            run.unplanned = "" if run.parts else str(callback.explain()).partition(": ")[2]
     run.warnings = {f"{w.category.__name__}: {w.message}".splitlines()[0] for w in caught}
     return run
 

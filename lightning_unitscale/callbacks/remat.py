@@ -242,6 +242,8 @@ class RematCallback(StepsCallback):
             return  # unit scaling has measured this step while it ran; the next one is planned
         self._has_warned = True
         reasons = joined_reasons(step.graph_breaks) or NO_REASON
+        if step.refused is not None:
+            reasons = f"it is called with a {step.refused}, which Dynamo does not follow"
         partitioner.give_up(step.fallback.reason or reasons)
         if step.fallback.reason is not None or step.messages.has_warned:
             return

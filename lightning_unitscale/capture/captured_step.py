@@ -66,6 +66,7 @@ class CapturedStep:
         graphs: What was captured.
         interpreter: Runs the graphs in their place, if there is one.
         is_rehearsing: Whether nothing that the step does is to remain.
+        refused: Class of an input for which the last call ran as it is.
         num_graph_calls: Calls of graphs in the last call of the step.
         before_call: Called with the step and the arguments of a call that is about to be made.
         before_rehearsal: Called with the arguments of a rehearsal that is about to begin.
@@ -113,8 +114,7 @@ class CapturedStep:
             self.owner.find_untraced, lambda function: self._traced(self._running, function)
         )
         self._flags: list[bool] = []
-        # Class of an input for which the call runs as it is.
-        self._refused: str | None = None
+        self.refused: str | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step, and then do what was held back meanwhile."""
@@ -247,10 +247,10 @@ class CapturedStep:
                 self._capturing(executor, passes_over=passes_over),
                 self.fallback.trying(executor, self._captured, *args, *kwargs.values()),
             ):
-                self._refused = not_followed((args, kwargs))
-                if self._refused is not None:
+                self.refused = not_followed((args, kwargs))
+                if self.refused is not None:
                     self._refuse_under_rules(
-                        f"Dynamo does not follow a {self._refused}: it would be another model",
+                        f"Dynamo does not follow a {self.refused}: it would be another model",
                         "plain tensors; hand it image.as_subclass(torch.Tensor)",
                     )
                     result = self.__wrapped__(*args, **kwargs)
@@ -271,7 +271,7 @@ class CapturedStep:
         breaks = self._note_breaks_since(num_breaks)
         if result is not None or not self.postponed.is_empty:
             # Otherwise the step has skipped this batch.
-            self.messages.warn_if_nothing_ran(self._refused)
+            self.messages.warn_if_nothing_ran(self.refused)
         self.messages.warn_of_saving(breaks)
         self._num_captures += len(self.graphs) > num_graphs
         if self._num_captures == MANY_CAPTURES:

@@ -93,7 +93,7 @@ class Fallback:
     def trying(
         self, executor: Executor, function: Callable[..., Any], *arguments: Any
     ) -> Iterator[None]:
-        """Within this context a call runs; if it fails while its function is captured, it is undone.
+        """Within this context a call runs; if it fails while it is captured, it is undone.
 
         Args:
             executor: What runs its graphs.

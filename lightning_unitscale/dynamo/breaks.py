@@ -32,7 +32,9 @@ from lightning_unitscale.patching import nothing, shadowed
 
 _INSTALLED = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")})
 # Of other environments as well, which a path file or PYTHONPATH may add.
-_INSTALLED_ANYWHERE = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
+_INSTALLED_ANYWHERE = tuple(
+    f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages")
+)
 _OWN_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 # Code that stands between a step and what it calls. Graphs have no file.
 _IN_BETWEEN = (f"{torch.__path__[0]}{os.sep}", _OWN_PACKAGE, "<")

@@ -2,7 +2,8 @@
 
 Private names used here were checked on torch 2.13 and 2.11: ``ConvertFrame``, which is called once
 for each function to capture, and returns when its graph is compiled; ``ConvertFrameAssert``, which
-it asks; ``guarded_code`` of what it returns, and ``GraphCompileReason``.
+it asks; ``guarded_code`` of what it returns, ``frame_exec_strategy`` of an
+error by which it gives up on a function, and ``GraphCompileReason``.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ def around_captures(enter: Callable[[CodeType], AbstractContextManager[None]]) -
         try:
             return attempt(*args, **kwargs)
         except Unsupported as error:
-            refusals.append(error)
+            # In a function that was captured too often, nothing breaks the graph.
+            if getattr(error, "frame_exec_strategy", None) is None:
+                refusals.append(error)
             raise
 
     with (

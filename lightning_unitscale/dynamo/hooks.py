@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import graph as autograd_graph
 from torch.nn.modules import module as module_hooks
 from torch.utils.hooks import RemovableHandle
 
@@ -76,7 +77,7 @@ def _named(hook: Any) -> str:
 @contextlib.contextmanager
 def noticing_recorded_passes(notice: Callable[[], None]) -> Iterator[None]:
     """Within this context ``notice`` is called before each pass with ``create_graph=True``."""
-    run = torch.autograd._engine_run_backward
+    run = autograd_graph._engine_run_backward
     # Both run in the middle of a step, whose functions Dynamo captures as it meets them.
     notice = torch.compiler.disable(notice)
 

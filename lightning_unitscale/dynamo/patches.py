@@ -184,7 +184,7 @@ _HINTS = (
     torch._dynamo.decorators.mark_unbacked,
 )
 # Hooks of transformers and peft on a frozen embedding, so that the checkpointed blocks behind it
-# have gradients. Blocks inside of a graph have them anyway, and Dynamo captures no ``requires_grad_``.
+# have gradients. Blocks inside of a graph have them anyway; Dynamo breaks at ``requires_grad_``.
 _LETS_CHECKPOINTS_TRAIN = frozenset({"make_inputs_require_grad", "make_inputs_require_grads"})
 # Methods of loggers that answer; the others only write.
 _LOGGER_QUESTIONS = frozenset({"isEnabledFor", "getEffectiveLevel", "hasHandlers"})
@@ -195,8 +195,9 @@ def quiet_libraries() -> Iterator[None]:
     """Within this context hints and the log messages of installed packages break no graph.
 
     Hints do nothing. What lets checkpointed blocks have gradients does nothing in a function that
-    is captured as one graph, in which all of them are. A library's message without tensors in it is logged while Dynamo traces. The
-    user's own messages break the graph as ever: they are to come at each step.
+    is captured as one graph, in which all of them are. A library's message without tensors in it is
+    logged while Dynamo traces. The user's own messages break the graph as ever: they are to come at
+    each step.
     """
     call = symbolic_convert.InstructionTranslatorBase.call_function
     log = LoggingLoggerVariable.call_method

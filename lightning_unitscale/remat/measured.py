@@ -252,7 +252,10 @@ class MeasuredPartitioner(RematPartitioner):
     def table(self) -> str:
         """The reports as text."""
         if not self.is_planned:
-            return self.given_up or "Nothing has been planned yet: one of the first steps is measured before."
+            return (
+                self.given_up
+                or "Nothing has been planned yet: one of the first steps is measured before."
+            )
         text = reports_table(self.reports)
         if self._num_later:
             text += (

@@ -1,4 +1,4 @@
-"""Steps that cannot run captured go on as they were written: exact, without a plan, warned of once."""
+"""Steps that cannot run captured go on as they were written: exact, and warned of once."""
 
 from __future__ import annotations
 
@@ -34,14 +34,12 @@ class Noted(Regression):
 
 class BackwardHook(Noted):
     def install(self) -> None:
-        self.first.register_full_backward_hook(lambda module, inputs, outputs: self.note(outputs[0]))
+        self.first.register_full_backward_hook(lambda module, grads, outputs: self.note(outputs[0]))
 
 
 class ChangingBackwardHook(Noted):
     def install(self) -> None:
-        self.second.register_full_backward_hook(
-            lambda module, inputs, outputs: (0.5 * inputs[0],)
-        )
+        self.second.register_full_backward_hook(lambda module, inputs, outputs: (0.5 * inputs[0],))
 
 
 class BackwardPreHook(Noted):
@@ -202,7 +200,7 @@ class FailsInBackward(Noted):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.notes.append(len(self.notes))
         loss = self.loss((_FailsInBackward.apply(self.first.weight).sum() + batch[0], batch[1]))
-        self.log("train_loss", loss)
+        self.log("num_steps", 1.0, on_step=False, on_epoch=True, reduce_fx="sum")
         return loss
 
 

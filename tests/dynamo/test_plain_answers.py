@@ -168,7 +168,7 @@ def test_one_graph_that_cannot_be_captured_says_why() -> None:
             return total
 
     told = set(answers._told_yes)
-    with pytest.raises(RuntimeError, match="Breaks.forward cannot be captured as one graph"):
+    with pytest.raises(RuntimeError, match=r"Breaks\.forward cannot be captured as one graph"):
         export_forward(Breaks(_by_a_helper), (torch.randn(2, 3),), {}, plain=True)
     assert told == answers._told_yes
 

@@ -248,7 +248,8 @@ def test_a_forward_that_is_no_single_graph_is_refused() -> None:
     module, x = unit_scale(Breaking()), torch.randn(2, 8)
     module(x)
     with pytest.raises(
-        RuntimeError, match=r"Breaking\.forward cannot be captured as one graph: .*\. Keep it out of forward"
+        RuntimeError,
+        match=r"Breaking\.forward cannot be captured as one graph: .*\. Keep it out",
     ):
         deploy(module, x)
     with pytest.raises(RuntimeError, match="cannot be exported as it is"):
