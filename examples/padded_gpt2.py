@@ -101,7 +101,8 @@ def main() -> None:
         enable_progress_bar=False,
         default_root_dir=options.folder,
     )
-    data = DataLoader(sentences(80), batch_size=8, collate_fn=padded)  # type: ignore[arg-type]
+    rows: Any = sentences(80)
+    data = DataLoader(rows, batch_size=8, collate_fn=padded)
     trainer.fit(PaddedGPT2(), data)
     if trainer.is_global_zero:
         path = options.folder / f"losses-{options.devices}.json"

@@ -291,7 +291,9 @@ def explain_step(
         steps.detach(_OWNER)
     if only:
         with static_shapes(), context():
-            call, called = _of_called(module, failure, lambda: step.__wrapped__(part, *args, **kwargs))
+            call, called = _of_called(
+                module, failure, lambda: step.__wrapped__(part, *args, **kwargs)
+            )
         only = f"{only}: only {called} runs as the pipeline, and the step around it"
     program = program_of_step(call, module, loss).program
     if num_marks(program):
