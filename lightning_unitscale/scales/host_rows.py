@@ -183,8 +183,14 @@ def _light_moments(flat: Tensor) -> tuple[float, float, float, float] | None:
             wide = wide * 2.0**-half * 2.0 ** (half - exponent)
         largest = max(largest, amax)
         total += math.ldexp(wide.sum().item(), exponent)
-        squares += math.ldexp(torch.dot(wide, wide).item(), 2 * exponent)
+        squares += math.ldexp(_squares(wide), 2 * exponent)
     return float(flat.numel()), total, squares, largest
+
+
+def _squares(elements: Tensor) -> float:
+    """The sum of squares, by NumPy: a matmul of torch's would be one of the step that is watched."""
+    array = elements.detach().numpy()
+    return float(np.dot(array, array))
 
 
 def _exact_row(tensor: Tensor) -> Tensor:
@@ -210,8 +216,9 @@ def _exact_row(tensor: Tensor) -> Tensor:
                 low = torch.where(wide == 0, math.inf, magnitude).amin().item()
         if low:
             smallest = min(smallest, low)
-        for index, one in enumerate((wide.sum(), magnitude.sum(), torch.dot(wide, wide))):
-            sums[index] += one.item()
+        of_part = wide.sum().item(), magnitude.sum().item(), _squares(wide)
+        for index, one in enumerate(of_part):
+            sums[index] += one
     added = (float(flat.numel()), float(zeros), 0.0, 0.0, *sums)
     row = [number * elements.repeats for number in added]
     return torch.tensor([*row, largest, smallest], dtype=torch.float64, device="cpu")
