@@ -188,7 +188,7 @@ def _light_moments(flat: Tensor) -> tuple[float, float, float, float] | None:
 
 
 def _squares(elements: Tensor) -> float:
-    """The sum of squares, by NumPy: a matmul of torch's would be one of the step that is watched."""
+    """The sum of squares, by NumPy: torch's matmul would be one of the watched step."""
     array = elements.detach().numpy()
     return float(np.dot(array, array))
 
