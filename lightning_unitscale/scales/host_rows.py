@@ -29,8 +29,7 @@ from lightning_unitscale.scales.statistics import functional_row
 from lightning_unitscale.scales.strided import Elements
 from lightning_unitscale.scales.tensor_statistics import FloatArray
 
-# Elements of a part, which stays in the second level of cache. BLAS adds up squares in FP32: the
-# error grows with the part.
+# Elements of a part, which stays in the second level of cache.
 _LIGHT_PART: Final = 2**17
 _EXACT_PART: Final = 2**16
 # Within these, sums of the squares of a part neither overflow nor lose anything in FP32.
@@ -183,7 +182,8 @@ def _light_moments(flat: Tensor) -> tuple[float, float, float, float] | None:
             wide = wide * 2.0**-half * 2.0 ** (half - exponent)
         largest = max(largest, amax)
         total += math.ldexp(wide.sum().item(), exponent)
-        squares += math.ldexp(torch.dot(wide, wide).item(), 2 * exponent)
+        # No dot product: matmuls are what sessions put into units, and count.
+        squares += math.ldexp(wide.square().sum().item(), 2 * exponent)
     return float(flat.numel()), total, squares, largest
 
 
@@ -210,7 +210,7 @@ def _exact_row(tensor: Tensor) -> Tensor:
                 low = torch.where(wide == 0, math.inf, magnitude).amin().item()
         if low:
             smallest = min(smallest, low)
-        for index, one in enumerate((wide.sum(), magnitude.sum(), torch.dot(wide, wide))):
+        for index, one in enumerate((wide.sum(), magnitude.sum(), wide.square().sum())):
             sums[index] += one.item()
     added = (float(flat.numel()), float(zeros), 0.0, 0.0, *sums)
     row = [number * elements.repeats for number in added]
