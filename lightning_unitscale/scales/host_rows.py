@@ -29,8 +29,7 @@ from lightning_unitscale.scales.statistics import functional_row
 from lightning_unitscale.scales.strided import Elements
 from lightning_unitscale.scales.tensor_statistics import FloatArray
 
-# Elements of a part, which stays in the second level of cache. BLAS adds up squares in FP32: the
-# error grows with the part.
+# Elements of a part, which stays in the second level of cache.
 _LIGHT_PART: Final = 2**17
 _EXACT_PART: Final = 2**16
 # Within these, sums of the squares of a part neither overflow nor lose anything in FP32.
@@ -183,14 +182,9 @@ def _light_moments(flat: Tensor) -> tuple[float, float, float, float] | None:
             wide = wide * 2.0**-half * 2.0 ** (half - exponent)
         largest = max(largest, amax)
         total += math.ldexp(wide.sum().item(), exponent)
-        squares += math.ldexp(_squares(wide), 2 * exponent)
+        # No dot product: matmuls are what sessions put into units, and count.
+        squares += math.ldexp(wide.square().sum().item(), 2 * exponent)
     return float(flat.numel()), total, squares, largest
-
-
-def _squares(elements: Tensor) -> float:
-    """The sum of squares, by NumPy: torch's matmul would be one of the watched step."""
-    array = elements.detach().numpy()
-    return float(np.dot(array, array))
 
 
 def _exact_row(tensor: Tensor) -> Tensor:
@@ -216,9 +210,8 @@ def _exact_row(tensor: Tensor) -> Tensor:
                 low = torch.where(wide == 0, math.inf, magnitude).amin().item()
         if low:
             smallest = min(smallest, low)
-        of_part = wide.sum().item(), magnitude.sum().item(), _squares(wide)
-        for index, one in enumerate(of_part):
-            sums[index] += one
+        for index, one in enumerate((wide.sum(), magnitude.sum(), wide.square().sum())):
+            sums[index] += one.item()
     added = (float(flat.numel()), float(zeros), 0.0, 0.0, *sums)
     row = [number * elements.repeats for number in added]
     return torch.tensor([*row, largest, smallest], dtype=torch.float64, device="cpu")
