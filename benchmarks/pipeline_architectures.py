@@ -17,6 +17,7 @@ import os
 import re
 import sys
 import tempfile
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from tests.distributed.launch import codes_of_ranks
 RESULT = "pipeline_architectures.json"
 LIMIT = 1e-6
 _WORKER = "benchmarks.pipeline_training"
+_FOLDERS = re.compile(r"/\S*/(?:site-packages|benchmarks)/")
 _ERROR = re.compile(r"^(?:\w+\.)*(\w*(?:Error|Exception)): (.*)$", re.MULTILINE)
 
 
@@ -47,8 +49,7 @@ def row_of(name: str) -> dict[str, Any]:
                 _WORKER, folder, str(num_ranks), name, num_ranks=num_ranks, timeout=200
             )
             if any(codes):
-                errors = _ERROR.findall("\n".join(outputs))
-                row["error"] = ": ".join(errors[-1]) if errors else f"exit codes {codes}"
+                row["error"] = _error_in("\n".join(outputs)) or f"exit codes {codes}"
                 break
             found.append(json.loads((folder / f"{num_ranks}.json").read_text()))
     if not row["error"]:
@@ -57,6 +58,12 @@ def row_of(name: str) -> dict[str, Any]:
         row["difference"] = max(abs(a - b) / abs(a) for a, b in pairs)
         row["pipeline"] = two["way"]
     return {**row, "seconds": time.perf_counter() - begun}
+
+
+def _error_in(output: str) -> str:
+    """The last error, without the folders of this machine."""
+    errors = _ERROR.findall(output)
+    return textwrap.shorten(_FOLDERS.sub("", ": ".join(errors[-1])), 300) if errors else ""
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:

@@ -53,10 +53,9 @@ class PipelineStrategy(EvaluatingStrategy):
     """Cuts the module's ``training_step`` into stages and trains them on the Trainer's devices.
 
     Nothing of the module is rewritten: the step is captured with its loss, balanced over the ranks
-    and run by microbatches. A step gives the gradients of the mean of the microbatches' losses,
-    which is the batch's own loss where that is a mean over samples. ``self.log`` works on all
-    ranks; single numbers are averaged over the microbatches. Checkpoints have the layout and the
-    names of a single device.
+    and run by microbatches. Its loss and its gradients are those of the whole batch, also for means
+    over tokens of which some do not count. ``self.log`` works on all ranks. Checkpoints have the
+    layout and the names of a single device.
 
     Args:
         schedule: One of ``GPipe``, ``1F1B``, ``Interleaved1F1B``, ``LoopedBFS``,
@@ -70,9 +69,10 @@ class PipelineStrategy(EvaluatingStrategy):
         stages_per_rank: Stages on each device; ``"auto"`` for as few as the schedule has use for.
         split: ``"auto"`` balances the stages by the profiler's costs, unless the code calls
             ``pipe_split()``; paths of submodules to the edge that is a cut; or a split policy.
-        capture: ``"step"`` runs ``training_step`` as a pipeline, with its loss; ``"forward"`` only
-            ``forward``, and the step around it on the rank of the last stage; ``"auto"`` the step,
-            and where that is not one graph ``forward``, with the reason in a warning.
+        capture: ``"step"`` runs ``training_step`` as a pipeline, with its loss. ``"forward"`` runs
+            the module that it calls (``self(...)``, or a submodule with most of the parameters),
+            and the step once around the outputs of all microbatches, on the rank of the last
+            stage. ``"auto"`` does the first, or the second with the reason in a warning.
         free_unowned: Whether a rank frees, once the first step is cut, the parameters that stages
             of other ranks have, with their gradients and optimizer state. A checkpoint brings them
             back on the first rank, whole validation for as long as it runs, the end of the training

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import BatchEncoding
 
-from lightning_unitscale import UnitScaleCallback
+from lightning_unitscale import RematCallback, ScaleMonitor, UnitScaleCallback
 from lightning_unitscale.strategies import PipelineStrategy
 from tests.distributed.launch import quiet_rank
 from tests.strategies.pipeline_run import Recorder
@@ -184,6 +184,16 @@ CASES: dict[str, Callable[[Path], pl.LightningModule]] = {
     "dropout": lambda _: Plain(_with_dropout()),
     "unit scaling": lambda _: Plain(llama()),
     "u-mup": lambda _: Plain(llama()),
+    "monitor": lambda _: Plain(gpt2()),
+    "remat": lambda _: Plain(gpt2()),
+}
+
+
+CALLBACKS: dict[str, Callable[[], pl.Callback]] = {
+    "unit scaling": UnitScaleCallback,
+    "u-mup": lambda: UnitScaleCallback("u-mup"),
+    "monitor": lambda: ScaleMonitor(1),
+    "remat": lambda: RematCallback("min_cut"),
 }
 
 
@@ -217,10 +227,9 @@ def train(folder: Path, case: str, num_ranks: int) -> None:
     pl.seed_everything(4, workers=True, verbose=False)
     module = CASES[case](folder)
     recorder = Recorder()
-    methods = {"unit scaling": "lossless", "u-mup": "u-mup"}
     callbacks: list[pl.Callback] = [recorder]
-    if case in methods:
-        callbacks.append(UnitScaleCallback(methods[case]))
+    if case in CALLBACKS:
+        callbacks.append(CALLBACKS[case]())
     strategy: Any = "auto"
     if num_ranks > 1:
         strategy = PipelineStrategy(

