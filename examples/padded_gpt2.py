@@ -101,14 +101,8 @@ def main() -> None:
         enable_progress_bar=False,
         default_root_dir=options.folder,
     )
-<<<<<<< HEAD
-    rows: Any = sentences(80)
-    data = DataLoader(rows, batch_size=8, collate_fn=padded)
-    trainer.fit(PaddedGPT2(), data)
-=======
     data: Any = sentences(80)
     trainer.fit(PaddedGPT2(), DataLoader(data, batch_size=8, collate_fn=padded))
->>>>>>> pipe
     if trainer.is_global_zero:
         path = options.folder / f"losses-{options.devices}.json"
         path.write_text(json.dumps(losses.losses))
