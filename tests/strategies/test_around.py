@@ -42,7 +42,7 @@ def _found(runs: dict[int, Path], num_ranks: int, case: str, rank: int = 0) -> d
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("case", [*(set(CASES) - RANDOM), *SCHEDULES])
+@pytest.mark.parametrize("case", [*sorted({*CASES} - RANDOM), *SCHEDULES])
 def test_the_training_of_one_device(case: str, runs: dict[int, Path]) -> None:
     expected = _found(runs, 1, case.partition(":")[0])
     for rank in range(2):
