@@ -1212,7 +1212,7 @@ MUTATIONS = (
         "pipeline/batch_rules.py",
         "                self.powers[operation.node.name, node.name] = fact.power",
         "                pass",
-        "pipeline/test_batchwise.py::test_the_loss_and_the_gradients_of_the_batch[sum and mean-4]",
+        "pipeline/test_batchwise.py::test_the_loss_and_the_gradients_of_the_batch[mixture-4]",
     ),
     Mutation(
         "what couples the samples is averaged",

@@ -107,7 +107,8 @@ class Step(pl.LightningModule):
         raise NotImplementedError
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), 0.02, weight_decay=0.1)
+        # Unlike AdamW it sees how large gradients are.
+        return torch.optim.SGD(self.parameters(), 0.2, momentum=0.5, weight_decay=0.1)
 
 
 class OwnLoss(Step):
@@ -271,7 +272,7 @@ def train(folder: Path, case: str, num_ranks: int) -> None:
         devices=num_ranks,
         strategy=strategy,
         max_epochs=1,
-        gradient_clip_val=0.5,
+        gradient_clip_val=0.5 if name == "dict" else None,
         accumulate_grad_batches=2 if name in {"tokens", "own loss"} else 1,
         callbacks=[recorder],
         use_distributed_sampler=False,
