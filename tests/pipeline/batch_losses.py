@@ -112,9 +112,7 @@ FOLLOW: dict[str, Loss] = {
         _tokens(z, b) + 0.01 * sum(one.square().sum() for one in s.parameters())
     ),
     "and another mean": lambda s, z, b: _tokens(z, b) + 0.1 * F.mse_loss(z, b["values"]),
-    "mixture": lambda s, z, b: (
-        _tokens(z, b, reduction="sum") + 0.1 * F.mse_loss(z, b["values"])
-    ),
+    "mixture": lambda s, z, b: _tokens(z, b, reduction="sum") + 0.1 * F.mse_loss(z, b["values"]),
     "stacked": lambda s, z, b: torch.stack([_tokens(z, b), F.mse_loss(z, b["values"])]).mean(),
     "squares": lambda s, z, b: F.mse_loss(z, b["values"], reduction="sum"),
     "huber": lambda s, z, b: F.huber_loss(z, b["values"]),
