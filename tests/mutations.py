@@ -551,6 +551,20 @@ MUTATIONS = (
         "tracking/test_probes.py",
     ),
     Mutation(
+        "samples see some channels only",
+        "scales/strided.py",
+        "while math.gcd(stride, row_length) > 1:",
+        "while math.gcd(stride, row_length) > row_length:",
+        "scales/test_statistics.py -k stride",
+    ),
+    Mutation(
+        "an overflow that the sample has missed is none",
+        "scales/estimates.py",
+        "np.copyto(overflow, np.maximum(overflow, least), where=over)",
+        "np.copyto(overflow, np.maximum(overflow, 0 * least), where=over)",
+        "scales/test_statistics.py -k overflow",
+    ),
+    Mutation(
         "NaN are not counted",
         "scales/statistics.py",
         "tensor.numel() - num_finite - infs,",

@@ -75,9 +75,10 @@ class ScaleMonitor(StepsCallback):
             default.
         exclude: Globs to leave out, stronger than ``include``.
         formats: Number formats whose out-of-range elements are counted, by name; one or several.
-        histograms: Whether to count binary exponents, for histograms in TensorBoard and for formats
-            that are not monitored: ``True`` of a sample of 16,384 elements per tensor, ``"exact"``
-            of all elements, ``False`` of none.
+        histograms: Whether to show binary exponents, as histograms in TensorBoard and for formats
+            that are not monitored. With ``True`` these and the shares per format come from a sample
+            of at most 16,384 elements of each tensor, with ``"exact"`` from all elements.
+            ``False`` keeps the shares only.
         on_violation: What follows when a sampled step has a NaN or an infinity, or loses more to a
             format than ``thresholds`` allow (scalars and losses are in no format: they only have to
             be finite). ``"warn"``: a warning. ``"stop"``: a warning, and

@@ -70,22 +70,22 @@ class HostRows:
         self._fields = np.empty(size, np.uint32)
         self._used = 0
         # Of the rows whose samples are in the buffer.
-        self._waiting: list[tuple[int, tuple[float, ...], int, int]] = []
-        self._rows: list[Tensor | None] = []
+        self._waiting: list[tuple[tuple[float, ...], int, int]] = []
+        self._rows: list[Tensor] = []
+        self._number = 0
 
     def add(self, tensor: Tensor) -> int:
         """Measure a real floating-point tensor on the CPU; returns the place of its row."""
-        index = len(self._rows)
-        self._rows.append(None)
-        numel = tensor.numel()
-        elements = Elements.of(tensor)
+        self._number += 1
+        elements = Elements.of(tensor.detach())
         flat = elements.tensor.reshape(-1)
         moments = None
-        if numel and flat.dtype != torch.float64:
+        if flat.numel() and flat.dtype != torch.float64:
             moments = _light_moments(flat)
         if moments is None:
-            self._rows[index] = functional_row(tensor, self._layout)
-            return index
+            self._count()
+            self._rows.append(functional_row(tensor, self._layout)[None])
+            return self._number - 1
         stride = elements.stride(self._sample_size)
         sample = flat[::stride] if stride > 1 else flat
         length = sample.numel()
@@ -93,32 +93,32 @@ class HostRows:
             self._count()
         self._buffer[self._used : self._used + length].copy_(sample)
         self._used += length
-        self._waiting.append((index, moments, elements.repeats, length))
-        return index
+        self._waiting.append((moments, elements.repeats, length))
+        return self._number - 1
 
     def finish(self) -> Tensor:
         """Return the rows, shape ``(num_tensors, layout.num_columns)``, in the order of adding."""
         self._count()
-        rows = [row for row in self._rows if row is not None]
-        return torch.stack(rows) if rows else empty_rows(0, self._layout)
+        if len(self._rows) == 1:
+            return self._rows[0]
+        return torch.cat(self._rows) if self._rows else empty_rows(0, self._layout)
 
     def _count(self) -> None:
         """Make rows of what is in the buffer."""
         if not self._waiting:
             return
-        indices, moments, repeats, lengths = zip(*self._waiting, strict=True)
+        moments, repeats, lengths = zip(*self._waiting, strict=True)
         magnitudes, fields = self._buffer.numpy()[: self._used], self._fields[: self._used]
         np.abs(magnitudes, out=magnitudes)
         codes = magnitudes.view(np.uint32)
         np.right_shift(codes, 23, out=fields)
         starts = np.cumsum([0, *lengths[:-1]])
-        for position, (start, length) in enumerate(zip(starts.tolist(), lengths, strict=True)):
-            fields[start : start + length] += position * _FIELDS
-        counts = torch.bincount(
-            torch.from_numpy(fields.view(np.int32)), minlength=len(indices) * _FIELDS
-        )
+        for position, start in enumerate(starts[1:].tolist(), start=1):
+            fields[start : start + lengths[position]] += position * _FIELDS
+        numbers = torch.from_numpy(fields.view(np.int32))
+        counts = torch.bincount(numbers, minlength=len(lengths) * _FIELDS)
         counted = counts.view(-1, _FIELDS).numpy()
-        rows = np.zeros((len(indices), self._layout.num_columns))
+        rows = np.zeros((len(lengths), self._layout.num_columns))
         exponents = rows[:, self._layout.exponents]
         first = 1 - _BIAS - MIN_EXPONENT
         exponents[:, first : first + _FIELDS - 2] = counted[:, 1 : _FIELDS - 1]
@@ -142,8 +142,7 @@ class HostRows:
         codes -= np.uint32(1)
         smallest = (np.minimum.reduceat(codes, starts) + np.uint32(1)).view(np.float32)
         rows[:, _COLUMN["abs_min"]] = np.where(smallest > 0, smallest, math.inf)
-        for index, row in zip(indices, torch.from_numpy(rows).unbind(), strict=True):
-            self._rows[index] = row
+        self._rows.append(torch.from_numpy(rows))
         self._used = 0
         self._waiting = []
 
@@ -182,9 +181,14 @@ def _light_moments(flat: Tensor) -> tuple[float, float, float, float] | None:
             wide = wide * 2.0**-half * 2.0 ** (half - exponent)
         largest = max(largest, amax)
         total += math.ldexp(wide.sum().item(), exponent)
-        # No dot product: matmuls are what sessions put into units, and count.
-        squares += math.ldexp(wide.square().sum().item(), 2 * exponent)
+        squares += math.ldexp(_squares(wide), 2 * exponent)
     return float(flat.numel()), total, squares, largest
+
+
+def _squares(elements: Tensor) -> float:
+    """Sum of squares, by NumPy: torch's dot product would be a matmul of the step in a session."""
+    array = elements.numpy()
+    return float(np.dot(array, array))
 
 
 def _exact_row(tensor: Tensor) -> Tensor:
@@ -210,8 +214,8 @@ def _exact_row(tensor: Tensor) -> Tensor:
                 low = torch.where(wide == 0, math.inf, magnitude).amin().item()
         if low:
             smallest = min(smallest, low)
-        for index, one in enumerate((wide.sum(), magnitude.sum(), wide.square().sum())):
-            sums[index] += one.item()
+        for index, one in enumerate((wide.sum().item(), magnitude.sum().item(), _squares(wide))):
+            sums[index] += one
     added = (float(flat.numel()), float(zeros), 0.0, 0.0, *sums)
     row = [number * elements.repeats for number in added]
     return torch.tensor([*row, largest, smallest], dtype=torch.float64, device="cpu")

@@ -13,7 +13,13 @@ from hypothesis.extra.numpy import array_shapes, arrays
 from lightning_unitscale.dispatch.products import RULES
 from lightning_unitscale.formats import BF16, E4M3FN, E5M2, FP16, FP32, NumberFormat
 from lightning_unitscale.scales.host_rows import host_row
-from lightning_unitscale.scales.layout import MAX_EXPONENT, MIN_EXPONENT, MOMENTS, RowLayout
+from lightning_unitscale.scales.layout import (
+    FORMAT_KINDS,
+    MAX_EXPONENT,
+    MIN_EXPONENT,
+    MOMENTS,
+    RowLayout,
+)
 from lightning_unitscale.scales.reduce import merge_rows
 from lightning_unitscale.scales.statistics import functional_row, statistics_row
 from lightning_unitscale.scales.step_rows import StepRows
@@ -89,7 +95,7 @@ def assert_row(row, expected, layout):
     # Sums of both signs cancel: their error is relative to the sum of magnitudes.
     # The sum of magnitudes of a light row is of the sample.
     magnitude = float(expected[sums].abs()[:2].max())
-    rtol = 1e-6
+    rtol = 1e-6 if layout.sample_size is None else 1e-5  # of a light row, from FP32
     torch.testing.assert_close(row[sums][1:], expected[sums][1:], rtol=rtol, atol=0.0)
     assert abs(float(row[sums][0] - expected[sums][0])) <= rtol * magnitude
 
@@ -267,8 +273,8 @@ def test_sums_are_range_safe(row_of, constant):
         value = float(tensor[0, 0])
         for layout in (LIGHT, MOMENTS):
             row = row_of(tensor, layout)
-            assert float(row[4]) == pytest.approx(3e4 * value, rel=1e-6)
-            assert float(row[6]) == pytest.approx(3e4 * value * value, rel=1e-6)
+            assert float(row[4]) == pytest.approx(3e4 * value, rel=1e-5)
+            assert float(row[6]) == pytest.approx(3e4 * value * value, rel=1e-5)
 
 
 def test_a_sample_sees_all_channels(row_of):
@@ -423,3 +429,30 @@ def test_rows_multiply_no_matrices(layout):
         host_row(tensor, layout)
     words = {operator.name().partition("::")[2] for operator in called.operators}
     assert words and not words & {rule.operator.partition(".")[0] for rule in RULES}
+
+
+def test_an_overflow_that_the_sample_has_missed():
+    """Of one element, in each place; and near the limit of a format, on either side of it."""
+    layout = RowLayout()
+    overflow = layout.index("E4M3FN.overflow")
+    for place in range(5):
+        tensor = torch.randn(40_000)
+        tensor[place] = 1000.0
+        assert float(statistics_row(tensor, layout)[overflow]) >= 1
+    for constant, share in ((E4M3FN.max, 0), (450.0, 1), (2.0**-10, 0)):
+        row = statistics_row(torch.full((40_000,), constant), layout)
+        assert float(row[overflow]) == 40_000 * share
+    assert float(row[layout.index("E4M3FN.flushed")]) == 40_000
+    assert float(row[layout.index("E4M3FN.subnormal")]) == 0
+
+
+def test_estimates_are_near_the_shares_of_all_elements():
+    layout, exact = RowLayout(), RowLayout(sample_size=None)
+    tensor = torch.randn(300_000) * torch.exp2(torch.rand(300_000) * 40 - 30)
+    found, wanted = statistics_row(tensor, layout), functional_row(tensor, exact)
+    for item in layout.formats:
+        for kind in FORMAT_KINDS:
+            column = layout.index(f"{item.name}.{kind}")
+            assert abs(float(found[column] - wanted[column])) < 0.01 * len(tensor)
+    means = (row[layout.index("abs_sum")] / row[0] for row in (found, wanted))
+    assert next(means) == pytest.approx(float(next(means)), rel=0.1)
