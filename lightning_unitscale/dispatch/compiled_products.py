@@ -10,9 +10,7 @@ from lightning_unitscale.dispatch.compiled_runs import Place
 from lightning_unitscale.dispatch.execute import combined
 from lightning_unitscale.dispatch.measurement import Site
 from lightning_unitscale.dispatch.products import ProductRule, Sources
-
-# Beyond it a factor, or its inverse, is no normal number of FP32, in which it is held.
-_LARGEST = 126
+from lightning_unitscale.functional.scale import LARGEST_LOG2
 
 
 @dataclass(eq=False)
@@ -73,8 +71,10 @@ class CompiledProduct:
         Products of a site read copies in common, so that all of them do or none.
         """
         reasons = list(site.plain.values())
-        if any(abs(exponent) > _LARGEST for kin in self.kin for exponent in kin._exponents(site)):
-            reasons.append(f"units that make 2**{_LARGEST} together, in a compiled graph")
+        if any(
+            abs(exponent) > LARGEST_LOG2 for kin in self.kin for exponent in kin._exponents(site)
+        ):
+            reasons.append(f"units that make 2**{LARGEST_LOG2} together, in a compiled graph")
         return reasons[0] if reasons else ""
 
     def exponents(self, site: Site) -> list[int]:

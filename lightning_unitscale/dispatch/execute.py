@@ -11,8 +11,9 @@ from torch import Tensor
 
 from lightning_unitscale.dispatch.measurement import Site
 from lightning_unitscale.dispatch.products import ProductRule, Sources
-from lightning_unitscale.dispatch.tensors import scale_result, scaled_copy, shared_copy
+from lightning_unitscale.dispatch.tensors import scaled_copy, shared_copy
 from lightning_unitscale.dispatch.torch_internals import Kernel, overridden_kernel
+from lightning_unitscale.functional.scale import scale_in_place
 
 _HAS_MKL = torch.backends.mkl.is_available()
 _FLOATS = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
@@ -134,12 +135,13 @@ def run_scaled(product: Product, original: Kernel, args: list[Any], kwargs: dict
     results = result if isinstance(result, (tuple, list)) else (result,)
     for tensor, coefficients in zip(results, rule.results, strict=False):
         if tensor is not None and coefficients is not None:
-            scale_result(tensor, combined(coefficients, units))
+            scale_in_place(tensor, combined(coefficients, units))
     return result
 
 
 # What a product is added to where it is added to nothing, by its number of dimensions; never read.
-_NOTHING = tuple(torch.zeros((1,) * dim, device="cpu") for dim in range(4))
+# In FP32, which alone takes factors, whatever the default type was when this was imported.
+_NOTHING = tuple(torch.zeros((1,) * dim, dtype=torch.float32, device="cpu") for dim in range(4))
 
 
 def _takes_factor(operand: Tensor) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_unitscale.dispatch.torch_internals import current_node
-from lightning_unitscale.functional.scale import multiply, placed_strides
+from lightning_unitscale.functional.scale import empty_placed_like, multiply, power_of_two
 from lightning_unitscale.patching import nothing
 from lightning_unitscale.scales.layout import MOMENTS
 from lightning_unitscale.scales.statistics import statistics_row
@@ -23,59 +23,15 @@ from lightning_unitscale.scales.transfer import joint_copy
 _LINE_BYTES = 64
 
 
-# Beyond it a power of two, or its inverse, is no normal number of FP32.
-_LARGEST_LOG2 = 126
-# torch makes a tensor of each number that it multiplies by, which takes longer than to multiply a
-# small one. FP16 has no room for all of these factors, and numbers are taken in FP32.
-_POWERS: dict[torch.dtype, tuple[Tensor, ...]] = {
-    dtype: torch.tensor(
-        [2.0**e for e in range(-_LARGEST_LOG2, _LARGEST_LOG2 + 1)], dtype=dtype, device="cpu"
-    ).unbind()
-    for dtype in (torch.float32, torch.float64, torch.bfloat16)
-}
-
-
-def power_of_two(exponent: int, dtype: torch.dtype) -> Tensor | float:
-    """``2**exponent``, for ``exponent`` within +-126, as tensors of a type are multiplied by it."""
-    powers = _POWERS.get(dtype)
-    return 2.0**exponent if powers is None else powers[exponent + _LARGEST_LOG2]
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """How the elements of a tensor lie in memory.
-
-    Attributes:
-        span: Elements of memory from the first one to the last.
-        is_dense: Whether they lie without gaps, in whatever order.
-        is_expanded: Whether a dimension is not stepped over.
-        overlaps: Whether rows lie over each other.
-        placed: Strides of a copy, which merge where those of the tensor do.
-        reach: Elements that a copy reaches over.
-    """
-
-    span: int
-    is_dense: bool
-    is_expanded: bool
-    overlaps: bool
-    placed: tuple[int, ...]
-    reach: int
-
-
 @functools.lru_cache(maxsize=2**12)
-def _layout(shape: tuple[int, ...], strides: tuple[int, ...], line: int) -> _Layout:
-    span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    numel = math.prod(shape)
-    placed, reach = placed_strides(shape, strides, line)
-    return _Layout(span, span == numel, 0 in strides, 0 < span < numel, placed, reach)
-
-
-def _layout_of(tensor: Tensor) -> _Layout:
-    return _layout(tensor.shape, tensor.stride(), _LINE_BYTES // tensor.element_size())
+def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Elements of memory from the first one of a tensor to the last."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() or _layout_of(tensor).is_dense
+    """Whether a tensor's elements lie in memory without gaps, in whatever order."""
+    return tensor.is_contiguous() or _span(tensor.shape, tensor.stride()) == tensor.numel()
 
 
 def scaled_copy(tensor: Tensor, exponent: int) -> Tensor:
@@ -95,26 +51,15 @@ def scaled_copy(tensor: Tensor, exponent: int) -> Tensor:
         aligned = product.data_ptr() % _LINE_BYTES == 0
         if (aligned or tensor.numel() == 0) and product.stride() == tensor.stride():
             return product
-    layout = _layout_of(tensor)
-    if layout.is_expanded:
+    if 0 in tensor.stride():
         return multiply(tensor, 2.0**exponent)
-    if layout.overlaps:
+    if 0 < (span := _span(tensor.shape, tensor.stride())) < tensor.numel():
         # Rows lie over each other, and cuBLAS takes them another way than rows side by side.
-        memory = scaled_copy(tensor.as_strided((layout.span,), (1,)), exponent)
+        memory = scaled_copy(tensor.as_strided((span,), (1,)), exponent)
         return memory.as_strided(tensor.shape, tensor.stride())
-    start = offset // tensor.element_size()
-    placed = torch.empty(start + layout.reach, dtype=tensor.dtype, device=tensor.device)
-    placed = placed.as_strided(tensor.shape, layout.placed, start)
+    placed = empty_placed_like(tensor, tensor.dtype, offset // tensor.element_size())
     torch.mul(tensor, factor, out=placed)
     return placed
-
-
-def scale_result(tensor: Tensor, exponent: int) -> None:
-    """Multiply what a kernel has made by ``2**exponent``, in steps where one would overflow."""
-    while exponent:
-        part = max(-_LARGEST_LOG2, min(exponent, _LARGEST_LOG2))
-        tensor.mul_(power_of_two(part, tensor.dtype))
-        exponent -= part
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ stack, the level of forward-mode differentiation, and whether hooks on saved ten
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -173,18 +174,31 @@ def _product(tensor: Tensor, factor: Factor) -> Tensor:
     return (wide * factor).to(tensor.dtype)
 
 
-# The largest power of two that is a number in FP32, in which kernels hold a Python factor.
-_LARGEST = 126
+# Beyond it a power of two, or its inverse, is no normal number of FP32, in which kernels hold a
+# Python factor.
+LARGEST_LOG2 = 126
+# torch makes a tensor of each number that it multiplies by, which takes longer than to multiply a
+# small one. FP16 has no room for all of these factors, and numbers are taken in FP32.
+_POWERS: dict[torch.dtype, tuple[Tensor, ...]] = {
+    dtype: torch.tensor(
+        [2.0**e for e in range(-LARGEST_LOG2, LARGEST_LOG2 + 1)], dtype=dtype, device="cpu"
+    ).unbind()
+    for dtype in (torch.float32, torch.float64, torch.bfloat16)
+}
+
+
+def power_of_two(exponent: int, dtype: torch.dtype) -> Tensor | float:
+    """``2**exponent``, for ``exponent`` within +-126, as tensors of a type are multiplied by it."""
+    powers = _POWERS.get(dtype)
+    return 2.0**exponent if powers is None else powers[exponent + LARGEST_LOG2]
 
 
 def scale_in_place(tensor: Tensor, exponent: int) -> None:
-    """Multiply a tensor by ``2**exponent``, in two steps where one factor would overflow."""
-    while abs(exponent) > _LARGEST:
-        part = _LARGEST if exponent > 0 else -_LARGEST
-        tensor.mul_(2.0**part)
+    """Multiply a tensor by ``2**exponent``, in steps where one factor would overflow."""
+    while exponent:
+        part = max(-LARGEST_LOG2, min(exponent, LARGEST_LOG2))
+        tensor.mul_(power_of_two(part, tensor.dtype))
         exponent -= part
-    if exponent:
-        tensor.mul_(2.0**exponent)
 
 
 def empty_placed_like(tensor: Tensor, dtype: torch.dtype, offset: int) -> Tensor:
@@ -205,13 +219,14 @@ def empty_placed_like(tensor: Tensor, dtype: torch.dtype, offset: int) -> Tensor
     shape, strides = tensor.shape, tensor.stride()
     if any(isinstance(number, torch.SymInt) for number in (*shape, *strides)):
         return torch.empty(shape, dtype=dtype, device=tensor.device)
-    placed, end = placed_strides(shape, strides, _LINE_BYTES // tensor.element_size())
+    placed, end = _placed_strides(shape, strides, _LINE_BYTES // tensor.element_size())
     spread = torch.empty(offset + end, dtype=dtype, device=tensor.device)
     return spread.as_strided(shape, placed, offset)
 
 
-def placed_strides(
-    shape: Sequence[int], strides: Sequence[int], line: int
+@functools.lru_cache(maxsize=2**12)
+def _placed_strides(
+    shape: tuple[int, ...], strides: tuple[int, ...], line: int
 ) -> tuple[tuple[int, ...], int]:
     """The strides that :func:`empty_placed_like` gives, and how many elements they reach over.
 
