@@ -42,10 +42,10 @@ import inspect
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from types import CodeType, FrameType
+from types import CodeType, FrameType, MappingProxyType
 from typing import Any
 
 import torch
@@ -289,6 +289,13 @@ def define_operator(schema: str, run: Kernel, fake: Kernel, *tags: torch.Tag) ->
     torch.library.register_fake(f"lightning_unitscale::{name}", fake, lib=_LIBRARY)
 
 
+# By setting, what the user has set; in torch 2.13 a setting is one of a context of Python. Not in a
+# pass, which torch copies with its settings.
+_BEFORE: ContextVar[Mapping[str, Any]] = ContextVar(
+    "lightning_unitscale.settings", default=MappingProxyType({})
+)
+
+
 class GraphPass(CustomGraphPass):
     """A pass over what Inductor compiles, after the passes that the user has set.
 
@@ -300,9 +307,7 @@ class GraphPass(CustomGraphPass):
     def __init__(self, setting: str, rewrite: Callable[[fx.Graph], None]) -> None:
         self._setting = setting
         self._rewrite = rewrite
-        # What the user has set; in torch 2.13 a setting is one of a context of Python.
         self._before: Any = None
-        self._before_here: ContextVar[Any] = ContextVar(f"lightning_unitscale.{setting}")
         # A pass that the user has set meanwhile, or a ``config.patch``, may hold it for longer.
         self._is_installed = False
 
@@ -313,18 +318,18 @@ class GraphPass(CustomGraphPass):
         # A ``config.patch`` that began before it was removed has put it back on leaving.
         if before is not self:
             self._before = before
-            self._before_here.set(before)
+            _BEFORE.set({**_BEFORE.get(), self._setting: before})
             setattr(config, self._setting, self)
 
     def remove(self) -> None:
         """Put the user's own back, unless he has set another one meanwhile."""
         self._is_installed = False
         if getattr(config, self._setting) is self:
-            setattr(config, self._setting, self._before_here.get(self._before))
+            setattr(config, self._setting, _BEFORE.get().get(self._setting, self._before))
 
     def __call__(self, graph: fx.Graph) -> None:
         """Run the user's own passes, then this one while it is installed."""
-        before = self._before_here.get(self._before)
+        before = _BEFORE.get().get(self._setting, self._before)
         for user_pass in before if isinstance(before, (list, tuple)) else [before]:
             if user_pass is not None:
                 user_pass(graph)

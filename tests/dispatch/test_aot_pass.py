@@ -245,6 +245,13 @@ def test_a_pass_that_a_setting_of_the_users_brings_back_runs_once() -> None:
     assert len(graphs) == 1
 
 
+def test_torch_may_copy_its_settings_meanwhile() -> None:
+    attached = AttachedSession(Linear(), ["step"])
+    copied = config.get_config_copy()  # as for torch.scan
+    assert isinstance(copied["joint_custom_post_pass"], GraphPass)
+    attached.detach()
+
+
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune-no-cudagraphs"])
 def test_units_lie_at_one_address_in_any_mode(mode: str, torch_kernels: None) -> None:
     """What CUDA has recorded is replayed with new units as it is."""
