@@ -186,9 +186,12 @@ def _light_moments(flat: Tensor) -> tuple[float, float, float, float] | None:
 
 
 def _squares(elements: Tensor) -> float:
-    """Sum of squares, by NumPy: torch's dot product would be a matmul of the step in a session."""
-    array = elements.numpy()
-    return float(np.dot(array, array))
+    """Sum of squares.
+
+    torch's dot product would be a matmul of the step in a session. NumPy's would leave the memory
+    fixed in size, for good, and it is the user's: FSDP resizes what it gathers.
+    """
+    return float(elements.square().sum().item())
 
 
 def _exact_row(tensor: Tensor) -> Tensor:

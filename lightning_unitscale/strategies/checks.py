@@ -178,7 +178,8 @@ def check_equal(batch: Any, group: dist.ProcessGroup | None, *, what: str = "bat
         if not isinstance(tensor, Tensor):
             continue
         digest.update(str(tuple(tensor.shape)).encode())
-        as_bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        # A copy: NumPy's view would fix the size of the batch's memory for good.
+        as_bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).clone()
         digest.update(as_bytes.numpy().tobytes())
     if len(set(gathered(digest.hexdigest(), group))) > 1:
         raise RuntimeError(

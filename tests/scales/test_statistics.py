@@ -351,6 +351,18 @@ def test_rows_of_a_step_are_those_of_each_tensor():
     assert not absent.any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_what_is_measured_can_be_resized_as_before(dtype):
+    """As FSDP does with what it has gathered; NumPy's view of a tensor fixes its size for good."""
+    tensor = torch.randn(300, 7).to(dtype)
+    for layout in (LIGHT, MOMENTS, RowLayout(formats=(FP16,), histogram=True)):
+        statistics_row(tensor, layout)
+    rows = StepRows(LIGHT)
+    row = rows.add(tensor)
+    rows.send()([[row]])
+    assert tensor.untyped_storage().resizable()
+
+
 def test_columns_follow_the_layout(row_of):
     own = NumberFormat("own", 3, 2)
     layout = RowLayout(formats=(own,), histogram=False)
