@@ -109,21 +109,20 @@ class RoundedGraph:
         # The latest runs: another thread may run the graph meanwhile.
         self._begun: dict[int, GraphRun] = {}
         self._are_parameters: tuple[bool, ...] = ()
-        self._has_backward = False
         self._callers = Callers()
+
+    def add(self, product: RoundedProduct) -> None:
+        """Add a product, which comes last."""
+        if product.forward is None:
+            self._runs.places[len(self.products)] = product.place
+        self.products.append(product)
 
     def begin(self, inputs: Sequence[Tensor]) -> int:
         """Number of the run that begins; that of nobody's where no session has its products."""
         self._callers.note(is_backward=False)
-        places = {
-            index: product.place
-            for index, product in enumerate(self.products)
-            if product.forward is None
-        }
-        run = self._runs.begin(places)
+        run = self._runs.begin()
         if run is None:
             return _NOBODY
-        self._has_backward = len(places) < len(self.products)
         self._are_parameters = tuple(isinstance(tensor, nn.Parameter) for tensor in inputs)
         if len(self._begun) >= _MAX_BEGUN:
             del self._begun[next(iter(self._begun))]
@@ -182,7 +181,7 @@ class RoundedGraph:
             assert begun is not None, "a session was found by it"
             site = begun.sites[index]
             run_as, extents = session.forward_product(product.rule, site, args)
-            if self._has_backward:
+            if len(self._runs.places) < len(self.products):  # there is a backward graph
                 record(number, session.ref, Call(run_as, {}, (), extents=extents))
         run_as.reads_weight = product.is_weight
         if product.input is not None:

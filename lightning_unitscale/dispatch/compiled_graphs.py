@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_unitscale.dispatch.compiled_callers import Callers
 from lightning_unitscale.dispatch.compiled_products import CompiledProduct, LookedAt, PlainProduct
-from lightning_unitscale.dispatch.compiled_runs import GraphRun, GraphRuns, Place
+from lightning_unitscale.dispatch.compiled_runs import GraphRun, GraphRuns
 from lightning_unitscale.dispatch.coverage import Kind
 from lightning_unitscale.dispatch.measurement import MeasuredProduct
 from lightning_unitscale.dispatch.session import ProductSession
@@ -81,7 +81,6 @@ class CompiledGraph:
         self.num_factors = 0
         self.looks: list[tuple[LookedAt, ...]] = []
         self.callers = Callers()
-        self._places: dict[int, Place] = {}
         self._runs = GraphRuns(root)
         # The sites of one session: several blocks of a model may share the graph.
         self._factors: WeakKeyDictionary[ProductSession, dict[tuple[int, ...], _Factors]]
@@ -95,7 +94,7 @@ class CompiledGraph:
             product.number, product.start = len(self.products), self.num_factors
             first: CompiledProduct | PlainProduct = product
             if product.forward == product.number:
-                self._places[product.number] = product.place
+                self._runs.places[product.number] = product.place
             else:
                 first = self.products[product.forward]
             assert isinstance(first, CompiledProduct), "it has backward products"
@@ -116,7 +115,7 @@ class CompiledGraph:
         now = self._now
         if not now.operators or operator in now.operators:
             now.operators = set()
-            now.run = self._runs.begin(self._places)
+            now.run = self._runs.begin()
             now.factors = self._factors_of(now.run)
             if now.run is not None:
                 now.run.exponents = now.factors.exponents

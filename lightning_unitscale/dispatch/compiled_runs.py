@@ -64,20 +64,21 @@ class GraphRuns:
 
     Args:
         root: Path of the module within which it was compiled.
+
+    Attributes:
+        places: Of its forward matmuls, by their index in the graph.
     """
 
     def __init__(self, root: str) -> None:
+        self.places: dict[int, Place] = {}
         self._root = root
         self._of_node: dict[NodeKey, GraphRun] = {}
 
-    def begin(self, places: dict[int, Place]) -> GraphRun | None:
+    def begin(self) -> GraphRun | None:
         """Begin a run of the forward graph; ``None`` where no session has its matmuls.
 
         Where a memory budget saves the inputs alone, the backward graph runs all of the forward
         graph again: that is the same run.
-
-        Args:
-            places: Of its forward matmuls, by their index in the graph.
         """
         session, node = running_session(), current_node()
         where = None if session is None else session.sites.run_of(node)
@@ -86,7 +87,7 @@ class GraphRuns:
         if session is None or where is None or not session.is_open:
             return None
         sites = {}
-        for index, place in places.items():
+        for index, place in self.places.items():
             path = _moved(place.path, self._root, where.path)
             sites[index] = session.sites.find(place.word, place.roles, where._replace(path=path))
         run = GraphRun(next(_NUMBERS), session.ref, sites)

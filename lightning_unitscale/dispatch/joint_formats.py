@@ -83,7 +83,7 @@ class _Rounding:
             return
         products = self._compiled.products
         for node, rule in found:
-            products.append(self._product(rule, node))
+            self._compiled.add(self._product(rule, node))
         GRAPHS.append(self._compiled)
         with fake_mode_in(self._graph), self._graph.inserting_before(first_operation(self._graph)):
             begin = self._graph.call_function(_OURS.begin.default, (self._inputs, self._index))

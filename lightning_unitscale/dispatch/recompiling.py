@@ -57,20 +57,17 @@ def running_compiled(session: ProductSession) -> AbstractContextManager[Any]:
     parts = compiled_parts(module)
     # Functions that a module calls may be compiled as well.
     has_compiled = bool(parts) or codes() is not None
-    if not session.numerics:
+    # Units need no more of another backend than that it calls torch's kernels.
+    is_possible = not session.numerics or all(map(is_by_inductor, parts))
+    if is_first and is_possible:
         if has_compiled:
             number = num_compiled()
-            if number != _Known.number:
+            if session.numerics or number != _Known.number:
                 torch.compiler.reset()
             _Known.number = number + 1
-        return contextlib.nullcontext()
-    by_inductor = all(map(is_by_inductor, parts))
-    if is_first and by_inductor:
-        if has_compiled:
-            torch.compiler.reset()
-            _Known.number = num_compiled() + 1
-        INSTALLED.callback(keeping_whole([rule.operator for rule in RULES]))
-    if by_inductor:
+        if session.numerics:
+            INSTALLED.callback(keeping_whole([rule.operator for rule in RULES]))
+    if is_possible:
         return contextlib.nullcontext()
     if is_first:
         warnings.warn(

@@ -29,9 +29,6 @@ from lightning_unitscale.dispatch.torch_internals import (
 from lightning_unitscale.dispatch.units import Units
 from lightning_unitscale.graph.name_patterns import own_path
 
-# By identity: the hash of code takes ten times as long.
-_MODULE_CALLS = frozenset(map(id, MODULE_CALLS))
-_RECOMPUTATIONS = frozenset(map(id, RECOMPUTATIONS))
 # Where a loop computes what no module does; no module can be there.
 _LOSS = "(loss)"
 
@@ -186,7 +183,7 @@ class Sites:
     def is_in_other_model(self) -> bool:
         """Whether a model runs what called that is neither within the root nor around it."""
         for frame in frames():
-            if frame.f_code in MODULE_CALLS and self._path_in(frame) is None:
+            if id(frame.f_code) in MODULE_CALLS and self._path_in(frame) is None:
                 caller = frame.f_locals["self"]
                 root = self._module()
                 has_root = any(child is root for child in caller.modules())
@@ -219,7 +216,7 @@ class Sites:
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and path is None:
             code = frame.f_code
-            if id(code) in _MODULE_CALLS:
+            if id(code) in MODULE_CALLS:
                 path = self.path_of(id(frame.f_locals["self"]))
             elif code is self._boundary:
                 path = ""
@@ -239,9 +236,9 @@ class Sites:
         checkpoint = None
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and (code := frame.f_code) is not ENGINE:
-            if id(code) in _MODULE_CALLS:
+            if id(code) in MODULE_CALLS:
                 path = self._path_in(frame) if path is None else path
-            elif path is None and id(code) in _RECOMPUTATIONS:
+            elif path is None and id(code) in RECOMPUTATIONS:
                 path = ""
                 with contextlib.suppress(TypeError):
                     path = self._paths_of_bodies.get(checkpointed_body(frame), "")
@@ -258,7 +255,9 @@ class Sites:
         return self._module()
 
     def _path_in(self, frame: FrameType) -> str | None:
-        return self.path_of(id(frame.f_locals["self"])) if frame.f_code in MODULE_CALLS else None
+        return (
+            self.path_of(id(frame.f_locals["self"])) if id(frame.f_code) in MODULE_CALLS else None
+        )
 
     def path_of(self, module: int) -> str | None:
         """Path of the module with an ``id``; a wrapped one has that of the user's own."""

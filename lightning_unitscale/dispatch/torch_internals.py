@@ -67,8 +67,10 @@ from torch.utils import checkpoint as checkpoints
 Kernel = Callable[..., Any]
 
 MODULE_CALL: CodeType = nn.Module._call_impl.__code__
-# The second is all that is there of a module after its ``compile()``.
-MODULE_CALLS = frozenset({MODULE_CALL, nn.Module._wrapped_call_impl.__code__})
+# All that is there of a module after its ``compile()``.
+_WRAPPED_CALL: CodeType = nn.Module._wrapped_call_impl.__code__
+# By identity, as the other set: the hash of code takes ten times as long.
+MODULE_CALLS = frozenset(map(id, (MODULE_CALL, _WRAPPED_CALL)))
 ENGINE: CodeType = autograd_graph._engine_run_backward.__code__
 FUNCTION_CALL: CodeType = inspect.unwrap(vars(torch.autograd.Function)["apply"]).__code__
 
@@ -76,12 +78,12 @@ OPERATOR_CALL: CodeType = torch._ops.OpOverload.__call__.__code__
 
 CHECKPOINT: CodeType = inspect.unwrap(checkpoints.checkpoint).__code__
 _REENTRANT: CodeType = checkpoints.CheckpointFunction.backward.__code__
-_RECOMPUTATIONS: frozenset[CodeType] = frozenset(
+_RECOMPUTATIONS = [
     code
     for code in checkpoints._checkpoint_without_reentrant_generator.__code__.co_consts
     if isinstance(code, CodeType) and code.co_name == "recompute_fn"
-)
-RECOMPUTATIONS = _RECOMPUTATIONS | {_REENTRANT}
+]
+RECOMPUTATIONS = frozenset(map(id, (*_RECOMPUTATIONS, _REENTRANT)))
 # Name of the function that has a checkpoint's body computed again.
 UNPACK = "unpack_hook"
 
