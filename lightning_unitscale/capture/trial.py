@@ -47,10 +47,10 @@ class Trial:
 
     def undo(self) -> bool:
         """Undo the call; returns whether that was possible."""
+        if not self._undo:
+            return False  # nor may parameters be read: FSDP has freed what it gathered
         after = list(map(_state_of, self._module.parameters()))
-        if not self._undo or len(after) != len(self._before):
-            return False
-        if not all(map(_is_same, after, self._before)):
+        if len(after) != len(self._before) or not all(map(_is_same, after, self._before)):
             return False
         for undo in reversed(self._undo):
             undo()
