@@ -556,7 +556,8 @@ class Printing(pl.LightningModule):
         super().__init__()
         self.layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
     def training_step(self, batch):
-        loss = self.layers(batch).square().mean()
+        first, second = self.layers  # no module with most of the parameters is called
+        loss = second(first(batch)).square().mean()
         print("loss", loss)
         return loss
     def configure_optimizers(self):

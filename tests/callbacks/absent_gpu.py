@@ -229,7 +229,7 @@ def a_gpu() -> Iterator[Gpu]:
         (Tensor, {"data_ptr": _place}),
         # The monitor and layers in FP8 leave fake tensors alone.
         (rows, {"is_readable": torch.is_floating_point, "unseen": contextlib.nullcontext}),
-        (watched_call, {"is_readable": torch.is_floating_point, "unseen": contextlib.nullcontext}),
+        (watched_call, {"is_readable": torch.is_floating_point}),
         (operands, {"is_readable": torch.is_floating_point}),
         (fp8, {"has_subclass": lambda _: False}),
     ]
