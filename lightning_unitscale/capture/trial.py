@@ -28,9 +28,7 @@ class Trial:
     def __init__(self, module: nn.Module, *arguments: Any, keep: Collection[str] = ()) -> None:
         self._module = module
         self._keep = keep
-        # What was taken from an iterator cannot be put back, nor what FSDP knows of its gathering.
-        takes = any(isinstance(value, Iterator) for value in arguments)
-        self._can_begin = not takes and not is_sharded(module)
+        self._takes = any(isinstance(value, Iterator) for value in arguments)
         self._undo: list[Callable[[], object]] = []
         self._before: list[Any] = []
 
@@ -41,7 +39,9 @@ class Trial:
 
     def begin(self) -> None:
         """Note how things are; nothing of the call has run yet."""
-        if self._can_begin and not self._undo:
+        # What was taken from an iterator cannot be put back, nor what FSDP knows of its gathering.
+        # Most calls never begin, and all parameters are asked.
+        if not self._undo and not self._takes and not is_sharded(self._module):
             self._before = [_state_of(param) for param in self._module.parameters()]
             self._undo = list(undoers(self._module, self._keep))
 
