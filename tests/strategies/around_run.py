@@ -6,9 +6,7 @@ computed to ``FOLDER/CASE-RANK.pt``.
 
 from __future__ import annotations
 
-import copy
 import sys
-import warnings
 from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +22,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_unitscale.strategies import PipelineStrategy
 from tests.distributed.launch import quiet_rank
-from tests.strategies.pipeline_run import Recorder
+from tests.strategies.pipeline_run import Recorder, fit_and_save
 from tests.strategies.trainers import quiet_trainer
 
 CLASSES, WIDTH, LENGTH, SAMPLES, STEPS = 7, 8, 5, 8, 4
@@ -278,16 +276,7 @@ def train(folder: Path, case: str, num_ranks: int) -> None:
         use_distributed_sampler=False,
     )
     data = batches(Encoding if name == "encoded" else dict)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer.fit(module, DataLoader(data, batch_size=None))
-    found = {
-        "losses": recorder.losses,
-        "metrics": copy.copy(trainer.callback_metrics),
-        "weights": {name: one.clone() for name, one in module.state_dict().items()},
-        "warnings": [str(one.message) for one in caught],
-    }
-    torch.save(found, folder / f"{case}-{trainer.global_rank}.pt")
+    fit_and_save(folder, case, trainer, recorder, module, DataLoader(data, batch_size=None))
 
 
 def main(folder: Path, num_ranks: int, *cases: str) -> None:

@@ -7,9 +7,7 @@ one rank each case trains on one device, without the strategy. Every rank writes
 
 from __future__ import annotations
 
-import copy
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,7 @@ from transformers import BatchEncoding
 from lightning_unitscale import RematCallback, ScaleMonitor, UnitScaleCallback
 from lightning_unitscale.strategies import PipelineStrategy
 from tests.distributed.launch import quiet_rank
-from tests.strategies.pipeline_run import Recorder
+from tests.strategies.pipeline_run import Recorder, fit_and_save
 from tests.strategies.trainers import quiet_trainer
 
 WORDS, LENGTH, SAMPLES, STEPS = 64, 12, 8, 3
@@ -248,17 +246,8 @@ def train(folder: Path, case: str, num_ranks: int) -> None:
         limit_val_batches=1 if validates else 0,
     )
     data = DataLoader(batches(), batch_size=None)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer.fit(module, data, data if validates else None)
+    fit_and_save(folder, case, trainer, recorder, module, data, data if validates else None)
     trainer.save_checkpoint(folder / f"{case}.ckpt")
-    found = {
-        "losses": recorder.losses,
-        "metrics": copy.copy(trainer.callback_metrics),
-        "weights": {name: one.clone() for name, one in module.state_dict().items()},
-        "warnings": [str(one.message) for one in caught],
-    }
-    torch.save(found, folder / f"{case}-{trainer.global_rank}.pt")
 
 
 def main(folder: Path, num_ranks: int, *cases: str) -> None:

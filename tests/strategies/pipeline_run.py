@@ -6,9 +6,11 @@ without the strategy. Every rank writes what it computed to ``FOLDER/CASE-RANK.p
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -37,6 +39,27 @@ class Recorder(pl.Callback):
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
         self.losses.append(float(outputs["loss"]))
+
+
+def fit_and_save(
+    folder: Path,
+    case: str,
+    trainer: pl.Trainer,
+    recorder: Recorder,
+    module: pl.LightningModule,
+    *loaders: Any,
+) -> None:
+    """Train, and save losses, metrics, weights and warnings as ``FOLDER/CASE-RANK.pt``."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, *loaders)
+    found = {
+        "losses": recorder.losses,
+        "metrics": copy.copy(trainer.callback_metrics),
+        "weights": {name: one.clone() for name, one in module.state_dict().items()},
+        "warnings": [str(one.message) for one in caught],
+    }
+    torch.save(found, folder / f"{case}-{trainer.global_rank}.pt")
 
 
 class Memory(pl.Callback):
