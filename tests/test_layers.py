@@ -65,6 +65,7 @@ MAY_NOT_IMPORT_TORCH = (
 TORCH_ADAPTERS = (
     "capture/export.py",
     "dispatch/nodes.py",
+    "dispatch/compiler_internals.py",
     "dispatch/torch_internals.py",
     "dynamo",
     "functional/low_precision.py",

@@ -6,13 +6,9 @@ import itertools
 import weakref
 from types import CodeType, FrameType
 
+from lightning_unitscale.dispatch.compiler_internals import codes, pass_by_overrides
 from lightning_unitscale.dispatch.sites import frames
-from lightning_unitscale.dispatch.torch_internals import (
-    MODULE_CALL,
-    OPERATOR_CALL,
-    codes,
-    pass_by_overrides,
-)
+from lightning_unitscale.dispatch.torch_internals import MODULE_CALL, OPERATOR_CALL
 
 # Compiled graphs that are ours, by the address of what runs them, and addresses of the code made
 # for them: a set, which every product of such a graph looks into.

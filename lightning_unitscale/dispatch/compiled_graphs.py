@@ -19,11 +19,12 @@ from torch import Tensor
 from lightning_unitscale.dispatch.compiled_callers import Callers
 from lightning_unitscale.dispatch.compiled_products import CompiledProduct, LookedAt, PlainProduct
 from lightning_unitscale.dispatch.compiled_runs import GraphRun, GraphRuns
+from lightning_unitscale.dispatch.compiler_internals import define_operator
 from lightning_unitscale.dispatch.coverage import Kind
 from lightning_unitscale.dispatch.measurement import MeasuredProduct
 from lightning_unitscale.dispatch.session import ProductSession
 from lightning_unitscale.dispatch.tensors import Extent
-from lightning_unitscale.dispatch.torch_internals import current_node, define_operator
+from lightning_unitscale.dispatch.torch_internals import current_node
 from lightning_unitscale.patching import nothing
 from lightning_unitscale.scales.transfer import numbers_on
 

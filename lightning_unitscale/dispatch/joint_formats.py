@@ -34,17 +34,12 @@ from lightning_unitscale.dispatch.compiled_sites import (
     rule_of,
     value_of,
 )
+from lightning_unitscale.dispatch.compiler_internals import GraphPass, is_of_backward, note_strides
 from lightning_unitscale.dispatch.fp8 import is_weight
 from lightning_unitscale.dispatch.owners import running_session
 from lightning_unitscale.dispatch.products import ProductRule
 from lightning_unitscale.dispatch.session import ProductSession
-from lightning_unitscale.dispatch.torch_internals import (
-    GraphPass,
-    Kernel,
-    current_node,
-    is_of_backward,
-    note_strides,
-)
+from lightning_unitscale.dispatch.torch_internals import Kernel, current_node
 from lightning_unitscale.graph.nodes import first_operation
 
 _OURS = torch.ops.lightning_unitscale

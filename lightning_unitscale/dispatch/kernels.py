@@ -29,11 +29,7 @@ from lightning_unitscale.dispatch.owners import (
 )
 from lightning_unitscale.dispatch.products import RULES, ProductRule
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession, run_inside
-from lightning_unitscale.dispatch.torch_internals import (
-    Kernel,
-    KernelOverrides,
-    plain_functions,
-)
+from lightning_unitscale.dispatch.torch_internals import Kernel, KernelOverrides, plain_functions
 from lightning_unitscale.dispatch.unreached import UNREACHED, unreached_kernel, writing_kernel
 
 _PASSES = (joint_formats.PASS, joint_units.PASS, *aot_pass.PASSES)

@@ -27,11 +27,7 @@ from lightning_unitscale.dispatch.nodes import thread_number
 from lightning_unitscale.dispatch.products import ProductRule
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
 from lightning_unitscale.dispatch.sites import frames, recomputed_checkpoint
-from lightning_unitscale.dispatch.torch_internals import (
-    FUNCTION_CALL,
-    current_node,
-    graph_task,
-)
+from lightning_unitscale.dispatch.torch_internals import FUNCTION_CALL, current_node, graph_task
 
 # Sessions that are open, by identity.
 OPEN: dict[int, weakref.ref[ProductSession]] = {}

@@ -15,16 +15,16 @@ from typing import Any
 
 import torch
 
-from lightning_unitscale.dispatch.owners import INSTALLED
-from lightning_unitscale.dispatch.products import RULES
-from lightning_unitscale.dispatch.session import ProductSession
-from lightning_unitscale.dispatch.torch_internals import (
+from lightning_unitscale.dispatch.compiler_internals import (
     codes,
     compiled_parts,
     is_by_inductor,
     keeping_whole,
     num_compiled,
 )
+from lightning_unitscale.dispatch.owners import INSTALLED
+from lightning_unitscale.dispatch.products import RULES
+from lightning_unitscale.dispatch.session import ProductSession
 
 # Sessions that have begun a step.
 _met: weakref.WeakSet[ProductSession] = weakref.WeakSet()

@@ -20,8 +20,9 @@ from lightning_unitscale import UnitScaleCallback
 from lightning_unitscale.dispatch import compiled_graphs
 from lightning_unitscale.dispatch.attach import AttachedSession
 from lightning_unitscale.dispatch.compiled_graphs import GRAPHS
+from lightning_unitscale.dispatch.compiler_internals import GraphPass
 from lightning_unitscale.dispatch.coverage import CoverageCounter
-from lightning_unitscale.dispatch.torch_internals import GraphPass, Kernel, KernelOverrides
+from lightning_unitscale.dispatch.torch_internals import Kernel, KernelOverrides
 from lightning_unitscale.lossless.gauge import Gauge, GaugePair
 
 pytestmark = pytest.mark.slow  # Inductor compiles C++

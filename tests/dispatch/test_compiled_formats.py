@@ -22,10 +22,10 @@ from benchmarks.executed_products import has_torchs_own_kernels
 from lightning_unitscale import UnitScaleCallback
 from lightning_unitscale.callbacks.options import Simulate
 from lightning_unitscale.dispatch.attach import AttachedSession
+from lightning_unitscale.dispatch.compiler_internals import compiled_parts, is_by_inductor
 from lightning_unitscale.dispatch.coverage import Coverage, CoverageCounter
 from lightning_unitscale.dispatch.formats import Numerics, SimulatedProducts
 from lightning_unitscale.dispatch.fp8 import FP8Products
-from lightning_unitscale.dispatch.torch_internals import compiled_parts, is_by_inductor
 from lightning_unitscale.dispatch.units import Units
 from lightning_unitscale.lossless.gauge import Gauge, GaugePair
 from lightning_unitscale.precision.fp8 import FP8Linears
