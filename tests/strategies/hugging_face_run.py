@@ -7,6 +7,7 @@ one rank each case trains on one device, without the strategy. Every rank writes
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -157,8 +158,8 @@ def checkpointed(net: nn.Module) -> nn.Module:
 
 
 def pretrained(folder: Path) -> Path:
-    """Where the weights of a model are."""
-    path = folder / "pretrained"
+    """Where the weights of a model are, of this process: another may be writing its own."""
+    path = folder / f"pretrained-{os.getpid()}"
     if not path.exists():
         gpt2().save_pretrained(path)
     return path
