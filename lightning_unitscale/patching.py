@@ -119,6 +119,35 @@ def shadowed(owner: Any, **attributes: Any) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def shadowed_here(owner: Any, **functions: Callable[..., Any]) -> Iterator[None]:
+    """Within this context ``owner`` has these functions for what this thread calls.
+
+    Args:
+        owner: A class or a Python module, which other threads use meanwhile.
+        **functions: Functions and, in a class, methods, by name; each has one below it.
+    """
+    thread, is_within = threading.get_ident(), True
+
+    def chosen(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        below = getattr(owner, name)
+
+        @functools.wraps(below)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            # What was put over it meanwhile may still hold it when this context has ended.
+            is_here = is_within and threading.get_ident() == thread
+            return (function if is_here else below)(*args, **kwargs)
+
+        is_static = isinstance(vars(owner).get(name), staticmethod)
+        return staticmethod(call) if is_static else call
+
+    try:
+        with shadowed(owner, **{name: chosen(name, run) for name, run in functions.items()}):
+            yield
+    finally:
+        is_within = False
+
+
 class StandIn(abc.ABC):
     """Stands in for a method of an object, and looks like it; copies of the object are plain.
 

@@ -11,11 +11,50 @@ from typing import Any
 
 import pytest
 
-from lightning_unitscale.patching import _SHADOWS, Shadow, StandIn, shadowed
+from lightning_unitscale.patching import _SHADOWS, Shadow, StandIn, shadowed, shadowed_here
 
 
 class _Owner:
     kind = "class"
+
+    def method(self) -> str:
+        return self.kind
+
+    @staticmethod
+    def static() -> str:
+        return "static"
+
+
+def _on_a_thread(run: Any) -> Any:
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(run()))
+    thread.start(), thread.join()
+    return results[0]
+
+
+def test_functions_of_this_thread_alone() -> None:
+    owner = _Owner()
+    functions = {"method": lambda self: f"own {self.kind}", "static": lambda: "own"}
+    with shadowed_here(_Owner, **functions):
+        assert (owner.method(), owner.static()) == ("own class", "own")
+        assert _on_a_thread(owner.method) == "class"
+        assert _on_a_thread(owner.static) == _on_a_thread(_Owner.static) == "static"
+    assert (owner.method(), owner.static()) == ("class", "static")
+
+
+def test_functions_of_two_threads_end_in_any_order() -> None:
+    owner = _Owner()
+    first = shadowed_here(_Owner, method=lambda _: "first")
+    second = shadowed_here(_Owner, method=lambda _: "second")
+    first.__enter__()
+    _on_a_thread(second.__enter__)
+    assert owner.method() == "first"
+    first.__exit__(None, None, None)
+    # The other thread's stands over what this one has taken away.
+    assert owner.method() == "class"
+    second.__exit__(None, None, None)
+    assert owner.method() == "class"
+    assert _Owner.method.__qualname__ == "_Owner.method"
 
 
 def test_what_was_there_is_back() -> None:

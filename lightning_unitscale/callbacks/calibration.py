@@ -7,7 +7,6 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -41,6 +40,7 @@ from lightning_unitscale.callbacks.units import (
 )
 from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.steps import ModuleSteps
+from lightning_unitscale.compiling import is_compiling
 from lightning_unitscale.functional.scale import (
     forget_recorded_backward,
     takes_true_derivatives,
@@ -259,7 +259,7 @@ class GraphUnits(MeasuredUnits):
 
     def _before_search(self, step: CapturedStep, args: tuple[Any, ...], _: dict[str, Any]) -> None:
         """Measure the first batch of a search for a learning rate, which calls no callbacks."""
-        if self.is_calibrated or self._live is not None or torch.compiler.is_compiling():
+        if self.is_calibrated or self._live is not None or is_compiling():
             return
         trainer = cast("pl.LightningModule", step.owner.module).trainer
         if trainer.training:

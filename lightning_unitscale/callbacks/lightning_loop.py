@@ -13,6 +13,7 @@ from typing_extensions import override
 from lightning_unitscale.callbacks.distributed import num_microbatches, num_replicas
 from lightning_unitscale.callbacks.packages import is_lightning
 from lightning_unitscale.callbacks.steps import existing_steps
+from lightning_unitscale.compiling import is_compiling
 from lightning_unitscale.loops.loop import Loop, StepCaller
 from lightning_unitscale.patching import StandIn, shadowed
 
@@ -31,7 +32,7 @@ class _Step(StandIn):
 
     @override
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return self._method(*args, **kwargs)
         return self._call(self._method, args, kwargs)
 

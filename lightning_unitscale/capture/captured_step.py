@@ -29,8 +29,8 @@ from lightning_unitscale.capture.step_messages import (
     CaptureError,
     StepMessages,
 )
+from lightning_unitscale.compiling import is_compiling, is_exporting
 from lightning_unitscale.dynamo import capture
-from lightning_unitscale.dynamo.answers import is_exporting
 from lightning_unitscale.dynamo.breaks import (
     Reason,
     graph_breaks_since,
@@ -128,7 +128,7 @@ class CapturedStep:
         # An interpreter needs the graph as captured; only the eager executor keeps it that way.
         executor = self.owner.executor if self.interpreter is None else "eager"
         # Within somebody else's captured step there is no call of ours.
-        passes = () if torch.compiler.is_compiling() else tuple(self.owner.passes)
+        passes = () if is_compiling() else tuple(self.owner.passes)
         with self.owner.standing_in(), contextlib.ExitStack() as stack:
             for graph_pass in passes:
                 stack.enter_context(graph_pass.running(self))
@@ -172,7 +172,7 @@ class CapturedStep:
         Raises:
             NotOneGraphError: If the step is not one graph, with Dynamo's reason.
         """
-        if torch.compiler.is_compiling() or is_transforming():
+        if is_compiling() or is_transforming():
             raise NotOneGraphError("it is called within another transform")
         if self.graph_breaks:
             raise NotOneGraphError(*self.graph_breaks)
@@ -232,7 +232,7 @@ class CapturedStep:
         raise self.owner.not_to_be_pickled(self.name)
 
     def _run(self, executor: Executor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return self._run_within(executor, args, kwargs)
         if is_transforming():
             return self._run_transformed(args, kwargs)

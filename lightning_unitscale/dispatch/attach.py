@@ -12,13 +12,13 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_unitscale.capture.steps import EVALUATION_STEPS, LIGHTNING_STEPS
+from lightning_unitscale.compiling import is_exporting
 from lightning_unitscale.dispatch.formats import Numerics
 from lightning_unitscale.dispatch.kernels import close_session, install_passes, open_session
 from lightning_unitscale.dispatch.recompiling import running_compiled
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
 from lightning_unitscale.dispatch.torch_internals import current_node, is_recording, is_tracing
 from lightning_unitscale.dispatch.units import Units
-from lightning_unitscale.dynamo.answers import is_exporting
 from lightning_unitscale.patching import Shadow, StandIn
 
 

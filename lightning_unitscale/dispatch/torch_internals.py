@@ -38,6 +38,8 @@ from torch._guards import detect_fake_mode
 from torch.autograd import graph as autograd_graph
 from torch.utils import checkpoint as checkpoints
 
+from lightning_unitscale.compiling import is_compiling
+
 Kernel = Callable[..., Any]
 
 MODULE_CALL: CodeType = nn.Module._call_impl.__code__
@@ -210,4 +212,4 @@ class KernelOverrides:
 
 def is_recording() -> bool:
     """Whether what runs is recorded for later: by a compiler, an export or ``torch.jit.trace``."""
-    return torch.compiler.is_compiling() or is_tracing()
+    return is_compiling() or is_tracing()

@@ -15,8 +15,7 @@ is.
 
 Private names used here were checked on torch 2.13 and 2.11: ``ConvertFrame``, which is called once
 for each function to capture, and the ``_box`` of what it calls; ``tracing_state_functions``, ``tx``
-in the handler that answers whether anything is compiled, ``_is_exporting_flag``, and
-``SpeculationLogDivergence``.
+in the handler that answers whether anything is compiled, and ``SpeculationLogDivergence``.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ import functools
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,8 +36,9 @@ from torch._dynamo.exc import InternalTorchDynamoError, TorchRuntimeError, Unsup
 from torch._dynamo.symbolic_convert import SpeculationLogDivergence
 from torch._dynamo.variables import torch as torch_variables
 
+from lightning_unitscale.compiling import is_exporting
 from lightning_unitscale.dynamo.breaks import frames_of, short_reason
-from lightning_unitscale.patching import shadowed
+from lightning_unitscale.patching import shadowed, shadowed_here
 
 # All the names of the question; torch's old ones are functions that ask it by the first.
 _QUESTION = "is_compiling"
@@ -53,9 +54,25 @@ _FAILURES = (InternalTorchDynamoError, TorchRuntimeError, Unsupported)
 _Asker = tuple[tuple[str, str], ...]
 # Where a trace ended: (file, line) of the functions around, outermost first, and the reason.
 _Place = tuple[tuple[tuple[str, int], ...], str]
-# Who was told no since the function that is being captured was begun, and who is told yes.
-_told_no: list[_Asker] = []
-_told_yes: set[_Asker] = set()
+
+
+class _Told(threading.local):
+    """Who was told what; threads wait for each other in Dynamo, not around it.
+
+    Attributes:
+        no: Who was told no since the function that is being captured was begun.
+        yes: Who is told yes.
+        strictness: Left with the function that is being captured; without one, graphs break as
+            ever.
+    """
+
+    def __init__(self) -> None:
+        self.no: list[_Asker] = []
+        self.yes: set[_Asker] = set()
+        self.strictness: contextlib.ExitStack | None = None
+
+
+_TOLD = _Told()
 
 
 @contextlib.contextmanager
@@ -76,8 +93,8 @@ def plain_answers() -> Iterator[None]:
 
     with (
         # Dynamo looks this function up whenever traced code asks.
-        shadowed(torch_variables, tracing_state_functions=lambda: _Answers(usual())),
-        shadowed(convert_frame.ConvertFrame, __call__=convert_or_tell),
+        shadowed_here(torch_variables, tracing_state_functions=lambda: _Answers(usual())),
+        shadowed_here(convert_frame.ConvertFrame, __call__=convert_or_tell),
     ):
         yield
 
@@ -88,18 +105,18 @@ def trace_one_graph(trace: Callable[[], _Traced]) -> _Traced:
     Whom it tells yes is forgotten: the capture of a step does not depend on what was exported
     before it.
     """
-    before = set(_told_yes)
+    before = set(_TOLD.yes)
     try:
         return _tell_until_traced(trace)
     finally:
-        _told_yes.intersection_update(before)
+        _TOLD.yes.intersection_update(before)
 
 
 def insist_on_one_graph() -> bool:
     """Let breaks of the graph that is traced be errors; returns whether that is so."""
-    if _Answers.strictness is None:
+    if _TOLD.strictness is None:
         return False
-    _Answers.strictness.enter_context(torch._dynamo.error_on_graph_break(True))
+    _TOLD.strictness.enter_context(torch._dynamo.error_on_graph_break(True))
     return True
 
 
@@ -110,9 +127,9 @@ def _tell_until_traced(trace: Callable[[], _Traced]) -> _Traced:
     last: _Asker | None = None
     is_strict = False
     while True:
-        _told_no.clear()
+        _TOLD.no.clear()
         try:
-            with contextlib.ExitStack() as strictness, shadowed(_Answers, strictness=strictness):
+            with contextlib.ExitStack() as strictness, shadowed(_TOLD, strictness=strictness):
                 if is_strict:  # also where nobody is told no any more
                     insist_on_one_graph()
                 return trace()
@@ -126,14 +143,14 @@ def _tell_until_traced(trace: Callable[[], _Traced]) -> _Traced:
             place = _place_of(error)
             if ended is not None and not _is_further(place, ended):
                 if last is not None:
-                    _told_yes.discard(last)
+                    _TOLD.yes.discard(last)
             else:
                 ended = place
-            last = next((asker for asker in reversed(_told_no) if asker not in tried), None)
+            last = next((asker for asker in reversed(_TOLD.no) if asker not in tried), None)
             if last is None:
                 raise
             tried.add(last)
-            _told_yes.add(last)
+            _TOLD.yes.add(last)
 
 
 def _place_of(error: BaseException) -> _Place:
@@ -151,16 +168,8 @@ def _is_further(place: _Place, before: _Place) -> bool:
     return len(place[0]) < len(before[0])
 
 
-def is_exporting() -> bool:
-    """Return whether ``torch.export`` traces; torch 2.11's own says so of all that is traced."""
-    return torch.compiler._is_exporting_flag
-
-
 class _Answers(dict[Any, Any]):
     """What Dynamo tells traced code about the state of tracing."""
-
-    # Left with the function that is being captured; without one, graphs break as ever.
-    strictness: contextlib.ExitStack | None = None
 
     def __getitem__(self, function: Any) -> Any:
         if function is torch.compiler.is_exporting:
@@ -169,9 +178,9 @@ class _Answers(dict[Any, Any]):
         if getattr(function, "__name__", "") not in _IS_COMPILING:
             return answer
         asker = _asker(sys._getframe(1))
-        if asker in _told_yes or asker[0][0].startswith(_KNOWING):
+        if asker in _TOLD.yes or asker[0][0].startswith(_KNOWING):
             return answer
-        _told_no.append(asker)
+        _TOLD.no.append(asker)
         # From here on: nothing of the function has run when a break is raised.
         insist_on_one_graph()
         return False

@@ -21,7 +21,7 @@ from torch._dynamo.output_graph import GraphCompileReason
 from torch._dynamo.utils import graph_break_reasons
 
 from lightning_unitscale.dynamo.breaks import frames_of
-from lightning_unitscale.patching import shadowed
+from lightning_unitscale.patching import shadowed_here
 
 
 @contextlib.contextmanager
@@ -57,7 +57,7 @@ def around_captures(enter: Callable[[CodeType], AbstractContextManager[None]]) -
             raise
 
     with (
-        shadowed(convert_frame.ConvertFrame, __call__=convert_within),
-        shadowed(convert_frame.ConvertFrameAssert, __call__=attempt_and_note),
+        shadowed_here(convert_frame.ConvertFrame, __call__=convert_within),
+        shadowed_here(convert_frame.ConvertFrameAssert, __call__=attempt_and_note),
     ):
         yield

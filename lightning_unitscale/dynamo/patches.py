@@ -36,7 +36,7 @@ Private names used here were checked on torch 2.13 and 2.11: ``VariableBuilder``
 one; ``ConvertFrame``, which is called once per function to capture, ``ConvertFrameReturn``, whose
 default is to leave the function alone, ``GraphCompileReason``, and the two errors; the sets behind
 ``torch.compiler.allow_in_graph``, which itself cannot be taken back; ``tracing_state_functions``,
-``tx`` in the handler that answers whether anything is compiled, and ``_is_exporting_flag``;
+``tx`` in the handler that answers whether anything is compiled;
 ``OptimizerVariable._set_capturable``; ``SkipFunctionVariable.call_function``, which runs what is
 not traced, and ``raise_observed_exception``; ``_enter_inference_mode`` and
 ``_exit_inference_mode``, which Dynamo puts into its graphs.
@@ -87,17 +87,17 @@ from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 
 from lightning_unitscale.dynamo.answers import insist_on_one_graph
 from lightning_unitscale.dynamo.breaks import frames_of, is_installed_file, short_reason
-from lightning_unitscale.patching import nothing, shadowed
+from lightning_unitscale.patching import nothing, shadowed_here
 
 
 @contextlib.contextmanager
 def plain_numbers() -> Iterator[None]:
     """Within this context NumPy and generators are not traced, and updates not taken apart."""
     with (
-        shadowed(VariableBuilder, wrap_numpy_ndarray=_as_number),
-        shadowed(NumpyVariable, is_python_constant=_is_constant),
-        shadowed(RandomVariable, is_supported_random_obj=staticmethod(lambda _: False)),
-        shadowed(RandomClassVariable, call_function=_refuse_generator),
+        shadowed_here(VariableBuilder, wrap_numpy_ndarray=_as_number),
+        shadowed_here(NumpyVariable, is_python_constant=_is_constant),
+        shadowed_here(RandomVariable, is_supported_random_obj=lambda _: False),
+        shadowed_here(RandomClassVariable, call_function=_refuse_generator),
         torch._dynamo.config.patch(trace_numpy=False, enable_dynamo_decompositions=False),
     ):
         yield
@@ -157,8 +157,8 @@ def passed_over() -> Iterator[None]:
             return ConvertFrameReturn()
 
     with (
-        shadowed(convert_frame.ConvertFrame, __call__=convert_or_pass_over),
-        shadowed(symbolic_convert, is_forbidden=_break_at_forbidden),
+        shadowed_here(convert_frame.ConvertFrame, __call__=convert_or_pass_over),
+        shadowed_here(symbolic_convert, is_forbidden=_break_at_forbidden),
     ):
         yield
 
@@ -226,8 +226,8 @@ def quiet_libraries() -> Iterator[None]:
         return ConstantVariable.create(answer if name in _LOGGER_QUESTIONS else None)
 
     with (
-        shadowed(symbolic_convert.InstructionTranslatorBase, call_function=call_or_pass),
-        shadowed(LoggingLoggerVariable, call_method=log_once),
+        shadowed_here(symbolic_convert.InstructionTranslatorBase, call_function=call_or_pass),
+        shadowed_here(LoggingLoggerVariable, call_method=log_once),
     ):
         yield
 
@@ -268,7 +268,7 @@ def kept_whole(functions: Sequence[Callable[..., Any]]) -> Iterator[None]:
 @contextlib.contextmanager
 def plain_optimizers() -> Iterator[None]:
     """Within this context Dynamo changes nothing in an optimizer that traced code reads."""
-    with shadowed(OptimizerVariable, _set_capturable=nothing):
+    with shadowed_here(OptimizerVariable, _set_capturable=nothing):
         yield
 
 
@@ -313,7 +313,7 @@ def absent_packages() -> Iterator[None]:
         except importlib.metadata.PackageNotFoundError as error:
             raise_observed_exception(type(error), tx, args=list(error.args))
 
-    with shadowed(SkipFunctionVariable, call_function=call_or_raise):
+    with shadowed_here(SkipFunctionVariable, call_function=call_or_raise):
         yield
 
 

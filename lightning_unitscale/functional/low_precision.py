@@ -30,6 +30,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lightning_unitscale.compiling import is_compiling
 from lightning_unitscale.functional.scale import Factor
 from lightning_unitscale.scales.statistics import has_triton
 
@@ -210,7 +211,7 @@ def _is_traced() -> bool:
     """Whether AOTAutograd makes a graph of what runs; torch 2.11 does not say it compiles then."""
     proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
     is_traced = proxies is not None and proxies.get_proxy_mode() is not None
-    return is_traced or torch.compiler.is_compiling()
+    return is_traced or is_compiling()
 
 
 _LIBRARY = torch.library.Library("lightning_unitscale", "FRAGMENT")

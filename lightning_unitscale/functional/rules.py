@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_unitscale.compiling import is_compiling
 from lightning_unitscale.functional.moments import elementwise_moments
 
 Kind = Literal["linear", "activation", "normalization", "loss", "sum", "other"]
@@ -223,7 +224,7 @@ def specialized(size: int) -> int:
 
     A compiled graph is then one of this size; another size recompiles.
     """
-    return len(range(size)) if torch.compiler.is_compiling() else size
+    return len(range(size)) if is_compiling() else size
 
 
 def shape_of(value: Any) -> tuple[int, ...]:

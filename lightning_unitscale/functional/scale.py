@@ -22,6 +22,7 @@ from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 
+from lightning_unitscale.compiling import is_compiling
 from lightning_unitscale.patching import shadowed
 
 __all__ = ["scale", "scale_bwd", "scale_fwd"]
@@ -151,7 +152,7 @@ def multiply(tensor: Tensor, factor: Factor) -> Tensor:
     copy would let what follows take another kernel, with another order of summation or (on a CPU,
     where vectors and their remainders are computed differently) with other last bits.
     """
-    if not torch.compiler.is_compiling() and tensor.layout is not torch.strided:
+    if not is_compiling() and tensor.layout is not torch.strided:
         # The gradient of a sparse embedding, or rows of different lengths: no layout to keep.
         return _product(tensor, factor)
     core = tensor
@@ -253,7 +254,7 @@ _LINE_BYTES = 64
 
 def _alignment(tensor: Tensor) -> int:
     """Elements from the last cache line's beginning to that of ``tensor``; 0 under a compiler."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return 0
     offset = tensor.storage_offset()
     return (

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_unitscale.compiling import is_compiling
 from lightning_unitscale.functional.scale import scale_in_place
 from lightning_unitscale.lossless.gauge import GaugePair
 from lightning_unitscale.optim.optimizers import (
@@ -258,7 +259,7 @@ def _converting(held: HeldParameters, sign: int) -> Callable[..., None]:
 def _stop_others(held: HeldParameters) -> Callable[..., None]:
     def stop(module: nn.Module, args: Any) -> None:
         # Dynamo looks through this: what it captures knows the units.
-        if torch.compiler.is_compiling() or not held.is_closed:
+        if is_compiling() or not held.is_closed:
             return
         raise RuntimeError(
             f"{type(module).__name__} is called outside of the module's steps while its parameters "

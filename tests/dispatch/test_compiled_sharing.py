@@ -130,12 +130,12 @@ def _stepped(modules: list[Module], order: str) -> list[AttachedSession]:
         for one in attached:
             one.session.units.settle()
 
-    for index in range(3):
+    for _ in range(3):
         if order == "nested":
             losses = [step(x) for step in steps]
             for loss in losses:
                 loss.backward()
-        elif order == "threads" and index > 0:  # compiled by one thread at a time
+        elif order == "threads":
             barrier = threading.Barrier(len(steps))
 
             def train(step: Any, barrier: threading.Barrier = barrier) -> None:
@@ -162,8 +162,9 @@ def test_two_modules_of_one_class_keep_to_their_own_sessions(order: str) -> None
         return [Module(scale, compiles=compiles) for scale in (1.0, 2.0**-9)]
 
     expected, compiled = made(""), made("module")
-    compiled[0].training_step(torch.randn(4, WIDTH)).backward()
-    compiled[0].zero_grad()
+    if order != "threads":  # there the first steps meet in the compiler
+        compiled[0].training_step(torch.randn(4, WIDTH)).backward()
+        compiled[0].zero_grad()
     of_eager, of_compiled = _stepped(expected, order), _stepped(compiled, order)
     for eager, own in zip(of_eager, of_compiled, strict=True):
         assert own.session.units.gauge.pairs == eager.session.units.gauge.pairs

@@ -142,11 +142,11 @@ class BreaksByItself(KeepsInAContextVariable):
 
 def test_other_breaks_change_no_answer() -> None:
     module, x = BreaksByItself(), torch.randn(2, 3)
-    before = set(answers._told_yes)
+    before = set(answers._TOLD.yes)
     tracked = track_scales(module)
     assert_same_bits(run(tracked, x), run(module, x))
     # Who asks in vain has the plain way still, and the context variable breaks nothing.
-    assert {asker[0][1] for asker in answers._told_yes - before} == {"_by_a_helper"}
+    assert {asker[0][1] for asker in answers._TOLD.yes - before} == {"_by_a_helper"}
     explained = tracked.explain()  # type: ignore[operator]
     assert "ContextVar" not in explained and "graph_break" in explained
 
@@ -154,10 +154,10 @@ def test_other_breaks_change_no_answer() -> None:
 def test_one_graph_tells_the_truth_only_to_code_that_dynamo_would_fail_on() -> None:
     module = KeepsInAContextVariable()
     x = torch.randn(2, 3)
-    told = set(answers._told_yes)
+    told = set(answers._TOLD.yes)
     exported = export_forward(module, (x,), {}, plain=True)
     assert torch.equal(exported(x), module(x))
-    assert told == answers._told_yes
+    assert told == answers._TOLD.yes
 
 
 def test_one_graph_that_cannot_be_captured_says_why() -> None:
@@ -167,10 +167,10 @@ def test_one_graph_that_cannot_be_captured_says_why() -> None:
             torch._dynamo.graph_break()
             return total
 
-    told = set(answers._told_yes)
+    told = set(answers._TOLD.yes)
     with pytest.raises(RuntimeError, match=r"Breaks\.forward cannot be captured as one graph"):
         export_forward(Breaks(_by_a_helper), (torch.randn(2, 3),), {}, plain=True)
-    assert told == answers._told_yes
+    assert told == answers._TOLD.yes
 
 
 class Marks(nn.Module):

@@ -1,0 +1,101 @@
+"""A compiler on one thread is none of the others'."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_unitscale.compiling import is_compiling, is_exporting
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch._dynamo.reset()
+
+
+def _on_another_thread(ask: Callable[[], Any]) -> Any:
+    answers: list[Any] = []
+    thread = threading.Thread(target=lambda: answers.append(ask()))
+    thread.start(), thread.join()
+    return answers[0]
+
+
+def _answers() -> tuple[bool, bool]:
+    return is_compiling(), is_exporting()
+
+
+def test_nobody_compiles() -> None:
+    assert _answers() == (False, False)
+
+
+def test_a_backend_compiles_for_its_own_thread() -> None:
+    seen: list[Any] = []
+
+    def backend(graph_module: Any, _: Any) -> Any:
+        # torch 2.11 does not say so while a backend compiles.
+        own = is_compiling() == torch.compiler.is_compiling()
+        seen.extend([_on_another_thread(_answers), own])
+        return graph_module.forward
+
+    torch.compile(torch.sin, backend=backend)(torch.ones(2))
+    assert seen == [(False, False), True]
+
+
+def test_code_that_is_traced_is_compiled() -> None:
+    def step(x: Tensor) -> Tensor:
+        return x + 1 if is_compiling() else x - 1
+
+    compiled = torch.compile(step, backend="eager", fullgraph=True)
+    assert compiled(torch.zeros(1)) == 1
+    assert step(torch.zeros(1)) == -1
+
+
+class _Asking(nn.Module):
+    def __init__(self, seen: list[Any]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.ask = lambda: seen.append((_answers(), _on_another_thread(_answers)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.ask()
+        return self.layer(x)
+
+
+def test_an_export_that_calls_the_module_is_of_its_own_thread() -> None:
+    seen: list[Any] = []
+    torch.export.export(_Asking(seen), (torch.ones(1, 2),), strict=False)
+    assert seen
+    assert set(seen) == {((True, True), (False, False))}
+
+
+def test_a_strict_export_says_so() -> None:
+    class Module(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1 if is_compiling() and is_exporting() else x - 1
+
+    exported = torch.export.export(Module(), (torch.zeros(1),), strict=True)
+    assert exported.module()(torch.zeros(1)) == 1
+
+
+def test_what_a_compiled_function_calls_is_compiled_no_longer() -> None:
+    seen: list[Any] = []
+
+    @torch.compiler.disable
+    def ask() -> None:
+        seen.append(_answers())
+
+    def step(x: Tensor) -> Tensor:
+        y = checkpoint(torch.sin, x * 2, use_reentrant=False)
+        ask()
+        return y.sum()
+
+    compiled = torch.compile(step, backend="aot_eager")
+    for _ in range(2):
+        compiled(torch.ones(2, requires_grad=True)).backward()
+    assert seen == [(False, False)] * 2
