@@ -7,7 +7,6 @@ one rank each case trains on one device, without the strategy. Every rank writes
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -157,12 +156,10 @@ def checkpointed(net: nn.Module) -> nn.Module:
     return net
 
 
-def pretrained(folder: Path) -> Path:
-    """Where the weights of a model are, of this process: another may be writing its own."""
-    path = folder / f"pretrained-{os.getpid()}"
-    if not path.exists():
-        gpt2().save_pretrained(path)
-    return path
+def save_pretrained(folder: Path) -> None:
+    """Save the weights that the ranks read; among ranks only the first one would write them."""
+    torch.manual_seed(0)
+    gpt2().save_pretrained(folder / "pretrained")
 
 
 CASES: dict[str, Callable[[Path], pl.LightningModule]] = {
@@ -175,7 +172,7 @@ CASES: dict[str, Callable[[Path], pl.LightningModule]] = {
     "checkpointed": lambda _: Plain(checkpointed(gpt2())),
     "checkpointed reads": lambda _: Reads(checkpointed(llama())),
     "generates": lambda _: Generates(gpt2()),
-    "late": lambda folder: LateWeights(pretrained(folder)),
+    "late": lambda folder: LateWeights(folder / "pretrained"),
     "low rank": lambda _: Plain(low_rank()),
     "low rank reads": lambda _: Reads(low_rank()),
     "bf16": lambda _: Plain(gpt2()),

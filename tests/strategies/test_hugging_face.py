@@ -13,7 +13,7 @@ from tests.distributed.launch import run_ranks
 
 pytest.importorskip("transformers")
 
-from tests.strategies.hugging_face_run import CASES
+from tests.strategies.hugging_face_run import CASES, save_pretrained
 
 # Their step reads numbers: only the model runs as a pipeline.
 AROUND = {"reads", "own loss", "checkpointed reads", "low rank reads", "bf16 reads"}
@@ -27,6 +27,9 @@ TOLERANCES = {"u-mup": 1e-2, "bf16": 2e-3, "bf16 reads": 2e-3}
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """Folders in which the same cases were trained on one device and on two."""
     folders = {n: tmp_path_factory.mktemp(f"ranks-{n}") for n in (1, 2)}
+
+    for folder in folders.values():
+        save_pretrained(folder)
 
     def run(num_ranks: int) -> None:
         run_ranks(
