@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_unitscale import ScaleMonitor, UnitScaleCallback, attach
+from lightning_unitscale import RematCallback, ScaleMonitor, UnitScaleCallback, attach
 from lightning_unitscale.dispatch import tensors
 from lightning_unitscale.dynamo.patches import opened_layers
 from lightning_unitscale.patching import shadowed
@@ -209,7 +209,7 @@ class Trained(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit(module: Trained, callback: UnitScaleCallback) -> list[Tensor]:
+def fit(module: Trained, callback: pl.Callback) -> list[Tensor]:
     trainer = pl.Trainer(
         accelerator="cpu", devices=1, barebones=True, max_steps=NUM_STEPS, callbacks=[callback]
     )
@@ -230,6 +230,41 @@ def test_trainers_in_two_threads_keep_to_themselves() -> None:
     (alone, counted_alone), (together, counted_together) = outcomes
     assert_same_bits(together, alone)
     assert counted_together == counted_alone
+
+
+@pytest.mark.filterwarnings("ignore:The .* does not have many workers")
+def test_a_step_beside_a_compiler_has_its_units() -> None:
+    def trained(runner: Callable[..., Any]) -> Any:
+        torch.manual_seed(0)
+        callback = UnitScaleCallback()
+        return runner(fit, Trained(is_by_hand=False), callback), callback.coverage.counts
+
+    alone, beside = trained(here), []
+
+    def backend(graph_module: Any, _: Any) -> Any:
+        beside.append(trained(in_new_thread))
+        return graph_module.forward
+
+    torch._dynamo.reset()
+    torch.compile(torch.sin, backend=backend)(torch.ones(2))
+    assert beside[0][1] == alone[1]
+    assert_same_bits(beside[0][0], alone[0])
+
+
+@pytest.mark.filterwarnings("ignore:The .* does not have many workers")
+@pytest.mark.parametrize("kind", ["min_cut", "u-mup"])
+def test_steps_that_two_threads_capture_at_once(kind: str) -> None:
+    def made() -> Any:
+        return RematCallback("min_cut") if kind == "min_cut" else UnitScaleCallback(kind)
+
+    outcomes = []
+    for num_threads in (1, 2):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        modules = [Trained(is_by_hand=False) for _ in range(2)]
+        with ThreadPoolExecutor(num_threads) as pool:
+            outcomes.append(list(pool.map(fit, modules, [made(), made()])))
+    assert_same_bits(*outcomes)
 
 
 @pytest.mark.parametrize("callbacks", [[UnitScaleCallback()], [ScaleMonitor(every_n_steps=1)]])
