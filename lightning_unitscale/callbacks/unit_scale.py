@@ -92,10 +92,10 @@ class UnitScaleCallback(StepsCallback):
             product measures before it runs for the first time.
         precision: ``"fp8"``, or :class:`FP8` with exceptions, runs linear layers, and their two
             gradients, in real FP8 with constant scales: those whose features are multiples of 16
-            and whose operands fit, when they first run and whenever units are looked at. It goes
-            with any precision of the Trainer, whose types the results have; ``explain()`` tells
-            what was decided on each product. FP8 needs a GPU of compute capability 8.9, or a CPU,
-            where it is slow.
+            (or large enough to be padded) and whose operands fit, when they first run and whenever
+            units are looked at. It goes with any precision of the Trainer, whose types the results
+            have; ``explain()`` tells what was decided on each product. FP8 needs a GPU of compute
+            capability 8.9, or a CPU, where it is slow.
         remat: Budget for rematerialization, as in :class:`RematCallback`.
         compile: Run the captured graphs by Inductor, in a mode of ``torch.compile`` such as
             ``"reduce-overhead"``, which has CUDA graphs, or ``"max-autotune"``. FP32 results then

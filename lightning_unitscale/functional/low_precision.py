@@ -36,6 +36,11 @@ from lightning_unitscale.scales.statistics import has_triton
 
 # Dimensions of the operands must be multiples of this, except the number of rows of the first.
 MULTIPLE = 16
+# Others are padded with zeros where that pays: from so many on, which adds at most an eighth of the
+# operations, and where each element of the padded result is a sum of so many products. FP8 then
+# saves more time than it takes to copy the part of the result that is kept.
+PADDED_FROM = 8 * MULTIPLE
+MIN_PADDED_SUM = 1024
 
 _FIRST_CAPABILITY = (8, 9)
 
@@ -66,37 +71,38 @@ def scaled_product(
 
     Args:
         rows: FP8 of shape ``(m, k)``, in any layout.
-        columns: FP8 of shape ``(n, k)``, in any layout; ``n`` is a multiple of 16. At most one of
-            the two is E5M2.
+        columns: FP8 of shape ``(n, k)``, in any layout. At most one of the two is E5M2.
         scale: FP32, 0-d.
         dtype: Type of the result: FP32, BF16 or FP16.
         fast: Whether Hopper may keep fewer bits of intermediate sums, as is usual forward and not
             for gradients.
 
     Returns:
-        Shape ``(m, n)``. An inner dimension that is no multiple of 16 is filled up with zeros.
+        Shape ``(m, n)``, contiguous. ``n`` and ``k`` are padded with zeros to multiples of 16.
     """
+    size = columns.shape[0]
     if rows.shape[0] == 0 or rows.shape[1] == 0:
-        return rows.new_zeros((rows.shape[0], columns.shape[0]), dtype=dtype)
-    return torch._scaled_mm(
-        _filled_rows(rows),
-        _filled_rows(columns).t(),
+        return rows.new_zeros((rows.shape[0], size), dtype=dtype)
+    result = torch._scaled_mm(
+        _padded(rows),
+        _padded(columns, size).t(),
         scale_a=scale,
         scale_b=torch.ones((), dtype=torch.float32, device=rows.device),
         out_dtype=dtype,
         use_fast_accum=fast,
     )
+    return result if size % MULTIPLE == 0 else result[:, :size].contiguous()
 
 
-def _filled_rows(matrix: Tensor) -> Tensor:
-    """The matrix in contiguous rows, each with zeros up to a multiple of 16."""
+def _padded(matrix: Tensor, num_rows: int = MULTIPLE) -> Tensor:
+    """The matrix in contiguous rows; each, and their number, padded with zeros."""
     matrix = matrix.contiguous()
-    missing = -matrix.shape[1] % MULTIPLE
-    if missing == 0:
+    missing, missing_rows = -matrix.shape[1] % MULTIPLE, -num_rows % MULTIPLE
+    if missing == missing_rows == 0:
         return matrix
     # Padding is not there for FP8; the byte 0 is the number 0 in both formats.
-    filled = torch.nn.functional.pad(matrix.view(torch.uint8), (0, missing))
-    return filled.view(matrix.dtype)
+    padded = torch.nn.functional.pad(matrix.view(torch.uint8), (0, missing, 0, missing_rows))
+    return padded.view(matrix.dtype)
 
 
 Scaling = Literal["constant", "dynamic"]
@@ -130,8 +136,8 @@ def fp8_linear(
     """``input @ weight.T + bias`` through FP8; only FP8 is kept for the backward pass.
 
     Args:
-        input: FP32, BF16 or FP16 of shape ``(..., k)``, with ``k`` a multiple of 16.
-        weight: Of shape ``(n, k)``, with ``n`` a multiple of 16.
+        input: FP32, BF16 or FP16 of shape ``(..., k)``.
+        weight: Of shape ``(n, k)``.
         bias: Added in ``dtype``, after the product; its gradient is not rounded.
         scaling: ``"constant"`` takes ``factors``, ``"dynamic"`` finds them in every call.
         dtype: Type of the result.
@@ -183,8 +189,8 @@ def fp8_matrices(
 ) -> list[Tensor]:
     """A matrix as :func:`to_fp8` casts it, and its transpose, each if it is wanted.
 
-    On CUDA one kernel makes both in one read, as :func:`scaled_product` wants them: in rows, filled
-    up with zeros to a multiple of 16. Elsewhere the transpose is a view.
+    On CUDA one kernel makes both in one read, as :func:`scaled_product` wants them: in rows, padded
+    with zeros to a multiple of 16. Elsewhere the transpose is a view.
 
     Args:
         matrix: Floating point, of shape ``(m, k)``.

@@ -19,8 +19,10 @@ from lightning_unitscale.arguments import check_choice
 from lightning_unitscale.capture.steps import EVALUATION_STEPS
 from lightning_unitscale.functional.low_precision import (
     DEFAULT_GRADIENT,
+    MIN_PADDED_SUM,
     MULTIPLE,
     NUM_CASTS,
+    PADDED_FROM,
     Casts,
     GradientFormat,
     Scaling,
@@ -37,6 +39,7 @@ from lightning_unitscale.precision.linear import Linear, linear_of, rewrite_line
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NO_LINEAR = "it is no linear layer"
+_NO_PADDING = "and padding would not pay"
 EXCLUDED_BY_DEFAULT = f"{EXCLUDED} by default"
 
 # The format of gradients that the finer one does not hold.
@@ -234,11 +237,13 @@ class FP8Linears(GraphPass):
             if options.get(option, 1) != 1:
                 return f"it has {option}={options[option]}"
         features = weight.shape if is_turned else weight.shape[::-1]
-        for what, size in zip(("input", "output"), features, strict=True):
+        sums = features[::-1]
+        for what, size, num_products in zip(("input", "output"), features, sums, strict=True):
             if not isinstance(size, int):
                 return f"its number of {what} features is not fixed"
-            if size % MULTIPLE or size == 0:
-                return f"its {size} {what} features are no multiple of {MULTIPLE}"
+            is_large = size >= PADDED_FROM and num_products >= MIN_PADDED_SUM
+            if size == 0 or (size % MULTIPLE and not is_large):
+                return f"its {size} {what} features are no multiple of {MULTIPLE}, {_NO_PADDING}"
         if name not in self.unfit.products and (reason := why_no_fp8(read.device)) is not None:
             raise RuntimeError(
                 f"{name} on {read.device}: {reason}; expected a GPU of compute capability 8.9 or "

@@ -180,12 +180,12 @@ def fp8_linears(
     """A copy of ``module`` whose linear layers, and their gradients, run in real FP8.
 
     Eligible are ``F.linear`` and products with a 2-D parameter (``matmul``, ``addmm``, ...) whose
-    numbers of features are multiples of 16. Operands are cast to E4M3FN, arriving gradients to
-    ``gradient_format``. Results have the type that they had. It runs on GPUs of compute capability
-    8.9 and above, and on CPUs, slowly, as a check. Together with :func:`simulate_format`, in either
-    order, what runs in FP8 is not rounded again. What is kept for the backward pass is what
-    ``module`` keeps; in a captured graph (:func:`compile`, ``depth="all"``, dynamic scales) it is
-    FP8 only.
+    numbers of features are multiples of 16, or large enough for padding to pay. Operands are cast
+    to E4M3FN, arriving gradients to ``gradient_format``. Results have the type that they had. It
+    runs on GPUs of compute capability 8.9 and above, and on CPUs, slowly, as a check. Together with
+    :func:`simulate_format`, in either order, what runs in FP8 is not rounded again. What is kept
+    for the backward pass is what ``module`` keeps; in a captured graph (:func:`compile`,
+    ``depth="all"``, dynamic scales) it is FP8 only.
 
     Args:
         module: Any module; one that Dynamo can capture with dynamic scales. It is left as it is.

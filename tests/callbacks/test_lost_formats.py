@@ -164,7 +164,7 @@ class LateNarrow(Narrow):
     starts = 3
 
 
-_NARROW = "narrow (its 24 output features are no multiple of 16)"
+_NARROW = "narrow (its 24 output features are no multiple of 16, and padding would not pay)"
 
 
 def test_a_shape_is_warned_of_in_the_first_step() -> None:
@@ -202,13 +202,16 @@ def test_a_layer_that_loses_its_shape_for_a_step() -> None:
     steps, (warning,) = fit(Sliced(), data, callback)
     assert _are_rounded(steps, plain) == [True, True, False, True]
     assert "went from 100 % to 0 % of the FLOPs at step 2: 5 of 5 matmuls" in warning
-    assert "its 40 output features are no multiple of 16" in warning
+    assert "its 40 output features are no multiple of 16, and padding would not pay" in warning
 
 
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: Small(nn.Linear(20, 20)), "net (its 20 input features are no multiple of 16)"),
+        (
+            lambda: Small(nn.Linear(20, 20)),
+            "net (its 20 input features are no multiple of 16, and padding would not pay)",
+        ),
         (lambda: Small(nn.Conv1d(1, 4, 3)), "net (it is no linear layer)"),
         (lambda: Small(nn.Identity()), "no matrix product ran"),
     ],

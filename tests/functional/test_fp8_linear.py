@@ -46,23 +46,24 @@ def _assert_near(found: Tensor, expected: Tensor, num_terms: int) -> None:
 
 @pytest.mark.parametrize("gradient", GRADIENTS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(32, 48), (3, 7, 48), (48,), (1, 48)], ids=str)
+@pytest.mark.parametrize("shape", [(32, 48), (3, 7, 48), (48,), (1, 48), (5, 43)], ids=str)
+@pytest.mark.parametrize("size_out", [32, 37])
 def test_products_of_rounded_operands(
-    dtype: torch.dtype, shape: tuple[int, ...], gradient: GradientFormat
+    dtype: torch.dtype, shape: tuple[int, ...], size_out: int, gradient: GradientFormat
 ) -> None:
-    x, w = _random(*shape, dtype=dtype), _random(32, 48, dtype=dtype, seed=1)
+    x, w = _random(*shape, dtype=dtype), _random(size_out, shape[-1], dtype=dtype, seed=1)
     factors = (2.0, 0.5, 1.0, 4.0, 0.25, 0.125)
     y = fp8_linear(x, w, None, "constant", dtype, *factors, gradient_format=gradient)
     g = _random(*y.shape, dtype=dtype, seed=2).detach()
     y.backward(g)
-    assert y.dtype == dtype and y.shape == (*shape[:-1], 32)
+    assert y.dtype == dtype and y.shape == (*shape[:-1], size_out)
     x8, w8, g8 = _operand(x, 2.0), _operand(w, 0.5), _gradient(g, 4.0, gradient)
-    _assert_near(y.detach(), x8 @ w8.T, 48)
+    _assert_near(y.detach(), x8 @ w8.T, shape[-1])
     assert x.grad is not None and w.grad is not None
     assert x.grad.dtype == w.grad.dtype == dtype
-    _assert_near(x.grad, 0.25 * g8 @ w8, 32)
-    rows = g8.reshape(-1, 32)
-    _assert_near(w.grad, 0.125 * rows.T @ x8.reshape(-1, 48), len(rows))
+    _assert_near(x.grad, 0.25 * g8 @ w8, size_out)
+    rows = g8.reshape(-1, size_out)
+    _assert_near(w.grad, 0.125 * rows.T @ x8.reshape(-1, shape[-1]), len(rows))
 
 
 def test_the_bias_is_not_rounded_and_neither_is_its_gradient() -> None:

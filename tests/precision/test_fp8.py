@@ -148,7 +148,7 @@ def test_every_decision_is_reported() -> None:
         "matmul": "it is no linear layer",
         "linear_1": None,
         "matmul_1": None,
-        "last.linear": "its 10 output features are no multiple of 16",
+        "last.linear": "its 10 output features are no multiple of 16, and padding would not pay",
     }
     text = fp8.explain()
     assert "3 of 8 products in FP8 with constant scales" in text
@@ -329,7 +329,17 @@ def _case(function: Callable[..., Tensor], *shapes: tuple[int, ...], **options: 
         (_case(lambda w, x: F.linear(x, w), (32,), (4, 32)), "it is no linear layer"),
         (
             _case(lambda w, x: F.linear(x, w), (16, 24), (4, 24)),
-            "its 24 input features are no multiple of 16",
+            "its 24 input features are no multiple of 16, and padding would not pay",
+        ),
+        (_case(lambda w, x: F.linear(x, w), (1024, 129), (2, 129)), None),
+        (_case(lambda w, x: F.linear(x, w), (129, 1024), (2, 1024)), None),
+        (
+            _case(lambda w, x: F.linear(x, w), (1023, 129), (2, 129)),
+            "its 129 input features are no multiple of 16, and padding would not pay",
+        ),
+        (
+            _case(lambda w, x: F.linear(x, w), (10, 1024), (2, 1024)),
+            "its 10 output features are no multiple of 16, and padding would not pay",
         ),
         (
             _case(lambda w, x: F.linear(x, w), (16, 32), (4, 32), dtype=torch.float64),
