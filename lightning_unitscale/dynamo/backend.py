@@ -1,10 +1,16 @@
 """Run or compile the graphs that AOTAutograd makes, with the kernels of a plain step.
 
-Interpolation and some losses have Python decompositions registered for autograd's dispatch key,
-which a traced joint graph gets whatever decompositions it is asked for. They add up in another
-order than the kernels of a plain step, so that losses and gradients would differ by an ulp.
+Interpolation, some losses and dropout have Python decompositions registered for autograd's dispatch
+key, which a traced joint graph gets whatever decompositions it is asked for. They add up in another
+order than the kernels of a plain step, so that losses and gradients would differ by an ulp. A CPU's
+dropout multiplies by a mask that is rounded to the type of its input, and its decomposition by
+``1 / (1 - p)``: in BF16 the gradients differ in the third digit.
 
-Private names used here were checked on torch 2.13 and 2.11: Inductor's ``custom_partitioner_fn``
+Under autocast AOTAutograd traces the backward pass with autocast on. Whoever calls ``backward()``
+outside of it, as a Trainer does, runs it without.
+
+Private names used here were checked on torch 2.13 and 2.11: Inductor's ``custom_partitioner_fn``,
+functorch's ``backward_pass_autocast``,
 and the switches of the two caches of compiled graphs; ``OpOverload.py_kernels``,
 ``OpOverload._dispatch_cache`` and ``OpOverload._schema``, ``torch._C.DispatchKey``,
 ``TorchDispatchMode``, and ``upsample_compute_output_size`` and ``suggest_memory_format`` of torch's
@@ -49,8 +55,22 @@ def partitioned_by(partition_fn: Any) -> Iterator[None]:
         yield
 
 
+def traced_backward(*, is_autocast: bool) -> contextlib.AbstractContextManager[None]:
+    """Return the settings under which AOTAutograd traces a backward pass.
+
+    Args:
+        is_autocast: Whether the backward pass runs within the autocast of the forward pass.
+    """
+    from torch._functorch import config
+
+    patch: contextlib.AbstractContextManager[None] = config.patch(
+        backward_pass_autocast="same_as_forward" if is_autocast else "off"
+    )
+    return patch
+
+
 aten = torch.ops.aten
-# Left out: what has the kernel's bits once it is taken apart (dropout, GRUs, nearest neighbours),
+# Left out: what has the kernel's bits once it is taken apart (GRUs, nearest neighbours),
 # batch norm, whose kernel writes to its running statistics behind autograd's back, and LSTMs: the
 # shapes that oneDNN's kernel returns cannot be told without running it.
 _TAKEN_APART = (
@@ -79,6 +99,9 @@ def plain_kernels() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for operator in _TAKEN_APART:
             stack.enter_context(_with_python_kernel(operator, DispatchKey.Autograd, None))
+        for key in _COMPOSITE:
+            # Its own kernel in C++ is a fused one on a GPU, and several operations on a CPU.
+            stack.enter_context(_with_python_kernel(aten.dropout.default, key, None))
         for packet, backward in _RESIZED.items():
             # Torch's own in C++ would fix the sizes of a graph in which these are symbols.
             resize = functools.partial(_resized, packet.default)
