@@ -261,7 +261,8 @@ class RematCallback(StepsCallback):
     def _warn_of_breaks(self) -> None:
         if isinstance(self._partitioner, MeasuredPartitioner):
             return  # the budget holds for the whole step
-        breaks = [] if self._steps is None else self._steps.steps["training_step"].graph_breaks
+        step = None if self._steps is None else self._steps.steps["training_step"]
+        breaks = [] if step is None or step.second_capture.is_due else step.graph_breaks
         if self._has_warned or not breaks:
             return
         self._has_warned = True

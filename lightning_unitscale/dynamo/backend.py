@@ -10,11 +10,11 @@ Under autocast AOTAutograd traces the backward pass with autocast on. Whoever ca
 outside of it, as a Trainer does, runs it without.
 
 Private names used here were checked on torch 2.13 and 2.11: Inductor's ``custom_partitioner_fn``,
-functorch's ``backward_pass_autocast``,
-and the switches of the two caches of compiled graphs; ``OpOverload.py_kernels``,
-``OpOverload._dispatch_cache``, ``OpOverload._op_dk`` and ``OpOverload._schema``, ``torch._C.DispatchKey``,
-``TorchDispatchMode``, ``upsample_compute_output_size`` and ``suggest_memory_format`` of torch's
-decompositions, and ``compute_elementwise_output_logical_to_physical_perm``, which returns a tuple.
+functorch's ``backward_pass_autocast``, and the switches of the two caches of compiled graphs;
+``OpOverload.py_kernels``, ``OpOverload._dispatch_cache``, ``OpOverload._op_dk`` and
+``OpOverload._schema``, ``torch._C.DispatchKey``, ``TorchDispatchMode``;
+``upsample_compute_output_size``, ``suggest_memory_format`` and
+``compute_elementwise_output_logical_to_physical_perm`` of torch's decompositions.
 """
 
 from __future__ import annotations
