@@ -134,6 +134,7 @@ class CapturedStep:
         for graph_pass in passes:
             graph_pass.after_step(self.owner.module, result)
         self.postponed.replay()
+        self.second_capture.look(args, kwargs)
         return result
 
     def rehearse(self, interpreter: Interpreter, *args: Any, **kwargs: Any) -> Any:
@@ -286,8 +287,6 @@ class CapturedStep:
             # Otherwise the step has skipped this batch.
             self.messages.warn_if_nothing_ran(self.refused)
         self.messages.warn_of_saving(breaks)
-        if breaks:
-            self.second_capture.look(args, kwargs)
         self._num_captures += len(self.graphs) > num_graphs
         if self._num_captures == MANY_CAPTURES:
             self.messages.warn_of_captures()

@@ -34,8 +34,11 @@ class SecondCapture:
         self.is_due = False
 
     def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Trace the call that has broken, to see whether it is one graph now. Run nothing of it."""
-        if self._has_looked or self._step.owner.passes or self._step.interpreter is not None:
+        """Trace the call that has ended, if it broke, to see whether it is one graph now.
+
+        Nothing of it runs again.
+        """
+        if self._has_looked or not self._step.graph_breaks or self._step.owner.passes:
             return
         self._has_looked = True
         anew = capture.with_own_code(self._step.__wrapped__)
@@ -45,8 +48,6 @@ class SecondCapture:
                 self.is_due = True
             except Exception:
                 pass  # it breaks as before
-            finally:
-                capture.forget(anew)
 
     def begin(self) -> None:
         """Forget the parts if the call that begins is one graph."""
