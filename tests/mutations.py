@@ -1053,13 +1053,6 @@ MUTATIONS = (
         "remat/test_random_bits.py -k dropout_has",
     ),
     Mutation(
-        "the backward pass is traced within autocast",
-        "dynamo/backend.py",
-        'backward_pass_autocast="same_as_forward" if is_autocast else "off"',
-        'backward_pass_autocast="same_as_forward"',
-        "remat/test_random_bits.py -k outside_of_autocast",
-    ),
-    Mutation(
         "Inductor draws numbers of its own",
         "dynamo/capture.py",
         '"fallback_random": True}',
