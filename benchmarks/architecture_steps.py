@@ -62,7 +62,7 @@ class Trained(pl.LightningModule):
 
 
 class Seen(pl.Callback):
-    """Notes each loss, how long the first step took, and in how many graphs it was captured."""
+    """Notes each loss, how long the first step took, and how many graphs the last one had."""
 
     def __init__(self) -> None:
         self.losses: list[Tensor] = []
@@ -87,9 +87,9 @@ class Seen(pl.Callback):
         steps = steps_of(pl_module)
         if batch_idx == 0:
             self.first_step_seconds = time.perf_counter() - self._start
-            if steps is not None:
-                self.num_graphs = len(steps.steps["training_step"].graphs)
         if steps is not None:
+            # Of the last step: what broke in the first one alone is captured once more.
+            self.num_graphs = len(steps.steps["training_step"].graphs)
             self.breaks = list(dict.fromkeys(map(_without_folders, steps.graph_breaks)))
 
 

@@ -1046,6 +1046,27 @@ MUTATIONS = (
         "remat/test_partitioner.py",
     ),
     Mutation(
+        "dropout draws as if its input were contiguous",
+        "dynamo/backend.py",
+        'if input.device.type == "cpu" and not input.is_contiguous():',
+        "if False:",
+        "remat/test_random_bits.py -k dropout_has",
+    ),
+    Mutation(
+        "Inductor draws numbers of its own",
+        "dynamo/capture.py",
+        '"fallback_random": True}',
+        '"fallback_random": False}',
+        "remat/test_random_bits.py -k inductor",
+    ),
+    Mutation(
+        "what the first call has removed still breaks the graph",
+        "capture/second_capture.py",
+        "self.is_due = True",
+        "self.is_due = False",
+        "capture/test_second_capture.py",
+    ),
+    Mutation(
         "views that are saved count as storages",
         "remat/problem.py",
         "kept[self.base[saved]] = True",

@@ -59,8 +59,9 @@ class RematCallback(StepsCallback):
             ``"600MiB"`` is in bytes, a float in (0, 1] a fraction of the peak without
             rematerialization; ``"min_cut"`` keeps as little as no further matrix product allows.
         compile: Run the captured graphs by Inductor, in a mode of ``torch.compile`` if it is the
-            name of such. Results then are those of ``torch.compile`` up to its rounding, and the
-            prediction is an estimate: what it fuses is not stored. Not under FSDP2.
+            name of such. Results then are those of ``torch.compile`` up to its rounding, with the
+            plain step's random numbers, and the prediction is an estimate: what it fuses is not
+            stored. Not under FSDP2.
 
     Raises:
         ValueError: If the budget is malformed; at the first batch, or when it is measured, if it is
@@ -261,7 +262,8 @@ class RematCallback(StepsCallback):
     def _warn_of_breaks(self) -> None:
         if isinstance(self._partitioner, MeasuredPartitioner):
             return  # the budget holds for the whole step
-        breaks = [] if self._steps is None else self._steps.steps["training_step"].graph_breaks
+        step = None if self._steps is None else self._steps.steps["training_step"]
+        breaks = [] if step is None or step.second_capture.is_due else step.graph_breaks
         if self._has_warned or not breaks:
             return
         self._has_warned = True

@@ -22,13 +22,9 @@ from lightning_unitscale.capture.compiled_graph import (
 )
 from lightning_unitscale.capture.fallback import Fallback, StaysPlain
 from lightning_unitscale.capture.progress import CaptureProgress
+from lightning_unitscale.capture.second_capture import SecondCapture
 from lightning_unitscale.capture.side_effects import Postponed, UntracedCalls, plain_forward
-from lightning_unitscale.capture.step_messages import (
-    MANY_CAPTURES,
-    NO_REASON,
-    CaptureError,
-    StepMessages,
-)
+from lightning_unitscale.capture.step_messages import MANY_CAPTURES, NO_REASON, StepMessages
 from lightning_unitscale.compiling import is_compiling, is_exporting
 from lightning_unitscale.dynamo import capture
 from lightning_unitscale.dynamo.breaks import (
@@ -61,8 +57,7 @@ class CapturedStep:
         name: The method.
 
     Attributes:
-        names: Names of the tensors: a step's own, so that a validation before the training does not
-            change them.
+        names: Names of the tensors: its own, whatever step is called before it.
         graphs: What was captured.
         interpreter: Runs the graphs in their place, if there is one.
         is_rehearsing: Whether nothing that the step does is to remain.
@@ -74,6 +69,7 @@ class CapturedStep:
         fallback: Lets calls run the user's own method, if they cannot run captured.
         messages: What the user reads about it.
         progress: How long it was captured.
+        second_capture: Captures it anew if its first call was the only one to break.
     """
 
     def __init__(self, owner: ModuleSteps, name: str) -> None:
@@ -90,6 +86,7 @@ class CapturedStep:
         self.messages = StepMessages(self)
         self.progress = CaptureProgress(self.title, lambda line: owner.say(line))
         self.fallback = Fallback(self)
+        self.second_capture = SecondCapture(self)
         self.reset()
 
     @property
@@ -137,6 +134,7 @@ class CapturedStep:
         for graph_pass in passes:
             graph_pass.after_step(self.owner.module, result)
         self.postponed.replay()
+        self.second_capture.look(args, kwargs)
         return result
 
     def rehearse(self, interpreter: Interpreter, *args: Any, **kwargs: Any) -> Any:
@@ -178,6 +176,23 @@ class CapturedStep:
             raise NotOneGraphError(*self.graph_breaks)
         num_breaks = num_graph_breaks()
         try:
+            return self.stop_at_graph(self._captured, args, kwargs)
+        except NotOneGraphError:
+            # A break that the user asks for is no error.
+            self._note_breaks_since(num_breaks)
+            raise
+        except Exception as error:
+            inner = self._after_error(error)
+            if is_of_dynamo(inner):
+                raise NotOneGraphError(reason_of(inner)) from None
+            raise inner from None
+
+    def stop_at_graph(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> GraphCall:
+        """The graph that a call of ``function``, which stands for the step, would run."""
+        num_breaks = num_graph_breaks()
+        try:
             with (
                 self._rehearsing(stop_at_graph, args, kwargs),
                 self._capturing("eager", passes_over=False),
@@ -185,19 +200,11 @@ class CapturedStep:
             ):
                 if not_followed((args, kwargs)) is not None:
                     raise NotOneGraphError("Dynamo does not follow the class of its inputs")
-                self._compiled("eager")(*args, **kwargs)
+                self._traced("eager", function)(*args, **kwargs)
         except GraphReached as reached:
-            # A break that the user asks for is no error.
-            if breaks := self._note_breaks_since(num_breaks):
+            if breaks := graph_breaks_since(num_breaks):
                 raise NotOneGraphError(*breaks) from None
             return GraphCall(self, reached.graph, reached.inputs)
-        except NotOneGraphError:
-            raise
-        except Exception as error:
-            inner = self._after_error(error)
-            if is_of_dynamo(inner):
-                raise NotOneGraphError(reason_of(inner)) from None
-            raise inner from None
         raise NotOneGraphError(NO_REASON)
 
     def replay(self, interpreter: Interpreter, *args: Any, **kwargs: Any) -> Any:
@@ -223,6 +230,11 @@ class CapturedStep:
         for graph in self.graphs:
             graph.invalidate()
 
+    def forget(self) -> None:
+        """Have the next call captured anew, by Dynamo as well."""
+        capture.forget(self._captured)
+        self.reset()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> CapturedStep:
         """The step of the same name of the copied owner."""
         owner = copy.deepcopy(self.owner, memo)
@@ -239,6 +251,7 @@ class CapturedStep:
         if self.fallback.is_due(executor):
             self.num_graph_calls = 0
             return self.__wrapped__(*args, **kwargs)
+        self.second_capture.begin()
         num_graphs, num_breaks = len(self.graphs), num_graph_breaks()
         # Scaled by rules, what is not captured would be another model.
         passes_over = not self.owner.changes_function
@@ -261,7 +274,8 @@ class CapturedStep:
         except Exception as error:
             inner = self._after_error(error)
             if is_of_dynamo(inner):
-                raise self._not_captured(inner) from (inner if wants_dynamos_texts() else None)
+                cause = inner if wants_dynamos_texts() else None
+                raise self.messages.not_captured(inner) from cause
             if inner is error:
                 raise
             raise inner from None
@@ -329,16 +343,14 @@ class CapturedStep:
         """Forget what was captured, and say which error it was that Dynamo may have wrapped."""
         self.postponed.discard()
         # Dynamo never looks again at a frame in which an error was raised; the next call may.
-        capture.forget(self._captured)
-        self.reset()
+        self.forget()
         return capture.original_error(error)
 
     def _forget_if_thawed(self) -> None:
         """Recapture when other parameters want gradients: each needs units of its own."""
         flags = [param.requires_grad for param in self.owner.module.parameters()]
         if self._flags and flags != self._flags:
-            capture.forget(self._captured)
-            self.reset()
+            self.forget()
         self._flags = flags
 
     def _run_within(self, executor: Executor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -378,11 +390,6 @@ class CapturedStep:
     def title(self) -> str:
         """The module's class and the method."""
         return f"{type(self.owner.module).__name__}.{self.name}"
-
-    def _not_captured(self, error: BaseException) -> CaptureError:
-        is_sharded = self.owner.sharded is not None
-        manner = " in one graph, as rules with ModelParallelStrategy ask" if is_sharded else ""
-        return CaptureError.of(self.title, [reason_of(error)], manner=manner)
 
     def _refuse_under_rules(self, why: str, expected: str) -> None:
         """Raise an error if what would run in place of the graphs is another model."""

@@ -210,6 +210,8 @@ class CompiledGraph:
         graph = self._rewrite(step, observed)
         inputs = graph.example_inputs(examples)
         options: dict[str, Any] = {}
+        if step.owner.backward_is_inside:
+            options["backward_is_autocast"] = True
         if step.owner.partition_fn is not None:
             options["partition_fn"] = step.owner.partition_fn
         if step.owner.compile_mode != "default":

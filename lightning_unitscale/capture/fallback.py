@@ -21,6 +21,7 @@ from lightning_unitscale.dynamo.hooks import (
     noticing_recorded_passes,
     num_registered,
 )
+from lightning_unitscale.graph.nodes import returned_loss
 from lightning_unitscale.patching import nothing
 
 if TYPE_CHECKING:
@@ -147,8 +148,7 @@ class Fallback:
     def note_call(self, result: Any, *args: Any, **kwargs: Any) -> None:
         """Remember a call that was tried, until its backward pass has succeeded."""
         if self._pending is not None:
-            loss = result.get("loss") if isinstance(result, dict) else result
-            self._pending_call = (loss, args, kwargs)
+            self._pending_call = (returned_loss(result), args, kwargs)
 
     def through_backward(self, run: Callable[[Any], None], loss: Any) -> None:
         """Run the backward pass of the last call; if it fails, undo the call and run it plain.
@@ -179,7 +179,7 @@ class Fallback:
             return
         result = self._step.run_plain(str(failure), args, kwargs)
         self._step.postponed.discard()  # it has logged that
-        plain = result["loss"] if isinstance(result, dict) else result
+        plain = returned_loss(result)
         run(plain if factor is None else plain * factor)
 
     @contextlib.contextmanager

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lightning_unitscale.dynamo import capture
-from lightning_unitscale.dynamo.breaks import Reason, is_watched, joined_reasons
+from lightning_unitscale.dynamo.breaks import Reason, is_watched, joined_reasons, reason_of
 
 if TYPE_CHECKING:
     from lightning_unitscale.capture.captured_step import CapturedStep
@@ -74,6 +74,12 @@ class StepMessages:
         """What a step has not that runs as it is."""
         plan: str = getattr(self._step.owner.partition_fn, "loss_without_plan", "")
         return f"neither rewritten nor observed{plan}"
+
+    def not_captured(self, error: BaseException) -> CaptureError:
+        """The error about one of Dynamo's."""
+        is_sharded = self._step.owner.sharded is not None
+        manner = " in one graph, as rules with ModelParallelStrategy ask" if is_sharded else ""
+        return CaptureError.of(self._step.title, [reason_of(error)], manner=manner)
 
     def warn_of_staying_plain(self, reason: str) -> None:
         """The step runs as it is, from now on."""

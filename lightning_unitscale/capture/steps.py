@@ -148,6 +148,11 @@ class ModuleSteps:
         """Whether a pass makes the steps compute something else than the user's own code."""
         return any(graph_pass.phase is Phase.REPARAMETRIZE for graph_pass in self.passes)
 
+    @property
+    def backward_is_inside(self) -> bool:
+        """Whether steps take their backward passes themselves, by manual optimization."""
+        return not getattr(self.module, "automatic_optimization", True)
+
     def changes_numbers(self, step: str) -> bool:
         """Whether a step is to give other numbers than the user's own code, on purpose.
 

@@ -1,14 +1,20 @@
 """Run or compile the graphs that AOTAutograd makes, with the kernels of a plain step.
 
-Interpolation and some losses have Python decompositions registered for autograd's dispatch key,
-which a traced joint graph gets whatever decompositions it is asked for. They add up in another
-order than the kernels of a plain step, so that losses and gradients would differ by an ulp.
+Interpolation, some losses and dropout have Python decompositions registered for autograd's dispatch
+key, which a traced joint graph gets whatever decompositions it is asked for. They add up in another
+order than the kernels of a plain step, so that losses and gradients would differ by an ulp. A CPU's
+dropout multiplies by a mask that is rounded to the type of its input, and its decomposition by
+``1 / (1 - p)``: in BF16 the gradients differ in the third digit.
 
-Private names used here were checked on torch 2.13 and 2.11: Inductor's ``custom_partitioner_fn``
-and the switches of the two caches of compiled graphs; ``OpOverload.py_kernels``,
-``OpOverload._dispatch_cache`` and ``OpOverload._schema``, ``torch._C.DispatchKey``,
-``TorchDispatchMode``, and ``upsample_compute_output_size`` and ``suggest_memory_format`` of torch's
-decompositions.
+Under autocast AOTAutograd traces the backward pass with autocast on. Whoever calls ``backward()``
+outside of it, as a Trainer does, runs it without.
+
+Private names used here were checked on torch 2.13 and 2.11: Inductor's ``custom_partitioner_fn``,
+functorch's ``backward_pass_autocast``, and the switches of the two caches of compiled graphs;
+``OpOverload.py_kernels``, ``OpOverload._dispatch_cache``, ``OpOverload._op_dk`` and
+``OpOverload._schema``, ``torch._C.DispatchKey``, ``TorchDispatchMode``;
+``upsample_compute_output_size``, ``suggest_memory_format`` and
+``compute_elementwise_output_logical_to_physical_perm`` of torch's decompositions.
 """
 
 from __future__ import annotations
@@ -23,7 +29,10 @@ from torch import Tensor
 from torch._C import DispatchKey
 from torch._decomp.decompositions import upsample_compute_output_size
 from torch._ops import OpOverload
-from torch._prims_common import suggest_memory_format
+from torch._prims_common import (
+    compute_elementwise_output_logical_to_physical_perm,
+    suggest_memory_format,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -49,8 +58,22 @@ def partitioned_by(partition_fn: Any) -> Iterator[None]:
         yield
 
 
+def traced_backward(*, is_autocast: bool) -> contextlib.AbstractContextManager[None]:
+    """Return the settings under which AOTAutograd traces a backward pass.
+
+    Args:
+        is_autocast: Whether the backward pass runs within the autocast of the forward pass.
+    """
+    from torch._functorch import config
+
+    patch: contextlib.AbstractContextManager[None] = config.patch(
+        backward_pass_autocast="same_as_forward" if is_autocast else "off"
+    )
+    return patch
+
+
 aten = torch.ops.aten
-# Left out: what has the kernel's bits once it is taken apart (dropout, GRUs, nearest neighbours),
+# Left out: what has the kernel's bits once it is taken apart (GRUs, nearest neighbours),
 # batch norm, whose kernel writes to its running statistics behind autograd's back, and LSTMs: the
 # shapes that oneDNN's kernel returns cannot be told without running it.
 _TAKEN_APART = (
@@ -59,6 +82,7 @@ _TAKEN_APART = (
     aten.multi_margin_loss.default,
     aten.multilabel_margin_loss_forward.default,
 )
+_DROPOUTS = {aten.dropout: aten.dropout_, aten.alpha_dropout: aten.alpha_dropout_}
 _RESIZED = {
     aten.upsample_linear1d: aten.upsample_linear1d_backward.default,
     aten.upsample_bilinear2d: aten.upsample_bilinear2d_backward.default,
@@ -79,6 +103,12 @@ def plain_kernels() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for operator in _TAKEN_APART:
             stack.enter_context(_with_python_kernel(operator, DispatchKey.Autograd, None))
+        for packet, in_place in _DROPOUTS.items():
+            drop = functools.partial(_dropped, packet.default)
+            drop_in_place = functools.partial(_dropped_in_place, packet.default)
+            for key in _COMPOSITE:
+                stack.enter_context(_with_python_kernel(packet.default, key, drop))
+                stack.enter_context(_with_python_kernel(in_place.default, key, drop_in_place))
         for packet, backward in _RESIZED.items():
             # Torch's own in C++ would fix the sizes of a graph in which these are symbols.
             resize = functools.partial(_resized, packet.default)
@@ -87,6 +117,26 @@ def plain_kernels() -> Iterator[None]:
             shape = functools.partial(_gradient_of_resized, backward in _KEEP_LAYOUT)
             stack.enter_context(_with_python_kernel(backward, DispatchKey.Meta, shape))
         yield
+
+
+def _dropped(operator: OpOverload, input: Tensor, p: float, train: bool) -> Tensor:
+    """Dropout by torch's own kernel: a fused one on a GPU, and several operations on a CPU.
+
+    A CPU's kernel draws in the order of memory. Its draw is traced as one in the order of a
+    contiguous tensor, so the kernel gets one whose dimensions are in the order of memory.
+    """
+    order = list(range(input.dim()))
+    if input.device.type == "cpu" and not input.is_contiguous():
+        order = compute_elementwise_output_logical_to_physical_perm(input)[0]
+    ordered: Tensor = operator._op_dk(
+        DispatchKey.CompositeImplicitAutograd, input.permute(order), p, train
+    )
+    return ordered.permute([order.index(dim) for dim in range(input.dim())])
+
+
+def _dropped_in_place(operator: OpOverload, input: Tensor, p: float, train: bool) -> Tensor:
+    """Dropout in place; ``operator`` is out of place."""
+    return input.copy_(_dropped(operator, input, p, train))
 
 
 def _resized(

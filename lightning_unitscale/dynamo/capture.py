@@ -29,6 +29,7 @@ from lightning_unitscale.dynamo.answers import plain_answers
 from lightning_unitscale.dynamo.backend import (
     partitioned_by,
     plain_kernels,
+    traced_backward,
 )
 from lightning_unitscale.dynamo.breaks import without_dynamos_texts
 from lightning_unitscale.dynamo.graphs import compiled_forward, copy_graph_module, is_checkpoint
@@ -299,6 +300,8 @@ def execute_with(
     inputs: Sequence[Any],
     partition_fn: Any = None,
     mode: CompileMode = "default",
+    *,
+    backward_is_autocast: bool = False,
 ) -> Callable[..., Any]:
     """Turn a rewritten graph into something that runs.
 
@@ -310,11 +313,14 @@ def execute_with(
         partition_fn: Splits AOTAutograd's joint graph into forward and backward graph; torch's own
             does if it is left out. Inductor takes a ``CustomPartitionerFn``.
         mode: Of Inductor.
+        backward_is_autocast: Whether the backward pass runs within the autocast of the forward
+            pass, as in manual optimization.
     """
     if executor == "eager":
         _restore_checkpointing(graph_module)
         return compiled_forward(graph_module)
     drop_inference_mode(graph_module)
+    backward = traced_backward(is_autocast=backward_is_autocast)
     if executor == "aot_eager":
         options = {} if partition_fn is None else {"partition_fn": partition_fn}
         # Boxed, each saved tensor is freed when nothing reads it any more.
@@ -322,16 +328,18 @@ def execute_with(
             fw_compiler=boxed_nop, keep_inference_input_mutations=True, **options
         )
         # An error in the middle of it would leave gradients off.
-        with plain_kernels(), torch.set_grad_enabled(torch.is_grad_enabled()):
+        with plain_kernels(), backward, torch.set_grad_enabled(torch.is_grad_enabled()):
             compiled: Callable[..., Any] = backend(graph_module, inputs)
         return compiled
     # Imported here: Inductor takes a second to load and most runs never need it.
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
 
-    with partitioned_by(partition_fn):
+    with partitioned_by(partition_fn), backward:
         # Also while the backward graph is compiled, which is much later.
-        run = compile_fx(graph_module, list(inputs), config_patches=list_mode_options(mode))
+        # Inductor's own random numbers would be others than those of the plain step.
+        patches = {**list_mode_options(mode), "fallback_random": True}
+        run = compile_fx(graph_module, list(inputs), config_patches=patches)
         return cast(Callable[..., Any], run)
 
 

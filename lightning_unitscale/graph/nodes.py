@@ -234,6 +234,11 @@ def tensors_in(values: Any) -> list[Tensor]:
     return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
 
 
+def returned_loss(result: Any) -> Any:
+    """The loss that a training step has returned, as a tensor or in a dictionary."""
+    return result.get("loss") if isinstance(result, dict) else result
+
+
 def call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What an operation returns.
 

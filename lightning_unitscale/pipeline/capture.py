@@ -31,7 +31,13 @@ from lightning_unitscale.capture.rollback import restoring
 from lightning_unitscale.dynamo.capture import is_compiled
 from lightning_unitscale.dynamo.graphs import copy_graph_module, fake_mode_of
 from lightning_unitscale.graph.aliasing import memory_roots, written_arguments
-from lightning_unitscale.graph.nodes import MODULE, NAME, example_tensor, tensor_name
+from lightning_unitscale.graph.nodes import (
+    MODULE,
+    NAME,
+    example_tensor,
+    returned_loss,
+    tensor_name,
+)
 from lightning_unitscale.graph.nodes import call as call_of
 from lightning_unitscale.graph.passes import StepGraph
 from lightning_unitscale.patching import shadowed
@@ -365,5 +371,5 @@ def loss_position(
     outputs = example_outputs(call.graph.base)
     with restoring(step.owner.module, parameters=False):
         result = step.rehearse(lambda graph, inputs: outputs, *args, **kwargs)
-    loss = result["loss"] if isinstance(result, dict) else result
+    loss = returned_loss(result)
     return next((index for index, output in enumerate(outputs) if output is loss), None)

@@ -208,6 +208,10 @@ class StepPartitioner(RematPartitioner):
     def give_up(self, reason: str) -> None:
         """Forget the plans of a step that is not captured."""
         super().give_up(reason)
+        self.forget_plans()
+
+    def forget_plans(self) -> None:
+        """Forget the plans of a step that is captured anew."""
         self.reports.clear()
 
     def reports_so_far(self) -> list[RematReport]:

@@ -221,7 +221,7 @@ class RematPartitioner(CustomPartitionerFn):
             model,
             mutated_inputs=mutated_inputs(gm),
             recomputable_ops=self.recomputable_ops,
-            # Inductor draws by seeds of its own, which are saved.
+            # Inductor has no kernel that starts from a saved state, but for a user's checkpoint.
             replay_random=not is_fused,
         )
         problem = reader.read()

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from typing_extensions import override
 
+from lightning_unitscale.graph.nodes import returned_loss
 from lightning_unitscale.pipeline.called import Arguments
 from lightning_unitscale.strategies.method import PipelinedGraph
 
@@ -129,7 +130,7 @@ def detached(value: Any) -> Any:
 
 
 def _loss_of(result: Any) -> Tensor:
-    loss = result.get("loss") if isinstance(result, dict) else result
+    loss = returned_loss(result)
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise RuntimeError(
             f"training_step returned {type(loss).__name__}; expected a loss of one number with a "
