@@ -367,6 +367,13 @@ MUTATIONS = (
         "callbacks/test_lost_formats.py -k between_captured",
     ),
     Mutation(
+        "recurrent cells of captured steps are not counted",
+        "graph/matmuls.py",
+        '    **dict.fromkeys((f"{name}_cell" for name in _RECURRENT_NAMES), RECURRENT),\n',
+        "",
+        "callbacks/test_recurrent_layers.py",
+    ),
+    Mutation(
         "captured steps share what Dynamo keeps with other modules of their class",
         "capture/captured_step.py",
         "capture.with_own_code(self.__wrapped__)",
