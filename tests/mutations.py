@@ -367,6 +367,13 @@ MUTATIONS = (
         "callbacks/test_lost_formats.py -k between_captured",
     ),
     Mutation(
+        "a pipeline's losses are not weighted by their targets",
+        "pipeline/batch_loss.py",
+        "            weights = len(microbatches) * counts / counts.sum()",
+        "            weights = torch.ones_like(counts)",
+        "pipeline/test_batch_loss.py -k tokens",
+    ),
+    Mutation(
         "recurrent cells of captured steps are not counted",
         "graph/matmuls.py",
         '    **dict.fromkeys((f"{name}_cell" for name in _RECURRENT_NAMES), RECURRENT),\n',
