@@ -374,6 +374,20 @@ MUTATIONS = (
         "pipeline/test_batch_loss.py -k tokens",
     ),
     Mutation(
+        "a rehearsal leaves attributes of parameters changed",
+        "capture/rollback.py",
+        "            waiting.append((path, vars(parameter)))",
+        "            pass",
+        "capture/test_rollback.py",
+    ),
+    Mutation(
+        "settings follow the rules of a model that they cannot scale",
+        "callbacks/rules.py",
+        "                self._settings.restore()\n                step.fallback",
+        "                step.fallback",
+        "callbacks/test_rules_plain.py",
+    ),
+    Mutation(
         "recurrent cells of captured steps are not counted",
         "graph/matmuls.py",
         '    **dict.fromkeys((f"{name}_cell" for name in _RECURRENT_NAMES), RECURRENT),\n',

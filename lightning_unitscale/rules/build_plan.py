@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.compiled_graph import CompiledGraph
 from lightning_unitscale.capture.rollback import detached_copy
+from lightning_unitscale.capture.step_messages import CaptureError
 from lightning_unitscale.graph.matmuls import product_of
 from lightning_unitscale.graph.nodes import (
     changed_arguments,
@@ -73,11 +74,12 @@ def plan_step(
         plan = _plan_once(step, args, kwargs, options, prior, init_weights, backward, joint)
         if plan is not None:
             return prior.updated(plan)
-    raise RuntimeError(
-        f"{type(step.owner.module).__name__}.{step.name}: it ran other graphs in each of "
-        f"{_MAX_ATTEMPTS} runs on the same batch; expected a step that is captured alike each "
-        "time; keep counters, random Python choices, and branches on how large activations are, "
-        "which unit scaling changes, out of it."
+    reason = f"it ran other graphs in each of {_MAX_ATTEMPTS} runs on the same batch"
+    raise CaptureError(
+        f"{step.title}: {reason}; expected a step that is captured alike each time; keep counters, "
+        "random Python choices, and branches on how large activations are, which unit scaling "
+        "changes, out of it.",
+        reason,
     )
 
 
