@@ -94,13 +94,12 @@ def markdown(results: list[Result]) -> str:
                 first.ours.num_gradients,
                 f"{first.plain.gradients:.0%}",
                 _shares(ran, "gradients"),
-                found["all"].num_graphs if "all" in found else "-",
                 {None: "-", True: "same", False: "differs"}[ran[-1].tracking_equal],
             ]
         )
     headers = [
         "architecture", "bits, products", "bits, all", "operands", "plain", "ours", "gradients",
-        "plain", "ours", "graphs", "tracked",
+        "plain", "ours", "tracked",
     ]  # fmt: skip
     return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
 

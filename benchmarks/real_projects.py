@@ -1,8 +1,9 @@
 """Modules that ship in other packages, trained with and without the callbacks.
 
 Each module trains from one seed without a callback, once more without, with the monitor, with unit
-scaling, with both, with products in simulated FP8, and with a memory budget. Losses, logged numbers
-and final weights of the first five are compared bit for bit; in FP8 something has to be rounded.
+scaling, with both, with products in simulated FP8, with a memory budget, and by the rules of u-muP.
+Losses, logged numbers and final weights of the first five are compared bit for bit; in FP8
+something has to be rounded, and by rules another model trains.
 Nothing is installed or downloaded: models have random weights, data are made here. What is missing
 is listed with the command that installs it.
 
@@ -117,6 +118,25 @@ def remat_row(row: dict[str, Any]) -> dict[str, str]:
     return cells
 
 
+def rules_row(row: dict[str, Any]) -> dict[str, str]:
+    """What became of a step by rules, beside plain."""
+    cells = {"project": row["name"]}
+    found = row.get("variants", {}).get("rules")
+    if found is None or found["error"]:
+        return {**cells, "trains": row.get("error", "") if found is None else found["error"]}
+    plain = row["variants"]["plain"]
+    reasons = (_PLAIN_BY_RULES.search(line) for line in found["warnings"])
+    reason = next((match.group(1) for match in reasons if match), "")
+    cells["trains"] = "the plain model" if reason else "by rules"
+    cells["loss"] = f"{_number(plain['loss'])} -> {_number(found['loss'])}"
+    cells["first s"] = f"{plain['first_step']:.2f} -> {found['first_step']:.1f}"
+    cells["why plain"] = reason
+    return cells
+
+
+_PLAIN_BY_RULES = re.compile(r"cannot run captured: (.*?)\. So it runs as it is")
+
+
 def _without(found: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in found.items() if key != "details"}
 
@@ -182,6 +202,8 @@ def main() -> None:
     print(tabulate([costs_row(row) for row in rows], headers="keys", tablefmt=form))
     print("\nWith RematCallback('min_cut'):")
     print(tabulate([remat_row(row) for row in rows], headers="keys", tablefmt=form))
+    print("\nWith UnitScaleCallback('u-mup'):")
+    print(tabulate([rules_row(row) for row in rows], headers="keys", tablefmt=form))
 
 
 if __name__ == "__main__":

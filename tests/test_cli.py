@@ -587,6 +587,38 @@ def test_what_cannot_be_captured_is_said_in_three_sentences(
     assert len(text) < 500 + len(str(file))
 
 
+@pytest.mark.parametrize(
+    ("words", "kind", "said"),
+    [
+        (["profile"], SystemExit, 'READING:LINE depends on the values of a tensor'),
+        (["profile", "--traceback"], RuntimeError, 'READING:LINE depends on the values'),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_planned_is_said_without_a_traceback(
+    words: list[str], kind: type[BaseException], said: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    code = _BREAKING.replace('print("loss", loss)', "loss.item()")
+    file = tmp_path / f"reading_{len(words)}_{len(words[0])}.py"
+    file.write_text(code)
+    line = code.splitlines().index("        loss.item()") + 1
+    model = [f"--model={file.stem}.Printing", "--trainer.accelerator=cpu"]
+    with pytest.raises(kind) as found:
+        main([words[0], *model, *words[1:]])
+    assert said.replace("READING:LINE", f"`loss.item()` at {file}:{line}") in str(found.value)
+
+
+def test_errors_of_the_users_own_keep_their_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = _BREAKING.replace('print("loss", loss)', 'raise RuntimeError("mine")')
+    (tmp_path / "raising.py").write_text(code)
+    with pytest.raises(RuntimeError, match="mine"):
+        main(["profile", "--model=raising.Printing", "--trainer.accelerator=cpu"])
+
+
 _STEPS = """
 import lightning.pytorch as pl, torch
 class Plain(pl.LightningModule):

@@ -31,6 +31,7 @@ VARIANTS: dict[str, Callable[[], list[pl.Callback]]] = {
     "both": lambda: [UnitScaleCallback(), ScaleMonitor(every_n_steps=5)],
     "fp8": lambda: [UnitScaleCallback(simulate="fp8")],
     "remat": lambda: [RematCallback("min_cut")],
+    "rules": lambda: [UnitScaleCallback("u-mup")],
 }
 
 

@@ -129,6 +129,8 @@ class GraphUnits(MeasuredUnits):
         self._is_scheduled = self._begin(self._loop)
         self._is_looking = self._is_scheduled or self._late.is_due(self._step_index)
         with self._starting("training_step", batch, batch_idx):
+            if self._steps.steps["training_step"].fallback.reason is not None:
+                return  # rules cannot scale it
             self.holding.follow(self._trainer)
             self._num_breaks = len(self._steps.graph_breaks)
             if not self.is_calibrated or self.holding.is_unknown:

@@ -186,11 +186,12 @@ class CapturedUnits(GraphUnits):
 
     @override
     def begin_batch(self, batch: Any = None, batch_idx: int = 0) -> None:
-        steps = self._steps
-        if steps is not None and steps.steps["training_step"].fallback.is_due(steps.executor):
+        assert self._steps is not None
+        fallback = self._steps.steps["training_step"].fallback
+        if not fallback.is_due(self._steps.executor):
+            super().begin_batch(batch, batch_idx)
+        if fallback.reason is not None:
             self._is_scheduled = self._is_looking = False  # no graph of it runs
-            return
-        super().begin_batch(batch, batch_idx)
 
     def start_fit(self) -> None:
         """Give the Trainer's settings their meaning for gradients in units."""

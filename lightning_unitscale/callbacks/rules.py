@@ -15,6 +15,7 @@ from lightning_unitscale.callbacks.distributed import (
     joint_over_parts,
     num_microbatches,
     num_replicas,
+    pipeline_of,
     rehearsing,
 )
 from lightning_unitscale.callbacks.options import Lossless, Rules
@@ -22,6 +23,7 @@ from lightning_unitscale.callbacks.packages import misconfigured, rank_zero_info
 from lightning_unitscale.callbacks.steps import loss_scale, step_context, takes_iterator
 from lightning_unitscale.callbacks.trainer_settings import RuleSettings, refuse_rate_search
 from lightning_unitscale.capture.captured_step import CapturedStep
+from lightning_unitscale.capture.step_messages import CaptureError
 from lightning_unitscale.optim.learning_rates import Method, ParameterInfo, Role
 from lightning_unitscale.rules.build_plan import plan_step
 from lightning_unitscale.rules.deploy import PLAN_ATTRIBUTE
@@ -104,7 +106,8 @@ class RuleScaling:
         An evaluation never changes weights. What is evaluated before it was trained by rules is
         still the plain model, and without a loss the readout could not be found: so a sanity check
         is left plain, and so is an evaluation on its own, unless its weights show that they are
-        at unit scale.
+        at unit scale. A training step that cannot be captured trains the plain model, with a
+        warning.
 
         Args:
             trainer: The Trainer.
@@ -115,10 +118,12 @@ class RuleScaling:
         Raises:
             MisconfigurationException: If the step takes no batch, or an evaluation of a module at
                 unit scale does not show which parameter is the readout.
+            CaptureError: If a step of a module that rules have scaled cannot be captured.
         """
         module = trainer.lightning_module
         is_trained = _TRAINING in self.plan.steps()
         is_awaited = not train and not is_trained and trainer.state.fn == "fit"
+        step.fallback.await_rules(is_awaited)
         if step.name not in self.plan.steps() and not self._is_plain and not is_awaited:
             if takes_iterator(module):
                 raise misconfigured(
@@ -129,17 +134,25 @@ class RuleScaling:
             # What an evaluation has decided before is of no use for training: it saw no gradient.
             earlier = RulePlan() if train else self.plan
             shapes = rehearsing(trainer) if train else nullcontext()
-            with step_context(trainer, step.name), shapes, step.owner.gathered():
-                planned = plan_step(
-                    step,
-                    arguments,
-                    {},
-                    self.options,
-                    earlier,
-                    init_weights=self.init_weights and not (is_trained and not train),
-                    backward=train,
-                    joint=joint_over_parts(trainer),
-                )
+            try:
+                with step_context(trainer, step.name), shapes, step.owner.gathered():
+                    planned = plan_step(
+                        step,
+                        arguments,
+                        {},
+                        self.options,
+                        earlier,
+                        init_weights=self.init_weights and not (is_trained and not train),
+                        backward=train,
+                        joint=joint_over_parts(trainer),
+                    )
+            except CaptureError as error:
+                is_cut = pipeline_of(trainer) is not None or step.owner.sharded is not None
+                if not train or is_trained or is_cut:
+                    raise
+                self._settings.restore()
+                step.fallback.stay_plain(error.reason)
+                return
             # What was measured differs between ranks; the model must not.
             plan = RulePlan.from_state(trainer.strategy.broadcast(planned.state()))
             if train:

@@ -12,7 +12,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_unitscale.callbacks.distributed import num_gradient_elements
-from lightning_unitscale.callbacks.packages import is_lightning, misconfigured, rank_zero_info
+from lightning_unitscale.callbacks.packages import (
+    is_lightning,
+    misconfigured,
+    rank_zero_info,
+    rank_zero_warn,
+)
 from lightning_unitscale.callbacks.steps import all_callbacks
 from lightning_unitscale.functional.low_precision import why_no_fp8
 from lightning_unitscale.optim.learning_rates import (
@@ -21,6 +26,7 @@ from lightning_unitscale.optim.learning_rates import (
     check_group,
     scale_learning_rates,
 )
+from lightning_unitscale.optim.optimizers import known_class
 from lightning_unitscale.optim.rate_notes import rate_notes
 from lightning_unitscale.patching import Replacement, shadowed
 
@@ -67,9 +73,17 @@ class RuleSettings:
         """
         self.restore()
         if self.lr_scaling is not None:
-            for optimizer in map(_unwrapped, trainer.optimizers):
-                for group in optimizer.param_groups:
-                    check_group(optimizer, group, self.lr_scaling)
+            for optimizer in trainer.optimizers:
+                inner = _unwrapped(optimizer)
+                for group in inner.param_groups:
+                    check_group(inner, group, self.lr_scaling)
+                if _optimizers_within(optimizer):
+                    name = type(optimizer).__name__
+                    rank_zero_warn(
+                        f"UnitScaleCallback: the rates of {type(inner).__name__} in {name} follow "
+                        f"the scales. What {name} itself does to gradients and weights does not, "
+                        "such as clipping to a norm. Choose its settings for gradients at RMS 1."
+                    )
         self._changes.enter_context(unit_clipping(trainer))
         self._changes.callback(start_loss_scale_at_one(trainer))
 
@@ -168,7 +182,15 @@ def _unwrapped(optimizer: Any) -> Optimizer:
     inner: Optimizer = optimizer
     if is_lightning(optimizer, "LightningOptimizer"):
         inner = optimizer.optimizer
+    while known_class(inner) is None and (stepped := _optimizers_within(inner)):
+        inner = stepped[0]
     return inner
+
+
+def _optimizers_within(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers whose groups another one has, and which make its steps."""
+    held = (value for value in vars(optimizer).values() if isinstance(value, Optimizer))
+    return [one for one in held if one.param_groups is optimizer.param_groups]
 
 
 def searches_rate(trainer: pl.Trainer) -> bool:

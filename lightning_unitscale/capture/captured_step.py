@@ -263,7 +263,7 @@ class CapturedStep:
                 self.refused = not_followed((args, kwargs))
                 if self.refused is not None:
                     self._refuse_under_rules(
-                        f"Dynamo does not follow a {self.refused}: it would be another model",
+                        f"it is called with a {self.refused}, which Dynamo does not follow",
                         "plain tensors; hand it image.as_subclass(torch.Tensor)",
                     )
                     result = self.__wrapped__(*args, **kwargs)
@@ -393,7 +393,7 @@ class CapturedStep:
 
     def _refuse_under_rules(self, why: str, expected: str) -> None:
         """Raise an error if what would run in place of the graphs is another model."""
-        if self.owner.changes_function:
-            raise RuntimeError(
-                f"{self.title} is unit-scaled by rules and {why}; expected {expected}."
+        if self.owner.changes_function and not self.fallback.awaits_rules:
+            raise CaptureError(
+                f"{self.title} is unit-scaled by rules and {why}; expected {expected}.", why
             )

@@ -45,18 +45,21 @@ class StaysPlain(BaseException):
 class Fallback:
     """Decides whether the calls of a captured step run the user's own method.
 
-    Steps that are scaled by rules never do: that would be another model.
+    Steps that are scaled by rules never do: that would be another model. Until the rules have
+    changed the module, they may.
 
     Args:
         step: The step.
 
     Attributes:
         reason: Why all calls run the user's own method, if they do.
+        awaits_rules: Whether rules are to scale the step and have changed nothing yet.
     """
 
     def __init__(self, step: CapturedStep) -> None:
         self._step = step
         self.reason: str | None = None
+        self.awaits_rules = False
         # How many hooks had been registered when it last looked for some.
         self._num_hooks = -1
         self._error_of_pass: Exception | None = None
@@ -71,15 +74,22 @@ class Fallback:
             executor: What would run its graphs. Autograd does all that it does in a plain step
                 where that is ``"eager"``.
         """
-        if not self._is_possible:
+        if self._step.interpreter is not None:
             return False
-        if self.reason is None and executor != "eager" and torch.is_grad_enabled():
+        looks = self._is_possible and executor != "eager" and torch.is_grad_enabled()
+        if self.reason is None and looks:
             count = num_registered()
             if count != self._num_hooks:
                 self._num_hooks = count
                 if (hook := find_backward_hook(self._step.owner.module)) is not None:
                     self.stay_plain(f"{hook}, which a graph runs in another order or not at all")
         return self.reason is not None
+
+    def await_rules(self, awaits: bool) -> None:
+        """Note whether rules have yet to scale the step; once they have, no call runs plain."""
+        if self.awaits_rules and not awaits:
+            self.reason = None
+        self.awaits_rules = awaits
 
     def stay_plain(self, reason: str) -> None:
         """Run the user's own method from now on, and warn of that, once."""
@@ -198,4 +208,5 @@ class Fallback:
 
     @property
     def _is_possible(self) -> bool:
-        return self._step.interpreter is None and not self._step.owner.changes_function
+        is_scaled = self._step.owner.changes_function and not self.awaits_rules
+        return self._step.interpreter is None and not is_scaled

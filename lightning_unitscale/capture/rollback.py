@@ -30,9 +30,9 @@ def restoring(module: nn.Module, *, parameters: bool = True) -> Iterator[None]:
     """Undo, on leaving, what a step does to its module and to random numbers.
 
     Covered: random states of torch on the module's devices, of Python and of NumPy; buffers, and
-    the Python attributes of every submodule with the containers, arrays, tensors and random
-    generators in them. A lazy module waits for its first call again. What a step keeps elsewhere
-    (objects of the user's own classes, globals, iterators) stays changed.
+    the Python attributes of every submodule and parameter with the containers, arrays, tensors and
+    random generators in them. A lazy module waits for its first call again. What a step keeps
+    elsewhere (objects of the user's own classes, globals, iterators) stays changed.
 
     Args:
         module: The module.
@@ -138,7 +138,7 @@ def _restore_parameter(parameter: nn.Parameter, data: Tensor, saved: Tensor) -> 
 
 
 def held_values(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Buffers and Python attributes of all submodules, with what is in containers, each once.
+    """Buffers and attributes of submodules and parameters, with what is in containers, each once.
 
     Yields:
         Pairs of where a value is, for a message, and the value.
@@ -149,6 +149,10 @@ def held_values(module: nn.Module) -> Iterator[tuple[str, Any]]:
         prefix = f"{path}." if path else ""
         waiting.append((f"{prefix}_buffers", owner._buffers))
         waiting += [(prefix + name, value) for name, value in _own_attributes(owner).items()]
+    for path, parameter in module.named_parameters():
+        # Those of a distributed tensor, or of another subclass, are its numbers.
+        if type(parameter) is nn.Parameter:
+            waiting.append((path, vars(parameter)))
     while waiting:
         path, value = waiting.pop()
         if isinstance(value, _ATOMS) or id(value) in seen:

@@ -23,7 +23,18 @@ class CaptureError(RuntimeError):
     """A step, or a forward, that has to be captured as a graph and cannot be.
 
     Its text is three sentences: what breaks the graph and where, why, and what to do.
+
+    Args:
+        text: The sentences.
+        reason: What breaks it and why, as a part of a sentence.
     """
+
+    def __init__(self, text: str, reason: str) -> None:
+        super().__init__(text, reason)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
     @classmethod
     def of(cls, title: str, reasons: Sequence[str], *, manner: str = "") -> CaptureError:
@@ -41,7 +52,8 @@ class CaptureError(RuntimeError):
         culprit = f"{place} breaks the graph" if place else "its graph breaks"
         return cls(
             f"{title} cannot be captured{manner}: {culprit}{more}. {why[:1].upper()}{why[1:]}. "
-            f"Keep it out of {title.rpartition('.')[2]}; TORCH_LOGS=graph_breaks shows more of it."
+            f"Keep it out of {title.rpartition('.')[2]}; TORCH_LOGS=graph_breaks shows more of it.",
+            f"{culprit}{more} ({why})",
         )
 
 
@@ -73,7 +85,10 @@ class StepMessages:
     def _loses(self) -> str:
         """What a step has not that runs as it is."""
         plan: str = getattr(self._step.owner.partition_fn, "loss_without_plan", "")
-        return f"neither rewritten nor observed{plan}"
+        rules = ""
+        if self._step.owner.changes_function:
+            rules = ": it is the plain model, at the learning rates that it is given"
+        return f"neither rewritten nor observed{plan}{rules}"
 
     def not_captured(self, error: BaseException) -> CaptureError:
         """The error about one of Dynamo's."""

@@ -18,6 +18,7 @@ from lightning_unitscale.arguments import check_count, check_file
 from lightning_unitscale.callbacks import ScaleMonitor
 from lightning_unitscale.callbacks.steps import step_arguments
 from lightning_unitscale.capture.step_messages import CaptureError
+from lightning_unitscale.cli.errors import is_of_package
 from lightning_unitscale.cli.profiled import ProfiledJob, profiled_job
 from lightning_unitscale.patching import nothing
 from lightning_unitscale.pipeline.explain import explain_step
@@ -41,6 +42,8 @@ _COMMANDS = {
     "explain-pipeline": "costs of the stages of a pipeline, before it is run",
     "report": "the scales of finished runs as a picture, a page and a table",
 }
+# These run nothing for real: what they refuse is an answer.
+_PLANNING = ("profile", "explain-pipeline")
 _USAGE = f"usage: lightning-unitscale {{{','.join(_COMMANDS)}}} ..."
 
 
@@ -52,7 +55,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
     Raises:
         SystemExit: If the command line cannot be understood, the extra `cli` is not installed, a
-            step cannot be captured, or the run was interrupted.
+            step cannot be captured or profiled, or the run was interrupted.
     """
     words = list(sys.argv[1:] if args is None else args)
     shows_traceback = _TRACEBACK in words
@@ -91,8 +94,11 @@ def main(args: Sequence[str] | None = None) -> None:
             ExplainPipelineCLI(words[1:]).explain()
         else:
             UnitScaleCLI(args=words if shows_traceback or args is not None else None)
-    except CaptureError as error:
-        if shows_traceback:
+    except Exception as error:
+        is_expected = isinstance(error, CaptureError)
+        if words[0] in _PLANNING:
+            is_expected |= isinstance(error, RuntimeError) and is_of_package(error)
+        if shows_traceback or not is_expected:
             raise
         raise SystemExit(f"lightning-unitscale: {error} ({_TRACEBACK} shows where)") from None
     except KeyboardInterrupt:  # before or after the training, which has an answer of its own

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.compiled_graph import CompiledGraph, GraphBackend
@@ -30,8 +30,8 @@ from lightning_unitscale.dispatch.sites import frames
 from lightning_unitscale.dispatch.torch_internals import Kernel
 from lightning_unitscale.dispatch.units import Units
 from lightning_unitscale.dynamo.breaks import joined_reasons
-from lightning_unitscale.graph.matmuls import Product, product_of
-from lightning_unitscale.graph.nodes import MODULE, requires_grad
+from lightning_unitscale.graph.matmuls import Product, product_of, unreachable_products
+from lightning_unitscale.graph.nodes import MODULE, requires_grad, tensors_in
 from lightning_unitscale.graph.passes import GraphPass, Phase, Run, StepGraph
 from lightning_unitscale.graph.regions import meant_name
 from lightning_unitscale.precision.fp8 import NO_LINEAR, FP8Linears
@@ -55,12 +55,14 @@ class _InGraph:
         module: Path of its module.
         flops: Its floating-point operations.
         count: How many matmuls it is in training.
+        reason: Why nothing can put it into a format, if that is so.
     """
 
     name: str
     module: str
     flops: int
     count: int
+    reason: str = ""
 
 
 class _BetweenGraphs(ProductSession):
@@ -164,12 +166,12 @@ class CapturedFormats(GraphPass):
         if self._call is None:
             # Who rewrites a graph outside of a call runs it in another way.
             return ()
-        found = [
-            _described(product)
-            for region in graph.regions()
-            for node in region.graph.nodes
-            if (product := product_of(node)) is not None
-        ]
+        found: list[_InGraph] = []
+        for region in graph.regions():
+            products = map(product_of, region.graph.nodes)
+            found += [_described(product) for product in products if product is not None]
+            unreachable = unreachable_products(region.graph).items()
+            found += [_unreachable(node, reason) for node, reason in unreachable]
         graph.wrap(functools.partial(self._count, found))
         # It may have been captured in pieces.
         self._call.look()
@@ -230,6 +232,8 @@ class CapturedFormats(GraphPass):
         return "FP8" if isinstance(self._formats, FP8Linears) else "a simulated format"
 
     def _why_not(self, product: _InGraph) -> str:
+        if product.reason:
+            return product.reason
         if isinstance(self._formats, FP8Linears):
             return self._formats.decisions.get(product.name, NO_LINEAR) or ""
         return self._formats.patterns.why_not(product.name, product.module)
@@ -249,6 +253,13 @@ def _described(product: Product) -> _InGraph:
         node_flops(node),
         1 + gradients * requires_grad(node),
     )
+
+
+def _unreachable(node: fx.Node, reason: str) -> _InGraph:
+    """Return a matmul whose gradients, of what it reads and of its weights, cost twice as much."""
+    is_recorded = any(one.requires_grad for one in tensors_in(node.meta.get("example_value")))
+    path, count = str(node.meta.get(MODULE, "")), 3 if is_recorded else 1
+    return _InGraph(meant_name(node), path, node_flops(node), count, reason)
 
 
 def _why_between(step: CapturedStep, call: _Call) -> str:

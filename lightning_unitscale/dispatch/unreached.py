@@ -19,6 +19,8 @@ from lightning_unitscale.dispatch.owners import owner_of
 from lightning_unitscale.dispatch.products import Arguments, ProductRule, contraction
 from lightning_unitscale.dispatch.session import LOCAL, run_inside
 from lightning_unitscale.dispatch.torch_internals import Kernel, plain_functions
+from lightning_unitscale.graph.matmuls import DISTANCES, FUSED, RECURRENT
+from lightning_unitscale.profiler.costs import cudnn_recurrent_flops, recurrent_flops
 
 
 @dataclass(frozen=True)
@@ -41,19 +43,7 @@ class UnreachedRule:
     writes: str = ""
 
 
-_RECURRENT = "a recurrent kernel, whose products are inside of it"
 _WIDENED = "a product whose result has a type of its own"
-_FUSED = "a fused inference kernel, whose products are inside of it"
-
-
-def _rnn_flops(args: Arguments, _: Any) -> int:
-    input, of_input, of_hidden = args[:3]
-    return 2 * int(math.prod(input.shape[:2])) * int(of_input.numel() + of_hidden.numel())
-
-
-def _cudnn_rnn_flops(args: Arguments, _: Any) -> int:
-    matrices = sum(int(weight.numel()) for weight in args[1] if weight.dim() > 1)
-    return 2 * int(math.prod(args[0].shape[:2])) * matrices
 
 
 def _encoder_layer_flops(args: Arguments, _: Any) -> int:
@@ -89,11 +79,11 @@ UNREACHED: tuple[UnreachedRule, ...] = (
         for form in ("dtype", "dtype_out")
     ),
     UnreachedRule("_int_mm", "a product of integers", contraction(0, 1)),
-    UnreachedRule("_cdist_forward", "a kernel of distances", contraction(0, 0)),
-    UnreachedRule("mkldnn_rnn_layer", _RECURRENT, _rnn_flops, has_backward=True),
-    UnreachedRule("_cudnn_rnn", _RECURRENT, _cudnn_rnn_flops, has_backward=True),
-    UnreachedRule("_transformer_encoder_layer_fwd", _FUSED, _encoder_layer_flops),
-    UnreachedRule("_native_multi_head_attention", _FUSED, _encoder_layer_flops),
+    UnreachedRule("_cdist_forward", DISTANCES, contraction(0, 0)),
+    UnreachedRule("mkldnn_rnn_layer", RECURRENT, recurrent_flops, has_backward=True),
+    UnreachedRule("_cudnn_rnn", RECURRENT, cudnn_recurrent_flops, has_backward=True),
+    UnreachedRule("_transformer_encoder_layer_fwd", FUSED, _encoder_layer_flops),
+    UnreachedRule("_native_multi_head_attention", FUSED, _encoder_layer_flops),
 )
 
 

@@ -141,7 +141,7 @@ def short_reason(text: str) -> str:
     """The one sentence of a text of Dynamo's that says what it does not capture."""
     match = _FAILED_WITHOUT_NUMBERS.search(text) or _EXPLANATION.search(text)
     lines = (match.group(1) if match else text).strip().splitlines() or [""]
-    return textwrap.shorten(lines[0].rstrip("."), _MAX_REASON, placeholder=" ...")
+    return textwrap.shorten(lines[0].rstrip(".: "), _MAX_REASON, placeholder=" ...")
 
 
 def joined_reasons(reasons: Sequence[str]) -> str:

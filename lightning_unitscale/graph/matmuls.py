@@ -115,9 +115,19 @@ _CUSTOM_OPERATORS: dict[str, ProductRule] = {
     "transformers.grouped_mm_fallback": ProductRule(("input", "weight"), ("input", "weight")),
 }
 
-# Products that write into a tensor of the user's, or whose operands no factor can reach.
-_OUT_OF_REACH = {"addmm_", "baddbmm_", "addbmm_", "addmv_", "cdist", "lstm", "gru", "rnn_tanh"}
-_OUT_OF_REACH |= {"_transformer_encoder_layer_fwd", "_native_multi_head_attention"}
+# Why no factor can reach the operands of a product, or it writes into a tensor of the user's.
+DISTANCES = "a kernel of distances"
+RECURRENT = "a recurrent kernel, whose products are inside of it"
+FUSED = "a fused inference kernel, whose products are inside of it"
+_WRITING = "a product that is written into a tensor"
+_RECURRENT_NAMES = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+_OUT_OF_REACH = {
+    **dict.fromkeys(("addmm_", "baddbmm_", "addbmm_", "addmv_"), _WRITING),
+    "cdist": DISTANCES,
+    **dict.fromkeys(_RECURRENT_NAMES, RECURRENT),
+    **dict.fromkeys((f"{name}_cell" for name in _RECURRENT_NAMES), RECURRENT),
+    **dict.fromkeys(("_transformer_encoder_layer_fwd", "_native_multi_head_attention"), FUSED),
+}
 
 
 def rule_of(node: fx.Node) -> ProductRule | None:
@@ -175,17 +185,17 @@ def operands_of_call(
     return [value for value in values if isinstance(value, Tensor)]
 
 
-def unreachable_products(graph: fx.Graph) -> list[fx.Node]:
-    """Nodes that multiply matrices in a form that no rule covers."""
-    return [
-        node
-        for node in graph.nodes
-        if node.op in {"call_function", "call_method"}
-        and (
-            getattr(node.target, "__name__", str(node.target)) in _OUT_OF_REACH
-            or (TRANSFORMED in node.meta and rule_of(node) is not None)
-        )
-    ]
+def unreachable_products(graph: fx.Graph) -> dict[fx.Node, str]:
+    """Return the nodes that multiply matrices in a form that no rule covers, each with why."""
+    found: dict[fx.Node, str] = {}
+    for node in graph.nodes:
+        if node.op in {"call_function", "call_method"}:
+            name = getattr(node.target, "__name__", str(node.target))
+            if name in _OUT_OF_REACH:
+                found[node] = _OUT_OF_REACH[name]
+            elif TRANSFORMED in node.meta and rule_of(node) is not None:
+                found[node] = "no factor reaches its operands"
+    return found
 
 
 def _tensors(node: fx.Node, rule: ProductRule, name: str) -> Iterator[Operand]:

@@ -6,7 +6,7 @@ from lightning_unitscale.pipeline.balance import balanced_split
 from lightning_unitscale.pipeline.cuts import PipeSequential, annotate_split_points
 from lightning_unitscale.pipeline.dataflow import MultiUseParameterConfig
 from lightning_unitscale.pipeline.engine import PipelineRunner
-from lightning_unitscale.pipeline.explain import PipelinePlan, explain_pipeline
+from lightning_unitscale.pipeline.explain import PipelinePlan, explain_pipeline, explain_step
 from lightning_unitscale.pipeline.pipe import Pipe, PipeInfo, pipeline
 from lightning_unitscale.pipeline.program import LossWrapper, TrivialLossWrapper
 from lightning_unitscale.pipeline.schedules import SCHEDULES, Schedule
@@ -29,6 +29,7 @@ __all__ = [
     "annotate_split_points",
     "balanced_split",
     "explain_pipeline",
+    "explain_step",
     "pipe_split",
     "pipeline",
 ]

@@ -9,16 +9,15 @@ mean over the microbatches of what a stage computes is the loss of the batch, an
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from lightning_unitscale.capture.compiled_graph import GraphCall
-from lightning_unitscale.dynamo.capture import GraphInput
 from lightning_unitscale.dynamo.graphs import is_checkpoint
 from lightning_unitscale.graph.aliasing import memory_roots, written_arguments
 from lightning_unitscale.graph.nodes import example_tensor, op_name, tensor_name
@@ -116,8 +115,23 @@ def compare_graphs(part: GraphCall, whole: GraphCall, count: int) -> BatchFacts:
         The facts. Where the two are not the same operations, every tensor is ``Coupled``.
     """
     ours, theirs = (call.graph.out_of_place().graph_module for call in (part, whole))
+    are_data = [given.kind in {"input", "buffer"} for given in part.graph.inputs]
+    return compare_graph_modules(ours, theirs, count, are_data)
+
+
+def compare_graph_modules(
+    ours: fx.GraphModule, theirs: fx.GraphModule, count: int, are_data: Sequence[bool]
+) -> BatchFacts:
+    """Find how the values of a microbatch relate to those of the batch.
+
+    Args:
+        ours: The graph for a microbatch; nothing in it is in place.
+        theirs: The graph for the whole batch.
+        count: Number of microbatches.
+        are_data: Which of the first inputs are no parameters.
+    """
     found = BatchFacts(count, theirs)
-    facts = _Comparison(found, part.graph.inputs).walk(ours, theirs)
+    facts = _Comparison(found, are_data).walk(ours, theirs)
     returned: Any = ours.graph.output_node().args[0]
     found.outputs = [
         facts[value] if isinstance(value, fx.Node) and not isinstance(facts[value], tuple) else None
@@ -129,10 +143,10 @@ def compare_graphs(part: GraphCall, whole: GraphCall, count: int) -> BatchFacts:
 class _Comparison:
     """Walks through two graphs side by side."""
 
-    def __init__(self, found: BatchFacts, inputs: tuple[GraphInput, ...]) -> None:
+    def __init__(self, found: BatchFacts, are_data: Sequence[bool]) -> None:
         self._found = found
         self._count = found.count
-        self._inputs = inputs
+        self._are_data = are_data
 
     def walk(
         self, part: fx.GraphModule, whole: fx.GraphModule, given: list[Any] | None = None
@@ -161,7 +175,8 @@ class _Comparison:
                 continue
             if node.op == "get_attr":
                 facts[node] = _of_attribute(part, whole, node, other)
-                if isinstance(facts[node], Same):
+                is_parameter = isinstance(_attribute(part, node), nn.Parameter)
+                if isinstance(facts[node], Same) and not is_parameter:
                     data.add(node)
                 continue
             reads = node.all_input_nodes
@@ -192,7 +207,7 @@ class _Comparison:
         return Rows(dims[0]) if dims else Same()
 
     def _is_data(self, position: int) -> bool:
-        return position < len(self._inputs) and self._inputs[position].kind in {"input", "buffer"}
+        return position < len(self._are_data) and self._are_data[position]
 
     def _of_checkpoint(
         self,

@@ -51,7 +51,7 @@ from lightning_unitscale.pipeline.program import (
     named_tensors,
 )
 from lightning_unitscale.pipeline.whole_batch import WholeBatch
-from lightning_unitscale.profiler.api import refuse_lazy
+from lightning_unitscale.profiler.api import refuse_lazy, refuse_without_forward
 
 _EXAMPLE = "example_value"
 # Types that a captured graph can return.
@@ -119,6 +119,7 @@ def _check_module(module: nn.Module) -> None:
             f"module={type(module).__name__}: it is compiled already; expected a plain module; "
             "leave out your torch.compile."
         )
+    refuse_without_forward(module, "pass the model inside of it, or see explain_step for a step")
     refuse_lazy(module)
 
 

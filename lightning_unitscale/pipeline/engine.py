@@ -16,6 +16,7 @@ What is worked around here:
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -162,7 +163,9 @@ class PipelineRunner:
 
     Every rank makes one for the same pipeline and calls :meth:`step` with the same batch. A step is
     microbatch accumulation: the gradients are those of the mean of the microbatches' losses, and
-    are added to what is in ``.grad``.
+    are added to what is in ``.grad``. If a loss is a mean over the targets that count, the losses
+    are weighted by their numbers, so that their mean is the loss of the batch. A warning reports
+    any other loss of which the mean is not that of the batch.
 
     Args:
         pipe: The pipeline; with a loss, if it is to be trained.
@@ -222,6 +225,8 @@ class PipelineRunner:
         self._outputs: dict[int, tuple[Any, ...]] = {}
         self._finish: Finish | None = None
         self._replaced: Replaced = {}
+        self._weigh: Callable[[int, Tensor], Tensor] | None = None
+        self._has_warned = False
         self._training: Any = None
         self._trained: list[EngineStage] = []
         self._forward: dict[int, Any] = {}
@@ -241,6 +246,9 @@ class PipelineRunner:
             ValueError: If the batch is not ``num_microbatches`` times what was captured, or the
                 pipeline has no loss.
         """
+        if self.is_last and self.num_microbatches > 1 and not self._has_warned:
+            self._has_warned = True
+            self._warn_of_other_loss()
         return self.step_flat(split_batch(self.pipe.program, args, kwargs, self.num_microbatches))
 
     def eval(self, *args: Any, **kwargs: Any) -> list[Any] | None:
@@ -297,15 +305,27 @@ class PipelineRunner:
         self._microbatches, self._outputs = microbatches, {}
         # All that the engine hands to a stage is which microbatch it is.
         indices = torch.arange(count)
+        if self.is_last and count > 1:
+            self._weigh = self.pipe.batch_loss.weighted(microbatches)
         try:
             schedule.step(microbatch=indices, target=indices, return_outputs=False)
             outputs = [self._outputs[index] for index in range(count) if self.is_last]
         finally:
             self._microbatches, self._outputs = [], {}
-            self._finish, self._replaced = None, {}
+            self._finish, self._replaced, self._weigh = None, {}, None
         if not self.is_last:
             return None
         return [self.pipe.program.unflatten(list(values)) for values in outputs]
+
+    def _warn_of_other_loss(self) -> None:
+        if reason := self.pipe.batch_loss.reason:
+            warnings.warn(
+                f"PipelineRunner: the mean of the losses of {self.num_microbatches} microbatches, "
+                f"which is trained, is not the loss of the batch: {reason}. Expected a mean over "
+                "samples or over targets that count. Reduce the loss in that way, or train with "
+                "PipelineStrategy.",
+                stacklevel=3,
+            )
 
     def _new_schedule(self, *, is_joint: bool) -> Any:
         if is_joint:
@@ -333,12 +353,14 @@ class PipelineRunner:
         outputs = run(*received, *(inputs[position] for position in info.inputs))
         if not info.is_last:
             return outputs
+        loss = self.pipe.program.loss
+        if loss is not None and self._weigh is not None:
+            outputs = (*outputs[:loss], self._weigh(index, outputs[loss]), *outputs[loss + 1 :])
         self._outputs[index] = tuple(
             value.detach() if isinstance(value, Tensor) else value for value in outputs
         )
         if self._finish is not None:
             return self._finish(index, outputs)
-        loss = self.pipe.program.loss
         if loss is not None:
             return outputs[loss]
         return next(value for value in outputs if isinstance(value, Tensor))

@@ -14,6 +14,7 @@ from torch.distributed.pipelining import PipelineStage, SplitPoint
 from typing_extensions import override
 
 from lightning_unitscale.arguments import check_callable, check_instance, shown
+from lightning_unitscale.pipeline.batch_loss import BatchLoss, batch_loss_of
 from lightning_unitscale.pipeline.capture import capture_program
 from lightning_unitscale.pipeline.cuts import SplitPolicy, cut_by, marked, num_marks
 from lightning_unitscale.pipeline.dataflow import MultiUseParameterConfig
@@ -74,6 +75,9 @@ class Pipe(nn.Module):
         program: The captured module.
         stages: Its stages.
         aliases: Other names of tied parameters and buffers to the names that the stages know.
+
+    Attributes:
+        batch_loss: How the loss of a batch follows from those of its microbatches.
     """
 
     def __init__(
@@ -83,6 +87,7 @@ class Pipe(nn.Module):
         aliases: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
+        self.batch_loss = BatchLoss()
         self.program = program
         self._stages = stages
         self._aliases = dict(aliases or {})
@@ -121,6 +126,7 @@ class Pipe(nn.Module):
         Give the module's arguments to ``schedule.step`` by name, on every rank. Results are the
         loss, if it is known, which the engine cannot put together: ``return_outputs=False``. Pass
         ``scale_grads=False`` to the schedule and divide the loss by the number of microbatches.
+        These losses are not weighted: a mean over targets counts each microbatch alike.
         Gradients of parameters in stages of several ranks
         (``info().shared_parameters``) are not summed; :class:`PipelineRunner` does all of that.
 
@@ -326,7 +332,9 @@ def pipeline(
             "several positional arguments as one tuple, mb_args."
         )
     with marked(module, split_spec):
-        program = capture_program(module, tuple(args), dict(mb_kwargs or {}), loss_spec=loss_spec)
+        example = tuple(args), dict(mb_kwargs or {})
+        program = capture_program(module, *example, loss_spec=loss_spec)
+        batch_loss = batch_loss_of(module, program, *example, loss_spec)
     if split_spec and num_marks(program) < len(split_spec):
         raise ValueError(
             f"split_spec={dict(split_spec)!r}: {num_marks(program)} of these {len(split_spec)} "
@@ -335,7 +343,9 @@ def pipeline(
         )
     if split_policy is not None or not num_marks(program):
         cut_by(program, split_policy)
-    return build_pipe(program, module, multi_use_param_spec)
+    pipe = build_pipe(program, module, multi_use_param_spec)
+    pipe.batch_loss = batch_loss
+    return pipe
 
 
 def _multi_use(module: nn.Module, spec: MultiUse) -> Callable[[str], MultiUseParameterConfig]:

@@ -113,7 +113,7 @@ class WholeBatch:
             factor = float(self.facts.count) ** fact.power
             returned[loss] = _times(graph.graph, returned[loss], factor, output)
             output.args = (tuple(returned),)
-        self._compute = _subgraph(self.facts.graph, wanted, self.facts.count)
+        self._compute = values_of_batch(self.facts.graph, wanted, self.facts.count)
         graph.graph_module.recompile()
 
 
@@ -201,10 +201,16 @@ def _part_of(total: Tensor, count: int) -> Tensor:
     return total / count
 
 
-def _subgraph(
+def values_of_batch(
     graph_module: fx.GraphModule, wanted: Sequence[fx.Node | CountedMean], count: int
 ) -> Callable[..., tuple[Tensor, ...]]:
-    """What computes some values of a graph from its inputs."""
+    """Return what computes some values of a graph from its inputs.
+
+    Args:
+        graph_module: The graph.
+        wanted: Nodes, or means over classes of which the number of targets is wanted.
+        count: By how much these numbers are divided.
+    """
     source = graph_module.graph
     roots = memory_roots(source)
     order = {node: index for index, node in enumerate(source.nodes)}

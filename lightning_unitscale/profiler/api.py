@@ -75,6 +75,8 @@ def profile_graph(
     target = _checked_device(device)
     check_instance("module", module, nn.Module, "a torch.nn.Module", "pass the model itself")
     _check_calls(module, optimizer, method, loss, context)
+    if method == "forward":
+        refuse_without_forward(module, "pass method='training_step' with its arguments")
     _check_parameters(module)
 
     def profile_at(batch_size: int | None) -> GraphProfile:
@@ -190,6 +192,25 @@ def _check_calls(module: nn.Module, optimizer: Any, method: Any, loss: Any, cont
         check_callable("loss", loss, expected, "leave it out for the output's own")
     expected = "a function that makes a context"
     check_callable("context", context, expected, "leave it out for none")
+
+
+def refuse_without_forward(module: nn.Module, advice: str) -> None:
+    """Raise if a module cannot be called, such as a LightningModule that has only steps.
+
+    Args:
+        module: The module.
+        advice: What to do instead.
+
+    Raises:
+        ValueError: In that case.
+    """
+    owner = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
+    is_absent = owner is nn.Module or owner.__name__ == "LightningModule"
+    if is_absent and "forward" not in vars(module):
+        raise ValueError(
+            f"module={type(module).__name__}: it has no forward; expected a module that can be "
+            f"called; {advice}."
+        )
 
 
 def refuse_lazy(module: nn.Module) -> None:

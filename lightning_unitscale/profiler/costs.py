@@ -187,8 +187,8 @@ def operator_flops(
 
     References:
         The formulas of `torch.utils.flop_counter`, and those below for what it leaves out: the
-        attention kernel of the CPU, products with vectors, grouped products, and the backward pass
-        of a convolution in groups, which it counts once per group.
+        attention kernel of the CPU, products with vectors, grouped products, recurrent layers, and
+        the backward pass of a convolution in groups, which it counts once per group.
     """
     packet = getattr(function, "overloadpacket", function)
     own_formula = _FORMULAS.get(packet)
@@ -276,6 +276,18 @@ def _convolution_backward(args: Sequence[Any], result: Any) -> int:
     return once * (bool(mask[0]) + bool(mask[1]))
 
 
+def recurrent_flops(args: Sequence[Any], result: Any) -> int:
+    """Return the operations of oneDNN's recurrent layer: both matrices for each token."""
+    tokens, *matrices = map(_shape, args[:3])
+    return 2 * prod(tokens[:2]) * sum(map(prod, matrices))
+
+
+def cudnn_recurrent_flops(args: Sequence[Any], result: Any) -> int:
+    """Return the operations of cuDNN's recurrent layers: all matrices for each token."""
+    matrices = [_shape(weight) for weight in args[1] if weight.dim() > 1]
+    return 2 * prod(_shape(args[0])[:2]) * sum(map(prod, matrices))
+
+
 _FORMULAS = by_operator(
     {
         **dict.fromkeys(("mv", "dot", "vdot"), lambda args, _: 2 * prod(_shape(args[0]))),
@@ -284,6 +296,10 @@ _FORMULAS = by_operator(
         "convolution_backward": _convolution_backward,
         "_scaled_dot_product_flash_attention_for_cpu": _attention,
         "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+        "mkldnn_rnn_layer": recurrent_flops,
+        "mkldnn_rnn_layer_backward": lambda args, result: 2 * recurrent_flops(args, result),
+        "_cudnn_rnn": cudnn_recurrent_flops,
+        "_cudnn_rnn_backward": lambda args, result: 2 * cudnn_recurrent_flops(args, result),
     }
 )
 

@@ -21,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks as saving
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten_with_path, tree_map
 
+from lightning_unitscale.dynamo.breaks import reason_raised
 from lightning_unitscale.functional.scale import hooks_in_transforms
 from lightning_unitscale.graph.nodes import tensors_in
 from lightning_unitscale.profiler.fake_device import (
@@ -240,10 +241,11 @@ def _named_errors(recorder: StorageRecorder) -> Iterator[None]:
     try:
         yield
     except DATA_DEPENDENT as error:
+        where = reason_raised(error).where or "what it does"
         raise RuntimeError(
-            f"node {recorder.running}: what it does depends on the values of a tensor ({error}); "
-            "expected a step whose shapes and branches follow from its inputs' shapes; take "
-            ".item(), boolean indexing and branches on tensors out of it to profile it."
+            f"node {recorder.running}: {where} depends on the values of a tensor ({error}). A "
+            "profile runs on shapes without values. Take .item(), boolean indexing and branches on "
+            "tensors out of the step to profile it."
         ) from error
     except RuntimeError as error:
         if not any(message in str(error) for message in _MIXED_DEVICES):

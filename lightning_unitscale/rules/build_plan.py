@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.compiled_graph import CompiledGraph
 from lightning_unitscale.capture.rollback import detached_copy
+from lightning_unitscale.capture.step_messages import CaptureError
 from lightning_unitscale.graph.matmuls import product_of
 from lightning_unitscale.graph.nodes import (
     changed_arguments,
@@ -34,6 +35,8 @@ from lightning_unitscale.rules.weights import prepared_like
 Joint = Callable[[float], float]
 # The first run of a step may change what the next one runs.
 _MAX_ATTEMPTS = 3
+# As often as this a scaled step may run its graphs for each time that the plain one does.
+_MANY_TIMES = 8
 
 
 def plan_step(
@@ -73,11 +76,12 @@ def plan_step(
         plan = _plan_once(step, args, kwargs, options, prior, init_weights, backward, joint)
         if plan is not None:
             return prior.updated(plan)
-    raise RuntimeError(
-        f"{type(step.owner.module).__name__}.{step.name}: it ran other graphs in each of "
-        f"{_MAX_ATTEMPTS} runs on the same batch; expected a step that is captured alike each "
-        "time; keep counters, random Python choices, and branches on how large activations are, "
-        "which unit scaling changes, out of it."
+    reason = f"it ran other graphs in each of {_MAX_ATTEMPTS} runs on the same batch"
+    raise CaptureError(
+        f"{step.title}: {reason}; expected a step that is captured alike each time; keep counters, "
+        "random Python choices, and branches on how large activations are, which unit scaling "
+        "changes, out of it.",
+        reason,
     )
 
 
@@ -111,7 +115,8 @@ def _plan_once(
     flow = recorder.result()
     structure = _structure_of(flow, prior)
     parameters = {**plan_parameters(structure, init_weights=init_weights), **prior.parameters}
-    scaled_run = _ScaledRun(structure, parameters, options, prior, joint)
+    most_calls = _MANY_TIMES * (recorder.num_calls + 1)
+    scaled_run = _ScaledRun(structure, parameters, options, prior, joint, step.title, most_calls)
     decisions = scaled_run.decider.decisions
     with grad(), rehearsed(step, scaled_run, args, kwargs):
         pass
@@ -204,10 +209,16 @@ def _structure_of(flow: Flow, prior: RulePlan) -> Structure:
 
 
 class Recorder:
-    """Runs the graphs of a step as they are, and records which reads what another one made."""
+    """Runs the graphs of a step as they are, and records which reads what another one made.
+
+    Attributes:
+        flow: What was recorded.
+        num_calls: Calls of graphs.
+    """
 
     def __init__(self) -> None:
         self.flow = Flow()
+        self.num_calls = 0
         self._made: dict[int, tuple[Tensor, fx.Node]] = {}
         self._read: set[fx.Node] = set()
 
@@ -218,6 +229,7 @@ class Recorder:
             graph_module = self.flow.first_capture(captured)
 
             def run(*values: Any) -> Any:
+                self.num_calls += 1
                 outputs = GraphInterpreter(graph_module, self._visit).run(*values)
                 self._record(graph_module, values, outputs)
                 return outputs
@@ -262,6 +274,16 @@ class Recorder:
 class _ScaledRun:
     """Runs the graphs of a step with every factor in place as soon as it is decided.
 
+    Args:
+        structure: Of the recorded run.
+        parameters: What becomes of the parameters.
+        options: The user's choices.
+        prior: What was decided before.
+        joint: As in :func:`plan_step`.
+        title: Of the step, for an error.
+        most_calls: Calls of graphs after which it is ended: a solver whose steps adapt may take any
+            number of them for weights at RMS 1.
+
     Attributes:
         decider: Takes the decisions.
         saw_new_graph: Whether a graph ran that was not recorded: the first run of a step may change
@@ -275,8 +297,11 @@ class _ScaledRun:
         options: RuleOptions,
         prior: RulePlan,
         joint: Joint | None,
+        title: str,
+        most_calls: int,
     ) -> None:
         self.flow = structure.flow
+        self._title, self._most_calls, self._num_calls = title, most_calls, 0
         self._joint = joint
         self.decider = Decider(structure, parameters, options, self.measure, prior=prior)
         self.saw_new_graph = False
@@ -288,7 +313,19 @@ class _ScaledRun:
         self._measured: dict[fx.Node, float | None] = {}
 
     def __call__(self, graph: Any, inputs: tuple[Any, ...]) -> Any:
-        """Run one graph; the interpreter that ``CapturedStep`` expects."""
+        """Run one graph; the interpreter that ``CapturedStep`` expects.
+
+        Raises:
+            CaptureError: If there are too many calls.
+        """
+        self._num_calls += 1
+        if self._num_calls > self._most_calls:
+            reason = f"scaled, it runs its graphs over {_MANY_TIMES} times as often"
+            raise CaptureError(
+                f"{self._title}: {reason}; expected a step that does as much at any scale; keep "
+                "solvers with adaptive steps out of it.",
+                reason,
+            )
 
         def run_with(captured: fx.GraphModule) -> Callable[..., Any]:
             graph_module = self.flow.first_capture(captured)

@@ -38,6 +38,7 @@ class Restless(nn.Module):
         self.number = 0
         self.child = nn.Linear(4, 4)
         self.child.note = "old"
+        self.child.weight.calls = 1  # as libraries of per-sample gradients count
         self.teacher = nn.Linear(4, 4)
         self.array = np.zeros(2)
         self.generators = [torch.Generator(), np.random.default_rng(1), np.random.RandomState(1)]
@@ -58,6 +59,8 @@ class Restless(nn.Module):
             self.inferred += 1
         self.number += 1
         self.child.note = "new"
+        self.child.weight.calls += 1
+        self.child.bias.sizes = [5]
         self.extra = "made in the step"
         self.train(False)
         with torch.no_grad():
@@ -82,6 +85,7 @@ def _state(module: Restless) -> dict[str, object]:
         "inferred": module.inferred.tolist(),
         "number": module.number,
         "note": module.child.note,
+        "of parameters": [sorted(vars(one).items()) for one in module.parameters()],
         "extra": hasattr(module, "extra"),
         "modes": [one.training for one in module.modules()],
         "weights": {name: one.detach().clone() for name, one in module.named_parameters()},

@@ -280,7 +280,7 @@ def test_an_attention_whose_sizes_nothing_tells_stays_whole() -> None:
         expand_composites(graph_module)
     assert [one.name for one in graph_module.graph.nodes] == before
     assert product_of(node) is None
-    assert unreachable_products(graph_module.graph) == [node]
+    assert list(unreachable_products(graph_module.graph)) == [node]
 
 
 def _refused(*_: Any) -> Any:

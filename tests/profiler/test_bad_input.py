@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_unitscale.pipeline import explain_pipeline
 from lightning_unitscale.profiler import MetaInfoProp, profile_graph
 from tests.profiler.networks import Step
 
@@ -28,7 +30,7 @@ def test_parameters_on_several_devices() -> None:
 
 def test_a_step_that_depends_on_data_names_the_node() -> None:
     module = nn.Sequential(nn.Linear(2, 2), Step(lambda x: x if x.sum() > 0 else -x))
-    with pytest.raises(RuntimeError, match=r"node 1\.bool: what it does depends on the values"):
+    with pytest.raises(RuntimeError, match=r"node 1\.bool: .*test_bad_input.py:.* depends on"):
         profile_graph(module, torch.ones(1, 2))
     module = Step(lambda x: x[x > 0])
     with pytest.raises(RuntimeError, match=r"node getitem: .*boolean indexing"):
@@ -103,3 +105,16 @@ def test_what_stands_in_for_a_gpu_is_taken_away_again() -> None:
         profile_graph(Step(lambda x: x.item()), torch.ones(1), device="cuda")
     assert (torch.autocast.__init__, torch.cuda.get_device_capability) == before
     assert not torch.is_autocast_enabled("cpu")
+
+
+def test_a_module_without_forward_is_refused() -> None:
+    class Steps(pl.LightningModule):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return batch.sum()
+
+    for module in (Steps(), nn.Module()):
+        with pytest.raises(ValueError, match=r"module=\w+: it has no forward; .*training_step"):
+            profile_graph(module, torch.ones(2))
+        with pytest.raises(ValueError, match=r"module=\w+: it has no forward; .*explain_step"):
+            explain_pipeline(module, torch.ones(2), 2)
+    assert profile_graph(Steps(), torch.ones(2), 0, method="training_step").batch_size == 2

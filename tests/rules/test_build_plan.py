@@ -12,7 +12,9 @@ from torch import Tensor, fx, nn
 
 import lightning_unitscale.rules as rules
 from lightning_unitscale.capture.attach import captured_forward
+from lightning_unitscale.capture.step_messages import CaptureError
 from lightning_unitscale.graph.nodes import is_same_graph
+from lightning_unitscale.rules import build_plan
 from lightning_unitscale.rules.build_plan import plan_step
 from lightning_unitscale.rules.decide import Decider
 from lightning_unitscale.rules.plan import RuleOptions, RulePlan
@@ -127,6 +129,17 @@ def test_a_step_that_is_never_the_same_is_refused() -> None:
         RuntimeError, match=r"Restless\.forward: it ran other graphs in each of 3 runs.*expected"
     ):
         plan(Restless(), torch.randn(4, W))
+
+
+def test_a_scaled_step_that_runs_its_graphs_too_often_is_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A solver takes any number of steps for weights at RMS 1; here a single one is too many."""
+    module = nn.Sequential(nn.Linear(W, W), nn.Tanh())
+    assert plan(module, torch.randn(4, W))
+    monkeypatch.setattr(build_plan, "_MANY_TIMES", 0)
+    with pytest.raises(CaptureError, match=r"Sequential\.forward: scaled, it runs its graphs over"):
+        plan(module, torch.randn(4, W))
 
 
 def test_a_branch_on_what_scaling_changes_is_refused() -> None:

@@ -1,0 +1,118 @@
+"""Steps that rules cannot scale, since they are not captured: the plain model trains."""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lightning_unitscale import UnitScaleCallback
+from tests.callbacks.rule_runs import METHODS, Classifier, adamw, fit, loader, weights
+from tests.dynamo.test_tensor_subclasses import Broken
+from tests.helpers import IS_TORCH_2_11, assert_same_bits
+
+
+class OfBroken(Classifier):
+    """Its data come as a subclass of a tensor."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0].as_subclass(Broken), batch[1]]
+
+
+class Restless(Classifier):
+    """Another step in each call."""
+
+    num_calls: ClassVar[list[int]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.num_calls.append(1)
+        torch._dynamo.graph_break()
+        logits = self.forward(batch[0])
+        for _ in range(len(self.num_calls) - batch_idx):
+            logits = logits * 1.0
+        loss = F.cross_entropy(logits, batch[1])
+        self.log("train_loss", loss)
+        return loss
+
+
+def _said(caught: list[warnings.WarningMessage]) -> list[str]:
+    return [str(one.message) for one in caught if "cannot run captured" in str(one.message)]
+
+
+CASES = [
+    (OfBroken, "it is called with a Broken, which Dynamo does not follow"),
+    pytest.param(
+        Restless,
+        "it ran other graphs in each of 3 runs on the same batch",
+        marks=pytest.mark.skipif(
+            IS_TORCH_2_11, reason="Dynamo does not see there that an attribute has changed"
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("kind", "reason"), CASES)
+def test_the_plain_model_trains(kind: type[Classifier], reason: str, method: str) -> None:
+    torch.manual_seed(0)
+    module = kind()
+    plain = copy.deepcopy(module)
+    options = {"gradient_clip_val": 0.1, "val": loader(8), "num_sanity_val_steps": 1}
+    _, expected = fit(plain, **options)
+    Restless.num_calls.clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer, losses = fit(module, UnitScaleCallback(method), **options)
+    (said,) = {text for text in _said(caught) if ".training_step" in text}
+    assert reason in said
+    assert "it is the plain model, at the learning rates that it is given" in said
+    assert_same_bits(losses, expected)
+    assert_same_bits(weights(module), weights(plain))
+    checkpoint: dict[str, Any] = {}
+    trainer.callbacks[0].on_save_checkpoint(trainer, module, checkpoint)  # type: ignore[attr-defined]
+    assert not checkpoint
+
+
+def test_a_model_that_rules_have_scaled_never_runs_plain() -> None:
+    class LaterBroken(OfBroken):
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            if self.trainer.global_step < 2:
+                return batch
+            return super().on_before_batch_transfer(batch, dataloader_idx)
+
+    expected = re.escape(
+        "LaterBroken.training_step is unit-scaled by rules and it is called with a"
+    )
+    with pytest.raises(RuntimeError, match=expected):
+        fit(LaterBroken(), UnitScaleCallback("u-mup"))
+
+
+class Clipped(torch.optim.Optimizer):
+    """Does something to gradients before another optimizer steps, as for private training."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        super().__init__(inner.param_groups, inner.defaults)
+        self.param_groups = inner.param_groups
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else closure()
+        self.inner.step()
+        return loss
+
+
+def test_rates_follow_within_an_optimizer_around_another() -> None:
+    torch.manual_seed(0)
+    module = Classifier(lambda module: Clipped(adamw(module)))
+    plain = copy.deepcopy(module)
+    plain.configure = adamw
+    with pytest.warns(UserWarning, match="the rates of AdamW in Clipped follow the scales. What"):
+        _, losses = fit(module, UnitScaleCallback("u-mup"))
+    _, expected = fit(plain, UnitScaleCallback("u-mup"))
+    assert_same_bits(losses, expected)
+    assert_same_bits(weights(module), weights(plain))
