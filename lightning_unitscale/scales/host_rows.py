@@ -7,12 +7,14 @@ exact row is all in FP64. Reading a number waits for nothing here, so that what 
 infinity, FP64) has torch operations.
 
 Exponents are counted for many tensors together: their samples lie behind each other in one buffer.
+Small tensors are there as a whole, and have their moments from it too.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Final
+from collections.abc import Iterator
+from typing import Final, TypeAlias
 
 import numpy as np
 import torch
@@ -24,7 +26,6 @@ from lightning_unitscale.scales.layout import (
     MOMENTS,
     RowLayout,
 )
-from lightning_unitscale.scales.reduce import empty_rows
 from lightning_unitscale.scales.statistics import functional_row
 from lightning_unitscale.scales.strided import Elements
 from lightning_unitscale.scales.tensor_statistics import FloatArray
@@ -34,10 +35,18 @@ _LIGHT_PART: Final = 2**17
 _EXACT_PART: Final = 2**16
 # Within these, sums of the squares of a part neither overflow nor lose anything in FP32.
 _SMALLEST, _LARGEST = 2.0**-40, 2.0**40
-# Elements of the buffer for samples, which stays in the second level of cache.
-_BUFFER: Final = 2**17
+# Elements of a buffer for samples, which stays in the second level of cache.
+_BUFFER: Final = 2**16
+# A tensor of no more elements has its moments with others, not by calls of its own.
+_SMALL: Final = 2**12
 _FIELDS: Final = 256  # values of an FP32 exponent, as its bits have it
 _BIAS: Final = 127
+_MANTISSA_BITS: Final = 23
+_NORMAL: Final = 2.0**-126  # the smallest number of FP32 that is none of the subnormal ones
+_MOST: Final = 2.0**120  # sums below it do not leave FP32
+_COLUMN: Final = {name: index for index, name in enumerate((*MOMENT_COLUMNS, "sampled"))}
+# Sum, sum of squares and largest magnitude.
+_Moments: TypeAlias = tuple[float, float, float]
 
 
 def host_row(tensor: Tensor, layout: RowLayout) -> Tensor:
@@ -59,118 +68,211 @@ class HostRows:
 
     Args:
         layout: A sampled one without formats.
-        buffer_size: Elements of the buffer that samples are counted in.
+        buffer_size: Elements of a buffer that samples are counted in; several samples by default.
     """
 
-    def __init__(self, layout: RowLayout, buffer_size: int = _BUFFER) -> None:
+    def __init__(self, layout: RowLayout, buffer_size: int = 0) -> None:
         self._layout = layout
         self._sample_size = layout.sample_size or 1
-        size = max(buffer_size, 1)
-        self._buffer = torch.empty(size, dtype=torch.float32, device="cpu")
-        self._fields = np.empty(size, np.uint32)
-        self._used = 0
-        # Of the rows whose samples are in the buffer.
-        self._waiting: list[tuple[tuple[float, ...], int, int]] = []
-        self._rows: list[Tensor] = []
+        self._buffer_size = buffer_size or max(_BUFFER, self._sample_size)
+        # Of small tensors, and of others.
+        self._samples: dict[bool, _Samples] = {}
+        self._rare: list[tuple[int, Tensor]] = []
         self._number = 0
 
     def add(self, tensor: Tensor) -> int:
         """Measure a real floating-point tensor on the CPU; returns the place of its row."""
+        number = self._number
         self._number += 1
-        elements = Elements.of(tensor.detach())
-        flat = elements.tensor.reshape(-1)
-        moments = None
-        if flat.numel() and flat.dtype != torch.float64:
-            moments = _light_moments(flat)
-        if moments is None:
-            self._count()
-            self._rows.append(functional_row(tensor, self._layout)[None])
-            return self._number - 1
-        stride = elements.stride(self._sample_size)
-        sample = flat[::stride] if stride > 1 else flat
-        length = sample.numel()
-        if self._used + length > len(self._buffer):
-            self._count()
-        self._buffer[self._used : self._used + length].copy_(sample)
-        self._used += length
-        self._waiting.append((moments, elements.repeats, length))
-        return self._number - 1
+        elements = Elements.of(tensor)
+        numel = elements.tensor.numel()
+        if numel and elements.tensor.dtype is not torch.float64:
+            is_small = numel <= min(_SMALL, self._sample_size)
+            samples = self._samples.get(is_small)
+            if samples is None:
+                samples = self._samples[is_small] = _Samples(
+                    self._layout, self._buffer_size, is_small=is_small
+                )
+            if samples.add(number, elements, self._sample_size):
+                return number
+        self._rare.append((number, functional_row(tensor, self._layout)))
+        return number
 
     def finish(self) -> Tensor:
         """Return the rows, shape ``(num_tensors, layout.num_columns)``, in the order of adding."""
-        self._count()
-        if len(self._rows) == 1:
-            return self._rows[0]
-        return torch.cat(self._rows) if self._rows else empty_rows(0, self._layout)
+        rows = np.empty((self._number, self._layout.num_columns))
+        for samples in self._samples.values():
+            samples.count()
+            for numbers, counted in samples.rows:
+                rows[list(numbers)] = counted
+        for number, row in self._rare:
+            rows[number] = row.numpy()
+        return torch.from_numpy(rows)
 
-    def _count(self) -> None:
+
+class _Samples:
+    """Samples of tensors behind each other in one buffer.
+
+    Args:
+        layout: Columns of a row.
+        size: Elements of the buffer.
+        is_small: Whether all tensors are small.
+
+    Attributes:
+        rows: The rows that were made, with the numbers of their tensors.
+    """
+
+    def __init__(self, layout: RowLayout, size: int, *, is_small: bool) -> None:
+        self.rows: list[tuple[tuple[int, ...], FloatArray]] = []
+        self._layout = layout
+        self._is_small = is_small
+        self._buffer = torch.empty(size, dtype=torch.float32, device="cpu")
+        self._fields = np.empty(size, np.uint32)
+        self._used = 0
+        # Of each tensor in the buffer: its number, its elements, how often they are repeated, and
+        # the length of its sample.
+        self._waiting: list[tuple[int, int, int, int]] = []
+        # Of each of them, unless they are small.
+        self._moments: list[_Moments] = []
+
+    def add(self, number: int, elements: Elements, sample_size: int) -> bool:
+        """Take a sample of a tensor.
+
+        Returns:
+            False if some elements are not finite, and the tensor is not small.
+        """
+        tensor = elements.tensor
+        numel = tensor.numel()
+        stride = 1 if numel <= sample_size else elements.stride(sample_size)
+        length = -(-numel // stride)
+        if self._used + length > len(self._buffer):
+            self.count()
+        sample = self._buffer[self._used : self._used + length]
+        if self._is_small:
+            sample.copy_(tensor.reshape(-1))
+        elif (moments := _light_moments(tensor, stride, sample)) is not None:
+            self._moments.append(moments)
+        else:
+            return False
+        self._used += length
+        self._waiting.append((number, numel, elements.repeats, length))
+        return True
+
+    def count(self) -> None:
         """Make rows of what is in the buffer."""
         if not self._waiting:
             return
-        moments, repeats, lengths = zip(*self._waiting, strict=True)
-        magnitudes, fields = self._buffer.numpy()[: self._used], self._fields[: self._used]
-        np.abs(magnitudes, out=magnitudes)
-        codes = magnitudes.view(np.uint32)
-        np.right_shift(codes, 23, out=fields)
+        numbers, numel, repeats, lengths = zip(*self._waiting, strict=True)
         starts = np.cumsum([0, *lengths[:-1]])
+        rows = np.zeros((len(lengths), self._layout.num_columns))
+        column = {name: rows[:, index] for name, index in _COLUMN.items()}
+        column["numel"][:], column["sampled"][:] = numel, lengths
+        magnitudes, fields = self._buffer.numpy()[: self._used], self._fields[: self._used]
+        rare: dict[int, FloatArray] = {}
+        if self._is_small:
+            rare = self._small_moments(column["sum"], column["square_sum"], starts, repeats)
+            np.abs(magnitudes, out=magnitudes)
+            largest = np.maximum.reduceat(magnitudes, starts)
+        else:
+            column["sum"][:], column["square_sum"][:], largest = zip(*self._moments, strict=True)
+        codes = magnitudes.view(np.uint32)
+        np.right_shift(codes, _MANTISSA_BITS, out=fields)
         for position, start in enumerate(starts[1:].tolist(), start=1):
             fields[start : start + lengths[position]] += position * _FIELDS
-        numbers = torch.from_numpy(fields.view(np.int32))
-        counts = torch.bincount(numbers, minlength=len(lengths) * _FIELDS)
+        counts = torch.bincount(
+            torch.from_numpy(fields.view(np.int32)), minlength=len(lengths) * _FIELDS
+        )
         counted = counts.view(-1, _FIELDS).numpy()
-        rows = np.zeros((len(lengths), self._layout.num_columns))
         exponents = rows[:, self._layout.exponents]
         first = 1 - _BIAS - MIN_EXPONENT
         exponents[:, first : first + _FIELDS - 2] = counted[:, 1 : _FIELDS - 1]
+        is_in_range = max(largest) < _MOST / self._used
+        column["abs_sum"][:] = np.add.reduceat(
+            magnitudes, starts, dtype=np.float32 if is_in_range else np.float64
+        )
         zeros = counted[:, 0]
-        if np.count_nonzero(codes) + zeros.sum() > len(codes):
-            zeros = np.add.reduceat(codes == 0, starts, dtype=np.int64)
+        if zeros.any():
+            is_zero = codes == 0
+            magnitudes[is_zero] = math.inf
+            zeros = np.add.reduceat(is_zero, starts, dtype=np.int64)
+        smallest = np.minimum.reduceat(magnitudes, starts)
+        if min(smallest) < _NORMAL:
             _count_subnormals(exponents, magnitudes, starts)
-        numel, sums, squares, largest = zip(*moments, strict=True)
-        for name, column in (
-            ("numel", numel),
-            ("sum", sums),
-            ("square_sum", squares),
-            ("sampled", lengths),
-            ("zeros", zeros),
-            ("abs_sum", np.add.reduceat(magnitudes, starts, dtype=np.float64)),
-        ):
-            rows[:, _COLUMN[name]] = column
+        column["zeros"][:] = zeros
         rows *= np.array(repeats)[:, None]
-        rows[:, _COLUMN["abs_max"]] = largest
-        # Codes are in the order of magnitudes, and one below zero's is the largest.
-        codes -= np.uint32(1)
-        smallest = (np.minimum.reduceat(codes, starts) + np.uint32(1)).view(np.float32)
-        rows[:, _COLUMN["abs_min"]] = np.where(smallest > 0, smallest, math.inf)
-        self._rows.append(torch.from_numpy(rows))
+        column["abs_max"][:], column["abs_min"][:] = largest, smallest
+        for position, row in rare.items():
+            rows[position] = row
+        self.rows.append((numbers, rows))
         self._used = 0
-        self._waiting = []
+        self._waiting, self._moments = [], []
 
-
-_COLUMN: Final = {name: index for index, name in enumerate((*MOMENT_COLUMNS, "sampled"))}
+    def _small_moments(
+        self, sums: FloatArray, squares: FloatArray, starts: FloatArray, repeats: tuple[int, ...]
+    ) -> dict[int, FloatArray]:
+        """Fill in moments from the buffer; returns the rows of what is not all finite."""
+        elements = self._buffer[: self._used]
+        values = elements.numpy()
+        # What is not finite is no error.
+        with np.errstate(invalid="ignore"):
+            sums[:] = np.add.reduceat(values, starts, dtype=np.float64)
+            squares[:] = np.add.reduceat(np.square(values, dtype=np.float64), starts)
+        rare = np.nonzero(~np.isfinite(squares))[0].tolist()
+        parts = elements.split([length for *_, length in self._waiting]) if rare else ()
+        return {
+            position: functional_row(
+                parts[position].expand(repeats[position], -1), self._layout
+            ).numpy()
+            for position in rare
+        }
 
 
 def _count_subnormals(exponents: FloatArray, magnitudes: FloatArray, starts: FloatArray) -> None:
     """Count subnormal FP32 elements, whose exponent field is that of zero."""
-    (places,) = np.nonzero((magnitudes > 0) & (magnitudes < 2.0**-126))
+    (places,) = np.nonzero((magnitudes > 0) & (magnitudes < _NORMAL))
     tensors = np.searchsorted(starts, places, "right") - 1
     bins = np.frexp(magnitudes[places].astype(np.float64))[1] - 1 - MIN_EXPONENT
     np.add.at(exponents, (tensors, bins), 1)
 
 
-def _light_moments(flat: Tensor) -> tuple[float, float, float, float] | None:
-    """Number, sum, sum of squares and largest magnitude of FP32 or narrower elements.
+def _parts(tensor: Tensor, size: int) -> Iterator[Tensor]:
+    """Yield the elements in their order, so many at a time, in one dimension."""
+    numel = tensor.numel()
+    if tensor.is_contiguous():
+        flat = tensor.view(-1)
+        for begin in range(0, numel, size):
+            yield flat if numel <= size else flat[begin : begin + size]
+    elif (rows := size * len(tensor) // numel) == 0:
+        for one in tensor:
+            yield from _parts(one, size)
+    else:
+        for begin in range(0, len(tensor), rows):
+            yield tensor[begin : begin + rows].reshape(-1)
+
+
+def _light_moments(tensor: Tensor, stride: int, sample: Tensor) -> _Moments | None:
+    """Return moments of FP32 or narrower elements, and take a sample of magnitudes on the way.
+
+    Args:
+        tensor: The elements.
+        stride: Distance between those of the sample.
+        sample: Memory for it.
 
     Returns:
-        ``None`` if some are not finite.
+        ``None`` if some elements are not finite.
     """
     largest = total = squares = 0.0
-    for part in flat.split(_LIGHT_PART) if flat.numel() > _LIGHT_PART else (flat,):
+    begin = taken = 0
+    for part in _parts(tensor, _LIGHT_PART):
         wide = part.float()
         low, high = torch.aminmax(wide)
         amax = max(-low.item(), high.item())
         if not amax < math.inf:  # NaN is not
             return None
+        chosen = wide[-begin % stride :: stride]
+        torch.abs(chosen, out=sample[taken : taken + len(chosen)])
+        taken += len(chosen)
+        begin += len(wide)
         if amax == 0:
             continue
         exponent = 0
@@ -182,7 +284,7 @@ def _light_moments(flat: Tensor) -> tuple[float, float, float, float] | None:
         largest = max(largest, amax)
         total += math.ldexp(wide.sum().item(), exponent)
         squares += math.ldexp(_squares(wide), 2 * exponent)
-    return float(flat.numel()), total, squares, largest
+    return total, squares, largest
 
 
 def _squares(elements: Tensor) -> float:
