@@ -12,6 +12,7 @@ Small tensors are there as a whole, and have their moments from it too.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Final, TypeAlias
@@ -35,10 +36,14 @@ _LIGHT_PART: Final = 2**17
 _EXACT_PART: Final = 2**16
 # Within these, sums of the squares of a part neither overflow nor lose anything in FP32.
 _SMALLEST, _LARGEST = 2.0**-40, 2.0**40
+# Elements whose norm torch takes at once: it adds up a part of the squares one after the other.
+_NORM_LENGTH: Final = 512
 # Elements of a buffer for samples, which stays in the second level of cache.
 _BUFFER: Final = 2**16
 # A tensor of no more elements has its moments with others, not by calls of its own.
 _SMALL: Final = 2**12
+# How many buffers are counted at a time.
+_MOST_FULL: Final = 16
 _FIELDS: Final = 256  # values of an FP32 exponent, as its bits have it
 _BIAS: Final = 127
 _MANTISSA_BITS: Final = 23
@@ -68,113 +73,141 @@ class HostRows:
 
     Args:
         layout: A sampled one without formats.
-        buffer_size: Elements of a buffer that samples are counted in; several samples by default.
+        buffer_size: Elements of a buffer for samples; several samples by default.
     """
 
     def __init__(self, layout: RowLayout, buffer_size: int = 0) -> None:
         self._layout = layout
         self._sample_size = layout.sample_size or 1
         self._buffer_size = buffer_size or max(_BUFFER, self._sample_size)
-        # Of small tensors, and of others.
-        self._samples: dict[bool, _Samples] = {}
+        # To be filled: for small tensors, and for others.
+        self._open: dict[bool, _Samples] = {}
+        self._full: list[_Samples] = []
+        self._empty: list[_Samples] = []
+        self._counted: list[tuple[list[int], FloatArray]] = []
         self._rare: list[tuple[int, Tensor]] = []
         self._number = 0
+        self._flat = _Flat()
 
     def add(self, tensor: Tensor) -> int:
         """Measure a real floating-point tensor on the CPU; returns the place of its row."""
         number = self._number
         self._number += 1
         elements = Elements.of(tensor)
-        numel = elements.tensor.numel()
-        if numel and elements.tensor.dtype is not torch.float64:
+        stored = elements.tensor
+        numel = stored.numel()
+        if numel and stored.dtype is not torch.float64:
+            stride = 1 if numel <= self._sample_size else elements.stride(self._sample_size)
+            length = -(-numel // stride)
             is_small = numel <= min(_SMALL, self._sample_size)
-            samples = self._samples.get(is_small)
-            if samples is None:
-                samples = self._samples[is_small] = _Samples(
-                    self._layout, self._buffer_size, is_small=is_small
-                )
-            if samples.add(number, elements, self._sample_size):
+            samples = self._samples(is_small, length)
+            moments = None
+            if is_small:
+                samples.room(length).copy_(stored.reshape(-1))
+            else:
+                moments = _light_moments(stored, stride, samples.room(length), self._flat)
+            if is_small or moments is not None:
+                samples.keep(number, numel, elements.repeats, length, moments)
                 return number
         self._rare.append((number, functional_row(tensor, self._layout)))
         return number
 
     def finish(self) -> Tensor:
         """Return the rows, shape ``(num_tensors, layout.num_columns)``, in the order of adding."""
+        self._full += self._open.values()
+        self._open = {}
+        self._count()
         rows = np.empty((self._number, self._layout.num_columns))
-        for samples in self._samples.values():
-            samples.count()
-            for numbers, counted in samples.rows:
-                rows[list(numbers)] = counted
+        for numbers, counted in self._counted:
+            rows[numbers] = counted
         for number, row in self._rare:
             rows[number] = row.numpy()
         return torch.from_numpy(rows)
 
+    def _samples(self, is_small: bool, length: int) -> _Samples:
+        """Return a buffer with room for one sample more."""
+        samples = self._open.get(is_small)
+        if samples is None or not samples.has_room(length):
+            if samples is not None:
+                self._full.append(samples)
+            if len(self._full) == _MOST_FULL:
+                self._count()
+            samples = self._empty.pop() if self._empty else _Samples(self._buffer_size)
+            self._open[is_small] = samples
+        return samples
+
+    def _count(self) -> None:
+        """Make rows of what is in full buffers.
+
+        One buffer after the other: a loop of few instructions is faster where a step does not run
+        in between.
+        """
+        fields = np.empty(self._buffer_size, np.uint32)
+        self._counted += [
+            samples.count(self._layout, fields) for samples in self._full if samples.is_filled
+        ]
+        self._empty += self._full
+        self._full = []
+
 
 class _Samples:
-    """Samples of tensors behind each other in one buffer.
+    """Samples of tensors behind each other in one buffer: all of small tensors, or of larger ones.
 
     Args:
-        layout: Columns of a row.
         size: Elements of the buffer.
-        is_small: Whether all tensors are small.
-
-    Attributes:
-        rows: The rows that were made, with the numbers of their tensors.
     """
 
-    def __init__(self, layout: RowLayout, size: int, *, is_small: bool) -> None:
-        self.rows: list[tuple[tuple[int, ...], FloatArray]] = []
-        self._layout = layout
-        self._is_small = is_small
+    def __init__(self, size: int) -> None:
         self._buffer = torch.empty(size, dtype=torch.float32, device="cpu")
-        self._fields = np.empty(size, np.uint32)
         self._used = 0
-        # Of each tensor in the buffer: its number, its elements, how often they are repeated, and
-        # the length of its sample.
-        self._waiting: list[tuple[int, int, int, int]] = []
-        # Of each of them, unless they are small.
+        # Of each tensor: its number, its elements, how often they are repeated, and the length of
+        # its sample.
+        self._kept: list[tuple[int, int, int, int]] = []
+        # Of each tensor that is not small.
         self._moments: list[_Moments] = []
 
-    def add(self, number: int, elements: Elements, sample_size: int) -> bool:
-        """Take a sample of a tensor.
+    @property
+    def is_filled(self) -> bool:
+        """Whether a sample was kept."""
+        return bool(self._kept)
 
-        Returns:
-            False if some elements are not finite, and the tensor is not small.
-        """
-        tensor = elements.tensor
-        numel = tensor.numel()
-        stride = 1 if numel <= sample_size else elements.stride(sample_size)
-        length = -(-numel // stride)
-        if self._used + length > len(self._buffer):
-            self.count()
-        sample = self._buffer[self._used : self._used + length]
-        if self._is_small:
-            sample.copy_(tensor.reshape(-1))
-        elif (moments := _light_moments(tensor, stride, sample)) is not None:
-            self._moments.append(moments)
-        else:
-            return False
+    def has_room(self, length: int) -> bool:
+        """Return whether one sample more fits in."""
+        return self._used + length <= len(self._buffer)
+
+    def room(self, length: int) -> Tensor:
+        """Return memory for one sample more."""
+        return self._buffer[self._used : self._used + length]
+
+    def keep(
+        self, number: int, numel: int, repeats: int, length: int, moments: _Moments | None
+    ) -> None:
+        """Keep what is in the :meth:`room`; moments belong to magnitudes, none to all elements."""
         self._used += length
-        self._waiting.append((number, numel, elements.repeats, length))
-        return True
+        self._kept.append((number, numel, repeats, length))
+        if moments is not None:
+            self._moments.append(moments)
 
-    def count(self) -> None:
-        """Make rows of what is in the buffer."""
-        if not self._waiting:
-            return
-        numbers, numel, repeats, lengths = zip(*self._waiting, strict=True)
-        starts = np.cumsum([0, *lengths[:-1]])
-        rows = np.zeros((len(lengths), self._layout.num_columns))
+    def count(self, layout: RowLayout, fields: FloatArray) -> tuple[list[int], FloatArray]:
+        """Return the numbers of the tensors and their rows; the buffer is empty then.
+
+        Args:
+            layout: Columns of a row.
+            fields: Memory for as many integers as the buffer has elements.
+        """
+        numbers, numel, repeats, lengths = map(list, zip(*self._kept, strict=True))
+        starts = np.array([0, *itertools.accumulate(lengths[:-1])])
+        rows = np.zeros((len(lengths), layout.num_columns))
         column = {name: rows[:, index] for name, index in _COLUMN.items()}
         column["numel"][:], column["sampled"][:] = numel, lengths
-        magnitudes, fields = self._buffer.numpy()[: self._used], self._fields[: self._used]
+        magnitudes, fields = self._buffer.numpy()[: self._used], fields[: self._used]
         rare: dict[int, FloatArray] = {}
-        if self._is_small:
-            rare = self._small_moments(column["sum"], column["square_sum"], starts, repeats)
+        if self._moments:
+            column["sum"][:], column["square_sum"][:], largest = zip(*self._moments, strict=True)
+        else:
+            rare = self._small_moments(column["sum"], column["square_sum"], starts, layout)
             np.abs(magnitudes, out=magnitudes)
             largest = np.maximum.reduceat(magnitudes, starts)
-        else:
-            column["sum"][:], column["square_sum"][:], largest = zip(*self._moments, strict=True)
         codes = magnitudes.view(np.uint32)
         np.right_shift(codes, _MANTISSA_BITS, out=fields)
         for position, start in enumerate(starts[1:].tolist(), start=1):
@@ -183,32 +216,32 @@ class _Samples:
             torch.from_numpy(fields.view(np.int32)), minlength=len(lengths) * _FIELDS
         )
         counted = counts.view(-1, _FIELDS).numpy()
-        exponents = rows[:, self._layout.exponents]
-        first = 1 - _BIAS - MIN_EXPONENT
-        exponents[:, first : first + _FIELDS - 2] = counted[:, 1 : _FIELDS - 1]
+        first = layout.exponents.start + 1 - _BIAS - MIN_EXPONENT
+        rows[:, first : first + _FIELDS - 2] = counted[:, 1 : _FIELDS - 1]
         is_in_range = max(largest) < _MOST / self._used
         column["abs_sum"][:] = np.add.reduceat(
             magnitudes, starts, dtype=np.float32 if is_in_range else np.float64
         )
         zeros = counted[:, 0]
-        if zeros.any():
+        if any(zeros.tolist()):
             is_zero = codes == 0
             magnitudes[is_zero] = math.inf
             zeros = np.add.reduceat(is_zero, starts, dtype=np.int64)
         smallest = np.minimum.reduceat(magnitudes, starts)
-        if min(smallest) < _NORMAL:
-            _count_subnormals(exponents, magnitudes, starts)
+        if min(smallest.tolist()) < _NORMAL:
+            _count_subnormals(rows[:, layout.exponents], magnitudes, starts)
         column["zeros"][:] = zeros
-        rows *= np.array(repeats)[:, None]
+        if max(repeats) > 1:
+            rows *= np.array(repeats)[:, None]
         column["abs_max"][:], column["abs_min"][:] = largest, smallest
         for position, row in rare.items():
             rows[position] = row
-        self.rows.append((numbers, rows))
         self._used = 0
-        self._waiting, self._moments = [], []
+        self._kept, self._moments = [], []
+        return numbers, rows
 
     def _small_moments(
-        self, sums: FloatArray, squares: FloatArray, starts: FloatArray, repeats: tuple[int, ...]
+        self, sums: FloatArray, squares: FloatArray, starts: FloatArray, layout: RowLayout
     ) -> dict[int, FloatArray]:
         """Fill in moments from the buffer; returns the rows of what is not all finite."""
         elements = self._buffer[: self._used]
@@ -217,14 +250,12 @@ class _Samples:
         with np.errstate(invalid="ignore"):
             sums[:] = np.add.reduceat(values, starts, dtype=np.float64)
             squares[:] = np.add.reduceat(np.square(values, dtype=np.float64), starts)
-        rare = np.nonzero(~np.isfinite(squares))[0].tolist()
-        parts = elements.split([length for *_, length in self._waiting]) if rare else ()
-        return {
-            position: functional_row(
-                parts[position].expand(repeats[position], -1), self._layout
-            ).numpy()
-            for position in rare
-        }
+        rare: dict[int, FloatArray] = {}
+        for position in np.nonzero(~np.isfinite(squares))[0].tolist():
+            _, _, repeats, length = self._kept[position]
+            part = elements[starts[position] :][:length].expand(repeats, -1)
+            rare[position] = functional_row(part, layout).numpy()
+        return rare
 
 
 def _count_subnormals(exponents: FloatArray, magnitudes: FloatArray, starts: FloatArray) -> None:
@@ -236,43 +267,65 @@ def _count_subnormals(exponents: FloatArray, magnitudes: FloatArray, starts: Flo
 
 
 def _parts(tensor: Tensor, size: int) -> Iterator[Tensor]:
-    """Yield the elements in their order, so many at a time, in one dimension."""
+    """Yield the elements in their order, so many at a time."""
     numel = tensor.numel()
-    if tensor.is_contiguous():
-        flat = tensor.view(-1)
-        for begin in range(0, numel, size):
-            yield flat if numel <= size else flat[begin : begin + size]
+    if numel <= size:
+        yield tensor
     elif (rows := size * len(tensor) // numel) == 0:
         for one in tensor:
             yield from _parts(one, size)
     else:
         for begin in range(0, len(tensor), rows):
-            yield tensor[begin : begin + rows].reshape(-1)
+            yield tensor[begin : begin + rows]
 
 
-def _light_moments(tensor: Tensor, stride: int, sample: Tensor) -> _Moments | None:
+class _Flat:
+    """Parts of tensors as FP32 elements in one dimension, copied into memory that is kept.
+
+    New memory for each would take longer than what is done to it.
+    """
+
+    def __init__(self) -> None:
+        self._memory: Tensor | None = None
+
+    def __call__(self, part: Tensor) -> Tensor:
+        """Return a part's elements, good until the next call."""
+        if part.dtype is torch.float32 and part.is_contiguous():
+            return part.view(-1)
+        if self._memory is None:
+            self._memory = torch.empty(_LIGHT_PART, dtype=torch.float32, device="cpu")
+        flat = self._memory[: part.numel()]
+        flat.view(part.shape).copy_(part)
+        return flat
+
+
+def _light_moments(tensor: Tensor, stride: int, sample: Tensor, flat: _Flat) -> _Moments | None:
     """Return moments of FP32 or narrower elements, and take a sample of magnitudes on the way.
 
     Args:
         tensor: The elements.
         stride: Distance between those of the sample.
         sample: Memory for it.
+        flat: Makes parts flat.
 
     Returns:
         ``None`` if some elements are not finite.
     """
     largest = total = squares = 0.0
     begin = taken = 0
+    if tensor.is_contiguous():
+        tensor = tensor.view(-1)
     for part in _parts(tensor, _LIGHT_PART):
-        wide = part.float()
+        wide = flat(part)
         low, high = torch.aminmax(wide)
         amax = max(-low.item(), high.item())
         if not amax < math.inf:  # NaN is not
             return None
         chosen = wide[-begin % stride :: stride]
-        torch.abs(chosen, out=sample[taken : taken + len(chosen)])
-        taken += len(chosen)
-        begin += len(wide)
+        number = chosen.numel()
+        torch.abs(chosen, out=sample[taken : taken + number])
+        taken += number
+        begin += wide.numel()
         if amax == 0:
             continue
         exponent = 0
@@ -288,12 +341,15 @@ def _light_moments(tensor: Tensor, stride: int, sample: Tensor) -> _Moments | No
 
 
 def _squares(elements: Tensor) -> float:
-    """Sum of squares.
+    """Sum of squares of elements in one dimension, without memory for the squares.
 
     torch's dot product would be a matmul of the step in a session. NumPy's would leave the memory
     fixed in size, for good, and it is the user's: FSDP resizes what it gathers.
     """
-    return float(elements.square().sum().item())
+    rest = elements.numel() % _NORM_LENGTH
+    rows = elements[: elements.numel() - rest].view(-1, _NORM_LENGTH)
+    result: float = torch.linalg.vector_norm(rows, dim=1).square_().sum().item()
+    return result + elements[elements.numel() - rest :].square().sum().item()
 
 
 def _exact_row(tensor: Tensor) -> Tensor:
@@ -319,8 +375,8 @@ def _exact_row(tensor: Tensor) -> Tensor:
                 low = torch.where(wide == 0, math.inf, magnitude).amin().item()
         if low:
             smallest = min(smallest, low)
-        for index, one in enumerate((wide.sum().item(), magnitude.sum().item(), _squares(wide))):
-            sums[index] += one
+        for index, one in enumerate((wide, magnitude, wide.square())):
+            sums[index] += one.sum().item()
     added = (float(flat.numel()), float(zeros), 0.0, 0.0, *sums)
     row = [number * elements.repeats for number in added]
     return torch.tensor([*row, largest, smallest], dtype=torch.float64, device="cpu")
