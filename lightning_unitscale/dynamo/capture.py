@@ -40,6 +40,7 @@ from lightning_unitscale.dynamo.patches import (
     plain_optimizers,
     quiet_libraries,
 )
+from lightning_unitscale.scales.joint_rows import join_rows
 
 Executor = Literal["eager", "aot_eager", "inductor"]
 # What ``torch.compile`` calls ``mode``.
@@ -327,11 +328,20 @@ def execute_with(
         return compiled
     # Imported here: Inductor takes a second to load and most runs never need it.
     from torch._inductor import list_mode_options
-    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def compile_one(one: fx.GraphModule, *args: Any, **options: Any) -> Any:
+        join_rows(one)
+        return compile_fx_inner(one, *args, **options)
 
     with partitioned_by(partition_fn):
         # Also while the backward graph is compiled, which is much later.
-        run = compile_fx(graph_module, list(inputs), config_patches=list_mode_options(mode))
+        run = compile_fx(
+            graph_module,
+            list(inputs),
+            inner_compile=compile_one,
+            config_patches=list_mode_options(mode),
+        )
         return cast(Callable[..., Any], run)
 
 

@@ -15,9 +15,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -188,7 +189,9 @@ class _Samples:
         if moments is not None:
             self._moments.append(moments)
 
-    def count(self, layout: RowLayout, fields: FloatArray) -> tuple[list[int], FloatArray]:
+    def count(
+        self, layout: RowLayout, fields: npt.NDArray[np.uint32]
+    ) -> tuple[list[int], FloatArray]:
         """Return the numbers of the tensors and their rows; the buffer is empty then.
 
         Args:
@@ -202,6 +205,7 @@ class _Samples:
         column["numel"][:], column["sampled"][:] = numel, lengths
         magnitudes, fields = self._buffer.numpy()[: self._used], fields[: self._used]
         rare: dict[int, FloatArray] = {}
+        largest: Any
         if self._moments:
             column["sum"][:], column["square_sum"][:], largest = zip(*self._moments, strict=True)
         else:
@@ -241,7 +245,11 @@ class _Samples:
         return numbers, rows
 
     def _small_moments(
-        self, sums: FloatArray, squares: FloatArray, starts: FloatArray, layout: RowLayout
+        self,
+        sums: FloatArray,
+        squares: FloatArray,
+        starts: npt.NDArray[np.int64],
+        layout: RowLayout,
     ) -> dict[int, FloatArray]:
         """Fill in moments from the buffer; returns the rows of what is not all finite."""
         elements = self._buffer[: self._used]
