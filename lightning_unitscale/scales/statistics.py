@@ -3,9 +3,10 @@
 There are two kinds of rows. The exact one reads everything for every column; it serves measuring
 units and ``track_scales``, which need it rarely. The light one serves the monitor: extremes and
 sums are of all elements, the rest of a strided sample. Each is one operator, so that a compiler
-sees one node: ``host_rows.py`` computes it on a CPU and ``triton_statistics.py`` on CUDA. Other
-devices, and exact counts per format and exponent, have the torch operations of this file, which
-have no control flow on data and do not wait for the device.
+sees one node: ``host_rows.py`` computes it on a CPU and ``triton_statistics.py`` on CUDA. In a
+compiled graph ``joint_rows.py`` has one node for several light rows. Other devices, and exact
+counts per format and exponent, have the torch operations of this file, which have no control flow
+on data and do not wait for the device.
 """
 
 from __future__ import annotations
