@@ -1,4 +1,4 @@
-"""Seconds in which Inductor compiles a sampled step, with an operator for each tensor.
+"""Seconds in which Inductor compiles a sampled step, in which operators make rows of tensors.
 
 Forward and backward graph of the demo's GPT, on a CPU, each variant in a process of its own with
 empty caches. Times are the processor's, compilers of C++ included,

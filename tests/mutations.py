@@ -607,6 +607,20 @@ MUTATIONS = (
         "scales/test_statistics.py",
     ),
     Mutation(
+        "a sample begins anew with each part of a tensor",
+        "scales/host_rows.py",
+        "wide[-begin % stride :: stride]",
+        "wide[::stride]",
+        "scales/test_statistics.py -k light_rows",
+    ),
+    Mutation(
+        "a row of a compiled graph waits until its tensor was written",
+        "scales/joint_rows.py",
+        " or _may_write(node)",
+        "",
+        "scales/test_joint_rows.py -k written",
+    ),
+    Mutation(
         "exponents are one bin off",
         "scales/statistics.py",
         "bins = exponent.clamp(MIN_EXPONENT, MAX_EXPONENT) - MIN_EXPONENT",

@@ -47,7 +47,8 @@ def scaled_copy(tensor: Tensor, exponent: int) -> Tensor:
     # Memory that is allocated begins with a line, so that only what does too can be like its copy.
     offset = tensor.data_ptr() % _LINE_BYTES
     if offset == 0 and _is_dense(tensor):
-        product = tensor * factor
+        # The operator of Python takes half as long again.
+        product = torch.mul(tensor, factor)
         aligned = product.data_ptr() % _LINE_BYTES == 0
         if (aligned or tensor.numel() == 0) and product.stride() == tensor.stride():
             return product

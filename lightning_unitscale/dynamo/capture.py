@@ -41,6 +41,7 @@ from lightning_unitscale.dynamo.patches import (
     plain_optimizers,
     quiet_libraries,
 )
+from lightning_unitscale.scales.joint_rows import join_rows
 
 Executor = Literal["eager", "aot_eager", "inductor"]
 # What ``torch.compile`` calls ``mode``.
@@ -333,13 +334,19 @@ def execute_with(
         return compiled
     # Imported here: Inductor takes a second to load and most runs never need it.
     from torch._inductor import list_mode_options
-    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def compile_one(one: fx.GraphModule, *args: Any, **options: Any) -> Any:
+        join_rows(one)
+        return compile_fx_inner(one, *args, **options)
 
     with partitioned_by(partition_fn), backward:
         # Also while the backward graph is compiled, which is much later.
         # Inductor's own random numbers would be others than those of the plain step.
         patches = {**list_mode_options(mode), "fallback_random": True}
-        run = compile_fx(graph_module, list(inputs), config_patches=patches)
+        run = compile_fx(
+            graph_module, list(inputs), inner_compile=compile_one, config_patches=patches
+        )
         return cast(Callable[..., Any], run)
 
 

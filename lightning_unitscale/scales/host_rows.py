@@ -7,14 +7,18 @@ exact row is all in FP64. Reading a number waits for nothing here, so that what 
 infinity, FP64) has torch operations.
 
 Exponents are counted for many tensors together: their samples lie behind each other in one buffer.
+Small tensors are there as a whole, and have their moments from it too.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from typing import Final
+from collections.abc import Iterator
+from typing import Any, Final, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -24,7 +28,6 @@ from lightning_unitscale.scales.layout import (
     MOMENTS,
     RowLayout,
 )
-from lightning_unitscale.scales.reduce import empty_rows
 from lightning_unitscale.scales.statistics import functional_row
 from lightning_unitscale.scales.strided import Elements
 from lightning_unitscale.scales.tensor_statistics import FloatArray
@@ -34,10 +37,22 @@ _LIGHT_PART: Final = 2**17
 _EXACT_PART: Final = 2**16
 # Within these, sums of the squares of a part neither overflow nor lose anything in FP32.
 _SMALLEST, _LARGEST = 2.0**-40, 2.0**40
-# Elements of the buffer for samples, which stays in the second level of cache.
-_BUFFER: Final = 2**17
+# Elements whose norm torch takes at once: it adds up a part of the squares one after the other.
+_NORM_LENGTH: Final = 512
+# Elements of a buffer for samples, which stays in the second level of cache.
+_BUFFER: Final = 2**16
+# A tensor of no more elements has its moments with others, not by calls of its own.
+_SMALL: Final = 2**12
+# How many buffers are counted at a time.
+_MOST_FULL: Final = 16
 _FIELDS: Final = 256  # values of an FP32 exponent, as its bits have it
 _BIAS: Final = 127
+_MANTISSA_BITS: Final = 23
+_NORMAL: Final = 2.0**-126  # the smallest number of FP32 that is none of the subnormal ones
+_MOST: Final = 2.0**120  # sums below it do not leave FP32
+_COLUMN: Final = {name: index for index, name in enumerate((*MOMENT_COLUMNS, "sampled"))}
+# Sum, sum of squares and largest magnitude.
+_Moments: TypeAlias = tuple[float, float, float]
 
 
 def host_row(tensor: Tensor, layout: RowLayout) -> Tensor:
@@ -59,118 +74,266 @@ class HostRows:
 
     Args:
         layout: A sampled one without formats.
-        buffer_size: Elements of the buffer that samples are counted in.
+        buffer_size: Elements of a buffer for samples; several samples by default.
     """
 
-    def __init__(self, layout: RowLayout, buffer_size: int = _BUFFER) -> None:
+    def __init__(self, layout: RowLayout, buffer_size: int = 0) -> None:
         self._layout = layout
         self._sample_size = layout.sample_size or 1
-        size = max(buffer_size, 1)
-        self._buffer = torch.empty(size, dtype=torch.float32, device="cpu")
-        self._fields = np.empty(size, np.uint32)
-        self._used = 0
-        # Of the rows whose samples are in the buffer.
-        self._waiting: list[tuple[tuple[float, ...], int, int]] = []
-        self._rows: list[Tensor] = []
+        self._buffer_size = buffer_size or max(_BUFFER, self._sample_size)
+        # To be filled: for small tensors, and for others.
+        self._open: dict[bool, _Samples] = {}
+        self._full: list[_Samples] = []
+        self._empty: list[_Samples] = []
+        self._counted: list[tuple[list[int], FloatArray]] = []
+        self._rare: list[tuple[int, Tensor]] = []
         self._number = 0
+        self._flat = _Flat()
 
     def add(self, tensor: Tensor) -> int:
         """Measure a real floating-point tensor on the CPU; returns the place of its row."""
+        number = self._number
         self._number += 1
-        elements = Elements.of(tensor.detach())
-        flat = elements.tensor.reshape(-1)
-        moments = None
-        if flat.numel() and flat.dtype != torch.float64:
-            moments = _light_moments(flat)
-        if moments is None:
-            self._count()
-            self._rows.append(functional_row(tensor, self._layout)[None])
-            return self._number - 1
-        stride = elements.stride(self._sample_size)
-        sample = flat[::stride] if stride > 1 else flat
-        length = sample.numel()
-        if self._used + length > len(self._buffer):
-            self._count()
-        self._buffer[self._used : self._used + length].copy_(sample)
-        self._used += length
-        self._waiting.append((moments, elements.repeats, length))
-        return self._number - 1
+        elements = Elements.of(tensor)
+        stored = elements.tensor
+        numel = stored.numel()
+        if numel and stored.dtype is not torch.float64:
+            stride = 1 if numel <= self._sample_size else elements.stride(self._sample_size)
+            length = -(-numel // stride)
+            is_small = numel <= min(_SMALL, self._sample_size)
+            samples = self._samples(is_small, length)
+            moments = None
+            if is_small:
+                samples.room(length).copy_(stored.reshape(-1))
+            else:
+                moments = _light_moments(stored, stride, samples.room(length), self._flat)
+            if is_small or moments is not None:
+                samples.keep(number, numel, elements.repeats, length, moments)
+                return number
+        self._rare.append((number, functional_row(tensor, self._layout)))
+        return number
 
     def finish(self) -> Tensor:
         """Return the rows, shape ``(num_tensors, layout.num_columns)``, in the order of adding."""
+        self._full += self._open.values()
+        self._open = {}
         self._count()
-        if len(self._rows) == 1:
-            return self._rows[0]
-        return torch.cat(self._rows) if self._rows else empty_rows(0, self._layout)
+        rows = np.empty((self._number, self._layout.num_columns))
+        for numbers, counted in self._counted:
+            rows[numbers] = counted
+        for number, row in self._rare:
+            rows[number] = row.numpy()
+        return torch.from_numpy(rows)
+
+    def _samples(self, is_small: bool, length: int) -> _Samples:
+        """Return a buffer with room for one sample more."""
+        samples = self._open.get(is_small)
+        if samples is None or not samples.has_room(length):
+            if samples is not None:
+                self._full.append(samples)
+            if len(self._full) == _MOST_FULL:
+                self._count()
+            samples = self._empty.pop() if self._empty else _Samples(self._buffer_size)
+            self._open[is_small] = samples
+        return samples
 
     def _count(self) -> None:
-        """Make rows of what is in the buffer."""
-        if not self._waiting:
-            return
-        moments, repeats, lengths = zip(*self._waiting, strict=True)
-        magnitudes, fields = self._buffer.numpy()[: self._used], self._fields[: self._used]
-        np.abs(magnitudes, out=magnitudes)
+        """Make rows of what is in full buffers.
+
+        One buffer after the other: a loop of few instructions is faster where a step does not run
+        in between.
+        """
+        fields = np.empty(self._buffer_size, np.uint32)
+        self._counted += [
+            samples.count(self._layout, fields) for samples in self._full if samples.is_filled
+        ]
+        self._empty += self._full
+        self._full = []
+
+
+class _Samples:
+    """Samples of tensors behind each other in one buffer: all of small tensors, or of larger ones.
+
+    Args:
+        size: Elements of the buffer.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._buffer = torch.empty(size, dtype=torch.float32, device="cpu")
+        self._used = 0
+        # Of each tensor: its number, its elements, how often they are repeated, and the length of
+        # its sample.
+        self._kept: list[tuple[int, int, int, int]] = []
+        # Of each tensor that is not small.
+        self._moments: list[_Moments] = []
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether a sample was kept."""
+        return bool(self._kept)
+
+    def has_room(self, length: int) -> bool:
+        """Return whether one sample more fits in."""
+        return self._used + length <= len(self._buffer)
+
+    def room(self, length: int) -> Tensor:
+        """Return memory for one sample more."""
+        return self._buffer[self._used : self._used + length]
+
+    def keep(
+        self, number: int, numel: int, repeats: int, length: int, moments: _Moments | None
+    ) -> None:
+        """Keep what is in the :meth:`room`; moments belong to magnitudes, none to all elements."""
+        self._used += length
+        self._kept.append((number, numel, repeats, length))
+        if moments is not None:
+            self._moments.append(moments)
+
+    def count(
+        self, layout: RowLayout, fields: npt.NDArray[np.uint32]
+    ) -> tuple[list[int], FloatArray]:
+        """Return the numbers of the tensors and their rows; the buffer is empty then.
+
+        Args:
+            layout: Columns of a row.
+            fields: Memory for as many integers as the buffer has elements.
+        """
+        numbers, numel, repeats, lengths = map(list, zip(*self._kept, strict=True))
+        starts = np.array([0, *itertools.accumulate(lengths[:-1])])
+        rows = np.zeros((len(lengths), layout.num_columns))
+        column = {name: rows[:, index] for name, index in _COLUMN.items()}
+        column["numel"][:], column["sampled"][:] = numel, lengths
+        magnitudes, fields = self._buffer.numpy()[: self._used], fields[: self._used]
+        rare: dict[int, FloatArray] = {}
+        largest: Any
+        if self._moments:
+            column["sum"][:], column["square_sum"][:], largest = zip(*self._moments, strict=True)
+        else:
+            rare = self._small_moments(column["sum"], column["square_sum"], starts, layout)
+            np.abs(magnitudes, out=magnitudes)
+            largest = np.maximum.reduceat(magnitudes, starts)
         codes = magnitudes.view(np.uint32)
-        np.right_shift(codes, 23, out=fields)
-        starts = np.cumsum([0, *lengths[:-1]])
+        np.right_shift(codes, _MANTISSA_BITS, out=fields)
         for position, start in enumerate(starts[1:].tolist(), start=1):
             fields[start : start + lengths[position]] += position * _FIELDS
-        numbers = torch.from_numpy(fields.view(np.int32))
-        counts = torch.bincount(numbers, minlength=len(lengths) * _FIELDS)
+        counts = torch.bincount(
+            torch.from_numpy(fields.view(np.int32)), minlength=len(lengths) * _FIELDS
+        )
         counted = counts.view(-1, _FIELDS).numpy()
-        rows = np.zeros((len(lengths), self._layout.num_columns))
-        exponents = rows[:, self._layout.exponents]
-        first = 1 - _BIAS - MIN_EXPONENT
-        exponents[:, first : first + _FIELDS - 2] = counted[:, 1 : _FIELDS - 1]
+        first = layout.exponents.start + 1 - _BIAS - MIN_EXPONENT
+        rows[:, first : first + _FIELDS - 2] = counted[:, 1 : _FIELDS - 1]
+        is_in_range = max(largest) < _MOST / self._used
+        column["abs_sum"][:] = np.add.reduceat(
+            magnitudes, starts, dtype=np.float32 if is_in_range else np.float64
+        )
         zeros = counted[:, 0]
-        if np.count_nonzero(codes) + zeros.sum() > len(codes):
-            zeros = np.add.reduceat(codes == 0, starts, dtype=np.int64)
-            _count_subnormals(exponents, magnitudes, starts)
-        numel, sums, squares, largest = zip(*moments, strict=True)
-        for name, column in (
-            ("numel", numel),
-            ("sum", sums),
-            ("square_sum", squares),
-            ("sampled", lengths),
-            ("zeros", zeros),
-            ("abs_sum", np.add.reduceat(magnitudes, starts, dtype=np.float64)),
-        ):
-            rows[:, _COLUMN[name]] = column
-        rows *= np.array(repeats)[:, None]
-        rows[:, _COLUMN["abs_max"]] = largest
-        # Codes are in the order of magnitudes, and one below zero's is the largest.
-        codes -= np.uint32(1)
-        smallest = (np.minimum.reduceat(codes, starts) + np.uint32(1)).view(np.float32)
-        rows[:, _COLUMN["abs_min"]] = np.where(smallest > 0, smallest, math.inf)
-        self._rows.append(torch.from_numpy(rows))
+        if any(zeros.tolist()):
+            is_zero = codes == 0
+            magnitudes[is_zero] = math.inf
+            zeros = np.add.reduceat(is_zero, starts, dtype=np.int64)
+        smallest = np.minimum.reduceat(magnitudes, starts)
+        if min(smallest.tolist()) < _NORMAL:
+            _count_subnormals(rows[:, layout.exponents], magnitudes, starts)
+        column["zeros"][:] = zeros
+        if max(repeats) > 1:
+            rows *= np.array(repeats)[:, None]
+        column["abs_max"][:], column["abs_min"][:] = largest, smallest
+        for position, row in rare.items():
+            rows[position] = row
         self._used = 0
-        self._waiting = []
+        self._kept, self._moments = [], []
+        return numbers, rows
 
-
-_COLUMN: Final = {name: index for index, name in enumerate((*MOMENT_COLUMNS, "sampled"))}
+    def _small_moments(
+        self,
+        sums: FloatArray,
+        squares: FloatArray,
+        starts: npt.NDArray[np.int64],
+        layout: RowLayout,
+    ) -> dict[int, FloatArray]:
+        """Fill in moments from the buffer; returns the rows of what is not all finite."""
+        elements = self._buffer[: self._used]
+        values = elements.numpy()
+        # What is not finite is no error.
+        with np.errstate(invalid="ignore"):
+            sums[:] = np.add.reduceat(values, starts, dtype=np.float64)
+            squares[:] = np.add.reduceat(np.square(values, dtype=np.float64), starts)
+        rare: dict[int, FloatArray] = {}
+        for position in np.nonzero(~np.isfinite(squares))[0].tolist():
+            _, _, repeats, length = self._kept[position]
+            part = elements[starts[position] :][:length].expand(repeats, -1)
+            rare[position] = functional_row(part, layout).numpy()
+        return rare
 
 
 def _count_subnormals(exponents: FloatArray, magnitudes: FloatArray, starts: FloatArray) -> None:
     """Count subnormal FP32 elements, whose exponent field is that of zero."""
-    (places,) = np.nonzero((magnitudes > 0) & (magnitudes < 2.0**-126))
+    (places,) = np.nonzero((magnitudes > 0) & (magnitudes < _NORMAL))
     tensors = np.searchsorted(starts, places, "right") - 1
     bins = np.frexp(magnitudes[places].astype(np.float64))[1] - 1 - MIN_EXPONENT
     np.add.at(exponents, (tensors, bins), 1)
 
 
-def _light_moments(flat: Tensor) -> tuple[float, float, float, float] | None:
-    """Number, sum, sum of squares and largest magnitude of FP32 or narrower elements.
+def _parts(tensor: Tensor, size: int) -> Iterator[Tensor]:
+    """Yield the elements in their order, so many at a time."""
+    numel = tensor.numel()
+    if numel <= size:
+        yield tensor
+    elif (rows := size * len(tensor) // numel) == 0:
+        for one in tensor:
+            yield from _parts(one, size)
+    else:
+        for begin in range(0, len(tensor), rows):
+            yield tensor[begin : begin + rows]
+
+
+class _Flat:
+    """Parts of tensors as FP32 elements in one dimension, copied into memory that is kept.
+
+    New memory for each would take longer than what is done to it.
+    """
+
+    def __init__(self) -> None:
+        self._memory: Tensor | None = None
+
+    def __call__(self, part: Tensor) -> Tensor:
+        """Return a part's elements, good until the next call."""
+        if part.dtype is torch.float32 and part.is_contiguous():
+            return part.view(-1)
+        if self._memory is None:
+            self._memory = torch.empty(_LIGHT_PART, dtype=torch.float32, device="cpu")
+        flat = self._memory[: part.numel()]
+        flat.view(part.shape).copy_(part)
+        return flat
+
+
+def _light_moments(tensor: Tensor, stride: int, sample: Tensor, flat: _Flat) -> _Moments | None:
+    """Return moments of FP32 or narrower elements, and take a sample of magnitudes on the way.
+
+    Args:
+        tensor: The elements.
+        stride: Distance between those of the sample.
+        sample: Memory for it.
+        flat: Makes parts flat.
 
     Returns:
-        ``None`` if some are not finite.
+        ``None`` if some elements are not finite.
     """
     largest = total = squares = 0.0
-    for part in flat.split(_LIGHT_PART) if flat.numel() > _LIGHT_PART else (flat,):
-        wide = part.float()
+    begin = taken = 0
+    if tensor.is_contiguous():
+        tensor = tensor.view(-1)
+    for part in _parts(tensor, _LIGHT_PART):
+        wide = flat(part)
         low, high = torch.aminmax(wide)
         amax = max(-low.item(), high.item())
         if not amax < math.inf:  # NaN is not
             return None
+        chosen = wide[-begin % stride :: stride]
+        number = chosen.numel()
+        torch.abs(chosen, out=sample[taken : taken + number])
+        taken += number
+        begin += wide.numel()
         if amax == 0:
             continue
         exponent = 0
@@ -182,16 +345,19 @@ def _light_moments(flat: Tensor) -> tuple[float, float, float, float] | None:
         largest = max(largest, amax)
         total += math.ldexp(wide.sum().item(), exponent)
         squares += math.ldexp(_squares(wide), 2 * exponent)
-    return float(flat.numel()), total, squares, largest
+    return total, squares, largest
 
 
 def _squares(elements: Tensor) -> float:
-    """Sum of squares.
+    """Sum of squares of elements in one dimension, without memory for the squares.
 
     torch's dot product would be a matmul of the step in a session. NumPy's would leave the memory
     fixed in size, for good, and it is the user's: FSDP resizes what it gathers.
     """
-    return float(elements.square().sum().item())
+    rest = elements.numel() % _NORM_LENGTH
+    rows = elements[: elements.numel() - rest].view(-1, _NORM_LENGTH)
+    result: float = torch.linalg.vector_norm(rows, dim=1).square_().sum().item()
+    return result + elements[elements.numel() - rest :].square().sum().item()
 
 
 def _exact_row(tensor: Tensor) -> Tensor:
@@ -217,8 +383,8 @@ def _exact_row(tensor: Tensor) -> Tensor:
                 low = torch.where(wide == 0, math.inf, magnitude).amin().item()
         if low:
             smallest = min(smallest, low)
-        for index, one in enumerate((wide.sum().item(), magnitude.sum().item(), _squares(wide))):
-            sums[index] += one
+        for index, one in enumerate((wide, magnitude, wide.square())):
+            sums[index] += one.sum().item()
     added = (float(flat.numel()), float(zeros), 0.0, 0.0, *sums)
     row = [number * elements.repeats for number in added]
     return torch.tensor([*row, largest, smallest], dtype=torch.float64, device="cpu")

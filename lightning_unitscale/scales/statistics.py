@@ -3,9 +3,10 @@
 There are two kinds of rows. The exact one reads everything for every column; it serves measuring
 units and ``track_scales``, which need it rarely. The light one serves the monitor: extremes and
 sums are of all elements, the rest of a strided sample. Each is one operator, so that a compiler
-sees one node: ``host_rows.py`` computes it on a CPU and ``triton_statistics.py`` on CUDA. Other
-devices, and exact counts per format and exponent, have the torch operations of this file, which
-have no control flow on data and do not wait for the device.
+sees one node: ``host_rows.py`` computes it on a CPU and ``triton_statistics.py`` on CUDA. In a
+compiled graph ``joint_rows.py`` has one node for several light rows. Other devices, and exact
+counts per format and exponent, have the torch operations of this file, which have no control flow
+on data and do not wait for the device.
 """
 
 from __future__ import annotations
@@ -202,6 +203,11 @@ _LIBRARY.define(
     tags=(torch.Tag.flexible_layout,),
 )
 ROW_OPERATOR = torch.ops.lightning_unitscale.statistics_row.default
+_LIBRARY.define(
+    "statistics_rows(Tensor[] tensors, str layout) -> Tensor",
+    tags=(torch.Tag.flexible_layout,),
+)
+JOINT_ROWS_OPERATOR = torch.ops.lightning_unitscale.statistics_rows.default
 
 
 @torch.library.impl(_LIBRARY, "statistics_row", "CompositeExplicitAutograd")
@@ -227,6 +233,23 @@ def _row_on_cuda(tensor: Tensor, factor: Tensor | None, key: str) -> Tensor:
 def _counts_all(layout: RowLayout) -> bool:
     """Whether formats or exponents are counted of all elements."""
     return not layout.is_sampled and (layout.histogram or bool(layout.formats))
+
+
+@torch.library.impl(_LIBRARY, "statistics_rows", "CompositeExplicitAutograd")
+def _joint_rows(tensors: Sequence[Tensor], key: str) -> Tensor:
+    from lightning_unitscale.scales.step_rows import new_rows
+
+    rows = new_rows(RowLayout.from_key(key), tensors[0].device)
+    for tensor in tensors:
+        rows.add(tensor)
+    joint: Tensor = rows.finish()
+    return joint
+
+
+@torch.library.register_fake("lightning_unitscale::statistics_rows", lib=_LIBRARY)
+def _fake_rows(tensors: Sequence[Tensor], key: str) -> Tensor:
+    shape = (len(tensors), RowLayout.from_key(key).num_columns)
+    return tensors[0].new_empty(shape, dtype=torch.float64)
 
 
 @torch.library.register_fake("lightning_unitscale::statistics_row", lib=_LIBRARY)

@@ -80,7 +80,7 @@ class StepRows:
             key = torch.cuda.current_stream(device)
         rows = self._collected.get(key)
         if rows is None:
-            rows = self._collected[key] = self._new(device)
+            rows = self._collected[key] = new_rows(self._layout, device)
         index = rows.add(tensor) if factor is None else rows.add(tensor, factor)
         return TakenRow(rows, index)
 
@@ -90,14 +90,21 @@ class StepRows:
         self._collected = {}
         return functools.partial(_read, sent, self._layout)
 
-    def _new(self, device: torch.device) -> Any:
-        if self._layout.is_sampled and device.type == "cpu":
-            return HostRows(self._layout)
-        if self._layout.is_sampled and device.type == "cuda" and has_triton():
-            from lightning_unitscale.scales.triton_statistics import TritonRows
 
-            return TritonRows(self._layout, device)
-        return SeparateRows(self._layout)
+def new_rows(layout: RowLayout, device: torch.device) -> Any:
+    """Return what collects rows of tensors of a device.
+
+    Args:
+        layout: Their columns, a measured layout.
+        device: The device.
+    """
+    if layout.is_sampled and device.type == "cpu":
+        return HostRows(layout)
+    if layout.is_sampled and device.type == "cuda" and has_triton():
+        from lightning_unitscale.scales.triton_statistics import TritonRows
+
+        return TritonRows(layout, device)
+    return SeparateRows(layout)
 
 
 def _read(
