@@ -24,7 +24,12 @@ from lightning_unitscale.capture.fallback import Fallback, StaysPlain
 from lightning_unitscale.capture.progress import CaptureProgress
 from lightning_unitscale.capture.second_capture import SecondCapture
 from lightning_unitscale.capture.side_effects import Postponed, UntracedCalls, plain_forward
-from lightning_unitscale.capture.step_messages import MANY_CAPTURES, NO_REASON, StepMessages
+from lightning_unitscale.capture.step_messages import (
+    MANY_CAPTURES,
+    NO_REASON,
+    CaptureError,
+    StepMessages,
+)
 from lightning_unitscale.compiling import is_compiling, is_exporting
 from lightning_unitscale.dynamo import capture
 from lightning_unitscale.dynamo.breaks import (
