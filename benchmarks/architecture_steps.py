@@ -89,7 +89,7 @@ class Seen(pl.Callback):
             self.first_step_seconds = time.perf_counter() - self._start
         if steps is not None:
             # Of the last step: what broke in the first one alone is captured once more.
-            self.num_graphs = len(steps.steps["training_step"].graphs)
+            self.num_graphs = steps.steps["training_step"].num_graph_calls
             self.breaks = list(dict.fromkeys(map(_without_folders, steps.graph_breaks)))
 
 

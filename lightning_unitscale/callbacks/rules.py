@@ -123,7 +123,8 @@ class RuleScaling:
         module = trainer.lightning_module
         is_trained = _TRAINING in self.plan.steps()
         is_awaited = not train and not is_trained and trainer.state.fn == "fit"
-        step.fallback.await_rules(is_awaited)
+        is_cut = pipeline_of(trainer) is not None or step.owner.sharded is not None
+        step.fallback.await_rules(is_awaited and not is_cut)
         if step.name not in self.plan.steps() and not self._is_plain and not is_awaited:
             if takes_iterator(module):
                 raise misconfigured(
@@ -147,7 +148,6 @@ class RuleScaling:
                         joint=joint_over_parts(trainer),
                     )
             except CaptureError as error:
-                is_cut = pipeline_of(trainer) is not None or step.owner.sharded is not None
                 if not train or is_trained or is_cut:
                     raise
                 self._settings.restore()

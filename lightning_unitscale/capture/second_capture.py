@@ -42,12 +42,14 @@ class SecondCapture:
             return
         self._has_looked = True
         anew = capture.with_own_code(self._step.__wrapped__)
+        num_graph_calls = self._step.num_graph_calls
         with shadowed(self._step, names=Names(), graphs=[]):
             try:
                 self._step.stop_at_graph(anew, args, kwargs)
                 self.is_due = True
             except Exception:
                 pass  # it breaks as before
+        self._step.num_graph_calls = num_graph_calls
 
     def begin(self) -> None:
         """Forget the parts if the call that begins is one graph."""

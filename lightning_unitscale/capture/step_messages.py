@@ -30,7 +30,7 @@ class CaptureError(RuntimeError):
     """
 
     def __init__(self, text: str, reason: str) -> None:
-        super().__init__(text, reason)
+        # Its arguments are set before: Dynamo does not trace that of the base class.
         self.reason = reason
 
     def __str__(self) -> str:

@@ -53,7 +53,7 @@ def test_every_plan_computes_the_same_bits(name: str) -> None:
         for key, value in module.state_dict().items():
             assert torch.equal(value, ends[key])
         index += 1
-    assert index > 2
+    assert index > 1
 
 
 @pytest.mark.parametrize("name", sorted(set(PROGRAMS) - {"in place"}))
