@@ -101,17 +101,32 @@ def costs_row(row: dict[str, Any]) -> dict[str, str]:
     return cells
 
 
+def _begun(
+    row: dict[str, Any], variant: str, column: str
+) -> tuple[dict[str, str], dict[str, Any] | None]:
+    """A variant's first cells, and what it has found; else the error is in ``column``."""
+    cells = {"project": row["name"]}
+    found = row.get("variants", {}).get(variant)
+    error = row.get("error", "") if found is None else found["error"]
+    if found is None or error:
+        return {**cells, column: error}, None
+    return cells, found
+
+
+def _first_steps(row: dict[str, Any], found: dict[str, Any]) -> str:
+    """Seconds of the first step: plain, and of a variant."""
+    return f"{row['variants']['plain']['first_step']:.2f} -> {found['first_step']:.1f}"
+
+
 def remat_row(row: dict[str, Any]) -> dict[str, str]:
     """What became of a step under a memory budget, beside plain."""
-    cells = {"project": row["name"]}
-    found = row.get("variants", {}).get("remat")
-    if found is None or found["error"]:
-        return {**cells, "parts": row.get("error", "") if found is None else found["error"]}
-    plain = row["variants"]["plain"]
+    cells, found = _begun(row, "remat", "parts")
+    if found is None:
+        return cells
     cells["parts"] = str(found["parts"])
     cells["losses"] = "equal" if found["loss_gap"] == 0 else f"within {found['loss_gap']:.0e}"
     cells["weights"] = "equal" if found["equal"] == "equal" else "differ"
-    cells["first s"] = f"{plain['first_step']:.2f} -> {found['first_step']:.1f}"
+    cells["first s"] = _first_steps(row, found)
     reason = (found["unplanned"].strip().splitlines() or [""])[0].replace("|", "/")
     # Of a file the name is enough.
     cells["why not planned"] = textwrap.shorten(re.sub(r"/\S*/", "", reason), 120)
@@ -120,16 +135,15 @@ def remat_row(row: dict[str, Any]) -> dict[str, str]:
 
 def rules_row(row: dict[str, Any]) -> dict[str, str]:
     """What became of a step by rules, beside plain."""
-    cells = {"project": row["name"]}
-    found = row.get("variants", {}).get("rules")
-    if found is None or found["error"]:
-        return {**cells, "trains": row.get("error", "") if found is None else found["error"]}
+    cells, found = _begun(row, "rules", "trains")
+    if found is None:
+        return cells
     plain = row["variants"]["plain"]
     reasons = (_PLAIN_BY_RULES.search(line) for line in found["warnings"])
     reason = next((match.group(1) for match in reasons if match), "")
     cells["trains"] = "the plain model" if reason else "by rules"
     cells["loss"] = f"{_number(plain['loss'])} -> {_number(found['loss'])}"
-    cells["first s"] = f"{plain['first_step']:.2f} -> {found['first_step']:.1f}"
+    cells["first s"] = _first_steps(row, found)
     cells["why plain"] = reason
     return cells
 

@@ -17,7 +17,9 @@ def is_compiling() -> bool:
     """Whether a compiler or an export traces what this thread runs; Dynamo folds it to true."""
     # Dynamo knows the answers to both questions, and looks no further.
     return torch.compiler.is_compiling() and (
-        torch.compiler.is_dynamo_compiling() or _is_traced_here()
+        torch.compiler.is_dynamo_compiling()
+        or compiles_frame()
+        or TracingContext.try_get() is not None
     )
 
 
@@ -26,5 +28,6 @@ def is_exporting() -> bool:
     return torch.compiler._is_exporting_flag and is_compiling()
 
 
-def _is_traced_here() -> bool:
-    return CompileContext.try_get() is not None or TracingContext.try_get() is not None
+def compiles_frame() -> bool:
+    """Whether this thread compiles a frame, or the backward pass of one."""
+    return CompileContext.current_compile_id() is not None

@@ -99,8 +99,7 @@ class UnitScaleCallback(StepsCallback):
         remat: Budget for rematerialization, as in :class:`RematCallback`.
         compile: Run the captured graphs by Inductor, in a mode of ``torch.compile`` such as
             ``"reduce-overhead"``, which has CUDA graphs, or ``"max-autotune"``. FP32 results then
-            are those of ``torch.compile`` up to its rounding,
-            with the plain step's random numbers.
+            are those of ``torch.compile`` up to its rounding, with the plain step's random numbers.
 
     Raises:
         ValueError: If an argument is out of its range.

@@ -37,7 +37,6 @@ from torch import fx
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.eval_frame import innermost_backend
 from torch._functorch.aot_autograd import AOT_COUNTER
-from torch._guards import CompileContext
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -158,11 +157,6 @@ class GraphPass(CustomGraphPass):
 
     def uuid(self) -> None:
         """None: what is compiled with it is not cached."""
-
-
-def is_compiling() -> bool:
-    """Whether this thread compiles a frame."""
-    return CompileContext.current_compile_id() is not None
 
 
 def num_compiled() -> int:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from lightning_unitscale.compiling import compiles_frame
 from lightning_unitscale.dispatch.calls import slot_of
 from lightning_unitscale.dispatch.compiled_graphs import GRAPHS, CompiledGraph
 from lightning_unitscale.dispatch.compiled_products import CompiledProduct, PlainProduct
@@ -27,7 +28,7 @@ from lightning_unitscale.dispatch.compiled_sites import (
     tangents_of,
     value_of,
 )
-from lightning_unitscale.dispatch.compiler_internals import GraphPass, is_compiling, is_of_backward
+from lightning_unitscale.dispatch.compiler_internals import GraphPass, is_of_backward
 from lightning_unitscale.dispatch.measurement import FORWARD
 from lightning_unitscale.dispatch.products import ProductRule, Sources
 from lightning_unitscale.dispatch.recompiling import note_compiled
@@ -54,7 +55,7 @@ _ONE_CHANNEL = "a convolution of one channel, whose layout Inductor chooses, in 
 def _give_units(graph: fx.Graph) -> None:
     """Give units to the products of a graph that is compiled in a step of a session's."""
     session = LOCAL.session
-    if session is not None and session.rewrites_graphs and is_compiling():
+    if session is not None and session.rewrites_graphs and compiles_frame():
         note_compiled()
         _Units(graph, session).run()
 

@@ -85,7 +85,7 @@ def scaled_product(
         return rows.new_zeros((rows.shape[0], size), dtype=dtype)
     result = torch._scaled_mm(
         _padded(rows),
-        _padded(columns, size).t(),
+        _padded(columns, rows=True).t(),
         scale_a=scale,
         scale_b=torch.ones((), dtype=torch.float32, device=rows.device),
         out_dtype=dtype,
@@ -94,10 +94,11 @@ def scaled_product(
     return result if size % MULTIPLE == 0 else result[:, :size].contiguous()
 
 
-def _padded(matrix: Tensor, num_rows: int = MULTIPLE) -> Tensor:
-    """The matrix in contiguous rows; each, and their number, padded with zeros."""
+def _padded(matrix: Tensor, *, rows: bool = False) -> Tensor:
+    """The matrix in contiguous rows, each padded with zeros, and their number if that is wanted."""
     matrix = matrix.contiguous()
-    missing, missing_rows = -matrix.shape[1] % MULTIPLE, -num_rows % MULTIPLE
+    missing = -matrix.shape[1] % MULTIPLE
+    missing_rows = -matrix.shape[0] % MULTIPLE if rows else 0
     if missing == missing_rows == 0:
         return matrix
     # Padding is not there for FP8; the byte 0 is the number 0 in both formats.

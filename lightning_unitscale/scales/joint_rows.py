@@ -28,6 +28,8 @@ def join_rows(graph_module: fx.GraphModule) -> None:
             values.
     """
     graph = graph_module.graph
+    if not graph.find_nodes(op="call_function", target=ROW_OPERATOR):
+        return
     waiting: list[fx.Node] = []
     num_bytes = 0
     for node in list(graph.nodes):
