@@ -15,7 +15,6 @@ from lightning_unitscale.patching import when_imported
 if TYPE_CHECKING:
     from lightning_unitscale.callbacks import (
         FP8,
-        Lossless,
         RematCallback,
         Rules,
         ScaleMonitor,
@@ -32,7 +31,6 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "FP8": "lightning_unitscale.callbacks",
     "HFCallback": "lightning_unitscale.loops.hugging_face",
-    "Lossless": "lightning_unitscale.callbacks",
     "PipelineStrategy": "lightning_unitscale.strategies",
     "RematCallback": "lightning_unitscale.callbacks",
     "Rules": "lightning_unitscale.callbacks",
@@ -63,7 +61,6 @@ _SUBMODULES = frozenset(
 __all__ = [
     "FP8",
     "HFCallback",
-    "Lossless",
     "PipelineStrategy",
     "RematCallback",
     "Rules",

@@ -41,6 +41,20 @@ def check_choice(name: str, value: object, choices: Sequence[str], what: str, ad
         raise ValueError(f"{name}={shown(value)}: {what}; expected {expected}; {advice}.")
 
 
+def check_depth(depth: object) -> None:
+    """Refuse every depth but ``"products"``, the only one that is left.
+
+    Raises:
+        ValueError: With what to use in place of ``"all"``.
+    """
+    if not isinstance(depth, str) or depth != "products":
+        raise ValueError(
+            f"depth={shown(depth)}: only matmuls are scaled; expected 'products'; leave depth out, "
+            "and train in FP16 with Trainer(precision='16-mixed'), whose gradient scaler keeps the "
+            "other gradients in range."
+        )
+
+
 def check_count(name: str, value: object, *, least: int = 1) -> None:
     """Refuse an argument that is not a whole number, or is too small.
 

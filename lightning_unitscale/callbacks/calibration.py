@@ -17,7 +17,6 @@ from lightning_unitscale.callbacks.distributed import (
     refuse_live,
     rehearsed,
 )
-from lightning_unitscale.callbacks.half_precision import ParameterHolding
 from lightning_unitscale.callbacks.late_units import JointLateUnits
 from lightning_unitscale.callbacks.lightning_loop import LightningLoop
 from lightning_unitscale.callbacks.packages import misconfigured
@@ -41,10 +40,7 @@ from lightning_unitscale.callbacks.units import (
 from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.steps import ModuleSteps
 from lightning_unitscale.compiling import is_compiling
-from lightning_unitscale.functional.scale import (
-    forget_recorded_backward,
-    takes_true_derivatives,
-)
+from lightning_unitscale.functional.scale import forget_recorded_backward
 from lightning_unitscale.lossless.calibrate import Calibrator, Measured
 from lightning_unitscale.lossless.fp8_range import Unrepresentable
 from lightning_unitscale.lossless.gauge import Gauge, GaugePair
@@ -66,10 +62,6 @@ class GraphUnits(MeasuredUnits):
         rules: The scale rules that want to know each parameter's gradient, if there are any.
         fp8: The pass that is told which products FP8 does not fit, if there is one.
         simulation: Formats to simulate, if any.
-        holding: What holds the parameters in units, where they are to be held.
-
-    Attributes:
-        holding: The same.
     """
 
     def __init__(
@@ -79,19 +71,16 @@ class GraphUnits(MeasuredUnits):
         rules: RuleScaling | None,
         fp8: FP8Linears | None,
         simulation: SimulateFormat | None,
-        holding: ParameterHolding,
     ) -> None:
         super().__init__(schedule, simulation, fp8)
         self._rewrite = rewrite
         self._rules = rules
-        self.holding = holding
         self._loop: LightningLoop | None = None
         self._steps: ModuleSteps | None = None
         self._live: Calibrator | None = None
         self._late = JointLateUnits(rewrite)
         # Whether this step measures units by the schedule, and whether it measures any.
         self._is_scheduled = self._is_looking = False
-        self._num_breaks = 0
 
     @property
     @override
@@ -131,9 +120,7 @@ class GraphUnits(MeasuredUnits):
         with self._starting("training_step", batch, batch_idx):
             if self._steps.steps["training_step"].fallback.reason is not None:
                 return  # rules cannot scale it
-            self.holding.follow(self._trainer)
-            self._num_breaks = len(self._steps.graph_breaks)
-            if not self.is_calibrated or self.holding.is_unknown:
+            if not self.is_calibrated:
                 self._calibrate(self._trainer, batch, batch_idx)
             elif self._late.needs_rehearsal(self._step_index):
                 self._measure_late(self._trainer, batch, batch_idx)
@@ -142,8 +129,6 @@ class GraphUnits(MeasuredUnits):
     @override
     def end_batch(self) -> None:
         assert self._loop is not None
-        if self._steps is not None:
-            self.holding.check_graph_breaks(self._steps.graph_breaks[self._num_breaks :])
         if self._live is not None:
             self._adopt_live(self._live)
         if not self._loop.has_stepped:
@@ -156,28 +141,13 @@ class GraphUnits(MeasuredUnits):
         sent = self._rewrite.drift.send()
         judge = functools.partial(self._judge, sent, is_scheduled=self._is_scheduled)
         self._begin_look(judge, self._loop.device, is_frequent=not self._is_scheduled)
-        if self._is_scheduled:
-            always = not self._schedule.is_automatic
-            self.holding.after_step(self._now, always=always)
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Look at the parameters and gradients that an optimizer is about to use.
-
-        Raises:
-            RuntimeError: If second derivatives were taken and parameters are held in units.
-        """
+        """Let the rules look at the gradients that an optimizer is about to use."""
         if self._rules is not None:
             # In a format, what has no unit yet may be flushed: that says nothing of a gradient.
             is_exact = not (self._changes_numbers and self._rewrite.missing)
             self._rules.before_optimizer_step(self._trainer.lightning_module, optimizer, is_exact)
-        if self.holding.is_wanted and takes_true_derivatives():
-            raise RuntimeError(
-                "hold_parameters: a step took a backward pass with create_graph=True, and second "
-                "derivatives of parameters in units of their own are not those of the model; "
-                "expected first derivatives only; pass Lossless(hold_parameters=False)."
-            )
-        if self._schedule.looks_at(self._step_index):
-            self.holding.before_step(optimizer)
 
     @override
     def begin_evaluation(self, name: str, batch: Any = None, *indices: int) -> None:
@@ -221,10 +191,8 @@ class GraphUnits(MeasuredUnits):
         if not self.is_calibrated:
             return {}
         gauge = {k: list(pair) for k, pair in self.gauge.state().items()}
-        state: dict[str, Any] = {"gauge": gauge, "depth": self._rewrite.depth, **self._fp8_state()}
+        state: dict[str, Any] = {"gauge": gauge, "depth": "products", **self._fp8_state()}
         state["missing"] = sorted(self._rewrite.missing)
-        if held := self.holding.state_dict():
-            state["held"] = held
         if self._simulation is not None and self._simulation.rounding == "stochastic":
             state["rounding"] = self._simulation.state()
         return state
@@ -233,15 +201,14 @@ class GraphUnits(MeasuredUnits):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self._simulation is not None and "rounding" in state_dict:
             self._simulation.set_state(state_dict["rounding"])
-        # A gauge of the other depth names other tensors; measuring again changes no result.
-        if state_dict.get("depth") == self._rewrite.depth:
+        # At depth "all", earlier versions named other tensors. Measuring again changes no result.
+        if state_dict.get("depth") == "products":
             gauge = Gauge.from_state(state_dict["gauge"])
             # Earlier versions wrote 1 for a tensor that was zero.
             ones = [name for name, pair in gauge.items() if pair == GaugePair()]
             self._rewrite.set_gauge(gauge)
             self._rewrite.missing = frozenset(state_dict.get("missing", ones))
             self.is_calibrated = True
-            self.holding.load_state_dict(state_dict.get("held", {}))
             if self._fp8 is not None:
                 self._leave_out(self._fp8, unrepresentable_from_state(state_dict))
 
@@ -273,7 +240,6 @@ class GraphUnits(MeasuredUnits):
         if not can_be_rehearsed(trainer.lightning_module):
             refuse_live(trainer, "it cannot be rehearsed on a batch")
             # Such a step updates weights or consumes batches by itself: it cannot be rehearsed.
-            self.holding.decline("a step that cannot be rehearsed gives no units in time")
             self._measure_live("training_step")
             return
         if not self._needs_units_at_once(trainer, "training_step"):
@@ -288,8 +254,6 @@ class GraphUnits(MeasuredUnits):
             (gradients,) = joint_rms(measured)
             if self._rules is not None:
                 self._rules.measured(trainer, gradients)
-            breaks = self._steps.graph_breaks[self._num_breaks :]
-            self.holding.measured(trainer, self._steps.steps["training_step"], gradients, breaks)
         else:
             refuse_live(trainer, "a rehearsal of it has no loss to start from")
             self._measure_live("training_step")
@@ -313,7 +277,7 @@ class GraphUnits(MeasuredUnits):
     def _needs_units_at_once(self, trainer: pl.Trainer, name: str) -> bool:
         """Whether the first real step of this name would be another one without units."""
         assert self._steps is not None
-        if self._steps.changes_numbers(name) or self.holding.is_wanted:
+        if self._steps.changes_numbers(name):
             return True
         if pipeline_of(trainer) is not None:
             return True

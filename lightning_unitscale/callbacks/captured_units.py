@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +15,12 @@ from lightning_unitscale.callbacks.distributed import (
 )
 from lightning_unitscale.callbacks.explanation import Explanation, units_table
 from lightning_unitscale.callbacks.fallbacks import keep_plain_where_recorded
-from lightning_unitscale.callbacks.half_precision import ParameterHolding
 from lightning_unitscale.callbacks.lightning_loop import LightningLoop
-from lightning_unitscale.callbacks.options import Lossless, Rules, mode_of
+from lightning_unitscale.callbacks.options import Rules, mode_of
 from lightning_unitscale.callbacks.packages import is_lightning, misconfigured
 from lightning_unitscale.callbacks.remat import RematCallback, step_partitioner
 from lightning_unitscale.callbacks.rules import RuleScaling
 from lightning_unitscale.callbacks.steps import all_callbacks, attach_steps
-from lightning_unitscale.callbacks.trainer_settings import start_loss_scale_at_one
 from lightning_unitscale.callbacks.units import RecalibrationSchedule
 from lightning_unitscale.capture.gathering import GatherParameters
 from lightning_unitscale.capture.sharded import ShardedModule
@@ -31,8 +28,7 @@ from lightning_unitscale.dispatch.captured_formats import CapturedFormats
 from lightning_unitscale.dispatch.coverage import Coverage
 from lightning_unitscale.dynamo.capture import CompileMode
 from lightning_unitscale.graph.passes import GraphPass
-from lightning_unitscale.lossless.rewrite import Depth, LosslessUnitScale
-from lightning_unitscale.patching import nothing
+from lightning_unitscale.lossless.rewrite import LosslessUnitScale
 from lightning_unitscale.precision.fp8 import FP8Linears
 from lightning_unitscale.precision.simulate import SimulateFormat
 
@@ -41,11 +37,10 @@ if TYPE_CHECKING:
 
 
 class CapturedUnits(GraphUnits):
-    """Units, rules, formats and held parameters of a LightningModule's captured steps.
+    """Units, rules and formats of a LightningModule's captured steps.
 
     Args:
         method: What the callback was asked for.
-        depth: Which tensors have units.
         schedule: When units are looked at again.
         rules: The scale rules, if there are any.
         fp8: What runs in FP8, if anything does.
@@ -56,8 +51,7 @@ class CapturedUnits(GraphUnits):
 
     def __init__(
         self,
-        method: Lossless | Rules,
-        depth: Depth,
+        method: str | Rules,
         schedule: RecalibrationSchedule,
         rules: RuleScaling | None,
         fp8: FP8Linears | None,
@@ -66,17 +60,14 @@ class CapturedUnits(GraphUnits):
         remat: str | int | float | None,
         compile: bool | CompileMode,
     ) -> None:
-        rewrite = LosslessUnitScale(depth, measures_range=fp8 is not None)
-        holds = False if isinstance(method, Rules) else method.hold_parameters
-        holding = ParameterHolding(holds, rewrite)
-        super().__init__(rewrite, schedule, rules, fp8, simulation, holding)
+        rewrite = LosslessUnitScale(measures_range=fp8 is not None)
+        super().__init__(rewrite, schedule, rules, fp8, simulation)
         self._method = method
         self._remat = remat
         self._compile = compile
         self._owner = ""
         self._gathering: GatherParameters | None = None
         self._counting: list[GraphPass] = []
-        self._restore_loss_scale: Callable[[], None] = nothing
         self._last_explanation = Explanation(
             "Nothing has been captured yet: run fit, validate, test or predict."
         )
@@ -87,24 +78,23 @@ class CapturedUnits(GraphUnits):
         Raises:
             ValueError: With what was asked for.
         """
-        held = getattr(self._method, "hold_parameters", None) is True
-        for option, is_asked in {**self._asked(), "hold_parameters=True": held}.items():
+        for option, is_asked in self._asked().items():
             if is_asked:
                 raise ValueError(
                     f"{option}: it rewrites captured steps, which only a Lightning Trainer's are; "
-                    "expected method='lossless' at depth='products' in other loops; use "
-                    "lightning_unitscale.transforms there, or a Trainer."
+                    "expected method='lossless' in other loops; use lightning_unitscale.transforms "
+                    "there, or a Trainer."
                 )
 
-    def are_wanted(self, trainer: pl.Trainer) -> bool:
+    @property
+    def are_wanted(self) -> bool:
         """Whether what the callback was asked for needs captured graphs."""
-        return any(self._asked().values()) or self.holding.wants(trainer)
+        return any(self._asked().values())
 
     def _asked(self) -> dict[str, bool]:
         """Options that need captured graphs with any Trainer, and whether they were asked for."""
         return {
             f"method={self._method!r}": isinstance(self._method, Rules),
-            "depth='all'": self._rewrite.depth == "all",
             f"compile={self._compile!r}": bool(self._compile),
             f"remat={self._remat!r}": self._remat is not None,
         }
@@ -134,7 +124,6 @@ class CapturedUnits(GraphUnits):
         if self._rules is not None:
             self._check_sharding(trainer, is_sharded=is_sharded)
             self._rules.attach(trainer, module, is_other=is_other)
-        self.holding.attach(trainer, is_other=is_other)
         remat = self._remat
         partitioner = None if remat is None else step_partitioner(trainer, module, remat)
         self._owner = type(owner).__name__
@@ -195,29 +184,21 @@ class CapturedUnits(GraphUnits):
 
     def start_fit(self) -> None:
         """Give the Trainer's settings their meaning for gradients in units."""
-        trainer = self._trainer
         if self._rules is not None:
-            self._rules.start_fit(trainer)
-        elif self._rewrite.depth == "all":
-            # Every gradient is near 1 then: a scale of 65,536 would overflow them.
-            self._restore_loss_scale()
-            self._restore_loss_scale = start_loss_scale_at_one(trainer)
-        self.holding.start_fit(trainer)
+            self._rules.start_fit(self._trainer)
 
     @override
     def explain(self) -> Explanation:
         if self._steps is None:
             return self._last_explanation
         units = units_table(self.gauge) or ""
-        events = (*self.holding.events, *self.events, self._late.report())
-        return Explanation(self._steps.explain(), *events, units)
+        return Explanation(self._steps.explain(), *self.events, self._late.report(), units)
 
     @override
     def leave(self) -> None:
         steps = self._steps
         if steps is None:
             return
-        restore_loss_scale, self._restore_loss_scale = self._restore_loss_scale, nothing
         with ExitStack() as leaving:  # all of it, if one part raises; the last part comes first
             leaving.callback(setattr, steps, "sharded", None)
             leaving.callback(steps.detach, self._owner, *self._passes())
@@ -225,8 +206,6 @@ class CapturedUnits(GraphUnits):
                 leaving.callback(steps.partition_by, None)
             if self._rules is not None:
                 leaving.callback(self._rules.restore)
-            leaving.callback(self.holding.release)
-            leaving.callback(restore_loss_scale)
             leaving.callback(super().leave)
             self._last_explanation = self.explain()
         self._gathering = None

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
+from lightning_unitscale.callbacks.half_precision import restart_loss_scale
+from lightning_unitscale.callbacks.options import LOSSLESS
 from lightning_unitscale.callbacks.packages import is_lightning, misconfigured, rank_zero_warn
 from lightning_unitscale.patching import StandIn, nothing, shadowed
 from lightning_unitscale.rules.deploy import PLAN_ATTRIBUTE
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
-LOSSLESS = "lossless"
 _MARK = "trained with UnitScaleCallback('{}'): pass ckpt_path to a Trainer that has this callback"
 _MARKED = re.compile(re.escape(_MARK).replace(r"\{\}", "(.*)"))
 
@@ -121,6 +122,8 @@ def _check(
     Raises:
         MisconfigurationException: If the weights were trained by rules, and others are asked for.
     """
+    if state is not None:
+        restart_loss_scale(trainer, checkpoint, state)
     known = None if state is None else state.get("rules", {}).get("method", LOSSLESS)
     trained = _taken_mark(checkpoint) or known or _mark_of_file(trainer)
     if trained not in (None, LOSSLESS) and trained != method:

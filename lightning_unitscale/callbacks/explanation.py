@@ -133,8 +133,7 @@ class CountedSteps:
 def units_table(gauge: Gauge, lacking: Iterable[str] = ()) -> Table | None:
     """The units of a gauge, a row for each tensor, by the module that makes it.
 
-    A product has units for its operands and for the gradient that arrives at its result; results
-    themselves have units where everything has (``depth="all"``).
+    A matmul has units for its operands and for the gradient that arrives at its result.
 
     Args:
         gauge: The gauge.
@@ -144,7 +143,7 @@ def units_table(gauge: Gauge, lacking: Iterable[str] = ()) -> Table | None:
         ``None`` before units are taken.
     """
     rows: dict[str, _Units] = {}
-    known: dict[str, GaugePair | None] = {**gauge.pairs, **gauge.parameters}
+    known: dict[str, GaugePair | None] = dict(gauge)
     for name, pair in (known | dict.fromkeys(lacking)).items():
         # As in "head.linear:unscaled:weight": what it is of, how it is made, its operand.
         result, *others = name.split(":")
@@ -160,10 +159,7 @@ def units_table(gauge: Gauge, lacking: Iterable[str] = ()) -> Table | None:
         for result, units in rows.items()
         if result.rpartition(".")[0] == module
     ]
-    headers = ("module", "tensor", "operands in units of", "value", "gradient")
-    if not any(row[3] for row in shown):
-        return Table((*headers[:3], headers[4]), tuple((*row[:3], row[4]) for row in shown))
-    return Table(headers, tuple(shown))
+    return Table(("module", "tensor", "operands in units of", "gradient"), tuple(shown))
 
 
 @dataclass
@@ -171,17 +167,14 @@ class _Units:
     # None for a tensor without a unit.
     pairs: dict[str, GaugePair | None]
 
-    def columns(self) -> tuple[str, str, str]:
-        """Of the operands, of the value and of the gradient."""
+    def columns(self) -> tuple[str, str]:
+        """Of the operands and of the gradient."""
         operands = ", ".join(
             f"{role} {_NONE_YET if pair is None else f'2^{pair.log2_sigma}'}"
             for role, pair in self.pairs.items()
             if role
         )
         if "" not in self.pairs:
-            return operands, "", ""
+            return operands, ""
         own = self.pairs[""]
-        if own is None:
-            return operands, "", _NONE_YET
-        value = f"2^{own.log2_sigma}" if own.log2_sigma else ""
-        return operands, value, f"2^{own.log2_gamma}"
+        return operands, _NONE_YET if own is None else f"2^{own.log2_gamma}"

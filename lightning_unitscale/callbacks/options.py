@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 from lightning_unitscale.arguments import check_choice, check_flag, shown
 from lightning_unitscale.dynamo.capture import CompileMode
@@ -26,6 +26,7 @@ from lightning_unitscale.precision.simulate import SimulateFormat, format_pair
 from lightning_unitscale.quantize import Rounding
 from lightning_unitscale.rules.plan import RuleOptions
 
+LOSSLESS: Final = "lossless"
 _RULES = ("unit-scaling", "u-mup")
 # By the names that these layers have in torch, nanoGPT, Hugging Face's and Meta's code.
 _READOUT = ("lm_head", "head", "embed_out", "output_layer")
@@ -62,33 +63,6 @@ def check_compile(value: object) -> None:
 def mode_of(compile: bool | CompileMode) -> CompileMode | None:
     """The mode in which Inductor compiles, ``None`` where another callback may choose it."""
     return None if isinstance(compile, bool) else compile
-
-
-@dataclass(frozen=True)
-class Lossless:
-    """``method=Lossless(...)``: units that change no result, as ``"lossless"``.
-
-    Args:
-        hold_parameters: Whether parameters, gradients and the optimizer's state are held in units
-            while the module is trained; ``"auto"`` does with the Trainer's ``precision="16-true"``
-            and ``"bf16-true"``. Checkpoints, clipping, learning rates and decay mean true values as
-            ever. Callbacks that read ``parameter.grad`` or call the module outside of its steps
-            need ``UnitScaleCallback.true_parameters()``. Works with one device and DDP, and the
-            optimizers listed in docs/explanation/low-precision.md.
-
-    Raises:
-        ValueError: If it is none of these.
-    """
-
-    hold_parameters: bool | Literal["auto"] = "auto"
-
-    def __post_init__(self) -> None:
-        held = self.hold_parameters
-        if not isinstance(held, bool) and not (isinstance(held, str) and held == "auto"):
-            raise ValueError(
-                f"hold_parameters={shown(held)}: no such choice; expected True, False "
-                "or 'auto'; leave it out for 'auto'."
-            )
 
 
 @dataclass(frozen=True)
@@ -224,17 +198,17 @@ class Simulate:
         return SimulateFormat(*self.formats, rounding=self.rounding, grid=self.grid)
 
 
-def as_method(method: str | Lossless | Rules) -> Lossless | Rules:
-    """The method that a string stands for.
+def as_method(method: str | Rules) -> Literal["lossless"] | Rules:
+    """Return ``"lossless"``, or the rules that ``method`` stands for.
 
     Raises:
-        ValueError: If it stands for none.
+        ValueError: If it is no method.
     """
-    if isinstance(method, (Lossless, Rules)):
+    if isinstance(method, Rules):
         return method
-    advice = "pass Rules(...) or Lossless(...) for their options"
-    check_choice("method", method, ("lossless", *_RULES), "unknown method", advice)
-    return Lossless() if method == "lossless" else Rules(method)  # type: ignore[arg-type]
+    advice = "pass Rules(...) for the multipliers of u-muP"
+    check_choice("method", method, (LOSSLESS, *_RULES), "unknown method", advice)
+    return LOSSLESS if method == LOSSLESS else Rules(method)  # type: ignore[arg-type]
 
 
 def as_fp8(precision: str | FP8 | None) -> FP8 | None:

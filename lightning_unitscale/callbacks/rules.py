@@ -18,7 +18,7 @@ from lightning_unitscale.callbacks.distributed import (
     pipeline_of,
     rehearsing,
 )
-from lightning_unitscale.callbacks.options import Lossless, Rules
+from lightning_unitscale.callbacks.options import Rules
 from lightning_unitscale.callbacks.packages import misconfigured, rank_zero_info, rank_zero_warn
 from lightning_unitscale.callbacks.steps import loss_scale, step_context, takes_iterator
 from lightning_unitscale.callbacks.trainer_settings import RuleSettings, refuse_rate_search
@@ -268,7 +268,7 @@ class RuleScaling:
 
 
 def rules_of(
-    method: Lossless | Rules,
+    method: str | Rules,
     *,
     replace: Replace | None,
     residual: tuple[float, float] | None,
@@ -293,7 +293,7 @@ def rules_of(
         ValueError: If an argument is out of its range, or has no meaning for the method.
     """
     check_flag("init_weights", init_weights)
-    if isinstance(method, Lossless):
+    if not isinstance(method, Rules):
         for name, value, expected in (
             ("replace", replace, None),
             ("residual", residual, None),

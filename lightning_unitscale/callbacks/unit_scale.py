@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_unitscale.arguments import check_depth
 from lightning_unitscale.callbacks.captured_units import CapturedUnits
 from lightning_unitscale.callbacks.checkpoints import (
-    LOSSLESS,
     checking_checkpoints,
     keep_marking,
     mark,
 )
 from lightning_unitscale.callbacks.explanation import Explanation
+from lightning_unitscale.callbacks.half_precision import report_unprotected, warn_of_zero_eps
 from lightning_unitscale.callbacks.lightning_loop import LightningLoop
 from lightning_unitscale.callbacks.options import (
     FP8,
-    Lossless,
+    LOSSLESS,
     Rules,
     Simulate,
     as_fp8,
@@ -46,7 +47,6 @@ from lightning_unitscale.dispatch.coverage import Coverage
 from lightning_unitscale.dynamo.capture import CompileMode
 from lightning_unitscale.loops.loop import Claim, Loop
 from lightning_unitscale.lossless.gauge import Gauge
-from lightning_unitscale.lossless.rewrite import Depth
 from lightning_unitscale.patching import nothing
 from lightning_unitscale.precision.dither import MovingGrid
 from lightning_unitscale.remat.planner import check_budget
@@ -62,16 +62,15 @@ class UnitScaleCallback(StepsCallback):
     power of two near their RMS, measured when it runs for the first time. Powers of two are exact,
     so FP32 training stays bit-identical; FP8 and FP16 products see numbers near 1. It happens at
     torch's dispatcher, below any Python code; nothing is captured and nothing runs twice.
-    ``depth="all"``, the rule-based methods, ``compile``, ``remat``, held parameters and pipelines
-    rewrite a captured graph. Parameters, optimizer, schedulers and checkpoints stay the user's.
+    The rule-based methods, ``compile``, ``remat`` and pipelines rewrite a captured graph.
+    Parameters, optimizer, schedulers and checkpoints stay the user's.
 
     Args:
-        method: ``"lossless"``, or :class:`Lossless`, changes no result. ``"unit-scaling"`` and
+        method: ``"lossless"`` changes no result. ``"unit-scaling"`` and
             ``"u-mup"``, or :class:`Rules` with multipliers, scale by rules and change the model:
             weights at RMS 1, ``1 / sqrt(fan_in)`` in the graph, residual branches with weights (see
             ``transforms.unit_scale``); they differ in ``lr_scaling``.
-        depth: With ``"lossless"``: ``"products"`` gives units to what matrix products read,
-            ``"all"`` to every tensor that the step keeps (for FP16).
+        depth: Only ``"products"``: matmuls are what is scaled.
         recalibrate: ``"auto"`` takes new units when an operand's RMS has left [1/4, 4], looking at
             steps 8, 16, 32, 64 and every 128th; a number takes them every so many optimizer steps;
             ``None`` never. New units change no result and compile nothing again. An operand that is
@@ -118,9 +117,9 @@ class UnitScaleCallback(StepsCallback):
 
     def __init__(
         self,
-        method: Literal["lossless", "unit-scaling", "u-mup"] | Lossless | Rules = "lossless",
+        method: Literal["lossless", "unit-scaling", "u-mup"] | Rules = "lossless",
         *,
-        depth: Depth = "products",
+        depth: str = "products",
         recalibrate: Literal["auto"] | int | None = "auto",
         replace: dict[Callable[..., Any], Callable[..., Any]] | None = None,
         residual: tuple[float, float] | None = None,
@@ -135,6 +134,7 @@ class UnitScaleCallback(StepsCallback):
         super().__init__()
         self._remember(locals())
         check_compile(compile)
+        check_depth(depth)
         self.method = as_method(method)
         self.simulate = as_simulate(simulate)
         self.precision = as_fp8(precision)
@@ -163,7 +163,6 @@ class UnitScaleCallback(StepsCallback):
         self._products = ProductUnits(schedule, self._simulation, self._fp8)
         self._graphs = CapturedUnits(
             self.method,
-            depth,
             schedule,
             self._rules,
             self._fp8,
@@ -198,15 +197,11 @@ class UnitScaleCallback(StepsCallback):
     @override
     def captures_steps(self, trainer: pl.Trainer) -> bool:
         """Whether this needs the module's steps as captured graphs."""
-        return self._graphs.are_wanted(trainer)
+        return self._graphs.are_wanted
 
     def explain(self) -> Explanation:
         """What became of every product, when units were taken, and which; a notebook shows it."""
         return self._units.explain()
-
-    def true_parameters(self) -> AbstractContextManager[None]:
-        """Within this context the module's parameters have their true values, held or not."""
-        return self._graphs.holding.true_parameters()
 
     @override
     def claims(self) -> Sequence[Claim]:
@@ -243,6 +238,7 @@ class UnitScaleCallback(StepsCallback):
     def start(self, loop: Loop) -> None:
         if self._fp8 is not None:
             check_fp8_device(loop.device)
+        report_unprotected(loop.module)
         self._graphs.check_not_wanted()
         self._runs_captured = False
         self._products.attach(loop, is_other=self._take(loop))
@@ -287,6 +283,8 @@ class UnitScaleCallback(StepsCallback):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        report_unprotected(pl_module)
+        warn_of_zero_eps(trainer.optimizers)
         if self._runs_captured:
             self._graphs.start_fit()
 
@@ -296,14 +294,6 @@ class UnitScaleCallback(StepsCallback):
     ) -> None:
         if self._runs_captured:
             self._graphs.before_optimizer_step(optimizer)
-
-    @override
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._graphs.holding.start_evaluation()
-
-    @override
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._graphs.holding.end_evaluation()
 
     @override
     def state_dict(self) -> dict[str, Any]:

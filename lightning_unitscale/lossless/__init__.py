@@ -1,1 +1,1 @@
-"""Lossless unit scaling of captured graphs, at depth "all", and what both depths share."""
+"""Lossless unit scaling of captured graphs, and what it shares with the dispatcher."""

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_unitscale.capture.compiled_graph import CompiledGraph
 from lightning_unitscale.functional.scale import takes_true_derivatives
 from lightning_unitscale.graph.matmuls import product_of
-from lightning_unitscale.graph.nodes import INTERNAL, TRANSFORMED, tensor_name
+from lightning_unitscale.graph.nodes import INTERNAL, tensor_name
 from lightning_unitscale.graph.passes import StepGraph
 from lightning_unitscale.graph.recorder import (
     TAP,
@@ -39,7 +39,7 @@ from lightning_unitscale.lossless.fp8_range import (
     unrepresentable_among,
 )
 from lightning_unitscale.lossless.gauge import Gauge
-from lightning_unitscale.lossless.plan import has_own_units, operand_name
+from lightning_unitscale.lossless.plan import operand_name
 from lightning_unitscale.lossless.units import GAUGE, Edit
 from lightning_unitscale.scales.reduce import row_dtype
 from lightning_unitscale.scales.transfer import HostCopy, numbers_of
@@ -169,12 +169,10 @@ class Calibrator:
     of a linear map is a view of its product, and writing into a view cuts off the hooks on it.
 
     Args:
-        measures_all: Whether to measure every tensor that may have units of its own as well.
         measures_range: Whether to count what FP8 would lose of operands and gradients.
     """
 
-    def __init__(self, *, measures_all: bool = False, measures_range: bool = False) -> None:
-        self._measures_all = measures_all
+    def __init__(self, *, measures_range: bool = False) -> None:
         self._measures_range = measures_range
         self._rows: list[tuple[Direction, str, Tensor]] = []
         self._handles: list[RemovableHandle] = []
@@ -248,11 +246,7 @@ class Calibrator:
                 value = interpreter.env[operand.node]
                 self.measure(operand_name(product, operand), value, is_operand=True)
         result = interpreter.evaluate(node)
-        if not self._measures_all:
-            if product is not None:
-                self.watch(tensor_name(node), result)
-        elif TRANSFORMED not in node.meta and has_own_units(node):
-            self.measure(tensor_name(node), result)
+        if product is not None:
             self.watch(tensor_name(node), result)
         return result
 

@@ -46,23 +46,6 @@ _UNIT = GaugePair()
 
 
 @dataclass(frozen=True)
-class OfParameter:
-    """Key in a gauge of the units in which a parameter and its gradient are held.
-
-    Attributes:
-        fqn: The parameter's path in the module.
-    """
-
-    fqn: str
-
-    def __str__(self) -> str:
-        return f"the parameter {self.fqn}"
-
-
-Key = str | OfParameter
-
-
-@dataclass(frozen=True)
 class Gauge(Mapping[str, GaugePair]):
     """A frozen mapping from tensor names to their :class:`GaugePair`; unknown names have units 1.
 
@@ -70,7 +53,6 @@ class Gauge(Mapping[str, GaugePair]):
 
     Attributes:
         pairs: Units of the tensors that a step computes, the items of the mapping.
-        parameters: Units in which parameters are held, by their path in the module.
 
     Examples:
         >>> gauge = Gauge({"head.linear:input": GaugePair(log2_sigma=-3)})
@@ -79,11 +61,9 @@ class Gauge(Mapping[str, GaugePair]):
     """
 
     pairs: Mapping[str, GaugePair] = field(default_factory=dict)
-    parameters: Mapping[str, GaugePair] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("pairs", "parameters"):
-            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
+        object.__setattr__(self, "pairs", MappingProxyType(dict(self.pairs)))
 
     def __getitem__(self, name: str) -> GaugePair:
         return self.pairs[name]
@@ -95,23 +75,21 @@ class Gauge(Mapping[str, GaugePair]):
         return len(self.pairs)
 
     def __hash__(self) -> int:
-        return hash((frozenset(self.pairs.items()), frozenset(self.parameters.items())))
+        return hash(frozenset(self.pairs.items()))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gauge:
         return self
 
     def __reduce__(self) -> Any:
-        return Gauge, (dict(self.pairs), dict(self.parameters))
+        return Gauge, (dict(self.pairs),)
 
-    def pair(self, key: Key) -> GaugePair:
-        """Units of a tensor or a parameter, 1 when the gauge does not know it."""
-        if isinstance(key, OfParameter):
-            return self.parameters.get(key.fqn, _UNIT)
-        return self.pairs.get(key, _UNIT)
+    def pair(self, name: str) -> GaugePair:
+        """Units of a tensor, 1 when the gauge does not know it."""
+        return self.pairs.get(name, _UNIT)
 
     def updated(self, other: Mapping[str, GaugePair]) -> Gauge:
         """This gauge with the pairs of ``other`` in place of its own."""
-        return Gauge({**self.pairs, **other}, self.parameters)
+        return Gauge({**self.pairs, **other})
 
     def num_changed(self, old: Gauge) -> int:
         """How many of its tensors had other units in ``old``."""
@@ -153,21 +131,21 @@ class Factor:
     """A power of two as an integer combination of exponents of the gauge.
 
     Attributes:
-        sigmas: ``(key, coefficient)`` of forward units.
-        gammas: ``(key, coefficient)`` of gradient units.
+        sigmas: ``(name, coefficient)`` of forward units.
+        gammas: ``(name, coefficient)`` of gradient units.
         constant: Exponent added to the combination.
     """
 
-    sigmas: tuple[tuple[Key, int], ...] = ()
-    gammas: tuple[tuple[Key, int], ...] = ()
+    sigmas: tuple[tuple[str, int], ...] = ()
+    gammas: tuple[tuple[str, int], ...] = ()
     constant: int = 0
 
     def exponent(self, gauge: Gauge) -> int:
         """Exponent of the factor under ``gauge``."""
         return (
             self.constant
-            + sum(c * gauge.pair(key).log2_sigma for key, c in self.sigmas)
-            + sum(c * gauge.pair(key).log2_gamma for key, c in self.gammas)
+            + sum(c * gauge.pair(name).log2_sigma for name, c in self.sigmas)
+            + sum(c * gauge.pair(name).log2_gamma for name, c in self.gammas)
         )
 
     def __mul__(self, other: Factor) -> Factor:
@@ -183,28 +161,28 @@ class Factor:
     def inverse(self) -> Factor:
         """The factor that undoes this one."""
         return Factor(
-            tuple((key, -c) for key, c in self.sigmas),
-            tuple((key, -c) for key, c in self.gammas),
+            tuple((name, -c) for name, c in self.sigmas),
+            tuple((name, -c) for name, c in self.gammas),
             -self.constant,
         )
 
 
-def _merged(terms: tuple[tuple[Key, int], ...]) -> tuple[tuple[Key, int], ...]:
-    """One term a key, none with coefficient 0: equal factors compare equal, and 1 is seen as 1."""
-    total: dict[Key, int] = {}
-    for key, coefficient in terms:
-        total[key] = total.get(key, 0) + coefficient
-    return tuple(sorted(((key, c) for key, c in total.items() if c), key=lambda term: str(term[0])))
+def _merged(terms: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
+    """One term a name, none with coefficient 0: equal factors compare equal, and 1 is seen as 1."""
+    total: dict[str, int] = {}
+    for name, coefficient in terms:
+        total[name] = total.get(name, 0) + coefficient
+    return tuple(sorted((name, c) for name, c in total.items() if c))
 
 
-def sigma(key: Key) -> Factor:
+def sigma(name: str) -> Factor:
     """The forward unit of a tensor."""
-    return Factor(sigmas=((key, 1),))
+    return Factor(sigmas=((name, 1),))
 
 
-def gamma(key: Key) -> Factor:
+def gamma(name: str) -> Factor:
     """The gradient unit of a tensor."""
-    return Factor(gammas=((key, 1),))
+    return Factor(gammas=((name, 1),))
 
 
 ONE = Factor()
@@ -254,10 +232,10 @@ def _exact_power(factor: Factor, gauge: Gauge) -> float:
     """
     exponent = factor.exponent(gauge)
     if abs(exponent) > _MAX_LOG2_FACTOR:
-        names = ", ".join(str(key) for key, _ in (*factor.sigmas, *factor.gammas))
+        names = ", ".join(name for name, _ in (*factor.sigmas, *factor.gammas))
         raise RuntimeError(
             f"factor=2**{exponent} between {names}: beyond FP32, so the units of these tensors "
             f"cannot be converted exactly; expected an exponent within +-{_MAX_LOG2_FACTOR}; look "
-            "for a tensor that vanishes or explodes, or use depth='products'."
+            "for a tensor that vanishes or explodes."
         )
     return math.ldexp(1.0, exponent)

@@ -6,11 +6,10 @@ import copy
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any
 
 from torch import fx, nn
 
-from lightning_unitscale.arguments import check_choice
 from lightning_unitscale.functional.scale import takes_true_derivatives
 from lightning_unitscale.graph.matmuls import product_of, unreachable_products
 from lightning_unitscale.graph.nodes import ELSEWHERE, is_whole_view, tensor_name
@@ -31,7 +30,6 @@ from lightning_unitscale.lossless.gauge import (
     sigma,
 )
 from lightning_unitscale.lossless.plan import (
-    StoredUnits,
     operand_name,
     plan_region,
 )
@@ -42,14 +40,11 @@ from lightning_unitscale.lossless.units import (
     HELD,
     FactorNodes,
     Held,
-    Units,
     apply_plan,
     is_scale,
     left_as_they_are,
-    parameter_units,
 )
 
-Depth = Literal["products", "all"]
 _TRUE = Held()
 
 
@@ -57,67 +52,49 @@ class LosslessUnitScale(GraphPass):
     """Stores tensors in units of a :class:`Gauge` without changing what a step computes.
 
     Args:
-        depth: ``"products"`` gives units to what matrix products read and to the gradients that
-            arrive at them; ``"all"`` to every tensor of the step that carries a gradient.
         measures_drift: Whether the observed variant measures ``drift``, which is then to be taken;
             ``observes`` changes that for graphs to come.
         measures_range: Whether a calibration also finds out what FP8 would lose of each tensor.
-        holds_parameters: Whether parameters, and their gradients, come in the gauge's units of
-            parameters.
 
     Attributes:
         gauge: The current units, which only the methods of this class replace.
         missing: Names of tensors that were zero, empty or not finite whenever they were measured:
             they have no units of their own yet.
-        is_running: Whether a step of the module runs as captured graphs at this moment.
     """
 
     name = "lossless unit scale"
     phase = Phase.REWRITE
+    needs_graph = False
 
     def __init__(
         self,
-        depth: Depth = "products",
         *,
         measures_drift: bool = True,
         measures_range: bool = False,
-        holds_parameters: bool = False,
     ) -> None:
-        advice = "pass depth='products' for FP8 products, depth='all' for FP16"
-        check_choice("depth", depth, get_args(Depth), "unknown depth", advice)
-        self.depth = depth
-        self.out_of_place = self.needs_graph = depth == "all"
         self.observes = measures_drift
         self.measures_range = measures_range
-        self.holds_parameters = holds_parameters
         self.gauge = Gauge()
         self.missing: frozenset[str] = frozenset()
-        self.is_running = False
         self.drift = DriftProbes(measures_range=measures_range)
 
     def run(self, graph: StepGraph) -> tuple[str, ...]:
         """Rewrite one graph."""
         regions = list(graph.regions())
         unreachable = [node for region in regions for node in unreachable_products(region.graph)]
-        units = list(map(self._units, regions))
-        plans = [
-            plan
-            for region, of_region in zip(regions, units, strict=True)
-            for plan in plan_region(region, self.gauge, of_region)
-        ]
+        plans = [plan for region in regions for plan in plan_region(region, self.gauge)]
         factors = [factor for plan in plans for factor in plan.factors()]
         if not factors:
             return "no matrix product of floating-point tensors", *left_as_they_are(unreachable)
         factor_nodes = FactorNodes(graph, "factors", factors, lambda: self.gauge)
-        held = self._held(graph, units[0])
+        held = _held(graph)
         applied = [scale for plan in plans for scale in apply_plan(plan, factor_nodes)]
         graph.notes[GAUGE] = lambda: self.gauge
         graph.notes[HELD] = held
         if graph.observed and self.observes:
             self.drift.insert(graph, applied)
-        products = sum(product_of(plan.node) is not None for plan in plans)
         return (
-            f"{products} products on operands in their own units, {len(applied)} scales inserted",
+            f"{len(plans)} products on operands in their own units, {len(applied)} scales inserted",
             *left_as_they_are(unreachable),
         )
 
@@ -142,26 +119,17 @@ class LosslessUnitScale(GraphPass):
 
     def set_gauge(self, pairs: Mapping[str, GaugePair]) -> None:
         """Set the units of tensors from the next call on; nothing is recaptured or recompiled."""
-        self.gauge = Gauge(pairs, self.gauge.parameters)
-
-    def set_parameter_units(self, units: Mapping[str, GaugePair]) -> None:
-        """Set the units in which parameters are held, by their path in the module."""
-        self.gauge = Gauge(self.gauge.pairs, units)
-
-    def before_step(self, module: nn.Module) -> None:
-        """Called before each call of a captured step of ``module``."""
-        self.is_running = True
+        self.gauge = Gauge(pairs)
 
     def after_step(self, module: nn.Module, result: Any) -> None:
         """Called after each call that returned ``result``."""
-        self.is_running = False
         if not self.observes:
             # Graphs that are observed for another pass may have probes from before.
             self.drift.clear()
 
     def calibrator(self) -> Calibrator:
         """A fresh calibrator for what this pass needs to know."""
-        return Calibrator(measures_all=self.depth == "all", measures_range=self.measures_range)
+        return Calibrator(measures_range=self.measures_range)
 
     def update_gauge(self, measured: Measured) -> None:
         """Set the units of all that was measured; the others stay as they are.
@@ -176,30 +144,17 @@ class LosslessUnitScale(GraphPass):
     def __deepcopy__(self, memo: dict[int, object]) -> LosslessUnitScale:
         new = copy.copy(self)
         memo[id(self)] = new
-        new.is_running = False
         new.drift = DriftProbes(measures_range=self.measures_range)
         return new
 
-    def _units(self, region: Region) -> Units:
-        """Units of the tensors of a region, as they are stored between its nodes."""
-        # Tensors that cross a checkpoint's boundary stay in true units, so only products inside.
-        if self.depth == "all" and region.parent is None:
-            return StoredUnits(region.graph, holds_parameters=self.holds_parameters)
-        return parameter_units(region.graph) if self.holds_parameters else Units()
 
-    def _held(self, graph: StepGraph, units: Units) -> dict[str, Held]:
-        """In which units each tensor is stored, by its name; read before the graph is rewritten."""
-        places = Places(graph)
-        held = {
-            tensor_name(node): Held(units.sigma(node), units.gamma(node), in_graph=True)
-            for node in graph.graph.nodes
-            if units.owner(node) is not None
-        }
-        of_products: dict[str, Held] = {}
-        for region in places.regions:
-            _add_held_for_products(of_products, region, places)
-        # What has no unit where it is stored, such as a parameter, has one where a matmul reads it.
-        return {**of_products, **held}
+def _held(graph: StepGraph) -> dict[str, Held]:
+    """Return in which units matmuls read each tensor, by its name, before a graph is rewritten."""
+    places = Places(graph)
+    held: dict[str, Held] = {}
+    for region in places.regions:
+        _add_held_for_products(held, region, places)
+    return held
 
 
 def _add_held_for_products(held: dict[str, Held], region: Region, places: Places) -> None:

@@ -7,7 +7,7 @@ the model means, forward and backward. A node's edits convert between the units 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,17 +16,13 @@ from torch import fx
 
 from lightning_unitscale.dynamo.graphs import fake_mode_of
 from lightning_unitscale.functional.scale import change_gradient_units, change_units
-from lightning_unitscale.graph.aliasing import aliased_by_mutation
 from lightning_unitscale.graph.grad_order import first_to_last
 from lightning_unitscale.graph.nodes import (
-    INPUT,
     INTERNAL,
     MODULE,
     NAME,
-    TRANSFORMED,
     Path,
     argument_at,
-    is_float_tensor,
     map_arguments,
     replace_other_uses,
     requires_grad,
@@ -38,10 +34,6 @@ from lightning_unitscale.lossless.gauge import (
     Factor,
     FactorTable,
     Gauge,
-    Key,
-    OfParameter,
-    gamma,
-    sigma,
 )
 
 FactorNode = Callable[[Region, Factor], fx.Node]
@@ -66,43 +58,15 @@ def left_as_they_are(products: Sequence[fx.Node]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Held:
-    """How a tensor is stored where it matters: at the products that read it, or everywhere.
+    """How a tensor is stored at the products that read it.
 
     Attributes:
         sigma: Forward unit of the stored value.
         gamma: Unit of the stored gradient.
-        in_graph: Whether the graph's own tensor is in these units, rather than a copy of it.
     """
 
     sigma: Factor = ONE
     gamma: Factor = ONE
-    in_graph: bool = False
-
-
-class Units:
-    """Units of the tensors of a graph.
-
-    Args:
-        keys: Keys in the gauge of tensors with units of their own; the others are stored as the
-            model means them.
-    """
-
-    def __init__(self, keys: Mapping[fx.Node, Key | None] | None = None) -> None:
-        self._keys = dict(keys or {})
-
-    def owner(self, node: fx.Node) -> Key | None:
-        """Key in the gauge that holds the node's units, ``None`` for units 1."""
-        return self._keys.get(node)
-
-    def sigma(self, node: fx.Node) -> Factor:
-        """Forward unit of the node's tensor."""
-        key = self._keys.get(node)
-        return ONE if key is None else sigma(key)
-
-    def gamma(self, node: fx.Node) -> Factor:
-        """Gradient unit of the node's tensor."""
-        key = self._keys.get(node)
-        return ONE if key is None else gamma(key)
 
 
 @dataclass(frozen=True)
@@ -270,43 +234,3 @@ class FactorNodes:
                 self._example = self._vector.meta["example_value"][0]
         with graph.inserting_after(self._unbound):
             return graph.call_function(operator.getitem, (self._unbound, row))
-
-
-def held_parameters(
-    graph: fx.Graph, excluded: Collection[fx.Node] = ()
-) -> dict[fx.Node, OfParameter]:
-    """The inputs of a captured graph that are trained parameters, with their keys in the gauge.
-
-    Args:
-        graph: The nodes.
-        excluded: Nodes whose units nothing can convert where they are used.
-
-    Raises:
-        RuntimeError: If one of the parameters is excluded.
-    """
-    keys = {}
-    for node in graph.find_nodes(op="placeholder"):
-        described = node.meta.get(INPUT)
-        is_parameter = described is not None and described.kind == "parameter"
-        if is_parameter and is_float_tensor(node) and requires_grad(node):
-            keys[node] = OfParameter(described.fqn)
-            if node in excluded:
-                raise RuntimeError(
-                    f"{described.fqn}: the step writes into this parameter or reads it inside "
-                    "a vmap, so it cannot be held in units of its own; expected parameters that "
-                    "are only read; pass Lossless(hold_parameters=False)."
-                )
-    return keys
-
-
-def parameter_units(graph: fx.Graph) -> Units:
-    """Units of the tensors of a graph in which nothing but parameters has any.
-
-    Raises:
-        RuntimeError: If a parameter is written into, or read inside a ``vmap``.
-    """
-    excluded = aliased_by_mutation(graph)
-    for node in graph.nodes:
-        if TRANSFORMED in node.meta:
-            excluded.update(node.all_input_nodes)
-    return Units(held_parameters(graph, excluded))

@@ -99,7 +99,7 @@ def unit_scale(
     _reject_scaled(module)
     rules = RuleRewrite(options, replace)
     gradients = ParameterGradients(ends_backward=True)
-    lossless = LosslessUnitScale("products", measures_drift=False)
+    lossless = LosslessUnitScale(measures_drift=False)
     new, step = captured_forward(module, _OWNER, rules, gradients, lossless)
     step.before_call = _FirstCall(rules, gradients, lossless, init_weights)
     return new

@@ -259,13 +259,9 @@ def _count_factors(
 
     For exact counts only: those of a sample hold for every power of two.
 
-    Formats are a question about what is stored; a tensor that the graph itself holds in its units
-    is counted as it is.
+    Formats are counted of what matmuls read.
     """
-    pairs = [
-        (ONE, ONE) if held.in_graph else (held.sigma.inverse(), held.gamma.inverse())
-        for held in (tensor.held for tensor in tensors)
-    ]
+    pairs = [(tensor.held.sigma.inverse(), tensor.held.gamma.inverse()) for tensor in tensors]
     factors = [factor for pair in pairs for factor in pair if factor != ONE]
     if not factors:
         return _no_factors

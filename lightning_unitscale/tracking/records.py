@@ -108,9 +108,7 @@ class CutGraph:
         gauge = self._gauge()
 
         def row(of: Tensor, unit: Factor) -> Tensor:
-            exponent = (
-                0 if tensor.held.in_graph or self._layout.is_sampled else unit.exponent(gauge)
-            )
+            exponent = 0 if self._layout.is_sampled else unit.exponent(gauge)
             # As for the others, formats are counted of what is stored.
             (factor,) = numbers_on(of.device, [2.0**-exponent], torch.float32)
             layout = self._layout.measured
@@ -170,10 +168,8 @@ def snapshot_of(
     sigmas = np.array([tensor.held.sigma.exponent(gauge) for tensor, gauge in described])
     gammas = np.array([tensor.held.gamma.exponent(gauge) for tensor, gauge in described])
     log2_loss_scale = round(math.log2(grad_scale))
-    in_graph = np.array([tensor.held.in_graph for tensor in tensors])
-    forward = shift_rows(forward, sigmas * in_graph, measured)
-    # A loss scaler moves by factors of two, so taking it off again is a shift as well.
-    backward = shift_rows(backward, gammas * in_graph - log2_loss_scale, measured)
+    # A loss scaler moves by factors of two, so taking it off again is a shift.
+    backward = shift_rows(backward, np.full(len(tensors), -log2_loss_scale), measured)
     positions: dict[str, list[int]] = {}
     for index, tensor in enumerate(tensors):
         positions.setdefault(tensor.name, []).append(index)

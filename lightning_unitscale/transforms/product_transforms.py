@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 from torch import nn
 
-from lightning_unitscale.arguments import check_choice
+from lightning_unitscale.arguments import check_choice, check_depth
 from lightning_unitscale.capture.attach import (
     capture,
     captured_forward,
@@ -39,7 +39,7 @@ from lightning_unitscale.functional.low_precision import (
 from lightning_unitscale.graph.passes import GraphPass
 from lightning_unitscale.lossless.gauge import Gauge
 from lightning_unitscale.lossless.rehearsal import LiveGradients, calibrate
-from lightning_unitscale.lossless.rewrite import Depth, LosslessUnitScale
+from lightning_unitscale.lossless.rewrite import LosslessUnitScale
 from lightning_unitscale.precision.dither import Grid
 from lightning_unitscale.precision.fp8 import FP8Linears
 from lightning_unitscale.precision.simulate import FP8_FORMATS, SimulateFormat
@@ -47,7 +47,7 @@ from lightning_unitscale.quantize import FormatLike, Rounding
 
 
 def lossless_unit_scale(
-    module: nn.Module, *example_args: Any, depth: Depth = "products", **example_kwargs: Any
+    module: nn.Module, *example_args: Any, depth: str = "products", **example_kwargs: Any
 ) -> nn.Module:
     """A copy of ``module`` that computes the same bits with matmuls near RMS 1.
 
@@ -56,30 +56,28 @@ def lossless_unit_scale(
     and gradients are those of ``module``. Its parameters keep their names and values; lazy ones
     get theirs in its first call, as those of ``module`` would.
 
-    At ``depth="products"`` any Python code will do: the products are met as they run. Within a
-    ``torch.compile`` of your own it is ``module`` that is compiled; :func:`compile` compiles what
-    the transforms make of it.
+    Any Python code will do: matmuls are scaled as they run. Within a ``torch.compile`` of your own
+    it is ``module`` that is compiled; :func:`compile` compiles what the transforms make of it.
 
     Args:
-        module: Any module; one that Dynamo can capture at ``depth="all"``. It is left as it is.
+        module: Any module. It is left as it is.
         *example_args: Arguments of one representative call, on the module's device. A copy of the
             module runs once on copies of them: neither is changed, nor are random states; what
             ``forward`` writes elsewhere, such as a global list, is written.
-        depth: ``"products"``, or ``"all"`` to store every tensor between them in units too (FP16).
+        depth: Only ``"products"``: matmuls are what is scaled.
         **example_kwargs: Keyword arguments of that call.
 
     Returns:
         A new module with ``gauge()``, the units in force, and ``explain()``: which products ran in
         units in its first call, and why others did not. Gradient units are measured on the example
         when the module returns a loss (a scalar, or ``loss`` in a mapping, an attribute or the
-        first of a tuple), else in its first real backward pass. At ``depth="all"`` calls that
-        record gradients run as ``module`` is written until then: no format is simulated in them,
-        and nothing runs in FP8.
+        first of a tuple), else in its first real backward pass.
 
     Raises:
-        ValueError: If ``depth`` is unknown or the module is already compiled.
+        ValueError: If ``depth`` is another one, or the module is already compiled.
     """
-    rewrite = LosslessUnitScale(depth, measures_drift=False)
+    check_depth(depth)
+    rewrite = LosslessUnitScale(measures_drift=False)
     new = _transformed(module, "lossless_unit_scale", rewrite)
     products, steps = products_of(new), steps_of(new)
     if products is not None:
