@@ -12,12 +12,14 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_unitscale.arguments import check_depth
+from lightning_unitscale.callbacks.captured_run import capture_run
 from lightning_unitscale.callbacks.captured_units import CapturedUnits
 from lightning_unitscale.callbacks.checkpoints import (
     checking_checkpoints,
     keep_marking,
     mark,
 )
+from lightning_unitscale.callbacks.distributed import pipeline_of
 from lightning_unitscale.callbacks.explanation import Explanation
 from lightning_unitscale.callbacks.half_precision import report_unprotected, warn_of_zero_eps
 from lightning_unitscale.callbacks.lightning_loop import LightningLoop
@@ -43,6 +45,7 @@ from lightning_unitscale.callbacks.trainer_settings import (
     check_simulation,
 )
 from lightning_unitscale.callbacks.units import MeasuredUnits, RecalibrationSchedule
+from lightning_unitscale.capture.steps import ModuleSteps
 from lightning_unitscale.dispatch.coverage import Coverage
 from lightning_unitscale.dynamo.capture import CompileMode
 from lightning_unitscale.loops.loop import Claim, Loop
@@ -172,6 +175,8 @@ class UnitScaleCallback(StepsCallback):
         )
         self._runs_captured = False
         self._checkpoints = ExitStack()
+        self._captured = ExitStack()
+        self._steps: ModuleSteps | None = None
         # Whether what the user has named was there in the first training step.
         self._is_checked = False
         self._module: Callable[[], nn.Module | None] | None = None
@@ -223,8 +228,11 @@ class UnitScaleCallback(StepsCallback):
             check_fp8(trainer)
         if self.simulate is not None:
             check_simulation(trainer, self.simulate.format)
-        # A captured graph hides the modules that products run in.
-        self._runs_captured = captures_steps(trainer)
+        is_captured = captures_steps(trainer)
+        # Rules rewrite graphs, and a pipeline cuts them.
+        self._runs_captured = is_captured and (
+            self._rules is not None or pipeline_of(trainer) is not None
+        )
         self._checkpoints.enter_context(
             checking_checkpoints(trainer, pl_module, self, self._method_name, self._mark)
         )
@@ -232,7 +240,16 @@ class UnitScaleCallback(StepsCallback):
         if self._runs_captured:
             self._graphs.capture(loop, self, is_other=self._take(loop))
         else:
-            self._products.attach(loop, is_other=self._take(loop))
+            if is_captured:
+                self._steps = capture_run(
+                    trainer,
+                    pl_module,
+                    self,
+                    remat=self.remat,
+                    compile=self.compile,
+                    leaving=self._captured,
+                )
+            self._products.attach(loop, is_other=self._take(loop), steps=self._steps)
 
     @override
     def start(self, loop: Loop) -> None:
@@ -276,6 +293,8 @@ class UnitScaleCallback(StepsCallback):
         loop, self._loop = self._loop, None
         with ExitStack() as leaving:  # all of it, if one part raises
             leaving.callback(self._graphs.leave)
+            # The session is around the captured steps, so it is taken off first.
+            leaving.callback(self._captured.close)
             leaving.callback(self._products.leave)
             if self._rules is not None and loop is not None:
                 leaving.callback(keep_marking, loop.module, self._method_name)

@@ -22,6 +22,7 @@ from lightning_unitscale.dynamo.breaks import Reason, is_watched
 from lightning_unitscale.dynamo.capture import (
     CompileMode,
     Executor,
+    GraphRewriter,
     no_graph_breaks,
     unmarked,
 )
@@ -79,6 +80,7 @@ class ModuleSteps:
     Attributes:
         steps: The captured steps by name.
         sharded: The module, if its steps are captured as those of a whole one.
+        rewriter: Rewrites what AOTAutograd makes of the graphs, if they run op by op.
         passes: Passes over every graph, in the order they were given.
         records: What the passes did, graph by graph.
         graph_breaks: Reasons of the graph breaks met while capturing.
@@ -99,6 +101,7 @@ class ModuleSteps:
         self.executor: Executor = "eager"
         self.compile_mode: CompileMode = "default"
         self.partition_fn: Any = None
+        self.rewriter: GraphRewriter | None = None
         self.sharded: ShardedModule | None = None
         self.passes: list[GraphPass] = []
         self.records: list[PassRecord] = []

@@ -50,7 +50,7 @@ class _Noted(threading.local):
 _NOTED = _Noted()
 
 
-def _note(graph: fx.Graph) -> None:
+def note_products(graph: fx.Graph) -> None:
     """Note the products of a graph."""
     products = []
     _NOTED.graph = None
@@ -62,7 +62,7 @@ def _note(graph: fx.Graph) -> None:
     _NOTED.products = tuple(products)
 
 
-def _finish(graph: fx.Graph) -> None:
+def finish_graph(graph: fx.Graph) -> None:
     """Let products of a graph be looked at, and run in units those that do not yet."""
     if _NOTED.graph is not None:
         _Finishing(graph, _NOTED.graph, list(_NOTED.products)).run()
@@ -70,8 +70,8 @@ def _finish(graph: fx.Graph) -> None:
 
 
 PASSES = (
-    GraphPass("post_grad_custom_pre_pass", _note),
-    GraphPass("post_grad_custom_post_pass", _finish),
+    GraphPass("post_grad_custom_pre_pass", note_products),
+    GraphPass("post_grad_custom_post_pass", finish_graph),
 )
 
 

@@ -49,14 +49,19 @@ def _round(graph: fx.Graph) -> None:
     """Let the products of a graph round, if it is compiled in a step whose products do."""
     session = running_session()
     if session is not None and session.numerics:
-        _Rounding(graph, session).run()
+        FormatsInGraph(graph, session).run()
 
 
 PASS = GraphPass("joint_custom_pre_pass", _round)
 
 
-class _Rounding:
-    """Rewrites one graph."""
+class FormatsInGraph:
+    """Lets the products of one graph round.
+
+    Args:
+        graph: The graph of both passes, or the only one of a step without gradients.
+        session: Of the step.
+    """
 
     def __init__(self, graph: fx.Graph, session: ProductSession) -> None:
         self._graph = graph

@@ -57,18 +57,25 @@ def _give_units(graph: fx.Graph) -> None:
     session = LOCAL.session
     if session is not None and session.rewrites_graphs and compiles_frame():
         note_compiled()
-        _Units(graph, session).run()
+        UnitsInGraph(graph, session).run()
 
 
 PASS = GraphPass("joint_custom_post_pass", _give_units)
 
 
-class _Units:
-    """Rewrites one graph."""
+class UnitsInGraph:
+    """Gives units to the products of one graph.
 
-    def __init__(self, graph: fx.Graph, session: ProductSession) -> None:
+    Args:
+        graph: The graph of both passes, or the only one of a step without gradients.
+        session: Of the step.
+        is_fused: Whether Inductor compiles the graph; else it runs op by op.
+    """
+
+    def __init__(self, graph: fx.Graph, session: ProductSession, *, is_fused: bool = True) -> None:
         self._graph = graph
         self._session = session
+        self._is_fused = is_fused
         run = session.sites.run_of(current_node())
         self._root = "" if run is None else run.path
         self._compiled = CompiledGraph(self._root)
@@ -88,7 +95,7 @@ class _Units:
             if not self._after_tangents.isdisjoint(node.all_input_nodes):
                 self._after_tangents.add(node)
             rule, unreached = rule_of(node), _UNREACHED.get(str(node.target))
-            has_one = rule is not None and _reads_one_channel(rule, node)
+            has_one = self._is_fused and rule is not None and _reads_one_channel(rule, node)
             if rule is not None and not (self._session.numerics or has_one):
                 found.append((node, self._product(rule, node)))
             elif node.op == "call_function" and (left := rule or unreached) is not None:
@@ -146,9 +153,14 @@ class _Units:
     def _rewrite(self, found: list[tuple[fx.Node, CompiledProduct]]) -> None:
         device = value_of(found[0][1].rule.operands_in(found[0][0].args)[0]).device
         # One for each pass, and the copies that each has made of what it may share.
-        in_units = {node for node, product in found if not _may_join_a_sum(node, product.rule)}
+        in_units = {
+            node
+            for node, product in found
+            if not (self._is_fused and _may_join_a_sum(node, product.rule))
+        }
         forward = Scaling(self._graph)
-        backward = Scaling(self._graph, forward.copies, in_units)
+        fused = in_units if self._is_fused else ()
+        backward = Scaling(self._graph, forward.copies, fused)
         with self._graph.inserting_before(first_operation(self._graph)):
             factors = forward.new(_OURS.compiled_factors.default, self._index, device, False)
             # Another one in the backward graph would be those of another run.

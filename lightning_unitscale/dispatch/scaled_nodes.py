@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ class Scaling:
         graph: The graph.
         copies: The copies of another one, to share those of what a graph computes. What it is
             given stays in memory anyway, and copies of that would be saved beside it.
-        in_units: All products that will run in units.
+        in_units: All products that will run in units; none where nothing is fused.
 
     Attributes:
         parts: The node that gives the factors of products, in a tensor for each.
@@ -38,7 +38,7 @@ class Scaling:
     """
 
     def __init__(
-        self, graph: fx.Graph, copies: Any = None, in_units: Container[fx.Node] = ()
+        self, graph: fx.Graph, copies: Any = None, in_units: Collection[fx.Node] = ()
     ) -> None:
         self.parts: Any = None
         self.copies: dict[tuple[fx.Node, _Name | None], fx.Node] = {} if copies is None else copies
@@ -165,6 +165,8 @@ class Scaling:
 
     def _may_stand_for(self, node: fx.Node) -> bool:
         """Whether Inductor fuses what reads a tensor with reading it from a copy, exactly."""
+        if not self._in_units:
+            return False
         value = value_of(node)
         is_exact = value.dtype in (torch.float32, torch.float64)
         # A GPU may add a product that it has not rounded, but not with a scaling in between.

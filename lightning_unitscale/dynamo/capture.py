@@ -13,7 +13,7 @@ import re
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
 import torch._dynamo.config
@@ -23,6 +23,7 @@ from torch._dynamo import convert_frame
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
+from torch._functorch.partitioners import default_partition
 from torch._guards import CompileContext
 
 from lightning_unitscale.dynamo.answers import plain_answers
@@ -47,6 +48,18 @@ Executor = Literal["eager", "aot_eager", "inductor"]
 # What ``torch.compile`` calls ``mode``.
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+
+
+class GraphRewriter(Protocol):
+    """Rewrites the graphs of aten operators that AOTAutograd makes of a captured graph."""
+
+    def rewrite_joint(self, graph: fx.Graph) -> None:
+        """Rewrite the graph of both passes, or the only one of a step without gradients."""
+
+    def rewrite_part(self, graph: fx.Graph) -> None:
+        """Finish the graph of one pass, which the executor then runs op by op."""
+
+
 InputKind = Literal["parameter", "buffer", "gradient", "input", "symbol"]
 
 # What Dynamo marks parameters and buffers by.
@@ -303,6 +316,7 @@ def execute_with(
     mode: CompileMode = "default",
     *,
     backward_is_autocast: bool = False,
+    rewriter: GraphRewriter | None = None,
 ) -> Callable[..., Any]:
     """Turn a rewritten graph into something that runs.
 
@@ -316,6 +330,7 @@ def execute_with(
         mode: Of Inductor.
         backward_is_autocast: Whether the backward pass runs within the autocast of the forward
             pass, as in manual optimization.
+        rewriter: Rewrites what ``"aot_eager"`` runs. Inductor has passes of its own.
     """
     if executor == "eager":
         _restore_checkpointing(graph_module)
@@ -325,9 +340,10 @@ def execute_with(
     if executor == "aot_eager":
         options = {} if partition_fn is None else {"partition_fn": partition_fn}
         # Boxed, each saved tensor is freed when nothing reads it any more.
-        backend = aot_autograd(
-            fw_compiler=boxed_nop, keep_inference_input_mutations=True, **options
-        )
+        options["fw_compiler"] = boxed_nop
+        if rewriter is not None:
+            options = _rewriting(rewriter, partition_fn or default_partition)
+        backend = aot_autograd(keep_inference_input_mutations=True, **options)
         # An error in the middle of it would leave gradients off.
         with plain_kernels(), backward, torch.set_grad_enabled(torch.is_grad_enabled()):
             compiled: Callable[..., Any] = backend(graph_module, inputs)
@@ -348,6 +364,30 @@ def execute_with(
             graph_module, list(inputs), inner_compile=compile_one, config_patches=patches
         )
         return cast(Callable[..., Any], run)
+
+
+def _rewriting(rewriter: GraphRewriter, partition_fn: Any) -> dict[str, Any]:
+    """Return the options with which AOTAutograd has its graphs rewritten."""
+
+    def partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        rewriter.rewrite_joint(joint.graph)
+        return partition_fn(joint, *args, **kwargs)
+
+    def run_part(part: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        rewriter.rewrite_part(part.graph)
+        run: Callable[..., Any] = boxed_nop(part, inputs)
+        return run
+
+    def run_alone(whole: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        rewriter.rewrite_joint(whole.graph)
+        return run_part(whole, inputs)
+
+    return {
+        "partition_fn": partition,
+        "fw_compiler": run_part,
+        "bw_compiler": run_part,
+        "inference_compiler": run_alone,
+    }
 
 
 def original_error(error: BaseException) -> BaseException:

@@ -1,0 +1,50 @@
+"""Captured steps for ``compile`` and ``remat``, beside what scales their matmuls."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from lightning_unitscale.callbacks.distributed import refuse_distributed_tensors
+from lightning_unitscale.callbacks.fallbacks import keep_plain_where_recorded
+from lightning_unitscale.callbacks.options import mode_of
+from lightning_unitscale.callbacks.remat import step_partitioner
+from lightning_unitscale.callbacks.steps import attach_steps
+from lightning_unitscale.capture.steps import ModuleSteps
+from lightning_unitscale.dynamo.capture import CompileMode
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+def capture_run(
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    owner: pl.Callback,
+    *,
+    remat: str | int | float | None,
+    compile: bool | CompileMode,
+    leaving: ExitStack,
+) -> ModuleSteps:
+    """Capture the steps of a Trainer's module, within a budget or by Inductor where asked for.
+
+    Args:
+        trainer: The Trainer.
+        module: Its module.
+        owner: The callback.
+        remat: Budget for rematerialization, if there is one.
+        compile: Whether Inductor runs the graphs, or in which mode.
+        leaving: Gets what undoes it.
+    """
+    if compile:
+        refuse_distributed_tensors(trainer, f"compile={compile!r}")
+    partitioner = None if remat is None else step_partitioner(trainer, module, remat)
+    steps = attach_steps(trainer, module, owner)
+    leaving.callback(steps.detach, type(owner).__name__)
+    if compile:
+        steps.use_executor("inductor", mode_of(compile))
+    if partitioner is not None:
+        steps.partition_by(partitioner)
+        leaving.callback(steps.partition_by, None)
+    keep_plain_where_recorded(steps, module)
+    return steps

@@ -1,0 +1,48 @@
+"""Units and formats in the captured steps of a module, whose graphs run op by op."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from lightning_unitscale.dispatch.aot_pass import finish_graph, note_products
+from lightning_unitscale.dispatch.compiled_sites import PRODUCT
+from lightning_unitscale.dispatch.joint_formats import FormatsInGraph
+from lightning_unitscale.dispatch.joint_units import UnitsInGraph
+from lightning_unitscale.dispatch.session import ProductSession, run_inside
+from lightning_unitscale.dispatch.torch_internals import Kernel
+
+
+class SessionRewriter:
+    """Gives the matmuls of captured graphs their units and formats, as Inductor's passes do.
+
+    Args:
+        session: Whose steps they are.
+    """
+
+    def __init__(self, session: ProductSession) -> None:
+        self._session = session
+
+    def rewrite_joint(self, graph: fx.Graph) -> None:
+        """Scale the matmuls of the graph of both passes, or of the only one."""
+        if self._session.numerics:
+            FormatsInGraph(graph, self._session).run()
+        UnitsInGraph(graph, self._session, is_fused=False).run()
+
+    def rewrite_part(self, graph: fx.Graph) -> None:
+        """Let the matmuls of one pass be looked at, and call torch's own kernels for them."""
+        note_products(graph)
+        finish_graph(graph)
+        for node in graph.nodes:
+            if PRODUCT in node.meta:
+                node.target = _unwatched(node.target)
+
+
+def _unwatched(operator: Any) -> Kernel:
+    """Return an operator whose kernel belongs to no session: its graph has scaled it."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return run_inside(operator, *args, **kwargs)
+
+    return run
