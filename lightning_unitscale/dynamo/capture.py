@@ -375,7 +375,7 @@ def _rewriting(rewriter: GraphRewriter, partition_fn: Any) -> dict[str, Any]:
 
     def run_part(part: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         rewriter.rewrite_part(part.graph)
-        run: Callable[..., Any] = boxed_nop(part, inputs)
+        run: Callable[..., Any] = boxed_nop(part, list(inputs))
         return run
 
     def run_alone(whole: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
