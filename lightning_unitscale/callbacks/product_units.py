@@ -27,7 +27,7 @@ from lightning_unitscale.callbacks.units import (
 )
 from lightning_unitscale.capture.steps import ModuleSteps
 from lightning_unitscale.dispatch.attach import AttachedSession
-from lightning_unitscale.dispatch.captured_graphs import SessionRewriter
+from lightning_unitscale.dispatch.captured_graphs import SessionRewriter, SessionUnits
 from lightning_unitscale.dispatch.coverage import CoverageCounter
 from lightning_unitscale.dispatch.fp8 import numerics_of
 from lightning_unitscale.dispatch.measurement import Measurement
@@ -98,6 +98,7 @@ class ProductUnits(MeasuredUnits):
             )
             if steps is not None:
                 steps.rewriter = SessionRewriter(self._attached.session)
+                steps.add_pass(SessionUnits(self._attached.session))
 
     @override
     def leave(self) -> None:

@@ -27,6 +27,7 @@ from lightning_unitscale.dispatch.torch_internals import (
     graph_task,
 )
 from lightning_unitscale.dispatch.units import Units
+from lightning_unitscale.dynamo.graphs import LINES, module_of_line
 from lightning_unitscale.graph.name_patterns import own_path
 
 # Where a loop computes what no module does; no module can be there.
@@ -218,6 +219,8 @@ class Sites:
             code = frame.f_code
             if id(code) in MODULE_CALLS:
                 path = self.path_of(id(frame.f_locals["self"]))
+            elif id(code) in LINES:
+                path = module_of_line(frame)
             elif code is self._boundary:
                 path = ""
             elif code is CHECKPOINT:
@@ -236,8 +239,8 @@ class Sites:
         checkpoint = None
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and (code := frame.f_code) is not ENGINE:
-            if id(code) in MODULE_CALLS:
-                path = self._path_in(frame) if path is None else path
+            if path is None and (id(code) in MODULE_CALLS or id(code) in LINES):
+                path = self._path_in(frame)
             elif path is None and id(code) in RECOMPUTATIONS:
                 path = ""
                 with contextlib.suppress(TypeError):
@@ -255,9 +258,9 @@ class Sites:
         return self._module()
 
     def _path_in(self, frame: FrameType) -> str | None:
-        return (
-            self.path_of(id(frame.f_locals["self"])) if id(frame.f_code) in MODULE_CALLS else None
-        )
+        if id(frame.f_code) in MODULE_CALLS:
+            return self.path_of(id(frame.f_locals["self"]))
+        return module_of_line(frame)
 
     def path_of(self, module: int) -> str | None:
         """Path of the module with an ``id``; a wrapped one has that of the user's own."""

@@ -2,7 +2,7 @@
 
 Private names used here were checked on torch 2.13 and 2.11: ``node._dynamo_source``,
 ``GlobalSource``, ``HigherOrderOperator``, ``_enter_autocast`` and ``_exit_autocast``;
-``FakeTensorMode``; ``_LazyGraphModule``; and, of tensors, ``_use_count`` and
+``FakeTensorMode``; ``_LazyGraphModule``; ``_lineno_map`` and ``_prologue_start`` of a module; and, of tensors, ``_use_count`` and
 ``torch._C._storage_Use_Count``.
 """
 
@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,6 +24,9 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils._pytree import tree_map
 
 from lightning_unitscale.functional.rules import hint_of
+
+# Key of a node's meta: path of the module whose ``forward`` made the node.
+MODULE = "module_path"
 
 _IN_NUMBERS: WeakKeyDictionary[FakeTensorMode, FakeTensorMode] = WeakKeyDictionary()
 
@@ -55,8 +60,46 @@ def compiled_forward(graph_module: fx.GraphModule) -> Callable[..., Any]:
     """The function of a graph that was rewritten, as code."""
     graph_module.recompile()
     _LazyGraphModule.force_recompile(graph_module)
-    forward: Callable[..., Any] = graph_module.forward
-    return forward
+    forward: Any = graph_module.forward
+    code = forward.__func__.__code__
+    LINES[id(code)] = _Lines(
+        tuple(str(node.meta.get(MODULE, "")) for node in graph_module.graph.nodes),
+        graph_module._lineno_map or {},
+        graph_module._prologue_start,
+    )
+    weakref.finalize(code, LINES.pop, id(code), None).atexit = False
+    return cast(Callable[..., Any], forward)
+
+
+class _Lines(NamedTuple):
+    """Of which module each line of a graph's code is.
+
+    Attributes:
+        paths: Path of the module of each node.
+        nodes: The node of each line of the body.
+        start: Number of the line before the body's first.
+    """
+
+    paths: tuple[str, ...]
+    nodes: Mapping[int, int | None]
+    start: int
+
+
+# By the identity of the code of a graph's ``forward``.
+LINES: dict[int, _Lines] = {}
+
+
+def module_of_line(frame: FrameType) -> str | None:
+    """Return the path of the module whose operation a frame of a graph's code runs.
+
+    Args:
+        frame: Any frame; ``None`` is returned for one of other code.
+    """
+    lines = LINES.get(id(frame.f_code))
+    if lines is None:
+        return None
+    node = lines.nodes.get(frame.f_lineno - lines.start)
+    return "" if node is None else lines.paths[node]
 
 
 def add_placeholder(

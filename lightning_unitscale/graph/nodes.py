@@ -13,9 +13,9 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from lightning_unitscale.dynamo.capture import CapturedGraph
+from lightning_unitscale.dynamo.graphs import MODULE as MODULE
 
 NAME = "tensor_name"
-MODULE = "module_path"
 # Set on nodes that a pass inserted and that are no tensor of the user's step.
 INTERNAL = "internal"
 # Set on placeholders of the captured graph: the ``GraphInput`` that says what each one is.

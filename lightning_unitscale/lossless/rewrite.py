@@ -87,7 +87,7 @@ class LosslessUnitScale(GraphPass):
         if not factors:
             return "no matrix product of floating-point tensors", *left_as_they_are(unreachable)
         factor_nodes = FactorNodes(graph, "factors", factors, lambda: self.gauge)
-        held = _held(graph)
+        held = held_units(graph)
         applied = [scale for plan in plans for scale in apply_plan(plan, factor_nodes)]
         graph.notes[GAUGE] = lambda: self.gauge
         graph.notes[HELD] = held
@@ -148,7 +148,7 @@ class LosslessUnitScale(GraphPass):
         return new
 
 
-def _held(graph: StepGraph) -> dict[str, Held]:
+def held_units(graph: StepGraph) -> dict[str, Held]:
     """Return in which units matmuls read each tensor, by its name, before a graph is rewritten."""
     places = Places(graph)
     held: dict[str, Held] = {}
