@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import register_flop_formula
 
 from lightning_unitscale.dispatch.calls import CALLS, Call, record
 from lightning_unitscale.dispatch.compiled_callers import Callers
@@ -55,6 +56,7 @@ class RoundedProduct:
         kwargs: Its keyword arguments.
         results: Positions of its results that are tensors; ``None`` for one that is no tuple.
         place: Where it was when it was compiled.
+        flops: Its floating-point operations, of the shapes that it was compiled with.
         forward: For a backward product, the index in the graph of its forward product.
         sources: For each operand of a backward product which forward operand it is.
         is_weight: Whether its second operand is made of a parameter of the layer that runs it.
@@ -67,6 +69,7 @@ class RoundedProduct:
     kwargs: dict[str, Any]
     results: tuple[int, ...] | None
     place: Place
+    flops: int
     forward: int | None = None
     sources: Sources = ()
     is_weight: bool = False
@@ -189,6 +192,12 @@ class RoundedGraph:
 GRAPHS: list[RoundedGraph] = []
 
 
+def _product_flops(
+    tensors: Any, sizes: Any, run: Any, graph: int, product: int, *, out_val: Any
+) -> int:
+    return GRAPHS[graph].products[product].flops
+
+
 def _fake_product(
     tensors: Sequence[Tensor], sizes: Sequence[int], run: Tensor, graph: int, product: int
 ) -> list[Tensor]:
@@ -212,3 +221,5 @@ define_operator(
     # BLAS may add in another order for another stride.
     torch.Tag.needs_exact_strides,
 )
+# What a plan runs again costs as much as the matmul that it is.
+register_flop_formula(torch.ops.lightning_unitscale.product)(_product_flops)

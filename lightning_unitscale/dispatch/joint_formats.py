@@ -41,6 +41,7 @@ from lightning_unitscale.dispatch.products import ProductRule
 from lightning_unitscale.dispatch.session import ProductSession
 from lightning_unitscale.dispatch.torch_internals import Kernel, current_node
 from lightning_unitscale.graph.nodes import first_operation
+from lightning_unitscale.profiler.costs import concrete
 
 _OURS = torch.ops.lightning_unitscale
 
@@ -103,7 +104,8 @@ class FormatsInGraph:
             results = tuple(k for k, item in enumerate(value) if isinstance(item, Tensor))
         operands = rule.operands_in(node.args)
         place = Place(word, roles, path)
-        product = RoundedProduct(rule, _operator(node), *_template(node), results, place)
+        flops = int(rule.flops(arguments_of(node), concrete(value)))
+        product = RoundedProduct(rule, _operator(node), *_template(node), results, place, flops)
         if is_of_backward(node):
             for forward, saved in self._forward.get(number, []) if number is not None else []:
                 sources = known_sources(rule, operands, saved)
