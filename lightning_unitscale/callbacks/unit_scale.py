@@ -19,7 +19,6 @@ from lightning_unitscale.callbacks.checkpoints import (
     keep_marking,
     mark,
 )
-from lightning_unitscale.callbacks.distributed import pipeline_of
 from lightning_unitscale.callbacks.explanation import Explanation
 from lightning_unitscale.callbacks.half_precision import report_unprotected, warn_of_zero_eps
 from lightning_unitscale.callbacks.lightning_loop import LightningLoop
@@ -229,10 +228,7 @@ class UnitScaleCallback(StepsCallback):
         if self.simulate is not None:
             check_simulation(trainer, self.simulate.format)
         is_captured = captures_steps(trainer)
-        # Rules rewrite graphs, and a pipeline cuts them.
-        self._runs_captured = is_captured and (
-            self._rules is not None or pipeline_of(trainer) is not None
-        )
+        self._runs_captured = self._rules is not None
         self._checkpoints.enter_context(
             checking_checkpoints(trainer, pl_module, self, self._method_name, self._mark)
         )

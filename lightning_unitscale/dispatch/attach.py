@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -29,11 +29,14 @@ class SessionMethod(StandIn):
         owner: The module's session, which is told of every call.
         name: Of the method.
         method: The module's own.
+
+    Attributes:
+        owner: The same.
     """
 
     def __init__(self, owner: AttachedSession, name: str, method: Any) -> None:
         super().__init__(method)
-        self._owner = owner
+        self.owner = owner
         self._name = name
         # Lightning reads parameters one wrapping down: where a decorator of the user's leads.
         self.__wrapped__ = getattr(method, "__wrapped__", method)
@@ -41,7 +44,7 @@ class SessionMethod(StandIn):
     @override
     def call(self, *args: Any, **kwargs: Any) -> Any:
         if is_recording():
-            if not self._owner.session.numerics or is_exporting() or is_tracing():
+            if not self.owner.session.numerics or is_exporting() or is_tracing():
                 return self._method(*args, **kwargs)
             # What the compiler made of it would not be rounded.
             return torch.compiler.disable(self.run)(*args, **kwargs)
@@ -52,21 +55,31 @@ class SessionMethod(StandIn):
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the method within the session, if it is not within it already."""
-        owner, session = self._owner, self._owner.session
+        return self.run_as(self._method, *args, **kwargs)
+
+    def run_as(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run what stands for the method, such as its stages, within the session."""
+        owner, session = self.owner, self.owner.session
         # Somebody may have kept it beyond its session's end.
         if LOCAL.session is session or not session.is_open:
-            return self._method(*args, **kwargs)
+            return method(*args, **kwargs)
         owner.before_call()
         install_passes()
         # Within a checkpoint that is computed again it is the same step of training.
         is_new = current_node() is None
         session.begin_step(is_training=is_new and owner.is_training(self._name))
         with session.running(), running_compiled(session):
-            result = self._method(*args, **kwargs)
+            result = method(*args, **kwargs)
         if owner.outlasts_calls and is_new and torch.is_grad_enabled():
             LOCAL.after_call, session.is_after_call = session.ref, True
         owner.after_call(result)
         return result
+
+
+def session_method(module: nn.Module, name: str) -> SessionMethod | None:
+    """Return what runs a method of a module in a session, if anything does."""
+    method = vars(module).get(name)
+    return method if isinstance(method, SessionMethod) else None
 
 
 class AttachedSession:
@@ -100,7 +113,7 @@ class AttachedSession:
         self.outlasts_calls = outlasts_calls
         self.trains: bool | None = None
         self.session = ProductSession(
-            module, SessionMethod.run.__code__, units or Units(), numerics
+            module, SessionMethod.run_as.__code__, units or Units(), numerics
         )
         self._module = module
         self.methods: dict[str, SessionMethod] = {}
@@ -113,6 +126,10 @@ class AttachedSession:
                 self.methods[name] = method
                 self._shadows[name] = Shadow(module, name, method)
             undo.pop_all()
+
+    def begin_part(self) -> None:
+        """Begin a part of a step, such as a stage with one microbatch: matmuls count from there."""
+        self.session.sites.begin()
 
     def is_training(self, name: str) -> bool:
         """Whether a call of a method is one of training."""

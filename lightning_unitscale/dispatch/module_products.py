@@ -101,10 +101,10 @@ class _ForwardMethod(SessionMethod):
     """Stands in for the ``forward`` of a module whose copies have units as well."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self._owner, memo).methods["forward"]
+        return copy.deepcopy(self.owner, memo).methods["forward"]
 
     def __reduce__(self) -> Any:
-        return self._owner.__reduce__()
+        return self.owner.__reduce__()
 
 
 class ModuleProducts(AttachedSession):

@@ -27,7 +27,7 @@ from lightning_unitscale.dispatch.torch_internals import (
     graph_task,
 )
 from lightning_unitscale.dispatch.units import Units
-from lightning_unitscale.dynamo.graphs import LINES, module_of_line
+from lightning_unitscale.dynamo.graphs import LINES, names_of_line
 from lightning_unitscale.graph.name_patterns import own_path
 
 # Where a loop computes what no module does; no module can be there.
@@ -66,11 +66,25 @@ class Run(NamedTuple):
         path: Of its module.
         episode: What occurrences are counted within: a step, or one run of a checkpoint's body.
         checkpoint: Whose body is computed again, if one is.
+        result: Name of the tensor that it makes, where a captured graph has one for it.
     """
 
     path: str
     episode: object
     checkpoint: object = None
+    result: str = ""
+
+
+def _occurrence(result: str, path: str, word: str) -> int | None:
+    """Return how many products of a word run before the one whose result has this name.
+
+    A part of a cut graph does not begin with the first. ``None`` if the name does not tell.
+    """
+    name = result.removeprefix(f"{path}." if path else "")
+    if name == word:
+        return 0
+    base, _, number = name.rpartition("_")
+    return int(number) if base == word and number.isdecimal() else None
 
 
 class Sites:
@@ -120,6 +134,8 @@ class Sites:
             run: Where it runs.
         """
         key = (run.path, word)
+        if (known := _occurrence(run.result, *key)) is not None:
+            return self.numbered(word, roles, run.path, known)
         index = self._counts.get((key, run.episode))
         if index is None:
             index = self._index(key, run)
@@ -138,13 +154,14 @@ class Sites:
             index: How many like it run before it in a call of the module.
         """
         sites = self._places.setdefault((path, word), [])
-        if index < len(sites):
-            return sites[index]
-        base = f"{path}.{word}" if path else word
-        site = Site(base if index == 0 else f"{base}_{index}", path, roles, word, index)
-        sites.append(site)
-        self._units.add_site(site)
-        return site
+        # Those before it may run on another rank.
+        while len(sites) <= index:
+            number = len(sites)
+            base = f"{path}.{word}" if path else word
+            site = Site(base if number == 0 else f"{base}_{number}", path, roles, word, number)
+            sites.append(site)
+            self._units.add_site(site)
+        return sites[index]
 
     def peek(self, word: str, run: Run) -> Site | None:
         """The site that :meth:`find` would give, if it has been seen before; nothing is counted."""
@@ -213,14 +230,15 @@ class Sites:
         """Where the product of a forward pass runs."""
         bodies: list[Any] = []
         path: str | None = None
+        result = ""
         # As in frames(), without a generator: every matmul asks.
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and path is None:
             code = frame.f_code
             if id(code) in MODULE_CALLS:
                 path = self.path_of(id(frame.f_locals["self"]))
-            elif id(code) in LINES:
-                path = module_of_line(frame)
+            elif id(code) in LINES and (names := names_of_line(frame)) is not None:
+                path, result = names
             elif code is self._boundary:
                 path = ""
             elif code is CHECKPOINT:
@@ -232,7 +250,7 @@ class Sites:
             # Not for a callable without a hash or weak references.
             with contextlib.suppress(TypeError):
                 self._paths_of_bodies[body] = path or ""
-        return Run(path or "", self._episode)
+        return Run(path or "", self._episode, None, result)
 
     def _backward_run(self, node: Any) -> Run | None:
         path: str | None = None
@@ -260,7 +278,8 @@ class Sites:
     def _path_in(self, frame: FrameType) -> str | None:
         if id(frame.f_code) in MODULE_CALLS:
             return self.path_of(id(frame.f_locals["self"]))
-        return module_of_line(frame)
+        names = names_of_line(frame)
+        return None if names is None else names[0]
 
     def path_of(self, module: int) -> str | None:
         """Path of the module with an ``id``; a wrapped one has that of the user's own."""

@@ -2,8 +2,8 @@
 
 Private names used here were checked on torch 2.13 and 2.11: ``node._dynamo_source``,
 ``GlobalSource``, ``HigherOrderOperator``, ``_enter_autocast`` and ``_exit_autocast``;
-``FakeTensorMode``; ``_LazyGraphModule``; ``_lineno_map`` and ``_prologue_start`` of a module; and, of tensors, ``_use_count`` and
-``torch._C._storage_Use_Count``.
+``FakeTensorMode``; ``_LazyGraphModule``; ``_lineno_map`` and ``_prologue_start`` of a graph's
+module; and, of tensors, ``_use_count`` and ``torch._C._storage_Use_Count``.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from torch.utils._pytree import tree_map
 
 from lightning_unitscale.functional.rules import hint_of
 
-# Key of a node's meta: path of the module whose ``forward`` made the node.
+# Keys of a node's meta: path of the module whose ``forward`` made the node, and its tensor's name.
 MODULE = "module_path"
+NAME = "tensor_name"
 
 _IN_NUMBERS: WeakKeyDictionary[FakeTensorMode, FakeTensorMode] = WeakKeyDictionary()
 
@@ -63,7 +64,10 @@ def compiled_forward(graph_module: fx.GraphModule) -> Callable[..., Any]:
     forward: Any = graph_module.forward
     code = forward.__func__.__code__
     LINES[id(code)] = _Lines(
-        tuple(str(node.meta.get(MODULE, "")) for node in graph_module.graph.nodes),
+        tuple(
+            (str(node.meta.get(MODULE, "")), str(node.meta.get(NAME, "")))
+            for node in graph_module.graph.nodes
+        ),
         graph_module._lineno_map or {},
         graph_module._prologue_start,
     )
@@ -72,15 +76,15 @@ def compiled_forward(graph_module: fx.GraphModule) -> Callable[..., Any]:
 
 
 class _Lines(NamedTuple):
-    """Of which module each line of a graph's code is.
+    """Of which module each line of a graph's code is, and what it makes.
 
     Attributes:
-        paths: Path of the module of each node.
+        names: Path of the module of each node, and name of its tensor.
         nodes: The node of each line of the body.
         start: Number of the line before the body's first.
     """
 
-    paths: tuple[str, ...]
+    names: tuple[tuple[str, str], ...]
     nodes: Mapping[int, int | None]
     start: int
 
@@ -89,8 +93,8 @@ class _Lines(NamedTuple):
 LINES: dict[int, _Lines] = {}
 
 
-def module_of_line(frame: FrameType) -> str | None:
-    """Return the path of the module whose operation a frame of a graph's code runs.
+def names_of_line(frame: FrameType) -> tuple[str, str] | None:
+    """Return the module whose operation a frame of a graph's code runs, and the result's name.
 
     Args:
         frame: Any frame; ``None`` is returned for one of other code.
@@ -99,7 +103,7 @@ def module_of_line(frame: FrameType) -> str | None:
     if lines is None:
         return None
     node = lines.nodes.get(frame.f_lineno - lines.start)
-    return "" if node is None else lines.paths[node]
+    return ("", "") if node is None else lines.names[node]
 
 
 def add_placeholder(

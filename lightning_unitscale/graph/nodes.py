@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_unitscale.dynamo.capture import CapturedGraph
 from lightning_unitscale.dynamo.graphs import MODULE as MODULE
+from lightning_unitscale.dynamo.graphs import NAME as NAME
 
-NAME = "tensor_name"
 # Set on nodes that a pass inserted and that are no tensor of the user's step.
 INTERNAL = "internal"
 # Set on placeholders of the captured graph: the ``GraphInput`` that says what each one is.

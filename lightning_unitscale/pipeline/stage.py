@@ -14,6 +14,7 @@ from torch.fx.node import map_aggregate
 from typing_extensions import override
 
 from lightning_unitscale.dynamo.capture import execute_with
+from lightning_unitscale.dynamo.graphs import compiled_forward
 from lightning_unitscale.graph.nodes import ELSEWHERE, tensor_name
 from lightning_unitscale.pipeline.cuts import assign_stages, is_mark
 from lightning_unitscale.pipeline.dataflow import (
@@ -121,7 +122,7 @@ class StageModule(fx.GraphModule):
         for graph_module in (self, *self.children()):
             if isinstance(graph_module, fx.GraphModule):
                 retarget(graph_module.graph, device)
-                graph_module.recompile()
+                compiled_forward(graph_module)
         self.to(device)
         return self
 

@@ -77,6 +77,7 @@ class Pipelining:
         replicas: This rank in every pipeline, of which the first chooses the cuts.
         num_accumulated: Says how many batches one optimizer step adds up.
         free_unowned: Whether a rank frees the parameters that other ranks have.
+        before_stage: Called before a stage runs a microbatch.
     """
 
     schedule: str
@@ -88,6 +89,7 @@ class Pipelining:
     replicas: Replicas
     num_accumulated: Callable[[], int]
     free_unowned: bool
+    before_stage: Callable[[], None]
 
     @property
     def owned(self) -> set[str]:
@@ -315,6 +317,7 @@ class PipelinedMethod:
             device=pipelining.device,
             group=group,
         )
+        runner.before_stage = pipelining.before_stage
         ownership.note(pipe)
         if is_first and replicas.rank == 0:
             replicas.of_first(ownership.stages)

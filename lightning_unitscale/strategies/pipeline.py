@@ -25,6 +25,7 @@ from lightning_unitscale.arguments import (
     check_positive,
 )
 from lightning_unitscale.capture.steps import steps_of
+from lightning_unitscale.dispatch.attach import session_method
 from lightning_unitscale.dynamo.capture import unmarked
 from lightning_unitscale.loops.leaving import leaving_after
 from lightning_unitscale.patching import Replacement, shadowed
@@ -338,6 +339,7 @@ class PipelineStrategy(EvaluatingStrategy):
             replicas=self.grid.replicas,
             num_accumulated=lambda: int(module.trainer.accumulate_grad_batches),
             free_unowned=self.free_unowned,
+            before_stage=self._begin_part,
         )
         self._evaluations = {}
         self._steps_done, self._is_training = 0, trains
@@ -350,6 +352,21 @@ class PipelineStrategy(EvaluatingStrategy):
             self._step.attach()
 
     def _run_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        session = session_method(self.lightning_module, "training_step")
+        run = (
+            self._run_pipelined if session is None else partial(session.run_as, self._run_pipelined)
+        )
+        return run(*args, **kwargs)
+
+    def _begin_part(self) -> None:
+        """Have the matmuls of each stage and microbatch named from the first again."""
+        assert self.lightning_module is not None
+        session = session_method(self.lightning_module, "training_step")
+        if session is not None:
+            session.owner.begin_part()
+
+    def _run_pipelined(self, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self._step, PipelinedStep):
             try:
                 with self._plain_parameters():

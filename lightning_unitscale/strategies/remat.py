@@ -17,7 +17,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, fx, nn
 
-from lightning_unitscale.dynamo.capture import execute_with
+from lightning_unitscale.dynamo.capture import GraphRewriter, execute_with
 from lightning_unitscale.dynamo.graphs import add_placeholder, copy_graph_module
 from lightning_unitscale.loops.loop import failing_together
 from lightning_unitscale.pipeline.engine import PipelineRunner
@@ -136,6 +136,7 @@ def remat_stages(
     elsewhere: Collection[str],
     stepped_elsewhere: Collection[str],
     granted: dict[int, Granted],
+    rewriter: GraphRewriter | None = None,
 ) -> dict[int, StageRun]:
     """Plan a rank's stages; every rank calls it. Returns what runs in their place, by index.
 
@@ -147,6 +148,7 @@ def remat_stages(
         elsewhere: Names of parameters whose memory is freed here.
         stepped_elsewhere: Names of parameters that other pipelines step.
         granted: What earlier graphs of the step were granted, by stage; added to.
+        rewriter: Scales the stages' matmuls, if they are to be.
 
     Raises:
         ValueError: On all ranks, if one of them cannot keep the budget.
@@ -178,7 +180,7 @@ def remat_stages(
                 granted=granted.setdefault(index, Granted()),
             )
             inputs = [microbatch[position] for position in info.inputs]
-            runs[index] = planned_stage(stage, inputs, planner, runner.device)
+            runs[index] = planned_stage(stage, inputs, planner, runner.device, rewriter)
     return runs
 
 
@@ -187,6 +189,7 @@ def planned_stage(
     inputs: Sequence[Any],
     partitioner: StagePartitioner,
     device: torch.device,
+    rewriter: GraphRewriter | None = None,
 ) -> StageRun:
     """Plan a stage. Returns a function of the stage's arguments and results that runs the plan.
 
@@ -195,6 +198,7 @@ def planned_stage(
         inputs: Its inputs of the call, for one microbatch.
         partitioner: Plans it.
         device: Where it runs.
+        rewriter: Scales its matmuls, if they are to be.
     """
     graph_module, attributes = _lifted(stage)
     # As the engine hands them over.
@@ -206,7 +210,13 @@ def planned_stage(
     ]
     with torch.enable_grad():
         examples = (*received, *inputs, *attributes)
-        compiled = execute_with("aot_eager", graph_module, examples, partition_fn=partitioner)
+        compiled = execute_with(
+            "aot_eager",
+            graph_module,
+            examples,
+            partition_fn=partitioner,
+            rewriter=rewriter,
+        )
 
     return lambda *values: compiled(*values, *attributes)
 

@@ -112,6 +112,7 @@ class PipelinedStep(PipelinedMethod):
                 self.pipelining.freed,
                 self.pipelining.stepped_elsewhere,
                 self._granted,
+                self.steps.rewriter,
             )
         return graph.planned
 
