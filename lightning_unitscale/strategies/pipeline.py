@@ -354,10 +354,9 @@ class PipelineStrategy(EvaluatingStrategy):
     def _run_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
         session = session_method(self.lightning_module, "training_step")
-        run = (
-            self._run_pipelined if session is None else partial(session.run_as, self._run_pipelined)
-        )
-        return run(*args, **kwargs)
+        if session is None:
+            return self._run_pipelined(*args, **kwargs)
+        return session.run_as(self._run_pipelined, *args, **kwargs)
 
     def _begin_part(self) -> None:
         """Have the matmuls of each stage and microbatch named from the first again."""
