@@ -52,7 +52,7 @@ class _Waits(pl.Callback):
     [
         lambda: UnitScaleCallback(),
         lambda: UnitScaleCallback(precision="fp8"),
-        lambda: UnitScaleCallback(depth="all"),
+        lambda: UnitScaleCallback(remat="min_cut"),
         lambda: UnitScaleCallback("u-mup"),
     ],
     ids=["units", "fp8", "all", "u-mup"],
