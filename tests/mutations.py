@@ -72,8 +72,8 @@ MUTATIONS = (
     Mutation(
         "gradient units enter factors with the wrong sign",
         "lossless/gauge.py",
-        "+ sum(c * gauge.pair(key).log2_gamma",
-        "- sum(c * gauge.pair(key).log2_gamma",
+        "+ sum(c * gauge.pair(name).log2_gamma",
+        "- sum(c * gauge.pair(name).log2_gamma",
         "lossless/test_gauge.py",
     ),
     Mutation(
@@ -107,15 +107,15 @@ MUTATIONS = (
     Mutation(
         "a bias is added without its units",
         "lossless/plan.py",
-        "forward=units.sigma(addend.node) / common,",
-        "forward=units.sigma(addend.node),",
+        "forward=common.inverse(),",
+        "forward=ONE,",
         "lossless/test_plan_products.py",
     ),
     Mutation(
         "an operand's gradient is not divided by its unit",
         "lossless/plan.py",
-        "backward=arriving * common / own[operand.role] / units.gamma(operand.node),",
-        "backward=arriving * common / units.gamma(operand.node),",
+        "backward=arriving * common / own[operand.role],",
+        "backward=arriving * common,",
         "lossless/test_plan_products.py",
     ),
     Mutation(

@@ -293,7 +293,9 @@ class Between(Net):
 
 @pytest.mark.parametrize("options", [{"precision": "fp8"}, {"simulate": "fp8"}], ids=str)
 @pytest.mark.parametrize(
-    "captured", [{"remat": "min_cut"}, pytest.param({"compile": True}, marks=pytest.mark.slow)], ids=str
+    "captured",
+    [{"remat": "min_cut"}, pytest.param({"compile": True}, marks=pytest.mark.slow)],
+    ids=str,
 )
 def test_matmuls_between_captured_graphs(options: dict[str, Any], captured: dict[str, Any]) -> None:
     callback = UnitScaleCallback(**options, **captured)

@@ -142,7 +142,11 @@ KINDS = [Manual, Accumulating, Adversarial, Scheduled, Closing, OnTorch]
 
 @pytest.mark.parametrize(
     ("kind", "captured"),
-    [*((one, {}) for one in KINDS), (Manual, {"remat": "min_cut"}), (Adversarial, {"remat": "min_cut"})],
+    [
+        *((one, {}) for one in KINDS),
+        (Manual, {"remat": "min_cut"}),
+        (Adversarial, {"remat": "min_cut"}),
+    ],
 )
 def test_manual_optimization(kind: type[Regression], captured: dict[str, Any]) -> None:
     _, callbacks = assert_same_run(

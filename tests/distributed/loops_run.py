@@ -38,7 +38,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_unitscale import RematCallback
+from lightning_unitscale import RematCallback, UnitScaleCallback
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from tests.distributed.launch import quiet_rank
 from tests.loops import zoo

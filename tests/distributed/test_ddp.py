@@ -40,8 +40,7 @@ def test_the_same_with_and_without(
 ) -> None:
     without, found = results(kind, "without"), results(kind, how)
     ours = [
-        {name: one.pop(name) for name in ("gauge", "snapshots") if name in one}
-        for one in found
+        {name: one.pop(name) for name in ("gauge", "snapshots") if name in one} for one in found
     ]
     assert_same_bits(found, without)
     # Batch statistics are each rank's own.

@@ -16,7 +16,5 @@ METHODS: dict[str, Callable[[], list[Any]]] = {
     "captured": lambda: [UnitScaleCallback(remat="min_cut")],
     "u-mup": lambda: [UnitScaleCallback("u-mup", lr_scaling=None)],
 }
-# They rewrite captured graphs, which are a Trainer's only.
-CAPTURED = ("captured", "u-mup")
 # They change what is computed.
 CHANGING = ("fp8", "u-mup")
