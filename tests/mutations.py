@@ -346,6 +346,20 @@ MUTATIONS = (
         "dispatch/test_user_code.py -k written_into_tensors",
     ),
     Mutation(
+        "a checkpoint of depth 'all' keeps its gradient scale of 1",
+        "callbacks/half_precision.py",
+        "checkpoint.pop(name, None) is not None",
+        "checkpoint.get(name) is not None",
+        "callbacks/test_half_precision.py -k of_depth_all",
+    ),
+    Mutation(
+        "an eps that is zero in the parameters' type is not warned of",
+        "callbacks/half_precision.py",
+        "torch.tensor(eps, dtype=dtype) == 0",
+        "eps == 0",
+        "callbacks/test_half_precision.py -k warned_of",
+    ),
+    Mutation(
         "a layer that leaves FP8 later is not counted",
         "callbacks/product_units.py",
         "        if counts or self._session.is_rounding:",

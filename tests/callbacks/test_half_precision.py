@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -168,14 +169,12 @@ def test_a_checkpoint_of_depth_all(captured: dict[str, Any], tmp_path: Path) -> 
     class First(pl.Callback):
         """Keeps what the first batch after a checkpoint begins with."""
 
+        weights: Any = None
+
         def on_train_batch_start(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
-            if not vars(self):
-                self.weights = {name: one.clone() for name, one in module.state_dict().items()}
-                self.optimizer = trainer.optimizers[0].state_dict()["state"]
-                self.state = {
-                    index: {name: one.clone() for name, one in state.items()}
-                    for index, state in self.optimizer.items()
-                }
+            if self.weights is None:
+                self.weights = copy.deepcopy(dict(module.state_dict()))
+                self.state = copy.deepcopy(trainer.optimizers[0].state_dict()["state"])
                 self.scaler = trainer.precision_plugin.state_dict()
                 self.gauge = unit_scale_of(trainer.callbacks).gauge
 
