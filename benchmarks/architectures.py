@@ -1,6 +1,6 @@
 """What lossless unit scaling does to published architectures, measured from outside.
 
-For every architecture of ``model_zoo.py`` and for both depths: whether it runs, whether loss and
+For every architecture of ``model_zoo.py``: whether it runs, whether loss and
 gradients are the plain model's bit for bit, and how near to RMS 1 the operands of the matrix
 products are. Operands are what torch's own kernels read, forward and backward, below everything
 that the package does.
@@ -41,11 +41,9 @@ from benchmarks.architecture_tables import Result, Shares, markdown, summary, ta
 from benchmarks.executed_products import below_all_kernels, operands_read
 from benchmarks.model_zoo import CORE, ZOO
 from lightning_unitscale import transforms
-from lightning_unitscale.capture.steps import steps_of
 from lightning_unitscale.transforms import lossless_unit_scale
 
 RESULTS = Path(__file__).parent / "results" / "architectures.json"
-DEPTHS = ("products", "all")
 SEED = 1234
 WITHIN = 1.5
 
@@ -258,15 +256,15 @@ def _first_line(text: str) -> str:
     return re.sub(r"/\S*/site-packages/", "", text.splitlines()[0])
 
 
-def examine(name: str, depth: str, *, verbose: bool = False) -> Result:
+def examine(name: str, *, verbose: bool = False) -> Result:
     """Compare the plain model with its unit-scaled copy."""
     torch._dynamo.reset()
     with observer_below() as observer:
-        return _examine(name, depth, observer, verbose=verbose)
+        return _examine(name, observer, verbose=verbose)
 
 
-def _examine(name: str, depth: str, observer: ProductObserver, *, verbose: bool) -> Result:
-    result = Result(name, depth)
+def _examine(name: str, observer: ProductObserver, *, verbose: bool) -> Result:
+    result = Result(name)
     start = time.perf_counter()
     model, inputs = ZOO[name]()
     plain_step = run_step(model, inputs)
@@ -277,7 +275,7 @@ def _examine(name: str, depth: str, observer: ProductObserver, *, verbose: bool)
             warnings.simplefilter("always")
             model, inputs = ZOO[name]()
             seed_everything()
-            scaled = lossless_unit_scale(model, depth=depth, **inputs)  # type: ignore[arg-type]
+            scaled = lossless_unit_scale(model, **inputs)
             our_step = run_step(scaled, inputs)
             ours = observe_step(scaled, inputs, observer)
     except Exception as error:
@@ -285,14 +283,10 @@ def _examine(name: str, depth: str, observer: ProductObserver, *, verbose: bool)
         if verbose:
             traceback.print_exc()
         return result
-    steps = steps_of(scaled)
     result.plain, result.ours = shares_of(plain), shares_of(ours)
     result.loss_equal = equal_bits(plain_step.loss, our_step.loss)
     result.num_gradients = len(plain_step.gradients)
     result.differing, result.largest_difference = differing_gradients(plain_step, our_step)
-    if steps is not None:  # at depth "products" nothing is captured
-        result.num_graphs = steps.steps["forward"].num_graph_calls
-        result.graph_breaks = list(dict.fromkeys(map(_first_line, steps.graph_breaks)))
     texts = (f"{one.category.__name__}: {one.message}" for one in caught)
     result.warnings = sorted(set(map(_first_line, texts)))
     result.far = [
@@ -328,7 +322,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="architectures; all by default")
     parser.add_argument("--core", action="store_true", help="the twenty that are promised")
-    parser.add_argument("--depth", choices=DEPTHS, help="both by default")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument(
@@ -338,18 +331,16 @@ def main() -> None:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     names = arguments.names or list(CORE if arguments.core else ZOO)
-    depths = (arguments.depth,) if arguments.depth else DEPTHS
     results = []
     for name in names:
-        for depth in depths:
-            results.append(examine(name, depth, verbose=arguments.verbose))
-            examine_without_units(results[-1])
-            if arguments.verbose:
-                print(table(results[-1:]).splitlines()[-1], flush=True)
-                for one in (*results[-1].far[:8], *results[-1].differing[:4]):
-                    print("   ", one)
-                for line in (*results[-1].graph_breaks, *results[-1].warnings):
-                    print("   ", line[:300])
+        results.append(examine(name, verbose=arguments.verbose))
+        examine_without_units(results[-1])
+        if arguments.verbose:
+            print(table(results[-1:]).splitlines()[-1], flush=True)
+            for one in (*results[-1].far[:8], *results[-1].differing[:4]):
+                print("   ", one)
+            for line in results[-1].warnings:
+                print("   ", line[:300])
     print(markdown(results) if arguments.markdown else table(results))
     print(summary(results))
     document = {**machine(), "results": [asdict(one) for one in results]}

@@ -99,22 +99,11 @@ PLAIN: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 VARIANTS: dict[str, Callable[[nn.Module, Batch], nn.Module]] = {
     "eager, plain once more": lambda module, batch: module,
-    "eager, lossless products": lambda module, batch: lossless_unit_scale(module, *batch),
-    "eager, lossless all": lambda module, batch: lossless_unit_scale(module, *batch, depth="all"),
+    "eager, lossless": lambda module, batch: lossless_unit_scale(module, *batch),
     "eager, by rules": _by_rules,
-    "Inductor, lossless products": lambda module, batch: _compiled(
-        lossless_unit_scale(module, *batch)
-    ),
-    "Inductor, lossless all": lambda module, batch: compile_graphs(
-        lossless_unit_scale(module, *batch, depth="all")
-    ),
+    "Inductor, lossless": lambda module, batch: _compiled(lossless_unit_scale(module, *batch)),
     "Inductor, by rules": lambda module, batch: compile_graphs(_by_rules(module, batch)),
-    "CUDA graphs, lossless products": lambda module, batch: _graphs(
-        lossless_unit_scale(module, *batch)
-    ),
-    "CUDA graphs, lossless all": lambda module, batch: compile_graphs(
-        lossless_unit_scale(module, *batch, depth="all"), "reduce-overhead"
-    ),
+    "CUDA graphs, lossless": lambda module, batch: _graphs(lossless_unit_scale(module, *batch)),
 }
 
 

@@ -72,8 +72,8 @@ MUTATIONS = (
     Mutation(
         "gradient units enter factors with the wrong sign",
         "lossless/gauge.py",
-        "+ sum(c * gauge.pair(key).log2_gamma",
-        "- sum(c * gauge.pair(key).log2_gamma",
+        "+ sum(c * gauge.pair(name).log2_gamma",
+        "- sum(c * gauge.pair(name).log2_gamma",
         "lossless/test_gauge.py",
     ),
     Mutation(
@@ -107,15 +107,15 @@ MUTATIONS = (
     Mutation(
         "a bias is added without its units",
         "lossless/plan.py",
-        "forward=units.sigma(addend.node) / common,",
-        "forward=units.sigma(addend.node),",
+        "forward=common.inverse(),",
+        "forward=ONE,",
         "lossless/test_plan_products.py",
     ),
     Mutation(
         "an operand's gradient is not divided by its unit",
         "lossless/plan.py",
-        "backward=arriving * common / own[operand.role] / units.gamma(operand.node),",
-        "backward=arriving * common / units.gamma(operand.node),",
+        "backward=arriving * common / own[operand.role],",
+        "backward=arriving * common,",
         "lossless/test_plan_products.py",
     ),
     Mutation(
@@ -344,6 +344,20 @@ MUTATIONS = (
         '        rule = replace(rule, with_factor="")',
         "        pass",
         "dispatch/test_user_code.py -k written_into_tensors",
+    ),
+    Mutation(
+        "a checkpoint of depth 'all' keeps its gradient scale of 1",
+        "callbacks/half_precision.py",
+        "checkpoint.pop(name, None) is not None",
+        "checkpoint.get(name) is not None",
+        "callbacks/test_half_precision.py -k of_depth_all",
+    ),
+    Mutation(
+        "an eps that is zero in the parameters' type is not warned of",
+        "callbacks/half_precision.py",
+        "torch.tensor(eps, dtype=dtype) == 0",
+        "eps == 0",
+        "callbacks/test_half_precision.py -k warned_of",
     ),
     Mutation(
         "a layer that leaves FP8 later is not counted",

@@ -12,12 +12,10 @@ from lightning_unitscale.functional.scale import multiply
 from lightning_unitscale.transforms import lossless_unit_scale, simulate_format, track_scales
 from tests.helpers import IS_TORCH_2_11
 
-DEPTHS = pytest.mark.parametrize("depth", ["products", "all"])
 
-
-def assert_same_step(module: nn.Module, *args: Tensor, depth: str) -> nn.Module:
+def assert_same_step(module: nn.Module, *args: Tensor) -> nn.Module:
     """Loss and gradients of the plain and of the unit-scaled module, bit for bit."""
-    scaled = lossless_unit_scale(module, *args, depth=depth)  # type: ignore[arg-type]
+    scaled = lossless_unit_scale(module, *args)
     for _ in range(2):
         losses = []
         for one in (module, scaled):
@@ -57,11 +55,9 @@ def _scan(x: Tensor, decay: Tensor) -> Tensor:
     return state
 
 
-@DEPTHS
-def test_an_algorithm_for_compilers_only_is_not_taken(depth: str) -> None:
-    scaled = assert_same_step(_ParallelScan(), torch.randn(3, 7, 8), depth=depth)
-    expected = "No graph breaks" if depth == "all" else "5 of 5 products in units"
-    assert expected in scaled.explain()  # type: ignore[operator]
+def test_an_algorithm_for_compilers_only_is_not_taken() -> None:
+    scaled = assert_same_step(_ParallelScan(), torch.randn(3, 7, 8))
+    assert "5 of 5 products in units" in scaled.explain()  # type: ignore[operator]
 
 
 class _ProductInVmap(nn.Module):
@@ -75,11 +71,9 @@ class _ProductInVmap(nn.Module):
         return (y * 3).square().mean()
 
 
-@DEPTHS
-def test_what_runs_in_a_vmap(depth: str) -> None:
-    scaled = assert_same_step(_ProductInVmap(), torch.randn(4, 6), depth=depth)
-    expected = "1 products left as they are" if depth == "all" else "5 of 5 products in units"
-    assert expected in scaled.explain()  # type: ignore[operator]
+def test_what_runs_in_a_vmap() -> None:
+    scaled = assert_same_step(_ProductInVmap(), torch.randn(4, 6))
+    assert "5 of 5 products in units" in scaled.explain()  # type: ignore[operator]
 
 
 # Until then Dynamo passes over what is left of a frame that computes with a NumPy array itself.
@@ -97,9 +91,8 @@ class _NumpyMask(nn.Module):
 
 
 @TAKES_FRAMES_WITH_ARRAYS
-@DEPTHS
-def test_numpy_random_numbers_are_those_of_the_plain_step(depth: str) -> None:
-    assert_same_step(_NumpyMask(), torch.randn(4, 6), depth=depth)
+def test_numpy_random_numbers_are_those_of_the_plain_step() -> None:
+    assert_same_step(_NumpyMask(), torch.randn(4, 6))
 
 
 @TAKES_FRAMES_WITH_ARRAYS
@@ -125,9 +118,8 @@ class _Slices(nn.Module):
         return (F.gelu(gate) * value).square().sum()
 
 
-@DEPTHS
-def test_slices_keep_their_layout(depth: str) -> None:
-    assert_same_step(_Slices(), torch.randn(2, 4, 13), depth=depth)
+def test_slices_keep_their_layout() -> None:
+    assert_same_step(_Slices(), torch.randn(2, 4, 13))
 
 
 @pytest.mark.parametrize(
@@ -173,7 +165,7 @@ class _HooksOnFirstCall(nn.Module):
 
 
 def test_hooks_that_a_step_installs_are_installed_once() -> None:
-    assert_same_step(_HooksOnFirstCall(), torch.randn(3, 4), depth="products")
+    assert_same_step(_HooksOnFirstCall(), torch.randn(3, 4))
 
 
 class _Layer(nn.Module):
@@ -199,9 +191,8 @@ class _BreaksBetweenLayers(nn.Module):
         return x.square().mean()
 
 
-@DEPTHS
-def test_layers_that_share_captured_code_have_units_of_their_own(depth: str) -> None:
-    scaled = assert_same_step(_BreaksBetweenLayers(), torch.randn(3, 8), depth=depth)
+def test_layers_that_share_captured_code_have_units_of_their_own() -> None:
+    scaled = assert_same_step(_BreaksBetweenLayers(), torch.randn(3, 8))
     gauge = scaled.gauge()  # type: ignore[operator]
     weights = [gauge[f"layers.{i}.linear.linear:weight"].log2_sigma for i in range(3)]
     assert weights[2] - weights[1] in {6, 7} and weights[1] - weights[0] in {6, 7}
@@ -220,7 +211,7 @@ class _WrittenThroughAView(nn.Module):
 
 
 def test_the_gradient_of_a_product_is_measured_though_a_view_of_it_is_written_into() -> None:
-    scaled = assert_same_step(_WrittenThroughAView(), torch.randn(5, 4), depth="products")
+    scaled = assert_same_step(_WrittenThroughAView(), torch.randn(5, 4))
     assert scaled.gauge()["matmul"].log2_gamma < -10  # type: ignore[operator]
 
 
@@ -235,10 +226,9 @@ class _SelfNormalizing(nn.Module):
         return self.layers(x).square().mean()
 
 
-@DEPTHS
 @pytest.mark.parametrize("kind", [nn.ELU, nn.SELU, nn.CELU, nn.LeakyReLU, nn.SiLU, nn.RReLU])
-def test_activations_in_place(kind, depth: str) -> None:  # type: ignore[no-untyped-def]
-    assert_same_step(_SelfNormalizing(kind(inplace=True)), torch.randn(64, 8) * 3, depth=depth)
+def test_activations_in_place(kind) -> None:  # type: ignore[no-untyped-def]
+    assert_same_step(_SelfNormalizing(kind(inplace=True)), torch.randn(64, 8) * 3)
 
 
 class _OneImage(nn.Module):
@@ -259,12 +249,11 @@ class _OneImage(nn.Module):
         return (y * x[: y.numel()].view(y.shape)).sum()
 
 
-@DEPTHS
 @pytest.mark.parametrize("ones", range(3))
-def test_layouts_of_images_are_kept(ones: int, depth: str) -> None:
+def test_layouts_of_images_are_kept(ones: int) -> None:
     for seed in range(8):
         torch.manual_seed(seed)
-        assert_same_step(_OneImage(ones), torch.randn(1000) * 10, depth=depth)
+        assert_same_step(_OneImage(ones), torch.randn(1000) * 10)
 
 
 class _NoGradient(torch.autograd.Function):
@@ -286,14 +275,15 @@ class _HalfTrained(nn.Module):
         return self.last(_NoGradient.apply(self.one(x), self.other(x))).square().mean()
 
 
-@pytest.mark.parametrize("way", ["products", "all", "tracked", "simulated"])
+@pytest.mark.parametrize("way", ["lossless", "tracked", "simulated"])
 def test_no_gradient_is_not_a_gradient_of_zeros(way: str) -> None:
     """An optimizer decays and moves a parameter with zeros, and leaves one without a gradient."""
     plain, x = _HalfTrained(), torch.randn(5, 6)
     changed = {
+        "lossless": lambda module: lossless_unit_scale(module, x),
         "tracked": track_scales,
         "simulated": lambda module: simulate_format(module, "E4M3FN", "E5M2"),
-    }.get(way, lambda module: lossless_unit_scale(module, x, depth=way))(plain)
+    }[way](plain)
     plain(x).backward()
     expected = [one.grad for one in plain.parameters()]
     plain.zero_grad()

@@ -19,7 +19,6 @@ import lightning_unitscale
 from lightning_unitscale import (
     FP8,
     HFCallback,
-    Lossless,
     PipelineStrategy,
     RematCallback,
     Rules,
@@ -120,7 +119,6 @@ WRONG: dict[str, tuple[Callable[..., Any], Wrong]] = {
             "compile": (None, 0, "fast", *ODD),
         },
     ),
-    "Lossless": (Lossless, {"hold_parameters": (None, 0, 1, "yes", *ODD)}),
     "Rules": (
         lambda **arguments: Rules(**{"method": "u-mup", **arguments}),
         {"method": (None, "lossless", *WORDS), **_MULTIPLIERS},

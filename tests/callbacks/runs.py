@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
+import pytest
 import torch
 from lightning.pytorch.loggers import Logger
 from torch import Tensor
@@ -39,12 +40,18 @@ def both() -> list[pl.Callback]:
 
 ARRANGEMENTS: dict[str, Callable[[], list[pl.Callback]]] = {
     "unit scale": lambda: [UnitScaleCallback()],
-    "unit scale, all": lambda: [UnitScaleCallback(depth="all")],
+    "unit scale, captured": lambda: [UnitScaleCallback(remat="min_cut")],
     "monitor": lambda: [ScaleMonitor(every_n_steps=2)],
     "both": both,
     "both, reversed": lambda: both()[::-1],
-    "both, all": lambda: [UnitScaleCallback(depth="all"), ScaleMonitor(every_n_steps=3)],
+    "both, captured": lambda: [UnitScaleCallback(remat="min_cut"), ScaleMonitor(every_n_steps=3)],
 }
+
+
+# Units of matmuls as they run, and units in captured steps.
+BOTH_WAYS = pytest.mark.parametrize(
+    "captured", [{}, {"remat": "min_cut"}], ids=["dispatcher", "captured"]
+)
 
 
 def unit_scale_of(callbacks: Sequence[pl.Callback]) -> UnitScaleCallback:

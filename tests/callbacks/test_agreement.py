@@ -508,7 +508,7 @@ def test_units_of_matmuls(make: type[Module], precision: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("options", [{"method": "unit-scaling"}, {"depth": "all"}], ids=str)
+@pytest.mark.parametrize("options", [{"method": "unit-scaling"}, {"remat": "min_cut"}], ids=str)
 @pytest.mark.parametrize("make", [Layers, Convolutions, FusedAttention, Checkpointed])
 def test_units_in_captured_graphs(
     make: type[Module], options: dict[str, Any], precision: str, tmp_path: Path

@@ -254,7 +254,7 @@ def test_unit_scaled_tensors_are_judged_as_stored() -> None:
     plain = ScaleMonitor(every_n_steps=1, on_violation=None, thresholds=_NO_OVERFLOW)
     scaled = ScaleMonitor(every_n_steps=1, on_violation=None, thresholds=_NO_OVERFLOW)
     run(Large, [plain], max_steps=1)
-    run(Large, [UnitScaleCallback(depth="all"), scaled], max_steps=1)
+    run(Large, [UnitScaleCallback(remat="min_cut"), scaled], max_steps=1)
     name = "mul"
     assert name in {one.tensor for one in plain.alerts}
     assert name not in {one.tensor for one in scaled.alerts}
@@ -280,7 +280,7 @@ def test_a_step_that_units_are_measured_in_is_not_judged_by_formats() -> None:
         return {one.tensor: one.step for one in reversed(monitor.alerts)}
 
     assert found()["mul"] == 0
-    later = found(UnitScaleCallback(depth="all"))
+    later = found(UnitScaleCallback(remat="min_cut"))
     assert "mul" not in later
     assert 0 not in later.values()
 

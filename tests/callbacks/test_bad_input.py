@@ -16,7 +16,6 @@ from torch import nn
 from benchmarks.executed_products import has_torchs_own_kernels
 from lightning_unitscale import (
     FP8,
-    Lossless,
     RematCallback,
     Rules,
     ScaleMonitor,
@@ -63,7 +62,7 @@ HOW_COMPILED = pytest.mark.parametrize("how", ["torch.compile", "module.compile"
 def test_a_module_that_is_compiled_already_cannot_be_rewritten(how: str) -> None:
     module = Regression()
     with pytest.raises(MisconfigurationException, match="is compiled already") as raised:
-        _fit(_compiled(module, how), UnitScaleCallback(depth="all"))
+        _fit(_compiled(module, how), UnitScaleCallback(remat="min_cut"))
     assert _is_in_the_form(str(raised.value))
     _assert_not_captured(module)
 
@@ -129,7 +128,7 @@ def _out_of_sight(self: Any, batch: Any) -> Any:
 def test_a_step_that_cannot_be_captured_at_all() -> None:
     make = regression_with(_opaque, opaque=_out_of_sight)
     results = []
-    for callbacks in ([], [UnitScaleCallback(depth="all"), ScaleMonitor(every_n_steps=1)]):
+    for callbacks in ([], [UnitScaleCallback(remat="min_cut"), ScaleMonitor(every_n_steps=1)]):
         pl.seed_everything(1, verbose=False)
         module = make()
         with warnings.catch_warnings(record=True) as caught:
@@ -194,7 +193,6 @@ def test_products_need_no_capture() -> None:
         (lambda: FP8(casts="triton"), ValueError),
         (lambda: Simulate("fp7"), ValueError),
         (lambda: Simulate(grid="auto"), ValueError),
-        (lambda: Lossless(hold_parameters="yes"), ValueError),
         (lambda: UnitScaleCallback(remat="many"), ValueError),
         (lambda: ScaleMonitor(0), ValueError),
         (lambda: ScaleMonitor(-1), ValueError),

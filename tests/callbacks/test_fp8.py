@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_unitscale import FP8, ScaleMonitor, UnitScaleCallback
 from lightning_unitscale.callbacks.options import U_MUP_EXCLUDE
 from lightning_unitscale.graph.name_patterns import NamePatterns
-from tests.callbacks.runs import loader, run
+from tests.callbacks.runs import BOTH_WAYS, loader, run
 from tests.helpers import assert_same_bits
 
 
@@ -107,15 +107,15 @@ def test_types_with_bf16_mixed(name: Any, gradient: torch.dtype) -> None:
     }
 
 
-@pytest.mark.parametrize("depth", ["products", "all"])
-def test_evaluation_monitor_and_drift(depth: Any) -> None:
+@BOTH_WAYS
+def test_evaluation_monitor_and_drift(captured: dict[str, Any]) -> None:
     """Looking at the units, or showing them, changes no bit of what FP8 makes."""
     data = {"val_dataloaders": _data()}
-    alone = _losses([UnitScaleCallback(depth=depth, precision="fp8", recalibrate=None)])
-    callback = UnitScaleCallback(depth=depth, precision="fp8", recalibrate=None)
+    alone = _losses([UnitScaleCallback(**captured, precision="fp8", recalibrate=None)])
+    callback = UnitScaleCallback(**captured, precision="fp8", recalibrate=None)
     watched = _losses([callback, ScaleMonitor(every_n_steps=2)])
     assert_same_bits(watched, alone)
-    looked = UnitScaleCallback(depth=depth, precision="fp8", recalibrate=5)
+    looked = UnitScaleCallback(**captured, precision="fp8", recalibrate=5)
     done = run(Tower, [looked], data=_data, max_steps=11, entry_options=data)
     assert "New units for" in looked.explain() and "validation_step" in looked.explain()
     assert torch.isfinite(done.metrics["val_loss"])
@@ -208,9 +208,9 @@ def test_the_numbers_of_fp8_move_and_evaluation_does_not_move_them(tmp_path: Any
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("depth", "compile"), [("products", True), ("all", False)])
+@pytest.mark.parametrize("captured", [{"compile": True}, {"remat": "min_cut"}], ids=str)
 def test_a_layer_that_stops_fitting_leaves_fp8(
-    depth: Any, compile: bool, torch_kernels: None
+    captured: dict[str, Any], torch_kernels: None
 ) -> None:
     class Later(Tower):
         """Its outlier comes while it trains, as those of language models do."""
@@ -224,7 +224,7 @@ def test_a_layer_that_stops_fitting_leaves_fp8(
             if self.global_step == 4:
                 self.height += 1e6
 
-    callback = UnitScaleCallback(depth=depth, precision="fp8", compile=compile)
+    callback = UnitScaleCallback(**captured, precision="fp8")
     losses = _losses([callback], Later)
     text = callback.explain()
     # At step 8 its units are too small by far; in those that it then gets, the rest is nothing.

@@ -105,9 +105,9 @@ def test_late_gradients_come_to_rms_1(name: str, options: Any) -> None:
         assert math.log2(seen[at + 2]) == pytest.approx(0, abs=4), fqn
 
 
-def test_units_at_depth_all_are_late_too() -> None:
+def test_lossless_units_are_late_too() -> None:
     module = LATE["zero head"]()
-    callback = UnitScaleCallback(depth="all", recalibrate=None)
+    callback = UnitScaleCallback(remat="min_cut", recalibrate=None)
     plain = LATE["zero head"]()
     for each, callbacks in ((module, [callback]), (plain, [])):
         pl.Trainer(callbacks=callbacks, max_steps=6, max_epochs=-1, **QUIET).fit(each)  # type: ignore[arg-type]

@@ -293,7 +293,9 @@ class Between(Net):
 
 @pytest.mark.parametrize("options", [{"precision": "fp8"}, {"simulate": "fp8"}], ids=str)
 @pytest.mark.parametrize(
-    "captured", [{"depth": "all"}, pytest.param({"compile": True}, marks=pytest.mark.slow)], ids=str
+    "captured",
+    [{"remat": "min_cut"}, pytest.param({"compile": True}, marks=pytest.mark.slow)],
+    ids=str,
 )
 def test_matmuls_between_captured_graphs(options: dict[str, Any], captured: dict[str, Any]) -> None:
     callback = UnitScaleCallback(**options, **captured)
@@ -322,7 +324,7 @@ def test_captured_steps_beyond_the_recompile_limit(monkeypatch: pytest.MonkeyPat
 
     data = batches(*[4] * 8)
     plain, _ = fit(Growing(), data)
-    callback = UnitScaleCallback(precision="fp8", depth="all")
+    callback = UnitScaleCallback(precision="fp8", remat="min_cut")
     steps, (warning,) = fit(Growing(), data, callback)
     assert _are_rounded(steps, plain) == [True] * 4 + [False] * 4
     assert "coverage by FP8 went from 100 % to 0 % of the FLOPs at step " in warning

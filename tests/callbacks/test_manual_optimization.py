@@ -141,13 +141,17 @@ KINDS = [Manual, Accumulating, Adversarial, Scheduled, Closing, OnTorch]
 
 
 @pytest.mark.parametrize(
-    ("kind", "depth"),
-    [*((one, "products") for one in KINDS), (Manual, "all"), (Adversarial, "all")],
+    ("kind", "captured"),
+    [
+        *((one, {}) for one in KINDS),
+        (Manual, {"remat": "min_cut"}),
+        (Adversarial, {"remat": "min_cut"}),
+    ],
 )
-def test_manual_optimization(kind: type[Regression], depth: str) -> None:
+def test_manual_optimization(kind: type[Regression], captured: dict[str, Any]) -> None:
     _, callbacks = assert_same_run(
         kind,
-        lambda: [UnitScaleCallback(depth=depth), both()[1]],
+        lambda: [UnitScaleCallback(**captured), both()[1]],
         data=lambda: loader(32),
         max_epochs=1,
         max_steps=-1,

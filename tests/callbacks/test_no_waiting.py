@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from benchmarks.demo_step import DemoLoss
 from lightning_unitscale import ScaleMonitor, UnitScaleCallback, attach
-from lightning_unitscale.callbacks import Lossless, Simulate
+from lightning_unitscale.callbacks import Simulate
 from lightning_unitscale.lossless.gauge import GaugePair
 from tests.callbacks.absent_gpu import CUDA, Gpu, a_gpu
 from tests.callbacks.runs import QUIET
@@ -235,15 +235,11 @@ class Steps(pl.Callback):
 @pytest.mark.parametrize(
     ("options", "at_looks"),
     [
-        ({"depth": "all"}, []),
-        ({"depth": "all", "precision": "fp8"}, ["calibrate.arrived"]),
-        (
-            {"depth": "all", "method": Lossless(hold_parameters=True)},
-            ["half_precision.after_step"],
-        ),
+        ({"remat": "min_cut"}, []),
+        ({"remat": "min_cut", "precision": "fp8"}, ["calibrate.arrived"]),
         ({"method": "u-mup"}, []),
     ],
-    ids=["units", "fp8", "held", "rules"],
+    ids=["units", "fp8", "rules"],
 )
 def test_a_captured_step(options: dict[str, Any], at_looks: list[str]) -> None:
     callback = UnitScaleCallback(recalibrate=LOOK_EVERY, **options)
@@ -284,15 +280,17 @@ def test_a_captured_step(options: dict[str, Any], at_looks: list[str]) -> None:
     ids=["plain", "accumulated and clipped"],
 )
 @pytest.mark.parametrize(
-    "arrangement", ["units", "units, all", "monitor", "fp8", "fp8, all", "fp8 and monitor"]
+    "arrangement",
+    ["units", "units, captured", "monitor", "fp8", "fp8, captured", "fp8 and monitor"],
 )
 def test_steps_after_the_first(arrangement: str, settings: dict[str, Any]) -> None:
     """Batches are accumulated, gradients are clipped, and the monitor is there but not sampling."""
-    depth = "all" if "all" in arrangement else "products"
-    options = {"precision": "fp8"} if "fp8" in arrangement else {}
+    options: dict[str, Any] = {"precision": "fp8"} if "fp8" in arrangement else {}
+    if "captured" in arrangement:
+        options["remat"] = 0.9
     callbacks: list[pl.Callback] = []
     if arrangement != "monitor":
-        callbacks.append(UnitScaleCallback(depth=depth, recalibrate=None, **options))
+        callbacks.append(UnitScaleCallback(recalibrate=None, **options))
     if "monitor" in arrangement:
         callbacks.append(ScaleMonitor(last_step=0, on_violation=None))
     with a_gpu() as gpu:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_unitscale import ScaleMonitor, UnitScaleCallback
 from tests.callbacks.modules import Regression
-from tests.callbacks.runs import assert_same_run, loader, monitor_of, unit_scale_of
+from tests.callbacks.runs import BOTH_WAYS, assert_same_run, loader, monitor_of, unit_scale_of
 
 
 def _number(number: float) -> Any:
@@ -23,20 +23,20 @@ def _number(number: float) -> Any:
     return make
 
 
-def _always(depth: str) -> Any:
+def _always(captured: dict[str, Any]) -> Any:
     return lambda: [
-        UnitScaleCallback(depth=depth, recalibrate=2),
+        UnitScaleCallback(**captured, recalibrate=2),
         ScaleMonitor(every_n_steps=1, on_violation=None),
     ]
 
 
 @pytest.mark.filterwarnings("ignore:UnitScaleCallback.*terms (below|above):UserWarning")
-@pytest.mark.parametrize("depth", ["products", "all"])
+@BOTH_WAYS
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, 0.0, 1e38, 1e-40])
-def test_special_numbers(number: float, depth: str) -> None:
+def test_special_numbers(number: float, captured: dict[str, Any]) -> None:
     _, callbacks = assert_same_run(
         lambda: Regression(norm=False),
-        _always(depth),
+        _always(captured),
         data=lambda: loader(make=_number(number)),
         max_steps=4,
     )
@@ -73,14 +73,14 @@ class Odd(Regression):
         return self.second(hidden) * self.temperature + empty + 1e-3 * (mixed + vector)
 
 
-@pytest.mark.parametrize("depth", ["products", "all"])
-def test_odd_tensors(depth: str) -> None:
-    is_counted = depth == "products"
+@BOTH_WAYS
+def test_odd_tensors(captured: dict[str, Any]) -> None:
+    is_counted = not captured
     told = (
         pytest.warns(UserWarning, match="plain: complex numbers") if is_counted else nullcontext()
     )
     with told:
-        _, callbacks = assert_same_run(Odd, _always(depth), max_steps=4)
+        _, callbacks = assert_same_run(Odd, _always(captured), max_steps=4)
     assert {"first.linear", "second.linear"} <= set(unit_scale_of(callbacks).gauge)
     assert len(monitor_of(callbacks).snapshots) == 4
 
@@ -92,9 +92,9 @@ def _sizes(self: Any, batch: Any, batch_idx: int) -> Any:
     return (prediction - y[:keep]).square().sum() + 0 * self.second.bias.sum()
 
 
-@pytest.mark.parametrize("depth", ["products", "all"])
+@BOTH_WAYS
 @pytest.mark.parametrize("empty_at", [0, 1])
-def test_empty_batches(empty_at: int, depth: str) -> None:
+def test_empty_batches(empty_at: int, captured: dict[str, Any]) -> None:
     class Sizes(Regression):
         training_step = _sizes
 
@@ -102,7 +102,7 @@ def test_empty_batches(empty_at: int, depth: str) -> None:
             super().__init__(norm=False)
             self.empty_at = empty_at
 
-    _, callbacks = assert_same_run(Sizes, _always(depth), max_steps=6)
+    _, callbacks = assert_same_run(Sizes, _always(captured), max_steps=6)
     # The gauge of an empty first batch is 1, and the next look finds a better one.
     assert unit_scale_of(callbacks).gauge.pair("first.linear:input").log2_sigma < -4
 
@@ -114,4 +114,4 @@ def test_a_loss_that_needs_no_gradient() -> None:
                 loss = self.loss(batch)
             return loss.requires_grad_()
 
-    assert_same_run(Constant, _always("products"), max_steps=3)
+    assert_same_run(Constant, _always({}), max_steps=3)

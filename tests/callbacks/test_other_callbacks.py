@@ -73,7 +73,7 @@ OTHERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.parametrize("how", ["both", "both, all"])
+@pytest.mark.parametrize("how", ["both", "both, captured"])
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
 def test_other_callbacks(name: str, how: str) -> None:
     found, callbacks = assert_same_run(
@@ -91,7 +91,7 @@ def test_other_callbacks(name: str, how: str) -> None:
         assert found.trainer.current_epoch == 2
 
 
-@pytest.mark.parametrize("how", ["both", "both, all"])
+@pytest.mark.parametrize("how", ["both", "both, captured"])
 def test_a_backbone_that_is_thawed(how: str) -> None:
     assert_same_run(
         Prefixed,

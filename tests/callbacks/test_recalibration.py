@@ -16,6 +16,7 @@ from lightning_unitscale.dispatch.tensors import Extent
 from lightning_unitscale.graph.recorder import GraphInterpreter
 from tests.callbacks.modules import Evaluated, Regression, regression_with
 from tests.callbacks.runs import (
+    BOTH_WAYS,
     assert_same_run,
     loader,
     monitor_of,
@@ -106,17 +107,17 @@ class Growing(Regression):
     training_step = _growing
 
 
-@pytest.mark.parametrize("depth", ["products", "all"])
+@BOTH_WAYS
 @pytest.mark.parametrize("recalibrate", ["auto", None, 2, 5])
 def test_units_follow_without_a_compilation(
-    recalibrate: Any, depth: str, captures: list[str]
+    recalibrate: Any, captured: dict[str, Any], captures: list[str]
 ) -> None:
     _, callbacks = assert_same_run(
         Growing,
-        lambda: [UnitScaleCallback(depth=depth, recalibrate=recalibrate)],
+        lambda: [UnitScaleCallback(**captured, recalibrate=recalibrate)],
         max_steps=20,
     )
-    assert captures == (["training_step"] if depth == "all" else [])
+    assert captures == (["training_step"] if captured else [])
     unit = unit_scale_of(callbacks).gauge.pair("first.linear:input").log2_sigma
     # 2**1 times about 2**-7 at the first batch; doubled with each.
     last = {"auto": 16, None: 0, 2: 18, 5: 15}[recalibrate]
@@ -158,7 +159,7 @@ def test_a_captured_step_that_is_not_sampled_runs_the_plain_variant(
     first: str, captures: list[str], variants: list[bool]
 ) -> None:
     callbacks = [
-        UnitScaleCallback(depth="all", recalibrate=None),
+        UnitScaleCallback(remat="min_cut", recalibrate=None),
         ScaleMonitor(every_n_steps=4),
     ]
     if first == "monitor":
@@ -168,7 +169,7 @@ def test_a_captured_step_that_is_not_sampled_runs_the_plain_variant(
     # The step that units are measured in runs neither variant.
     assert variants == [step in (1, 4, 8, 9) for step in range(1, 10)]
     variants.clear()
-    callbacks = [UnitScaleCallback(depth="all", recalibrate=3), ScaleMonitor(every_n_steps=4)]
+    callbacks = [UnitScaleCallback(remat="min_cut", recalibrate=3), ScaleMonitor(every_n_steps=4)]
     run(Regression, callbacks, max_steps=10)
     assert [one.step for one in monitor_of(callbacks).snapshots] == [0, 1, 4, 8, 9]
     assert variants == [step in (1, 3, 4, 6, 8, 9) for step in range(1, 10)]
@@ -219,15 +220,15 @@ def test_accumulated_batches_are_one_look() -> None:
     assert abs(callback.gauge.pair("first.linear:input").log2_sigma - math.log2(first)) < 1
 
 
-@pytest.mark.parametrize("depth", ["products", "all"])
-def test_a_batch_of_another_scale_asks_for_no_units(depth: Any) -> None:
+@BOTH_WAYS
+def test_a_batch_of_another_scale_asks_for_no_units(captured: dict[str, Any]) -> None:
     """What accumulated batches read is one tensor, whose units fit as long as its RMS stays."""
 
     def in_turns(self: Any, batch: Any, batch_idx: int) -> Any:
         x, y = batch
         return self.loss((x * 2.0**-8 if batch_idx % 2 else x, y))
 
-    callback = UnitScaleCallback(depth=depth)
+    callback = UnitScaleCallback(**captured)
     run_accumulated(in_turns, callback, 9)
     assert "first.linear:input at RMS" not in callback.explain()
 
@@ -249,20 +250,20 @@ class Counted(Evaluated):
 
 
 @pytest.mark.parametrize(
-    ("make", "depth"), [(Counted, "products"), (Evaluated, "products"), (Evaluated, "all")]
+    ("make", "captured"), [(Counted, {}), (Evaluated, {}), (Evaluated, {"remat": "min_cut"})]
 )
 def test_steps_run_once_a_batch_and_are_captured_once_or_never(
-    make: Any, depth: str, captures: list[str]
+    make: Any, captured: dict[str, Any], captures: list[str]
 ) -> None:
     found, _ = assert_same_run(
         make,
-        lambda: [UnitScaleCallback(depth=depth), ScaleMonitor()],
+        lambda: [UnitScaleCallback(**captured), ScaleMonitor()],
         max_epochs=3,
         max_steps=-1,
         num_sanity_val_steps=1,
         entry_options={"val_dataloaders": loader(8)},
     )
-    assert sorted(captures) == (["training_step", "validation_step"] if depth == "all" else [])
+    assert sorted(captures) == (["training_step", "validation_step"] if captured else [])
     if make is Counted:
         # Of the data's four batches and two.
         assert found.module.counts == {"train": 3 * 4, "validate": 1 + 3 * 2}

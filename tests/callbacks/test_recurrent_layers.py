@@ -54,7 +54,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("options", [{"method": "u-mup"}, {"depth": "all"}], ids=str)
+@pytest.mark.parametrize("options", [{"method": "u-mup"}, {"remat": "min_cut"}], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_their_kernels_are_counted_outside_of_the_format(
     kind: str, options: dict[str, Any]

@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_unitscale import Lossless, ScaleMonitor, Simulate, UnitScaleCallback
+from lightning_unitscale import ScaleMonitor, Simulate, UnitScaleCallback
 from tests.callbacks.modules import Evaluated, Regression
 from tests.callbacks.runs import QUIET, both, loader, run, unit_scale_of
 from tests.fingerprint import assert_restored, of_run
@@ -136,7 +136,7 @@ def _adam_regression() -> Regression:
 
 PICKLED: dict[str, Callable[[], pl.Callback]] = {
     "lossless": UnitScaleCallback,
-    "all, held": lambda: UnitScaleCallback(Lossless(hold_parameters=True), depth="all"),
+    "captured": lambda: UnitScaleCallback(remat="min_cut"),
     "FP8": lambda: UnitScaleCallback(precision="fp8"),
     "simulated": lambda: UnitScaleCallback(simulate=Simulate(rounding="stochastic")),
     "u-muP": lambda: UnitScaleCallback("u-mup"),

@@ -78,7 +78,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], dict[str
     return outputs, weights, folder
 
 
-_KILLED = ("both", "both, all")
+_KILLED = ("both", "both, captured")
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def test_a_killed_run_continues_without_the_callbacks(
     assert_same_bits((outputs, weights), (whole[0][20:], whole[1]))
 
 
-@pytest.mark.parametrize("how", ["both", "both, all"])
+@pytest.mark.parametrize("how", ["both", "both, captured"])
 def test_a_plain_run_continues_with_the_callbacks(how: str, whole: Any, tmp_path: Path) -> None:
     callbacks = ARRANGEMENTS[how]()
     outputs, weights, _ = train(callbacks, 40, tmp_path, whole[2] / "step=20.ckpt")
@@ -136,8 +136,10 @@ def test_a_plain_run_continues_with_the_callbacks(how: str, whole: Any, tmp_path
     assert len(unit_scale_of(callbacks).gauge) >= 4
 
 
-def test_a_run_continues_at_the_other_depth(killed: Any, whole: Any, tmp_path: Path) -> None:
-    other = {"both": "both, all", "both, all": "both"}[killed[0]]
+def test_a_run_continues_with_and_without_captured_steps(
+    killed: Any, whole: Any, tmp_path: Path
+) -> None:
+    other = {"both": "both, captured", "both, captured": "both"}[killed[0]]
     outputs, weights, _ = train(ARRANGEMENTS[other](), 40, tmp_path, killed[1])
     assert_same_bits((outputs, weights), (whole[0][20:], whole[1]))
 
@@ -150,12 +152,12 @@ def test_the_last_checkpoint_is_found(whole: Any, tmp_path: Path) -> None:
 
 
 def test_the_checkpoint_is_the_users(killed: Any, whole: Any) -> None:
-    how, path = killed
+    _, path = killed
     found = torch.load(path, weights_only=True)
     plain = torch.load(whole[2] / "step=20.ckpt", weights_only=True)
     ours = found["callbacks"].pop("UnitScaleCallback")
     assert set(ours) - {"plain", "missing", "version"} == {"gauge", "depth"}
-    assert ours["depth"] == ("all" if how == "both, all" else "products")
+    assert ours["depth"] == "products"
     assert all(
         type(name) is str and type(pair) is list and all(type(one) is int for one in pair)
         for name, pair in ours["gauge"].items()

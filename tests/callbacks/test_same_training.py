@@ -15,6 +15,7 @@ from lightning_unitscale import UnitScaleCallback
 from tests.callbacks.modules import Evaluated, Regression, adamw, momentum
 from tests.callbacks.runs import (
     ARRANGEMENTS,
+    BOTH_WAYS,
     Run,
     assert_same_run,
     loader,
@@ -91,8 +92,7 @@ def test_fp16_whose_scaler_skips_steps(how: str) -> None:
     # Beyond the range of FP16 the plain products round where ours do not, so no bits are compared.
     callbacks = ARRANGEMENTS[how]()
     found = run(Regression, callbacks, max_steps=40, **_half(2.0**40))
-    if not how.endswith("all"):  # there units take up any scale, so that no step is skipped
-        assert found.trainer.precision_plugin.state_dict()["scale"] < 2.0**32
+    assert found.trainer.precision_plugin.state_dict()["scale"] < 2.0**32
     assert all(bool(one.isfinite().all()) for one in found.weights.values())
     assert found.outputs[-1]["loss"] < 0.9 * found.outputs[0]["loss"]
 
@@ -113,12 +113,12 @@ def test_accumulation_with_an_incomplete_end(plain: Callable[..., Run], how: str
     assert found.trainer.global_step == 6
 
 
-@pytest.mark.parametrize("depth", ["products", "all"])
+@BOTH_WAYS
 @pytest.mark.parametrize("algorithm", ["value", "norm"])
-def test_clipping(algorithm: str, depth: str) -> None:
+def test_clipping(algorithm: str, captured: dict[str, Any]) -> None:
     assert_same_run(
         Regression,
-        lambda: [UnitScaleCallback(depth=depth)],
+        lambda: [UnitScaleCallback(**captured)],
         gradient_clip_val=1e-3,
         gradient_clip_algorithm=algorithm,
     )
@@ -136,7 +136,7 @@ def test_a_smaller_last_batch(plain: Callable[..., Run], how: str) -> None:
     assert_same_bits(found.compared(), plain("last", **options).compared())
 
 
-@pytest.mark.parametrize("how", ["both", "both, all"])
+@pytest.mark.parametrize("how", ["both", "both, captured"])
 def test_validation_between_and_before(how: str) -> None:
     found, callbacks = assert_same_run(
         Evaluated,
@@ -223,11 +223,11 @@ def test_other_optimizers(optimizer: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("depth", "optimizer"), [("products", adamw), ("all", momentum)])
-def test_300_steps(depth: str, optimizer: Any) -> None:
+@pytest.mark.parametrize(("captured", "optimizer"), [({}, adamw), ({"remat": "min_cut"}, momentum)])
+def test_300_steps(captured: dict[str, Any], optimizer: Any) -> None:
     found, callbacks = assert_same_run(
         lambda: Regression(optimizer),
-        lambda: [*ARRANGEMENTS["monitor"](), UnitScaleCallback(depth=depth)],
+        lambda: [*ARRANGEMENTS["monitor"](), UnitScaleCallback(**captured)],
         max_steps=300,
         gradient_clip_val=1.0,
     )

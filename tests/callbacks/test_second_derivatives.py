@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_unitscale import Lossless, UnitScaleCallback
+from lightning_unitscale import UnitScaleCallback
 from tests.callbacks.modules import Regression
-from tests.callbacks.runs import both, loader, run, unit_scale_of
+from tests.callbacks.runs import BOTH_WAYS, both, loader, run, unit_scale_of
 from tests.helpers import assert_same_bits
 
 
@@ -59,14 +59,14 @@ class Adversarial(Smooth):
         optimizer.step()
 
 
-@pytest.mark.parametrize("depth", ["products", "all"])
+@BOTH_WAYS
 @pytest.mark.parametrize("kind", [Penalized, PenalizedAtOnce, Adversarial])
-def test_second_derivatives(kind: type[Regression], depth: str) -> None:
+def test_second_derivatives(kind: type[Regression], captured: dict[str, Any]) -> None:
     plain = run(kind, max_steps=5, max_epochs=-1, data=lambda: loader(16, 4))
-    callbacks = [UnitScaleCallback(depth=depth, recalibrate=2), both()[1]]
+    callbacks = [UnitScaleCallback(**captured, recalibrate=2), both()[1]]
     ours = run(kind, callbacks, max_steps=5, max_epochs=-1, data=lambda: loader(16, 4))
     assert "first.linear" in unit_scale_of(callbacks).gauge
-    if depth == "products":
+    if not captured:
         # Each product by itself, so that no sum is taken in another order.
         assert_same_bits(ours.compared(), plain.compared())
         return
@@ -92,9 +92,3 @@ class Curved(Smooth):
 def test_a_recorded_backward_pass() -> None:
     runs = [run(Curved, callbacks) for callbacks in ([], both())]
     assert_same_bits(runs[1].compared(), runs[0].compared())
-
-
-@pytest.mark.filterwarnings("ignore:Using backward")
-def test_parameters_in_units_have_no_second_derivatives() -> None:
-    with pytest.raises(RuntimeError, match=r"hold_parameters=False"):
-        run(Curved, [UnitScaleCallback(Lossless(hold_parameters=True), depth="all")])

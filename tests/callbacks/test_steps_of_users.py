@@ -23,6 +23,7 @@ from lightning_unitscale.capture.steps import steps_of
 from tests.callbacks.modules import Evaluated, Regression, adamw, regression_with
 from tests.callbacks.runs import (
     ARRANGEMENTS,
+    BOTH_WAYS,
     assert_same_run,
     both,
     loader,
@@ -194,11 +195,11 @@ class Logging(Evaluated):
         self.log("val_loss", F.mse_loss(prediction, batch[1]), sync_dist=True)
 
 
-@pytest.mark.parametrize("depth", ["products", "all"])
-def test_logging(depth: str) -> None:
+@BOTH_WAYS
+def test_logging(captured: dict[str, Any]) -> None:
     found, callbacks = assert_same_run(
         Logging,
-        lambda: [UnitScaleCallback(depth=depth), both()[1]],
+        lambda: [UnitScaleCallback(**captured), both()[1]],
         entry_options={"val_dataloaders": loader(6)},
         num_sanity_val_steps=1,
         max_epochs=2,
@@ -224,10 +225,10 @@ def _log_and_go_on(self: Any, batch: Any, batch_idx: int) -> Any:
     return values
 
 
-@pytest.mark.parametrize("depth", ["products", "all"])
-def test_a_step_that_goes_on_with_what_it_has_logged(depth: str) -> None:
+@BOTH_WAYS
+def test_a_step_that_goes_on_with_what_it_has_logged(captured: dict[str, Any]) -> None:
     found, _ = assert_same_run(
-        regression_with(_log_and_go_on), lambda: [UnitScaleCallback(depth=depth), both()[1]]
+        regression_with(_log_and_go_on), lambda: [UnitScaleCallback(**captured), both()[1]]
     )
     assert {"average", "mean_step", "mean_epoch", "double"} <= set(found.metrics)
     assert "loss" not in found.metrics
@@ -268,11 +269,11 @@ class Keeping(Regression):
         self.by_name["losses"].clear()
 
 
-@pytest.mark.parametrize("depth", ["products", "all"])
-def test_what_a_step_keeps(depth: str) -> None:
+@BOTH_WAYS
+def test_what_a_step_keeps(captured: dict[str, Any]) -> None:
     found, _ = assert_same_run(
         Keeping,
-        lambda: [UnitScaleCallback(depth=depth), both()[1]],
+        lambda: [UnitScaleCallback(**captured), both()[1]],
         max_epochs=3,
         max_steps=-1,
         data=lambda: loader(10),
@@ -334,7 +335,7 @@ def test_what_changes_at_every_step(
     kind = type("Changed", (Changing,), {"training_step": step})
 
     def callbacks() -> list[pl.Callback]:
-        captured = {"compile": True} if executor == "inductor" else {"depth": "all"}
+        captured = {"compile": True} if executor == "inductor" else {"remat": "min_cut"}
         return [UnitScaleCallback(**captured), NumGraphs()]
 
     options: dict[str, Any] = {"data": lambda: loader(36), "max_steps": 9}
@@ -372,7 +373,7 @@ def test_a_step_that_is_captured_again_and_again_says_so() -> None:
     options: dict[str, Any] = {"data": lambda: loader(72), "max_steps": 18}
     expected = run(kind, **options)
     with pytest.warns(UserWarning, match=r"ByKey.training_step has been captured 16 times"):
-        found = run(kind, [UnitScaleCallback(depth="all")], **options)
+        found = run(kind, [UnitScaleCallback(remat="min_cut")], **options)
     assert_same_bits(found.weights, expected.weights)
     # There is nothing to say of it where nothing is captured.
     found = run(kind, [UnitScaleCallback()], **options)
@@ -414,9 +415,9 @@ def _hooked(self: Any, batch: Any, batch_idx: int) -> Any:
     return F.mse_loss(self.second(torch.tanh(hidden)), batch[1])
 
 
-@pytest.mark.parametrize("depth", ["products", "all"])
-def test_hooks_of_the_user(depth: str) -> None:
-    assert_same_run(regression_with(_hooked), lambda: [UnitScaleCallback(depth=depth), both()[1]])
+@BOTH_WAYS
+def test_hooks_of_the_user(captured: dict[str, Any]) -> None:
+    assert_same_run(regression_with(_hooked), lambda: [UnitScaleCallback(**captured), both()[1]])
 
 
 class Checkpointed(Regression):
@@ -435,11 +436,11 @@ class Checkpointed(Regression):
         return self.second(hidden)
 
 
-@pytest.mark.parametrize("depth", ["products", "all"])
+@BOTH_WAYS
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_activation_checkpoints(reentrant: bool, depth: str) -> None:
+def test_activation_checkpoints(reentrant: bool, captured: dict[str, Any]) -> None:
     _, callbacks = assert_same_run(
-        lambda: Checkpointed(reentrant), lambda: [UnitScaleCallback(depth=depth), both()[1]]
+        lambda: Checkpointed(reentrant), lambda: [UnitScaleCallback(**captured), both()[1]]
     )
     assert {"first.linear", "second.linear"} <= set(unit_scale_of(callbacks).gauge)
 
@@ -491,11 +492,11 @@ class Finetuned(Regression):
         self.first.requires_grad_(self.current_epoch > 0)
 
 
-@pytest.mark.parametrize("depth", ["products", "all"])
-def test_weights_that_thaw(depth: str) -> None:
+@BOTH_WAYS
+def test_weights_that_thaw(captured: dict[str, Any]) -> None:
     _, callbacks = assert_same_run(
         Finetuned,
-        lambda: [UnitScaleCallback(depth=depth), both()[1]],
+        lambda: [UnitScaleCallback(**captured), both()[1]],
         max_epochs=3,
         max_steps=-1,
         data=lambda: loader(8, 4, pair),

@@ -16,6 +16,7 @@ from lightning_unitscale import ScaleMonitor, UnitScaleCallback
 from tests.callbacks.modules import Evaluated, Regression, adamw
 from tests.callbacks.runs import (
     ARRANGEMENTS,
+    BOTH_WAYS,
     QUIET,
     assert_same_run,
     both,
@@ -62,12 +63,12 @@ def test_fast_dev_run(fast: Any) -> None:
     assert monitor_of(callbacks).snapshots
 
 
-@pytest.mark.parametrize("depth", ["products", "all"])
+@BOTH_WAYS
 @pytest.mark.parametrize("entry", ["validate", "test", "predict"])
-def test_evaluation_alone(entry: str, depth: str) -> None:
+def test_evaluation_alone(entry: str, captured: dict[str, Any]) -> None:
     _, callbacks = assert_same_run(
         Evaluated,
-        lambda: [UnitScaleCallback(depth=depth), ScaleMonitor()],
+        lambda: [UnitScaleCallback(**captured), ScaleMonitor()],
         entry=entry,
         data=lambda: loader(10),
     )
@@ -112,7 +113,7 @@ def _fitted(callbacks: list[pl.Callback], *, again: bool, **options: Any) -> Any
     return dict(module.state_dict()), dict(second.state_dict()), metrics, predictions
 
 
-@pytest.mark.parametrize("how", ["both", "both, all", "both, reversed"])
+@pytest.mark.parametrize("how", ["both", "both, captured", "both, reversed"])
 @pytest.mark.parametrize("again", [True, False])
 @pytest.mark.filterwarnings("ignore:ScaleMonitor. the Trainer has no logger")
 def test_several_runs_with_the_same_callbacks(again: bool, how: str) -> None:

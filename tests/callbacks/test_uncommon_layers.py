@@ -13,7 +13,7 @@ from tests.callbacks.modules import Regression, adamw, momentum
 from tests.callbacks.runs import ARRANGEMENTS, assert_same_run, loader, run, unit_scale_of
 from tests.helpers import assert_same_bits
 
-EXACT = ["both", "both, all", "monitor"]
+EXACT = ["both", "both, captured", "monitor"]
 
 
 class Looking(Regression):

@@ -121,7 +121,7 @@ def test_a_mode_reaches_inductor(
         compiled.append((config.triton.cudagraphs, config.max_autotune))
 
     net, x = Net(), torch.randn(5, 6)
-    rewrite, supplies = LosslessUnitScale("all", measures_drift=False), Supplies()
+    rewrite, supplies = LosslessUnitScale(measures_drift=False), Supplies()
     module, step = captured_forward(net, "units", rewrite, supplies)
     step.owner.use_executor("inductor", mode)
     seen: list[tuple[int, list[float]]] = []

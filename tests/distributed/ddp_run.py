@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from lightning_unitscale import Lossless, ScaleMonitor, UnitScaleCallback
+from lightning_unitscale import ScaleMonitor, UnitScaleCallback
 from tests.callbacks.modules import Regression, adamw
 from tests.callbacks.runs import ARRANGEMENTS, QUIET, Recorder, loader
 from tests.callbacks.test_manual_optimization import Adversarial
@@ -64,14 +64,6 @@ def _compiled() -> Regression:
     return module
 
 
-HOWS = {
-    **ARRANGEMENTS,
-    "held": lambda: [
-        UnitScaleCallback(Lossless(hold_parameters=True)),
-        ScaleMonitor(every_n_steps=3),
-    ],
-    "held, all": lambda: [UnitScaleCallback(depth="all")],
-}
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {"module": lambda: Regression(adamw)},
     "accumulating": {"module": Regression, "accumulate_grad_batches": 2, "precision": "bf16-mixed"},
@@ -82,21 +74,16 @@ KINDS: dict[str, dict[str, Any]] = {
     "synchronized": {"module": Synchronized, "strategy": {"gradient_as_bucket_view": True}},
     "manual": {"module": Adversarial, "strategy": {"find_unused_parameters": True}, "clip": None},
 }
-# One training in two types: results are near each other, and not the same.
-PRECISIONS: dict[str, dict[str, Any]] = {
-    one: {"module": lambda: Regression(adamw, dropout=0.0, norm=False), "precision": one}
-    for one in ("32-true", "16-true")
-}
 
 
 def train(folder: Path, kind: str, how: str) -> None:
     """Train and write down what came out."""
     pl.seed_everything(4, verbose=False)
-    options = dict({**KINDS, **PRECISIONS}[kind])
+    options = dict(KINDS[kind])
     module = options.pop("module")()
     clip = options.pop("clip", 0.5)
     strategy = DDPStrategy(process_group_backend="gloo", **options.pop("strategy", {}))
-    callbacks = HOWS[how]() if how != "without" else []
+    callbacks = ARRANGEMENTS[how]() if how != "without" else []
     recorder = Recorder()
     trainer = pl.Trainer(
         callbacks=[*callbacks, recorder],
@@ -120,7 +107,6 @@ def train(folder: Path, kind: str, how: str) -> None:
     for one in callbacks:
         if isinstance(one, UnitScaleCallback):
             found["gauge"] = one.gauge.state()
-            found["held"] = one.state_dict().get("held", {})
         elif isinstance(one, ScaleMonitor):
             found["snapshots"] = [
                 {

@@ -38,7 +38,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_unitscale import Lossless, RematCallback, UnitScaleCallback
+from lightning_unitscale import RematCallback, UnitScaleCallback
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from tests.distributed.launch import quiet_rank
 from tests.loops import zoo
@@ -48,7 +48,6 @@ from tests.loops.methods import METHODS
 NUM_STEPS = 3
 _REFUSED: dict[str, Callable[[], list[Any]]] = {
     "remat": lambda: [RematCallback(0.8)],
-    "held": lambda: [UnitScaleCallback(Lossless(hold_parameters=True))],
 }
 _PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 

@@ -43,18 +43,15 @@ def _cases() -> list[tuple[str, str, str]]:
     whole = itertools.product(_WHOLE, ("plain", "both", "fp8"), zoo.ZOO)
     # Either callback by itself is tried on all modules in tests/loops/test_matrix.py.
     alone = itertools.product(_WHOLE, ("lossless",), ["Blocks"])
-    captured = itertools.product(
-        ("lightning:fsdp", "lightning:fsdp1", "lightning:tensor"), ["all"], ["Blocks"]
-    )
     monitored = itertools.product(
         ("attach:ddp", "attach:fsdp", "attach:tensor", *_WHOLE), ["monitor"], ["Blocks"]
     )
     others = itertools.product(_OTHERS, ("plain", "both", "fp8"), ["Blocks"])
-    return [*whole, *alone, *captured, *monitored, *others]
+    captured = ("lightning:fsdp", "captured", "Blocks")
+    return [*whole, *alone, captured, *monitored, *others]
 
 
 _REFUSED = {
-    "lightning:fsdp:held:Blocks": "hold_parameters with ModelParallelStrategy: it shards or moves",
     "lightning:fsdp1:u-mup:Blocks": "method=.*with FSDPInTrainer a rank has a part",
     "lightning:tensor:remat:Blocks": "budget=0.8 with tensor_parallel_size=2: captured steps",
     "lightning:fsdp1:remat:Blocks": "budget=0.8: .*with FSDPInTrainer a rank has a part",
@@ -94,7 +91,6 @@ def test_the_same_bits(kind: str, method: str, name: str, results: Results) -> N
 def results_of_four(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What each of four processes computed, two by two."""
     runs = [f"{kind}:{method}:Blocks" for kind in _TWO_BY_TWO for method in ("plain", "both")]
-    runs.append("lightning:fsdp-tensor:all:Blocks")
     module, folder = "tests.distributed.loops_run", tmp_path_factory.mktemp("two_by_two")
     return results_of_ranks(module, folder, runs, num_ranks=4)
 
@@ -111,17 +107,6 @@ def test_two_by_two(kind: str, results_of_four: Results) -> None:
         assert (ours["gauge"], ours["names"]) == (found[0]["gauge"], found[0]["names"])
         for way in ("forward", "backward"):
             assert_same_bits(ours["rms"][way], found[0]["rms"][way])
-
-
-@pytest.mark.timeout(300)
-def test_two_by_two_all_tensors_are_in_units(results_of_four: Results) -> None:
-    kind = "lightning:fsdp-tensor"
-    plain, found = (results_of_four(f"{kind}:{method}:Blocks") for method in ("plain", "all"))
-    for without, ours in zip(plain, found, strict=True):
-        for part in ("losses", "weights"):
-            assert_same_bits(ours[part], without[part])
-        assert {"net.blocks.0.up.linear", "net.blocks.1.silu"} <= set(ours["gauge"])
-        assert ours["gauge"] == found[0]["gauge"]
 
 
 @pytest.mark.parametrize("run", _REFUSED)

@@ -52,10 +52,10 @@ class _Waits(pl.Callback):
     [
         lambda: UnitScaleCallback(),
         lambda: UnitScaleCallback(precision="fp8"),
-        lambda: UnitScaleCallback(depth="all"),
+        lambda: UnitScaleCallback(remat="min_cut"),
         lambda: UnitScaleCallback("u-mup"),
     ],
-    ids=["units", "fp8", "all", "u-mup"],
+    ids=["units", "fp8", "captured", "u-mup"],
 )
 def test_steps_after_the_first(make: Callable[[], pl.Callback], device: torch.device) -> None:
     waits = _Waits()

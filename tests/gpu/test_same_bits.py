@@ -19,7 +19,7 @@ from tests.helpers import assert_same_bits
 _ARRANGEMENTS: dict[str, Callable[[], list[pl.Callback]]] = {
     "products": lambda: [UnitScaleCallback()],
     "both": lambda: [UnitScaleCallback(), ScaleMonitor(every_n_steps=2)],
-    "all": lambda: [UnitScaleCallback(depth="all")],
+    "captured": lambda: [UnitScaleCallback(remat="min_cut")],
 }
 
 
@@ -52,11 +52,6 @@ def test_a_gpt_in_tf32(arrangement: str, device: torch.device, tf32: None) -> No
         assert losses(train(device)) != losses(plain)  # it was TF32
 
 
-def test_half_precision_without_a_loss_scaler(device: torch.device) -> None:
-    half = train(device, [UnitScaleCallback(depth="all")], precision="16-true", steps=8)
-    assert losses(half) == pytest.approx(losses(train(device, steps=8)), rel=0.02)
-
-
 @pytest.mark.slow
 def test_a_memory_budget(device: torch.device) -> None:
     plain, budget = RematCallback(1.0), RematCallback(BUDGETS[device.type])
@@ -77,7 +72,7 @@ def test_captured_steps_in_cuda_graphs(
         request.getfixturevalue("torch_kernels")  # which have no attention
         trained = partial(run, Regression)
     callbacks = [
-        [UnitScaleCallback(depth="all", recalibrate=2, compile=mode)]
+        [UnitScaleCallback(remat="min_cut", recalibrate=2, compile=mode)]
         for mode in (True, "reduce-overhead")
     ]
     plain, recorded = (trained(callbacks=each) for each in callbacks)

@@ -13,10 +13,8 @@ METHODS: dict[str, Callable[[], list[Any]]] = {
     "lossless": lambda: [UnitScaleCallback()],
     "both": lambda: [UnitScaleCallback(), ScaleMonitor(every_n_steps=2)],
     "fp8": lambda: [UnitScaleCallback(simulate="fp8")],
-    "all": lambda: [UnitScaleCallback(depth="all")],
+    "captured": lambda: [UnitScaleCallback(remat="min_cut")],
     "u-mup": lambda: [UnitScaleCallback("u-mup", lr_scaling=None)],
 }
-# They rewrite captured graphs, which are a Trainer's only.
-CAPTURED = ("all", "u-mup")
 # They change what is computed.
 CHANGING = ("fp8", "u-mup")

@@ -316,10 +316,10 @@ BAD = {
     ),
     "remat": (lambda m, o: attach(m, o, RematCallback(0.5)), ValueError, "RematCallback: it"),
     "rules": (lambda m, o: attach(m, o, UnitScaleCallback("u-mup")), ValueError, "method="),
-    "depth": (
-        lambda m, o: attach(m, o, [ScaleMonitor(), UnitScaleCallback(depth="all")]),
+    "remat of units": (
+        lambda m, o: attach(m, o, [ScaleMonitor(), UnitScaleCallback(remat="min_cut")]),
         ValueError,
-        "depth='all'",
+        "remat='min_cut': it rewrites captured steps.*expected method='lossless' in other loops",
     ),
 }
 

@@ -23,7 +23,7 @@ from tests.loops.methods import METHODS
 
 KINDS: dict[str, Any] = {
     "both": METHODS["both"],
-    "everything": lambda: [UnitScaleCallback(depth="all"), ScaleMonitor(every_n_steps=2)],
+    "everything": lambda: [UnitScaleCallback(remat="min_cut"), ScaleMonitor(every_n_steps=2)],
     "remat": lambda: [RematCallback(1.0)],
 }
 

@@ -32,15 +32,14 @@ def _faint() -> tuple[Faint, Tensor]:
     return Faint(), torch.randn(16, 32)
 
 
-@pytest.mark.parametrize("depth", ["products", "all"])
 @pytest.mark.parametrize("how", ["true", "autocast"])
-def test_units_of_fp16_are_those_of_fp32(depth: str, how: str) -> None:
+def test_units_of_fp16_are_those_of_fp32(how: str) -> None:
     module, x = _faint()
-    expected = lossless_unit_scale(module, x, depth=depth).gauge()  # type: ignore[arg-type,operator]
+    expected = lossless_unit_scale(module, x).gauge()  # type: ignore[operator]
     if how == "true":
         module, x = copy.deepcopy(module).half(), x.half()
     with torch.autocast("cpu", torch.float16, enabled=how == "autocast"):
-        scaled = lossless_unit_scale(module, x, depth=depth)  # type: ignore[arg-type]
+        scaled = lossless_unit_scale(module, x)
     found = scaled.gauge()  # type: ignore[operator]
     assert found.keys() == expected.keys()
     assert min(pair.log2_gamma for pair in found.values()) < -30

@@ -20,12 +20,10 @@ from lightning_unitscale.lossless.gauge import (
     FactorTable,
     Gauge,
     GaugePair,
-    OfParameter,
     gamma,
     nearest_exponent,
     sigma,
 )
-from lightning_unitscale.lossless.rewrite import LosslessUnitScale
 
 _names = st.sampled_from(["a", "b", "c"])
 _pairs = st.builds(GaugePair, st.integers(-30, 30), st.integers(-60, 60))
@@ -170,27 +168,3 @@ def test_factors_stay_where_they_are_unless_a_backward_pass_is_to_read_them(
     assert two.tolist() == [2.0] and eight.tolist() == [8.0]
     y.sum().backward()
     assert x.grad == 8
-
-
-def test_a_parameter_and_a_tensor_of_one_name_have_units_of_their_own() -> None:
-    units = {"linear": GaugePair(3, 4)}
-    gauge = Gauge({"linear": GaugePair(1, 2)}, units)
-    key = OfParameter("linear")
-    assert gauge.pair("linear") == GaugePair(1, 2) and gauge.pair(key) == GaugePair(3, 4)
-    assert sigma(key).exponent(gauge) == 3 and gamma(key).exponent(gauge) == 4
-    assert sigma("linear") / sigma(key) != ONE
-    assert (sigma("linear") / sigma(key)).exponent(gauge) == -2
-    # The mapping, and a checkpoint, are of tensors alone.
-    assert dict(gauge) == {"linear": GaugePair(1, 2)} and gauge.state() == {"linear": (1, 2)}
-    assert gauge.updated({"x": GaugePair(5)}).parameters == units
-    assert gauge != Gauge(gauge.pairs) and pickle.loads(pickle.dumps(gauge)) == gauge
-    assert hash(pickle.loads(pickle.dumps(gauge))) == hash(gauge)
-
-
-def test_each_field_of_a_gauge_is_set_alone() -> None:
-    rewrite = LosslessUnitScale()
-    rewrite.set_parameter_units({"weight": GaugePair(3, 4)})
-    rewrite.set_gauge({"linear": GaugePair(1, 2)})
-    assert rewrite.gauge == Gauge({"linear": GaugePair(1, 2)}, {"weight": GaugePair(3, 4)})
-    rewrite.set_parameter_units({})
-    assert rewrite.gauge == Gauge({"linear": GaugePair(1, 2)})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -81,12 +80,11 @@ def _shared(name: str) -> tuple[nn.Module, Tensor]:
     return Shared(OPERATIONS[name]), torch.randn(4, 6, requires_grad=True)
 
 
-@pytest.mark.parametrize("depth", ["products", "all"])
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_a_tensor_that_is_read_several_times(name: str, depth: Any) -> None:
+def test_a_tensor_that_is_read_several_times(name: str) -> None:
     module, x = _shared(name)
     torch.manual_seed(3)
-    scaled = lossless_unit_scale(module, x, depth=depth)
+    scaled = lossless_unit_scale(module, x)
     assert any(pair.log2_gamma for pair in scaled.gauge().values())
     assert_same_bits(run(scaled, x), run(module, x))
 
@@ -116,9 +114,6 @@ class Normed(nn.Module):
 def test_gradients_of_a_normed_residual_stream_keep_units() -> None:
     torch.manual_seed(0)
     module, x = Normed(), torch.randn(5, 8)
-    scaled = lossless_unit_scale(module, x, depth="all")
+    scaled = lossless_unit_scale(module, x)
     assert_same_bits(run(scaled, x), run(module, x))
-    # The gradient goes through the norm in the unit of the stream.
-    gauge = scaled.gauge()
-    assert gauge["add"].log2_gamma < -30
-    assert gauge["branches.1.linear"].log2_gamma < -30
+    assert scaled.gauge()["branches.1.linear"].log2_gamma < -30

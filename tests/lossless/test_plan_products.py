@@ -15,26 +15,16 @@ from lightning_unitscale.graph.matmuls import Product, product_of
 from lightning_unitscale.graph.passes import Region
 from lightning_unitscale.lossless.gauge import ONE, Factor, Gauge, GaugePair, gamma, sigma
 from lightning_unitscale.lossless.plan import operand_name, plan_product
-from lightning_unitscale.lossless.units import Edit, NodePlan, Units
+from lightning_unitscale.lossless.units import Edit, NodePlan
 from tests.helpers import captured
 
 
-class Apart(Units):
-    """Every node has units of its own, as at depth "all"."""
-
-    def sigma(self, node: object) -> Factor:
-        return sigma(f"stored.{node}")
-
-    def gamma(self, node: object) -> Factor:
-        return gamma(f"stored.{node}")
-
-
 def _planned(
-    function: Callable[..., Tensor], *inputs: Tensor, units: Units, gauge: Gauge | None = None
+    function: Callable[..., Tensor], *inputs: Tensor, gauge: Gauge | None = None
 ) -> tuple[Product, NodePlan]:
     graph_module = captured(function, *inputs)
     (product,) = [one for one in map(product_of, graph_module.graph.nodes) if one is not None]
-    return product, plan_product(product, Region(graph_module), gauge or Gauge(), units)
+    return product, plan_product(product, Region(graph_module), gauge or Gauge())
 
 
 def _edits(plan: NodePlan) -> dict[str, Edit]:
@@ -61,33 +51,28 @@ def _inputs(*shapes: tuple[int, ...]) -> list[Tensor]:
     return [torch.randn(*shape).requires_grad_() for shape in shapes]
 
 
-@pytest.mark.parametrize("units", [Units(), Apart()], ids=["products", "all"])
-def test_the_factors_of_a_linear_cancel_in_both_directions(units: Units) -> None:
-    product, plan = _planned(F.linear, *_inputs((5, 4), (3, 4), (3,)), units=units)
+def test_the_factors_of_a_linear_cancel_in_both_directions() -> None:
+    product, plan = _planned(F.linear, *_inputs((5, 4), (3, 4), (3,)))
     edits = _edits(plan)
     assert set(edits) == {"input", "weight", "bias", "result"}
     gauge = _random(_names(plan))
-    by_role = {one.role: one.node for one in (*product.operands, *product.addends)}
 
     def exponent(factor: Factor) -> int:
         return factor.exponent(gauge)
 
     x, w, b, y = (edits[one] for one in ("input", "weight", "bias", "result"))
-    stored = {role: exponent(units.sigma(node)) for role, node in by_role.items()}
-    stored_gamma = {role: exponent(units.gamma(node)) for role, node in by_role.items()}
-    out, out_gamma = exponent(units.sigma(product.node)), exponent(units.gamma(product.node))
     # Forward: (true x) (true w) comes out as it is, and the bias meets the product in its units.
     x_own, w_own = (exponent(sigma(operand_name(product, one))) for one in product.operands)
-    assert exponent(x.forward) == stored["input"] - x_own
-    assert exponent(w.forward) == stored["weight"] - w_own
-    assert exponent(y.forward) == x_own + w_own - out
-    assert exponent(b.forward) == stored["bias"] - (x_own + w_own)
-    # Backward: what arrives at the product is in its own gamma, what leaves is in the neighbours'.
+    assert exponent(x.forward) == -x_own
+    assert exponent(w.forward) == -w_own
+    assert exponent(y.forward) == x_own + w_own
+    assert exponent(b.forward) == -(x_own + w_own)
+    # Backward: the gradient arrives in the product's own gamma, and leaves in true units.
     arriving = exponent(gamma(str(product.node.meta["tensor_name"])))
-    assert exponent(y.backward) == out_gamma - arriving
-    assert exponent(x.backward) == arriving + w_own - stored_gamma["input"]
-    assert exponent(w.backward) == arriving + x_own - stored_gamma["weight"]
-    assert exponent(b.backward) == arriving - stored_gamma["bias"]
+    assert exponent(y.backward) == -arriving
+    assert exponent(x.backward) == arriving + w_own
+    assert exponent(w.backward) == arriving + x_own
+    assert exponent(b.backward) == arriving
 
 
 @pytest.mark.parametrize("beta", [1, 0.5, 0, 0.0])
@@ -95,12 +80,12 @@ def test_what_is_added_times_zero_is_left_alone(beta: float) -> None:
     def added(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         return torch.baddbmm(x, a, b, beta=beta)
 
-    _, plan = _planned(added, *_inputs((2, 3, 5), (2, 3, 4), (2, 4, 5)), units=Apart())
+    _, plan = _planned(added, *_inputs((2, 3, 5), (2, 3, 4), (2, 4, 5)))
     assert ("input" in _edits(plan)) == (beta != 0)
 
 
 def test_names_and_what_is_measured() -> None:
-    product, plan = _planned(F.linear, *_inputs((5, 4), (3, 4), (3,)), units=Units())
+    product, plan = _planned(F.linear, *_inputs((5, 4), (3, 4), (3,)))
     measured = [operand_name(product, one) for one in product.operands]
     assert measured == ["linear:input", "linear:weight"]
     edits = _edits(plan)
@@ -125,7 +110,6 @@ def test_a_fused_attention_takes_the_units_of_query_and_key_in_its_temperature(
     _, plan = _planned(
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, scale=scale),
         *inputs,
-        units=Units(),
         gauge=gauge,
     )
     ((key, value),) = plan.kwargs
@@ -148,7 +132,7 @@ def test_the_bias_of_a_fused_attention(learned: bool, keyword: bool) -> None:
         return F.scaled_dot_product_attention(q, k, v, mask)
 
     mask = torch.randn(5, 5, requires_grad=learned)
-    _, plan = _planned(function, *_inputs(*[(1, 2, 5, 16)] * 3), mask, units=Units())
+    _, plan = _planned(function, *_inputs(*[(1, 2, 5, 16)] * 3), mask)
     edit = _edits(plan)["attn_mask"]
     assert edit.path == (("attn_mask",) if keyword else (3,))
     assert edit.forward == ONE
@@ -158,7 +142,5 @@ def test_the_bias_of_a_fused_attention(learned: bool, keyword: bool) -> None:
 
 def test_a_mask_of_bools_needs_no_factor() -> None:
     mask = torch.ones(5, 5, dtype=torch.bool)
-    _, plan = _planned(
-        F.scaled_dot_product_attention, *_inputs(*[(1, 2, 5, 16)] * 3), mask, units=Units()
-    )
+    _, plan = _planned(F.scaled_dot_product_attention, *_inputs(*[(1, 2, 5, 16)] * 3), mask)
     assert "attn_mask" not in _edits(plan)

@@ -2,8 +2,6 @@
 
 import copy
 import random
-import warnings
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -37,7 +35,7 @@ def _set_gauge(module: nn.Module, gauge: Gauge) -> None:
     if products is not None:
         products.session.units.set_gauge(gauge)
         return
-    (rewrite,) = steps_of(module).passes
+    (rewrite, *_) = steps_of(module).passes
     assert isinstance(rewrite, LosslessUnitScale)
     rewrite.set_gauge(gauge)
 
@@ -54,15 +52,14 @@ def _random_gauge(gauge: Gauge, seed: int) -> Gauge:
 
 
 @pytest.mark.filterwarnings("ignore:.*plain. terms below 2..-126")
-@pytest.mark.parametrize("depth", ["products", "all"])
 @pytest.mark.parametrize("name", ZOO)
-def test_same_bits_and_operands_at_unit_scale(name: str, depth: str) -> None:
+def test_same_bits_and_operands_at_unit_scale(name: str) -> None:
     module, inputs = ZOO[name]()
     expected = run(module, *inputs)
 
     def make() -> nn.Module:
         torch.manual_seed(3)  # the seed of ``run``: the example then draws the same dropout masks
-        return lossless_unit_scale(module, *inputs, depth=depth)
+        return lossless_unit_scale(module, *inputs)
 
     readings = operand_scales(make, *inputs)
     assert readings
@@ -75,15 +72,11 @@ def test_same_bits_and_operands_at_unit_scale(name: str, depth: str) -> None:
     # Any gauge at all is as good for the bits, and none of them recompiles.
     scaled = make()
     assert_same_bits(run(scaled, *inputs), expected)
-    num_graphs = len(_forward(scaled).graphs) if depth == "all" else 0
     for seed in range(2):
         _set_gauge(scaled, _random_gauge(scaled.gauge(), seed))
         assert_same_bits(run(scaled, *inputs), expected)
-    if depth == "all":
-        assert len(_forward(scaled).graphs) == num_graphs
-    else:
-        assert (" plain: terms below" in scaled.explain()) == (name in _SATURATED)
-        assert (" plain" in scaled.explain()) == (name in _SATURATED)
+    assert (" plain: terms below" in scaled.explain()) == (name in _SATURATED)
+    assert (" plain" in scaled.explain()) == (name in _SATURATED)
 
 
 def test_three_factor_einsum_has_the_same_bits() -> None:
@@ -96,17 +89,12 @@ def test_three_factor_einsum_has_the_same_bits() -> None:
     assert [name.partition(":")[2] for name in scaled.gauge()].count("input") == 2
 
 
-@pytest.mark.parametrize(
-    ("depth", "executor"),
-    [("products", "aot_eager"), ("all", "aot_eager"), ("all", "inductor")],
-)
-def test_gauges_change_no_bit_and_recompile_nothing_when_compiled(
-    depth: str, executor: str
-) -> None:
+@pytest.mark.parametrize("executor", ["aot_eager", "inductor"])
+def test_gauges_change_no_bit_and_recompile_nothing_when_compiled(executor: str) -> None:
     module = Step(lambda one, two, a: two(one(a).relu()), nn.Linear(8, 16), nn.Linear(16, 8))
     inputs = (x(5, 8, scale=0.3),)
     expected = run(module, *inputs)
-    scaled = compile(lossless_unit_scale(module, *inputs, depth=depth))
+    scaled = compile(lossless_unit_scale(module, *inputs))
     steps_of(scaled).use_executor(executor)
     first = run(scaled, *inputs)
     if executor == "aot_eager":
@@ -125,7 +113,7 @@ def test_gauges_change_no_bit_and_recompile_nothing_when_compiled(
 def test_a_new_gauge_leaves_a_backward_pass_under_way_alone() -> None:
     module, inputs = NETWORKS["reused_residual"]()
     expected = run(module, *inputs)
-    scaled = lossless_unit_scale(module, *inputs, depth="all")
+    scaled = lossless_unit_scale(module, *inputs)
     leaf = inputs[0].detach().clone().requires_grad_()
     loss = scaled(leaf)
     _set_gauge(scaled, _random_gauge(scaled.gauge(), 5))
@@ -167,12 +155,11 @@ def test_the_original_module_is_untouched() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*plain. terms (below|above) 2")
-@pytest.mark.parametrize("depth", ["products", "all"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, 1e-42, 3e38])
-def test_values_beyond_the_ordinary(value: float, depth: str) -> None:
+def test_values_beyond_the_ordinary(value: float) -> None:
     module = Step(lambda m, a: m(a).tanh(), nn.Linear(4, 3))
     a = torch.full((2, 4), value)
-    scaled = lossless_unit_scale(module, a, depth=depth)
+    scaled = lossless_unit_scale(module, a)
     if value != 1e-42:  # a subnormal number may round on the way, as the hardware likes
         assert torch.equal(scaled(a).isnan(), module(a).isnan())
     pairs = scaled.gauge().values()
@@ -182,8 +169,7 @@ def test_values_beyond_the_ordinary(value: float, depth: str) -> None:
     assert_same_bits(run(scaled, ordinary), run(module, ordinary))
 
 
-@pytest.mark.parametrize("depth", ["products", "all"])
-def test_empty_scalar_integer_and_complex_tensors(depth: str) -> None:
+def test_empty_scalar_integer_and_complex_tensors() -> None:
     def function(m: nn.Module, a: Tensor, index: Tensor, z: Tensor) -> Tensor:
         empty = m(a[:0])
         whole = (index @ index.mT).sum().to(a.dtype)
@@ -194,9 +180,8 @@ def test_empty_scalar_integer_and_complex_tensors(depth: str) -> None:
     index, z = torch.arange(6).view(2, 3), torch.randn(2, 2, dtype=torch.complex64)
     inputs = (x(5, 4), index, z)
     expected = run(module, *inputs)
-    scaled = lossless_unit_scale(module, *inputs, depth=depth)
-    counts = depth == "products"
-    with pytest.warns(UserWarning, match="complex numbers") if counts else nullcontext():
+    scaled = lossless_unit_scale(module, *inputs)
+    with pytest.warns(UserWarning, match="complex numbers"):
         found = run(scaled, *inputs)
     assert_same_bits(found, expected)
 
@@ -235,27 +220,6 @@ def test_formats_around_a_module_without_a_loss() -> None:
     (module(a) * gradient).sum().backward()
     for one, found in zip(module.parameters(), faint, strict=True):
         assert (found * 2.0**40 - one.grad).norm() < 0.15 * one.grad.norm()
-
-
-def test_formats_at_depth_all_wait_for_a_backward_pass() -> None:
-    """Nothing is rounded until a backward pass was seen, but in calls that none can follow."""
-    module = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
-    a = torch.randn(5, 16)
-    exact = module(a).detach()
-    rounded = simulate_format(lossless_unit_scale(module, a, depth="all"), "E4M3FN", "E5M2")
-    with torch.no_grad():
-        inference = rounded(a)
-    assert 0 < (inference - exact).norm() < 0.1 * exact.norm()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        first = rounded(a)
-    assert_same_bits(first.detach(), exact)
-    with torch.no_grad():
-        assert_same_bits(rounded(a), inference)
-    with pytest.warns(UserWarning, match=r"so simulate format did nothing yet; expected a backw"):
-        rounded(a)
-    rounded(a).sum().backward()
-    assert_same_bits(rounded(a).detach(), inference)
 
 
 def test_a_copy_still_learns_its_gradient_units() -> None:
@@ -298,13 +262,10 @@ def test_transforms_nest() -> None:
     module, inputs = NETWORKS["gates"]()
     expected = run(module, *inputs)
     inner = lossless_unit_scale(module, *inputs)
-    outer = lossless_unit_scale(inner, *inputs, depth="all")
+    outer = lossless_unit_scale(inner, *inputs)
     assert_same_bits(run(outer, *inputs), expected)
     assert_same_bits(run(inner, *inputs), expected)
-    # Every tensor in units, products among them.
-    (rewrite,) = steps_of(outer).passes
-    assert rewrite.depth == "all"
-    assert steps_of(inner) is None and products_of(outer) is None
+    assert outer.gauge() == inner.gauge()
 
 
 def test_keyword_arguments_and_nested_inputs() -> None:
@@ -327,9 +288,18 @@ def test_a_compiled_module_is_refused() -> None:
             lossless_unit_scale(make(nn.Linear(2, 2)), torch.ones(1, 2))
 
 
-def test_an_unknown_depth_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"depth='everything'.*expected 'products' or 'all'"):
-        lossless_unit_scale(nn.Linear(2, 2), torch.ones(1, 2), depth="everything")
+@pytest.mark.parametrize("depth", ["all", "everything", None, 3])
+def test_another_depth_is_refused(depth: object) -> None:
+    expected = rf"^depth={depth!r}: only matmuls are scaled; expected 'products'; .*'16-mixed'"
+    with pytest.raises(ValueError, match=expected):
+        lossless_unit_scale(nn.Linear(2, 2), torch.ones(1, 2), depth=depth)
+
+
+def test_the_depth_of_earlier_versions_is_accepted() -> None:
+    module, a = nn.Linear(2, 2), torch.ones(1, 2)
+    scaled = lossless_unit_scale(module, a, depth="products")
+    assert scaled.gauge() == lossless_unit_scale(module, a).gauge()
+    assert_same_bits(run(scaled, a), run(module, a))
 
 
 def test_products_out_of_reach_are_named() -> None:
@@ -340,9 +310,6 @@ def test_products_out_of_reach_are_named() -> None:
         found = run(scaled, *inputs)
     assert_same_bits(found, run(module, *inputs))
     assert "3 of 4 products in units" in scaled.explain()
-    captured = lossless_unit_scale(module, *inputs, depth="all")
-    run(captured, *inputs)
-    assert "1 products left as they are: cdist" in captured.explain()
 
 
 def test_a_module_without_products_is_left_as_it_is() -> None:

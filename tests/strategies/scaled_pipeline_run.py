@@ -79,7 +79,7 @@ V = {"schedule": "ZBVZeroBubble"}
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"clip": 0.5},
     "products": {"scale": {}, "monitor": {}, "clip": 0.5, "validates": True},
-    "all-v": {"scale": {"depth": "all"}, **V},
+    "products-v": {"scale": {}, **V},
     "looks": {"scale": {"recalibrate": 1}, "breaks": 64.0, "points": True, "captured": True},
     "rules-v": {
         "scale": {"method": "unit-scaling"},
@@ -255,7 +255,6 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "compile=False": ({"compile": True}, {}, {}),
     "'1F1B' or 'GPipe'": ({"remat": 0.5}, {"schedule": "ZBVZeroBubble"}, {}),
     "needs so little": ({"remat": "1KiB"}, {}, {}),
-    "hold_parameters=False": ({}, {}, {"precision": "bf16-true"}),
     "capture='auto' or 'step'": ({}, {"capture": "forward"}, {}),
     # A step that looks at its loss.
     "the step cannot be cut": ({}, {}, {"limit_train_batches": 2}),
