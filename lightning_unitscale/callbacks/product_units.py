@@ -25,9 +25,7 @@ from lightning_unitscale.callbacks.units import (
     joint_unrepresentable,
     unrepresentable_from_state,
 )
-from lightning_unitscale.capture.steps import ModuleSteps
 from lightning_unitscale.dispatch.attach import AttachedSession
-from lightning_unitscale.dispatch.captured_graphs import SessionRewriter, SessionUnits
 from lightning_unitscale.dispatch.coverage import CoverageCounter
 from lightning_unitscale.dispatch.fp8 import numerics_of
 from lightning_unitscale.dispatch.measurement import Measurement
@@ -73,13 +71,12 @@ class ProductUnits(MeasuredUnits):
         self._end_look()
         return self._units.gauge
 
-    def attach(self, loop: Loop, *, is_other: bool, steps: ModuleSteps | None = None) -> None:
+    def attach(self, loop: Loop, *, is_other: bool) -> None:
         """Let the steps of a loop's module run in units.
 
         Args:
             loop: The loop.
             is_other: Whether it is another module than before, of which all is forgotten.
-            steps: Its captured steps, if they are captured.
         """
         if is_other:
             self.leave()
@@ -96,9 +93,6 @@ class ProductUnits(MeasuredUnits):
                 numerics,
                 outlasts_calls=loop.has_loss_outside,
             )
-            if steps is not None:
-                steps.rewriter = SessionRewriter(self._attached.session)
-                steps.add_pass(SessionUnits(self._attached.session))
 
     @override
     def leave(self) -> None:

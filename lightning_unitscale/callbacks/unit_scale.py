@@ -245,7 +245,7 @@ class UnitScaleCallback(StepsCallback):
                     compile=self.compile,
                     leaving=self._captured,
                 )
-            self._products.attach(loop, is_other=self._take(loop), steps=self._steps)
+            self._products.attach(loop, is_other=self._take(loop))
 
     @override
     def start(self, loop: Loop) -> None:

@@ -189,6 +189,8 @@ class CompiledGraph:
     def _copied(self, step: CapturedStep, observed: bool) -> StepGraph:
         base = copy_graph_module(self.base)
         graph = StepGraph(base, observed=observed, step=step.name)
+        if (rewriter := step.owner.rewriter) is not None:
+            rewriter.describe(graph.notes, graph)
         graph.notes[PRODUCTS] = Places(graph).operands_and_products()
         return graph
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class SecondCapture:
     """Decides once for each step whether it is captured anew.
 
-    Steps that passes rewrite never are: measurements and units refer to their parts.
+    Steps with passes never are: measurements and units refer to their parts.
 
     Args:
         step: The step.
@@ -38,9 +38,7 @@ class SecondCapture:
 
         Nothing of it runs again.
         """
-        if self._has_looked or not self._step.graph_breaks:
-            return
-        if any(graph_pass.needs_graph for graph_pass in self._step.owner.passes):
+        if self._has_looked or not self._step.graph_breaks or self._step.owner.passes:
             return
         self._has_looked = True
         anew = capture.with_own_code(self._step.__wrapped__)

@@ -193,6 +193,11 @@ class ModuleSteps:
             self.executor = "eager"
         self.reset()
 
+    def rewrite_by(self, rewriter: GraphRewriter | None) -> None:
+        """Have what AOTAutograd makes of the graphs rewritten from now on, or left as it is."""
+        self.rewriter = rewriter
+        self.reset()
+
     def reset(self) -> None:
         """Forget every captured graph."""
         self.records.clear()
@@ -279,6 +284,7 @@ class ModuleSteps:
         vars(new).update(
             vars(self), records=[], graph_breaks=[], _owners=list(self._owners), _put=ExitStack()
         )
+        new.rewriter = None  # of the copy's own session, if it gets one
         new._observers = set(self._observers)
         for name in ("module", "partition_fn", "passes", "_shadowed"):
             setattr(new, name, copy.deepcopy(getattr(self, name), memo))

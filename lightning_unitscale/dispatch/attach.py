@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_unitscale.capture.steps import EVALUATION_STEPS, LIGHTNING_STEPS
+from lightning_unitscale.capture.steps import EVALUATION_STEPS, LIGHTNING_STEPS, steps_of
 from lightning_unitscale.compiling import is_exporting
+from lightning_unitscale.dispatch.captured_graphs import SessionRewriter
 from lightning_unitscale.dispatch.formats import Numerics
 from lightning_unitscale.dispatch.kernels import close_session, install_passes, open_session
 from lightning_unitscale.dispatch.recompiling import running_compiled
@@ -116,11 +117,14 @@ class AttachedSession:
             module, SessionMethod.run_as.__code__, units or Units(), numerics
         )
         self._module = module
+        self._steps = steps_of(module)
         self.methods: dict[str, SessionMethod] = {}
         self._shadows: dict[str, Shadow] = {}
         with ExitStack() as undo:
             undo.callback(self.detach)
             open_session(self.session)
+            if self._steps is not None:
+                self._steps.rewrite_by(SessionRewriter(self.session))
             for name in names:
                 method = self.method_type(self, name, getattr(module, name))
                 self.methods[name] = method
@@ -146,5 +150,7 @@ class AttachedSession:
     def detach(self) -> None:
         """Put the methods and torch's kernels back. May be called more than once."""
         close_session(self.session)
+        if self._steps is not None:
+            self._steps.rewrite_by(None)
         for shadow in self._shadows.values():
             shadow.remove()

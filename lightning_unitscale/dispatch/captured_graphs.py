@@ -12,31 +12,9 @@ from lightning_unitscale.dispatch.joint_formats import FormatsInGraph
 from lightning_unitscale.dispatch.joint_units import UnitsInGraph
 from lightning_unitscale.dispatch.session import ProductSession, run_inside
 from lightning_unitscale.dispatch.torch_internals import Kernel
-from lightning_unitscale.graph.passes import GraphPass, Phase, StepGraph
+from lightning_unitscale.graph.passes import StepGraph
 from lightning_unitscale.lossless.rewrite import held_units
 from lightning_unitscale.lossless.units import GAUGE, HELD
-
-
-class SessionUnits(GraphPass):
-    """Tells the probes of captured graphs in which units the session's matmuls read tensors.
-
-    Args:
-        session: Whose steps they are.
-    """
-
-    name = "units at the dispatcher"
-    phase = Phase.REWRITE
-    needs_graph = False
-
-    def __init__(self, session: ProductSession) -> None:
-        self._session = session
-
-    def run(self, graph: StepGraph) -> tuple[str, ...]:
-        """Note the units; the graph stays as it is."""
-        units = self._session.units
-        graph.notes[GAUGE] = lambda: units.gauge
-        graph.notes[HELD] = held_units(graph)
-        return ("matmuls are scaled as they run",)
 
 
 class SessionRewriter:
@@ -48,6 +26,12 @@ class SessionRewriter:
 
     def __init__(self, session: ProductSession) -> None:
         self._session = session
+
+    def describe(self, notes: dict[str, Any], graph: StepGraph) -> None:
+        """Note in which units matmuls read the tensors of a captured graph."""
+        units = self._session.units
+        notes[GAUGE] = lambda: units.gauge
+        notes[HELD] = held_units(graph)
 
     def rewrite_joint(self, graph: fx.Graph) -> None:
         """Scale the matmuls of the graph of both passes, or of the only one."""

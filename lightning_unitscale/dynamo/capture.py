@@ -53,6 +53,9 @@ Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 class GraphRewriter(Protocol):
     """Rewrites the graphs of aten operators that AOTAutograd makes of a captured graph."""
 
+    def describe(self, notes: dict[str, Any], graph: Any) -> None:
+        """Note in which units matmuls read the tensors of a captured graph, for its probes."""
+
     def rewrite_joint(self, graph: fx.Graph) -> None:
         """Rewrite the graph of both passes, or the only one of a step without gradients."""
 
