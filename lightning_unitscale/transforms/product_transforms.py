@@ -20,6 +20,7 @@ from lightning_unitscale.capture.attach import (
     capture,
     captured_forward,
     explain_forward,
+    needs_own_units,
     products_of,
     reject_compiled,
 )
@@ -261,9 +262,12 @@ def _transformed(module: nn.Module, owner: str, *passes: GraphPass) -> nn.Module
     """
     reject_compiled(module)
     new = detached_copy(module)
-    passes = (*(_counting(owner, one) for one in passes if one.phase.rounds), *passes)
-    if steps_of(new) is not None or any(graph_pass.needs_graph for graph_pass in passes):
-        capture(new, owner, passes)
+    steps = steps_of(new)
+    has_own_units = steps is not None and any(map(needs_own_units, steps.passes))
+    if has_own_units or any(map(needs_own_units, passes)):
+        capture(
+            new, owner, (*(_counting(owner, one) for one in passes if one.phase.rounds), *passes)
+        )
         return new
     ModuleProducts.add(new, passes)
     new.__dict__["explain"] = MethodType(explain_forward, new)
