@@ -17,7 +17,7 @@ from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.rollback import detached_copy
 from lightning_unitscale.capture.steps import ModuleSteps, steps_of
 from lightning_unitscale.dynamo.capture import is_compiled
-from lightning_unitscale.graph.passes import GraphPass, Phase
+from lightning_unitscale.graph.passes import GraphPass
 
 PRODUCTS = "_module_products"
 
@@ -62,9 +62,7 @@ def reject_compiled(module: nn.Module) -> None:
 
 
 def capture(module: nn.Module, owner: str, passes: tuple[GraphPass, ...]) -> ModuleSteps:
-    """Capture ``forward``; what has run at the dispatcher so far does so around the graphs.
-
-    Rules decide units and formats on their own graphs, and take over what was wanted before.
+    """Capture ``forward``, with what has run at the dispatcher so far as passes.
 
     Args:
         module: The module.
@@ -77,24 +75,13 @@ def capture(module: nn.Module, owner: str, passes: tuple[GraphPass, ...]) -> Mod
     steps = steps_of(module)
     if steps is None:
         steps = ModuleSteps(module, ("forward",))
-    goes_on = products is not None and not any(map(needs_own_units, passes))
-    taken = () if products is None or goes_on else products.passes_beside(passes)
-    for graph_pass in (*taken, *passes):
+    for graph_pass in (*(() if products is None else products.passes_beside(passes)), *passes):
         steps.add_pass(graph_pass)
     steps.attach(owner)
-    if goes_on:
-        products.go_on()
-    elif products is not None:
+    if products is not None:
         products.measure_again(steps.steps["forward"])
     module.__dict__["explain"] = MethodType(explain_forward, module)
     return steps
-
-
-def needs_own_units(graph_pass: GraphPass) -> bool:
-    """Return whether a pass has units and formats on graphs, as those of rules do."""
-    return graph_pass.phase is Phase.REPARAMETRIZE or (
-        graph_pass.phase.rounds and graph_pass.needs_graph
-    )
 
 
 def explain_forward(module: nn.Module) -> str:
@@ -104,8 +91,7 @@ def explain_forward(module: nn.Module) -> str:
     """
     products = products_of(module)
     if products is not None:
-        steps = steps_of(module)
-        parts = [products.explain(), "" if steps is None else steps.explain()]
-        return "\n\n".join(filter(None, parts))
+        explanation: str = products.explain()
+        return explanation
     steps = steps_of(module)
     return "" if steps is None else steps.explain()

@@ -164,12 +164,6 @@ class ModuleProducts(AttachedSession):
         example = units_of_example(self._module, args, kwargs)
         self.session.units.restore(example.gauge, example.plain)
 
-    def go_on(self) -> ModuleProducts:
-        """Run the products of the module again, whose ``forward`` was exchanged meanwhile."""
-        new = ModuleProducts(self._module, self.passes)
-        new._go_on_from(self.session.units)
-        return new
-
     def passes_beside(self, others: Sequence[GraphPass]) -> list[GraphPass]:
         """The passes, for others to join; units that those measure take the place of ours."""
         is_replaced = any(isinstance(other, LosslessUnitScale) for other in others)

@@ -20,7 +20,6 @@ from lightning_unitscale.capture.attach import (
     capture,
     captured_forward,
     explain_forward,
-    needs_own_units,
     products_of,
     reject_compiled,
 )
@@ -262,12 +261,9 @@ def _transformed(module: nn.Module, owner: str, *passes: GraphPass) -> nn.Module
     """
     reject_compiled(module)
     new = detached_copy(module)
-    steps = steps_of(new)
-    has_own_units = steps is not None and any(map(needs_own_units, steps.passes))
-    if has_own_units or any(map(needs_own_units, passes)):
-        capture(
-            new, owner, (*(_counting(owner, one) for one in passes if one.phase.rounds), *passes)
-        )
+    passes = (*(_counting(owner, one) for one in passes if one.phase.rounds), *passes)
+    if steps_of(new) is not None or any(graph_pass.needs_graph for graph_pass in passes):
+        capture(new, owner, passes)
         return new
     ModuleProducts.add(new, passes)
     new.__dict__["explain"] = MethodType(explain_forward, new)
