@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_unitscale import FP8, UnitScaleCallback
 from lightning_unitscale.dynamo import capture
-from tests.callbacks.runs import QUIET
+from tests.callbacks.runs import QUIET, Capturing
 
 
 class Net(pl.LightningModule):
@@ -324,8 +324,8 @@ def test_captured_steps_beyond_the_recompile_limit(monkeypatch: pytest.MonkeyPat
 
     data = batches(*[4] * 8)
     plain, _ = fit(Growing(), data)
-    callback = UnitScaleCallback(precision="fp8", remat="min_cut")
-    steps, (warning,) = fit(Growing(), data, callback)
+    callback = UnitScaleCallback(precision="fp8")
+    steps, (warning,) = fit(Growing(), data, callback, Capturing())
     assert _are_rounded(steps, plain) == [True] * 4 + [False] * 4
     assert "coverage by FP8 went from 100 % to 0 % of the FLOPs at step " in warning
     assert "up (Dynamo captures no graph, as beyond its recompile limit)" in warning

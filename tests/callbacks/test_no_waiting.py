@@ -22,7 +22,7 @@ from lightning_unitscale import ScaleMonitor, UnitScaleCallback, attach
 from lightning_unitscale.callbacks import Simulate
 from lightning_unitscale.lossless.gauge import GaugePair
 from tests.callbacks.absent_gpu import CUDA, Gpu, a_gpu
-from tests.callbacks.runs import QUIET
+from tests.callbacks.runs import QUIET, Capturing
 from tests.triton_helpers import needs_triton
 
 # The numbers of the GPU that is not there are the same everywhere, and a readout is most of a small
@@ -235,8 +235,8 @@ class Steps(pl.Callback):
 @pytest.mark.parametrize(
     ("options", "at_looks"),
     [
-        ({"remat": "min_cut"}, []),
-        ({"remat": "min_cut", "precision": "fp8"}, ["calibrate.arrived"]),
+        ({}, []),
+        ({"precision": "fp8"}, ["calibrate.arrived"]),
         ({"method": "u-mup"}, []),
     ],
     ids=["units", "fp8", "rules"],
@@ -251,7 +251,7 @@ def test_a_captured_step(options: dict[str, Any], at_looks: list[str]) -> None:
             strategy=Absent(),
             max_steps=NUM_STEPS,
             gradient_clip_val=1.0,
-            callbacks=[Steps(gpu), callback, monitor, seen := Seen(monitor)],
+            callbacks=[Steps(gpu), callback, monitor, seen := Seen(monitor), Capturing()],
             **QUIET,
         )
         trainer.fit(module, Batches(gpu))
@@ -286,13 +286,13 @@ def test_a_captured_step(options: dict[str, Any], at_looks: list[str]) -> None:
 def test_steps_after_the_first(arrangement: str, settings: dict[str, Any]) -> None:
     """Batches are accumulated, gradients are clipped, and the monitor is there but not sampling."""
     options: dict[str, Any] = {"precision": "fp8"} if "fp8" in arrangement else {}
-    if "captured" in arrangement:
-        options["remat"] = 0.9
     callbacks: list[pl.Callback] = []
     if arrangement != "monitor":
         callbacks.append(UnitScaleCallback(recalibrate=None, **options))
     if "monitor" in arrangement:
         callbacks.append(ScaleMonitor(last_step=0, on_violation=None))
+    if "captured" in arrangement:
+        callbacks.append(Capturing())
     with a_gpu() as gpu:
         with CUDA:
             module = Layers()

@@ -17,6 +17,7 @@ from lightning_unitscale.graph.recorder import GraphInterpreter
 from tests.callbacks.modules import Evaluated, Regression, regression_with
 from tests.callbacks.runs import (
     BOTH_WAYS,
+    Capturing,
     assert_same_run,
     loader,
     monitor_of,
@@ -107,14 +108,14 @@ class Growing(Regression):
     training_step = _growing
 
 
-@BOTH_WAYS
+@pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("recalibrate", ["auto", None, 2, 5])
 def test_units_follow_without_a_compilation(
-    recalibrate: Any, captured: dict[str, Any], captures: list[str]
+    recalibrate: Any, captured: bool, captures: list[str]
 ) -> None:
     _, callbacks = assert_same_run(
         Growing,
-        lambda: [UnitScaleCallback(**captured, recalibrate=recalibrate)],
+        lambda: [UnitScaleCallback(recalibrate=recalibrate), *[Capturing()] * captured],
         max_steps=20,
     )
     assert captures == (["training_step"] if captured else [])
@@ -159,18 +160,18 @@ def test_a_captured_step_that_is_not_sampled_runs_the_plain_variant(
     first: str, captures: list[str], variants: list[bool]
 ) -> None:
     callbacks = [
-        UnitScaleCallback(remat="min_cut", recalibrate=None),
+        UnitScaleCallback(recalibrate=None),
         ScaleMonitor(every_n_steps=4),
     ]
     if first == "monitor":
         callbacks.reverse()
-    run(Regression, callbacks, max_steps=10)
+    run(Regression, [*callbacks, Capturing()], max_steps=10)
     assert captures == ["training_step"]
     # The step that units are measured in runs neither variant.
     assert variants == [step in (1, 4, 8, 9) for step in range(1, 10)]
     variants.clear()
-    callbacks = [UnitScaleCallback(remat="min_cut", recalibrate=3), ScaleMonitor(every_n_steps=4)]
-    run(Regression, callbacks, max_steps=10)
+    callbacks = [UnitScaleCallback(recalibrate=3), ScaleMonitor(every_n_steps=4)]
+    run(Regression, [*callbacks, Capturing()], max_steps=10)
     assert [one.step for one in monitor_of(callbacks).snapshots] == [0, 1, 4, 8, 9]
     assert variants == [step in (1, 3, 4, 6, 8, 9) for step in range(1, 10)]
 
@@ -250,14 +251,14 @@ class Counted(Evaluated):
 
 
 @pytest.mark.parametrize(
-    ("make", "captured"), [(Counted, {}), (Evaluated, {}), (Evaluated, {"remat": "min_cut"})]
+    ("make", "captured"), [(Counted, False), (Evaluated, False), (Evaluated, True)]
 )
 def test_steps_run_once_a_batch_and_are_captured_once_or_never(
-    make: Any, captured: dict[str, Any], captures: list[str]
+    make: Any, captured: bool, captures: list[str]
 ) -> None:
     found, _ = assert_same_run(
         make,
-        lambda: [UnitScaleCallback(**captured), ScaleMonitor()],
+        lambda: [UnitScaleCallback(), ScaleMonitor(), *[Capturing()] * captured],
         max_epochs=3,
         max_steps=-1,
         num_sanity_val_steps=1,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_unitscale.capture.rollback import detached_copy
 from lightning_unitscale.rules.transform import unit_scale
-from lightning_unitscale.transforms import remat, track_scales
+from lightning_unitscale.transforms import lossless_unit_scale, track_scales
 from tests.helpers import assert_same_bits
 
 
@@ -53,10 +53,12 @@ def test_inputs_that_deepcopy_refuses(name: str) -> None:
     plain, x = network(), INPUTS[name]()
     with pytest.raises(RuntimeError):
         copy.deepcopy(x)
-    for module in (remat(plain, "min_cut"), track_scales(plain)):
+    scaled = lossless_unit_scale(plain, x)
+    for module in (scaled, track_scales(plain)):
         result = module(x)
         assert type(result) is type(x)
         assert_same_bits(result.as_subclass(Tensor), plain(x).as_subclass(Tensor))
+    assert len(scaled.gauge()) > 0  # type: ignore[operator]
     by_rules = unit_scale(plain)
     by_rules(x).sum().backward()
     assert "2 by rule" in by_rules.explain()  # type: ignore[operator]
