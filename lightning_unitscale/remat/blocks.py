@@ -126,6 +126,11 @@ def _separators(problem: RematProblem, forward: Ints, time: Ints) -> list[tuple[
     sizes, ends = problem.num_bytes.tolist(), last.tolist()
     live: list[int] = []
     separators: list[tuple[int, int]] = []
+    # An operation with several outputs stays together with these.
+    is_whole = np.ones(count, dtype=np.bool_)
+    for producer, user in zip(producers[runs], users[runs], strict=True):
+        if problem.is_tuple[producer]:
+            is_whole[time[producer] : time[user]] = False
     seen: set[int] = set()
     for now in range(count - 1):
         live = [base for base in live if ends[base] > now] + starting[now]
@@ -133,10 +138,7 @@ def _separators(problem: RematProblem, forward: Ints, time: Ints) -> list[tuple[
             continue
         largest = max(live, key=lambda base: sizes[base])
         beside = sum(sizes[base] for base in live) - sizes[largest]
-        # An operation with several outputs stays together with these.
-        following = int(forward[now + 1])
-        is_whole = not problem.is_tuple[list(problem.nodes[following].inputs)].any()
-        allowed = problem.nodes[largest].can_save and time[largest] <= now and is_whole
+        allowed = problem.nodes[largest].can_save and time[largest] <= now and is_whole[now]
         if beside <= _BESIDE * sizes[largest] and allowed and largest not in seen:
             seen.add(largest)
             separators.append((now, largest))

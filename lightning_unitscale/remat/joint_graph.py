@@ -31,7 +31,8 @@ _RNG_STATE_BYTES = 5056
 # A smaller result is saved rather than its generator's state.
 _REPLAY_FROM_BYTES = 16 * _RNG_STATE_BYTES
 # Operators that are known to depend on nothing but their arguments; collectives are not.
-_PURE_NAMESPACES = ("aten", "prims", "prim")
+# Of our own operators, one that must not run again says so in its node's ``recompute``.
+_PURE_NAMESPACES = ("aten", "prims", "prim", "lightning_unitscale")
 # Sums in an order that no two runs share, where threads add to one place atomically.
 _ATOMIC = ("index_add", "scatter_add", "scatter_reduce", "index_put", "cumsum", "histc", "bincount")
 
