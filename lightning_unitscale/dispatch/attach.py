@@ -131,10 +131,6 @@ class AttachedSession:
                 self._shadows[name] = Shadow(module, name, method)
             undo.pop_all()
 
-    def begin_part(self) -> None:
-        """Begin a part of a step, such as a stage with one microbatch: matmuls count from there."""
-        self.session.sites.begin()
-
     def is_training(self, name: str) -> bool:
         """Whether a call of a method is one of training."""
         if name in LIGHTNING_STEPS:

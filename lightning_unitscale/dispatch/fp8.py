@@ -336,7 +336,7 @@ def _run_layer(
     if run is None or site is None or not site.is_settled or input.shape[-1:] != weight.shape[1:]:
         return None
     names = site.operand_names
-    product = Product(_MM, site, FORWARD, (), (False, False), names, session.units.step)
+    product = Product(_MM, site, FORWARD, (), (False, False), names, session.units.rounding_step)
     product.take(site.log2_units)
     if numerics.awaits((*names, site.name)) or not numerics.applies_to(product, operands, {}):
         return None

@@ -149,6 +149,15 @@ class ProductSession:
         forget_copy()
         self.units.begin_step(is_training=is_training)
 
+    def begin_part(self, index: int) -> None:
+        """Begin a part of a step that is run in microbatches: products are counted again.
+
+        Args:
+            index: Of the microbatch.
+        """
+        self.sites.begin()
+        self.units.begin_part(index)
+
     def end_step(self) -> None:
         """What is computed from now on, outside of any call, is no part of the step."""
         if self.is_after_call:
@@ -284,7 +293,7 @@ class ProductSession:
             (),
             (False,) * len(operands),
             site.operand_names,
-            self.units.step,
+            self.units.rounding_step,
         )
         product.take(units)
         extents: Extents = ()

@@ -34,7 +34,8 @@ class Units:
         self.is_used = is_used
         self.gauge = Gauge()
         self.plain: dict[str, dict[str, str]] = {}
-        self.step = 0
+        self.step = self.part = self._num_more = 0
+        self._is_training = False
         self.is_looking = False
         self.sites: dict[str, Site] = {}
         self.lacking: dict[str, str] = {}
@@ -82,9 +83,23 @@ class Units:
 
     def begin_step(self, *, is_training: bool) -> None:
         """Note which sites have all of their units in this step."""
-        self.step += is_training
+        # Each microbatch of the step before was one of its own.
+        self.step += self._num_more + is_training
+        self.part = self._num_more = 0
+        self._is_training = is_training
         for site in self.sites.values():
             site.is_settled = None not in site.log2_units and site.log2_gamma is not None
+
+    def begin_part(self, index: int) -> None:
+        """Begin a microbatch of a step, which rounds as a step of its own does."""
+        self.part = index
+        if self._is_training:
+            self._num_more = max(self._num_more, index)
+
+    @property
+    def rounding_step(self) -> int:
+        """Number of the step, or of the microbatch, that random numbers are drawn for."""
+        return self.step + self.part
 
     def note(self, product: MeasuredProduct) -> None:
         """Note what was measured of a product, for :meth:`take` or :meth:`receive`."""

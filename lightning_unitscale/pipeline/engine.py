@@ -182,7 +182,7 @@ class PipelineRunner:
         num_accumulated: Batches whose gradients are added up: each has so much less of a share.
         last_rank: The rank of the last stage, and so of every result.
         is_last: Whether that is this rank.
-        before_stage: Called before a stage runs a microbatch.
+        before_stage: Called with the index of a microbatch before a stage runs it.
 
     Raises:
         ValueError: If the schedule cannot run the pipeline's stages on the group's ranks.
@@ -217,7 +217,7 @@ class PipelineRunner:
         )
         self.last_rank = self.schedule.rank_of(pipe.num_stages - 1, num_ranks)
         self.is_last = self.last_rank == rank
-        self.before_stage: Callable[[], None] = nothing
+        self.before_stage: Callable[[int], None] = nothing
         owners = {
             name: tuple(sorted({self.schedule.rank_of(stage, num_ranks) for stage in stages}))
             for name, stages in pipe.shared_parameters().items()
@@ -352,7 +352,7 @@ class PipelineRunner:
         """The outputs of a stage for one microbatch; of the last one the loss, if it is known."""
         info, index = stage.info, int(microbatch)
         inputs = self._microbatches[index]
-        self.before_stage()
+        self.before_stage(index)
         run = self._replaced.get(info.index, stage)
         outputs = run(*received, *(inputs[position] for position in info.inputs))
         if not info.is_last:

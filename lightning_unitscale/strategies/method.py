@@ -77,7 +77,7 @@ class Pipelining:
         replicas: This rank in every pipeline, of which the first chooses the cuts.
         num_accumulated: Says how many batches one optimizer step adds up.
         free_unowned: Whether a rank frees the parameters that other ranks have.
-        before_stage: Called before a stage runs a microbatch.
+        before_stage: Called with the index of a microbatch before a stage runs it.
     """
 
     schedule: str
@@ -89,7 +89,7 @@ class Pipelining:
     replicas: Replicas
     num_accumulated: Callable[[], int]
     free_unowned: bool
-    before_stage: Callable[[], None]
+    before_stage: Callable[[int], None]
 
     @property
     def owned(self) -> set[str]:

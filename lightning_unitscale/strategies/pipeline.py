@@ -358,12 +358,12 @@ class PipelineStrategy(EvaluatingStrategy):
             return self._run_pipelined(*args, **kwargs)
         return session.run_as(self._run_pipelined, *args, **kwargs)
 
-    def _begin_part(self) -> None:
+    def _begin_part(self, microbatch: int) -> None:
         """Have the matmuls of each stage and microbatch named from the first again."""
         assert self.lightning_module is not None
         session = session_method(self.lightning_module, "training_step")
         if session is not None:
-            session.owner.begin_part()
+            session.owner.session.begin_part(microbatch)
 
     def _run_pipelined(self, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self._step, PipelinedStep):
