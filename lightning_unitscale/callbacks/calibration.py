@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -30,21 +30,17 @@ from lightning_unitscale.callbacks.steps import (
     starting_batch,
     step_arguments,
 )
-from lightning_unitscale.callbacks.trainer_settings import searches_rate
 from lightning_unitscale.callbacks.units import (
     MeasuredUnits,
     RecalibrationSchedule,
     joint_unrepresentable,
     unrepresentable_from_state,
 )
-from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.steps import ModuleSteps
-from lightning_unitscale.compiling import is_compiling
 from lightning_unitscale.functional.scale import forget_recorded_backward
 from lightning_unitscale.lossless.calibrate import Calibrator, Measured
 from lightning_unitscale.lossless.fp8_range import Unrepresentable
 from lightning_unitscale.lossless.gauge import Gauge, GaugePair
-from lightning_unitscale.lossless.rehearsal import runs_in_fp16
 from lightning_unitscale.lossless.rewrite import LosslessUnitScale
 from lightning_unitscale.precision.fp8 import FP8Linears
 from lightning_unitscale.precision.simulate import SimulateFormat
@@ -59,7 +55,7 @@ class GraphUnits(MeasuredUnits):
     Args:
         rewrite: The pass that the gauge belongs to.
         schedule: When units are looked at again.
-        rules: The scale rules that want to know each parameter's gradient, if there are any.
+        rules: The scale rules, which want to know each parameter's gradient.
         fp8: The pass that is told which products FP8 does not fit, if there is one.
         simulation: Formats to simulate, if any.
     """
@@ -68,7 +64,7 @@ class GraphUnits(MeasuredUnits):
         self,
         rewrite: LosslessUnitScale,
         schedule: RecalibrationSchedule,
-        rules: RuleScaling | None,
+        rules: RuleScaling,
         fp8: FP8Linears | None,
         simulation: SimulateFormat | None,
     ) -> None:
@@ -97,8 +93,6 @@ class GraphUnits(MeasuredUnits):
             is_other: Whether it is another module than before, whose gauge is forgotten.
         """
         self._loop, self._steps = loop, steps
-        if self._changes_numbers and searches_rate(loop.trainer):
-            steps.steps["training_step"].before_call = self._before_search
         forget_recorded_backward()
         if is_other:
             self._rewrite.set_gauge(Gauge())
@@ -144,10 +138,9 @@ class GraphUnits(MeasuredUnits):
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Let the rules look at the gradients that an optimizer is about to use."""
-        if self._rules is not None:
-            # In a format, what has no unit yet may be flushed: that says nothing of a gradient.
-            is_exact = not (self._changes_numbers and self._rewrite.missing)
-            self._rules.before_optimizer_step(self._trainer.lightning_module, optimizer, is_exact)
+        # In a format, what has no unit yet may be flushed: that says nothing of a gradient.
+        is_exact = not (self._changes_numbers and self._rewrite.missing)
+        self._rules.before_optimizer_step(self._trainer.lightning_module, optimizer, is_exact)
 
     @override
     def begin_evaluation(self, name: str, batch: Any = None, *indices: int) -> None:
@@ -162,12 +155,8 @@ class GraphUnits(MeasuredUnits):
 
     def _calibrate_forward(self, name: str, batch: Any, *indices: int) -> None:
         assert self._steps is not None
-        trainer = self._trainer
-        if not self._needs_units_at_once(trainer, name):
-            self._measure_live(name)
-            return
         rehearse_evaluation(
-            trainer, self._steps, self._rewrite, name, (batch, *indices), self._joint_results
+            self._trainer, self._steps, self._rewrite, name, (batch, *indices), self._joint_results
         )
 
     @override
@@ -219,21 +208,11 @@ class GraphUnits(MeasuredUnits):
         trainer = self._trainer
         step, module = self._steps.steps[name], trainer.lightning_module
         with starting_batch(module, step, *indices):
-            if self._rules is not None:
-                train = name == "training_step"
-                seen = rehearsed(trainer, batch) if train else batch
-                arguments = step_arguments(module, name, seen, *indices)
-                self._rules.plan_step(trainer, step, arguments, train=train)
+            train = name == "training_step"
+            seen = rehearsed(trainer, batch) if train else batch
+            arguments = step_arguments(module, name, seen, *indices)
+            self._rules.plan_step(trainer, step, arguments, train=train)
             yield
-
-    def _before_search(self, step: CapturedStep, args: tuple[Any, ...], _: dict[str, Any]) -> None:
-        """Measure the first batch of a search for a learning rate, which calls no callbacks."""
-        if self.is_calibrated or self._live is not None or is_compiling():
-            return
-        trainer = cast("pl.LightningModule", step.owner.module).trainer
-        if trainer.training:
-            batch, batch_idx = (*args, 0)[:2]
-            self._calibrate(trainer, batch, batch_idx)
 
     def _calibrate(self, trainer: pl.Trainer, batch: Any, batch_idx: int) -> None:
         assert self._steps is not None
@@ -242,18 +221,13 @@ class GraphUnits(MeasuredUnits):
             # Such a step updates weights or consumes batches by itself: it cannot be rehearsed.
             self._measure_live("training_step")
             return
-        if not self._needs_units_at_once(trainer, "training_step"):
-            # The first real step has the same bits without units, and nothing is done twice.
-            self._measure_live("training_step")
-            return
         measured = rehearse_training(
             trainer, self._steps, self._rewrite, batch, batch_idx, self._joint_results
         )
         if measured is not None:
             self.is_calibrated = True
             (gradients,) = joint_rms(measured)
-            if self._rules is not None:
-                self._rules.measured(trainer, gradients)
+            self._rules.measured(trainer, gradients)
         else:
             refuse_live(trainer, "a rehearsal of it has no loss to start from")
             self._measure_live("training_step")
@@ -274,16 +248,6 @@ class GraphUnits(MeasuredUnits):
 
         rehearse_training(trainer, self._steps, self._rewrite, batch, batch_idx, of_missing)
 
-    def _needs_units_at_once(self, trainer: pl.Trainer, name: str) -> bool:
-        """Whether the first real step of this name would be another one without units."""
-        assert self._steps is not None
-        if self._steps.changes_numbers(name):
-            return True
-        if pipeline_of(trainer) is not None:
-            return True
-        with trainer.precision_plugin.train_step_context():
-            return runs_in_fp16(trainer.lightning_module)
-
     def _measure_live(self, name: str) -> None:
         assert self._steps is not None
         if self._steps.sharded is not None:
@@ -295,8 +259,7 @@ class GraphUnits(MeasuredUnits):
             )
         self._stop_live()
         self._live = self._rewrite.calibrator()
-        if self._rules is not None:
-            self._rules.gradients.watch()
+        self._rules.gradients.watch()
         self._steps.steps[name].interpreter = self._live
 
     def _adopt_live(self, calibrator: Calibrator) -> None:
@@ -305,8 +268,7 @@ class GraphUnits(MeasuredUnits):
             calibrator.clear()
             return
         self._take_gauge(measured, "the first batch")
-        if self._rules is not None:
-            self._rules.measured(self._trainer, *joint_rms(self._rules.gradients.watched()))
+        self._rules.measured(self._trainer, *joint_rms(self._rules.gradients.watched()))
         self._stop_live()
         self.is_calibrated = True
 

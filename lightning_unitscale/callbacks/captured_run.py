@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from lightning_unitscale.callbacks.remat import step_partitioner
 from lightning_unitscale.callbacks.steps import attach_steps
 from lightning_unitscale.capture.steps import ModuleSteps
 from lightning_unitscale.dynamo.capture import CompileMode
+from lightning_unitscale.graph.passes import GraphPass
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -24,6 +26,7 @@ def capture_run(
     *,
     remat: str | int | float | None,
     compile: bool | CompileMode,
+    passes: Callable[[], Sequence[GraphPass]] = tuple,
     leaving: ExitStack,
 ) -> ModuleSteps:
     """Capture the steps of a Trainer's module, within a budget or by Inductor where asked for.
@@ -34,13 +37,15 @@ def capture_run(
         owner: The callback.
         remat: Budget for rematerialization, if there is one.
         compile: Whether Inductor runs the graphs, or in which mode.
+        passes: Says which passes over the graphs go when the owner leaves.
         leaving: Gets what undoes it.
     """
     if compile:
         refuse_distributed_tensors(trainer, f"compile={compile!r}")
     partitioner = None if remat is None else step_partitioner(trainer, module, remat)
     steps = attach_steps(trainer, module, owner)
-    leaving.callback(steps.detach, type(owner).__name__)
+    name = type(owner).__name__
+    leaving.callback(lambda: steps.detach(name, *passes()))
     if compile:
         steps.use_executor("inductor", mode_of(compile))
     if partitioner is not None:

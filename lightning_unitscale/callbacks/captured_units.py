@@ -1,4 +1,4 @@
-"""All that a ``UnitScaleCallback`` does to a module whose steps run as captured graphs."""
+"""All that a ``UnitScaleCallback`` does to a module that it scales by rules."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from lightning_unitscale.callbacks.calibration import GraphUnits
+from lightning_unitscale.callbacks.captured_run import capture_run
 from lightning_unitscale.callbacks.distributed import (
     pipeline_of,
-    refuse_distributed_tensors,
     refuse_sharded_parameters,
 )
 from lightning_unitscale.callbacks.explanation import Explanation, units_table
-from lightning_unitscale.callbacks.fallbacks import keep_plain_where_recorded
 from lightning_unitscale.callbacks.lightning_loop import LightningLoop
-from lightning_unitscale.callbacks.options import Rules, mode_of
+from lightning_unitscale.callbacks.options import Rules
 from lightning_unitscale.callbacks.packages import is_lightning, misconfigured
-from lightning_unitscale.callbacks.remat import RematCallback, step_partitioner
+from lightning_unitscale.callbacks.remat import RematCallback
 from lightning_unitscale.callbacks.rules import RuleScaling
-from lightning_unitscale.callbacks.steps import all_callbacks, attach_steps
+from lightning_unitscale.callbacks.steps import all_callbacks
 from lightning_unitscale.callbacks.units import RecalibrationSchedule
 from lightning_unitscale.capture.gathering import GatherParameters
 from lightning_unitscale.capture.sharded import ShardedModule
@@ -37,12 +36,12 @@ if TYPE_CHECKING:
 
 
 class CapturedUnits(GraphUnits):
-    """Units, rules and formats of a LightningModule's captured steps.
+    """Rules, units and formats of a LightningModule's captured steps.
 
     Args:
-        method: What the callback was asked for.
+        method: The rules as the user gave them, for errors.
         schedule: When units are looked at again.
-        rules: The scale rules, if there are any.
+        rules: The scale rules.
         fp8: What runs in FP8, if anything does.
         simulation: Formats to simulate, if any.
         remat: Budget for rematerialization, if there is one.
@@ -51,9 +50,9 @@ class CapturedUnits(GraphUnits):
 
     def __init__(
         self,
-        method: str | Rules,
+        method: Rules,
         schedule: RecalibrationSchedule,
-        rules: RuleScaling | None,
+        rules: RuleScaling,
         fp8: FP8Linears | None,
         simulation: SimulateFormat | None,
         *,
@@ -65,39 +64,12 @@ class CapturedUnits(GraphUnits):
         self._method = method
         self._remat = remat
         self._compile = compile
-        self._owner = ""
+        self._leaving = ExitStack()
         self._gathering: GatherParameters | None = None
         self._counting: list[GraphPass] = []
         self._last_explanation = Explanation(
             "Nothing has been captured yet: run fit, validate, test or predict."
         )
-
-    def check_not_wanted(self) -> None:
-        """Refuse what needs captured graphs, in a loop whose steps are not captured.
-
-        Raises:
-            ValueError: With what was asked for.
-        """
-        for option, is_asked in self._asked().items():
-            if is_asked:
-                raise ValueError(
-                    f"{option}: it rewrites captured steps, which only a Lightning Trainer's are; "
-                    "expected method='lossless' in other loops; use lightning_unitscale.transforms "
-                    "there, or a Trainer."
-                )
-
-    @property
-    def are_wanted(self) -> bool:
-        """Whether what the callback was asked for needs captured graphs."""
-        return any(self._asked().values())
-
-    def _asked(self) -> dict[str, bool]:
-        """Options that need captured graphs with any Trainer, and whether they were asked for."""
-        return {
-            f"method={self._method!r}": isinstance(self._method, Rules),
-            f"compile={self._compile!r}": bool(self._compile),
-            f"remat={self._remat!r}": self._remat is not None,
-        }
 
     def capture(
         self,
@@ -118,18 +90,19 @@ class CapturedUnits(GraphUnits):
             # Stages are cut from one rewritten graph, whether their units are looked at or not;
             # those of what is zero at first have to be, on any schedule.
             self._fp8.takes_units_in = pipeline_of(trainer) is None
-        if self._compile:
-            refuse_distributed_tensors(trainer, f"compile={self._compile!r}")
         is_sharded = is_lightning(trainer.strategy, "ModelParallelStrategy")
-        if self._rules is not None:
-            self._check_sharding(trainer, is_sharded=is_sharded)
-            self._rules.attach(trainer, module, is_other=is_other)
-        remat = self._remat
-        partitioner = None if remat is None else step_partitioner(trainer, module, remat)
-        self._owner = type(owner).__name__
-        # From here on there is something to leave.
-        steps = self._steps = attach_steps(trainer, module, owner)
-        if self._rules is not None and is_sharded:
+        self._check_sharding(trainer, is_sharded=is_sharded)
+        self._rules.attach(trainer, module, is_other=is_other)
+        steps = self._steps = capture_run(
+            trainer,
+            module,
+            owner,
+            remat=self._remat,
+            compile=self._compile,
+            passes=self._passes,
+            leaving=self._leaving,
+        )
+        if is_sharded:
             steps.sharded = ShardedModule(module)
             self._gathering = GatherParameters(steps.sharded)
         self.attach(loop, steps, is_other=is_other)
@@ -141,11 +114,6 @@ class CapturedUnits(GraphUnits):
         for graph_pass in self._passes():
             if graph_pass not in steps.passes:
                 steps.add_pass(graph_pass)
-        if self._compile:
-            steps.use_executor("inductor", mode_of(self._compile))
-        if partitioner is not None:
-            steps.partition_by(partitioner)
-        keep_plain_where_recorded(steps, module)
 
     def _check_sharding(self, trainer: pl.Trainer, *, is_sharded: bool) -> None:
         """Refuse to scale by rules what the steps of a sharded module cannot have.
@@ -184,8 +152,7 @@ class CapturedUnits(GraphUnits):
 
     def start_fit(self) -> None:
         """Give the Trainer's settings their meaning for gradients in units."""
-        if self._rules is not None:
-            self._rules.start_fit(self._trainer)
+        self._rules.start_fit(self._trainer)
 
     @override
     def explain(self) -> Explanation:
@@ -201,11 +168,8 @@ class CapturedUnits(GraphUnits):
             return
         with ExitStack() as leaving:  # all of it, if one part raises; the last part comes first
             leaving.callback(setattr, steps, "sharded", None)
-            leaving.callback(steps.detach, self._owner, *self._passes())
-            if self._remat is not None:
-                leaving.callback(steps.partition_by, None)
-            if self._rules is not None:
-                leaving.callback(self._rules.restore)
+            leaving.callback(self._leaving.close)
+            leaving.callback(self._rules.restore)
             leaving.callback(super().leave)
             self._last_explanation = self.explain()
         self._gathering = None
@@ -217,7 +181,7 @@ class CapturedUnits(GraphUnits):
         self._counted.add(name, coverage, is_training=is_training, when=when)
 
     def _passes(self) -> list[GraphPass]:
-        rules = [] if self._rules is None else [self._rules.rules, self._rules.gradients]
+        rules = [self._rules.rules, self._rules.gradients]
         simulation = [] if self._simulation is None else [self._simulation]
         fp8 = [] if self._fp8 is None else [self._fp8]
         gathering = [] if self._gathering is None else [self._gathering]

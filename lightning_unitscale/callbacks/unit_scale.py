@@ -44,7 +44,6 @@ from lightning_unitscale.callbacks.trainer_settings import (
     check_simulation,
 )
 from lightning_unitscale.callbacks.units import MeasuredUnits, RecalibrationSchedule
-from lightning_unitscale.capture.steps import ModuleSteps
 from lightning_unitscale.dispatch.coverage import Coverage
 from lightning_unitscale.dynamo.capture import CompileMode
 from lightning_unitscale.loops.loop import Claim, Loop
@@ -163,19 +162,19 @@ class UnitScaleCallback(StepsCallback):
             self._simulation = self.simulate.rounding_pass()
         schedule = RecalibrationSchedule(recalibrate)
         self._products = ProductUnits(schedule, self._simulation, self._fp8)
-        self._graphs = CapturedUnits(
-            self.method,
-            schedule,
-            self._rules,
-            self._fp8,
-            self._simulation,
-            remat=self.remat,
-            compile=compile,
-        )
-        self._runs_captured = False
+        self._graphs: CapturedUnits | None = None
+        if self._rules is not None and isinstance(self.method, Rules):
+            self._graphs = CapturedUnits(
+                self.method,
+                schedule,
+                self._rules,
+                self._fp8,
+                self._simulation,
+                remat=self.remat,
+                compile=compile,
+            )
         self._checkpoints = ExitStack()
         self._captured = ExitStack()
-        self._steps: ModuleSteps | None = None
         # Whether what the user has named was there in the first training step.
         self._is_checked = False
         self._module: Callable[[], nn.Module | None] | None = None
@@ -187,7 +186,7 @@ class UnitScaleCallback(StepsCallback):
 
     @property
     def _units(self) -> MeasuredUnits:
-        return self._graphs if self._runs_captured else self._products
+        return self._products if self._graphs is None else self._graphs
 
     @property
     def coverage(self) -> Coverage:
@@ -201,7 +200,15 @@ class UnitScaleCallback(StepsCallback):
     @override
     def captures_steps(self, trainer: pl.Trainer) -> bool:
         """Whether this needs the module's steps as captured graphs."""
-        return self._graphs.are_wanted
+        return any(self._captured_for().values())
+
+    def _captured_for(self) -> dict[str, bool]:
+        """Return the options that need captured steps, and whether they were asked for."""
+        return {
+            f"method={self.method!r}": self._rules is not None,
+            f"compile={self.compile!r}": bool(self.compile),
+            f"remat={self.remat!r}": self.remat is not None,
+        }
 
     def explain(self) -> Explanation:
         """What became of every product, when units were taken, and which; a notebook shows it."""
@@ -227,17 +234,15 @@ class UnitScaleCallback(StepsCallback):
             check_fp8(trainer)
         if self.simulate is not None:
             check_simulation(trainer, self.simulate.format)
-        is_captured = captures_steps(trainer)
-        self._runs_captured = self._rules is not None
         self._checkpoints.enter_context(
             checking_checkpoints(trainer, pl_module, self, self._method_name, self._mark)
         )
         loop = LightningLoop(trainer, pl_module)
-        if self._runs_captured:
+        if self._graphs is not None:
             self._graphs.capture(loop, self, is_other=self._take(loop))
         else:
-            if is_captured:
-                self._steps = capture_run(
+            if captures_steps(trainer):
+                capture_run(
                     trainer,
                     pl_module,
                     self,
@@ -252,8 +257,13 @@ class UnitScaleCallback(StepsCallback):
         if self._fp8 is not None:
             check_fp8_device(loop.device)
         report_unprotected(loop.module)
-        self._graphs.check_not_wanted()
-        self._runs_captured = False
+        for option, is_asked in self._captured_for().items():
+            if is_asked:
+                raise ValueError(
+                    f"{option}: it needs captured steps, which only a Lightning Trainer's are; "
+                    "expected method='lossless' in other loops; use lightning_unitscale.transforms "
+                    "there, or a Trainer."
+                )
         self._products.attach(loop, is_other=self._take(loop))
 
     def _take(self, loop: Loop) -> bool:
@@ -288,7 +298,8 @@ class UnitScaleCallback(StepsCallback):
     def leave(self) -> None:
         loop, self._loop = self._loop, None
         with ExitStack() as leaving:  # all of it, if one part raises
-            leaving.callback(self._graphs.leave)
+            if self._graphs is not None:
+                leaving.callback(self._graphs.leave)
             # The session is around the captured steps, so it is taken off first.
             leaving.callback(self._captured.close)
             leaving.callback(self._products.leave)
@@ -300,14 +311,14 @@ class UnitScaleCallback(StepsCallback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         report_unprotected(pl_module)
         warn_of_zero_eps(trainer.optimizers)
-        if self._runs_captured:
+        if self._graphs is not None:
             self._graphs.start_fit()
 
     @override
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        if self._runs_captured:
+        if self._graphs is not None:
             self._graphs.before_optimizer_step(optimizer)
 
     @override
@@ -330,8 +341,7 @@ class UnitScaleCallback(StepsCallback):
         if self._rules is not None and "rules" in state_dict:
             module = None if self._module is None else self._module()
             self._rules.load_state_dict(state_dict["rules"], module)
-        self._graphs.load_state_dict(state_dict)
-        self._products.load_state_dict(state_dict)
+        self._units.load_state_dict(state_dict)
         if (grid := self._moving_grid()) is not None:
             grid.step = state_dict.get("grid_step", 0)
 
