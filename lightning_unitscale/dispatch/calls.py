@@ -40,9 +40,9 @@ class Call:
     # By the address of each operand's data, which of the operands it is.
     pointers: dict[int, int]
     shapes: tuple[tuple[int, ...], ...]
-    # Operands whose gradients autograd computes, and those that are columns after columns.
-    needs: tuple[int, ...] = ()
-    turned: tuple[bool, ...] = (False, False)
+    strides: tuple[tuple[int, ...], ...] = ()
+    # Whether autograd computes the gradient of each operand.
+    needs: tuple[bool, ...] = ()
     # What was measured of the operands, and of the arriving gradient.
     extents: Extents = ()
     gradient_extent: Extent | None = None
@@ -57,6 +57,7 @@ class Call:
 CALLS: dict[NodeKey | int, tuple[weakref.ref[Any], Call]] = {}
 # Forward products whose backward pass may still come; each is a few numbers.
 _MAX_CALLS = 2**16
+_CALL = "lightning_unitscale.call"
 
 
 def remember(
@@ -75,20 +76,19 @@ def remember(
     """
     key = node_key(operands)
     # Within the forward of an autograd function the first product counts.
-    if key is None or (key in CALLS and not torch.is_grad_enabled()):
+    if key is None or (not torch.is_grad_enabled() and key in CALLS):
         return
     moves = saves_elsewhere()
-    pointers = {
-        tensor.data_ptr(): index
-        for index, tensor in enumerate(operands)
-        if not moves or (tensor if tensor._base is None else tensor._base).is_leaf
-    }
     call = Call(
         product,
-        pointers,
+        {
+            tensor.data_ptr(): index
+            for index, tensor in enumerate(operands)
+            if not moves or (tensor if tensor._base is None else tensor._base).is_leaf
+        },
         tuple([tensor.shape for tensor in operands]),
-        tuple(index for index in product.rule.backward_order if operands[index].requires_grad),
-        tuple(is_turned(tensor) for tensor in operands),
+        tuple([tensor.stride() for tensor in operands]),
+        tuple([tensor.requires_grad for tensor in operands]),
         extents,
     )
     record(key, session, call)
@@ -120,9 +120,16 @@ def node_key(operands: Sequence[Tensor]) -> NodeKey | None:
 
 def call_of(node: Any) -> tuple[weakref.ref[Any], Call] | None:
     """The product that an autograd node was made for, and whose that is."""
+    # From its first use on the node has it, and it goes when the node does.
+    metadata = node.metadata
+    recorded: tuple[weakref.ref[Any], Call] | None = metadata.get(_CALL)
+    if recorded is not None:
+        session = recorded[0]()
+        return recorded if session is None or session.is_open else None
     for key in keys_of(node):
-        if (call := CALLS.get(key)) is not None:
-            return call
+        if (recorded := CALLS.pop(key, None)) is not None:
+            metadata[_CALL] = recorded
+            return recorded
     return None
 
 
@@ -180,8 +187,10 @@ def sources_of(rule: ProductRule, call: Call, operands: Sequence[Tensor]) -> Sou
         return known
     if not candidates:
         return (None, *range(1, len(operands)))
-    needs = call.needs or (0, 1)
-    pair = _order_of(needs[(call.num_visits - 1) % len(needs)], call.turned)
+    order = call.product.rule.backward_order
+    needs = [index for index in order if call.needs and call.needs[index]] or [0, 1]
+    index = needs[(call.num_visits - 1) % len(needs)]
+    pair = _order_of(index, is_turned(call.shapes[index], call.strides[index]))
     read = pair[0] if pair[1] is None else pair[1]
     preferred = [candidate for candidate in candidates if read in candidate]
     return pair if pair in candidates else (preferred or candidates)[0]
@@ -204,15 +213,15 @@ def _sources_by_shape(
     return tuple(sources for sources, fits in possible.items() if fits)
 
 
-def _order_of(index: int, turned: tuple[bool, ...]) -> Sources:
+def _order_of(index: int, is_turned: bool) -> Sources:
     """What autograd multiplies for the gradient of an operand of ``mm``, in its order.
 
     ``g b^T`` for the first and ``a^T g`` for the second, unless the operand is columns after
     columns: then it makes the transposed gradient, so that it is columns after columns as well.
     """
     if index == 0:
-        return (1, None) if turned[0] else (None, 1)
-    return (None, 0) if turned[1] else (0, None)
+        return (1, None) if is_turned else (None, 1)
+    return (None, 0) if is_turned else (0, None)
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,7 @@ def _takes_factor(operand: Tensor) -> bool:
 
     MKL's FP32 does, on all of many thousand shapes; other libraries were not looked at.
     """
-    return _HAS_MKL and operand.dtype is torch.float32 and operand.device.type == "cpu"
+    return _HAS_MKL and operand.dtype is torch.float32 and operand.is_cpu
 
 
 def combined(coefficients: tuple[int, ...], units: tuple[int, ...]) -> int:

@@ -100,8 +100,8 @@ def keys_of(node: Any) -> Iterator[NodeKey]:
     for source, _ in node.next_functions:
         if source is None:
             continue
-        if (variable := leaf_of(source)) is not None:
-            leaves.append(variable)  # as in latest_key: what is no leaf comes first
+        if type(source) is _LEAF_NODE:
+            leaves.append(source.variable)  # as in latest_key: what is no leaf comes first
         elif (known := source.metadata.get(_IDENTITY)) is not None:
             yield known, number
     for leaf in leaves:

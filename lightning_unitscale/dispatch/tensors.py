@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import functools
 import math
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_unitscale.dispatch.torch_internals import current_node
-from lightning_unitscale.functional.scale import empty_placed_like, multiply, power_of_two
+from lightning_unitscale.functional.scale import POWERS_OF_TWO, empty_placed_like, multiply
 from lightning_unitscale.patching import nothing
 from lightning_unitscale.scales.layout import MOMENTS
 from lightning_unitscale.scales.statistics import statistics_row
@@ -43,14 +43,12 @@ def scaled_copy(tensor: Tensor, exponent: int) -> Tensor:
         tensor: Floating point, of any shape and layout.
         exponent: Within +-126.
     """
-    factor = power_of_two(exponent, tensor.dtype)
+    factor = POWERS_OF_TWO[tensor.dtype][exponent]
     # Memory that is allocated begins with a line, so that only what does too can be like its copy.
     offset = tensor.data_ptr() % _LINE_BYTES
     if offset == 0 and _is_dense(tensor):
-        # The operator of Python takes half as long again.
         product = torch.mul(tensor, factor)
-        aligned = product.data_ptr() % _LINE_BYTES == 0
-        if (aligned or tensor.numel() == 0) and product.stride() == tensor.stride():
+        if product.stride() == tensor.stride():
             return product
     if 0 in tensor.stride():
         return multiply(tensor, 2.0**exponent)
@@ -63,18 +61,10 @@ def scaled_copy(tensor: Tensor, exponent: int) -> Tensor:
     return placed
 
 
-@dataclass(frozen=True)
-class _Copy:
-    """The last gradient that was scaled, with its copy; within one autograd node only."""
-
-    node: Any
-    source: Tensor
-    exponent: int
-    copy: Tensor
-
-
-# By thread. No variable of a thread: the steps' thread frees what an engine's thread has kept.
-_LAST: dict[int, _Copy] = {}
+# By thread, the last gradient that was scaled: within which autograd node, by which exponent, the
+# gradient, and its copy. No variable of a thread: the steps' thread frees what an engine's thread
+# has kept.
+_LAST: dict[int, tuple[Any, int, Tensor, Tensor]] = {}
 
 
 def shared_copy(tensor: Tensor, exponent: int) -> Tensor:
@@ -82,22 +72,16 @@ def shared_copy(tensor: Tensor, exponent: int) -> Tensor:
 
     Within one node of autograd's own nothing can have written into the gradient meanwhile.
     """
-    node, thread = current_node(), threading.get_ident()
-    last = _LAST.get(thread)
-    if (
-        last is not None
-        and last.exponent == exponent
-        and last.node is node
-        and last.source.data_ptr() == tensor.data_ptr()
-        and last.source.numel() == tensor.numel()
-        and _is_dense(tensor)
-    ):
-        copy = last.copy.as_strided(tensor.shape, tensor.stride(), last.copy.storage_offset())
-        _LAST.pop(thread, None)
-        return copy
+    node, thread = current_node(), get_ident()
+    is_shared = node is not None and _is_dense(tensor)
+    if is_shared and (last := _LAST.pop(thread, None)) is not None:
+        last_node, last_exponent, source, copy = last
+        is_same = last_node is node and last_exponent == exponent
+        if is_same and source.data_ptr() == tensor.data_ptr() and source.numel() == tensor.numel():
+            return copy.as_strided(tensor.shape, tensor.stride(), copy.storage_offset())
     copy = scaled_copy(tensor, exponent)
-    if node is not None and _is_dense(tensor):
-        _LAST[thread] = _Copy(node, tensor, exponent, copy)
+    if is_shared:
+        _LAST[thread] = node, exponent, tensor, copy
     return copy
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -114,6 +115,12 @@ def checkpointed_body(frame: FrameType) -> Any:
     return values["ctx"].run_function if frame.f_code is _REENTRANT else values["fn"]
 
 
+def calling_frame() -> FrameType | None:
+    """The frame that calls the kernel that asks; ``None`` if it is the autograd engine itself."""
+    frame = sys._getframe(1).f_back
+    return None if frame is None or frame.f_code is ENGINE else frame
+
+
 def has_subclass(args: Sequence[Any]) -> bool:
     """Whether an argument is a tensor of a subclass, with functions of its own."""
     return any(
@@ -122,10 +129,8 @@ def has_subclass(args: Sequence[Any]) -> bool:
     )
 
 
-def plain_functions() -> AbstractContextManager[None]:
-    """Within this context neither subclasses of tensors nor modes hear of functions of torch."""
-    context: AbstractContextManager[None] = torch._C.DisableTorchFunction()
-    return context
+# Within this context neither subclasses of tensors nor modes hear of functions of torch.
+plain_functions: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunction
 
 
 def overload_of(operator: str) -> Any:

@@ -13,7 +13,7 @@ from lightning_unitscale.dispatch.calls import Call, sources_of
 from lightning_unitscale.dispatch.coverage import CoverageCounter
 from lightning_unitscale.dispatch.execute import Product
 from lightning_unitscale.dispatch.measurement import FORWARD, MeasuredProduct, Site
-from lightning_unitscale.dispatch.products import RULES, is_turned
+from lightning_unitscale.dispatch.products import RULES
 from lightning_unitscale.dispatch.tensors import Extent, reading, scaled_copy
 from lightning_unitscale.functional.scale import scale_in_place
 
@@ -97,14 +97,14 @@ def test_where_powers_of_two_are_not_exact() -> None:
         assert found.startswith(reason) and bool(found) == bool(reason)
 
 
-def _call(first: Tensor, second: Tensor, *, knows: bool, needs: tuple[int, ...] = (1, 0)) -> Call:
+def _call(first: Tensor, second: Tensor, *, knows: bool) -> Call:
     site = Site("x", "", ("input", "other"))
     return Call(
         Product(MM, site, FORWARD, (0, 0), (False, False), site.operand_names, 0),
         {first.data_ptr(): 0, second.data_ptr(): 1} if knows else {},
         (tuple(first.shape), tuple(second.shape)),
-        needs,
-        (is_turned(first), is_turned(second)),
+        (first.stride(), second.stride()),
+        (first.requires_grad, second.requires_grad),
     )
 
 
@@ -124,7 +124,7 @@ def test_who_is_who_in_a_backward_product(
     first.requires_grad_(0 in needs)
     second.requires_grad_(1 in needs)
     gradient = torch.randn(rows, columns)
-    call = _call(first, second, knows=knows, needs=needs)
+    call = _call(first, second, knows=knows)
     seen: list[tuple[Any, Any]] = []
 
     class Mode(TorchDispatchMode):
