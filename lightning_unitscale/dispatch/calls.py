@@ -37,12 +37,9 @@ class Call:
 
     # As it ran.
     product: Product
-    # By the address of each operand's data, which of the operands it is.
-    pointers: dict[int, int]
-    shapes: tuple[tuple[int, ...], ...]
-    strides: tuple[tuple[int, ...], ...] = ()
-    # Whether autograd computes the gradient of each operand.
-    needs: tuple[bool, ...] = ()
+    # Of each operand: its shape, its strides, the address of its data, and whether autograd computes
+    # its gradient. The address is 0 if what is saved for the backward pass lies elsewhere.
+    operands: Sequence[tuple[tuple[int, ...], tuple[int, ...], int, bool]] = ()
     # What was measured of the operands, and of the arriving gradient.
     extents: Extents = ()
     gradient_extent: Extent | None = None
@@ -78,24 +75,15 @@ def remember(
     # Within the forward of an autograd function the first product counts.
     if key is None or (not torch.is_grad_enabled() and key in CALLS):
         return
-    moves = saves_elsewhere()
-    call = Call(
-        product,
-        {
-            tensor.data_ptr(): index
-            for index, tensor in enumerate(operands)
-            if not moves or (tensor if tensor._base is None else tensor._base).is_leaf
-        },
-        tuple([tensor.shape for tensor in operands]),
-        tuple([tensor.stride() for tensor in operands]),
-        tuple([tensor.requires_grad for tensor in operands]),
-        extents,
-    )
-    record(key, session, call)
+    read = [(t.shape, t.stride(), t.data_ptr(), t.requires_grad) for t in operands]
+    if saves_elsewhere():
+        stays = [(t if t._base is None else t._base).is_leaf for t in operands]
+        read = [(*each[:2], each[2] * is_kept, each[3]) for each, is_kept in zip(read, stays)]
+    record(key, session, Call(product, read, extents))
 
 
 # Stands for a product that runs plain with all that comes of it, and is no session's.
-_NOBODYS: Any = (lambda: None, Call(cast(Any, None), {}, ()))
+_NOBODYS: Any = (lambda: None, Call(cast(Any, None)))
 
 
 def leave(operands: Sequence[Tensor]) -> None:
@@ -159,8 +147,8 @@ def may_belong_to(rule: ProductRule, call: Call) -> bool:
     The backward pass of a user's own function may run whatever it likes.
     """
     if not rule.sources:
-        return len(rule.operands) <= len(call.shapes)
-    return all(k is None or k < len(call.shapes) for k in rule.sources)
+        return len(rule.operands) <= len(call.operands)
+    return all(k is None or k < len(call.operands) for k in rule.sources)
 
 
 def sources_of(rule: ProductRule, call: Call, operands: Sequence[Tensor]) -> Sources:
@@ -176,33 +164,33 @@ def sources_of(rule: ProductRule, call: Call, operands: Sequence[Tensor]) -> Sou
     """
     if rule.sources:
         return rule.sources
-    candidates: Sequence[Sources] = ()
-    if len(operands) == 2 and len(call.shapes) == 2 and not call.product.rule.sources:
-        candidates = _sources_by_shape(call.shapes, operands[0].shape, operands[1].shape)
-    if len(candidates) == 1:
-        return candidates[0]
-    known = tuple(call.pointers.get(tensor.data_ptr()) for tensor in operands)
+    read, candidates = call.operands, ()
+    if len(operands) == 2 == len(read) and not call.product.rule.sources:
+        first, second = operands
+        candidates = _sources_by_shape(read[0][0], read[1][0], first.shape, second.shape)
+        if len(candidates) == 1:
+            return candidates[0]
+    pointers = {pointer: index for index, (_, _, pointer, _) in enumerate(read) if pointer}
+    known = tuple(pointers.get(tensor.data_ptr()) for tensor in operands)
     is_plausible = sum(index is None for index in known) == 1
     if is_plausible and (known in candidates or not candidates):
         return known
     if not candidates:
         return (None, *range(1, len(operands)))
-    order = call.product.rule.backward_order
-    needs = [index for index in order if call.needs and call.needs[index]] or [0, 1]
+    needs = [index for index in call.product.rule.backward_order if read[index][3]] or [0, 1]
     index = needs[(call.num_visits - 1) % len(needs)]
-    pair = _order_of(index, is_turned(call.shapes[index], call.strides[index]))
-    read = pair[0] if pair[1] is None else pair[1]
-    preferred = [candidate for candidate in candidates if read in candidate]
+    pair = _order_of(index, is_turned(*read[index][:2]))
+    saved = pair[0] if pair[1] is None else pair[1]
+    preferred = [candidate for candidate in candidates if saved in candidate]
     return pair if pair in candidates else (preferred or candidates)[0]
 
 
 @functools.lru_cache(maxsize=2**12)
 def _sources_by_shape(
-    shapes: tuple[tuple[int, ...], ...], a: tuple[int, ...], b: tuple[int, ...]
+    first: tuple[int, ...], second: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...]
 ) -> tuple[Sources, ...]:
     """What two matrices may be: the gradient and an operand, in either order, turned or not."""
-    first, second = (tuple(shape[-2:]) for shape in shapes)
-    a, b = tuple(a[-2:]), tuple(b[-2:])
+    first, second, a, b = (tuple(shape[-2:]) for shape in (first, second, a, b))
     result = (*first[:-1], *second[1:])
     possible: dict[Sources, bool] = {
         (None, 1): a == result and b == second[::-1],

@@ -188,12 +188,13 @@ class ProductSession:
             call: The forward product that the node was made for, if it was made for one.
             frame: What calls; ``None`` if it is the engine itself.
         """
-        rule = rule.reading(args, kwargs)
+        if kwargs or rule.mask is not None:
+            rule = rule.reading(args, kwargs)
         operands = rule.operands_in(args)
         if node is not None:
             run = None if frame is None else self.sites.run_of(node, frame)
         elif SESSION.get() is self:
-            run = self.sites.run_of(None, frame)
+            run = self.sites.forward_run(frame)
         else:
             run = self.sites.loss_run() if graph_task() < 0 else None
         if not are_real(operands):
@@ -240,15 +241,8 @@ class ProductSession:
         kind: Kind
         reason = outside = ""
         numerics: Numerics | None = None
-        for each in self.numerics:
-            if each.applies_to(product, args, kwargs):
-                # Cast in a unit of 1, the first values that are not zero could all be flushed.
-                if product.lacking or each.awaits(product.names):
-                    outside = NO_UNIT
-                else:
-                    numerics, outside = each, ""
-                break
-            outside = outside or each.why_not(product)
+        if self.numerics:
+            numerics, outside = self._numerics_of(product, args, kwargs)
         LOCAL.is_inside = True
         try:
             if numerics is not None:
@@ -265,6 +259,20 @@ class ProductSession:
             flops, site = product.rule.flops(args, result), product.site
             self.counter.add(site.module, kind, reason, flops, (site.plain, product.slot), outside)
         return result
+
+    def _numerics_of(
+        self, product: Product, args: _Args, kwargs: dict[str, Any]
+    ) -> tuple[Numerics | None, str]:
+        """What rounds a product, or why nothing does."""
+        outside = ""
+        for each in self.numerics:
+            if each.applies_to(product, args, kwargs):
+                # Cast in a unit of 1, the first values that are not zero could all be flushed.
+                if product.lacking or each.awaits(product.names):
+                    return None, NO_UNIT
+                return each, ""
+            outside = outside or each.why_not(product)
+        return None, outside
 
     def forward_product(
         self, rule: ProductRule, site: Site, args: _Args

@@ -230,7 +230,8 @@ class Sites:
         while frame is not None and path is None:
             code = frame.f_code
             if id(code) in MODULE_CALLS:
-                path = self.path_of(id(frame.f_locals["self"]))
+                module = id(frame.f_locals["self"])
+                path = self._paths.get(module) or self.path_of(module)
             elif code is self._boundary:
                 path = ""
             elif code is CHECKPOINT:

@@ -29,9 +29,13 @@ def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor's elements lie in memory without gaps, in whatever order."""
-    return tensor.is_contiguous() or _span(tensor.shape, tensor.stride()) == tensor.numel()
+@functools.lru_cache(maxsize=2**12)
+def _is_kept(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether torch lays out what it computes of a tensor as it does the tensor.
+
+    It does so without gaps, and makes up the strides of some dimensions of size 1.
+    """
+    return (torch.empty_strided(shape, strides, device="meta") * 2.0).stride() == strides
 
 
 def scaled_copy(tensor: Tensor, exponent: int) -> Tensor:
@@ -46,10 +50,8 @@ def scaled_copy(tensor: Tensor, exponent: int) -> Tensor:
     factor = POWERS_OF_TWO[tensor.dtype][exponent]
     # Memory that is allocated begins with a line, so that only what does too can be like its copy.
     offset = tensor.data_ptr() % _LINE_BYTES
-    if offset == 0 and _is_dense(tensor):
-        product = torch.mul(tensor, factor)
-        if product.stride() == tensor.stride():
-            return product
+    if offset == 0 and _is_kept(tensor.shape, tensor.stride()):
+        return torch.mul(tensor, factor)
     if 0 in tensor.stride():
         return multiply(tensor, 2.0**exponent)
     if 0 < (span := _span(tensor.shape, tensor.stride())) < tensor.numel():
@@ -73,7 +75,7 @@ def shared_copy(tensor: Tensor, exponent: int) -> Tensor:
     Within one node of autograd's own nothing can have written into the gradient meanwhile.
     """
     node, thread = current_node(), get_ident()
-    is_shared = node is not None and _is_dense(tensor)
+    is_shared = node is not None and _is_kept(tensor.shape, tensor.stride())
     if is_shared and (last := _LAST.pop(thread, None)) is not None:
         last_node, last_exponent, source, copy = last
         is_same = last_node is node and last_exponent == exponent

@@ -101,10 +101,10 @@ def _call(first: Tensor, second: Tensor, *, knows: bool) -> Call:
     site = Site("x", "", ("input", "other"))
     return Call(
         Product(MM, site, FORWARD, (0, 0), (False, False), site.operand_names, 0),
-        {first.data_ptr(): 0, second.data_ptr(): 1} if knows else {},
-        (tuple(first.shape), tuple(second.shape)),
-        (first.stride(), second.stride()),
-        (first.requires_grad, second.requires_grad),
+        [
+            (tensor.shape, tensor.stride(), tensor.data_ptr() * knows, tensor.requires_grad)
+            for tensor in (first, second)
+        ],
     )
 
 
