@@ -37,8 +37,8 @@ class Call:
 
     # As it ran.
     product: Product
-    # Of each operand: its shape, its strides, the address of its data, and whether autograd computes
-    # its gradient. The address is 0 if what is saved for the backward pass lies elsewhere.
+    # Of each operand: its shape, its strides, where its data is, and whether autograd computes its
+    # gradient. The address is 0 if what is saved for the backward pass lies elsewhere.
     operands: Sequence[tuple[tuple[int, ...], tuple[int, ...], int, bool]] = ()
     # What was measured of the operands, and of the arriving gradient.
     extents: Extents = ()
@@ -77,8 +77,10 @@ def remember(
         return
     read = [(t.shape, t.stride(), t.data_ptr(), t.requires_grad) for t in operands]
     if saves_elsewhere():
-        stays = [(t if t._base is None else t._base).is_leaf for t in operands]
-        read = [(*each[:2], each[2] * is_kept, each[3]) for each, is_kept in zip(read, stays)]
+        for index, tensor in enumerate(operands):
+            if not (tensor if tensor._base is None else tensor._base).is_leaf:
+                shape, strides, _, needs_gradient = read[index]
+                read[index] = shape, strides, 0, needs_gradient
     record(key, session, Call(product, read, extents))
 
 
@@ -164,7 +166,8 @@ def sources_of(rule: ProductRule, call: Call, operands: Sequence[Tensor]) -> Sou
     """
     if rule.sources:
         return rule.sources
-    read, candidates = call.operands, ()
+    read = call.operands
+    candidates: Sequence[Sources] = ()
     if len(operands) == 2 == len(read) and not call.product.rule.sources:
         first, second = operands
         candidates = _sources_by_shape(read[0][0], read[1][0], first.shape, second.shape)

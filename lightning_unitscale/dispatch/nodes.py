@@ -49,7 +49,7 @@ _THREAD = _Thread()
 # The key under which torch hands on the context of Python that a backward pass is called in.
 _CONTEXT = "context"
 _OF_CONTEXT: ContextVar[int | None] = ContextVar("lightning_unitscale.thread", default=None)
-_LEAF_NODE: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+_LEAF_NODE: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 
 def thread_number() -> int:

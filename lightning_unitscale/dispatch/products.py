@@ -122,7 +122,7 @@ class ProductRule:
         return word if len(read) > len(roles) else "_".join((word, *read)), read
 
     @functools.cached_property
-    def operands_in(self) -> Callable[[Arguments], tuple[Any, ...]]:
+    def operands_in(self) -> Callable[[Arguments], Any]:
         """Gives the operands among the arguments of a call."""
         if len(self.operands) > 1:
             return itemgetter(*self.operands)

@@ -13,7 +13,12 @@ import torch
 from torch import Tensor
 
 from lightning_unitscale.dispatch.torch_internals import current_node
-from lightning_unitscale.functional.scale import POWERS_OF_TWO, empty_placed_like, multiply
+from lightning_unitscale.functional.scale import (
+    POWERS_OF_TWO,
+    empty_placed_like,
+    multiply,
+    placed_strides,
+)
 from lightning_unitscale.patching import nothing
 from lightning_unitscale.scales.layout import MOMENTS
 from lightning_unitscale.scales.statistics import statistics_row
@@ -30,12 +35,25 @@ def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
 
 
 @functools.lru_cache(maxsize=2**12)
-def _is_kept(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether torch lays out what it computes of a tensor as it does the tensor.
+def _copy_strides(
+    shape: tuple[int, ...], strides: tuple[int, ...], line: int
+) -> tuple[bool, tuple[int, ...] | None]:
+    """How a copy has to lie that begins with a cache line, like its source.
 
-    It does so without gaps, and makes up the strides of some dimensions of size 1.
+    Args:
+        shape: Of the source.
+        strides: Likewise.
+        line: Elements of a cache line.
+
+    Returns:
+        Whether what torch computes lies so anyway: it makes up the strides of some dimensions of
+        size 1, and leaves no gaps. And the strides of the copy; ``None`` where elements share
+        memory.
     """
-    return (torch.empty_strided(shape, strides, device="meta") * 2.0).stride() == strides
+    is_kept = (torch.empty_strided(shape, strides, device="meta") * 2.0).stride() == strides
+    if 0 in strides or 0 < _span(shape, strides) < math.prod(shape):
+        return is_kept, None
+    return is_kept, placed_strides(shape, strides, line)[0]
 
 
 def scaled_copy(tensor: Tensor, exponent: int) -> Tensor:
@@ -50,8 +68,13 @@ def scaled_copy(tensor: Tensor, exponent: int) -> Tensor:
     factor = POWERS_OF_TWO[tensor.dtype][exponent]
     # Memory that is allocated begins with a line, so that only what does too can be like its copy.
     offset = tensor.data_ptr() % _LINE_BYTES
-    if offset == 0 and _is_kept(tensor.shape, tensor.stride()):
-        return torch.mul(tensor, factor)
+    if offset == 0:
+        line = _LINE_BYTES // tensor.element_size()
+        is_kept, strides = _copy_strides(tensor.shape, tensor.stride(), line)
+        if is_kept:
+            return torch.mul(tensor, factor)
+        if strides is not None:
+            return torch.mul(tensor, factor, out=tensor.new_empty_strided(tensor.shape, strides))
     if 0 in tensor.stride():
         return multiply(tensor, 2.0**exponent)
     if 0 < (span := _span(tensor.shape, tensor.stride())) < tensor.numel():
@@ -75,7 +98,8 @@ def shared_copy(tensor: Tensor, exponent: int) -> Tensor:
     Within one node of autograd's own nothing can have written into the gradient meanwhile.
     """
     node, thread = current_node(), get_ident()
-    is_shared = node is not None and _is_kept(tensor.shape, tensor.stride())
+    line = _LINE_BYTES // tensor.element_size()
+    is_shared = node is not None and _copy_strides(tensor.shape, tensor.stride(), line)[0]
     if is_shared and (last := _LAST.pop(thread, None)) is not None:
         last_node, last_exponent, source, copy = last
         is_same = last_node is node and last_exponent == exponent

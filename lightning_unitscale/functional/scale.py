@@ -218,15 +218,13 @@ def empty_placed_like(tensor: Tensor, dtype: torch.dtype, offset: int) -> Tensor
     shape, strides = tensor.shape, tensor.stride()
     if isinstance(sum(shape) + sum(strides), torch.SymInt):  # as soon as one of them is
         return torch.empty(shape, dtype=dtype, device=tensor.device)
-    placed, end = _placed_strides(shape, strides, _LINE_BYTES // tensor.element_size())
-    if offset == 0:
-        return torch.empty_strided(shape, placed, dtype=dtype, device=tensor.device)
+    placed, end = placed_strides(shape, strides, _LINE_BYTES // tensor.element_size())
     spread = torch.empty(offset + end, dtype=dtype, device=tensor.device)
     return spread.as_strided(shape, placed, offset)
 
 
 @functools.lru_cache(maxsize=2**12)
-def _placed_strides(
+def placed_strides(
     shape: tuple[int, ...], strides: tuple[int, ...], line: int
 ) -> tuple[tuple[int, ...], int]:
     """The strides that :func:`empty_placed_like` gives, and how many elements they reach over.
