@@ -29,6 +29,11 @@ MM = next(rule for rule in RULES if rule.operator == "mm")
         lambda t: t[:, 3:11],
         lambda t: t[1:, :].t(),
         lambda t: t[:, :1].expand(-1, 7),
+        lambda t: t[:, :5],
+        lambda t: t.as_strided((3, 1, 4), (16, 5, 1)).transpose(0, 2),
+        lambda t: t[:1].t(),
+        lambda t: t.as_strided((1, 16, 1), (7, 1, 3)),
+        lambda t: t.as_strided((8, 16), (2, 1)),
         lambda t: t[:0],
     ],
 )
