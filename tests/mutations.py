@@ -299,8 +299,8 @@ MUTATIONS = (
     Mutation(
         "what is known of each matmul is kept beyond its graph",
         "dispatch/calls.py",
-        "CALLS.pop(key, None)) is not None",
-        "CALLS.get(key)) is not None",
+        "            CALLS.pop(key, None)\n            return recorded",
+        "            return recorded",
         "dispatch/test_lifetimes.py -k goes_with_its_graph",
     ),
     Mutation(

@@ -117,10 +117,13 @@ def call_of(node: Any) -> tuple[weakref.ref[Any], Call] | None:
         session = recorded[0]()
         return recorded if session is None or session.is_open else None
     for key in keys_of(node):
-        if (recorded := CALLS.pop(key, None)) is not None:
+        if (recorded := CALLS.get(key)) is not None:
             metadata[_CALL] = recorded
+            CALLS.pop(key, None)
             return recorded
-    return None
+    # Another thread may have run the node meanwhile.
+    recorded = metadata.get(_CALL)
+    return recorded
 
 
 def record(key: NodeKey | int, session: weakref.ref[Any], call: Call) -> None:
