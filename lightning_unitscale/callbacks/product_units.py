@@ -228,7 +228,8 @@ class ProductUnits(MeasuredUnits):
         # Each rank counts each step.
         when, meets = f"step {self._step_index}", self._agreement.meets()
         if not (self._agreement.is_open and is_distributed()):
-            self._adopt(self._units.new_in(self._units.received()), when)
+            if self._units.has_received:
+                self._adopt(self._units.new_in(self._units.received()), when)
         elif meets:
             measured, meets_again = joint_late(self._units.received(), self._units.lacking)
             self._adopt(measured, when)

@@ -37,12 +37,9 @@ class Call:
 
     # As it ran.
     product: Product
-    # By the address of each operand's data, which of the operands it is.
-    pointers: dict[int, int]
-    shapes: tuple[tuple[int, ...], ...]
-    # Operands whose gradients autograd computes, and those that are columns after columns.
-    needs: tuple[int, ...] = ()
-    turned: tuple[bool, ...] = (False, False)
+    # Of each operand: its shape, its strides, where its data is, and whether autograd computes its
+    # gradient. The address is 0 if what is saved for the backward pass lies elsewhere.
+    operands: Sequence[tuple[tuple[int, ...], tuple[int, ...], int, bool]] = ()
     # What was measured of the operands, and of the arriving gradient.
     extents: Extents = ()
     gradient_extent: Extent | None = None
@@ -57,6 +54,7 @@ class Call:
 CALLS: dict[NodeKey | int, tuple[weakref.ref[Any], Call]] = {}
 # Forward products whose backward pass may still come; each is a few numbers.
 _MAX_CALLS = 2**16
+_CALL = "lightning_unitscale.call"
 
 
 def remember(
@@ -75,27 +73,19 @@ def remember(
     """
     key = node_key(operands)
     # Within the forward of an autograd function the first product counts.
-    if key is None or (key in CALLS and not torch.is_grad_enabled()):
+    if key is None or (not torch.is_grad_enabled() and key in CALLS):
         return
-    moves = saves_elsewhere()
-    pointers = {
-        tensor.data_ptr(): index
-        for index, tensor in enumerate(operands)
-        if not moves or (tensor if tensor._base is None else tensor._base).is_leaf
-    }
-    call = Call(
-        product,
-        pointers,
-        tuple([tensor.shape for tensor in operands]),
-        tuple(index for index in product.rule.backward_order if operands[index].requires_grad),
-        tuple(is_turned(tensor) for tensor in operands),
-        extents,
-    )
-    record(key, session, call)
+    read = [(t.shape, t.stride(), t.data_ptr(), t.requires_grad) for t in operands]
+    if saves_elsewhere():
+        for index, tensor in enumerate(operands):
+            if not (tensor if tensor._base is None else tensor._base).is_leaf:
+                shape, strides, _, needs_gradient = read[index]
+                read[index] = shape, strides, 0, needs_gradient
+    record(key, session, Call(product, read, extents))
 
 
 # Stands for a product that runs plain with all that comes of it, and is no session's.
-_NOBODYS: Any = (lambda: None, Call(cast(Any, None), {}, ()))
+_NOBODYS: Any = (lambda: None, Call(cast(Any, None)))
 
 
 def leave(operands: Sequence[Tensor]) -> None:
@@ -120,10 +110,20 @@ def node_key(operands: Sequence[Tensor]) -> NodeKey | None:
 
 def call_of(node: Any) -> tuple[weakref.ref[Any], Call] | None:
     """The product that an autograd node was made for, and whose that is."""
+    # From its first use on the node has it, and it goes when the node does.
+    metadata = node.metadata
+    recorded: tuple[weakref.ref[Any], Call] | None = metadata.get(_CALL)
+    if recorded is not None:
+        session = recorded[0]()
+        return recorded if session is None or session.is_open else None
     for key in keys_of(node):
-        if (call := CALLS.get(key)) is not None:
-            return call
-    return None
+        if (recorded := CALLS.get(key)) is not None:
+            metadata[_CALL] = recorded
+            CALLS.pop(key, None)
+            return recorded
+    # Another thread may have run the node meanwhile.
+    recorded = metadata.get(_CALL)
+    return recorded
 
 
 def record(key: NodeKey | int, session: weakref.ref[Any], call: Call) -> None:
@@ -152,8 +152,8 @@ def may_belong_to(rule: ProductRule, call: Call) -> bool:
     The backward pass of a user's own function may run whatever it likes.
     """
     if not rule.sources:
-        return len(rule.operands) <= len(call.shapes)
-    return all(k is None or k < len(call.shapes) for k in rule.sources)
+        return len(rule.operands) <= len(call.operands)
+    return all(k is None or k < len(call.operands) for k in rule.sources)
 
 
 def sources_of(rule: ProductRule, call: Call, operands: Sequence[Tensor]) -> Sources:
@@ -169,31 +169,34 @@ def sources_of(rule: ProductRule, call: Call, operands: Sequence[Tensor]) -> Sou
     """
     if rule.sources:
         return rule.sources
+    read = call.operands
     candidates: Sequence[Sources] = ()
-    if len(operands) == 2 and len(call.shapes) == 2 and not call.product.rule.sources:
-        candidates = _sources_by_shape(call.shapes, operands[0].shape, operands[1].shape)
-    if len(candidates) == 1:
-        return candidates[0]
-    known = tuple(call.pointers.get(tensor.data_ptr()) for tensor in operands)
+    if len(operands) == 2 == len(read) and not call.product.rule.sources:
+        first, second = operands
+        candidates = _sources_by_shape(read[0][0], read[1][0], first.shape, second.shape)
+        if len(candidates) == 1:
+            return candidates[0]
+    pointers = {pointer: index for index, (_, _, pointer, _) in enumerate(read) if pointer}
+    known = tuple(pointers.get(tensor.data_ptr()) for tensor in operands)
     is_plausible = sum(index is None for index in known) == 1
     if is_plausible and (known in candidates or not candidates):
         return known
     if not candidates:
         return (None, *range(1, len(operands)))
-    needs = call.needs or (0, 1)
-    pair = _order_of(needs[(call.num_visits - 1) % len(needs)], call.turned)
-    read = pair[0] if pair[1] is None else pair[1]
-    preferred = [candidate for candidate in candidates if read in candidate]
+    needs = [index for index in call.product.rule.backward_order if read[index][3]] or [0, 1]
+    index = needs[(call.num_visits - 1) % len(needs)]
+    pair = _order_of(index, is_turned(*read[index][:2]))
+    saved = pair[0] if pair[1] is None else pair[1]
+    preferred = [candidate for candidate in candidates if saved in candidate]
     return pair if pair in candidates else (preferred or candidates)[0]
 
 
 @functools.lru_cache(maxsize=2**12)
 def _sources_by_shape(
-    shapes: tuple[tuple[int, ...], ...], a: tuple[int, ...], b: tuple[int, ...]
+    first: tuple[int, ...], second: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...]
 ) -> tuple[Sources, ...]:
     """What two matrices may be: the gradient and an operand, in either order, turned or not."""
-    first, second = (tuple(shape[-2:]) for shape in shapes)
-    a, b = tuple(a[-2:]), tuple(b[-2:])
+    first, second, a, b = (tuple(shape[-2:]) for shape in (first, second, a, b))
     result = (*first[:-1], *second[1:])
     possible: dict[Sources, bool] = {
         (None, 1): a == result and b == second[::-1],
@@ -204,15 +207,15 @@ def _sources_by_shape(
     return tuple(sources for sources, fits in possible.items() if fits)
 
 
-def _order_of(index: int, turned: tuple[bool, ...]) -> Sources:
+def _order_of(index: int, is_turned: bool) -> Sources:
     """What autograd multiplies for the gradient of an operand of ``mm``, in its order.
 
     ``g b^T`` for the first and ``a^T g`` for the second, unless the operand is columns after
     columns: then it makes the transposed gradient, so that it is columns after columns as well.
     """
     if index == 0:
-        return (1, None) if turned[0] else (None, 1)
-    return (None, 0) if turned[1] else (0, None)
+        return (1, None) if is_turned else (None, 1)
+    return (None, 0) if is_turned else (0, None)
 
 
 @dataclass(frozen=True)

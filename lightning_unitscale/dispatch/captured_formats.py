@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -76,8 +77,9 @@ class _BetweenGraphs(ProductSession):
         original: Kernel,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        node: Any = None,
-        call: Call | None = None,
+        node: Any,
+        call: Call | None,
+        frame: FrameType | None,
     ) -> Any:
         """Run a matmul and count it, with those of its gradients."""
         result = run_inside(original, *args, **kwargs)

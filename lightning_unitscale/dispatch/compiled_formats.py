@@ -182,7 +182,7 @@ class RoundedGraph:
             site = begun.sites[index]
             run_as, extents = session.forward_product(product.rule, site, args)
             if len(self._runs.places) < len(self.products):  # there is a backward graph
-                record(number, session.ref, Call(run_as, {}, (), extents=extents))
+                record(number, session.ref, Call(run_as, extents=extents))
         run_as.reads_weight = product.is_weight
         if product.input is not None:
             run_as.reads_weight = product.is_weight or self._are_parameters[product.input]

@@ -45,6 +45,7 @@ class Product:
         scaled: Position, exponent of the unit, and whether it is a gradient, of each operand that
             is divided.
         common: Exponent of the product of all units.
+        results: By result, the exponent that it is multiplied by.
         backward: The backward matmuls of a forward one, by rule and sources, with the unit of the
             gradient that they were made for.
     """
@@ -60,6 +61,7 @@ class Product:
     lacking: tuple[bool, ...] = ()
     scaled: tuple[tuple[int, int, bool], ...] = ()
     common: int = 0
+    results: tuple[int, ...] = ()
     backward: dict[tuple[int, Sources], tuple[int, Product]] = field(default_factory=dict)
 
     def take(self, log2_units: Sequence[int | None]) -> None:
@@ -71,6 +73,10 @@ class Product:
         rows = zip(self.rule.operands, self.log2_units, self.is_gradient, strict=True)
         self.scaled = tuple(row for row in rows if row[1])
         self.common = sum(self.log2_units)
+        self.results = tuple(
+            0 if powers is None else combined(powers, self.log2_units)
+            for powers in self.rule.results
+        )
 
     def known(self) -> tuple[int | None, ...]:
         """Exponents of the units of its operands, ``None`` for one without."""
@@ -133,9 +139,9 @@ def run_scaled(product: Product, original: Kernel, args: list[Any], kwargs: dict
             kwargs = {**kwargs, "scale": rule.scale_in(args, kwargs) * 2.0**exponent}
     result = original(*args, **kwargs)
     results = result if isinstance(result, (tuple, list)) else (result,)
-    for tensor, coefficients in zip(results, rule.results, strict=False):
-        if tensor is not None and coefficients is not None:
-            scale_in_place(tensor, combined(coefficients, units))
+    for tensor, exponent in zip(results, product.results, strict=False):
+        if exponent and tensor is not None:
+            scale_in_place(tensor, exponent)
     return result
 
 

@@ -8,7 +8,6 @@ more meanwhile.
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from contextvars import ContextVar
 from typing import Any
@@ -29,7 +28,12 @@ from lightning_unitscale.dispatch.owners import (
 )
 from lightning_unitscale.dispatch.products import RULES, ProductRule
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession, run_inside
-from lightning_unitscale.dispatch.torch_internals import Kernel, KernelOverrides, plain_functions
+from lightning_unitscale.dispatch.torch_internals import (
+    Kernel,
+    KernelOverrides,
+    calling_frame,
+    plain_functions,
+)
 from lightning_unitscale.dispatch.unreached import UNREACHED, unreached_kernel, writing_kernel
 
 _PASSES = (joint_formats.PASS, joint_units.PASS, *aot_pass.PASSES)
@@ -130,7 +134,8 @@ def product_kernel(rule: ProductRule, original: Kernel) -> Kernel:
     """
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        if LOCAL.is_inside or is_ours(sys._getframe().f_back):
+        frame = calling_frame()
+        if LOCAL.is_inside or is_ours(frame):
             return original(*args, **kwargs)
         session, node, call = owner_of(rule, args)
         if session is None and node is None and (waiting := waiting_session()) is not None:
@@ -138,10 +143,10 @@ def product_kernel(rule: ProductRule, original: Kernel) -> Kernel:
             result = run_inside(original, *args, **kwargs)
             _count_elsewhere(waiting, rule, args, result)
             return result
-        if session is None or caller() in OWN_CALLERS:
+        if session is None or (frame is not None and caller() in OWN_CALLERS):
             return original(*args, **kwargs)
         with plain_functions():
-            return session.run(rule, original, args, kwargs, node, call)
+            return session.run(rule, original, args, kwargs, node, call, frame)
 
     return kernel
 

@@ -49,7 +49,7 @@ _THREAD = _Thread()
 # The key under which torch hands on the context of Python that a backward pass is called in.
 _CONTEXT = "context"
 _OF_CONTEXT: ContextVar[int | None] = ContextVar("lightning_unitscale.thread", default=None)
-_LEAF_NODE: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+_LEAF_NODE: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 
 def thread_number() -> int:
@@ -100,8 +100,8 @@ def keys_of(node: Any) -> Iterator[NodeKey]:
     for source, _ in node.next_functions:
         if source is None:
             continue
-        if (variable := leaf_of(source)) is not None:
-            leaves.append(variable)  # as in latest_key: what is no leaf comes first
+        if type(source) is _LEAF_NODE:
+            leaves.append(source.variable)  # as in latest_key: what is no leaf comes first
         elif (known := source.metadata.get(_IDENTITY)) is not None:
             yield known, number
     for leaf in leaves:

@@ -25,7 +25,7 @@ from lightning_unitscale.dispatch.calls import Call, call_of
 from lightning_unitscale.dispatch.makers import maker_of
 from lightning_unitscale.dispatch.nodes import thread_number
 from lightning_unitscale.dispatch.products import ProductRule
-from lightning_unitscale.dispatch.session import LOCAL, ProductSession
+from lightning_unitscale.dispatch.session import LOCAL, SESSION, ProductSession
 from lightning_unitscale.dispatch.sites import frames, recomputed_checkpoint
 from lightning_unitscale.dispatch.torch_internals import FUNCTION_CALL, current_node, graph_task
 
@@ -67,7 +67,7 @@ def owner_of(rule: ProductRule, args: Any) -> tuple[ProductSession | None, Any, 
             session = maker_of(node)
         _note_latest(session)
         return session, node, call
-    if (session := LOCAL.session) is not None:
+    if (session := SESSION.get()) is not None:
         return session, None, None
     if graph_task() >= 0:
         # A hook, which no node runs, comes after what it belongs to.
@@ -86,10 +86,10 @@ def _note_latest(session: ProductSession | None) -> None:
     task = graph_task()
     if session is None:
         _LATEST.pop(task, None)
-        return
-    if task not in _LATEST and len(_LATEST) >= _MAX_LATEST:
-        del _LATEST[next(iter(_LATEST))]
-    _LATEST[task] = session.ref
+    elif _LATEST.get(task) is not session.ref:
+        if task not in _LATEST and len(_LATEST) >= _MAX_LATEST:
+            del _LATEST[next(iter(_LATEST))]
+        _LATEST[task] = session.ref
 
 
 def _session_of_loss(operands: Sequence[Any]) -> ProductSession | None:

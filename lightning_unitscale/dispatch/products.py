@@ -24,6 +24,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -120,11 +121,14 @@ class ProductRule:
         # One of another mask has other operands, and is not to be taken for it.
         return word if len(read) > len(roles) else "_".join((word, *read)), read
 
-    def operands_in(self, args: Arguments) -> list[Any]:
-        """The operands among the arguments of a call."""
-        return [args[position] for position in self.operands]
+    @functools.cached_property
+    def operands_in(self) -> Callable[[Arguments], Any]:
+        """Gives the operands among the arguments of a call."""
+        if len(self.operands) > 1:
+            return itemgetter(*self.operands)
+        return lambda args: tuple(args[position] for position in self.operands)
 
-    def measured_in(self, args: Arguments) -> list[Tensor]:
+    def measured_in(self, args: Arguments) -> Sequence[Tensor]:
         """The operands of a call as they are measured: without what lies beyond the last group."""
         first, *others = operands = self.operands_in(args)
         ends = args[self.ragged] if self.ragged is not None and self.ragged < len(args) else None
@@ -183,18 +187,16 @@ def _word(word: str, *roles: str) -> Word:
 
 def _linear_or(weight: int, word: str, *roles: str) -> Word:
     def of_call(args: Arguments) -> tuple[str, tuple[str, ...]]:
+        shape, strides = args[weight].shape, args[weight].stride()
         # F.linear multiplies by its weight transposed; what a person writes has rows, as a rule.
-        return ("linear", ("input", "weight")) if is_turned(args[weight]) else (word, roles)
+        return ("linear", ("input", "weight")) if is_turned(shape, strides) else (word, roles)
 
     return of_call
 
 
-def is_turned(tensor: Tensor) -> bool:
+def is_turned(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether a tensor is a matrix that lies in memory column after column."""
-    if tensor.dim() != 2:
-        return False
-    stride = tensor.stride()
-    return stride[0] == 1 and stride[1] == tensor.shape[0]
+    return len(shape) == 2 and strides[0] == 1 and strides[1] == shape[0]
 
 
 def _convolution_word(args: Arguments) -> tuple[str, tuple[str, ...]]:

@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -182,8 +182,9 @@ class ProductSession:
         original: Kernel,
         args: _Args,
         kwargs: dict[str, Any],
-        node: Any = None,
-        call: Call | None = None,
+        node: Any,
+        call: Call | None,
+        frame: FrameType | None,
     ) -> Any:
         """Run a product of a step of the module, forward or backward.
 
@@ -194,11 +195,15 @@ class ProductSession:
             kwargs: Keyword arguments.
             node: The autograd node within which it runs, if it runs within one.
             call: The forward product that the node was made for, if it was made for one.
+            frame: What calls; ``None`` if it is the engine itself.
         """
-        rule = rule.reading(args, kwargs)
+        if kwargs or rule.mask is not None:
+            rule = rule.reading(args, kwargs)
         operands = rule.operands_in(args)
-        if node is not None or LOCAL.session is self:
-            run = self.sites.run_of(node)
+        if node is not None:
+            run = None if frame is None else self.sites.run_of(node, frame)
+        elif SESSION.get() is self:
+            run = self.sites.forward_run(frame)
         else:
             run = self.sites.loss_run() if graph_task() < 0 else None
         if not are_real(operands):
@@ -245,22 +250,15 @@ class ProductSession:
         kind: Kind
         reason = outside = ""
         numerics: Numerics | None = None
-        for each in self.numerics:
-            if each.applies_to(product, args, kwargs):
-                # Cast in a unit of 1, the first values that are not zero could all be flushed.
-                if product.lacking or each.awaits(product.names):
-                    outside = NO_UNIT
-                else:
-                    numerics, outside = each, ""
-                break
-            outside = outside or each.why_not(product)
+        if self.numerics:
+            numerics, outside = self._numerics_of(product, args, kwargs)
         LOCAL.is_inside = True
         try:
             if numerics is not None:
                 kind, result = "format", numerics.run(product, original, list(args), kwargs)
             elif not self.units.is_used:
                 kind, result = "left out", original(*args, **kwargs)
-            elif why := product.site.plain.get(product.slot, ""):
+            elif (slots := product.site.plain) and (why := slots.get(product.slot, "")):
                 kind, reason, result = "plain", why, original(*args, **kwargs)
             else:
                 kind, result = "units", run_in_units(product, original, list(args), kwargs)
@@ -270,6 +268,20 @@ class ProductSession:
             flops, site = product.rule.flops(args, result), product.site
             self.counter.add(site.module, kind, reason, flops, (site.plain, product.slot), outside)
         return result
+
+    def _numerics_of(
+        self, product: Product, args: _Args, kwargs: dict[str, Any]
+    ) -> tuple[Numerics | None, str]:
+        """What rounds a product, or why nothing does."""
+        outside = ""
+        for each in self.numerics:
+            if each.applies_to(product, args, kwargs):
+                # Cast in a unit of 1, the first values that are not zero could all be flushed.
+                if product.lacking or each.awaits(product.names):
+                    return None, NO_UNIT
+                return each, ""
+            outside = outside or each.why_not(product)
+        return None, outside
 
     def forward_product(
         self, rule: ProductRule, site: Site, args: _Args
@@ -323,9 +335,10 @@ class ProductSession:
         forward, site = call.product, call.product.site
         gamma, is_looking = site.log2_gamma, self.units.is_looking
         is_kept = site.product is forward and not (is_looking or torch.is_grad_enabled())
-        kept = forward.backward.get((id(rule), sources)) if is_kept else None
-        if kept is not None and kept[0] == gamma:
-            return kept[1]
+        if is_kept and (kept := forward.backward.get((id(rule), sources))) is not None:
+            kept_gamma, product = kept
+            if kept_gamma == gamma:
+                return product
         operands, known_before = rule.operands_in(args), forward.known()
         known = tuple(gamma if k is None else known_before[k] for k in sources)
         product = Product(

@@ -133,15 +133,19 @@ class Sites:
             roles: What its operands are called.
             run: Where it runs.
         """
-        key = (run.path, word)
-        if (known := _occurrence(run.result, *key)) is not None:
+        key = run.path, word
+        if run.result and (known := _occurrence(run.result, *key)) is not None:
             return self.numbered(word, roles, run.path, known)
-        index = self._counts.get((key, run.episode))
+        count = key, run.episode
+        index = self._counts.get(count)
         if index is None:
             index = self._index(key, run)
-        self._counts[key, run.episode] = index + 1
+        self._counts[count] = index + 1
         if (checkpoint := checkpoint_under_way()) is not None:
             self._starts.setdefault(checkpoint, {}).setdefault(key, index)
+        sites = self._places.get(key, ())
+        if index < len(sites):
+            return sites[index]
         return self.numbered(word, roles, run.path, index)
 
     def numbered(self, word: str, roles: tuple[str, ...], path: str, index: int) -> Site:
@@ -210,13 +214,18 @@ class Sites:
                     return True
         return False
 
-    def run_of(self, node: Any) -> Run | None:
+    def run_of(self, node: Any, frame: FrameType | None = None) -> Run | None:
         """Where the forward product runs that calls, within an autograd node or ``None``.
 
         Within one it is a product that a checkpoint's body computes again, for the node that asked
         for it; otherwise it is one of the backward pass, and there is no such place.
+
+        Args:
+            node: The node.
+            frame: The frame that calls; by default that of who asks.
         """
-        return self.forward_run() if node is None else self._backward_run(node)
+        frame = sys._getframe(1) if frame is None else frame
+        return self.forward_run(frame) if node is None else self._backward_run(node, frame)
 
     def no_module(self) -> Run:
         """Where products run that belong to no module."""
@@ -226,17 +235,22 @@ class Sites:
         """Where products of the loop's own run, after the module has returned."""
         return Run(_LOSS, _LOSS)
 
-    def forward_run(self) -> Run:
-        """Where the product of a forward pass runs."""
+    def forward_run(self, frame: FrameType | None = None) -> Run:
+        """Where the product of a forward pass runs.
+
+        Args:
+            frame: The frame that calls; by default that of who asks.
+        """
         bodies: list[Any] = []
         path: str | None = None
         result = ""
         # As in frames(), without a generator: every matmul asks.
-        frame: FrameType | None = sys._getframe(1)
+        frame = sys._getframe(1) if frame is None else frame
         while frame is not None and path is None:
             code = frame.f_code
             if id(code) in MODULE_CALLS:
-                path = self.path_of(id(frame.f_locals["self"]))
+                module = id(frame.f_locals["self"])
+                path = self._paths.get(module) or self.path_of(module)
             elif id(code) in LINES and (names := names_of_line(frame)) is not None:
                 path, result = names
             elif code is self._boundary:
@@ -252,10 +266,9 @@ class Sites:
                 self._paths_of_bodies[body] = path or ""
         return Run(path or "", self._episode, None, result)
 
-    def _backward_run(self, node: Any) -> Run | None:
+    def _backward_run(self, node: Any, frame: FrameType | None) -> Run | None:
         path: str | None = None
         checkpoint = None
-        frame: FrameType | None = sys._getframe(1)
         while frame is not None and (code := frame.f_code) is not ENGINE:
             if path is None and (id(code) in MODULE_CALLS or id(code) in LINES):
                 path = self._path_in(frame)

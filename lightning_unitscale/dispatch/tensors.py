@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import functools
 import math
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_unitscale.dispatch.torch_internals import current_node
-from lightning_unitscale.functional.scale import empty_placed_like, multiply, power_of_two
+from lightning_unitscale.functional.scale import (
+    POWERS_OF_TWO,
+    empty_placed_like,
+    multiply,
+    placed_strides,
+)
 from lightning_unitscale.patching import nothing
 from lightning_unitscale.scales.layout import MOMENTS
 from lightning_unitscale.scales.statistics import statistics_row
@@ -29,9 +34,26 @@ def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor's elements lie in memory without gaps, in whatever order."""
-    return tensor.is_contiguous() or _span(tensor.shape, tensor.stride()) == tensor.numel()
+@functools.lru_cache(maxsize=2**12)
+def _copy_strides(
+    shape: tuple[int, ...], strides: tuple[int, ...], line: int
+) -> tuple[bool, tuple[int, ...] | None]:
+    """How a copy has to lie that begins with a cache line, like its source.
+
+    Args:
+        shape: Of the source.
+        strides: Likewise.
+        line: Elements of a cache line.
+
+    Returns:
+        Whether what torch computes lies so anyway: it makes up the strides of some dimensions of
+        size 1, and leaves no gaps. And the strides of the copy; ``None`` where elements share
+        memory.
+    """
+    is_kept = (torch.empty_strided(shape, strides, device="meta") * 2.0).stride() == strides
+    if 0 in strides or 0 < _span(shape, strides) < math.prod(shape):
+        return is_kept, None
+    return is_kept, placed_strides(shape, strides, line)[0]
 
 
 def scaled_copy(tensor: Tensor, exponent: int) -> Tensor:
@@ -43,15 +65,16 @@ def scaled_copy(tensor: Tensor, exponent: int) -> Tensor:
         tensor: Floating point, of any shape and layout.
         exponent: Within +-126.
     """
-    factor = power_of_two(exponent, tensor.dtype)
+    factor = POWERS_OF_TWO[tensor.dtype][exponent]
     # Memory that is allocated begins with a line, so that only what does too can be like its copy.
     offset = tensor.data_ptr() % _LINE_BYTES
-    if offset == 0 and _is_dense(tensor):
-        # The operator of Python takes half as long again.
-        product = torch.mul(tensor, factor)
-        aligned = product.data_ptr() % _LINE_BYTES == 0
-        if (aligned or tensor.numel() == 0) and product.stride() == tensor.stride():
-            return product
+    if offset == 0:
+        line = _LINE_BYTES // tensor.element_size()
+        is_kept, strides = _copy_strides(tensor.shape, tensor.stride(), line)
+        if is_kept:
+            return torch.mul(tensor, factor)
+        if strides is not None:
+            return torch.mul(tensor, factor, out=tensor.new_empty_strided(tensor.shape, strides))
     if 0 in tensor.stride():
         return multiply(tensor, 2.0**exponent)
     if 0 < (span := _span(tensor.shape, tensor.stride())) < tensor.numel():
@@ -63,18 +86,10 @@ def scaled_copy(tensor: Tensor, exponent: int) -> Tensor:
     return placed
 
 
-@dataclass(frozen=True)
-class _Copy:
-    """The last gradient that was scaled, with its copy; within one autograd node only."""
-
-    node: Any
-    source: Tensor
-    exponent: int
-    copy: Tensor
-
-
-# By thread. No variable of a thread: the steps' thread frees what an engine's thread has kept.
-_LAST: dict[int, _Copy] = {}
+# By thread, the last gradient that was scaled: within which autograd node, by which exponent, the
+# gradient, and its copy. No variable of a thread: the steps' thread frees what an engine's thread
+# has kept.
+_LAST: dict[int, tuple[Any, int, Tensor, Tensor]] = {}
 
 
 def shared_copy(tensor: Tensor, exponent: int) -> Tensor:
@@ -82,22 +97,17 @@ def shared_copy(tensor: Tensor, exponent: int) -> Tensor:
 
     Within one node of autograd's own nothing can have written into the gradient meanwhile.
     """
-    node, thread = current_node(), threading.get_ident()
-    last = _LAST.get(thread)
-    if (
-        last is not None
-        and last.exponent == exponent
-        and last.node is node
-        and last.source.data_ptr() == tensor.data_ptr()
-        and last.source.numel() == tensor.numel()
-        and _is_dense(tensor)
-    ):
-        copy = last.copy.as_strided(tensor.shape, tensor.stride(), last.copy.storage_offset())
-        _LAST.pop(thread, None)
-        return copy
+    node, thread = current_node(), get_ident()
+    line = _LINE_BYTES // tensor.element_size()
+    is_shared = node is not None and _copy_strides(tensor.shape, tensor.stride(), line)[0]
+    if is_shared and (last := _LAST.pop(thread, None)) is not None:
+        last_node, last_exponent, source, copy = last
+        is_same = last_node is node and last_exponent == exponent
+        if is_same and source.data_ptr() == tensor.data_ptr() and source.numel() == tensor.numel():
+            return copy.as_strided(tensor.shape, tensor.stride(), copy.storage_offset())
     copy = scaled_copy(tensor, exponent)
-    if node is not None and _is_dense(tensor):
-        _LAST[thread] = _Copy(node, tensor, exponent, copy)
+    if is_shared:
+        _LAST[thread] = node, exponent, tensor, copy
     return copy
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -66,6 +67,8 @@ UNPACK = "unpack_hook"
 current_node: Callable[[], Any] = torch._C._current_autograd_node
 # Number of the backward pass that runs on this thread, -1 if none does.
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
+_next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+_saving_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 num_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 fake_mode_of: Callable[[Any], Any] = detect_fake_mode
@@ -74,13 +77,14 @@ is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defin
 
 def saves_elsewhere() -> bool:
     """Whether hooks take what autograd saves: its own memory may be another tensor's soon."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return _saving_hooks(True) is not None
 
 
 def checkpoint_under_way() -> object | None:
     """What torch keeps of the checkpoint, not a reentrant one, whose body runs on this thread."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    for cell in () if hooks is None else getattr(hooks[1], "__closure__", None) or ():
+    if (hooks := _saving_hooks(True)) is None:
+        return None
+    for cell in getattr(hooks[1], "__closure__", None) or ():
         if isinstance(cell.cell_contents, checkpoints._CheckpointFrame):
             return cell.cell_contents
     return None
@@ -96,8 +100,7 @@ def checkpoint_of(frame: FrameType) -> object | None:
 
 def last_sequence_number() -> int:
     """Number of the autograd node that was made last on this thread."""
-    number: int = torch._C._autograd._get_sequence_nr() - 1
-    return number
+    return _next_sequence_number() - 1
 
 
 def sequence_number(node: Any) -> int:
@@ -114,6 +117,12 @@ def checkpointed_body(frame: FrameType) -> Any:
     return values["ctx"].run_function if frame.f_code is _REENTRANT else values["fn"]
 
 
+def calling_frame() -> FrameType | None:
+    """The frame that calls the kernel that asks; ``None`` if it is the autograd engine itself."""
+    frame = sys._getframe(1).f_back
+    return None if frame is None or frame.f_code is ENGINE else frame
+
+
 def has_subclass(args: Sequence[Any]) -> bool:
     """Whether an argument is a tensor of a subclass, with functions of its own."""
     return any(
@@ -122,10 +131,8 @@ def has_subclass(args: Sequence[Any]) -> bool:
     )
 
 
-def plain_functions() -> AbstractContextManager[None]:
-    """Within this context neither subclasses of tensors nor modes hear of functions of torch."""
-    context: AbstractContextManager[None] = torch._C.DisableTorchFunction()
-    return context
+# Within this context neither subclasses of tensors nor modes hear of functions of torch.
+plain_functions: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunction
 
 
 def overload_of(operator: str) -> Any:

@@ -200,6 +200,11 @@ class Units:
             elif product.is_whole:
                 self._judge(product.site)
 
+    @property
+    def has_received(self) -> bool:
+        """Whether something has arrived since the last call of :meth:`received`."""
+        return bool(self._arrived)
+
     def received(self) -> Measurement:
         """What has arrived since the last call, of what had no unit when it was measured."""
         products, self._arrived = list(self._arrived.values()), {}

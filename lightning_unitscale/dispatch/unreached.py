@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +17,7 @@ from lightning_unitscale.dispatch.compiled_graphs import COMPILED_BEFORE
 from lightning_unitscale.dispatch.owners import owner_of
 from lightning_unitscale.dispatch.products import Arguments, ProductRule, contraction
 from lightning_unitscale.dispatch.session import LOCAL, run_inside
-from lightning_unitscale.dispatch.torch_internals import Kernel, plain_functions
+from lightning_unitscale.dispatch.torch_internals import Kernel, calling_frame, plain_functions
 from lightning_unitscale.graph.matmuls import DISTANCES, FUSED, RECURRENT
 from lightning_unitscale.profiler.costs import cudnn_recurrent_flops, recurrent_flops
 
@@ -128,7 +127,8 @@ def writing_kernel(rule: ProductRule, unreached: UnreachedRule, original: Kernel
         rule = replace(rule, with_factor="")
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        if LOCAL.is_inside or is_ours(sys._getframe().f_back):
+        frame = calling_frame()
+        if LOCAL.is_inside or is_ours(frame):
             return original(*args, **kwargs)
         session, node, call = owner_of(rule, args)
         if session is None:
@@ -137,7 +137,7 @@ def writing_kernel(rule: ProductRule, unreached: UnreachedRule, original: Kernel
             return plain(*args, **kwargs)
         options = {**kwargs, "out": kwargs.get("out", args[0])}
         with plain_functions():
-            return session.run(rule, writing, args, options, node, call)
+            return session.run(rule, writing, args, options, node, call, frame)
 
     return kernel
 

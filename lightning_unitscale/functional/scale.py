@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -178,27 +178,25 @@ def _product(tensor: Tensor, factor: Factor) -> Tensor:
 # Beyond it a power of two, or its inverse, is no normal number of FP32, in which kernels hold a
 # Python factor.
 LARGEST_LOG2 = 126
-# torch makes a tensor of each number that it multiplies by, which takes longer than to multiply a
-# small one. FP16 has no room for all of these factors, and numbers are taken in FP32.
-_POWERS: dict[torch.dtype, tuple[Tensor, ...]] = {
-    dtype: torch.tensor(
-        [2.0**e for e in range(-LARGEST_LOG2, LARGEST_LOG2 + 1)], dtype=dtype, device="cpu"
-    ).unbind()
-    for dtype in (torch.float32, torch.float64, torch.bfloat16)
+_EXPONENTS = range(-LARGEST_LOG2, LARGEST_LOG2 + 1)
+_NUMBERS: Mapping[int, Tensor | float] = {e: 2.0**e for e in _EXPONENTS}
+# By a type and an exponent, the power of two as tensors of that type are multiplied by it. Torch
+# makes a tensor of each number that it multiplies by, which takes longer than to multiply a small
+# one. FP16 has no room for all of these factors, and numbers are taken in FP32.
+POWERS_OF_TWO: Mapping[torch.dtype, Mapping[int, Tensor | float]] = {
+    torch.float16: _NUMBERS,
+    **{
+        dtype: {e: torch.tensor(2.0**e, dtype=dtype, device="cpu") for e in _EXPONENTS}
+        for dtype in (torch.float32, torch.float64, torch.bfloat16)
+    },
 }
-
-
-def power_of_two(exponent: int, dtype: torch.dtype) -> Tensor | float:
-    """``2**exponent``, for ``exponent`` within +-126, as tensors of a type are multiplied by it."""
-    powers = _POWERS.get(dtype)
-    return 2.0**exponent if powers is None else powers[exponent + LARGEST_LOG2]
 
 
 def scale_in_place(tensor: Tensor, exponent: int) -> None:
     """Multiply a tensor by ``2**exponent``, in steps where one factor would overflow."""
     while exponent:
         part = max(-LARGEST_LOG2, min(exponent, LARGEST_LOG2))
-        tensor.mul_(power_of_two(part, tensor.dtype))
+        tensor.mul_(POWERS_OF_TWO.get(tensor.dtype, _NUMBERS)[part])
         exponent -= part
 
 
@@ -218,15 +216,15 @@ def empty_placed_like(tensor: Tensor, dtype: torch.dtype, offset: int) -> Tensor
         An uninitialized tensor of the shape of ``tensor``; contiguous if that has symbolic sizes.
     """
     shape, strides = tensor.shape, tensor.stride()
-    if any(isinstance(number, torch.SymInt) for number in (*shape, *strides)):
+    if isinstance(sum(shape) + sum(strides), torch.SymInt):  # as soon as one of them is
         return torch.empty(shape, dtype=dtype, device=tensor.device)
-    placed, end = _placed_strides(shape, strides, _LINE_BYTES // tensor.element_size())
+    placed, end = placed_strides(shape, strides, _LINE_BYTES // tensor.element_size())
     spread = torch.empty(offset + end, dtype=dtype, device=tensor.device)
     return spread.as_strided(shape, placed, offset)
 
 
 @functools.lru_cache(maxsize=2**12)
-def _placed_strides(
+def placed_strides(
     shape: tuple[int, ...], strides: tuple[int, ...], line: int
 ) -> tuple[tuple[int, ...], int]:
     """The strides that :func:`empty_placed_like` gives, and how many elements they reach over.

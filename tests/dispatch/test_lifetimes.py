@@ -16,9 +16,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.executed_products import has_torchs_own_kernels
+from lightning_unitscale import UnitScaleCallback, attach
 from lightning_unitscale.capture.attach import products_of
 from lightning_unitscale.capture.steps import steps_of
+from lightning_unitscale.dispatch.calls import CALLS
 from lightning_unitscale.dispatch.kernels import num_overridden
+from lightning_unitscale.dispatch.session import ProductSession
 from lightning_unitscale.quantize import quantize
 from lightning_unitscale.transforms import (
     compile,
@@ -96,6 +99,35 @@ def test_a_backward_pass_after_the_module_is_gone() -> None:
     y.backward(gradient)
     expected = quantize(gradient, "E5M2") @ quantize(weight, "E4M3FN")
     torch.testing.assert_close(x.grad, expected)
+
+
+def test_a_graph_of_a_session_that_has_ended_runs_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where another module keeps kernels overridden, and the graph has run before."""
+    module, x = Net(), torch.randn(4, 16)
+    expected = run(module, x)["parameters"]
+    module.zero_grad()
+    with attach(Net(), callbacks=UnitScaleCallback()):
+        with attach(module, callbacks=UnitScaleCallback()):
+            loss = module(x)
+            loss.backward(retain_graph=True)
+            module.zero_grad()
+            torch.optim.SGD(module.parameters(), lr=0.1).step()
+        ran: list[ProductSession] = []
+        monkeypatch.setattr(ProductSession, "run", lambda session, *_: ran.append(session))
+        loss.backward()
+    assert not ran
+    assert_same_bits({name: p.grad for name, p in module.named_parameters()}, expected)
+
+
+def test_what_is_known_of_a_matmul_goes_with_its_graph() -> None:
+    module, x = Net(), torch.randn(4, 16)
+    with attach(module, callbacks=UnitScaleCallback()):
+        before = len(CALLS)
+        loss = module(x)
+        assert len(CALLS) == before + 2
+        loss.backward()
+        assert len(CALLS) == before
+        torch.optim.SGD(module.parameters(), lr=0.1).step()
 
 
 def test_a_module_that_keeps_its_output_is_collected() -> None:

@@ -13,7 +13,7 @@ from lightning_unitscale.dispatch.calls import Call, sources_of
 from lightning_unitscale.dispatch.coverage import CoverageCounter
 from lightning_unitscale.dispatch.execute import Product
 from lightning_unitscale.dispatch.measurement import FORWARD, MeasuredProduct, Site
-from lightning_unitscale.dispatch.products import RULES, is_turned
+from lightning_unitscale.dispatch.products import RULES
 from lightning_unitscale.dispatch.tensors import Extent, reading, scaled_copy
 from lightning_unitscale.functional.scale import scale_in_place
 
@@ -29,6 +29,11 @@ MM = next(rule for rule in RULES if rule.operator == "mm")
         lambda t: t[:, 3:11],
         lambda t: t[1:, :].t(),
         lambda t: t[:, :1].expand(-1, 7),
+        lambda t: t[:, :5],
+        lambda t: t.as_strided((3, 1, 4), (16, 5, 1)).transpose(0, 2),
+        lambda t: t[:1].t(),
+        lambda t: t.as_strided((1, 16, 1), (7, 1, 3)),
+        lambda t: t.as_strided((8, 16), (2, 1)),
         lambda t: t[:0],
     ],
 )
@@ -97,14 +102,14 @@ def test_where_powers_of_two_are_not_exact() -> None:
         assert found.startswith(reason) and bool(found) == bool(reason)
 
 
-def _call(first: Tensor, second: Tensor, *, knows: bool, needs: tuple[int, ...] = (1, 0)) -> Call:
+def _call(first: Tensor, second: Tensor, *, knows: bool) -> Call:
     site = Site("x", "", ("input", "other"))
     return Call(
         Product(MM, site, FORWARD, (0, 0), (False, False), site.operand_names, 0),
-        {first.data_ptr(): 0, second.data_ptr(): 1} if knows else {},
-        (tuple(first.shape), tuple(second.shape)),
-        needs,
-        (is_turned(first), is_turned(second)),
+        [
+            (tensor.shape, tensor.stride(), tensor.data_ptr() * knows, tensor.requires_grad)
+            for tensor in (first, second)
+        ],
     )
 
 
@@ -124,7 +129,7 @@ def test_who_is_who_in_a_backward_product(
     first.requires_grad_(0 in needs)
     second.requires_grad_(1 in needs)
     gradient = torch.randn(rows, columns)
-    call = _call(first, second, knows=knows, needs=needs)
+    call = _call(first, second, knows=knows)
     seen: list[tuple[Any, Any]] = []
 
     class Mode(TorchDispatchMode):
