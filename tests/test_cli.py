@@ -14,7 +14,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import yaml
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_unitscale import __version__
@@ -537,7 +536,9 @@ class TestExplainPipeline:
     def test_an_error_names_the_option_that_was_given(
         self, option: str, text: str, tiny: list[str]
     ) -> None:
-        with pytest.raises(SystemExit, match=rf"^lightning-unitscale: {text}.*; expected .*; pass "):
+        with pytest.raises(
+            SystemExit, match=rf"^lightning-unitscale: {text}.*; expected .*; pass "
+        ):
             main(["explain-pipeline", f"--config={BASELINE}", *tiny, option])
 
     def test_more_stages_than_operations(self, tiny: list[str]) -> None:

@@ -4,10 +4,11 @@ import copy
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_unitscale.dynamo.backend import plain_kernels
 from lightning_unitscale.transforms import remat
+from tests.helpers import assert_same_bits
 
 RESIZED = {
     "bilinear": nn.Upsample(scale_factor=2, mode="bilinear"),
@@ -37,6 +38,35 @@ def test_resized_images_have_the_bits_of_a_plain_step(resize: nn.Module) -> None
         for expected, got in zip(*results, strict=True):
             assert torch.equal(expected, got)
     assert len(planned.remat_reports()) == 2
+
+
+def _quotients(x: Tensor, y: Tensor) -> Tensor:
+    """An update whose ``value`` is rounded in another place if it is taken apart."""
+    return torch.addcdiv(x, x, y, value=0.3) + torch.addcmul(x, x, y, value=0.7)
+
+
+@pytest.mark.parametrize("is_autocast", [False, True])
+def test_updates_have_the_bits_of_a_plain_step(is_autocast: bool) -> None:
+    torch.manual_seed(0)
+
+    class Updates(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.scale = nn.Linear(16, 16), nn.Parameter(torch.rand(16) + 0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return _quotients(self.layer(x), self.scale).float().square().mean()
+
+    plain = Updates()
+    planned = remat(plain, "min_cut")
+    x, results = torch.randn(64, 16), []
+    for module in (plain, planned):
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+            loss = module(x)
+        loss.backward()
+        results.append([loss.detach(), *[param.grad for param in module.parameters()]])
+    assert_same_bits(*results)
+    assert len(planned.remat_reports()) == 1
 
 
 def test_afterwards_the_operators_are_what_they_were() -> None:
