@@ -45,6 +45,7 @@ def test_autocast_ends_before_the_backward_pass() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*ensure_weight_tying.*:UserWarning")
 @pytest.mark.parametrize(
     "options",
     [

@@ -40,24 +40,35 @@ def test_resized_images_have_the_bits_of_a_plain_step(resize: nn.Module) -> None
     assert len(planned.remat_reports()) == 2
 
 
-def _quotients(x: Tensor, y: Tensor) -> Tensor:
-    """An update whose ``value`` is rounded in another place if it is taken apart."""
-    return torch.addcdiv(x, x, y, value=0.3) + torch.addcmul(x, x, y, value=0.7)
+class Updates(nn.Module):
+    """Updates whose ``value`` is rounded in another place if they are taken apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(16, 16), nn.Parameter(torch.rand(16) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        x = torch.addcdiv(x, x, self.scale, value=0.3) + torch.addcmul(x, x, x, value=0.7)
+        return x.float().square().mean()
+
+
+class Inverse(nn.Module):
+    """Inverts a matrix, whose gradient is made of matmuls that no autocast casts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.matrix = nn.Linear(16, 16), nn.Parameter(torch.eye(16) + torch.rand(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer(x) @ torch.linalg.inv(self.matrix)).float().square().mean()
 
 
 @pytest.mark.parametrize("is_autocast", [False, True])
-def test_updates_have_the_bits_of_a_plain_step(is_autocast: bool) -> None:
+@pytest.mark.parametrize("kind", [Updates, Inverse])
+def test_a_backward_pass_outside_of_autocast(kind: type[nn.Module], is_autocast: bool) -> None:
     torch.manual_seed(0)
-
-    class Updates(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.scale = nn.Linear(16, 16), nn.Parameter(torch.rand(16) + 0.5)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return _quotients(self.layer(x), self.scale).float().square().mean()
-
-    plain = Updates()
+    plain = kind()
     planned = remat(plain, "min_cut")
     x, results = torch.randn(64, 16), []
     for module in (plain, planned):

@@ -159,14 +159,13 @@ def _read(folder: Path) -> nn.Module:
 
 
 CASES: dict[str, Callable[[Path], pl.LightningModule]] = {
-    "llama": lambda _: Plain(llama()),
     "bert": lambda _: Plain(bert()),
     "t5": lambda _: Plain(t5()),
     "own loss": lambda _: OwnLoss(llama()),
     "late": lambda folder: Generates(lambda: _read(folder)),
     "bf16": lambda _: Reads(gpt2()),
     "dropout": lambda _: Plain(_with_dropout()),
-    "callbacks": lambda _: Plain(gpt2()),
+    "callbacks": lambda _: Plain(llama()),
     "u-mup": lambda _: Plain(llama()),
 }
 # These need peft.

@@ -92,6 +92,7 @@ def test_dropout_is_active(runs: dict[int, Path]) -> None:
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.timeout(560)
+@pytest.mark.filterwarnings("ignore")  # of transformers and peft
 @pytest.mark.parametrize("case", ["late", "adapters", "adapters read"])
 def test_checkpoints_load_into_the_plain_module(
     case: str, runs: dict[int, Path], tmp_path: Path
