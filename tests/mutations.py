@@ -1410,6 +1410,41 @@ MUTATIONS = (
         "total = norms.sum()",
         "strategies/test_ownership.py",
     ),
+    Mutation(
+        "under autocast a captured step's backward pass is traced within it",
+        "dynamo/backend.py",
+        'backward_pass_autocast="same_as_forward" if is_autocast else "off"',
+        'backward_pass_autocast="same_as_forward"',
+        "remat/test_plain_bits.py -k Inverse",
+    ),
+    Mutation(
+        "the parts of a first call are judged by a budget in bytes",
+        "remat/api.py",
+        "if not (self._puts_off and self._breaks):",
+        "if True:",
+        "capture/test_second_capture.py",
+    ),
+    Mutation(
+        "a step that stays in parts is not judged by its budget",
+        "capture/second_capture.py",
+        "if not self.is_due:\n            getattr",
+        "if False:\n            getattr",
+        "capture/test_second_capture.py",
+    ),
+    Mutation(
+        "weights that a hook draws differ among the ranks of a pipeline",
+        "strategies/pipeline.py",
+        "if not self._steps_done:",
+        "if False:",
+        "strategies/test_pipeline.py -k groups",
+    ),
+    Mutation(
+        "Dynamo takes addcdiv apart",
+        "dynamo/patches.py",
+        "if name not in _TAKEN_APART}",
+        "if True}",
+        "remat/test_plain_bits.py -k Updates",
+    ),
 )
 
 

@@ -14,7 +14,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import yaml
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_unitscale import __version__
@@ -254,8 +253,8 @@ def test_an_unknown_option_is_named(tiny: list[str], capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize(
     ("option", "expected"),
-    [("schedule=1F2B", r"^schedule='1F2B': expected one of GPipe, 1F1B"),
-     ("num_microbatches=0", r"^num_microbatches=0: not a count; expected a whole number")],
+    [("schedule=1F2B", r"schedule='1F2B': expected one of GPipe, 1F1B"),
+     ("num_microbatches=0", r"num_microbatches=0: not a count; expected a whole number")],
 )  # fmt: skip
 def test_a_strategy_that_is_wrong_is_one_clear_error(
     tiny: list[str], option: str, expected: str
@@ -263,8 +262,10 @@ def test_a_strategy_that_is_wrong_is_one_clear_error(
     """A strategy may be a name too: what the name's type says of it is of no interest."""
     given = {"schedule": "GPipe", "num_microbatches": "2", **dict([option.split("=")])}
     options = [f"--trainer.strategy.init_args.{name}={value}" for name, value in given.items()]
-    with pytest.raises(ValueError, match=expected):
-        strategy = "--trainer.strategy=lightning_unitscale.PipelineStrategy"
+    strategy = "--trainer.strategy=lightning_unitscale.PipelineStrategy"
+    with pytest.raises(ValueError, match=rf"^{expected}"):
+        _fit(BASELINE, *tiny, strategy, *options, "--traceback")
+    with pytest.raises(SystemExit, match=rf"^lightning-unitscale: {expected}.* \(--traceback"):
         _fit(BASELINE, *tiny, strategy, *options)
 
 
@@ -374,7 +375,7 @@ class TestProfile:
 )
 def test_profile_fails_before_it_profiles(option: str, text: str, tiny: list[str]) -> None:
     Path("logs").mkdir()
-    with pytest.raises(ValueError, match=rf"^{text}.*; expected .*; \w+ "):
+    with pytest.raises(SystemExit, match=rf"^lightning-unitscale: {text}.*; expected .*; \w+ "):
         main(["profile", f"--config={BASELINE}", *tiny, option])
 
 
@@ -465,11 +466,11 @@ class TestProfileOfSeveralDevices:
         assert not torch.distributed.is_initialized()
 
     def test_a_module_that_shards_nothing(self, project: str) -> None:
-        with pytest.raises(MisconfigurationException, match="Whole has no configure_model"):
+        with pytest.raises(SystemExit, match="Whole has no configure_model"):
             self._profile(f"{project}.Whole")
 
     def test_how_many_devices_has_to_be_said(self, project: str) -> None:
-        with pytest.raises(MisconfigurationException, match="how many there will be"):
+        with pytest.raises(SystemExit, match="how many there will be"):
             self._profile(f"{project}.Sharded", "--trainer.devices=auto")
 
     def test_replicas_have_buckets(self, project: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -490,7 +491,7 @@ class TestProfileOfSeveralDevices:
         ],
     )
     def test_others_are_refused(self, strategy: str, instead: str, project: str) -> None:
-        with pytest.raises(MisconfigurationException, match=instead):
+        with pytest.raises(SystemExit, match=instead):
             main(
                 ["profile", f"--model={project}.Whole", f"--trainer.strategy={strategy}",
                  "--trainer.devices=2"]
@@ -535,17 +536,19 @@ class TestExplainPipeline:
     def test_an_error_names_the_option_that_was_given(
         self, option: str, text: str, tiny: list[str]
     ) -> None:
-        with pytest.raises(ValueError, match=rf"^{text}.*; expected .*; pass "):
+        with pytest.raises(
+            SystemExit, match=rf"^lightning-unitscale: {text}.*; expected .*; pass "
+        ):
             main(["explain-pipeline", f"--config={BASELINE}", *tiny, option])
 
     def test_more_stages_than_operations(self, tiny: list[str]) -> None:
         options = ["--num_stages=900", "--num_microbatches=2"]
-        with pytest.raises(ValueError, match=r"^num_stages=900: the captured graph can be cut at"):
+        with pytest.raises(SystemExit, match=r"num_stages=900: the captured graph can be cut at"):
             main(["explain-pipeline", f"--config={BASELINE}", *tiny, *options])
 
     def test_a_batch_that_cannot_be_divided(self, tiny: list[str]) -> None:
         config = f"--config={BASELINE}"
-        with pytest.raises(ValueError, match="num_microbatches=3: a batch of 2 samples"):
+        with pytest.raises(SystemExit, match="num_microbatches=3: a batch of 2 samples"):
             main(["explain-pipeline", config, *tiny, "--num_microbatches=3"])
 
 
@@ -609,14 +612,43 @@ def test_what_cannot_be_planned_is_said_without_a_traceback(
     assert said.replace("READING:LINE", f"`loss.item()` at {file}:{line}") in str(found.value)
 
 
+@pytest.mark.parametrize("kind", ["RuntimeError", "ValueError"])
 def test_errors_of_the_users_own_keep_their_traceback(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code = _BREAKING.replace('print("loss", loss)', 'raise RuntimeError("mine")')
-    (tmp_path / "raising.py").write_text(code)
-    with pytest.raises(RuntimeError, match="mine"):
-        main(["profile", "--model=raising.Printing", "--trainer.accelerator=cpu"])
+    code = _BREAKING.replace('print("loss", loss)', f'raise {kind}("mine=1: bad; expected good")')
+    (tmp_path / f"raising_{kind}.py").write_text(code)
+    with pytest.raises((RuntimeError, ValueError), match="mine"):
+        main(["profile", f"--model=raising_{kind}.Printing", "--trainer.accelerator=cpu"])
+
+
+@pytest.mark.parametrize(
+    ("callback", "text"),
+    [
+        ("RematCallback.budget=plenty", "budget='plenty': not a budget; expected bytes"),
+        ("UnitScaleCallback.recalibrate=-3", "recalibrate=-3: .* expected "),
+        ("ScaleMonitor.every_n_steps=0", "every_n_steps=0: .* expected "),
+        # Only the first step shows that.
+        ("RematCallback.budget=16", "budget=16 B .*: no plan needs so little; expected "),
+    ],
+)
+def test_a_wrong_argument_of_a_callback_has_no_traceback(
+    callback: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = f"wrong_{len(callback)}"
+    (tmp_path / f"{name}.py").write_text(_BREAKING.replace('print("loss", loss)', "pass"))
+    option, value = callback.split(".", 1)
+    words = [
+        "fit", f"--model={name}.Printing", "--trainer.accelerator=cpu", "--trainer.max_steps=1",
+        "--trainer.logger=false", "--trainer.enable_checkpointing=false",
+        f"--trainer.callbacks+=lightning_unitscale.{option}", f"--trainer.callbacks.{value}",
+    ]  # fmt: skip
+    with pytest.raises(SystemExit, match=rf"^lightning-unitscale: {text}"):
+        main(words)
+    with pytest.raises(ValueError, match=rf"^{text}"):
+        main([*words, "--traceback"])
 
 
 _STEPS = """

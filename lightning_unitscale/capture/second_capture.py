@@ -37,8 +37,11 @@ class SecondCapture:
         """Trace the call that has ended, if it broke, to see whether it is one graph now.
 
         Nothing of it runs again.
+
+        Raises:
+            ValueError: If it stays in parts, which do not keep a memory budget.
         """
-        if self._has_looked or not self._step.graph_breaks or self._step.owner.passes:
+        if not self._may_come or not self._step.graph_breaks:
             return
         self._has_looked = True
         anew = capture.with_own_code(self._step.__wrapped__)
@@ -50,9 +53,13 @@ class SecondCapture:
             except Exception:
                 pass  # it breaks as before
         self._step.num_graph_calls = num_graph_calls
+        if not self.is_due:
+            getattr(self._step.owner.partition_fn, "refuse", nothing)()
 
     def begin(self) -> None:
         """Forget the parts if the call that begins is one graph."""
+        partition_fn = self._step.owner.partition_fn
+        getattr(partition_fn, "put_off_refusals", nothing)(self._may_come)
         if not self.is_due:
             return
         self.is_due = False
@@ -60,4 +67,9 @@ class SecondCapture:
         for graph_break in self._step.graph_breaks:
             owner.graph_breaks.remove(graph_break)
         self._step.forget()
-        getattr(owner.partition_fn, "forget_plans", nothing)()
+        getattr(partition_fn, "forget_plans", nothing)()
+
+    @property
+    def _may_come(self) -> bool:
+        """Whether a call that breaks is looked at once more."""
+        return not self._has_looked and not self._step.owner.passes

@@ -1,7 +1,6 @@
 """The command line: `lightning-unitscale fit --config run.yaml`, a LightningCLI with a report."""
 
 import os
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -17,8 +16,7 @@ from lightning_unitscale import __version__
 from lightning_unitscale.arguments import check_count, check_file
 from lightning_unitscale.callbacks import ScaleMonitor
 from lightning_unitscale.callbacks.steps import step_arguments
-from lightning_unitscale.capture.step_messages import CaptureError
-from lightning_unitscale.cli.errors import is_of_package
+from lightning_unitscale.cli.errors import argument_error, is_answer
 from lightning_unitscale.cli.profiled import ProfiledJob, profiled_job
 from lightning_unitscale.patching import nothing
 from lightning_unitscale.pipeline.explain import explain_step
@@ -30,8 +28,6 @@ from lightning_unitscale.tensorboard.report import main as report_command
 # What a shell reports for a program that Ctrl-C ended.
 _EXIT_INTERRUPTED = 130
 _TRACEBACK = "--traceback"
-# How errors about an argument read: "argument=value: what is wrong; expected ...".
-_ARGUMENT_ERROR = re.compile(r"^[\s-]*(\w+=.*: .*expected .*)", re.MULTILINE)
 
 _COMMANDS = {
     "fit": "train, and end with the scale of every tensor and the validation loss",
@@ -54,8 +50,8 @@ def main(args: Sequence[str] | None = None) -> None:
         args: The command line without the program's name; by default the process's own.
 
     Raises:
-        SystemExit: If the command line cannot be understood, the extra `cli` is not installed, a
-            step cannot be captured or profiled, or the run was interrupted.
+        SystemExit: If the command line cannot be understood, the extra `cli` is not installed, an
+            argument is wrong, a step cannot be captured or profiled, or the run was interrupted.
     """
     words = list(sys.argv[1:] if args is None else args)
     shows_traceback = _TRACEBACK in words
@@ -95,10 +91,7 @@ def main(args: Sequence[str] | None = None) -> None:
         else:
             UnitScaleCLI(args=words if shows_traceback or args is not None else None)
     except Exception as error:
-        is_expected = isinstance(error, CaptureError)
-        if words[0] in _PLANNING:
-            is_expected |= isinstance(error, RuntimeError) and is_of_package(error)
-        if shows_traceback or not is_expected:
+        if shows_traceback or not is_answer(error, plans=words[0] in _PLANNING):
             raise
         raise SystemExit(f"lightning-unitscale: {error} ({_TRACEBACK} shows where)") from None
     except KeyboardInterrupt:  # before or after the training, which has an answer of its own
@@ -121,8 +114,8 @@ def _help() -> str:
             "options:",
             f"  {'--help':{width}}  this page",
             f"  {'--version':{width}}  {__version__}",
-            f"  {_TRACEBACK:{width}}  with a command: show the traceback of a step that cannot be "
-            "captured",
+            f"  {_TRACEBACK:{width}}  with a command: show the traceback of an error that is "
+            "answered by its text",
         ]
     )
 
@@ -164,11 +157,11 @@ class UnitScaleCLI(LightningCLI):
     def instantiate_classes(self) -> None:
         try:
             super().instantiate_classes()
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             # Where a type is optional, jsonargparse turns what a constructor complains about into
             # a list of the types that the value might have been.
-            if (complaint := _ARGUMENT_ERROR.search(str(error))) is not None:
-                raise ValueError(complaint[1]) from None
+            if (complaint := argument_error(error)) is not None:
+                raise type(error)(complaint) from None
             cause: BaseException = error
             while cause.__cause__ is not None and "Union subtypes" in str(cause):
                 cause = cause.__cause__

@@ -7,7 +7,8 @@
   numbers. Dynamo would take an array for a constant then, compute ``array *= 2`` while it traces,
   and give up: the array would be doubled twice.
 * Updates. Dynamo takes ``addcmul_`` and ``addcdiv_`` with ``value`` apart, and until torch 2.11
-  ``add_`` with ``alpha``, which rounds in another place than their kernels do.
+  ``add_`` with ``alpha``, which rounds in another place than their kernels do. So it does, whatever
+  its settings are, with :data:`_TAKEN_APART`.
 * Generators. Dynamo draws from a ``random.Random`` of the user's when it traces, and guards on
   nothing: every later step would get the same number. So these calls run as they are, too.
 * Failures (:func:`passed_over`). What it cannot capture, Dynamo lets run as it is: a graph break.
@@ -33,12 +34,12 @@
 Private names used here were checked on torch 2.13 and 2.11: ``VariableBuilder``'s
 ``wrap_numpy_ndarray``, to which it hands every NumPy number, ``wrap_symfloat``, ``wrap_symint``;
 ``NumpyVariable``, which an array is; ``RandomVariable``, and ``RandomClassVariable``, which makes
-one; ``ConvertFrame``, which is called once per function to capture, ``ConvertFrameReturn``, whose
-default is to leave the function alone, ``GraphCompileReason``, and the two errors; the sets behind
-``torch.compiler.allow_in_graph``, which itself cannot be taken back; ``tracing_state_functions``,
-``tx`` in the handler that answers whether anything is compiled;
-``OptimizerVariable._set_capturable``; ``SkipFunctionVariable.call_function``, which runs what is
-not traced, and ``raise_observed_exception``; ``_enter_inference_mode`` and
+one; ``TorchInGraphFunctionVariable._get_handlers``; ``ConvertFrame``, which is called once per
+function to capture, ``ConvertFrameReturn``, whose default is to leave the function alone,
+``GraphCompileReason``, and the two errors; the sets behind ``torch.compiler.allow_in_graph``, which
+itself cannot be taken back; ``tracing_state_functions``, ``tx`` in the handler that answers whether
+anything is compiled; ``OptimizerVariable._set_capturable``; ``SkipFunctionVariable.call_function``,
+which runs what is not traced, and ``raise_observed_exception``; ``_enter_inference_mode`` and
 ``_exit_inference_mode``, which Dynamo puts into its graphs.
 """
 
@@ -98,9 +99,20 @@ def plain_numbers() -> Iterator[None]:
         shadowed_here(NumpyVariable, is_python_constant=_is_constant),
         shadowed_here(RandomVariable, is_supported_random_obj=lambda _: False),
         shadowed_here(RandomClassVariable, call_function=_refuse_generator),
+        shadowed_here(TorchInGraphFunctionVariable, _get_handlers=_handlers_of_whole_functions),
         torch._dynamo.config.patch(trace_numpy=False, enable_dynamo_decompositions=False),
     ):
         yield
+
+
+_TAKEN_APART = (torch.addcdiv, torch._foreach_lerp_)
+_handlers = TorchInGraphFunctionVariable._get_handlers
+
+
+@functools.cache
+def _handlers_of_whole_functions() -> dict[Any, Any]:
+    """Dynamo's ways to trace functions of torch, without those that take a function apart."""
+    return {name: run for name, run in _handlers().items() if name not in _TAKEN_APART}
 
 
 def _is_constant(variable: NumpyVariable) -> bool:

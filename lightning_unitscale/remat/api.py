@@ -184,6 +184,8 @@ class StepPartitioner(RematPartitioner):
         self._around = around
         self._granted = Granted()
         self._num_planned_steps = 0
+        self._puts_off = False
+        self._refusal: BudgetError | None = None
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -213,6 +215,25 @@ class StepPartitioner(RematPartitioner):
     def forget_plans(self) -> None:
         """Forget the plans of a step that is captured anew."""
         self.reports.clear()
+        self._granted = Granted()
+
+    def put_off_refusals(self, puts_off: bool) -> None:
+        """Keep to the budget as far as the parts of a step allow, or raise an error at once.
+
+        Args:
+            puts_off: Whether the step may be captured anew as one graph, which alone is judged.
+        """
+        self._puts_off = puts_off
+        self._refusal = None
+
+    def refuse(self) -> None:
+        """Judge the parts of a step that stays in parts.
+
+        Raises:
+            BudgetError: If they do not keep the budget.
+        """
+        if self._refusal is not None:
+            raise self._refusal
 
     def reports_so_far(self) -> list[RematReport]:
         """What was planned for each graph, in the order of capture."""
@@ -232,22 +253,28 @@ class StepPartitioner(RematPartitioner):
 
     def choose(self, planner: Planner) -> RematPlan:
         """The plan of one graph."""
-        if isinstance(self.budget, float):
-            own = int(self.budget * planner.default.peak_bytes)
-            limit = self._granted.limit(own, lambda: planner.floor.peak_bytes)
-            if limit != own:
-                return planner.plan(limit)
-        return super().choose(planner)
+        try:
+            if isinstance(self.budget, float):
+                own = int(self.budget * planner.default.peak_bytes)
+                limit = self._granted.limit(own, lambda: planner.floor.peak_bytes)
+                if limit != own:
+                    return planner.plan(limit)
+            return super().choose(planner)
+        except BudgetError as error:
+            self._refuse_parts(error)
+            return planner.floor
 
     def resident_bytes(self, static_bytes: int) -> tuple[int, int]:
         """What the module, earlier graphs of the step, and others have in memory."""
-        breaks = num_graph_breaks() > self._breaks_before
+        breaks = self._breaks
         if isinstance(self.budget, int) and breaks:
-            raise BudgetError(
-                f"budget={self.budget!r}: the step breaks into several graphs, which are planned "
-                "one by one, so that bytes cannot be promised for all of them together; expected a "
-                "step that is captured whole, or a fraction such as budget=0.6, which holds for "
-                "each graph; explain() shows where it breaks."
+            self._refuse_parts(
+                BudgetError(
+                    f"budget={self.budget!r}: the step breaks into several graphs, which are "
+                    "planned one by one, so that bytes cannot be promised for all of them "
+                    "together; expected a step that is captured whole, or a fraction such as "
+                    "budget=0.6, which holds for each graph; explain() shows where it breaks."
+                )
             )
         always, forward = self._around()
         inputs = storages_of(list(self.inputs.values()))
@@ -263,6 +290,17 @@ class StepPartitioner(RematPartitioner):
             later = max(0, gradient_bytes(self._module) - self._static_bytes)
             always, forward = always + later, forward - later
         return always + max(0, module_bytes(self._module) - static_bytes), forward
+
+    @property
+    def _breaks(self) -> bool:
+        """Whether the step that is captured is not one graph."""
+        return num_graph_breaks() > self._breaks_before
+
+    def _refuse_parts(self, error: BudgetError) -> None:
+        """Raise the error, or keep the first one of a step that may yet become one graph."""
+        if not (self._puts_off and self._breaks):
+            raise error
+        self._refusal = self._refusal or error
 
     def _warn_of_plans(self, seconds: float) -> None:
         fixed = "" if self.reports[-1].sizes else ", whose sizes the code fixes when it is captured"

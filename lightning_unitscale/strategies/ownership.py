@@ -33,6 +33,13 @@ _DESCRIBES = frozenset(
 _VIEWS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 
 
+@torch.no_grad()
+def give_first_weights(module: nn.Module) -> None:
+    """Give all ranks the first one's parameters and buffers; every rank calls it."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        dist.broadcast(tensor.data, src=0)
+
+
 class FreedParameter(nn.Parameter):
     """A parameter whose storage is freed: it has a shape, a type and a device, and no values."""
 

@@ -8,7 +8,6 @@ from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
@@ -42,7 +41,7 @@ from lightning_unitscale.strategies.checks import (
 from lightning_unitscale.strategies.evaluation import EvaluatingStrategy
 from lightning_unitscale.strategies.forward import PipelinedForward
 from lightning_unitscale.strategies.method import NotPipelinedError, Pipelining
-from lightning_unitscale.strategies.ownership import Owners
+from lightning_unitscale.strategies.ownership import Owners, give_first_weights
 from lightning_unitscale.strategies.steps import PipelinedStep
 
 _CAPTURES = ("auto", "step", "forward")
@@ -179,9 +178,7 @@ class PipelineStrategy(EvaluatingStrategy):
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(self.model)
         self.model_to_device()
-        with torch.no_grad():
-            for tensor in (*module.parameters(), *module.buffers()):
-                dist.broadcast(tensor.data, src=0)
+        give_first_weights(module)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             refuse_optimizers(self.optimizers)
@@ -203,6 +200,9 @@ class PipelineStrategy(EvaluatingStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs forward and backward of all microbatches; the gradients wait for ``backward``."""
         assert self._step is not None and self.lightning_module is not None
+        if not self._steps_done:
+            # Hooks such as on_train_start may have drawn weights, on each rank its own.
+            give_first_weights(self.lightning_module)
         if self._steps_done < self.check_batches:
             check_equal(args[0], self.grid.pipeline)
         parameters = list(self.lightning_module.parameters())

@@ -7,9 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_unitscale.capture.steps import ModuleSteps
+from lightning_unitscale.remat import plan_remat
+from lightning_unitscale.transforms import remat
 from tests.helpers import assert_same_bits
 
 NUM_CALLS = 4
+LOCK = threading.Lock()
 
 
 class Prepared(nn.Module):
@@ -21,7 +24,6 @@ class Prepared(nn.Module):
         super().__init__()
         self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
         self.is_ready = False
-        self.lock = threading.Lock()
         self.logged: list[float] = []
 
     def log(self, loss: Tensor) -> None:
@@ -30,7 +32,7 @@ class Prepared(nn.Module):
     def training_step(self, batch: Tensor) -> Tensor:
         hidden = self.layer(batch).relu()
         if not self.is_ready or self.breaks_always:
-            with self.lock:
+            with LOCK:
                 self.is_ready = True
         loss = self.head(nn.functional.dropout(hidden, 0.5)).square().mean()
         self.log(loss)
@@ -87,3 +89,57 @@ def test_the_first_call_runs_once() -> None:
     module.training_step(torch.randn(3, 4))
     assert not step.second_capture.is_due
     assert len(step.graphs) == 1
+
+
+class Prepares(Prepared):
+    """One that is called as a plain module."""
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.training_step(batch)
+
+    def log(self, loss: Tensor) -> None:
+        pass
+
+
+class NeverPrepared(Prepares):
+    """One that takes the lock in all calls."""
+
+    breaks_always = True
+
+
+def _budget(share: float) -> int:
+    """Bytes within which the whole step of a :class:`Prepares` is planned."""
+    module = Prepares()
+    module.is_ready = True
+    plan = plan_remat(module, torch.randn(64, 4), budget=1.0)
+    return int(share * plan.peak_bytes)
+
+
+def test_a_budget_in_bytes_is_judged_on_the_graph_that_is_kept() -> None:
+    torch.manual_seed(0)
+    plain = Prepares()
+    module = remat(plain, _budget(1.01))
+    for _ in range(3):
+        results = []
+        for each in (plain, module):
+            torch.manual_seed(1)
+            each.zero_grad()
+            loss = each(torch.randn(64, 4))
+            loss.backward()
+            results.append([loss.detach(), *(param.grad for param in each.parameters())])
+        assert_same_bits(*results)
+    assert len(module.remat_reports()) == 1
+
+
+@pytest.mark.parametrize("budget", [10_000_000, 0.001])
+def test_a_step_that_stays_in_parts_is_refused_in_its_first_call(budget: float) -> None:
+    module = remat(NeverPrepared(), budget)
+    with pytest.raises(ValueError, match="budget="):
+        module(torch.randn(64, 4))
+
+
+def test_the_whole_graph_is_refused_in_its_own_call() -> None:
+    module = remat(Prepares(), 16)
+    module(torch.randn(64, 4)).backward()
+    with pytest.raises(ValueError, match="no plan needs so little"):
+        module(torch.randn(64, 4))

@@ -4,10 +4,11 @@ import copy
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_unitscale.dynamo.backend import plain_kernels
 from lightning_unitscale.transforms import remat
+from tests.helpers import assert_same_bits
 
 RESIZED = {
     "bilinear": nn.Upsample(scale_factor=2, mode="bilinear"),
@@ -37,6 +38,46 @@ def test_resized_images_have_the_bits_of_a_plain_step(resize: nn.Module) -> None
         for expected, got in zip(*results, strict=True):
             assert torch.equal(expected, got)
     assert len(planned.remat_reports()) == 2
+
+
+class Updates(nn.Module):
+    """Updates whose ``value`` is rounded in another place if they are taken apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(16, 16), nn.Parameter(torch.rand(16) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        x = torch.addcdiv(x, x, self.scale, value=0.3) + torch.addcmul(x, x, x, value=0.7)
+        return x.float().square().mean()
+
+
+class Inverse(nn.Module):
+    """Inverts a matrix, whose gradient is made of matmuls that no autocast casts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.matrix = nn.Linear(16, 16), nn.Parameter(torch.eye(16) + torch.rand(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer(x) @ torch.linalg.inv(self.matrix)).float().square().mean()
+
+
+@pytest.mark.parametrize("is_autocast", [False, True])
+@pytest.mark.parametrize("kind", [Updates, Inverse])
+def test_a_backward_pass_outside_of_autocast(kind: type[nn.Module], is_autocast: bool) -> None:
+    torch.manual_seed(0)
+    plain = kind()
+    planned = remat(plain, "min_cut")
+    x, results = torch.randn(64, 16), []
+    for module in (plain, planned):
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+            loss = module(x)
+        loss.backward()
+        results.append([loss.detach(), *[param.grad for param in module.parameters()]])
+    assert_same_bits(*results)
+    assert len(planned.remat_reports()) == 1
 
 
 def test_afterwards_the_operators_are_what_they_were() -> None:

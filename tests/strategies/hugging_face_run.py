@@ -16,11 +16,11 @@ import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 from transformers import BatchEncoding
 
-from lightning_unitscale import RematCallback, ScaleMonitor, UnitScaleCallback
+from lightning_unitscale import ScaleMonitor, UnitScaleCallback
 from lightning_unitscale.strategies import PipelineStrategy
 from tests.distributed.launch import quiet_rank
 from tests.strategies.pipeline_run import Recorder, fit_and_save
@@ -32,7 +32,7 @@ WORDS, LENGTH, SAMPLES, STEPS = 64, 12, 8, 3
 def gpt2(**options: Any) -> nn.Module:
     """A GPT-2, whose output layer is its embedding."""
     config = transformers.GPT2Config(
-        vocab_size=WORDS, n_positions=32, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.0,
+        vocab_size=WORDS, n_positions=32, n_embd=32, n_layer=1, n_head=4, resid_pdrop=0.0,
         embd_pdrop=0.0, attn_pdrop=0.0, pad_token_id=0, bos_token_id=1, eos_token_id=2, **options,
     )  # fmt: skip
     return transformers.GPT2LMHeadModel(config)
@@ -41,7 +41,7 @@ def gpt2(**options: Any) -> nn.Module:
 def llama(**options: Any) -> nn.Module:
     """A Llama."""
     config = transformers.LlamaConfig(
-        vocab_size=WORDS, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        vocab_size=WORDS, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
         num_attention_heads=4, num_key_value_heads=2, pad_token_id=0, **options,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config)
@@ -50,7 +50,7 @@ def llama(**options: Any) -> nn.Module:
 def bert() -> nn.Module:
     """A BERT that fills masked words in."""
     config = transformers.BertConfig(
-        vocab_size=WORDS, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        vocab_size=WORDS, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
         num_attention_heads=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     return transformers.BertForMaskedLM(config)
@@ -59,7 +59,7 @@ def bert() -> nn.Module:
 def t5() -> nn.Module:
     """A T5."""
     config = transformers.T5Config(
-        vocab_size=WORDS, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, dropout_rate=0.0,
+        vocab_size=WORDS, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4, dropout_rate=0.0,
         decoder_start_token_id=0,
     )  # fmt: skip
     return transformers.T5ForConditionalGeneration(config)
@@ -103,7 +103,20 @@ class OwnLoss(Plain):
         return losses.sum() / count
 
 
-class Generates(Plain):
+class Late(Plain):
+    """Makes the model where Lightning wants large ones to be made."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        pl.LightningModule.__init__(self)
+        self.make = make
+        self.net: Any = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = self.make()
+
+
+class Generates(Late):
     """Its validation writes text."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -112,42 +125,12 @@ class Generates(Plain):
         self.log("written", written.float().sum(), sync_dist=True)
 
 
-class LateWeights(Plain):
-    """Reads the weights where Lightning wants large models to be made."""
-
-    def __init__(self, path: Path) -> None:
-        pl.LightningModule.__init__(self)
-        self.path = path
-        self.net: Any = None
+class Draws(Late):
+    """Makes a model whose weights are others on each rank."""
 
     def configure_model(self) -> None:
-        if self.net is None:
-            self.net = transformers.GPT2LMHeadModel.from_pretrained(self.path)
-
-
-class LowRank(nn.Module):
-    """A frozen linear layer with two small factors beside it, as in LoRA."""
-
-    def __init__(self, base: nn.Module, size_in: int, size_out: int) -> None:
-        super().__init__()
-        self.base = base
-        self.first = nn.Linear(size_in, 2, bias=False)
-        self.second = nn.Linear(2, size_out, bias=False)
-        nn.init.zeros_(self.second.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.second(self.first(x)) * 2.0
-
-
-def low_rank() -> nn.Module:
-    """A Llama of which only low-rank factors are trained."""
-    net = llama()
-    net.requires_grad_(False)
-    for layer in net.model.layers:
-        for name in ("q_proj", "v_proj"):
-            base = getattr(layer.self_attn, name)
-            setattr(layer.self_attn, name, LowRank(base, base.in_features, base.out_features))
-    return net
+        torch.manual_seed(self.global_rank)
+        super().configure_model()
 
 
 def checkpointed(net: nn.Module) -> nn.Module:
@@ -156,40 +139,57 @@ def checkpointed(net: nn.Module) -> nn.Module:
     return net
 
 
+def adapted(net: nn.Module, **options: Any) -> nn.Module:
+    """The model with adapters made by ``peft``, whose blocks compute their activations again."""
+    import peft
+
+    net = peft.get_peft_model(net, peft.LoraConfig(task_type="CAUSAL_LM", r=2, **options))
+    net.enable_input_require_grads()
+    return checkpointed(net)
+
+
 def save_pretrained(folder: Path) -> None:
     """Save the weights that the ranks read; among ranks only the first one would write them."""
     torch.manual_seed(0)
     gpt2().save_pretrained(folder / "pretrained")
 
 
+def _read(folder: Path) -> nn.Module:
+    return checkpointed(transformers.GPT2LMHeadModel.from_pretrained(folder / "pretrained"))
+
+
 CASES: dict[str, Callable[[Path], pl.LightningModule]] = {
-    "gpt2": lambda _: Plain(gpt2()),
-    "llama": lambda _: Plain(llama()),
     "bert": lambda _: Plain(bert()),
     "t5": lambda _: Plain(t5()),
-    "reads": lambda _: Reads(gpt2()),
     "own loss": lambda _: OwnLoss(llama()),
-    "checkpointed": lambda _: Plain(checkpointed(gpt2())),
-    "checkpointed reads": lambda _: Reads(checkpointed(llama())),
-    "generates": lambda _: Generates(gpt2()),
-    "late": lambda folder: LateWeights(folder / "pretrained"),
-    "low rank": lambda _: Plain(low_rank()),
-    "low rank reads": lambda _: Reads(low_rank()),
-    "bf16": lambda _: Plain(gpt2()),
-    "bf16 reads": lambda _: Reads(gpt2()),
+    "late": lambda folder: Generates(lambda: _read(folder)),
+    "bf16": lambda _: Reads(gpt2()),
     "dropout": lambda _: Plain(_with_dropout()),
-    "unit scaling": lambda _: Plain(llama()),
+    "callbacks": lambda _: Plain(llama()),
     "u-mup": lambda _: Plain(llama()),
-    "monitor": lambda _: Plain(gpt2()),
-    "remat": lambda _: Plain(gpt2()),
 }
+# These need peft.
+ADAPTED: dict[str, Callable[[Path], pl.LightningModule]] = {
+    "adapters": lambda _: Draws(
+        lambda: adapted(
+            llama(tie_word_embeddings=True, use_cache=True), target_modules="all-linear"
+        )
+    ),
+    "adapters read": lambda _: Reads(adapted(gpt2(), modules_to_save=["wte"], use_rslora=True)),
+}
+WITHOUT_DROPOUT = "without dropout"
 
 
-CALLBACKS: dict[str, Callable[[], pl.Callback]] = {
-    "unit scaling": UnitScaleCallback,
-    "u-mup": lambda: UnitScaleCallback("u-mup"),
-    "monitor": lambda: ScaleMonitor(1),
-    "remat": lambda: RematCallback("min_cut"),
+def module_of(case: str, folder: Path) -> pl.LightningModule:
+    """The module of a case."""
+    if case == WITHOUT_DROPOUT:
+        return Plain(gpt2())
+    return {**CASES, **ADAPTED}[case](folder)
+
+
+CALLBACKS: dict[str, Callable[[], list[pl.Callback]]] = {
+    "callbacks": lambda: [UnitScaleCallback(remat="min_cut"), ScaleMonitor(1)],
+    "u-mup": lambda: [UnitScaleCallback("u-mup")],
 }
 
 
@@ -221,22 +221,19 @@ def batches() -> list[BatchEncoding]:
 def train(folder: Path, case: str, num_ranks: int) -> None:
     """Train and write down what came out."""
     pl.seed_everything(4, workers=True, verbose=False)
-    module = CASES[case](folder)
-    recorder = Recorder()
-    callbacks: list[pl.Callback] = [recorder]
-    if case in CALLBACKS:
-        callbacks.append(CALLBACKS[case]())
+    module, recorder = module_of(case, folder), Recorder()
+    callbacks = [recorder, *CALLBACKS.get(case, list)()]
     strategy: Any = "auto"
     if num_ranks > 1:
         strategy = PipelineStrategy(
             "1F1B", num_microbatches=4, process_group_backend="gloo", timeout=60
         )
-    validates = case == "generates"
+    validates = isinstance(module, Generates)
     trainer = quiet_trainer(
         folder,
         devices=num_ranks,
         strategy=strategy,
-        precision="bf16-mixed" if case.startswith("bf16") else "32-true",
+        precision="bf16-mixed" if case == "bf16" else "32-true",
         max_epochs=1,
         callbacks=callbacks,
         use_distributed_sampler=False,

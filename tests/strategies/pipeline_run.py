@@ -118,6 +118,16 @@ class Ends(pl.Callback):
             raise KeyError("of the second rank")
 
 
+class Redraws(pl.Callback):
+    """Gives the second rank other weights than the first, after the strategy has been set up."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        if trainer.global_rank == 1:
+            with torch.no_grad():
+                for one in module.parameters():
+                    one.mul_(-0.5)
+
+
 class Groups(pl.LightningModule):
     """Two groups, a schedule of the learning rate, logged metrics, a layer that is never used."""
 
@@ -216,7 +226,7 @@ def _gpt() -> pl.LightningModule:
 CASES: dict[str, dict[str, Any]] = {
     "gpt": {"module": _gpt, "data": _text, "clip": 0.5, "saves": True},
     "gpt-v": {"module": _gpt, "data": _text, "schedule": "ZBVZeroBubble", "clip": 0.5},
-    "groups": {"module": Groups, "data": _points, "accumulate": 2, "clip": 0.01},
+    "groups": {"module": Groups, "data": _points, "accumulate": 2, "clip": 0.01, "redraws": True},
     "gpt-kept": {"module": _gpt, "data": _text, "clip": 0.5, "free_unowned": False},
     "changes": {"module": Changing, "data": _few, "clip": 0.5},
     "branches": {"module": Branching, "data": _few, "clip": 0.5},
@@ -249,6 +259,8 @@ def train(folder: Path, case: str, num_ranks: int, resume_from: str) -> None:
             folder, f"{case}-{{step}}", every_n_train_steps=STEPS // 2, save_top_k=-1
         )
         ending = [saving]
+    if options.get("redraws"):
+        ending = [Redraws()]
     strategy: Any = "auto"
     if num_ranks > 1:
         strategy = PipelineStrategy(
@@ -271,7 +283,7 @@ def train(folder: Path, case: str, num_ranks: int, resume_from: str) -> None:
         check_val_every_n_epoch=None,
         limit_val_batches=2,
         use_distributed_sampler=False,
-        enable_checkpointing=bool(ending),
+        enable_checkpointing=saving in ending,
     )
     data = options["data"]()
     # Lightning's sampler, which it gives to several devices alone, would draw other numbers.
