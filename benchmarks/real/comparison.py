@@ -28,8 +28,8 @@ class Compared:
         reasons: Why others ran plain, with their share.
         loss_gap: By how much losses (or what is logged, if the module returns none) differ at most,
             relative to plain.
-        parts: Parts of the step that were planned to a memory budget.
-        unplanned: Why none was.
+        parts: Calls of captured graphs in a step, where steps are captured.
+        uncaptured: Why the step runs as it is, where they ought to be.
         warnings: What it said and the plain run did not.
     """
 
@@ -45,7 +45,7 @@ class Compared:
     reasons: dict[str, float] = field(default_factory=dict)
     loss_gap: float = 0.0
     parts: int | None = None
-    unplanned: str = ""
+    uncaptured: str = ""
     warnings: list[str] = field(default_factory=list)
 
 
@@ -70,7 +70,7 @@ def compared(plain: Run, ours: Run | Failure) -> Compared:
         **counted,
         loss_gap=_loss_gap(plain, ours),
         parts=ours.parts,
-        unplanned=ours.unplanned,
+        uncaptured=ours.uncaptured,
         warnings=sorted(ours.warnings - plain.warnings),
     )
 
