@@ -6,6 +6,8 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from .apart import Failure
 from .bits import same_bits
 from .training import Run
@@ -80,7 +82,9 @@ def _loss_gap(plain: Run, ours: Run) -> float:
     if not pairs:
         steps = zip(plain.logs, ours.logs, strict=False)
         pairs = [(a[name], b[name]) for a, b in steps for name in a.keys() & b.keys()]
-    gaps = [((b - a).abs() / a.abs().clamp(min=1e-30)).max().item() for a, b in pairs if a.numel()]
+    # A loss of zero has no relative difference.
+    sizes = [(a, b, torch.where(a == 0, 1, a.abs())) for a, b in pairs if a.numel()]
+    gaps = [((b - a).abs() / size).max().item() for a, b, size in sizes]
     return max(gaps, default=0.0)
 
 

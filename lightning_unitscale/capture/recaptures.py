@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # Calls that captured something, after which a step is given up. torch.compile's limit is as large.
 MANY_CAPTURES = 8
 # Graphs that one call may be cut into.
-MANY_GRAPHS = 16
+MANY_GRAPHS = 32
 
 
 class Recaptures:

@@ -111,8 +111,8 @@ def is_of_dynamo(error: BaseException) -> bool:
 
 def reason_of(error: BaseException) -> Reason:
     """What an error of Dynamo's says, in one line."""
-    if isinstance(error, exc.FailOnRecompileLimitHit) and error.__cause__ is not None:
-        error = error.__cause__
+    if isinstance(error, exc.FailOnRecompileLimitHit):
+        error = error.__context__ or error  # which says more
     return Reason.of(str(error), frames_of(error))
 
 
