@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 
 _TRAINING = "training_step"
+_NOTHING_READ = "no captured graph reads a parameter"
 
 
 class RuleScaling:
@@ -154,6 +155,8 @@ class RuleScaling:
                         backward=train,
                         joint=joint_over_parts(trainer),
                     )
+                if may_refuse and planned.unseen and not planned.parameters:
+                    raise CaptureError.of(step.title, step.graph_breaks or [_NOTHING_READ])
             except CaptureError as error:
                 if not may_refuse:
                     raise

@@ -367,6 +367,7 @@ def _append_by_key(self: Any, batch: Any, batch_idx: int) -> Any:
     return loss
 
 
+@pytest.mark.filterwarnings("ignore:budget='min_cut'. ByKey has been captured and planned in 5")
 def test_a_step_that_would_be_captured_again_and_again_is_not() -> None:
     kind = type("ByKey", (Changing,), {"training_step": _append_by_key, "by_key": {"losses": []}})
     options: dict[str, Any] = {"data": lambda: loader(40), "max_steps": 10}
