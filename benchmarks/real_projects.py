@@ -15,8 +15,10 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 import textwrap
 import warnings
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,8 @@ from tabulate import tabulate
 
 PROJECT_SECONDS, RUN_SECONDS = 1800.0, 300.0
 EQUAL = ("again", "monitor", "default", "both")
+CAPTURED = ("remat", "rules")
+UNCAPTURED = tuple(name for name in VARIANTS if name not in {"plain", *CAPTURED})
 
 
 def examine(name: str, steps: int, variants: list[str]) -> dict[str, Any]:
@@ -101,54 +105,27 @@ def costs_row(row: dict[str, Any]) -> dict[str, str]:
     return cells
 
 
-def _begun(
-    row: dict[str, Any], variant: str, column: str
-) -> tuple[dict[str, str], dict[str, Any] | None]:
-    """A variant's first cells, and what it has found; else the error is in ``column``."""
+def captured_row(row: dict[str, Any], variant: str) -> dict[str, str]:
+    """What became of a step that a callback wants captured, beside plain."""
     cells = {"project": row["name"]}
     found = row.get("variants", {}).get(variant)
     error = row.get("error", "") if found is None else found["error"]
     if found is None or error:
-        return {**cells, column: error}, None
-    return cells, found
-
-
-def _first_steps(row: dict[str, Any], found: dict[str, Any]) -> str:
-    """Seconds of the first step: plain, and of a variant."""
-    return f"{row['variants']['plain']['first_step']:.2f} -> {found['first_step']:.1f}"
-
-
-def remat_row(row: dict[str, Any]) -> dict[str, str]:
-    """What became of a step under a memory budget, beside plain."""
-    cells, found = _begun(row, "remat", "parts")
-    if found is None:
-        return cells
-    cells["parts"] = str(found["parts"])
-    cells["losses"] = "equal" if found["loss_gap"] == 0 else f"within {found['loss_gap']:.0e}"
-    cells["weights"] = "equal" if found["equal"] == "equal" else "differ"
-    cells["first s"] = _first_steps(row, found)
-    reason = (found["unplanned"].strip().splitlines() or [""])[0].replace("|", "/")
-    # Of a file the name is enough.
-    cells["why not planned"] = textwrap.shorten(re.sub(r"/\S*/", "", reason), 120)
-    return cells
-
-
-def rules_row(row: dict[str, Any]) -> dict[str, str]:
-    """What became of a step by rules, beside plain."""
-    cells, found = _begun(row, "rules", "trains")
-    if found is None:
-        return cells
+        return {**cells, "parts": error}
     plain = row["variants"]["plain"]
-    reasons = (_PLAIN_BY_RULES.search(line) for line in found["warnings"])
-    reason = next((match.group(1) for match in reasons if match), "")
-    cells["trains"] = "the plain model" if reason else "by rules"
-    cells["loss"] = f"{_number(plain['loss'])} -> {_number(found['loss'])}"
-    cells["first s"] = _first_steps(row, found)
-    cells["why plain"] = reason
+    cells["parts"] = str(found["parts"])
+    if variant == "rules":
+        cells["trains"] = "the plain model" if found["uncaptured"] else "by rules"
+        cells["last loss"] = f"{_number(plain['loss'])} -> {_number(found['loss'])}"
+    gap = found["loss_gap"]
+    cells["losses differ by"] = "0" if gap == 0 else f"{gap:.0e}"
+    if variant == "remat":
+        cells["weights"] = "equal" if found["equal"] == "equal" else "differ"
+    cells["first s"] = f"{plain['first_step']:.2f} -> {found['first_step']:.1f}"
+    reason = (found["uncaptured"].strip().splitlines() or [""])[0].replace("|", "/")
+    # Of a file the name is enough.
+    cells["why it runs as it is"] = textwrap.shorten(re.sub(r"/\S*/", "", reason), 120)
     return cells
-
-
-_PLAIN_BY_RULES = re.compile(r"cannot run captured: (.*?)\. So it runs as it is")
 
 
 def _without(found: dict[str, Any]) -> dict[str, Any]:
@@ -174,8 +151,28 @@ def _print_notes(row: dict[str, Any]) -> None:
 
 
 def _write(rows: list[dict[str, Any]], path: Path) -> None:
+    """Put what was measured into the file; what it has of other rows and variants stays."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+    written = json.loads(path.read_text()) if path.exists() else {}
+    lists = {"rows": written.get("rows", []), "captured": written.get("captured", [])}
+    for key, variants in (("rows", UNCAPTURED), ("captured", CAPTURED)):
+        measured = {row["name"]: _only(row, variants) for row in rows if _has(row, variants)}
+        merged = {row["name"]: row for row in lists[key]} | measured
+        lists[key] = [merged[name] for name in PROJECTS if name in merged]
+    text = json.dumps({"machine": machine(), **lists}, indent=1) + "\n"
+    for folder in sorted({str(RESULTS.parents[1]), *filter(None, sys.path)}, key=len, reverse=True):
+        text = text.replace(f"{folder}/", "")  # no names of this machine
+    path.write_text(text)
+
+
+def _has(row: dict[str, Any], variants: Sequence[str]) -> bool:
+    return "error" in row or not row["variants"].keys().isdisjoint(variants)
+
+
+def _only(row: dict[str, Any], variants: Sequence[str]) -> dict[str, Any]:
+    found = row.get("variants", {})
+    kept = {name: found[name] for name in ("plain", *variants) if name in found}
+    return {**row, "variants": kept}
 
 
 def main() -> None:
@@ -214,10 +211,10 @@ def main() -> None:
     print(tabulate([bits_row(row) for row in rows], headers="keys", tablefmt=form))
     print("\nFirst step / later steps / memory, beside plain:")
     print(tabulate([costs_row(row) for row in rows], headers="keys", tablefmt=form))
-    print("\nWith RematCallback('min_cut'):")
-    print(tabulate([remat_row(row) for row in rows], headers="keys", tablefmt=form))
-    print("\nWith UnitScaleCallback('u-mup'):")
-    print(tabulate([rules_row(row) for row in rows], headers="keys", tablefmt=form))
+    for variant in CAPTURED:
+        print(f"\nSteps that are captured ({variant}):")
+        table = [captured_row(row, variant) for row in rows]
+        print(tabulate(table, headers="keys", tablefmt=form, disable_numparse=True))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from .apart import Failure
 from .bits import same_bits
 from .training import Run
@@ -28,8 +30,8 @@ class Compared:
         reasons: Why others ran plain, with their share.
         loss_gap: By how much losses (or what is logged, if the module returns none) differ at most,
             relative to plain.
-        parts: Parts of the step that were planned to a memory budget.
-        unplanned: Why none was.
+        parts: Calls of captured graphs in a step, where steps are captured.
+        uncaptured: Why the step runs as it is, where they ought to be.
         warnings: What it said and the plain run did not.
     """
 
@@ -45,7 +47,7 @@ class Compared:
     reasons: dict[str, float] = field(default_factory=dict)
     loss_gap: float = 0.0
     parts: int | None = None
-    unplanned: str = ""
+    uncaptured: str = ""
     warnings: list[str] = field(default_factory=list)
 
 
@@ -70,7 +72,7 @@ def compared(plain: Run, ours: Run | Failure) -> Compared:
         **counted,
         loss_gap=_loss_gap(plain, ours),
         parts=ours.parts,
-        unplanned=ours.unplanned,
+        uncaptured=ours.uncaptured,
         warnings=sorted(ours.warnings - plain.warnings),
     )
 
@@ -80,7 +82,9 @@ def _loss_gap(plain: Run, ours: Run) -> float:
     if not pairs:
         steps = zip(plain.logs, ours.logs, strict=False)
         pairs = [(a[name], b[name]) for a, b in steps for name in a.keys() & b.keys()]
-    gaps = [((b - a).abs() / a.abs().clamp(min=1e-30)).max().item() for a, b in pairs if a.numel()]
+    # A loss of zero has no relative difference.
+    sizes = [(a, b, torch.where(a == 0, 1, a.abs())) for a, b in pairs if a.numel()]
+    gaps = [((b - a).abs() / size).max().item() for a, b, size in sizes]
     return max(gaps, default=0.0)
 
 

@@ -18,8 +18,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_unitscale import RematCallback, ScaleMonitor, UnitScaleCallback
+from lightning_unitscale.capture.step_messages import NO_REASON
+from lightning_unitscale.capture.steps import steps_of
 from lightning_unitscale.dispatch.coverage import Coverage
-from lightning_unitscale.remat.report import reports_by_part
+from lightning_unitscale.dynamo.breaks import joined_reasons
 
 from .project import Project
 
@@ -46,8 +48,8 @@ class Run:
         seconds: CPU time of each step, from one batch's start to the next's.
         peak_bytes: Largest resident memory less that before training.
         coverage: What became of the products, where there was unit scaling.
-        parts: Of the step that were planned, where there was a memory budget.
-        unplanned: Why none was.
+        parts: Calls of captured graphs in the last step; ``None`` where no step is captured.
+        uncaptured: Why a step that callbacks want captured runs as it is, if it does.
         warnings: The first lines of all warnings.
     """
 
@@ -58,7 +60,7 @@ class Run:
     peak_bytes: int = 0
     coverage: Coverage | None = None
     parts: int | None = None
-    unplanned: str = ""
+    uncaptured: str = ""
     warnings: set[str] = field(default_factory=set)
 
 
@@ -84,6 +86,16 @@ class _Recorder(pl.Callback):
         if isinstance(loss, Tensor):
             self.run.losses.append(loss.detach().clone())
         self._note_logs(trainer)
+        if (steps := steps_of(pl_module)) is not None:
+            step = steps.steps["training_step"]
+            self.run.parts = step.num_graph_calls
+            self.run.uncaptured = step.fallback.reason or (
+                f"it is called with a {step.refused}, which Dynamo does not follow"
+                if step.refused
+                else ""
+                if step.num_graph_calls
+                else joined_reasons(step.graph_breaks) or NO_REASON
+            )
         if len(self._starts) == self.steps:
             trainer.should_stop = True
 
@@ -137,9 +149,6 @@ def train(project: Project, variant: str, steps: int) -> Run:
     for callback in callbacks:
         if isinstance(callback, UnitScaleCallback):
             run.coverage = callback.coverage
-        if isinstance(callback, RematCallback):
-            run.parts = len(reports_by_part(callback.reports))
-            run.unplanned = "" if run.parts else str(callback.explain()).partition(": ")[2]
     run.warnings = {f"{w.category.__name__}: {w.message}".splitlines()[0] for w in caught}
     return run
 

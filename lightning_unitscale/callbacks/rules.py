@@ -25,6 +25,7 @@ from lightning_unitscale.callbacks.trainer_settings import RuleSettings, refuse_
 from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.step_messages import CaptureError
 from lightning_unitscale.optim.learning_rates import Method, ParameterInfo, Role
+from lightning_unitscale.patching import shadowed
 from lightning_unitscale.rules.build_plan import plan_step
 from lightning_unitscale.rules.deploy import PLAN_ATTRIBUTE
 from lightning_unitscale.rules.plan import RuleOptions, RulePlan
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 
 _TRAINING = "training_step"
+_NOTHING_READ = "no captured graph reads a parameter"
 
 
 class RuleScaling:
@@ -135,8 +137,14 @@ class RuleScaling:
             # What an evaluation has decided before is of no use for training: it saw no gradient.
             earlier = RulePlan() if train else self.plan
             shapes = rehearsing(trainer) if train else nullcontext()
+            may_refuse = train and not is_trained and not is_cut
             try:
-                with step_context(trainer, step.name), shapes, step.owner.gathered():
+                with (
+                    shadowed(step.recaptures, is_limited=may_refuse),
+                    step_context(trainer, step.name),
+                    shapes,
+                    step.owner.gathered(),
+                ):
                     planned = plan_step(
                         step,
                         arguments,
@@ -147,8 +155,10 @@ class RuleScaling:
                         backward=train,
                         joint=joint_over_parts(trainer),
                     )
+                if may_refuse and planned.unseen and not planned.parameters:
+                    raise CaptureError.of(step.title, step.graph_breaks or [_NOTHING_READ])
             except CaptureError as error:
-                if not train or is_trained or is_cut:
+                if not may_refuse:
                     raise
                 self._settings.restore()
                 step.fallback.stay_plain(error.reason)

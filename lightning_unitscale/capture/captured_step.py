@@ -22,14 +22,10 @@ from lightning_unitscale.capture.compiled_graph import (
 )
 from lightning_unitscale.capture.fallback import Fallback, StaysPlain
 from lightning_unitscale.capture.progress import CaptureProgress
+from lightning_unitscale.capture.recaptures import Recaptures
 from lightning_unitscale.capture.second_capture import SecondCapture
 from lightning_unitscale.capture.side_effects import Postponed, UntracedCalls, plain_forward
-from lightning_unitscale.capture.step_messages import (
-    MANY_CAPTURES,
-    NO_REASON,
-    CaptureError,
-    StepMessages,
-)
+from lightning_unitscale.capture.step_messages import NO_REASON, CaptureError, StepMessages
 from lightning_unitscale.compiling import is_compiling, is_exporting
 from lightning_unitscale.dynamo import capture
 from lightning_unitscale.dynamo.breaks import (
@@ -75,6 +71,7 @@ class CapturedStep:
         messages: What the user reads about it.
         progress: How long it was captured.
         second_capture: Captures it anew if its first call was the only one to break.
+        recaptures: Counts the calls that capture it.
     """
 
     def __init__(self, owner: ModuleSteps, name: str) -> None:
@@ -92,6 +89,7 @@ class CapturedStep:
         self.progress = CaptureProgress(self.title, lambda line: owner.say(line))
         self.fallback = Fallback(self)
         self.second_capture = SecondCapture(self)
+        self.recaptures = Recaptures(self)
         self.reset()
 
     @property
@@ -106,7 +104,7 @@ class CapturedStep:
         self.graphs: list[CompiledGraph] = []
         self.graph_breaks: list[Reason] = []
         self.num_graph_calls = 0
-        self._num_captures = 0
+        self.recaptures.reset()
         self.messages.reset()
         self._running: Executor = "eager"
         self._callables: dict[Executor, Callable[..., Any]] = {}
@@ -257,6 +255,7 @@ class CapturedStep:
             self.num_graph_calls = 0
             return self.__wrapped__(*args, **kwargs)
         self.second_capture.begin()
+        self.recaptures.before_call()
         num_graphs, num_breaks = len(self.graphs), num_graph_breaks()
         # Scaled by rules, what is not captured would be another model.
         passes_over = not self.owner.changes_function
@@ -275,6 +274,9 @@ class CapturedStep:
                 else:
                     result = self._compiled(executor)(*args, **kwargs)
         except StaysPlain as reason:
+            if self.is_rehearsing:
+                self._after_error(reason)
+                raise self.messages.refused(str(reason)) from None
             return self.run_plain(str(reason), args, kwargs)
         except Exception as error:
             inner = self._after_error(error)
@@ -292,11 +294,9 @@ class CapturedStep:
             # Otherwise the step has skipped this batch.
             self.messages.warn_if_nothing_ran(self.refused)
         self.messages.warn_of_saving(breaks)
-        self._num_captures += len(self.graphs) > num_graphs
-        if self._num_captures == MANY_CAPTURES:
-            self.messages.warn_of_captures()
         self.fallback.note_call(result, *args, **kwargs)
         if self.interpreter is None:
+            self.recaptures.after_call(has_captured=len(self.graphs) > num_graphs)
             planning = getattr(self.owner.partition_fn, "planning_seconds", 0.0)
             self.progress.report(len(self.graphs), planning)
         return result
@@ -344,7 +344,7 @@ class CapturedStep:
         ):
             yield
 
-    def _after_error(self, error: Exception) -> BaseException:
+    def _after_error(self, error: BaseException) -> BaseException:
         """Forget what was captured, and say which error it was that Dynamo may have wrapped."""
         self.postponed.discard()
         # Dynamo never looks again at a frame in which an error was raised; the next call may.

@@ -50,6 +50,7 @@ class GraphBackend:
         step = self.step()
         if step is None:
             return graph_module.forward
+        step.recaptures.note_graph()
         captured = capture.describe(graph_module, example_inputs, step.owner.module)
         return _GraphOfEachModule(step, captured, self.executor).__call__
 

@@ -13,7 +13,13 @@ from torch import Tensor
 
 from lightning_unitscale.capture.recorded_passes import find_recorded_pass
 from lightning_unitscale.capture.trial import Trial
-from lightning_unitscale.dynamo.breaks import calling_line, reason_raised
+from lightning_unitscale.dynamo.breaks import (
+    calling_line,
+    graph_breaks_since,
+    joined_reasons,
+    num_graph_breaks,
+    reason_raised,
+)
 from lightning_unitscale.dynamo.capture import Executor, original_error
 from lightning_unitscale.dynamo.conversions import around_captures
 from lightning_unitscale.dynamo.hooks import (
@@ -116,6 +122,8 @@ class Fallback:
         """
         module, keep = self._step.owner.module, self._step.postponed.names
         trial = Trial(module, *arguments, keep=keep)
+        recaptures, num_breaks = self._step.recaptures, num_graph_breaks()
+        recaptures.begin_call()
         if self._is_possible and self._step.graph_breaks and self._may_record:
             # The pass may be in a part of the step whose beginning is not captured again.
             trial.begin()
@@ -126,6 +134,10 @@ class Fallback:
             own = getattr(function, "__code__", code)
             if code is own and not self._step.num_graph_calls and self._is_possible:
                 trial.begin()
+            reason = recaptures.note_function(code)
+            if reason is not None and (recaptures.is_limited or trial.undo()):
+                breaks = joined_reasons(graph_breaks_since(num_breaks))
+                raise StaysPlain(f"{reason} ({breaks})" if breaks else reason)
             with self._step.progress.capturing():
                 yield
 

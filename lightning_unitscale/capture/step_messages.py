@@ -6,14 +6,11 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from lightning_unitscale.dynamo import capture
 from lightning_unitscale.dynamo.breaks import Reason, is_watched, joined_reasons, reason_of
 
 if TYPE_CHECKING:
     from lightning_unitscale.capture.captured_step import CapturedStep
 
-# Calls that captured something, after which somebody should know.
-MANY_CAPTURES = 16
 # Blocks within which autograd does not save tensors as usual.
 _SAVING = ("saved_tensors_hooks", "save_on_cpu")
 NO_REASON = "no tensor operation in it, or a loop breaks the graph and Dynamo passes over it all"
@@ -96,6 +93,14 @@ class StepMessages:
         manner = " in one graph, as rules with ModelParallelStrategy ask" if is_sharded else ""
         return CaptureError.of(self._step.title, [reason_of(error)], manner=manner)
 
+    def refused(self, reason: str) -> CaptureError:
+        """The error about a step whose capture was ended."""
+        return CaptureError(
+            f"{self._step.title} cannot be captured: {reason}. Expected a step of few graphs; "
+            "TORCH_LOGS=graph_breaks shows what breaks it.",
+            reason,
+        )
+
     def warn_of_staying_plain(self, reason: str) -> None:
         """The step runs as it is, from now on."""
         self.warn_once(
@@ -137,13 +142,14 @@ class StepMessages:
                     "such a block; enter it around the step, in a callback's hooks."
                 )
 
-    def warn_of_captures(self) -> None:
-        """The step is captured again and again."""
+    def warn_of_captures(self, reason: str) -> None:
+        """The step is captured again and again, and goes on.
+
+        Args:
+            reason: What makes Dynamo capture it.
+        """
         self.warn_once(
-            f"{self._step.title} has been captured {MANY_CAPTURES} times, which takes time and "
-            f"memory, and after {capture.RECOMPILE_LIMIT} times it runs as it is, neither "
-            "rewritten nor observed: something that it reads is another one at most calls, such as "
-            "a list in a dictionary that it appends to. Expected a step that depends on tensors, "
-            "numbers and the sizes of a few kinds of batches; TORCH_LOGS=recompiles shows what "
-            "changes."
+            f"{self._step.title}: {reason}, which takes time and memory. Expected a step that "
+            "depends on tensors, numbers and the sizes of a few kinds of batches; "
+            "TORCH_LOGS=recompiles shows what changes."
         )

@@ -4,7 +4,8 @@ Dynamo's own texts are pages of hints for its developers. They come with ``TORCH
 ``TORCH_LOGS=graph_breaks``.
 
 Private names used here were checked on torch 2.13 and 2.11: ``graph_break_reasons``, the base
-of the exceptions, ``warn_once``, the names of two loggers, and ``_len_torch_dispatch_stack``.
+of the exceptions, ``FailOnRecompileLimitHit``, which is none of them, ``guard_failures``,
+``warn_once``, the names of two loggers, and ``_len_torch_dispatch_stack``.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from traceback import FrameSummary
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._dynamo import exc, utils
-from torch._dynamo.utils import graph_break_reasons
+from torch._dynamo.utils import graph_break_reasons, guard_failures
 from torch.utils._pytree import tree_leaves
 
 from lightning_unitscale.patching import nothing, shadowed
@@ -42,6 +44,8 @@ _TRAINERS = tuple(f"{os.sep}{name}{os.sep}" for name in ("lightning", "pytorch_l
 _EXPLANATION = re.compile(r"^\s*Explanation: (.*)$", re.MULTILINE)
 _FAILED_WITHOUT_NUMBERS = re.compile(r"Dynamo failed to run FX node.*\): got (.*)$", re.MULTILINE)
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+# The id of what was captured, the condition, and the line that has asked for it.
+_GUARD = re.compile(r"\d+/(\d+)\S*: ([^#\n]*)")
 _MAX_REASON = 160
 _MAX_REASONS = 3
 # One prints errors that are raised as well, the other graph breaks that are reported.
@@ -102,11 +106,13 @@ def num_graph_breaks() -> int:
 
 def is_of_dynamo(error: BaseException) -> bool:
     """Whether Dynamo raised the error itself, rather than code that it ran."""
-    return isinstance(error, exc.TorchDynamoException)
+    return isinstance(error, exc.TorchDynamoException | exc.FailOnRecompileLimitHit)
 
 
 def reason_of(error: BaseException) -> Reason:
     """What an error of Dynamo's says, in one line."""
+    if isinstance(error, exc.FailOnRecompileLimitHit):
+        error = error.__context__ or error  # which says more
     return Reason.of(str(error), frames_of(error))
 
 
@@ -120,6 +126,15 @@ def reason_raised(error: BaseException) -> Reason:
     raised = traceback.extract_tb(error.__traceback__)
     lines = [line for line in raised if not _is_in_between(line.filename)]
     return Reason.of(str(error).strip() or type(error).__name__, lines)
+
+
+def last_recapture(function: CodeType) -> str:
+    """Return the condition that failed last, so that Dynamo captured a function anew."""
+    # All that was captured is asked; the last of it has the highest number.
+    reasons = filter(None, map(_GUARD.match, guard_failures.get(function, ())))
+    last = max(reasons, key=lambda match: int(match.group(1)), default=None)
+    text = last.group(2).strip() if last else ""
+    return f"`{textwrap.shorten(text, _MAX_REASON, placeholder=' ...')}`" if text else ""
 
 
 def calling_line() -> str:

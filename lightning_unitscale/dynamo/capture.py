@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import re
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import CodeType
 from typing import Any, Literal, Protocol, cast
 
 import torch
@@ -178,18 +179,20 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 def no_graph_breaks() -> Iterator[None]:
     """Within this context what would break a graph is an error, before anything has run.
 
-    With ``fullgraph=True`` Dynamo would capture ``.item()`` as well, and so another graph. What is
-    captured too often is an error as well: it would run without graphs.
+    With ``fullgraph=True`` Dynamo would capture ``.item()`` as well, and so another graph.
     """
-    with (
-        torch._dynamo.error_on_graph_break(True),
-        torch._dynamo.config.patch(fail_on_recompile_limit_hit=True),
-    ):
+    with torch._dynamo.error_on_graph_break(True):
         yield
 
 
 # Whether Dynamo goes on with a graph when other parameters of the module want gradients.
 MISSES_THAWING = torch.torch_version.TorchVersion(torch.__version__) < "2.12"
+
+
+def forget_code(functions: Iterable[CodeType]) -> None:
+    """Make Dynamo look again at some functions: whoever has had them captured."""
+    for code in functions:
+        reset_code(code)
 
 
 def forget(function: Callable[..., Any]) -> None:
@@ -237,7 +240,8 @@ def is_compiled(module: nn.Module) -> bool:
 def capture_settings(*, passes_over: bool = False) -> Iterator[None]:
     """Dynamo's settings under which a step is captured and looked up.
 
-    With ``passes_over`` a function on which Dynamo itself fails runs as it is.
+    With ``passes_over`` a function on which Dynamo itself fails runs as it is, and one that is
+    captured too often; without it both are errors.
 
     ``optimize_ddp`` would cut the graph at DDP's buckets before the backend sees it, and the same
     tensor would then have another name with and without DDP. ``allow_rnn`` takes recurrent kernels
@@ -260,6 +264,7 @@ def capture_settings(*, passes_over: bool = False) -> Iterator[None]:
             skip_nnmodule_hook_guards=False,
             recompile_limit=RECOMPILE_LIMIT,
             accumulated_recompile_limit=4 * RECOMPILE_LIMIT,
+            fail_on_recompile_limit_hit=not passes_over,
         ),
     ):
         yield

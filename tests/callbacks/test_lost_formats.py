@@ -325,11 +325,9 @@ def test_captured_steps_beyond_the_recompile_limit(monkeypatch: pytest.MonkeyPat
     data = batches(*[4] * 8)
     plain, _ = fit(Growing(), data)
     callback = UnitScaleCallback(precision="fp8")
-    steps, (warning,) = fit(Growing(), data, callback, Capturing())
-    assert _are_rounded(steps, plain) == [True] * 4 + [False] * 4
-    assert "coverage by FP8 went from 100 % to 0 % of the FLOPs at step " in warning
-    assert "up (Dynamo captures no graph, as beyond its recompile limit)" in warning
-    assert callback.coverage.num_in_format == 0
+    steps, _ = fit(Growing(), data, callback, Capturing())
+    assert all(_are_rounded(steps, plain))
+    assert callback.coverage.num_in_format > 0
 
 
 class Uneven(Net):

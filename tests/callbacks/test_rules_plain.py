@@ -40,12 +40,21 @@ class Restless(Classifier):
         return loss
 
 
+class Hidden(Classifier):
+    """What reads its parameters is never captured."""
+
+    @torch.compiler.disable
+    def forward(self, x: Any) -> Any:
+        return super().forward(x)
+
+
 def _said(caught: list[warnings.WarningMessage]) -> list[str]:
     return [str(one.message) for one in caught if "cannot run captured" in str(one.message)]
 
 
 CASES = [
     (OfBroken, "it is called with a Broken, which Dynamo does not follow"),
+    (Hidden, "breaks the graph"),
     pytest.param(
         Restless,
         "it ran other graphs in each of 3 runs on the same batch",

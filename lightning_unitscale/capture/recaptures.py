@@ -1,0 +1,101 @@
+"""A step that costs too many captures runs as it is, if that is the same computation.
+
+Dynamo may cut one call into dozens of graphs, or capture a graph anew at most calls. Each takes
+about a second, and the plan of a memory budget with it. If the step computes other numbers captured
+than as it is (by rules, in a format), it is captured each time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import CodeType
+from typing import TYPE_CHECKING
+
+import torch
+
+from lightning_unitscale.dynamo import capture
+from lightning_unitscale.dynamo.breaks import last_recapture
+
+if TYPE_CHECKING:
+    from lightning_unitscale.capture.captured_step import CapturedStep
+
+# Calls that captured something, after which a step is given up. torch.compile's limit is as large.
+MANY_CAPTURES = 8
+# Graphs that one call may be cut into.
+MANY_GRAPHS = 32
+
+
+class Recaptures:
+    """Counts what is captured of a step.
+
+    Args:
+        step: The step.
+
+    Attributes:
+        is_limited: Whether a call that is rehearsed may be refused.
+    """
+
+    is_limited = False
+
+    def __init__(self, step: CapturedStep) -> None:
+        self._step = step
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin to count: nothing is captured."""
+        self._num_calls = self._num_captures = self._num_graphs = 0
+        self._functions: Counter[CodeType] = Counter()
+
+    def begin_call(self) -> None:
+        """Count what the call captures that begins."""
+        self._num_graphs = 0
+
+    def note_graph(self) -> None:
+        """Count a graph that Dynamo has captured."""
+        self._num_graphs += 1
+
+    def note_function(self, code: CodeType) -> str | None:
+        """Count a function that Dynamo is about to capture.
+
+        Returns:
+            Why the call should not be captured, if it has cost enough.
+        """
+        self._functions[code] += 1
+        if self._num_graphs < MANY_GRAPHS:
+            return None
+        return f"it is cut into more than {MANY_GRAPHS} graphs"
+
+    def before_call(self) -> None:
+        """Forget what was captured if Dynamo is about to refuse to capture more of it.
+
+        Past its limit it would run the function as it is, without a word to us.
+        """
+        most = max(self._functions.values(), default=0)
+        if most < max(1, capture.RECOMPILE_LIMIT // 2):
+            return
+        messages = self._step.messages
+        functions, has_warned = [*self._functions], messages.has_warned
+        self._step.forget()
+        capture.forget_code(functions)
+        messages.has_warned = has_warned
+
+    def after_call(self, *, has_captured: bool) -> None:
+        """Decide whether the step is still captured.
+
+        Args:
+            has_captured: Whether the call has captured anything.
+        """
+        self._num_calls += 1
+        self._num_captures += has_captured
+        if self._num_captures < MANY_CAPTURES or 4 * self._num_captures <= 3 * self._num_calls:
+            return
+        ((function, _),) = self._functions.most_common(1)
+        reason = (
+            f"it was captured anew in {self._num_captures} of its first {self._num_calls} calls, "
+            f"since {last_recapture(function) or 'something that it reads'} has changed each time"
+        )
+        step = self._step
+        if step.owner.changes_numbers(step.name):
+            step.messages.warn_of_captures(reason)
+        elif torch.is_grad_enabled():
+            step.fallback.stay_plain(reason)

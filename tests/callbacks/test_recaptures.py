@@ -1,0 +1,164 @@
+"""Steps that are captured too often run as written; once rules have scaled them, they never do."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_unitscale import RematCallback, UnitScaleCallback
+from lightning_unitscale.capture import recaptures
+from lightning_unitscale.capture.steps import steps_of
+from lightning_unitscale.dynamo import capture
+from tests.callbacks.modules import Regression
+from tests.callbacks.runs import loader, run
+from tests.helpers import assert_same_bits
+
+NUM_STEPS = 8
+
+
+class Counted(Regression):
+    """Notes how many graphs each step runs."""
+
+    num_calls = 0
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+        self.num_graphs: list[int] = []
+
+    def factor(self) -> float:
+        return 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) * self.factor()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        steps = steps_of(self)
+        if steps is not None:
+            self.num_graphs.append(steps.steps["training_step"].num_graph_calls)
+
+
+class ByText(Counted):
+    """Depends on a number in a way that no graph can: it is captured in each step."""
+
+    every = 1
+
+    def factor(self) -> float:
+        return 1.0 + int(f"{self.global_step // self.every}") / 8
+
+
+class ByTextAtTimes(ByText):
+    """Most steps run what was captured before."""
+
+    every = 3
+
+
+class Cut(Counted):
+    """A graph for each of many lines."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1.5
+        torch._dynamo.graph_break()
+        x = self.norm(self.first(x))
+        torch._dynamo.graph_break()
+        x = torch.tanh(x)
+        torch._dynamo.graph_break()
+        x = x + 0.5
+        torch._dynamo.graph_break()
+        return self.second(x)
+
+
+class OneFunction(Counted):
+    """One function is captured many times in a call, each time with another text."""
+
+    def scaled(self, x: Tensor, text: str) -> Tensor:
+        return x * (1.0 + len(text) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for length in range(8):
+            x = self.scaled(x, "x" * length)
+            torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+def trained(kind: type[Counted], *callbacks: Any) -> tuple[Any, list[str]]:
+    """A run, and its warnings that a step is captured too often."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = run(kind, list(callbacks), data=lambda: loader(4 * NUM_STEPS), max_steps=NUM_STEPS)
+    texts = [str(one.message) for one in caught]
+    return found, [text for text in texts if "captured anew" in text or "run captured" in text]
+
+
+def assert_equal_runs(found: Any, expected: Any) -> None:
+    assert_same_bits(found.outputs, expected.outputs)
+    assert_same_bits(found.weights, expected.weights)
+
+
+def test_a_step_that_is_captured_at_each_call_goes_on_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recaptures, "MANY_CAPTURES", 3)
+    expected, _ = trained(ByText)
+    found, (warning,) = trained(ByText, RematCallback("min_cut"))
+    assert_equal_runs(found, expected)
+    assert "ByText.training_step cannot run captured: it was captured anew in 3 of " in warning
+    assert "self._trainer" in warning and "runs as it is" in warning
+    assert found.module.num_graphs[0] == 1 and found.module.num_graphs[-1] == 0
+
+
+def test_a_step_that_is_captured_at_times_stays_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recaptures, "MANY_CAPTURES", 3)
+    expected, _ = trained(ByTextAtTimes)
+    found, said = trained(ByTextAtTimes, RematCallback("min_cut"))
+    assert_equal_runs(found, expected)
+    assert not said and found.module.num_graphs[-1] == 1
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [lambda: RematCallback("min_cut"), lambda: UnitScaleCallback("u-mup")],
+    ids=["remat", "rules"],
+)
+@pytest.mark.parametrize(
+    ("kind", "limits", "reason"),
+    [
+        (Cut, {"MANY_GRAPHS": 3}, "it is cut into more than 3 graphs"),
+        (OneFunction, {"MANY_GRAPHS": 3}, "it is cut into more than 3 graphs"),
+    ],
+)
+def test_a_step_in_many_graphs_goes_on_as_it_is(
+    kind: Any, limits: Any, reason: str, callback: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, limit in limits.items():
+        monkeypatch.setattr(recaptures, name, limit)
+    expected, _ = trained(kind)
+    found, (warning,) = trained(kind, callback())
+    assert_equal_runs(found, expected)
+    assert f"{kind.__name__}.training_step cannot run captured: {reason}" in warning
+    assert "test_recaptures.py" in warning
+    assert found.module.num_graphs[-1] == 0
+
+
+def test_rules_refuse_a_first_step_beyond_dynamos_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture, "RECOMPILE_LIMIT", 4)
+    expected, _ = trained(OneFunction)
+    found, (warning,) = trained(OneFunction, UnitScaleCallback("u-mup"))
+    assert_equal_runs(found, expected)
+    assert "too many times" in warning
+
+
+@pytest.mark.parametrize("method", ["u-mup", "unit-scaling"])
+def test_rules_are_never_lost_to_dynamos_limit(
+    method: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recaptures, "MANY_CAPTURES", 3)
+    expected, (warning,) = trained(ByText, UnitScaleCallback(method))
+    assert "ByText.training_step: it was captured anew in 4 of its first 5 calls" in warning
+    monkeypatch.setattr(capture, "RECOMPILE_LIMIT", 4)
+    found, _ = trained(ByText, UnitScaleCallback(method))
+    assert_equal_runs(found, expected)
+    assert found.module.num_graphs == [1] * NUM_STEPS
