@@ -40,11 +40,11 @@ def both() -> list[pl.Callback]:
 
 ARRANGEMENTS: dict[str, Callable[[], list[pl.Callback]]] = {
     "unit scale": lambda: [UnitScaleCallback()],
-    "unit scale, captured": lambda: [UnitScaleCallback(remat="min_cut")],
+    "unit scale, captured": lambda: [UnitScaleCallback(), Capturing()],
     "monitor": lambda: [ScaleMonitor(every_n_steps=2)],
     "both": both,
     "both, reversed": lambda: both()[::-1],
-    "both, captured": lambda: [UnitScaleCallback(remat="min_cut"), ScaleMonitor(every_n_steps=3)],
+    "both, captured": lambda: [*both(), Capturing()],
 }
 
 

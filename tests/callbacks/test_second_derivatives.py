@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_unitscale import UnitScaleCallback
 from tests.callbacks.modules import Regression
-from tests.callbacks.runs import BOTH_WAYS, both, loader, run, unit_scale_of
+from tests.callbacks.runs import Capturing, both, loader, run, unit_scale_of
 from tests.helpers import assert_same_bits
 
 
@@ -59,11 +59,11 @@ class Adversarial(Smooth):
         optimizer.step()
 
 
-@BOTH_WAYS
+@pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("kind", [Penalized, PenalizedAtOnce, Adversarial])
-def test_second_derivatives(kind: type[Regression], captured: dict[str, Any]) -> None:
+def test_second_derivatives(kind: type[Regression], captured: bool) -> None:
     plain = run(kind, max_steps=5, max_epochs=-1, data=lambda: loader(16, 4))
-    callbacks = [UnitScaleCallback(**captured, recalibrate=2), both()[1]]
+    callbacks = [UnitScaleCallback(recalibrate=2), both()[1], *[Capturing()] * captured]
     ours = run(kind, callbacks, max_steps=5, max_epochs=-1, data=lambda: loader(16, 4))
     assert "first.linear" in unit_scale_of(callbacks).gauge
     if not captured:

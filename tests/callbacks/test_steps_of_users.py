@@ -23,7 +23,7 @@ from lightning_unitscale.capture.steps import steps_of
 from tests.callbacks.modules import Evaluated, Regression, adamw, regression_with
 from tests.callbacks.runs import (
     ARRANGEMENTS,
-    BOTH_WAYS,
+    Capturing,
     assert_same_run,
     both,
     loader,
@@ -195,11 +195,11 @@ class Logging(Evaluated):
         self.log("val_loss", F.mse_loss(prediction, batch[1]), sync_dist=True)
 
 
-@BOTH_WAYS
-def test_logging(captured: dict[str, Any]) -> None:
+@pytest.mark.parametrize("captured", [False, True])
+def test_logging(captured: bool) -> None:
     found, callbacks = assert_same_run(
         Logging,
-        lambda: [UnitScaleCallback(**captured), both()[1]],
+        lambda: [UnitScaleCallback(), both()[1], *[Capturing()] * captured],
         entry_options={"val_dataloaders": loader(6)},
         num_sanity_val_steps=1,
         max_epochs=2,
@@ -225,10 +225,11 @@ def _log_and_go_on(self: Any, batch: Any, batch_idx: int) -> Any:
     return values
 
 
-@BOTH_WAYS
-def test_a_step_that_goes_on_with_what_it_has_logged(captured: dict[str, Any]) -> None:
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_step_that_goes_on_with_what_it_has_logged(captured: bool) -> None:
     found, _ = assert_same_run(
-        regression_with(_log_and_go_on), lambda: [UnitScaleCallback(**captured), both()[1]]
+        regression_with(_log_and_go_on),
+        lambda: [UnitScaleCallback(), both()[1], *[Capturing()] * captured],
     )
     assert {"average", "mean_step", "mean_epoch", "double"} <= set(found.metrics)
     assert "loss" not in found.metrics
@@ -269,11 +270,11 @@ class Keeping(Regression):
         self.by_name["losses"].clear()
 
 
-@BOTH_WAYS
-def test_what_a_step_keeps(captured: dict[str, Any]) -> None:
+@pytest.mark.parametrize("captured", [False, True])
+def test_what_a_step_keeps(captured: bool) -> None:
     found, _ = assert_same_run(
         Keeping,
-        lambda: [UnitScaleCallback(**captured), both()[1]],
+        lambda: [UnitScaleCallback(), both()[1], *[Capturing()] * captured],
         max_epochs=3,
         max_steps=-1,
         data=lambda: loader(10),
@@ -335,8 +336,7 @@ def test_what_changes_at_every_step(
     kind = type("Changed", (Changing,), {"training_step": step})
 
     def callbacks() -> list[pl.Callback]:
-        captured = {"compile": True} if executor == "inductor" else {"remat": "min_cut"}
-        return [UnitScaleCallback(**captured), NumGraphs()]
+        return [UnitScaleCallback(compile=executor == "inductor"), NumGraphs(), Capturing()]
 
     options: dict[str, Any] = {"data": lambda: loader(36), "max_steps": 9}
     if executor == "eager":
@@ -416,9 +416,12 @@ def _hooked(self: Any, batch: Any, batch_idx: int) -> Any:
     return F.mse_loss(self.second(torch.tanh(hidden)), batch[1])
 
 
-@BOTH_WAYS
-def test_hooks_of_the_user(captured: dict[str, Any]) -> None:
-    assert_same_run(regression_with(_hooked), lambda: [UnitScaleCallback(**captured), both()[1]])
+@pytest.mark.parametrize("captured", [False, True])
+def test_hooks_of_the_user(captured: bool) -> None:
+    assert_same_run(
+        regression_with(_hooked),
+        lambda: [UnitScaleCallback(), both()[1], *[Capturing()] * captured],
+    )
 
 
 class Checkpointed(Regression):
@@ -437,11 +440,12 @@ class Checkpointed(Regression):
         return self.second(hidden)
 
 
-@BOTH_WAYS
+@pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_activation_checkpoints(reentrant: bool, captured: dict[str, Any]) -> None:
+def test_activation_checkpoints(reentrant: bool, captured: bool) -> None:
     _, callbacks = assert_same_run(
-        lambda: Checkpointed(reentrant), lambda: [UnitScaleCallback(**captured), both()[1]]
+        lambda: Checkpointed(reentrant),
+        lambda: [UnitScaleCallback(), both()[1], *[Capturing()] * captured],
     )
     assert {"first.linear", "second.linear"} <= set(unit_scale_of(callbacks).gauge)
 
@@ -493,11 +497,11 @@ class Finetuned(Regression):
         self.first.requires_grad_(self.current_epoch > 0)
 
 
-@BOTH_WAYS
-def test_weights_that_thaw(captured: dict[str, Any]) -> None:
+@pytest.mark.parametrize("captured", [False, True])
+def test_weights_that_thaw(captured: bool) -> None:
     _, callbacks = assert_same_run(
         Finetuned,
-        lambda: [UnitScaleCallback(**captured), both()[1]],
+        lambda: [UnitScaleCallback(), both()[1], *[Capturing()] * captured],
         max_epochs=3,
         max_steps=-1,
         data=lambda: loader(8, 4, pair),
