@@ -18,6 +18,8 @@ from lightning_unitscale.lossless.fp8_range import Direction
 FORWARD = "forward"
 # BLAS sums BF16 in FP32, which has the same smallest normal number.
 _SMALLEST_LOG2 = {torch.float32: -126, torch.bfloat16: -126, torch.float64: -1022}
+# FP16 ends below 2**16. Between two looks an element may grow.
+_LARGEST_LOG2_FP16 = 13
 # As many terms as a product may add, as an exponent of two.
 _LOG2_TERMS = 20
 
@@ -97,9 +99,9 @@ class MeasuredProduct:
         and survives in units, where it may break a tie of larger terms. A sum that overflows on its
         way is infinite or NaN there and may be a number in units.
         """
-        limit = _SMALLEST_LOG2.get(self.dtype)
-        if limit is None:
-            return ""
+        if self.dtype is torch.float16:
+            return self._why_overflowing(log2_units)
+        limit = _SMALLEST_LOG2[self.dtype]
         smallest = [math.log2(extent.smallest) for extent in self.extents]
         if any(sum(pair) < limit for pair in itertools.combinations(smallest, 2)):
             return f"terms below 2**{limit}, which vanish there and not in units"
@@ -115,6 +117,19 @@ class MeasuredProduct:
         largest = [math.log2(extent.largest) for extent in self.addends if extent.largest]
         if any(log2 - common > -limit for log2 in largest):
             return f"an addend that would be above 2**{-limit} in units"
+        return ""
+
+    def _why_overflowing(self, log2_units: Sequence[int]) -> str:
+        """Why FP16 would not hold what it holds without units: its range is small."""
+        pairs = [
+            *zip(self.extents, log2_units, strict=True),
+            *((extent, sum(log2_units)) for extent in self.addends),
+        ]
+        # What units make smaller is held as well as without them.
+        enlarged = [(extent.largest, unit) for extent, unit in pairs if extent.largest and unit < 0]
+        stored = [math.log2(largest) - unit for largest, unit in enlarged]
+        if any(log2 > _LARGEST_LOG2_FP16 for log2 in stored):
+            return f"elements that would be above 2**{_LARGEST_LOG2_FP16} in units"
         return ""
 
 

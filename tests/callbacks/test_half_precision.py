@@ -17,6 +17,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
 from lightning_unitscale import UnitScaleCallback, attach
+from lightning_unitscale.transforms import lossless_unit_scale
 from tests.callbacks.modules import Evaluated, Regression, momentum
 from tests.callbacks.runs import QUIET, Run, loader, run, unit_scale_of
 from tests.helpers import assert_same_bits
@@ -251,3 +252,16 @@ def test_the_depth_in_a_yaml_file(
 
 class Empty(pl.LightningModule):
     """A module that a command line makes."""
+
+
+def test_a_bias_that_fp16_would_not_hold_in_units() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(256, 64).half()
+    with torch.no_grad():
+        layer.weight.normal_(std=2.0**-11)
+        layer.bias.fill_(0.25)
+    inputs = (torch.randn(8, 256) * 2.0**-8).half()
+    scaled = lossless_unit_scale(layer, inputs)
+    with pytest.warns(UserWarning, match="0 of 1 products in units"):
+        assert torch.equal(scaled(inputs), layer(inputs))
+    assert "above 2**13 in units" in scaled.explain()  # type: ignore[operator]

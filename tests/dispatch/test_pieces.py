@@ -95,6 +95,12 @@ def test_where_powers_of_two_are_not_exact() -> None:
     for dtype in (torch.float16, torch.float64):
         assert _measured(*small, dtype=dtype).why_inexact((0, 0)) == ""
     assert _why_inexact(math.inf, 2.0**-70) == ""
+    # FP16 loses what is small with units and without, but may not overflow with them alone.
+    ordinary, large = Extent(1.0, 1.0, 1.0), Extent(1.0, 1.0, 2.0**5)
+    half = _measured(ordinary, ordinary, addends=(large,), dtype=torch.float16)
+    assert half.why_inexact((-4, -4)) == ""
+    assert "above 2**13" in half.why_inexact((-5, -4))
+    assert "above 2**13" in _measured(large, ordinary, dtype=torch.float16).why_inexact((-9, 0))
     # A million terms of 2**106 are beyond FP32.
     for exponent, reason in ((56, ""), (57, "terms above 2**106")):
         extents = (Extent(1.0, 1.0, 2.0**50), Extent(1.0, 1.0, 2.0**exponent))
