@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from lightning_unitscale.capture.rollback import restorers_of
+from lightning_unitscale.capture.user_checkpoints import refuse_checkpoints
 from lightning_unitscale.dynamo import capture
 from lightning_unitscale.dynamo.breaks import joined_reasons
 from lightning_unitscale.dynamo.capture import CapturedGraph, Executor
@@ -120,6 +121,8 @@ class CompiledGraph:
         expand_composites(self.base)
         find_effects(self.base.graph)  # for all copies of it
         self.inputs = captured.inputs
+        if step.owner.partition_fn is not None and executor == "aot_eager":
+            refuse_checkpoints(self.base, self.inputs)
         self._variants: dict[bool, Variant] = {}
         self._interpreted: dict[bool, StepGraph] = {}
         self.num_rewrites = 0

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_unitscale.capture.recorded_passes import find_recorded_pass
 from lightning_unitscale.capture.trial import Trial
+from lightning_unitscale.capture.user_checkpoints import CheckpointNotKept
 from lightning_unitscale.dynamo.breaks import (
     calling_line,
     graph_breaks_since,
@@ -165,6 +166,8 @@ class Fallback:
         # Without a plan there would be even less memory.
         if is_ours or isinstance(inner, torch.OutOfMemoryError) or not trial.undo():
             return error
+        if isinstance(inner, CheckpointNotKept):
+            return StaysPlain(str(inner))
         return StaysPlain(f"captured, it fails ({reason_raised(inner)})")
 
     def note_call(self, result: Any, *args: Any, **kwargs: Any) -> None:

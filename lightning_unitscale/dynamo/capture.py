@@ -9,6 +9,7 @@ checked on torch 2.13 and 2.11: ``node.meta["grapharg"]``, ``node._dynamo_source
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -411,9 +412,29 @@ def _restore_checkpointing(graph_module: fx.GraphModule) -> None:
             body = getattr(graph_module, str(node.args[0].target))
             _restore_checkpointing(body)
             compiled_forward(body)
-            node.target = _checkpoint
+            node.target = functools.partial(_checkpoint, written=_written_inputs(body.graph))
+            node.target.__name__ = "checkpoint"
 
 
-def _checkpoint(body: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+def _written_inputs(graph: fx.Graph) -> frozenset[int]:
+    """Return which inputs of a graph it writes into by a method, such as a buffer that counts."""
+    return frozenset(
+        index
+        for index, node in enumerate(graph.find_nodes(op="placeholder"))
+        for user in node.users
+        if user.op == "call_method" and user.args[0] is node and str(user.target).endswith("_")
+    )
+
+
+def _checkpoint(
+    body: fx.GraphModule, *args: Any, written: frozenset[int] = frozenset(), **kwargs: Any
+) -> Any:
     kwargs.pop("use_reentrant", None)
-    return torch.utils.checkpoint.checkpoint(body.forward, *args, use_reentrant=False, **kwargs)
+
+    # A buffer of the user's module is no input of his checkpoint, which may write into it.
+    def run(*others: Any) -> Any:
+        left = iter(others)
+        return body.forward(*(args[i] if i in written else next(left) for i in range(len(args))))
+
+    others = [value for index, value in enumerate(args) if index not in written]
+    return torch.utils.checkpoint.checkpoint(run, *others, use_reentrant=False, **kwargs)

@@ -1,0 +1,105 @@
+"""Checkpoints of the user's own of which a plan cannot keep torch's meaning.
+
+A plan runs again what a checkpoint would, and nothing else of what torch does there: it gives no
+gradient to a reentrant checkpoint whose inputs need none, updates BatchNorm's statistics a second
+time, and draws other random numbers where their state is not kept.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from lightning_unitscale.dynamo.capture import GraphInput
+from lightning_unitscale.dynamo.graphs import fake_mode_of, is_checkpoint, stand_ins
+from lightning_unitscale.graph.aliasing import memory_roots, written_arguments
+from lightning_unitscale.graph.nodes import call, op_name, requires_grad
+from lightning_unitscale.profiler.fake_device import DispatchMode
+
+_LINE = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+class CheckpointNotKept(Exception):
+    """A checkpoint of the user's own would mean something else in a plan; says which and why."""
+
+
+def refuse_checkpoints(graph_module: fx.GraphModule, inputs: Sequence[GraphInput]) -> None:
+    """Refuse a graph with a checkpoint of which a plan does not keep the meaning.
+
+    Args:
+        graph_module: The captured graph.
+        inputs: What its placeholders are.
+
+    Raises:
+        CheckpointNotKept: Naming the checkpoint's line and what is special about it.
+    """
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    own = {
+        node
+        for node, described in zip(placeholders, inputs, strict=True)
+        if described.kind in ("parameter", "buffer")
+    }
+    for node in graph_module.graph.nodes:
+        if is_checkpoint(node) and (reason := _why_not_kept(graph_module, node, own)):
+            lines = _LINE.findall(node.meta.get("stack_trace") or "")
+            where = f" at {lines[-1][0]}:{lines[-1][1]}" if lines else ""
+            raise CheckpointNotKept(f"the checkpoint{where} {reason}")
+
+
+def _why_not_kept(graph_module: fx.GraphModule, node: fx.Node, own: set[fx.Node]) -> str:
+    body: Any = node.args[0]
+    region = getattr(graph_module, str(body.target)).graph
+    given = [argument for argument in node.all_input_nodes if argument not in own | {body}]
+    if node.kwargs.get("use_reentrant") and not any(map(requires_grad, given)):
+        return "is reentrant and none of its inputs needs a gradient, so torch gives it none"
+    roots = memory_roots(region)
+    writes = (
+        target
+        for one in region.nodes
+        for target in written_arguments(one)
+        if roots[target].op == "placeholder"
+    )
+    if next(writes, None) is not None or any(map(_updates_statistics, region.nodes)):
+        return "writes into a buffer, which torch does a second time when it runs again"
+    if node.kwargs.get("preserve_rng_state", True) is False and any(map(_is_random, region.nodes)):
+        return "draws random numbers with preserve_rng_state=False, others when it runs again"
+    return ""
+
+
+def _updates_statistics(node: fx.Node) -> bool:
+    """Whether a normalization updates running statistics, of which its schema says nothing."""
+    if op_name(node) not in ("batch_norm", "instance_norm"):
+        return False
+    names = ("input", "running_mean", "running_var", "weight", "bias", "training")
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    trains = given.get("training", given.get("use_input_stats", op_name(node) == "instance_norm"))
+    return given.get("running_mean") is not None and bool(trains)
+
+
+class _Draws(DispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_drawn = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.has_drawn |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+def _is_random(node: fx.Node) -> bool:
+    if node.op not in ("call_function", "call_method"):
+        return False
+    try:
+        mode, values = stand_ins(fake_mode_of(node.graph), node.all_input_nodes)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+        with mode, torch.no_grad(), _Draws() as draws:
+            call(node.target, args, kwargs)
+    except Exception:
+        return False
+    return draws.has_drawn
