@@ -207,7 +207,8 @@ def test_a_name_is_refused_where_it_is_used_without_lightning(printed: dict[str,
 
 @pytest.mark.slow
 def test_a_callback_for_hugging_face_imports_nothing_of_it(printed: dict[str, str]) -> None:
-    assert printed[HUGGING_FACE].split() == ["False", "True", "None"]
+    # What transformers imports may print before.
+    assert printed[HUGGING_FACE].split()[-3:] == ["False", "True", "None"]
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -11,6 +11,7 @@ from lightning_unitscale.callbacks.calibration import GraphUnits
 from lightning_unitscale.callbacks.captured_run import capture_run
 from lightning_unitscale.callbacks.distributed import (
     pipeline_of,
+    refuse_distributed_tensors,
     refuse_sharded_parameters,
 )
 from lightning_unitscale.callbacks.explanation import Explanation, units_table
@@ -90,6 +91,8 @@ class CapturedUnits(GraphUnits):
             # Stages are cut from one rewritten graph, whether their units are looked at or not;
             # those of what is zero at first have to be, on any schedule.
             self._fp8.takes_units_in = pipeline_of(trainer) is None
+        if self._compile:
+            refuse_distributed_tensors(trainer, f"compile={self._compile!r}")
         is_sharded = is_lightning(trainer.strategy, "ModelParallelStrategy")
         self._check_sharding(trainer, is_sharded=is_sharded)
         self._rules.attach(trainer, module, is_other=is_other)

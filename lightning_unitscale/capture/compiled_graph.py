@@ -222,7 +222,8 @@ class CompiledGraph:
             options["partition_fn"] = step.owner.partition_fn
         if step.owner.compile_mode != "default":
             options["mode"] = step.owner.compile_mode
-        options["rewriter"] = step.owner.rewriter
+        if step.owner.rewriter is not None:
+            options["rewriter"] = step.owner.rewriter
         run = capture.execute_with(self.executor, graph.graph_module, inputs, **options)
         return Variant(graph, run)
 

@@ -44,6 +44,13 @@ class ProbedTensor:
     is_product: bool = False
     lacks_unit: tuple[bool, bool] = (False, False)
 
+    def lacks_unit_in(self, gauge: Gauge) -> tuple[bool, bool]:
+        """Return whether a matmul reads it without a unit, or its gradient, under a gauge."""
+        value, gradient = self.lacks_unit
+        value |= any(name not in gauge for name, _ in self.held.sigma.sigmas)
+        gradient |= any(name not in gauge for name, _ in self.held.gamma.gammas)
+        return value, gradient
+
 
 @dataclass(frozen=True)
 class ProbedCall:
@@ -196,6 +203,6 @@ def snapshot_of(
         inputs=tuple(tensors[index].inputs for index in kept),
         operands=tuple(tensors[index].is_operand for index in kept),
         products=tuple(tensors[index].is_product for index in kept),
-        lacking_units=tuple(tensors[index].lacks_unit for index in kept),
+        lacking_units=tuple(tensors[index].lacks_unit_in(described[index][1]) for index in kept),
         log2_loss_scale=log2_loss_scale,
     )

@@ -331,22 +331,6 @@ def _settings(precision: str) -> dict[str, Any]:
     return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
 
 
-def _reads(make: type[Module], precision: str) -> Mapping[str, tuple[str, ...]]:
-    """Return the rows of each matmul by its name in ``explain()``."""
-    if precision != "bf16-true":
-        return make.reads
-    # Its steps are captured, so that parameters are held in units: names are those of functions,
-    # and what has no gradient and is scaled for a matmul has no row.
-    inner = "m.multi_head_attention_forward."
-    outer = {"m.in_proj_weight", "m.out_proj.weight", "m.query", "m.key", "m.value"}
-    return {
-        (rows[-1] or name).replace("m.", inner, 1 if rows[-1].startswith("m.") else 0): tuple(
-            inner + row[2:] if row.startswith("m.") and row not in outer else row for row in rows
-        )
-        for name, rows in make.reads.items()
-    }
-
-
 class Shown(NamedTuple):
     """What one place shows of a tensor: log2 of the RMS, true and as it is stored.
 
@@ -468,10 +452,6 @@ def _train(
         pytest.param(make, precision, id=f"{make.__name__}-{precision}")
         for make in MODULES
         for precision in PRECISIONS
-        # Captured graphs have other matmuls then, or their operands in another order.
-        if not (
-            precision == "bf16-true" and make in (Attention, UnfusedAttention, Batches, CastByHand)
-        )
     ],
 )
 def test_units_of_matmuls(make: type[Module], precision: str, tmp_path: Path) -> None:
@@ -480,14 +460,14 @@ def test_units_of_matmuls(make: type[Module], precision: str, tmp_path: Path) ->
             continue  # refused
         callback, (found, read) = _train(make, _settings(precision), tmp_path / name, **options())
         sigmas, gammas = _explained(callback)
-        reads = _reads(make, precision)
+        reads = make.reads
         assert {name.rpartition(":")[0] for name in sigmas} == set(reads)
         seen = set()
         for matmul, (*operands, result) in reads.items():
             units = [unit for key, unit in sigmas.items() if key.startswith(f"{matmul}:")]
             assert len(units) == len(operands)
             for row, unit in zip(operands, units, strict=True):
-                if row and not (row == "mul" and precision == "bf16-true"):
+                if row:
                     shown = found[row, "forward"]
                     assert shown.unit == shown.divisor == unit, (name, matmul, row)
                     # Torch itself scales the query and the key of an attention that is not fused.

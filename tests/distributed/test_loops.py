@@ -47,8 +47,7 @@ def _cases() -> list[tuple[str, str, str]]:
         ("attach:ddp", "attach:fsdp", "attach:tensor", *_WHOLE), ["monitor"], ["Blocks"]
     )
     others = itertools.product(_OTHERS, ("plain", "both", "fp8"), ["Blocks"])
-    captured = ("lightning:fsdp", "captured", "Blocks")
-    return [*whole, *alone, captured, *monitored, *others]
+    return [*whole, *alone, *monitored, *others]
 
 
 _REFUSED = {

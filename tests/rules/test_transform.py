@@ -33,6 +33,10 @@ X = torch.randn(8, 6, W, generator=torch.Generator().manual_seed(2))
 SMALL = {**PRODUCTS, **NETWORKS}
 
 
+# A module of all tests is captured anew in each of them, which forget what Dynamo knows.
+pytestmark = pytest.mark.filterwarnings("ignore:.*captured anew in:UserWarning")
+
+
 @pytest.mark.parametrize("name", SMALL)
 def test_every_product_and_its_neighbours(name: str) -> None:
     module, inputs = SMALL[name]()
