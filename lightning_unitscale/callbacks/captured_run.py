@@ -12,7 +12,7 @@ from lightning_unitscale.callbacks.options import mode_of
 from lightning_unitscale.callbacks.remat import step_partitioner
 from lightning_unitscale.callbacks.steps import attach_steps
 from lightning_unitscale.capture.steps import ModuleSteps
-from lightning_unitscale.dynamo.capture import CompileMode
+from lightning_unitscale.dynamo.executors import CompileMode
 from lightning_unitscale.graph.passes import GraphPass
 
 if TYPE_CHECKING:

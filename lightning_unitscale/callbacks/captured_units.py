@@ -26,7 +26,7 @@ from lightning_unitscale.capture.gathering import GatherParameters
 from lightning_unitscale.capture.sharded import ShardedModule
 from lightning_unitscale.dispatch.captured_formats import CapturedFormats
 from lightning_unitscale.dispatch.coverage import Coverage
-from lightning_unitscale.dynamo.capture import CompileMode
+from lightning_unitscale.dynamo.executors import CompileMode
 from lightning_unitscale.graph.passes import GraphPass
 from lightning_unitscale.lossless.rewrite import LosslessUnitScale
 from lightning_unitscale.precision.fp8 import FP8Linears

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, get_args
 
 from lightning_unitscale.arguments import check_choice, check_flag, shown
-from lightning_unitscale.dynamo.capture import CompileMode
+from lightning_unitscale.dynamo.executors import CompileMode
 from lightning_unitscale.formats import NumberFormat
 from lightning_unitscale.functional.low_precision import DEFAULT_GRADIENT, Casts, GradientFormat
 from lightning_unitscale.graph.name_patterns import EXCLUDED

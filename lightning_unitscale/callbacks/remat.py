@@ -27,7 +27,7 @@ from lightning_unitscale.callbacks.steps import StepsCallback, attach_steps, ent
 from lightning_unitscale.capture.step_messages import NO_REASON
 from lightning_unitscale.capture.steps import ModuleSteps
 from lightning_unitscale.dynamo.breaks import joined_reasons
-from lightning_unitscale.dynamo.capture import CompileMode
+from lightning_unitscale.dynamo.executors import CompileMode
 from lightning_unitscale.loops.loop import Claim, failing_together
 from lightning_unitscale.profiler.measure import PeakMeter, gradient_bytes, optimizer_state_bytes
 from lightning_unitscale.profiler.report import format_bytes

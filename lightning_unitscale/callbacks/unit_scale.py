@@ -45,7 +45,7 @@ from lightning_unitscale.callbacks.trainer_settings import (
 )
 from lightning_unitscale.callbacks.units import MeasuredUnits, RecalibrationSchedule
 from lightning_unitscale.dispatch.coverage import Coverage
-from lightning_unitscale.dynamo.capture import CompileMode
+from lightning_unitscale.dynamo.executors import CompileMode
 from lightning_unitscale.loops.loop import Claim, Loop
 from lightning_unitscale.lossless.gauge import Gauge
 from lightning_unitscale.patching import nothing

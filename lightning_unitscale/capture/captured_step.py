@@ -38,7 +38,7 @@ from lightning_unitscale.dynamo.breaks import (
     reason_of,
     wants_dynamos_texts,
 )
-from lightning_unitscale.dynamo.capture import Executor
+from lightning_unitscale.dynamo.executors import Executor
 from lightning_unitscale.dynamo.patches import kept_whole, opened_layers
 from lightning_unitscale.functional.scale import is_transforming
 from lightning_unitscale.graph.nodes import Names

@@ -20,9 +20,10 @@ from torch import Tensor, fx
 
 from lightning_unitscale.capture.rollback import restorers_of
 from lightning_unitscale.capture.user_checkpoints import refuse_checkpoints
-from lightning_unitscale.dynamo import capture
+from lightning_unitscale.dynamo import capture, executors
 from lightning_unitscale.dynamo.breaks import joined_reasons
-from lightning_unitscale.dynamo.capture import CapturedGraph, Executor
+from lightning_unitscale.dynamo.capture import CapturedGraph
+from lightning_unitscale.dynamo.executors import Executor
 from lightning_unitscale.dynamo.graphs import copy_graph_module
 from lightning_unitscale.graph.aliasing import find_effects, memory_roots, written_arguments
 from lightning_unitscale.graph.decompose import expand_composites
@@ -224,7 +225,7 @@ class CompiledGraph:
             options["mode"] = step.owner.compile_mode
         if step.owner.rewriter is not None:
             options["rewriter"] = step.owner.rewriter
-        run = capture.execute_with(self.executor, graph.graph_module, inputs, **options)
+        run = executors.execute_with(self.executor, graph.graph_module, inputs, **options)
         return Variant(graph, run)
 
 

@@ -21,8 +21,9 @@ from lightning_unitscale.dynamo.breaks import (
     num_graph_breaks,
     reason_raised,
 )
-from lightning_unitscale.dynamo.capture import Executor, original_error
+from lightning_unitscale.dynamo.capture import original_error
 from lightning_unitscale.dynamo.conversions import around_captures
+from lightning_unitscale.dynamo.executors import Executor
 from lightning_unitscale.dynamo.hooks import (
     find_backward_hook,
     noticing_recorded_passes,

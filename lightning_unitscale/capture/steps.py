@@ -19,13 +19,8 @@ from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.sharded import ShardedModule
 from lightning_unitscale.capture.side_effects import Calls
 from lightning_unitscale.dynamo.breaks import Reason, is_watched
-from lightning_unitscale.dynamo.capture import (
-    CompileMode,
-    Executor,
-    GraphRewriter,
-    no_graph_breaks,
-    unmarked,
-)
+from lightning_unitscale.dynamo.capture import no_graph_breaks, unmarked
+from lightning_unitscale.dynamo.executors import CompileMode, Executor, GraphRewriter
 from lightning_unitscale.graph.passes import GraphPass, PassRecord, Phase
 from lightning_unitscale.patching import nothing, shadowed
 

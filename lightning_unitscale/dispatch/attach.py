@@ -77,10 +77,35 @@ class SessionMethod(StandIn):
         return result
 
 
-def session_method(module: nn.Module, name: str) -> SessionMethod | None:
-    """Return what runs a method of a module in a session, if anything does."""
+def run_in_session(
+    module: nn.Module, name: str, run: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Run what stands for a method of a module in its session, if it has one.
+
+    Args:
+        module: The module.
+        name: Of the method.
+        run: What runs in its place, such as its stages.
+        *args: Positional arguments.
+        **kwargs: Keyword arguments.
+    """
     method = vars(module).get(name)
-    return method if isinstance(method, SessionMethod) else None
+    if not isinstance(method, SessionMethod):
+        return run(*args, **kwargs)
+    return method.run_as(run, *args, **kwargs)
+
+
+def begin_microbatch(module: nn.Module, name: str, index: int) -> None:
+    """Have the matmuls of the next stage named from the first again, if a session has them.
+
+    Args:
+        module: The module.
+        name: Of the method that the stage is a part of.
+        index: Of the microbatch.
+    """
+    method = vars(module).get(name)
+    if isinstance(method, SessionMethod):
+        method.owner.session.begin_part(index)
 
 
 class AttachedSession:

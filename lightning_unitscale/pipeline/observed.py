@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from lightning_unitscale.capture.compiled_graph import Variant
-from lightning_unitscale.dynamo.capture import execute_with
+from lightning_unitscale.dynamo.executors import execute_with
 from lightning_unitscale.dynamo.graphs import copy_graph_module
 from lightning_unitscale.graph.nodes import ELSEWHERE, tensor_name
 from lightning_unitscale.graph.passes import GraphPass, StepGraph

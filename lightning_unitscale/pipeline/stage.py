@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 from typing_extensions import override
 
-from lightning_unitscale.dynamo.capture import execute_with
+from lightning_unitscale.dynamo.executors import execute_with
 from lightning_unitscale.dynamo.graphs import compiled_forward
 from lightning_unitscale.graph.nodes import ELSEWHERE, tensor_name
 from lightning_unitscale.pipeline.cuts import assign_stages, is_mark

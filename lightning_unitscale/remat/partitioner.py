@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lightning_unitscale.dynamo.capture import execute_with
+from lightning_unitscale.dynamo.executors import execute_with
 from lightning_unitscale.graph.nodes import tensors_in
 from lightning_unitscale.profiler.costs import (
     CostModel,

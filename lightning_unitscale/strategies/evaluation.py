@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from typing_extensions import override
 
 from lightning_unitscale.capture.compiled_graph import CompiledGraph, GraphCall
 from lightning_unitscale.capture.steps import steps_of
-from lightning_unitscale.dispatch.attach import session_method
+from lightning_unitscale.dispatch.attach import run_in_session
 from lightning_unitscale.pipeline.capture import static_shapes
 from lightning_unitscale.pipeline.program import split_evenly
 from lightning_unitscale.strategies.grid import GridStrategy
@@ -202,10 +201,8 @@ class EvaluatingStrategy(GridStrategy):
             )
             self._evaluations[name] = step
             try:
-                session = session_method(module, name)
-                run = step if session is None else partial(session.run_as, step)
                 with context(), self._plain_parameters():
-                    return run(*args, **kwargs)
+                    return run_in_session(module, name, step, *args, **kwargs)
             except NotPipelinedError as error:
                 if self.evaluation == "pipeline":
                     raise MisconfigurationException(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -24,7 +25,7 @@ from lightning_unitscale.arguments import (
     check_positive,
 )
 from lightning_unitscale.capture.steps import steps_of
-from lightning_unitscale.dispatch.attach import session_method
+from lightning_unitscale.dispatch.attach import begin_microbatch, run_in_session
 from lightning_unitscale.dynamo.capture import unmarked
 from lightning_unitscale.loops.leaving import leaving_after
 from lightning_unitscale.patching import Replacement, shadowed
@@ -339,7 +340,7 @@ class PipelineStrategy(EvaluatingStrategy):
             replicas=self.grid.replicas,
             num_accumulated=lambda: int(module.trainer.accumulate_grad_batches),
             free_unowned=self.free_unowned,
-            before_stage=self._begin_part,
+            before_stage=partial(begin_microbatch, module, "training_step"),
         )
         self._evaluations = {}
         self._steps_done, self._is_training = 0, trains
@@ -353,17 +354,9 @@ class PipelineStrategy(EvaluatingStrategy):
 
     def _run_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
-        session = session_method(self.lightning_module, "training_step")
-        if session is None:
-            return self._run_pipelined(*args, **kwargs)
-        return session.run_as(self._run_pipelined, *args, **kwargs)
-
-    def _begin_part(self, microbatch: int) -> None:
-        """Have the matmuls of each stage and microbatch named from the first again."""
-        assert self.lightning_module is not None
-        session = session_method(self.lightning_module, "training_step")
-        if session is not None:
-            session.owner.session.begin_part(microbatch)
+        return run_in_session(
+            self.lightning_module, "training_step", self._run_pipelined, *args, **kwargs
+        )
 
     def _run_pipelined(self, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self._step, PipelinedStep):

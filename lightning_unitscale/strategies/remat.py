@@ -17,7 +17,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, fx, nn
 
-from lightning_unitscale.dynamo.capture import GraphRewriter, execute_with
+from lightning_unitscale.dynamo.executors import GraphRewriter, execute_with
 from lightning_unitscale.dynamo.graphs import add_placeholder, copy_graph_module
 from lightning_unitscale.loops.loop import failing_together
 from lightning_unitscale.pipeline.engine import PipelineRunner

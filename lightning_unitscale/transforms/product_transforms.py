@@ -29,7 +29,7 @@ from lightning_unitscale.dispatch.captured_formats import CapturedFormats
 from lightning_unitscale.dispatch.coverage import Coverage
 from lightning_unitscale.dispatch.lost_formats import LostFormats
 from lightning_unitscale.dispatch.module_products import ModuleProducts
-from lightning_unitscale.dynamo.capture import CompileMode
+from lightning_unitscale.dynamo.executors import CompileMode
 from lightning_unitscale.functional.low_precision import (
     DEFAULT_GRADIENT,
     Casts,

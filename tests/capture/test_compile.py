@@ -9,7 +9,7 @@ from torch import fx, nn
 from torch._inductor import config
 
 from lightning_unitscale.capture.attach import captured_forward
-from lightning_unitscale.dynamo import capture
+from lightning_unitscale.dynamo import executors
 from lightning_unitscale.graph.passes import GraphPass, Phase, StepGraph
 from lightning_unitscale.lossless.gauge import GaugePair
 from lightning_unitscale.lossless.rewrite import LosslessUnitScale
@@ -29,13 +29,13 @@ class Net(nn.Module):
 def executed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Executors by which graphs were run; AOTAutograd stands in for Inductor, which is slow."""
     seen: list[str] = []
-    real = capture.execute_with
+    real = executors.execute_with
 
     def execute(executor: Any, *args: Any) -> Any:
         seen.append(executor)
         return real("aot_eager" if executor == "inductor" else executor, *args)
 
-    monkeypatch.setattr(capture, "execute_with", execute)
+    monkeypatch.setattr(executors, "execute_with", execute)
     return seen
 
 

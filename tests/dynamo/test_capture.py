@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_unitscale.capture.steps import ModuleSteps
-from lightning_unitscale.dynamo import capture
+from lightning_unitscale.dynamo import capture, executors
 from lightning_unitscale.dynamo.capture import CapturedGraph
 from lightning_unitscale.dynamo.graphs import autocast_dtypes, copy_graph_module
 from lightning_unitscale.graph.nodes import op_name
@@ -99,7 +99,7 @@ def test_executors_run_a_graph_as_it_is(executor: capture.Executor) -> None:
 
     def backend(graph_module: fx.GraphModule, example_inputs: Any) -> Any:
         copied = copy_graph_module(graph_module)
-        return capture.execute_with(executor, copied, example_inputs)
+        return executors.execute_with(executor, copied, example_inputs)
 
     compiled = capture.compile_function(network, backend)
     got = run(compiled, x, 2)

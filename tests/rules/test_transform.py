@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_unitscale.capture.steps import steps_of
-from lightning_unitscale.dynamo import capture
+from lightning_unitscale.dynamo import executors
 from lightning_unitscale.rules.transform import unit_scale
 from lightning_unitscale.transforms import compile, lossless_unit_scale, simulate_fp8, track_scales
 from tests.helpers import assert_same_bits, run
@@ -192,13 +192,13 @@ def planned() -> tuple[nn.Module, nn.Module, Tensor]:
 
 def _inductor_is_aot_eager(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
-    real = capture.execute_with
+    real = executors.execute_with
 
     def execute(executor: Any, *args: Any) -> Any:
         seen.append(executor)
         return real("aot_eager" if executor == "inductor" else executor, *args)
 
-    monkeypatch.setattr(capture, "execute_with", execute)
+    monkeypatch.setattr(executors, "execute_with", execute)
     return seen
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_unitscale.capture.steps import steps_of
-from lightning_unitscale.dynamo.capture import Executor
+from lightning_unitscale.dynamo.executors import Executor
 from lightning_unitscale.transforms import (
     Metrics,
     ScalesGraph,

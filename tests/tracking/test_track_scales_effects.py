@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_unitscale.capture.steps import steps_of
-from lightning_unitscale.dynamo.capture import Executor
+from lightning_unitscale.dynamo.executors import Executor
 from lightning_unitscale.transforms import (
     lossless_unit_scale,
     prune_non_float_tensors,
