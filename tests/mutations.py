@@ -222,8 +222,8 @@ MUTATIONS = (
     Mutation(
         "a product that Inductor adds to something gets its units before that is decided",
         "dispatch/joint_units.py",
-        "{node for node, product in found if not _may_join_a_sum(node, product.rule)}",
-        "{node for node, product in found}",
+        "if not (self._is_fused and _may_join_a_sum(node, product.rule))",
+        "if True",
         "dispatch/test_joint_units.py -k sum_runs_within",
     ),
     Mutation(
@@ -1159,7 +1159,7 @@ MUTATIONS = (
     ),
     Mutation(
         "Inductor draws numbers of its own",
-        "dynamo/capture.py",
+        "dynamo/executors.py",
         '"fallback_random": True}',
         '"fallback_random": False}',
         "remat/test_random_bits.py -k inductor",

@@ -44,6 +44,7 @@ from lightning_unitscale.callbacks.trainer_settings import (
     check_simulation,
 )
 from lightning_unitscale.callbacks.units import MeasuredUnits, RecalibrationSchedule
+from lightning_unitscale.capture.steps import ModuleSteps, breaks_list
 from lightning_unitscale.dispatch.coverage import Coverage
 from lightning_unitscale.dynamo.executors import CompileMode
 from lightning_unitscale.loops.loop import Claim, Loop
@@ -175,6 +176,9 @@ class UnitScaleCallback(StepsCallback):
             )
         self._checkpoints = ExitStack()
         self._captured = ExitStack()
+        # The captured steps that are not rewritten by rules, and where they break.
+        self._steps: ModuleSteps | None = None
+        self._breaks = ""
         # Whether what the user has named was there in the first training step.
         self._is_checked = False
         self._module: Callable[[], nn.Module | None] | None = None
@@ -212,7 +216,13 @@ class UnitScaleCallback(StepsCallback):
 
     def explain(self) -> Explanation:
         """What became of every product, when units were taken, and which; a notebook shows it."""
-        return self._units.explain()
+        self._note_breaks()
+        *parts, units = self._units.explain().parts
+        return Explanation(*parts, self._breaks, units)
+
+    def _note_breaks(self) -> None:
+        if self._steps is not None and self._steps.graph_breaks:
+            self._breaks = breaks_list(self._steps.graph_breaks)
 
     @override
     def claims(self) -> Sequence[Claim]:
@@ -242,7 +252,7 @@ class UnitScaleCallback(StepsCallback):
             self._graphs.capture(loop, self, is_other=self._take(loop))
         else:
             if captures_steps(trainer):
-                capture_run(
+                self._steps = capture_run(
                     trainer,
                     pl_module,
                     self,
@@ -296,7 +306,8 @@ class UnitScaleCallback(StepsCallback):
 
     @override
     def leave(self) -> None:
-        loop, self._loop = self._loop, None
+        self._note_breaks()
+        loop, self._loop, self._steps = self._loop, None, None
         with ExitStack() as leaving:  # all of it, if one part raises
             if self._graphs is not None:
                 leaving.callback(self._graphs.leave)

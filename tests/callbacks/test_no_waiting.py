@@ -236,7 +236,7 @@ class Steps(pl.Callback):
     ("options", "at_looks"),
     [
         ({}, []),
-        ({"precision": "fp8"}, ["calibrate.arrived"]),
+        ({"precision": "fp8"}, ["tensors.fill_in", "fp8.arrived"]),
         ({"method": "u-mup"}, []),
     ],
     ids=["units", "fp8", "rules"],
@@ -263,13 +263,13 @@ def test_a_captured_step(options: dict[str, Any], at_looks: list[str]) -> None:
     expected[-1] = [*expected[-1], "records.arrived"]
     assert gpu.waits[1:] == expected
     looks = range(LOOK_EVERY, NUM_STEPS, LOOK_EVERY)
-    assert all(f"at step {step}: layers" in callback.explain() for step in looks)
+    assert all(f"at step {step}" in callback.explain() for step in looks)
     sampled = [snapshot.step for snapshot in monitor.snapshots]
     assert sampled == [0, 1, *range(2, NUM_STEPS, SAMPLED_EVERY), NUM_STEPS - 1]
     # Rows are observed in sampled steps and in looks.
     for step, launches in enumerate(gpu.launches):
         is_observed = step in sampled or step % LOOK_EVERY == 0
-        assert bool(launches) == is_observed
+        assert bool({*launches} - {"cast_tiles"}) == is_observed
 
 
 @pytest.mark.filterwarnings("ignore:Total length of:UserWarning")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -75,11 +74,7 @@ class Odd(Regression):
 
 @BOTH_WAYS
 def test_odd_tensors(captured: dict[str, Any]) -> None:
-    is_counted = not captured
-    told = (
-        pytest.warns(UserWarning, match="plain: complex numbers") if is_counted else nullcontext()
-    )
-    with told:
+    with pytest.warns(UserWarning, match="plain: complex numbers"):
         _, callbacks = assert_same_run(Odd, _always(captured), max_steps=4)
     assert {"first.linear", "second.linear"} <= set(unit_scale_of(callbacks).gauge)
     assert len(monitor_of(callbacks).snapshots) == 4

@@ -66,14 +66,8 @@ def test_second_derivatives(kind: type[Regression], captured: bool) -> None:
     callbacks = [UnitScaleCallback(recalibrate=2), both()[1], *[Capturing()] * captured]
     ours = run(kind, callbacks, max_steps=5, max_epochs=-1, data=lambda: loader(16, 4))
     assert "first.linear" in unit_scale_of(callbacks).gauge
-    if not captured:
-        # Each product by itself, so that no sum is taken in another order.
-        assert_same_bits(ours.compared(), plain.compared())
-        return
-    assert "create_graph=True" in unit_scale_of(callbacks).explain()
-    for name, weight in plain.weights.items():
-        # Sums of several derivatives of one tensor may be taken in another order.
-        torch.testing.assert_close(ours.weights[name], weight, rtol=1e-5, atol=1e-6)
+    # Each product by itself, so that no sum is taken in another order.
+    assert_same_bits(ours.compared(), plain.compared())
 
 
 def test_steps_before_the_first_penalty_are_the_bits() -> None:

@@ -319,7 +319,7 @@ BAD = {
     "remat of units": (
         lambda m, o: attach(m, o, [ScaleMonitor(), UnitScaleCallback(remat="min_cut")]),
         ValueError,
-        "remat='min_cut': it rewrites captured steps.*expected method='lossless' in other loops",
+        "remat='min_cut': it needs captured steps.*expected method='lossless' in other loops",
     ),
 }
 
