@@ -23,7 +23,7 @@ from torch.autograd.profiler import profile
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader
 
-from lightning_unitscale import RematCallback
+from lightning_unitscale import RematCallback, UnitScaleCallback
 from tests.callbacks.runs import QUIET, Rows
 from tests.distributed.launch import quiet_rank
 from tests.distributed.memory_run import through_files
@@ -157,8 +157,9 @@ def train(folder: Path, setting: str, name: str, budget: Any) -> int | None:
     num_batches = NUM_STEPS * accumulated
     remat = None if budget is None else RematCallback(budget, compile=name == "compile")
     measured = LastPeak(num_batches - accumulated, num_batches - 1)
+    units = UnitScaleCallback() if name == "units" else None
     trainer = pl.Trainer(
-        callbacks=[measured, *([] if remat is None else [remat])],
+        callbacks=[one for one in (measured, remat, units) if one is not None],
         max_epochs=1,
         accumulate_grad_batches=accumulated,
         profiler="pytorch" if name == "profiled" else None,
@@ -188,6 +189,8 @@ def train(folder: Path, setting: str, name: str, budget: Any) -> int | None:
         found["predicted"] = remat.predicted_peak_bytes
         found["measured"] = remat.measured_peak_bytes
         found["num_planned"] = len(remat.reports)
+    if units is not None:
+        found["scaled"] = units.coverage.fraction_of_flops("units")
     torch.save(found, folder / f"{setting}:{name}-{trainer.global_rank}.pt")
     return None if remat is None else remat.predicted_peak_bytes
 
@@ -204,6 +207,7 @@ def main(folder: Path, runs: list[str]) -> None:
             "min_cut": name,
             "compile": 1.0,
             "profiled": 1.0,
+            "units": 1.0,
             "too little for one": 1 if os.environ["LOCAL_RANK"] == "1" else 1.0,
         }
         budget = named[name] if name in named else float(name)

@@ -35,6 +35,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
         *(f"{setting}:none" for setting in SETTINGS),
         *PLANNED,
         "ranks:too little for one",
+        "plain:units",
         *(f"plain:{name}" for name in REFUSED),
     ]
     folder = tmp_path_factory.mktemp("fsdp")
@@ -49,6 +50,14 @@ def test_the_bits_of_the_run_without_it(run: str, results: Results) -> None:
         assert_same_bits(ours["losses"], without["losses"])
         assert_same_bits(ours["weights"], without["weights"])
         assert ours["num_planned"] == 2
+
+
+def test_matmuls_of_the_graphs_are_scaled(results: Results) -> None:
+    for without, ours in zip(results("plain:none"), results("plain:units"), strict=True):
+        assert_same_bits(ours["losses"], without["losses"])
+        assert_same_bits(ours["weights"], without["weights"])
+        assert ours["scaled"] == 1.0
+        assert ours["measured"] == pytest.approx(ours["predicted"], rel=1e-4)
 
 
 @pytest.mark.parametrize(("setting", "share"), SHARES.items())
