@@ -62,16 +62,16 @@ def compiled_forward(graph_module: fx.GraphModule) -> Callable[..., Any]:
     graph_module.recompile()
     _LazyGraphModule.force_recompile(graph_module)
     forward: Any = graph_module.forward
-    code = forward.__func__.__code__
-    LINES[id(code)] = _Lines(
-        tuple(
+    # Without it the matmuls of a graph would be those of the step itself, and no more.
+    start = getattr(graph_module, "_prologue_start", None)
+    if start is not None:
+        code = forward.__func__.__code__
+        names = tuple(
             (str(node.meta.get(MODULE, "")), str(node.meta.get(NAME, "")))
             for node in graph_module.graph.nodes
-        ),
-        graph_module._lineno_map or {},
-        graph_module._prologue_start,
-    )
-    weakref.finalize(code, LINES.pop, id(code), None).atexit = False
+        )
+        LINES[id(code)] = _Lines(names, graph_module._lineno_map or {}, start)
+        weakref.finalize(code, LINES.pop, id(code), None).atexit = False
     return cast(Callable[..., Any], forward)
 
 
