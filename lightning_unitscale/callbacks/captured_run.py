@@ -1,15 +1,13 @@
-"""Captured steps for ``compile`` and ``remat``, beside what scales their matmuls."""
+"""Captured steps that run within a memory budget, or by Inductor."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from lightning_unitscale.callbacks.distributed import refuse_distributed_tensors
 from lightning_unitscale.callbacks.fallbacks import keep_plain_where_recorded
 from lightning_unitscale.callbacks.options import mode_of
-from lightning_unitscale.callbacks.remat import step_partitioner
 from lightning_unitscale.callbacks.steps import attach_steps
 from lightning_unitscale.capture.steps import ModuleSteps
 from lightning_unitscale.dynamo.executors import CompileMode
@@ -23,8 +21,8 @@ def capture_run(
     trainer: pl.Trainer,
     module: pl.LightningModule,
     owner: pl.Callback,
+    partitioner: Any,
     *,
-    remat: str | int | float | None,
     compile: bool | CompileMode,
     passes: Callable[[], Sequence[GraphPass]] = tuple,
     leaving: ExitStack,
@@ -35,21 +33,18 @@ def capture_run(
         trainer: The Trainer.
         module: Its module.
         owner: The callback.
-        remat: Budget for rematerialization, if there is one.
+        partitioner: Plans what the graphs keep, if there is a budget.
         compile: Whether Inductor runs the graphs, or in which mode.
         passes: Says which passes over the graphs go when the owner leaves.
         leaving: Gets what undoes it.
     """
-    if compile:
-        refuse_distributed_tensors(trainer, f"compile={compile!r}")
-    partitioner = None if remat is None else step_partitioner(trainer, module, remat)
     steps = attach_steps(trainer, module, owner)
     name = type(owner).__name__
     leaving.callback(lambda: steps.detach(name, *passes()))
-    if compile:
-        steps.use_executor("inductor", mode_of(compile))
     if partitioner is not None:
         steps.partition_by(partitioner)
         leaving.callback(steps.partition_by, None)
+    if compile:
+        steps.use_executor("inductor", mode_of(compile))
     keep_plain_where_recorded(steps, module)
     return steps

@@ -11,14 +11,13 @@ from lightning_unitscale.callbacks.calibration import GraphUnits
 from lightning_unitscale.callbacks.captured_run import capture_run
 from lightning_unitscale.callbacks.distributed import (
     pipeline_of,
-    refuse_distributed_tensors,
     refuse_sharded_parameters,
 )
 from lightning_unitscale.callbacks.explanation import Explanation, units_table
 from lightning_unitscale.callbacks.lightning_loop import LightningLoop
 from lightning_unitscale.callbacks.options import Rules
 from lightning_unitscale.callbacks.packages import is_lightning, misconfigured
-from lightning_unitscale.callbacks.remat import RematCallback
+from lightning_unitscale.callbacks.remat import RematCallback, step_partitioner
 from lightning_unitscale.callbacks.rules import RuleScaling
 from lightning_unitscale.callbacks.steps import all_callbacks
 from lightning_unitscale.callbacks.units import RecalibrationSchedule
@@ -91,16 +90,15 @@ class CapturedUnits(GraphUnits):
             # Stages are cut from one rewritten graph, whether their units are looked at or not;
             # those of what is zero at first have to be, on any schedule.
             self._fp8.takes_units_in = pipeline_of(trainer) is None
-        if self._compile:
-            refuse_distributed_tensors(trainer, f"compile={self._compile!r}")
         is_sharded = is_lightning(trainer.strategy, "ModelParallelStrategy")
         self._check_sharding(trainer, is_sharded=is_sharded)
         self._rules.attach(trainer, module, is_other=is_other)
+        remat = self._remat
         steps = self._steps = capture_run(
             trainer,
             module,
             owner,
-            remat=self._remat,
+            None if remat is None else step_partitioner(trainer, module, remat),
             compile=self._compile,
             passes=self._passes,
             leaving=self._leaving,

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_unitscale.callbacks.captured_run import capture_run
 from lightning_unitscale.callbacks.distributed import (
     refuse_distributed_tensors,
     refuse_sharded_parameters,
 )
 from lightning_unitscale.callbacks.explanation import Explanation
-from lightning_unitscale.callbacks.fallbacks import keep_plain_where_recorded
 from lightning_unitscale.callbacks.options import check_compile, mode_of
 from lightning_unitscale.callbacks.packages import (
     is_lightning,
@@ -23,7 +23,7 @@ from lightning_unitscale.callbacks.packages import (
     rank_zero_info,
     rank_zero_warn,
 )
-from lightning_unitscale.callbacks.steps import StepsCallback, attach_steps, enter
+from lightning_unitscale.callbacks.steps import StepsCallback, enter
 from lightning_unitscale.capture.step_messages import NO_REASON
 from lightning_unitscale.capture.steps import ModuleSteps
 from lightning_unitscale.dynamo.breaks import joined_reasons
@@ -85,6 +85,7 @@ class RematCallback(StepsCallback):
         self.compile = compile
         self.measured_peak_bytes: int | None = None
         self._steps: ModuleSteps | None = None
+        self._captured = ExitStack()
         self._partitioner: StepPartitioner | MeasuredPartitioner | None = None
         self._meter: PeakMeter | None = None
         self._gradients_seen = 0
@@ -128,11 +129,14 @@ class RematCallback(StepsCallback):
         self.measured_peak_bytes = None
         self._gradients_seen = 0
         self._partitioner = self._new_partitioner(trainer, pl_module)
-        self._steps = attach_steps(trainer, pl_module, self)
-        self._steps.partition_by(self._partitioner)
-        if self.compile:
-            self._steps.use_executor("inductor", mode_of(self.compile))
-        keep_plain_where_recorded(self._steps, pl_module)
+        self._steps = capture_run(
+            trainer,
+            pl_module,
+            self,
+            self._partitioner,
+            compile=self.compile,
+            leaving=self._captured,
+        )
 
     @override
     def on_train_batch_start(
@@ -294,12 +298,10 @@ class RematCallback(StepsCallback):
 
     @override
     def leave(self) -> None:
-        steps, self._steps = self._steps, None
+        self._steps = None
         meter, self._meter = self._meter, None
         with ExitStack() as leaving:  # all of it, if one part raises; the last part comes first
-            if steps is not None:
-                leaving.callback(steps.detach, type(self).__name__)
-                leaving.callback(steps.partition_by, None)
+            leaving.callback(self._captured.close)
             if meter is not None:
                 leaving.callback(meter.stop)
             self.explain()

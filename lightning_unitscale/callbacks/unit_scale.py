@@ -19,6 +19,7 @@ from lightning_unitscale.callbacks.checkpoints import (
     keep_marking,
     mark,
 )
+from lightning_unitscale.callbacks.distributed import refuse_distributed_tensors
 from lightning_unitscale.callbacks.explanation import Explanation
 from lightning_unitscale.callbacks.half_precision import report_unprotected, warn_of_zero_eps
 from lightning_unitscale.callbacks.lightning_loop import LightningLoop
@@ -35,7 +36,7 @@ from lightning_unitscale.callbacks.options import (
 )
 from lightning_unitscale.callbacks.packages import rank_zero_warn
 from lightning_unitscale.callbacks.product_units import ProductUnits
-from lightning_unitscale.callbacks.remat import budget_claim, compile_claim
+from lightning_unitscale.callbacks.remat import budget_claim, compile_claim, step_partitioner
 from lightning_unitscale.callbacks.rules import rules_of
 from lightning_unitscale.callbacks.steps import StepsCallback, captures_steps, enter
 from lightning_unitscale.callbacks.trainer_settings import (
@@ -64,8 +65,9 @@ class UnitScaleCallback(StepsCallback):
     power of two near their RMS, measured when it runs for the first time. Powers of two are exact,
     so FP32 training stays bit-identical; FP8 and FP16 products see numbers near 1. It happens at
     torch's dispatcher, below any Python code; nothing is captured and nothing runs twice.
-    The rule-based methods, ``compile``, ``remat`` and pipelines rewrite a captured graph.
-    Parameters, optimizer, schedulers and checkpoints stay the user's.
+    ``compile``, ``remat`` and pipelines run a captured graph, whose matmuls have the same units.
+    The rule-based methods rewrite that graph. Parameters, optimizer, schedulers and checkpoints
+    stay the user's.
 
     Args:
         method: ``"lossless"`` changes no result. ``"unit-scaling"`` and
@@ -244,6 +246,8 @@ class UnitScaleCallback(StepsCallback):
             check_fp8(trainer)
         if self.simulate is not None:
             check_simulation(trainer, self.simulate.format)
+        if self.compile:
+            refuse_distributed_tensors(trainer, f"compile={self.compile!r}")
         self._checkpoints.enter_context(
             checking_checkpoints(trainer, pl_module, self, self._method_name, self._mark)
         )
@@ -252,11 +256,12 @@ class UnitScaleCallback(StepsCallback):
             self._graphs.capture(loop, self, is_other=self._take(loop))
         else:
             if captures_steps(trainer):
+                remat = self.remat
                 self._steps = capture_run(
                     trainer,
                     pl_module,
                     self,
-                    remat=self.remat,
+                    None if remat is None else step_partitioner(trainer, pl_module, remat),
                     compile=self.compile,
                     leaving=self._captured,
                 )
@@ -266,7 +271,6 @@ class UnitScaleCallback(StepsCallback):
     def start(self, loop: Loop) -> None:
         if self._fp8 is not None:
             check_fp8_device(loop.device)
-        report_unprotected(loop.module)
         for option, is_asked in self._captured_for().items():
             if is_asked:
                 raise ValueError(
@@ -274,6 +278,7 @@ class UnitScaleCallback(StepsCallback):
                     "expected method='lossless' in other loops; use lightning_unitscale.transforms "
                     "there, or a Trainer."
                 )
+        report_unprotected(loop.module)
         self._products.attach(loop, is_other=self._take(loop))
 
     def _take(self, loop: Loop) -> bool:

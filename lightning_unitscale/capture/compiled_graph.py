@@ -195,7 +195,7 @@ class CompiledGraph:
         base = copy_graph_module(self.base)
         graph = StepGraph(base, observed=observed, step=step.name)
         if (rewriter := step.owner.rewriter) is not None:
-            rewriter.describe(graph.notes, graph)
+            rewriter.describe(graph)
         graph.notes[PRODUCTS] = Places(graph).operands_and_products()
         return graph
 

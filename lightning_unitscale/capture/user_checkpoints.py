@@ -7,7 +7,6 @@ time, and draws other random numbers where their state is not kept.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,12 +14,11 @@ import torch
 from torch import fx
 
 from lightning_unitscale.dynamo.capture import GraphInput
-from lightning_unitscale.dynamo.graphs import fake_mode_of, is_checkpoint, stand_ins
+from lightning_unitscale.dynamo.graphs import is_checkpoint
 from lightning_unitscale.graph.aliasing import memory_roots, written_arguments
-from lightning_unitscale.graph.nodes import call, op_name, requires_grad
+from lightning_unitscale.graph.nodes import line_of, op_name, requires_grad
 from lightning_unitscale.profiler.fake_device import DispatchMode
-
-_LINE = re.compile(r'File "([^"]+)", line (\d+)')
+from lightning_unitscale.profiler.flops import runs_without_numbers
 
 
 class CheckpointNotKept(Exception):
@@ -45,8 +43,8 @@ def refuse_checkpoints(graph_module: fx.GraphModule, inputs: Sequence[GraphInput
     }
     for node in graph_module.graph.nodes:
         if is_checkpoint(node) and (reason := _why_not_kept(graph_module, node, own)):
-            lines = _LINE.findall(node.meta.get("stack_trace") or "")
-            where = f" at {lines[-1][0]}:{lines[-1][1]}" if lines else ""
+            line = line_of(node)
+            where = f" at {line[0]}:{line[1]}" if line else ""
             raise CheckpointNotKept(f"the checkpoint{where} {reason}")
 
 
@@ -93,13 +91,5 @@ class _Draws(DispatchMode):
 
 
 def _is_random(node: fx.Node) -> bool:
-    if node.op not in ("call_function", "call_method"):
-        return False
-    try:
-        mode, values = stand_ins(fake_mode_of(node.graph), node.all_input_nodes)
-        args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-        with mode, torch.no_grad(), _Draws() as draws:
-            call(node.target, args, kwargs)
-    except Exception:
-        return False
-    return draws.has_drawn
+    draws = _Draws()
+    return runs_without_numbers(node, draws) and draws.has_drawn

@@ -171,7 +171,8 @@ class AttachedSession:
     def detach(self) -> None:
         """Put the methods and torch's kernels back. May be called more than once."""
         close_session(self.session)
-        if self._steps is not None:
-            self._steps.rewrite_by(None)
+        steps, self._steps = self._steps, None
+        if steps is not None:
+            steps.rewrite_by(None)  # once: another session may have them by now
         for shadow in self._shadows.values():
             shadow.remove()

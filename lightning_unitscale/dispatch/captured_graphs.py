@@ -27,11 +27,11 @@ class SessionRewriter:
     def __init__(self, session: ProductSession) -> None:
         self._session = session
 
-    def describe(self, notes: dict[str, Any], graph: StepGraph) -> None:
+    def describe(self, graph: StepGraph) -> None:
         """Note in which units matmuls read the tensors of a captured graph."""
         units = self._session.units
-        notes[GAUGE] = lambda: units.gauge
-        notes[HELD] = held_units(graph)
+        graph.notes[GAUGE] = lambda: units.gauge
+        graph.notes[HELD] = held_units(graph)
 
     def rewrite_joint(self, graph: fx.Graph) -> None:
         """Scale the matmuls of the graph of both passes, or of the only one."""

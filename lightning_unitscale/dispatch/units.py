@@ -24,6 +24,7 @@ class Units:
         gauge: The units in force, by the names of operands and products.
         plain: By site, which of its products run as they are, and why.
         step: How many training steps have begun.
+        part: Which microbatch of the step runs.
         is_looking: Whether the steps measure what has units already, for :meth:`take`.
         sites: The products that have run, by name; each knows its own units.
         lacking: Names of operands and gradients that were measured and have no unit yet, with what

@@ -33,7 +33,7 @@ CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotun
 class GraphRewriter(Protocol):
     """Rewrites the graphs of aten operators that AOTAutograd makes of a captured graph."""
 
-    def describe(self, notes: dict[str, Any], graph: Any) -> None:
+    def describe(self, graph: Any) -> None:
         """Note in which units matmuls read the tensors of a captured graph, for its probes."""
 
     def rewrite_joint(self, graph: fx.Graph) -> None:
@@ -73,11 +73,11 @@ def execute_with(
     drop_inference_mode(graph_module)
     backward = traced_backward(is_autocast=backward_is_autocast)
     if executor == "aot_eager":
-        options = {} if partition_fn is None else {"partition_fn": partition_fn}
+        partition_fn = partition_fn or default_partition
         # Boxed, each saved tensor is freed when nothing reads it any more.
-        options["fw_compiler"] = boxed_nop
+        options = {"fw_compiler": boxed_nop, "partition_fn": partition_fn}
         if rewriter is not None:
-            options = _rewriting(rewriter, partition_fn or default_partition)
+            options = _rewriting(rewriter, partition_fn)
         backend = aot_autograd(keep_inference_input_mutations=True, **options)
         # An error in the middle of it would leave gradients off.
         with plain_kernels(), backward, torch.set_grad_enabled(torch.is_grad_enabled()):

@@ -186,7 +186,13 @@ _NUMBERS: Mapping[int, Tensor | float] = {e: 2.0**e for e in _EXPONENTS}
 POWERS_OF_TWO: Mapping[torch.dtype, Mapping[int, Tensor | float]] = {
     torch.float16: _NUMBERS,
     **{
-        dtype: {e: torch.tensor(2.0**e, dtype=dtype, device="cpu") for e in _EXPONENTS}
+        dtype: dict(
+            zip(
+                _EXPONENTS,
+                torch.tensor([*_NUMBERS.values()], dtype=dtype, device="cpu").unbind(),
+                strict=True,
+            )
+        )
         for dtype in (torch.float32, torch.float64, torch.bfloat16)
     },
 }

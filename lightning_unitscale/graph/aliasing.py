@@ -77,12 +77,6 @@ def written_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
     return _arguments(node, _effects(node).writes)
 
 
-def viewed_argument(node: fx.Node) -> fx.Node | None:
-    """The argument into whose memory, and no other's, the node's result looks."""
-    viewed = _arguments(node, _effects(node).views)
-    return viewed[0] if len(viewed) == 1 else None
-
-
 def same_tensor(node: fx.Node) -> fx.Node | None:
     """The argument that the operation hands back as it is, not even as a view: ``x.float()``.
 

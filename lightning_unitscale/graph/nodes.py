@@ -33,6 +33,7 @@ ATTENTION_ROLES = ("query", "key", "value")
 Path = tuple[int | str, ...]
 
 _ROOT = re.compile(r"^(L\[['\"]\w+['\"]\]|G\[['\"]\w+['\"]\]|self)\.?")
+_LINE = re.compile(r'File "([^"]+)", line (\d+)')
 _INDEX = re.compile(r"\[['\"]?([\w.\- ]+?)['\"]?\]")
 
 
@@ -51,6 +52,12 @@ def module_path(node: fx.Node, roots: Mapping[str, str] | None = None) -> str:
     prefix = next((fqn for variable, fqn in (roots or {}).items() if path.startswith(variable)), "")
     path = f"{prefix}." + _INDEX.sub(r".\1", _ROOT.sub("", path))
     return ".".join(part for part in path.split(".") if part not in {"", "_modules", "__self__"})
+
+
+def line_of(node: fx.Node) -> tuple[str, str] | None:
+    """File and number of the line of code that made a node, if Dynamo has noted it."""
+    found: list[tuple[str, str]] = _LINE.findall(node.meta.get("stack_trace") or "")
+    return found[-1] if found else None
 
 
 def op_name(node: fx.Node) -> str:

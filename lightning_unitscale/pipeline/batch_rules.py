@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from lightning_unitscale.graph.nodes import example_tensor, op_name, tensor_name
+from lightning_unitscale.graph.nodes import example_tensor, line_of, op_name, tensor_name
 from lightning_unitscale.pipeline.batch_facts import Coupled, Fact, Mean, Rows, Same, power_of
 
 _SUMS = frozenset(
@@ -60,13 +59,10 @@ _ELEMENTWISE_LOSSES = frozenset(
 )  # fmt: skip
 
 
-_LINE = re.compile(r'File "([^"]+)", line (\d+)')
-
-
 def _line_of(node: fx.Node) -> str:
     """Where the code is that made a node."""
-    found = _LINE.findall(node.meta.get("stack_trace") or "")
-    return f" (in {Path(found[-1][0]).name}:{found[-1][1]})" if found else ""
+    line = line_of(node)
+    return f" (in {Path(line[0]).name}:{line[1]})" if line else ""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Floating-point operations of one node of a captured graph, from a run without numbers."""
+"""Run one node of a captured graph without numbers, and count its floating-point operations."""
 
 from __future__ import annotations
 
@@ -32,11 +32,22 @@ def node_flops(node: fx.Node) -> int:
     Args:
         node: A node of a graph as Dynamo makes them. Symbolic sizes count as in the capture.
     """
+    flops = _Flops()
+    return flops.count if runs_without_numbers(node, flops) else 0
+
+
+def runs_without_numbers(node: fx.Node, watching: DispatchMode) -> bool:
+    """Run a node on tensors without data; returns whether it runs by itself.
+
+    Args:
+        node: A node of a graph as Dynamo makes them.
+        watching: A mode that sees the operators.
+    """
     try:
         mode, values = stand_ins(fake_mode_of(node.graph), node.all_input_nodes)
         args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-        with mode, torch.no_grad(), _Flops() as flops:
+        with mode, torch.no_grad(), watching:
             call(node.target, args, kwargs)
     except Exception:
-        return 0
-    return flops.count
+        return False
+    return True
