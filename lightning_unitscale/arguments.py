@@ -13,28 +13,13 @@ _LONGEST_SHOWN = 100
 
 
 def shown(value: object) -> str:
-    """A value on one line of an error, cut where it is long.
-
-    Args:
-        value: Whatever the user has given: a word, a tensor, a module.
-    """
+    """A value on one line of an error, cut where it is long."""
     text = " ".join(repr(value).split())
     return text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN - 3]}..."
 
 
 def check_choice(name: str, value: object, choices: Sequence[str], what: str, advice: str) -> None:
-    """Refuse an argument that is none of its choices.
-
-    Args:
-        name: Of the argument.
-        value: What was given.
-        choices: What is expected, in the order in which the error lists it.
-        what: What is wrong with any other value, such as ``"unknown rounding"``.
-        advice: What to change.
-
-    Raises:
-        ValueError: If ``value`` is not one of ``choices``.
-    """
+    """Refuse an argument that is none of its choices."""
     if not isinstance(value, str) or value not in choices:
         *first, last = map(repr, choices)
         expected = f"{', '.join(first)} or {last}"
@@ -42,11 +27,7 @@ def check_choice(name: str, value: object, choices: Sequence[str], what: str, ad
 
 
 def check_depth(depth: object) -> None:
-    """Refuse every depth but ``"products"``, the only one that is left.
-
-    Raises:
-        ValueError: With what to use in place of ``"all"``.
-    """
+    """Refuse every depth but ``"products"``, the only one that is left."""
     if not isinstance(depth, str) or depth != "products":
         raise ValueError(
             f"depth={shown(depth)}: only matmuls are scaled; expected 'products'; leave depth out, "
@@ -56,11 +37,7 @@ def check_depth(depth: object) -> None:
 
 
 def check_count(name: str, value: object, *, least: int = 1) -> None:
-    """Refuse an argument that is not a whole number, or is too small.
-
-    Raises:
-        ValueError: With the argument's name and value.
-    """
+    """Refuse an argument that is not a whole number, or is too small."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(
             f"{name}={shown(value)}: not a count; expected a whole number of at least {least}; "
@@ -69,16 +46,7 @@ def check_count(name: str, value: object, *, least: int = 1) -> None:
 
 
 def check_positive(name: str, value: object, what: str) -> None:
-    """Refuse an argument that is not a positive, finite number.
-
-    Args:
-        name: Of the argument.
-        value: What was given.
-        what: What it counts, such as ``"seconds"``.
-
-    Raises:
-        ValueError: With the argument's name and value.
-    """
+    """Refuse an argument that is not a positive, finite number."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not 0 < value < math.inf:  # type: ignore[operator]
         raise ValueError(
@@ -88,11 +56,7 @@ def check_positive(name: str, value: object, what: str) -> None:
 
 
 def check_flag(name: str, value: object) -> None:
-    """Refuse an argument that is neither ``True`` nor ``False``.
-
-    Raises:
-        ValueError: If it is something else, such as ``"yes"``.
-    """
+    """Refuse an argument that is neither ``True`` nor ``False``."""
     if not isinstance(value, bool):
         raise ValueError(
             f"{name}={shown(value)}: not a flag; expected True or False; pass one of them."
@@ -102,18 +66,7 @@ def check_flag(name: str, value: object) -> None:
 def check_instance(
     name: str, value: object, kinds: type | tuple[type, ...], expected: str, advice: str
 ) -> None:
-    """Refuse an argument of another type.
-
-    Args:
-        name: Of the argument.
-        value: What was given.
-        kinds: The types that it may have.
-        expected: These types in words, such as ``"a torch.nn.Module"``.
-        advice: What to change.
-
-    Raises:
-        TypeError: With the argument's name and value.
-    """
+    """Refuse an argument of another type."""
     if not isinstance(value, kinds):
         raise TypeError(
             f"{name}={shown(value)}: it is {_with_article(type(value).__name__)}; expected "
@@ -122,21 +75,12 @@ def check_instance(
 
 
 def check_callable(name: str, value: object, expected: str, advice: str) -> None:
-    """Refuse an argument that cannot be called; see :func:`check_instance`.
-
-    Raises:
-        TypeError: With the argument's name and value.
-    """
+    """Refuse an argument that cannot be called; see :func:`check_instance`."""
     check_instance(name, value, Callable, expected, advice)  # type: ignore[arg-type]
 
 
 def checked_folder(name: str, value: Any) -> Path:
-    """A folder that files can be written to; it is made if it does not exist.
-
-    Raises:
-        TypeError: If the argument is no path.
-        ValueError: If the folder cannot be made, or nothing can be written to it.
-    """
+    """A folder that files can be written to; it is made if it does not exist."""
     check_instance(name, value, (str, os.PathLike), "the path of a folder", "pass its path")
     folder = Path(value)
     try:
@@ -155,12 +99,7 @@ def checked_folder(name: str, value: Any) -> Path:
 
 
 def check_file(name: str, value: Any) -> None:
-    """Refuse the path of a file that cannot be written; nothing is made.
-
-    Raises:
-        TypeError: If the argument is no path.
-        ValueError: If its folder does not exist, or the file cannot be written there.
-    """
+    """Refuse the path of a file that cannot be written; nothing is made."""
     check_instance(name, value, (str, os.PathLike), "the path of a file", "pass its path")
     path = Path(value)
     why = ""

@@ -32,13 +32,7 @@ _CHANGING = threading.RLock()
 
 
 class Shadow:
-    """Put one attribute over what an object has under that name, until :meth:`remove`.
-
-    Args:
-        owner: An object, a class or a Python module.
-        name: Name of the attribute.
-        value: Its value for the time being.
-    """
+    """Put one attribute over what an object has under that name, until :meth:`remove`."""
 
     def __init__(self, owner: Any, name: str, value: Any) -> None:
         self._owner, self._name, self._value = owner, name, value
@@ -121,12 +115,7 @@ def shadowed(owner: Any, **attributes: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def shadowed_here(owner: Any, **functions: Callable[..., Any]) -> Iterator[None]:
-    """Within this context ``owner`` has these functions for what this thread calls.
-
-    Args:
-        owner: A class or a Python module, which other threads use meanwhile.
-        **functions: Functions and, in a class, methods, by name; each has one below it.
-    """
+    """Within this context ``owner`` has these functions for what this thread calls."""
     thread, is_within = threading.get_ident(), True
 
     def chosen(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -149,11 +138,7 @@ def shadowed_here(owner: Any, **functions: Callable[..., Any]) -> Iterator[None]
 
 
 class StandIn(abc.ABC):
-    """Stands in for a method of an object, and looks like it; copies of the object are plain.
-
-    Args:
-        method: The object's own, or what stands in for it already.
-    """
+    """Stands in for a method of an object, and looks like it; copies of the object are plain."""
 
     def __init__(self, method: Any) -> None:
         # First: it takes over the attributes of what it wraps, which may stand in as well.
@@ -200,10 +185,6 @@ class StandIn(abc.ABC):
 
         ``copy.copy`` hands all attributes on, and so do packages that make a module of other
         weights. What an object calls itself is the copy's own method then.
-
-        Args:
-            frame: The frame that calls. Its ``self`` is the object whose method this is, a copy of
-                the object, or something else.
         """
         caller = None if frame is None else frame.f_locals.get("self")
         method = self._own()
@@ -248,12 +229,7 @@ class StandIn(abc.ABC):
 
 
 class Replacement(StandIn):
-    """Runs a function in place of a method.
-
-    Args:
-        method: The method.
-        run: The function.
-    """
+    """Runs a function in place of a method."""
 
     def __init__(self, method: Any, run: Callable[..., Any]) -> None:
         super().__init__(method)
@@ -269,12 +245,7 @@ def nothing(*_: Any, **__: Any) -> None:
 
 
 def when_imported(name: str, run: Callable[[ModuleType], None]) -> None:
-    """Call a function with a module, now or as soon as somebody has imported it.
-
-    Args:
-        name: Full name of the module.
-        run: The function; the same one waits once.
-    """
+    """Call a function with a module, now or as soon as somebody has imported it."""
     module = sys.modules.get(name)
     if module is not None:
         run(module)
@@ -288,10 +259,6 @@ def base_when_imported(name: str, *modules: str) -> type:
     """A base class that becomes a subclass of other packages' classes of the same name.
 
     Neither package is imported for it, so whoever derives from it can be imported without them.
-
-    Args:
-        name: Of the classes.
-        modules: Full names of the modules that have them, each as soon as it is imported.
     """
     # The bases of a class can be changed if one of them is not ``object`` itself.
     base: type = type(name, (type(f"_{name}", (), {}),), {})
@@ -305,12 +272,7 @@ def base_when_imported(name: str, *modules: str) -> type:
 
 
 class _WaitFor:
-    """Finds a module as the other finders do, and calls a function once it has run.
-
-    Args:
-        name: Full name of the module.
-        run: The function.
-    """
+    """Finds a module as the other finders do, and calls a function once it has run."""
 
     def __init__(self, name: str, run: Callable[[ModuleType], None]) -> None:
         self.awaits = (name, run)

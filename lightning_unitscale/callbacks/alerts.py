@@ -41,11 +41,7 @@ class LossWatch:
         self._is_bad = False
 
     def see(self, step: int, loss: Tensor) -> int | None:
-        """Take in the loss of a step.
-
-        Returns:
-            The step of the first NaN or infinity since the loss was last finite, once.
-        """
+        """Take in the loss of a step."""
         loss = loss.detach()
         if loss.device.type == "cpu":
             return self._judge(step, loss)
@@ -120,21 +116,11 @@ class ScaleViolation(RuntimeError):
 class ScaleAlerts:
     """Judges snapshots.
 
-    Args:
-        on_violation: As for ``ScaleMonitor``.
-        thresholds: As there.
-        trend_steps: As there.
-        formats: The monitored formats.
-
     Attributes:
         alerts: The alerts so far, at most 10,000, newest last.
         formats: The formats to count: the monitored ones and those of the thresholds.
         num_violations: How many tensors, directions and formats were violations in the last
             snapshot, told before or not; trends are none.
-
-    Raises:
-        ValueError: If an argument is out of its range.
-        TypeError: If the thresholds are no mapping, or a function takes no single argument.
     """
 
     def __init__(
@@ -207,16 +193,7 @@ class ScaleAlerts:
         is_before_units: bool = False,
         num_merged: int = 1,
     ) -> tuple[ScaleAlert, ...]:
-        """What is new and wrong in a snapshot, the same on all ranks.
-
-        Args:
-            snapshot: Of the joint batch.
-            has_loss_scaler: Whether large and infinite gradients are a loss scaler's, which chooses
-                a scale as large as FP16 allows, and skips the step where it was too large.
-            is_before_units: Whether all units were measured in this step, and come after it: it
-                says nothing about how its tensors are going to fit a format.
-            num_merged: Rows that were merged into each of its rows, of batches and ranks.
-        """
+        """What is new and wrong in a snapshot, the same on all ranks."""
         nonfinite = first_nonfinite(
             snapshot, known_infinite=self._known_infinite, gradients=not has_loss_scaler
         )
@@ -242,11 +219,7 @@ class ScaleAlerts:
         return new
 
     def act(self, loop: Loop, alerts: Sequence[ScaleAlert]) -> None:
-        """Warn, stop the loop, raise or call the user's function.
-
-        Raises:
-            ScaleViolation: If that was asked for.
-        """
+        """Warn, stop the loop, raise or call the user's function."""
         if not alerts or self._on_violation is None:
             return
         if callable(self._on_violation):

@@ -50,15 +50,7 @@ if TYPE_CHECKING:
 
 
 class GraphUnits(MeasuredUnits):
-    """The units of a LightningModule whose captured graphs are rewritten.
-
-    Args:
-        rewrite: The pass that the gauge belongs to.
-        schedule: When units are looked at again.
-        rules: The scale rules, which want to know each parameter's gradient.
-        fp8: The pass that is told which products FP8 does not fit, if there is one.
-        simulation: Formats to simulate, if any.
-    """
+    """The units of a LightningModule whose captured graphs are rewritten."""
 
     def __init__(
         self,
@@ -85,13 +77,7 @@ class GraphUnits(MeasuredUnits):
         return self._rewrite.gauge
 
     def attach(self, loop: LightningLoop, steps: ModuleSteps, *, is_other: bool) -> None:
-        """Keep the gauge of these steps.
-
-        Args:
-            loop: The Trainer's loops.
-            steps: The captured steps of its module.
-            is_other: Whether it is another module than before, whose gauge is forgotten.
-        """
+        """Keep the gauge of these steps."""
         self._loop, self._steps = loop, steps
         forget_recorded_backward()
         if is_other:
@@ -314,11 +300,7 @@ class GraphUnits(MeasuredUnits):
         self._tell_unrepresentable(new, when)
 
     def _leave_out(self, fp8: FP8Linears, unrepresentable: Unrepresentable) -> Unrepresentable:
-        """Tell the pass what does not fit; graphs that have it in FP8 are rewritten again.
-
-        Returns:
-            What the pass did not know yet and has to do with.
-        """
+        """Tell the pass what does not fit; graphs that have it in FP8 are rewritten again."""
         new = fp8.leave_out(unrepresentable)
         if self._steps is not None and (new.products or new.gradients):
             for step in self._steps.steps.values():

@@ -27,17 +27,7 @@ def capture_run(
     passes: Callable[[], Sequence[GraphPass]] = tuple,
     leaving: ExitStack,
 ) -> ModuleSteps:
-    """Capture the steps of a Trainer's module, within a budget or by Inductor where asked for.
-
-    Args:
-        trainer: The Trainer.
-        module: Its module.
-        owner: The callback.
-        partitioner: Plans what the graphs keep, if there is a budget.
-        compile: Whether Inductor runs the graphs, or in which mode.
-        passes: Says which passes over the graphs go when the owner leaves.
-        leaving: Gets what undoes it.
-    """
+    """Capture the steps of a Trainer's module, within a budget or by Inductor where asked for."""
     steps = attach_steps(trainer, module, owner)
     name = type(owner).__name__
     leaving.callback(lambda: steps.detach(name, *passes()))

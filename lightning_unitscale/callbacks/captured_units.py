@@ -36,17 +36,7 @@ if TYPE_CHECKING:
 
 
 class CapturedUnits(GraphUnits):
-    """Rules, units and formats of a LightningModule's captured steps.
-
-    Args:
-        method: The rules as the user gave them, for errors.
-        schedule: When units are looked at again.
-        rules: The scale rules.
-        fp8: What runs in FP8, if anything does.
-        simulation: Formats to simulate, if any.
-        remat: Budget for rematerialization, if there is one.
-        compile: Whether Inductor runs the graphs, or in which mode.
-    """
+    """Rules, units and formats of a LightningModule's captured steps."""
 
     def __init__(
         self,
@@ -78,13 +68,7 @@ class CapturedUnits(GraphUnits):
         *,
         is_other: bool,
     ) -> None:
-        """Let the steps of a module run as graphs that are rewritten.
-
-        Args:
-            loop: The Trainer's loops.
-            owner: The callback.
-            is_other: Whether it is another module than before, of which all is forgotten.
-        """
+        """Let the steps of a module run as graphs that are rewritten."""
         trainer, module = loop.trainer, loop.module
         if self._fp8 is not None:
             # Stages are cut from one rewritten graph, whether their units are looked at or not;
@@ -117,11 +101,7 @@ class CapturedUnits(GraphUnits):
                 steps.add_pass(graph_pass)
 
     def _check_sharding(self, trainer: pl.Trainer, *, is_sharded: bool) -> None:
-        """Refuse to scale by rules what the steps of a sharded module cannot have.
-
-        Raises:
-            MisconfigurationException: If that is the case.
-        """
+        """Refuse to scale by rules what the steps of a sharded module cannot have."""
         if not is_sharded:
             refuse_sharded_parameters(
                 trainer,

@@ -73,13 +73,6 @@ def checking_checkpoints(
     The hooks are the module's: those of callbacks come after its weights are loaded, are not called
     for checkpoints that have only weights, and may put other weights, such as averages, into what
     is saved.
-
-    Args:
-        trainer: The Trainer.
-        module: Its module.
-        callback: The callback whose state a checkpoint may have.
-        method: Its method.
-        mark_saved: Marks a checkpoint, if its weights were trained by rules.
     """
 
     def check(checkpoint: dict[str, Any]) -> None:
@@ -117,11 +110,7 @@ def _check(
     state: Mapping[str, Any] | None,
     method: str,
 ) -> None:
-    """Compare the method of a checkpoint with the callback's, and take out the mark.
-
-    Raises:
-        MisconfigurationException: If the weights were trained by rules, and others are asked for.
-    """
+    """Compare the method of a checkpoint with the callback's, and take out the mark."""
     if state is not None:
         restart_loss_scale(trainer, checkpoint, state)
     known = None if state is None else state.get("rules", {}).get("method", LOSSLESS)

@@ -51,16 +51,7 @@ def joint_measured(measured: M) -> M:
 
 
 def joint_late(measured: M, lacking: Iterable[str]) -> tuple[M, bool]:
-    """RMS over all ranks of what each has measured late, in one collective.
-
-    Args:
-        measured: What this rank has measured.
-        lacking: Names of what gave this rank no unit so far.
-
-    Returns:
-        What all ranks have measured, and whether they have to meet again: some rank still lacks a
-        unit, or there are new ones.
-    """
+    """RMS over all ranks of what each has measured late, in one collective."""
     own = dict(measured.forward), dict(measured.backward), tuple(lacking)
     forward, backward, names = zip(*gathered(own), strict=True)
     result = replace(measured, forward=_joint(forward), backward=_joint(backward))
@@ -162,15 +153,7 @@ def joint_over_parts(trainer: pl.Trainer) -> Callable[[float], float] | None:
 
 
 def refuse_distributed_tensors(trainer: pl.Trainer, option: str) -> None:
-    """Refuse what takes a captured step apart, where its tensors are distributed.
-
-    Args:
-        trainer: The Trainer.
-        option: What would do that.
-
-    Raises:
-        MisconfigurationException: If the strategy is one of tensor parallelism.
-    """
+    """Refuse what takes a captured step apart, where its tensors are distributed."""
     if (size := tensor_parallel_size(trainer)) > 1:
         raise misconfigured(
             f"{option} with tensor_parallel_size={size}: captured steps have distributed tensors "
@@ -180,17 +163,7 @@ def refuse_distributed_tensors(trainer: pl.Trainer, option: str) -> None:
 
 
 def refuse_sharded_parameters(trainer: pl.Trainer, option: str, why: str, instead: str) -> None:
-    """Refuse what needs parameters as wholes where a rank has a part of each.
-
-    Args:
-        trainer: The Trainer.
-        option: What needs them.
-        why: What it does with them.
-        instead: What to use.
-
-    Raises:
-        MisconfigurationException: If the strategy shards parameters.
-    """
+    """Refuse what needs parameters as wholes where a rank has a part of each."""
     if is_lightning(trainer.strategy, "ModelParallelStrategy", "FSDPStrategy"):
         raise misconfigured(
             f"{option}: it {why}, and with {type(trainer.strategy).__name__} a rank has a part of "
@@ -243,11 +216,7 @@ def num_gradient_elements(trainer: pl.Trainer, parameters: Iterable[Tensor]) -> 
 
 
 def refuse_live(trainer: pl.Trainer, why: str) -> None:
-    """Refuse to measure units while the step runs.
-
-    Raises:
-        MisconfigurationException: If the strategy is a pipeline.
-    """
+    """Refuse to measure units while the step runs."""
     if pipeline_of(trainer) is not None:
         raise misconfigured(
             f"UnitScaleCallback with PipelineStrategy: the units of "

@@ -40,11 +40,7 @@ class Table:
 
 
 class Explanation(str):
-    """Text of several parts, which a notebook shows as HTML.
-
-    Args:
-        *parts: Texts and tables, from top to bottom; empty ones are left out.
-    """
+    """Text of several parts, which a notebook shows as HTML."""
 
     parts: tuple[str | Table, ...]
 
@@ -63,11 +59,7 @@ class Explanation(str):
 
 
 class CountedSteps:
-    """What became of the products of each step that was counted, by the step's name.
-
-    Args:
-        wanted: The option that asks for a format, if one does.
-    """
+    """What became of the products of each step that was counted, by the step's name."""
 
     def __init__(self, wanted: str = "") -> None:
         self._lost = LostFormats(wanted)
@@ -88,12 +80,6 @@ class CountedSteps:
 
         Of a step's first count one line is logged, with a warning if much of it ran plain. Whenever
         matmuls leave the format of the step, a warning names them and the line is logged again.
-
-        Args:
-            name: Of the step.
-            coverage: What was counted.
-            is_training: Whether it is the step of training.
-            when: Such as ``"step 17"``.
         """
         is_first = name not in self._coverages
         if is_training:
@@ -116,11 +102,7 @@ class CountedSteps:
         return lacked or not self._lost.are_known(name, counter)
 
     def explain(self, lacking: Mapping[str, str]) -> list[str]:
-        """A line for each step, and a table of the main one; empty before the first.
-
-        Args:
-            lacking: Tensors that have no unit now, as in :class:`Units`.
-        """
+        """A line for each step, and a table of the main one; empty before the first."""
         if not self._coverages:
             return []
         lines = [
@@ -134,13 +116,6 @@ def units_table(gauge: Gauge, lacking: Iterable[str] = ()) -> Table | None:
     """The units of a gauge, a row for each tensor, by the module that makes it.
 
     A matmul has units for its operands and for the gradient that arrives at its result.
-
-    Args:
-        gauge: The gauge.
-        lacking: Names of tensors that have no unit yet.
-
-    Returns:
-        ``None`` before units are taken.
     """
     rows: dict[str, _Units] = {}
     known: dict[str, GaugePair | None] = dict(gauge)

@@ -32,10 +32,6 @@ def keep_plain_where_recorded(steps: ModuleSteps, module: pl.LightningModule) ->
     Or may be taken inside of it where that is not found out in time: a step that updates weights
     itself cannot be undone once it has, and one that units are measured in runs by an interpreter
     first, which adds gradients up in another order.
-
-    Args:
-        steps: The captured steps, with what runs them.
-        module: Their module.
     """
     step = steps.steps.get(_STEP)
     if step is None or steps.executor == "eager" or steps.changes_function:
@@ -53,12 +49,7 @@ def keep_plain_where_recorded(steps: ModuleSteps, module: pl.LightningModule) ->
 def falling_back_in_backward(
     steps: ModuleSteps, module: pl.LightningModule
 ) -> AbstractContextManager[None]:
-    """Within this context the first backward pass may fail: the step then runs as it is.
-
-    Args:
-        steps: The captured steps.
-        module: Their module.
-    """
+    """Within this context the first backward pass may fail: the step then runs as it is."""
     step, run = steps.steps.get(_STEP), module.backward
 
     def backward(loss: Any, *args: Any, **kwargs: Any) -> None:

@@ -17,40 +17,21 @@ _GUARDED = {"setup": True, "on_after_setup": True, "on_exception": False}
 
 
 def check_callbacks(callbacks: Iterable[Any]) -> None:
-    """Refuse callbacks that do not go together.
-
-    Args:
-        callbacks: All of a Trainer.
-
-    Raises:
-        MisconfigurationException: With the reason.
-    """
+    """Refuse callbacks that do not go together."""
     text = why_not_together(callbacks)
     if text is not None:
         raise misconfigured(text)
 
 
 def check_list_in(frame: FrameType | None, callback: Any) -> None:
-    """Check the list of callbacks in whose midst a callback is asked for something.
-
-    Args:
-        frame: Of whoever asks.
-        callback: The callback.
-
-    Raises:
-        MisconfigurationException: If those in the list do not go together.
-    """
+    """Check the list of callbacks in whose midst a callback is asked for something."""
     for value in () if frame is None else frame.f_locals.values():
         if isinstance(value, list) and any(item is callback for item in value):
             check_callbacks(value)
 
 
 def guard_hooks(kind: type) -> None:
-    """Let the first hooks of a class say so where it was given in place of an instance.
-
-    Args:
-        kind: A class of callbacks; it is changed.
-    """
+    """Let the first hooks of a class say so where it was given in place of an instance."""
     for name, refuses in _GUARDED.items():
         hook = inspect.getattr_static(kind, name, None)
         if isinstance(hook, FunctionType):
@@ -58,12 +39,7 @@ def guard_hooks(kind: type) -> None:
 
 
 class _InstanceHook:
-    """What a class has in place of a hook: Python tells it who is asked for the hook.
-
-    Args:
-        hook: The hook.
-        refuses: Whether it raises when the class is asked, or does nothing.
-    """
+    """What a class has in place of a hook: Python tells it who is asked for the hook."""
 
     def __init__(self, hook: FunctionType, *, refuses: bool) -> None:
         functools.update_wrapper(self, hook)  # type: ignore[arg-type]  # only its attributes are set

@@ -58,11 +58,6 @@ def restart_loss_scale(
 
     Earlier versions had ``depth="all"``, which kept every gradient near 1 and started the scale at
     1. Resumed with that, gradients would be flushed to zero until the scale has grown.
-
-    Args:
-        trainer: The Trainer that resumes.
-        checkpoint: What it loads; changed in place.
-        state: The callback's state in it.
     """
     name = type(trainer.precision_plugin).__qualname__
     if state.get("depth") == "all" and checkpoint.pop(name, None) is not None:

@@ -38,12 +38,7 @@ class _Step(StandIn):
 
 
 class LightningLoop(Loop):
-    """The loops of a Trainer.
-
-    Args:
-        trainer: The Trainer.
-        module: Its module.
-    """
+    """The loops of a Trainer."""
 
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.module: pl.LightningModule = module

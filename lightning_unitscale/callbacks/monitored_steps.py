@@ -73,12 +73,7 @@ class MonitoredSteps(abc.ABC):
 
     @abc.abstractmethod
     def take(self, step: int, *, grad_scale: float) -> Callable[[], ScaleSnapshot] | None:
-        """Send for what was measured since the last call; what is returned waits for it.
-
-        Args:
-            step: Optimizer step that was sampled.
-            grad_scale: Factor on the loss, and so on all gradients.
-        """
+        """Send for what was measured since the last call; what is returned waits for it."""
 
     @abc.abstractmethod
     def detach(self) -> None:
@@ -86,13 +81,7 @@ class MonitoredSteps(abc.ABC):
 
 
 class WatchedSteps(MonitoredSteps):
-    """Training steps that run as they are written; sampled ones are watched.
-
-    Args:
-        loop: Whose steps they are.
-        layout: Columns of a row.
-        patterns: Which tensors to watch.
-    """
+    """Training steps that run as they are written; sampled ones are watched."""
 
     def __init__(self, loop: Loop, layout: RowLayout, patterns: NamePatterns) -> None:
         self._loop = loop
@@ -139,15 +128,7 @@ class WatchedSteps(MonitoredSteps):
 
 
 class ProbedSteps(MonitoredSteps):
-    """Training steps whose captured graphs carry probes in a variant of their own.
-
-    Args:
-        trainer: The Trainer.
-        module: Its module.
-        owner: The monitor.
-        layout: Columns of a row.
-        patterns: Which tensors to probe.
-    """
+    """Training steps whose captured graphs carry probes in a variant of their own."""
 
     def __init__(
         self,

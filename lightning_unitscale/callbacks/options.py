@@ -47,11 +47,7 @@ READOUT_EXCLUDE = (*_READOUT, *(f"*.{name}" for name in _READOUT))
 
 
 def check_compile(value: object) -> None:
-    """Refuse what is neither a flag nor a mode of ``torch.compile``.
-
-    Raises:
-        ValueError: If ``compile`` is something else, such as ``"yes"``.
-    """
+    """Refuse what is neither a flag nor a mode of ``torch.compile``."""
     modes = get_args(CompileMode)
     if not isinstance(value, bool) and not (isinstance(value, str) and value in modes):
         raise ValueError(
@@ -199,11 +195,7 @@ class Simulate:
 
 
 def as_method(method: str | Rules) -> Literal["lossless"] | Rules:
-    """Return ``"lossless"``, or the rules that ``method`` stands for.
-
-    Raises:
-        ValueError: If it is no method.
-    """
+    """Return ``"lossless"``, or the rules that ``method`` stands for."""
     if isinstance(method, Rules):
         return method
     advice = "pass Rules(...) for the multipliers of u-muP"
@@ -212,11 +204,7 @@ def as_method(method: str | Rules) -> Literal["lossless"] | Rules:
 
 
 def as_fp8(precision: str | FP8 | None) -> FP8 | None:
-    """The options of FP8, if it is asked for.
-
-    Raises:
-        ValueError: If something else is.
-    """
+    """The options of FP8, if it is asked for."""
     if precision is None or isinstance(precision, FP8):
         return precision
     if not isinstance(precision, str) or precision != "fp8":
@@ -228,11 +216,7 @@ def as_fp8(precision: str | FP8 | None) -> FP8 | None:
 
 
 def as_simulate(simulate: object) -> Simulate | None:
-    """The options of a simulation, if a format is to be simulated.
-
-    Raises:
-        ValueError: If it is no format.
-    """
+    """The options of a simulation, if a format is to be simulated."""
     if simulate is None or isinstance(simulate, Simulate):
         return simulate
     format_pair(simulate, argument="simulate")

@@ -38,13 +38,7 @@ from lightning_unitscale.precision.simulate import SimulateFormat
 
 
 class ProductUnits(MeasuredUnits):
-    """Runs the products of a module's steps in units, over fits and restarts.
-
-    Args:
-        schedule: When units are looked at again.
-        simulation: Formats to simulate, if any.
-        fp8: What runs in FP8, if anything does.
-    """
+    """Runs the products of a module's steps in units, over fits and restarts."""
 
     def __init__(
         self,
@@ -72,12 +66,7 @@ class ProductUnits(MeasuredUnits):
         return self._units.gauge
 
     def attach(self, loop: Loop, *, is_other: bool) -> None:
-        """Let the steps of a loop's module run in units.
-
-        Args:
-            loop: The loop.
-            is_other: Whether it is another module than before, of which all is forgotten.
-        """
+        """Let the steps of a loop's module run in units."""
         if is_other:
             self.leave()
             self._units, self.is_calibrated, self._counted = Units(), False, self._new_counts()

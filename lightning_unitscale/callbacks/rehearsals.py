@@ -33,19 +33,7 @@ def rehearse_training(
     batch_idx: int,
     results: Reduce,
 ) -> Mapping[str, float] | None:
-    """Run a training step forward and backward to measure units, and undo the rest.
-
-    Args:
-        trainer: The Trainer.
-        steps: The captured steps of its module.
-        rewrite: The pass that gets the units.
-        batch: The batch.
-        batch_idx: Its index.
-        results: What to take of what was measured; a place to agree across ranks.
-
-    Returns:
-        RMS of the gradient of each parameter; ``None`` where there is no loss to start from.
-    """
+    """Run a training step forward and backward to measure units, and undo the rest."""
     batch = rehearsed(trainer, batch)
     arguments = step_arguments(trainer.lightning_module, "training_step", batch, batch_idx)
     accumulated = trainer.accumulate_grad_batches * num_microbatches(trainer)
@@ -72,16 +60,7 @@ def rehearse_evaluation(
     batch: tuple[Any, ...],
     results: Reduce,
 ) -> None:
-    """Run an evaluation step to measure the units of its forward pass.
-
-    Args:
-        trainer: The Trainer.
-        steps: The captured steps of its module.
-        rewrite: The pass that gets the units.
-        name: Of the step.
-        batch: The batch, with its indices.
-        results: What to take of what was measured; a place to agree across ranks.
-    """
+    """Run an evaluation step to measure the units of its forward pass."""
     arguments = step_arguments(trainer.lightning_module, name, *batch)
     with step_context(trainer, name), steps.gathered():
         step = steps.steps[name]

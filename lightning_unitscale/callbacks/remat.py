@@ -328,16 +328,7 @@ def _is_profiled(trainer: pl.Trainer) -> bool:
 def step_partitioner(
     trainer: pl.Trainer, module: pl.LightningModule, budget: Budget
 ) -> StepPartitioner:
-    """The partitioner of a LightningModule's steps: counts what its Trainer keeps in memory.
-
-    Args:
-        trainer: The Trainer, referred to weakly.
-        module: Its module.
-        budget: As of :class:`RematCallback`.
-
-    Raises:
-        MisconfigurationException: If the Trainer's strategy shards parameters.
-    """
+    """The partitioner of a LightningModule's steps: counts what its Trainer keeps in memory."""
     refuse_sharded_parameters(
         trainer,
         f"budget={budget!r}",

@@ -46,14 +46,7 @@ _NOTHING_READ = "no captured graph reads a parameter"
 
 
 class RuleScaling:
-    """Scales one LightningModule by rules over fits, tests and restarts.
-
-    Args:
-        options: What the user chose.
-        replace: Functions to put in place of others.
-        lr_scaling: How learning rates follow; ``None`` leaves them alone.
-        init_weights: Whether weights are set to unit scale.
-    """
+    """Scales one LightningModule by rules over fits, tests and restarts."""
 
     def __init__(
         self,
@@ -77,27 +70,14 @@ class RuleScaling:
         return self.rules.plan
 
     def attach(self, trainer: pl.Trainer, module: pl.LightningModule, *, is_other: bool) -> None:
-        """Take over the module's own plan, if it has been scaled before.
-
-        Args:
-            trainer: The Trainer.
-            module: Its module.
-            is_other: Whether it is another module than before.
-
-        Raises:
-            MisconfigurationException: If the Trainer is going to look for a learning rate.
-        """
+        """Take over the module's own plan, if it has been scaled before."""
         refuse_rate_search(trainer)
         if is_other or not self.plan.steps():
             self.rules.plan = vars(module).get(PLAN_ATTRIBUTE, RulePlan())
             self.gradients.clear()
 
     def start_fit(self, trainer: pl.Trainer) -> None:
-        """Give clipping and the loss scale their meaning for gradients at unit scale.
-
-        Raises:
-            ValueError: If an optimizer's rates cannot follow; nothing is changed then.
-        """
+        """Give clipping and the loss scale their meaning for gradients at unit scale."""
         self._settings.start(trainer)
 
     def plan_step(
@@ -110,17 +90,6 @@ class RuleScaling:
         is left plain, and so is an evaluation on its own, unless its weights show that they are
         at unit scale. A training step that cannot be captured trains the plain model, with a
         warning.
-
-        Args:
-            trainer: The Trainer.
-            step: The captured step.
-            arguments: Those of its first call.
-            train: Whether it is the training step.
-
-        Raises:
-            MisconfigurationException: If the step takes no batch, or an evaluation of a module at
-                unit scale does not show which parameter is the readout.
-            CaptureError: If a step of a module that rules have scaled cannot be captured.
         """
         module = trainer.lightning_module
         is_trained = _TRAINING in self.plan.steps()
@@ -286,22 +255,7 @@ def rules_of(
     init_weights: bool,
     on_unknown: str,
 ) -> RuleScaling | None:
-    """The rules of a method, with its own learning rates unless others are asked for.
-
-    Args:
-        method: The callback's method.
-        replace: Functions to put in place of others.
-        residual: Weights of residual branches with attention and of the others.
-        lr_scaling: ``"match"``, ``"u-mup"``, ``"auto"`` for the method's own, or ``None``.
-        init_weights: Whether weights are set to unit scale.
-        on_unknown: ``"calibrate"``, ``"keep"`` or ``"error"``.
-
-    Returns:
-        ``None`` for the lossless method, which has no rules.
-
-    Raises:
-        ValueError: If an argument is out of its range, or has no meaning for the method.
-    """
+    """The rules of a method, with its own learning rates unless others are asked for."""
     check_flag("init_weights", init_weights)
     if not isinstance(method, Rules):
         for name, value, expected in (

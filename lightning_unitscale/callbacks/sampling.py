@@ -9,16 +9,7 @@ from lightning_unitscale.arguments import check_count, shown
 
 @dataclass(frozen=True)
 class Sampling:
-    """A schedule of samples.
-
-    Args:
-        every_n_steps: Optimizer steps from one sample to the next.
-        first_step: The first step that may be sampled.
-        last_step: The last one; ``None`` for no end.
-
-    Raises:
-        ValueError: If an argument is out of its range.
-    """
+    """A schedule of samples."""
 
     every_n_steps: int
     first_step: int = 0
@@ -49,11 +40,6 @@ class Sampling:
 
         Beside every n-th: both ends of the window or of the training, and the step after the first,
         which is the first one that runs in measured units.
-
-        Args:
-            step: The optimizer step.
-            start: The step that the training began or went on with.
-            is_last: Whether the step is known to be the last of the training.
         """
         if not self.covers(step):
             return False

@@ -346,11 +346,7 @@ class ScaleMonitor(StepsCallback):
             self._judge_sent()
 
     def _judge_sent(self, *, is_over: bool = False) -> None:
-        """Show and judge the sample that has been sent, if there is one.
-
-        Args:
-            is_over: Whether the training has ended, so that nothing monitors it.
-        """
+        """Show and judge the sample that has been sent, if there is one."""
         if self._sent is None:
             return
         sample, self._sent = self._sent, None

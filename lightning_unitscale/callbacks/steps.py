@@ -96,15 +96,7 @@ def captures_steps(trainer: pl.Trainer) -> bool:
 
 
 def enter(trainer: pl.Trainer, owner: pl.Callback) -> None:
-    """Begin the setup of a callback: it leaves an earlier run, and this one after any error.
-
-    Args:
-        trainer: The Trainer.
-        owner: The callback, which has to be the only one of its class.
-
-    Raises:
-        MisconfigurationException: If not.
-    """
+    """Begin the setup of a callback: it leaves an earlier run, and this one after any error."""
     check_callbacks(all_callbacks(trainer))
     if isinstance(owner, StepsCallback):
         owner.end()
@@ -118,17 +110,7 @@ def enter(trainer: pl.Trainer, owner: pl.Callback) -> None:
 def attach_steps(
     trainer: pl.Trainer, module: pl.LightningModule, owner: pl.Callback
 ) -> ModuleSteps:
-    """The captured steps of a module, put in place of its own by the first callback that asks.
-
-    Args:
-        trainer: The Trainer.
-        module: Its module.
-        owner: The callback that asks.
-
-    Raises:
-        MisconfigurationException: If the module is compiled already, or callbacks of the Trainer
-            do not go together.
-    """
+    """The captured steps of a module, put in place of its own by the first callback that asks."""
     if not isinstance(owner, StepsCallback) or owner.guards is None:
         enter(trainer, owner)
     name = type(owner).__name__
@@ -153,15 +135,7 @@ def attach_steps(
 def step_arguments(
     module: pl.LightningModule, step: str, batch: Any, batch_idx: int, dataloader_idx: int = 0
 ) -> tuple[Any, ...]:
-    """Positional arguments with which Lightning calls a step, or a hook of a batch.
-
-    Args:
-        module: Whose step it is.
-        step: Name of the step or hook, such as ``"training_step"``.
-        batch: The batch.
-        batch_idx: Its index, passed if the step takes one.
-        dataloader_idx: Index of its loader, passed if the step takes one.
-    """
+    """Positional arguments with which Lightning calls a step, or a hook of a batch."""
     hook = getattr(module, step)
     arguments: list[Any] = [batch]
     if is_param_in_hook_signature(hook, "batch_idx", min_args=2):
@@ -181,12 +155,6 @@ def starting_batch(
 
     Lightning calls the callbacks before the module, so ``on_train_batch_start`` of the module has
     not set yet what the step is going to read.
-
-    Args:
-        module: Whose step it is.
-        step: The captured step.
-        batch_idx: Index of the batch.
-        dataloader_idx: Index of its loader.
     """
     name = f"on_{step.name.removesuffix('_step').replace('training', 'train')}_batch_start"
 

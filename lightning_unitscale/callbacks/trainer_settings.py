@@ -54,9 +54,6 @@ class RuleSettings:
     restored into them yet. ``follow_rates`` comes when the parameters are known. ``restore``
     belongs into ``teardown`` and ``on_exception``; it may be called at any time, and more than
     once.
-
-    Args:
-        lr_scaling: How learning rates follow; ``None`` leaves them to the user.
     """
 
     def __init__(self, lr_scaling: Method | None) -> None:
@@ -67,9 +64,6 @@ class RuleSettings:
         """Give clipping and the loss scale their meaning for gradients at unit scale.
 
         What an earlier start has changed is undone first.
-
-        Raises:
-            ValueError: If an optimizer's rates cannot follow the rules; nothing is changed then.
         """
         self.restore()
         if self.lr_scaling is not None:
@@ -88,15 +82,7 @@ class RuleSettings:
         self._changes.callback(start_loss_scale_at_one(trainer))
 
     def follow_rates(self, trainer: pl.Trainer, infos: Mapping[Tensor, ParameterInfo]) -> None:
-        """Let every optimizer step at each parameter's own rate, if rates are to follow.
-
-        Args:
-            trainer: A Trainer whose optimizers are set up.
-            infos: What is known of the parameters.
-
-        Raises:
-            ValueError: If an optimizer's rates cannot follow the rules; none is changed then.
-        """
+        """Let every optimizer step at each parameter's own rate, if rates are to follow."""
         if self.lr_scaling is None:
             return
         optimizers = list(map(_unwrapped, trainer.optimizers))
@@ -155,13 +141,6 @@ def start_loss_scale_at_one(trainer: pl.Trainer) -> Callable[[], None]:
     Gradients at unit scale need no loss scale, and the default one overflows them for many steps. A
     scaler that was used already, or that the user made with another scale, stays as it is; one that
     is restored from a checkpoint later goes on from there.
-
-    Args:
-        trainer: The Trainer, before its first step and before a checkpoint is restored.
-
-    Returns:
-        A function that puts back the start that was, unless the scaler was used in between: then
-        its scale is a result of the training.
     """
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     before = dict(scaler.state_dict()) if scaler is not None else {}
@@ -203,9 +182,6 @@ def refuse_rate_search(trainer: pl.Trainer) -> None:
 
     Weights, factors and rates are set when the first batch starts. A search runs that batch without
     the callbacks, so it would find a rate of the plain model, and give it to another one.
-
-    Raises:
-        MisconfigurationException: If a learning rate is looked for.
     """
     if searches_rate(trainer):
         raise misconfigured(
@@ -217,25 +193,13 @@ def refuse_rate_search(trainer: pl.Trainer) -> None:
 
 
 def check_fp8(trainer: pl.Trainer) -> None:
-    """Refuse a Trainer whose device or precision plugin does not go with FP8 linears.
-
-    Raises:
-        MisconfigurationException: With the reason.
-    """
+    """Refuse a Trainer whose device or precision plugin does not go with FP8 linears."""
     _refuse_plugins(trainer, "precision='fp8'", {**_HIDING_PRODUCTS, **_CONFLICTS_OF_FP8})
     check_fp8_device(trainer.strategy.root_device)
 
 
 def check_simulation(trainer: pl.Trainer, simulate: object) -> None:
-    """Refuse a Trainer whose precision plugin hides the products that are to be rounded.
-
-    Args:
-        trainer: The Trainer.
-        simulate: What is simulated, for the error.
-
-    Raises:
-        MisconfigurationException: With the reason.
-    """
+    """Refuse a Trainer whose precision plugin hides the products that are to be rounded."""
     _refuse_plugins(trainer, f"simulate={simulate!r}", _HIDING_PRODUCTS)
 
 
@@ -251,11 +215,7 @@ def _refuse_plugins(trainer: pl.Trainer, option: str, conflicts: Mapping[str, st
 
 
 def check_fp8_device(device: torch.device) -> None:
-    """Refuse a device that has no FP8.
-
-    Raises:
-        MisconfigurationException: With the reason.
-    """
+    """Refuse a device that has no FP8."""
     why_not = why_no_fp8(device)
     if why_not is not None:
         raise misconfigured(

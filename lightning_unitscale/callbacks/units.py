@@ -30,14 +30,7 @@ _LOOK_EVERY = 128
 
 
 class RecalibrationSchedule:
-    """The optimizer steps at which units are looked at.
-
-    Args:
-        recalibrate: ``"auto"``, a number of steps, or ``None`` for never.
-
-    Raises:
-        ValueError: If it is none of these.
-    """
+    """The optimizer steps at which units are looked at."""
 
     def __init__(self, recalibrate: Literal["auto"] | int | None) -> None:
         is_number = isinstance(recalibrate, int) and not isinstance(recalibrate, bool)
@@ -104,11 +97,6 @@ class MeasuredUnits(LoopCallback, abc.ABC):
     ``begin_batch`` says whether units are looked at, ``end_batch`` takes those of what was
     measured, and new ones where they have drifted; after ``leave`` they stay.
 
-    Args:
-        schedule: When units are looked at again.
-        simulation: Formats to simulate, if any.
-        fp8: The linear layers in FP8, if there are any: which of them fit is part of the units.
-
     Attributes:
         is_calibrated: Whether a training step has been measured, in this fit or before.
         events: When new units were taken, and why, one line each.
@@ -164,11 +152,6 @@ class MeasuredUnits(LoopCallback, abc.ABC):
         """Look at what the step has measured, on a CUDA device after the next one.
 
         Units change no result, so they can be late; formats do, and ranks wait for each other.
-
-        Args:
-            judge: Called with the step's name when its numbers may be read.
-            device: Where the steps run.
-            is_frequent: Whether there is a look in most steps, so that none may wait.
         """
         self._pending = functools.partial(judge, self._now)
         waits = self._changes_numbers and not is_frequent
@@ -181,13 +164,7 @@ class MeasuredUnits(LoopCallback, abc.ABC):
             judge()
 
     def _tell_new_units(self, num_changed: int, when: str, outside: Mapping[str, float]) -> None:
-        """Record that units have changed.
-
-        Args:
-            num_changed: How many.
-            when: Such as ``"step 64"``.
-            outside: RMS, in their old units, of the tensors that asked for it.
-        """
+        """Record that units have changed."""
         worst = sorted(outside.items(), key=lambda item: -abs(math.log2(item[1])))[:3]
         reason = ", ".join(f"{name} at RMS {rms:.3g}" for name, rms in worst)
         event = f"New units for {num_changed} tensors at {when}"

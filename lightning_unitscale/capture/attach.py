@@ -25,16 +25,7 @@ PRODUCTS = "_module_products"
 def captured_forward(
     module: nn.Module, owner: str, *passes: GraphPass
 ) -> tuple[nn.Module, CapturedStep]:
-    """A deep copy of ``module`` with its own parameters, whose ``forward`` runs captured graphs.
-
-    Args:
-        module: The module; it is left as it is.
-        owner: Name of the transform.
-        *passes: What it does to the graphs.
-
-    Raises:
-        ValueError: If ``module`` was compiled by the user.
-    """
+    """A deep copy of ``module`` with its own parameters, whose ``forward`` runs captured graphs."""
     reject_compiled(module)
     new = detached_copy(module)
     steps = capture(new, owner, passes)
@@ -47,12 +38,7 @@ def products_of(module: nn.Module) -> Any:
 
 
 def reject_compiled(module: nn.Module) -> None:
-    """Refuse what is no module, or has ``torch.compile`` on it: its graph is not ours to rewrite.
-
-    Raises:
-        TypeError: If it is no module.
-        ValueError: If the user has compiled it.
-    """
+    """Refuse what is no module, or was compiled by the user: that graph is not ours."""
     check_instance("module", module, nn.Module, "a torch.nn.Module", "pass the model itself")
     if is_compiled(module):
         raise ValueError(
@@ -62,13 +48,7 @@ def reject_compiled(module: nn.Module) -> None:
 
 
 def capture(module: nn.Module, owner: str, passes: tuple[GraphPass, ...]) -> ModuleSteps:
-    """Capture ``forward``, with what has run at the dispatcher so far as passes.
-
-    Args:
-        module: The module.
-        owner: Name of the transform.
-        passes: What it does to the graphs.
-    """
+    """Capture ``forward``, with what has run at the dispatcher so far as passes."""
     products = products_of(module)
     if products is not None:
         products.detach()

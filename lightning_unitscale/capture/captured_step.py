@@ -53,10 +53,6 @@ _DEPLOYED = "a plain module; take transforms.deploy(module, *example_args)"
 class CapturedStep:
     """Stands in for one method of a module: the same call, run as rewritten graphs.
 
-    Args:
-        owner: The captured steps of the module.
-        name: The method.
-
     Attributes:
         names: Names of the tensors: its own, whatever step is called before it.
         graphs: What was captured.
@@ -141,13 +137,7 @@ class CapturedStep:
         return result
 
     def rehearse(self, interpreter: Interpreter, *args: Any, **kwargs: Any) -> Any:
-        """Run the step with ``interpreter`` running its graphs, eagerly; log and keep nothing.
-
-        Args:
-            interpreter: Called with each graph and its inputs, in place of the graph.
-            *args: Arguments of the call.
-            **kwargs: Its keyword arguments.
-        """
+        """Run the step with ``interpreter`` running its graphs, eagerly; log and keep nothing."""
         with self._rehearsing(interpreter, args, kwargs):
             return self._run("eager", args, kwargs)
 
@@ -164,15 +154,7 @@ class CapturedStep:
                 self.postponed.discard()
 
     def graph_call(self, *args: Any, **kwargs: Any) -> GraphCall:
-        """The graph that a call would run, with its inputs; nothing of the step has run then.
-
-        Args:
-            *args: Arguments of the call.
-            **kwargs: Its keyword arguments.
-
-        Raises:
-            NotOneGraphError: If the step is not one graph, with Dynamo's reason.
-        """
+        """The graph that a call would run, with its inputs; nothing of the step has run then."""
         if is_compiling() or is_transforming():
             raise NotOneGraphError("it is called within another transform")
         if self.graph_breaks:
@@ -211,13 +193,7 @@ class CapturedStep:
         raise NotOneGraphError(NO_REASON)
 
     def replay(self, interpreter: Interpreter, *args: Any, **kwargs: Any) -> Any:
-        """Run the step with ``interpreter`` running its graphs, eagerly; then log for real.
-
-        Args:
-            interpreter: Called with each graph and its inputs, in place of the graph.
-            *args: Arguments of the call.
-            **kwargs: Its keyword arguments.
-        """
+        """Run the step with ``interpreter`` running its graphs, eagerly; then log for real."""
         with shadowed(self, interpreter=interpreter):
             result = self._run("eager", args, kwargs)
         self.postponed.replay()
@@ -302,13 +278,7 @@ class CapturedStep:
         return result
 
     def run_plain(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the user's own method in place of what was undone, and from now on.
-
-        Args:
-            reason: What has failed.
-            args: Arguments of the call.
-            kwargs: Its keyword arguments.
-        """
+        """Run the user's own method in place of what was undone, and from now on."""
         self._after_error(RuntimeError(reason))
         self.num_graph_calls = 0
         try:

@@ -160,10 +160,6 @@ class CompiledGraph:
         What a reparametrization changed is part of what the step computes, so it is there.
 
         It carries the probes that are wanted, unless this is a rehearsal.
-
-        Args:
-            interpret: Makes a callable of the graph.
-            inputs: Inputs of the captured graph.
         """
         step = self._step()
         assert step is not None
@@ -255,11 +251,7 @@ class Variant:
 
 
 class NotOneGraphError(Exception):
-    """A call of a step is not one graph; says why.
-
-    Args:
-        reasons: Why not, as :class:`Reason` where a line is known.
-    """
+    """A call of a step is not one graph; says why."""
 
     def __init__(self, *reasons: str) -> None:
         super().__init__(joined_reasons(reasons))
@@ -310,10 +302,6 @@ class GraphCall:
         """Within this context the graph may run; afterwards nothing of that has happened.
 
         Covered: torch's random states, and the memory of inputs that the graph writes into.
-
-        Yields:
-            What runs the graph with an interpreter, and the inputs, with which a backward pass
-            ends.
         """
         inputs = tuple(_leaf(value) for value in self.inputs)
         restorers = [restore for value in self._written(inputs) for restore in restorers_of(value)]

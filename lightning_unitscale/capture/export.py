@@ -37,19 +37,7 @@ def export_forward(
     expand: bool = True,
     plain: bool = False,
 ) -> fx.GraphModule:
-    """``module.forward`` as a graph module that is called like it, with nodes named as in a step.
-
-    Args:
-        module: A plain module; its parameters become those of the result.
-        args: Example arguments.
-        kwargs: Example keyword arguments.
-        expand: Whether attention that torch runs as products is opened up.
-        plain: Whether code that asks if it is exported or compiled is told no, where it can be
-            captured so: it then takes the algorithm, and gives the bits, of a plain call.
-
-    Raises:
-        CaptureError: If ``forward`` cannot be captured as one graph.
-    """
+    """``module.forward`` as a graph module called like it, with nodes named as in a step."""
     try:
         graph_module: fx.GraphModule
         if plain:

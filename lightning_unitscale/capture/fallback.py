@@ -56,9 +56,6 @@ class Fallback:
     Steps that are scaled by rules never do: that would be another model. Until the rules have
     changed the module, they may.
 
-    Args:
-        step: The step.
-
     Attributes:
         reason: Why all calls run the user's own method, if they do.
         awaits_rules: Whether rules are to scale the step and have changed nothing yet.
@@ -76,12 +73,7 @@ class Fallback:
         self._pending_call: tuple[Any, tuple[Any, ...], dict[str, Any]] = (None, (), {})
 
     def is_due(self, executor: Executor) -> bool:
-        """Whether a call runs the user's own method; looks for hooks of backward passes.
-
-        Args:
-            executor: What would run its graphs. Autograd does all that it does in a plain step
-                where that is ``"eager"``.
-        """
+        """Whether a call runs the user's own method; looks for hooks of backward passes."""
         if self._step.interpreter is not None:
             return False
         looks = self._is_possible and executor != "eager" and torch.is_grad_enabled()
@@ -112,16 +104,7 @@ class Fallback:
     def trying(
         self, executor: Executor, function: Callable[..., Any], *arguments: Any
     ) -> Iterator[None]:
-        """Within this context a call runs; if it fails while it is captured, it is undone.
-
-        Args:
-            executor: What runs its graphs.
-            function: What Dynamo captures.
-            *arguments: Of the call.
-
-        Raises:
-            StaysPlain: If it has failed and was undone.
-        """
+        """Within this context a call runs; if it fails while it is captured, it is undone."""
         module, keep = self._step.owner.module, self._step.postponed.names
         trial = Trial(module, *arguments, keep=keep)
         recaptures, num_breaks = self._step.recaptures, num_graph_breaks()
@@ -177,12 +160,7 @@ class Fallback:
             self._pending_call = (returned_loss(result), args, kwargs)
 
     def through_backward(self, run: Callable[[Any], None], loss: Any) -> None:
-        """Run the backward pass of the last call; if it fails, undo the call and run it plain.
-
-        Args:
-            run: Takes the backward pass from a loss.
-            loss: What the step has returned, perhaps multiplied by something.
-        """
+        """Run the backward pass of the last call; if it fails, undo the call and run it plain."""
         trial, self._pending = self._pending, None
         if trial is None:
             run(loss)

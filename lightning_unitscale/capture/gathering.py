@@ -40,9 +40,6 @@ class GatherParameters(GraphPass):
 
     A checkpoint is one operation: what it reads stays gathered while it runs, and while it runs
     again for the backward pass.
-
-    Args:
-        sharded: The module.
     """
 
     name = "gather parameters"

@@ -32,11 +32,6 @@ def only_appended_to(
     functions, and what modules of Python hold. Installed packages do not look at a user's lists,
     but for those that the module's classes are from. Where a step runs optimizers, whose hooks may
     look at anything, there are none.
-
-    Args:
-        module: The module.
-        step: Its method.
-        names: Attributes that are lists.
     """
     if not names or not getattr(module, "automatic_optimization", True):
         return set()
@@ -58,12 +53,7 @@ def lists_of(module: nn.Module) -> Iterator[str]:
 
 
 def reachable(module: nn.Module, step: Callable[..., Any]) -> Iterator[FunctionType]:
-    """The user's functions that a method mentions by name, and those that these mention, and so on.
-
-    Args:
-        module: The module; its submodules' ``forward`` count as mentioned.
-        step: Its method.
-    """
+    """The user's functions that a method mentions by name, with all that these mention."""
     own = frozenset(root_of(kind) for kind in type(module).__mro__)
     methods = _methods(module, own)
     start = function_in(step)

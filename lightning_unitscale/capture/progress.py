@@ -24,12 +24,6 @@ def start_timer(seconds: float, run: Callable[[], None]) -> Callable[[], None]:
 class CaptureProgress:
     """Adds up the time in which a step is captured, and reports it.
 
-    Args:
-        title: What is captured.
-        say: Logs a line.
-        clock: Seconds.
-        start_timer: Calls a function after some seconds; returns what stops that.
-
     Attributes:
         seconds: How long capture took so far.
     """
@@ -65,12 +59,7 @@ class CaptureProgress:
             self.seconds += self._clock() - started
 
     def report(self, num_graphs: int, planning_seconds: float) -> None:
-        """Log once how long the first step was captured, and planned.
-
-        Args:
-            num_graphs: Graphs that were captured.
-            planning_seconds: How much of the time went into plans; 0 if nothing is planned.
-        """
+        """Log once how long the first step was captured, and planned."""
         if self._is_reported or not num_graphs:
             return
         self._is_reported = True

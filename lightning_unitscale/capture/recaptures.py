@@ -28,9 +28,6 @@ MANY_GRAPHS = 32
 class Recaptures:
     """Counts what is captured of a step.
 
-    Args:
-        step: The step.
-
     Attributes:
         is_limited: Whether a call that is rehearsed may be refused.
     """
@@ -55,11 +52,7 @@ class Recaptures:
         self._num_graphs += 1
 
     def note_function(self, code: CodeType) -> str | None:
-        """Count a function that Dynamo is about to capture.
-
-        Returns:
-            Why the call should not be captured, if it has cost enough.
-        """
+        """Count a function that Dynamo is about to capture."""
         self._functions[code] += 1
         if self._num_graphs < MANY_GRAPHS:
             return None
@@ -80,11 +73,7 @@ class Recaptures:
         messages.has_warned = has_warned
 
     def after_call(self, *, has_captured: bool) -> None:
-        """Decide whether the step is still captured.
-
-        Args:
-            has_captured: Whether the call has captured anything.
-        """
+        """Decide whether the step is still captured."""
         self._num_calls += 1
         self._num_captures += has_captured
         if self._num_captures < MANY_CAPTURES or 4 * self._num_captures <= 3 * self._num_calls:

@@ -14,12 +14,7 @@ _OPTION = "create_graph"
 
 
 def find_recorded_pass(module: nn.Module, method: Callable[..., Any]) -> str | None:
-    """Where the user's code that a method reaches mentions ``create_graph``; ``None`` if nowhere.
-
-    Args:
-        module: The module.
-        method: Its method.
-    """
+    """Where the user's code that a method reaches mentions ``create_graph``, if anywhere."""
     for function in reachable(module, method):
         for code in codes_of(function.__code__):
             if _mentions_option(code):

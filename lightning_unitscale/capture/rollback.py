@@ -33,11 +33,6 @@ def restoring(module: nn.Module, *, parameters: bool = True) -> Iterator[None]:
     the Python attributes of every submodule and parameter with the containers, arrays, tensors and
     random generators in them. A lazy module waits for its first call again. What a step keeps
     elsewhere (objects of the user's own classes, globals, iterators) stays changed.
-
-    Args:
-        module: The module.
-        parameters: Whether to put back the numbers of parameters, which takes a copy of them, and
-            gradients, which the step begins without. A step that runs no graph changes none.
     """
     devices = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
     with contextlib.ExitStack() as undo:
@@ -58,10 +53,6 @@ def undoers(module: nn.Module, keep: Collection[str] = ()) -> Iterator[Callable[
 
     As :func:`restoring`, for a caller that finds out later whether the step is to be undone. It
     also puts back gradients, and takes off the hooks that the step has put on parameters.
-
-    Args:
-        module: The module.
-        keep: Attributes of the module itself to leave alone.
     """
     yield functools.partial(torch.set_rng_state, torch.get_rng_state())
     devices = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
@@ -138,11 +129,7 @@ def _restore_parameter(parameter: nn.Parameter, data: Tensor, saved: Tensor) -> 
 
 
 def held_values(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Buffers and attributes of submodules and parameters, with what is in containers, each once.
-
-    Yields:
-        Pairs of where a value is, for a message, and the value.
-    """
+    """Buffers and attributes of submodules and parameters, in containers too, each once."""
     seen = {id(value) for value in (*module.modules(), *module.parameters())}
     waiting: list[tuple[str, Any]] = []
     for path, owner in module.named_modules():
@@ -166,11 +153,7 @@ def held_values(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def find_once_only(module: nn.Module) -> str | None:
-    """Something that a step can read once only, such as a generator; ``None`` if there is nothing.
-
-    Returns:
-        Where it is and what, for a message.
-    """
+    """Something that a step can read once only, such as a generator, if there is any."""
     for path, value in held_values(module):
         is_iterator = isinstance(value, Iterator) and not isinstance(value, io.IOBase)
         if is_iterator or isinstance(value, (queue.Queue, queue.SimpleQueue)):

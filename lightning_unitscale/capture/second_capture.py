@@ -21,9 +21,6 @@ class SecondCapture:
 
     Steps with passes never are: measurements and units refer to their parts.
 
-    Args:
-        step: The step.
-
     Attributes:
         is_due: Whether the next call is captured anew, as one graph.
     """
@@ -37,9 +34,6 @@ class SecondCapture:
         """Trace the call that has ended, if it broke, to see whether it is one graph now.
 
         Nothing of it runs again.
-
-        Raises:
-            ValueError: If it stays in parts, which do not keep a memory budget.
         """
         if not self._may_come or not self._step.graph_breaks:
             return

@@ -72,9 +72,6 @@ class _Slot:
 class ShardedModule:
     """A module of which parts are sharded by ``fully_shard``.
 
-    Args:
-        module: The module.
-
     Attributes:
         is_gathered: Whether all of its parameters are whole for the time being.
     """

@@ -29,13 +29,7 @@ Calls = Iterable[tuple[Any, str] | tuple[Any, str, Callable[..., None]]]
 
 
 class Postponed:
-    """Calls of logging methods, and what is appended to lists, made when the step has run.
-
-    Args:
-        module: The module, whose attributes the lists are.
-        step: The method that runs.
-        names: The methods whose calls are held back; those the module does not have are ignored.
-    """
+    """Calls of logging methods, and what is appended to lists, made when the step has run."""
 
     def __init__(self, module: nn.Module, step: Callable[..., Any], names: Sequence[str]) -> None:
         self._module = module
@@ -127,12 +121,6 @@ def _as_it_is(value: Any) -> Any:
 
 class UntracedCalls:
     """Replaces methods of objects, while a step runs, by ones that Dynamo does not look into.
-
-    Args:
-        find: Says before each step which methods of which objects: ``(object, name)``, or
-            ``(object, name, rehearsed)`` with what is called in a rehearsal instead.
-        trace: Makes a function traced again; used for a closure that is handed to a method, since
-            the model runs in it.
 
     Attributes:
         is_rehearsing: Whether the methods are left out, but for the closures that they are given:

@@ -20,10 +20,6 @@ class CaptureError(RuntimeError):
     """A step, or a forward, that has to be captured as a graph and cannot be.
 
     Its text is three sentences: what breaks the graph and where, why, and what to do.
-
-    Args:
-        text: The sentences.
-        reason: What breaks it and why, as a part of a sentence.
     """
 
     def __init__(self, text: str, reason: str) -> None:
@@ -35,13 +31,7 @@ class CaptureError(RuntimeError):
 
     @classmethod
     def of(cls, title: str, reasons: Sequence[str], *, manner: str = "") -> CaptureError:
-        """The error about what breaks a graph.
-
-        Args:
-            title: The module and its method.
-            reasons: What breaks it, the first one first.
-            manner: How it has to be captured.
-        """
+        """The error about what breaks a graph."""
         first, *others = dict.fromkeys(reasons) or (NO_REASON,)
         more = f" (and {len(others)} more)" if others else ""
         place = first.where if isinstance(first, Reason) else ""
@@ -56,9 +46,6 @@ class CaptureError(RuntimeError):
 
 class StepMessages:
     """The warnings about one step, of which one is given.
-
-    Args:
-        step: The step.
 
     Attributes:
         has_warned: Whether one was given.
@@ -109,11 +96,7 @@ class StepMessages:
         )
 
     def warn_if_nothing_ran(self, refused: str | None) -> None:
-        """No graph was run in a call.
-
-        Args:
-            refused: Class of an input that Dynamo does not follow, if there is one.
-        """
+        """No graph was run in a call."""
         if self._step.num_graph_calls:
             return
         reasons = joined_reasons(self._step.owner.graph_breaks) or NO_REASON
@@ -143,11 +126,7 @@ class StepMessages:
                 )
 
     def warn_of_captures(self, reason: str) -> None:
-        """The step is captured again and again, and goes on.
-
-        Args:
-            reason: What makes Dynamo capture it.
-        """
+        """The step is captured again and again, and goes on."""
         self.warn_once(
             f"{self._step.title}: {reason}, which takes time and memory. Expected a step that "
             "depends on tensors, numbers and the sizes of a few kinds of batches; "

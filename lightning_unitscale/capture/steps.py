@@ -65,13 +65,6 @@ def steps_of(module: nn.Module) -> ModuleSteps | None:
 class ModuleSteps:
     """The captured steps of one module with the passes that all of them share.
 
-    Args:
-        module: Module whose methods are captured; it is changed by :meth:`attach` only.
-        step_names: Methods to capture; those the module does not have are left out.
-        defer: Methods of the module whose calls are made after the step (``log``, ``log_dict``).
-        untraced: Says which methods of which objects are no part of the model, though the step
-            calls them (``optimizer.step``).
-
     Attributes:
         steps: The captured steps by name.
         sharded: The module, if its steps are captured as those of a whole one.
@@ -165,12 +158,7 @@ class ModuleSteps:
         self.reset()
 
     def use_executor(self, executor: Executor, mode: CompileMode | None = None) -> None:
-        """Run the graphs by another executor from now on.
-
-        Args:
-            executor: The executor.
-            mode: Of Inductor; ``None`` leaves what somebody else has asked for.
-        """
+        """Run the graphs by another executor from now on."""
         mode = mode or self.compile_mode
         if (executor, mode) != (self.executor, self.compile_mode):
             self.executor, self.compile_mode = executor, mode
@@ -201,13 +189,7 @@ class ModuleSteps:
             step.reset()
 
     def observe(self, owner: str, wanted: bool, *, always: bool = False) -> None:
-        """Say whether ``owner`` wants the next steps to run the variant that carries probes.
-
-        Args:
-            owner: Name of the callback or transform.
-            wanted: Whether it wants the next step to.
-            always: Whether every step shall; the plain variant is then never compiled.
-        """
+        """Say whether ``owner`` wants the next steps to run the variant that carries probes."""
         self._always_observed |= always
         if wanted or always:
             self._observers.add(owner)

@@ -18,11 +18,6 @@ class Trial:
 
     Covered: random states, gradients, and whatever a module holds. Of parameters no copy is kept,
     which might not fit: if one has changed, the call cannot be undone.
-
-    Args:
-        module: Whose step it is.
-        arguments: Arguments of the call.
-        keep: Attributes of the module that it has others of while it runs.
     """
 
     def __init__(self, module: nn.Module, *arguments: Any, keep: Collection[str] = ()) -> None:

@@ -26,15 +26,7 @@ class CheckpointNotKept(Exception):
 
 
 def refuse_checkpoints(graph_module: fx.GraphModule, inputs: Sequence[GraphInput]) -> None:
-    """Refuse a graph with a checkpoint of which a plan does not keep the meaning.
-
-    Args:
-        graph_module: The captured graph.
-        inputs: What its placeholders are.
-
-    Raises:
-        CheckpointNotKept: Naming the checkpoint's line and what is special about it.
-    """
+    """Refuse a graph with a checkpoint of which a plan does not keep the meaning."""
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     own = {
         node

@@ -44,15 +44,7 @@ _USAGE = f"usage: lightning-unitscale {{{','.join(_COMMANDS)}}} ..."
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Runs `fit`, `validate`, `test`, `predict`, `profile`, `explain-pipeline` or `report`.
-
-    Args:
-        args: The command line without the program's name; by default the process's own.
-
-    Raises:
-        SystemExit: If the command line cannot be understood, the extra `cli` is not installed, an
-            argument is wrong, a step cannot be captured or profiled, or the run was interrupted.
-    """
+    """Runs `fit`, `validate`, `test`, `predict`, `profile`, `explain-pipeline` or `report`."""
     words = list(sys.argv[1:] if args is None else args)
     shows_traceback = _TRACEBACK in words
     words = [word for word in words if word != _TRACEBACK]
@@ -125,11 +117,6 @@ class UnitScaleCLI(LightningCLI):
 
     The report has the scale of every tensor if a `ScaleMonitor` is among the callbacks, the
     validation loss (`val_loss`), and the command that opens TensorBoard on the run.
-
-    Args:
-        args: The command line as a list, or the configuration as a dict; by default the process's
-            own command line.
-        run: Whether the command line names what to run; else the classes are made and that is all.
     """
 
     def __init__(self, args: ArgsType = None, run: bool = True) -> None:
@@ -221,9 +208,6 @@ class ProfileCLI(UnitScaleCLI):
     Takes the configuration of `fit`; of the trainer the precision, the kind of accelerator, the
     strategy and the numbers of devices and nodes count, none of which need be there. Nothing is
     trained, logged or saved.
-
-    Args:
-        args: The command line as a list, without the program and the subcommand.
     """
 
     def __init__(self, args: ArgsType = None) -> None:
@@ -335,11 +319,7 @@ class ProfileCLI(UnitScaleCLI):
 
 
 class ExplainPipelineCLI(ProfileCLI):
-    """`explain-pipeline --config run.yaml --num_stages 4`: the stages of a pipeline, not run.
-
-    Args:
-        args: The command line as a list, without the program and the subcommand.
-    """
+    """`explain-pipeline --config run.yaml --num_stages 4`: the stages of a pipeline, not run."""
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:

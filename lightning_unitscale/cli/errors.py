@@ -21,12 +21,7 @@ def argument_error(error: Exception) -> str | None:
 
 
 def is_answer(error: Exception, *, plans: bool) -> bool:
-    """Return whether an error answers the user: what was asked for is wrong, or cannot be had.
-
-    Args:
-        error: The error.
-        plans: Whether the command runs nothing for real, so that all that is refused is an answer.
-    """
+    """Return whether an error answers the user: what was asked for is wrong, or cannot be had."""
     if isinstance(error, (CaptureError, Refusal)):
         return True
     if not _is_of_package(error):

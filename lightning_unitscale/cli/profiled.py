@@ -54,16 +54,7 @@ class ProfiledJob:
 
     @contextlib.contextmanager
     def ranks(self, trainer: pl.Trainer, model: pl.LightningModule, device: str) -> Iterator[None]:
-        """Within this context the process is rank 0 of the job, and the module has its mesh.
-
-        Args:
-            trainer: The Trainer of this job.
-            model: Its module.
-            device: Type of the devices.
-
-        Raises:
-            RuntimeError: If the sizes of the mesh do not fit the devices.
-        """
+        """Within this context the process is rank 0 of the job, and the module has its mesh."""
         strategy = trainer.strategy
         strategy.connect(model)
         if self.kind != "shards":
@@ -81,16 +72,7 @@ class ProfiledJob:
             yield
 
     def configure(self, trainer: pl.Trainer, model: pl.LightningModule, device: str) -> None:
-        """Call the module's ``configure_model``; shards are of tensors without memory.
-
-        Args:
-            trainer: The Trainer of this job.
-            model: Its module.
-            device: Type of the devices.
-
-        Raises:
-            MisconfigurationException: If the module has no such hook that could shard it.
-        """
+        """Call the module's ``configure_model``; shards are of tensors without memory."""
         precision = trainer.precision_plugin
         if self.kind != "shards":
             model.configure_model()
@@ -134,16 +116,7 @@ class ProfiledJob:
 
 
 def profiled_job(strategy: Any, devices: Any, num_nodes: int) -> ProfiledJob:
-    """What is profiled of a Trainer.
-
-    Args:
-        strategy: As in the configuration: a name, or a class with its arguments.
-        devices: As in the configuration.
-        num_nodes: The same.
-
-    Raises:
-        MisconfigurationException: If devices that are not there cannot stand for its own.
-    """
+    """What is profiled of a Trainer."""
     kind, options = _class_of(strategy)
     num_devices = _num_devices(devices)
     num_ranks = None if num_devices is None else num_devices * num_nodes

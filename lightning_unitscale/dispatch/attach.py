@@ -26,11 +26,6 @@ from lightning_unitscale.patching import Shadow, StandIn
 class SessionMethod(StandIn):
     """Stands in for one method of a module: the same call, with its products in the session.
 
-    Args:
-        owner: The module's session, which is told of every call.
-        name: Of the method.
-        method: The module's own.
-
     Attributes:
         owner: The same.
     """
@@ -80,15 +75,7 @@ class SessionMethod(StandIn):
 def run_in_session(
     module: nn.Module, name: str, run: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Run what stands for a method of a module in its session, if it has one.
-
-    Args:
-        module: The module.
-        name: Of the method.
-        run: What runs in its place, such as its stages.
-        *args: Positional arguments.
-        **kwargs: Keyword arguments.
-    """
+    """Run what stands for a method of a module in its session, if it has one."""
     method = vars(module).get(name)
     if not isinstance(method, SessionMethod):
         return run(*args, **kwargs)
@@ -96,13 +83,7 @@ def run_in_session(
 
 
 def begin_microbatch(module: nn.Module, name: str, index: int) -> None:
-    """Have the matmuls of the next stage named from the first again, if a session has them.
-
-    Args:
-        module: The module.
-        name: Of the method that the stage is a part of.
-        index: Of the microbatch.
-    """
+    """Have the matmuls of the next stage named from the first again, if a session has them."""
     method = vars(module).get(name)
     if isinstance(method, SessionMethod):
         method.owner.session.begin_part(index)
@@ -110,14 +91,6 @@ def begin_microbatch(module: nn.Module, name: str, index: int) -> None:
 
 class AttachedSession:
     """A session with the methods of its module that run in it, until :meth:`detach`.
-
-    Args:
-        module: The module.
-        names: Methods that are steps.
-        units: The units in force; none by default.
-        numerics: What rounds products, by precedence.
-        outlasts_calls: Whether a training step goes on after the call, with a loss that is computed
-            outside of the module, until ``session.end_step()``.
 
     Attributes:
         session: The session.

@@ -63,14 +63,7 @@ def remember(
     operands: Sequence[Tensor],
     extents: Extents,
 ) -> None:
-    """Keep what backward products need of a product that is about to run.
-
-    Args:
-        session: Whose it is.
-        product: The product, with the site of which its backward products are.
-        operands: What it reads.
-        extents: What was measured of them, if they were.
-    """
+    """Keep what backward products need of a product that is about to run."""
     key = node_key(operands)
     # Within the forward of an autograd function the first product counts.
     if key is None or (not torch.is_grad_enabled() and key in CALLS):
@@ -89,22 +82,13 @@ _NOBODYS: Any = (lambda: None, Call(cast(Any, None)))
 
 
 def leave(operands: Sequence[Tensor]) -> None:
-    """Let the backward products of a product that is about to run be nobody's, like itself.
-
-    Args:
-        operands: What it reads.
-    """
+    """Let the backward products of a product that is about to run be nobody's, like itself."""
     if (key := node_key(operands)) is not None:
         record(key, *_NOBODYS)
 
 
 def node_key(operands: Sequence[Tensor]) -> NodeKey | None:
-    """Key of the autograd node of what runs; ``None`` where it has none.
-
-    Args:
-        operands: What it reads. Within the forward of an autograd function the node is that of the
-            function, and reads what the function does.
-    """
+    """Key of the autograd node of what runs; ``None`` where it has none."""
     return latest_key(operands if torch.is_grad_enabled() else function_arguments())
 
 
@@ -127,13 +111,7 @@ def call_of(node: Any) -> tuple[weakref.ref[Any], Call] | None:
 
 
 def record(key: NodeKey | int, session: weakref.ref[Any], call: Call) -> None:
-    """Keep a call.
-
-    Args:
-        key: Of its autograd node, or a number that its backward products know it by.
-        session: Whose it is.
-        call: The call.
-    """
+    """Keep a call."""
     if len(CALLS) >= _MAX_CALLS:
         for old in list(CALLS)[: _MAX_CALLS // 2]:
             del CALLS[old]
@@ -157,15 +135,10 @@ def may_belong_to(rule: ProductRule, call: Call) -> bool:
 
 
 def sources_of(rule: ProductRule, call: Call, operands: Sequence[Tensor]) -> Sources:
-    """For each operand of a backward product which forward operand it is; ``None``: the gradient.
+    """Which forward operand each operand of a backward product is; ``None``: the gradient.
 
     Shapes tell, and between equal ones the address of the data, unless what was saved for the
     backward pass was moved or computed again; then the order in which autograd works.
-
-    Args:
-        rule: Its operator.
-        call: The forward product.
-        operands: What it reads.
     """
     if rule.sources:
         return rule.sources
@@ -253,13 +226,7 @@ def watching(see: Callable[[RanProduct], None]) -> Iterator[None]:
 
 
 def show(site: Site, operands: Sequence[Tensor], first_node: int | None = None) -> None:
-    """Show a forward matmul with what it reads, if the step is watched.
-
-    Args:
-        site: Which matmul of the step it is.
-        operands: What it reads.
-        first_node: The first autograd node that was made for it; by default the last one made.
-    """
+    """Show a forward matmul with what it reads, if the step is watched."""
     if _WATCHED.see is not None:
         last = last_sequence_number()
         _WATCHED.see(

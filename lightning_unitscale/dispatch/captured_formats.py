@@ -137,12 +137,7 @@ class _Call:
 
 
 class CapturedFormats(GraphPass):
-    """Counts the matmuls of captured steps that are to run in a format, and changes nothing.
-
-    Args:
-        formats: The pass that has them run in it.
-        report: Called after each call of which all matmuls were counted.
-    """
+    """Counts the matmuls of captured steps that are to run in a format, and changes nothing."""
 
     name = "coverage"
     # Before a format takes the place of a matmul.

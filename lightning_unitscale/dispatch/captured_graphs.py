@@ -18,11 +18,7 @@ from lightning_unitscale.lossless.units import GAUGE, HELD
 
 
 class SessionRewriter:
-    """Gives the matmuls of captured graphs their units and formats, as Inductor's passes do.
-
-    Args:
-        session: Whose steps they are.
-    """
+    """Gives the matmuls of captured graphs their units and formats, as Inductor's passes do."""
 
     def __init__(self, session: ProductSession) -> None:
         self._session = session

@@ -21,11 +21,7 @@ OWN_CALLERS = ("ours", "compiler")
 
 
 def is_ours(frame: FrameType | None) -> bool:
-    """Return whether code that was made for a graph of ours calls from a kernel's caller.
-
-    Args:
-        frame: The kernel's caller; ``None`` on a thread of the autograd engine, which has none.
-    """
+    """Return whether code that was made for a graph of ours calls from a kernel's caller."""
     if frame is not None and frame.f_code is OPERATOR_CALL:
         frame = frame.f_back
     return frame is not None and id(frame.f_code) in _CODE

@@ -96,9 +96,6 @@ class RoundedProduct:
 class RoundedGraph:
     """The products of one compiled graph, forward and backward.
 
-    Args:
-        root: Path of the module within which it was compiled.
-
     Attributes:
         products: The products.
     """
@@ -132,14 +129,7 @@ class RoundedGraph:
     def run(
         self, index: int, run: int, tensors: Sequence[Tensor], sizes: Sequence[int]
     ) -> list[Tensor]:
-        """Run a product.
-
-        Args:
-            index: Which one.
-            run: Number of the graph's run that it belongs to.
-            tensors: The tensors among its arguments.
-            sizes: The numbers among its arguments that change.
-        """
+        """Run a product."""
         product = self.products[index]
         if product.forward is not None:
             self._callers.note(is_backward=True)

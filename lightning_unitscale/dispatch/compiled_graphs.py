@@ -67,9 +67,6 @@ class _Now(threading.local):
 class CompiledGraph:
     """The products of one compiled graph, with the factors that they run with.
 
-    Args:
-        root: Path of the module within which it was compiled.
-
     Attributes:
         products: The products.
         num_factors: Number of all factors.
@@ -105,14 +102,7 @@ class CompiledGraph:
         self.products.append(product)
 
     def begin(self, operator: str) -> _Factors:
-        """Take the units in force for a run of the forward graph, and for what comes of it.
-
-        Args:
-            operator: Which of the operators calls that each run calls at most once.
-
-        Returns:
-            The factors of the run; they are all 1 where no session has it.
-        """
+        """Take the units in force for a run of the forward graph, and for what comes of it."""
         now = self._now
         if not now.operators or operator in now.operators:
             now.operators = set()
@@ -152,12 +142,7 @@ class CompiledGraph:
         return factors
 
     def factors(self, device: torch.device, *, is_backward: bool) -> Tensor:
-        """All factors of the run that begins, FP32 of shape ``(factors,)``.
-
-        Args:
-            device: Where.
-            is_backward: Whether the backward graph asks, because the forward graph has no factors.
-        """
+        """All factors of the run that begins, FP32 of shape ``(factors,)``."""
         if not is_backward:
             return self.begin("compiled_factors").on(device)
         run = self.resume()
@@ -167,13 +152,6 @@ class CompiledGraph:
         """The factors of some products, each with memory of their own.
 
         Where a factor stands is a part of a kernel's code: kernels of equal layers are one so.
-
-        Args:
-            factors: All factors of the graph.
-            products: The numbers of the products.
-
-        Returns:
-            FP32 tensors of shape ``(factors,)``, in the order of the products.
         """
         if not products:
             return []
@@ -196,12 +174,7 @@ class CompiledGraph:
         return len(self.looks) - 1
 
     def look(self, tensors: Sequence[Tensor], index: int) -> None:
-        """Count products, and measure their operands and what is added to them.
-
-        Args:
-            tensors: The operands, and what is added.
-            index: Which look it is.
-        """
+        """Count products, and measure their operands and what is added to them."""
         run = self._now.run
         session = None if run is None else run.session()
         if run is None or session is None or not session.is_open:

@@ -57,15 +57,7 @@ class Look:
     _positions: dict[fx.Node, int] = field(default_factory=dict)
 
     def take(self, product: FoundProduct, there: Callable[[fx.Node], fx.Node | None]) -> bool:
-        """Look at a product as well, if all that it reads, or is a copy of, is there by then.
-
-        Args:
-            product: The product.
-            there: The arrangement of a tensor that is there at the look, if one is.
-
-        Returns:
-            Whether it is.
-        """
+        """Look at a product as well, if all that it reads, or is a copy of, is there by then."""
         reads = []
         for read in product.reads:
             node, whole = there(read), _whole(read)
@@ -88,13 +80,7 @@ class Look:
 
 
 def looks_of(graph: fx.Graph, found: Sequence[FoundProduct], *, is_backward: bool) -> list[Look]:
-    """Distribute products over looks.
-
-    Args:
-        graph: Their graph, in which they run in units.
-        found: The products, in the order of the graph.
-        is_backward: Whether it is the graph of a backward pass.
-    """
+    """Distribute products over looks."""
     # Inputs may be written at the end.
     end = next(node for node in graph.nodes if node.op == "output" or _writes(node))
     kept: dict[fx.Node, fx.Node] = {}

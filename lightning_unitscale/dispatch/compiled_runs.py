@@ -62,9 +62,6 @@ class GraphRun:
 class GraphRuns:
     """The runs of one compiled graph.
 
-    Args:
-        root: Path of the module within which it was compiled.
-
     Attributes:
         places: Of its forward matmuls, by their index in the graph.
     """

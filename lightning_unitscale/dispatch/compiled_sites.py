@@ -37,13 +37,7 @@ _SAME = ARRANGED | {"aten.clone.default", "aten._unsafe_view.default", CAST}
 
 
 def path_of(node: fx.Node, session: ProductSession, root: str) -> str:
-    """Path of the module that a node is of.
-
-    Args:
-        node: The node.
-        session: Of the module that has it.
-        root: What to take where the node does not say.
-    """
+    """Path of the module that a node is of."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     for key in reversed(list(stack)):
         path = session.sites.path_of(int(str(key).partition("@")[0]))
@@ -84,16 +78,7 @@ def arranged(node: Any) -> Iterator[fx.Node]:
 
 
 def known_sources(rule: ProductRule, operands: list[Any], saved: list[Any]) -> Sources | None:
-    """For each operand of a backward product which forward operand it is; ``None``: the gradient.
-
-    Args:
-        rule: Its operator.
-        operands: What it reads.
-        saved: What its forward product reads.
-
-    Returns:
-        ``None`` where it cannot be told.
-    """
+    """Which forward operand each operand of a backward product is; ``None``: the gradient."""
     if rule.sources:
         return rule.sources
     found = tuple(_source(list(arrangements(operand)), saved) for operand in operands)

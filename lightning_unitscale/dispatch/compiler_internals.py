@@ -50,11 +50,7 @@ from lightning_unitscale.dispatch.torch_internals import (
 
 
 class _PastDispatcher:
-    """What code of Inductor's calls operators by, which calls torch's own kernels for products.
-
-    Args:
-        functions: What it was before: Inductor's namespace of functions.
-    """
+    """What code of Inductor's calls operators by, which calls torch's own kernels for products."""
 
     def __init__(self, functions: Any) -> None:
         self._functions = functions
@@ -78,11 +74,7 @@ def _past_dispatcher(function: Kernel, kernels: dict[str, Kernel]) -> Kernel:
 
 
 def pass_by_overrides(code_globals: dict[str, Any]) -> None:
-    """Let code that was made for a graph call torch's kernels where ``KernelOverrides`` has others.
-
-    Args:
-        code_globals: The global names of the code.
-    """
+    """Let a graph's code call torch's kernels where ``KernelOverrides`` has others."""
     functions = code_globals.get("extern_kernels")
     if functions is not None and not isinstance(functions, _PastDispatcher):
         code_globals["extern_kernels"] = _PastDispatcher(functions)
@@ -92,14 +84,7 @@ _LIBRARY = torch.library.Library("lightning_unitscale", "FRAGMENT")
 
 
 def define_operator(schema: str, run: Kernel, fake: Kernel, *tags: torch.Tag) -> None:
-    """Define an operator for compiled graphs, on all devices and in no CUDA graph.
-
-    Args:
-        schema: Its name, its arguments and what it returns.
-        run: What it does.
-        fake: What it gives for tensors without data.
-        *tags: What a compiler is told of it as well.
-    """
+    """Define an operator for compiled graphs, on all devices and in no CUDA graph."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.cudagraph_unsafe, *tags))
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
@@ -114,12 +99,7 @@ _BEFORE: ContextVar[Mapping[str, Any]] = ContextVar(
 
 
 class GraphPass(CustomGraphPass):
-    """A pass over what Inductor compiles, after the passes that the user has set.
-
-    Args:
-        setting: Which of Inductor's settings it belongs to.
-        rewrite: Called with each graph.
-    """
+    """A pass over what Inductor compiles, after the passes that the user has set."""
 
     def __init__(self, setting: str, rewrite: Callable[[fx.Graph], None]) -> None:
         self._setting = setting
@@ -176,14 +156,7 @@ def note_strides(node: fx.Node, args: Any) -> None:
 
 
 def keeping_whole(operators: Sequence[str]) -> Callable[[], None]:
-    """Let Inductor take no operators of aten to pieces in what it compiles from now on.
-
-    Args:
-        operators: Their names.
-
-    Returns:
-        What lets Inductor take them to pieces again.
-    """
+    """Let Inductor take no operators of aten to pieces in what it compiles from now on."""
     taken: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
 
     def take(_: Any = None) -> None:

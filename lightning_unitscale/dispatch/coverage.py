@@ -186,28 +186,13 @@ class CoverageCounter:
         plain: PlainProduct | None = None,
         outside: str = "",
     ) -> None:
-        """Count one product.
-
-        Args:
-            module: Path of its module.
-            kind: How it ran.
-            reason: Why it ran plain, or outside of a format, if it did.
-            flops: Its floating-point operations.
-            plain: The products of its site that run plain, and which of them it is: whether one in
-                units will be plain from now on is known after the first step.
-            outside: Why it ran outside of the format of the step, if it did.
-        """
+        """Count one product."""
         self._counted.append((module, kind, reason, flops, plain, outside))
 
     def add_complex(self, module: str, operands: Sequence[Tensor], flops: int) -> None:
         """Count a product of complex numbers with those of its gradients, which run plain.
 
         These are counted here, since they do not say whose they are.
-
-        Args:
-            module: Path of its module.
-            operands: What it reads.
-            flops: Floating-point operations of a product of real numbers.
         """
         num_gradients = sum(operand.requires_grad for operand in operands)
         for _ in range(1 + num_gradients if torch.is_grad_enabled() else 1):
@@ -224,13 +209,7 @@ class CoverageCounter:
     def result(
         self, *, has_units: bool = True, lacking: Iterable[str] = (), format: str = ""
     ) -> Coverage:
-        """What was counted, as it runs from now on.
-
-        Args:
-            has_units: Whether products run in units, rather than only rounded.
-            lacking: Operands, and gradients, that have no unit.
-            format: The format that the step was to run in; empty without one.
-        """
+        """What was counted, as it runs from now on."""
         joint: dict[tuple[str, Kind, str, str], list[int]] = {}
         for module, kind, reason, flops, plain, outside in self._counted:
             if kind == "units" and plain is not None and (reason := plain[0].get(plain[1], "")):

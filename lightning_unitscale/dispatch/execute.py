@@ -93,14 +93,7 @@ class Product:
 def run_in_units(
     product: Product, original: Kernel, args: list[Any], kwargs: dict[str, Any]
 ) -> Any:
-    """Run a product on operands divided by their units, and multiply its results by them.
-
-    Args:
-        product: The product.
-        original: torch's own kernel.
-        args: Arguments, which may be changed.
-        kwargs: Keyword arguments.
-    """
+    """Run a product on operands divided by their units, and multiply its results by them."""
     for position, unit, is_gradient in product.scaled:
         # Two backward products in a row read one gradient.
         copy_of = shared_copy if is_gradient else scaled_copy
@@ -109,14 +102,7 @@ def run_in_units(
 
 
 def run_scaled(product: Product, original: Kernel, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """:func:`run_in_units` with operands that are in their units already.
-
-    Args:
-        product: The product.
-        original: torch's own kernel.
-        args: Arguments, which may be changed.
-        kwargs: Keyword arguments.
-    """
+    """:func:`run_in_units` with operands that are in their units already."""
     rule, units, common = product.rule, product.log2_units, product.common
     if common and rule.with_factor and _takes_factor(args[rule.operands[0]]):
         first, second = rule.operands_in(args)

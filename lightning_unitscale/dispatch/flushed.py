@@ -37,13 +37,7 @@ class FlushedOperands:
         self._levels: Counter[str] = Counter()
 
     def measure(self, name: str, stored: Tensor, format: NumberFormat) -> None:
-        """Measure an operand.
-
-        Args:
-            name: The operand's.
-            stored: The operand in its unit.
-            format: What it is rounded to.
-        """
+        """Measure an operand."""
         if self._levels[name] == len(_MAX_SHARES):
             return
         magnitudes = stored.detach().abs()
@@ -62,11 +56,7 @@ class FlushedOperands:
             self._found[name] = f"{shown} ({percent(share)} of its elements in {format})"
 
     def take(self, is_rounded: Callable[[str], bool] = lambda name: True) -> str:
-        """Return what has arrived and was not reported yet; empty if that is nothing.
-
-        Args:
-            is_rounded: Whether an operand is rounded at all, by its name.
-        """
+        """Return what has arrived and was not reported yet; empty if that is nothing."""
         if self._rows:
             rows, self._rows = self._rows, []
             device = rows[0][2].device

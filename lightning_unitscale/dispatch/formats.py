@@ -43,21 +43,11 @@ class Numerics(abc.ABC):
 
     @abc.abstractmethod
     def applies_to(self, product: Product, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether a product is rounded.
-
-        Args:
-            product: The product.
-            args: Arguments.
-            kwargs: Keyword arguments.
-        """
+        """Whether a product is rounded."""
 
     @abc.abstractmethod
     def why_not(self, product: Product) -> str:
-        """Return why a product is not rounded that :meth:`applies_to` has just refused.
-
-        Returns:
-            Empty where the steps that run now are not rounded at all.
-        """
+        """Return why a product is not rounded that :meth:`applies_to` has just refused."""
 
     @abc.abstractmethod
     def run(
@@ -78,11 +68,7 @@ class Numerics(abc.ABC):
         return False
 
     def receive(self) -> Unrepresentable:
-        """Leave out what :meth:`measure` has seen not to fit, without waiting for the device.
-
-        Returns:
-            What is new.
-        """
+        """Leave out what :meth:`measure` has seen not to fit, without waiting for the device."""
         return Unrepresentable()
 
     def take_flushed(self) -> str:
@@ -93,14 +79,7 @@ class Numerics(abc.ABC):
         return ""
 
     def fit(self, joint: Callable[[Unrepresentable], Unrepresentable]) -> Unrepresentable:
-        """Leave out what does not fit the format, of what was measured.
-
-        Args:
-            joint: What all ranks have found, by what this one has.
-
-        Returns:
-            What is new.
-        """
+        """Leave out what does not fit the format, of what was measured."""
         return Unrepresentable()
 
 
@@ -109,11 +88,6 @@ class SimulatedProducts(Numerics):
 
     A backward product rounds a saved operand as its forward product did: a random or a moving grid
     is drawn by the operand's name and the step, not by the call.
-
-    Args:
-        *configs: The formats, the way of rounding, and the names that it is for; one after the
-            other where several are for the same product.
-        measures_range: Whether to measure which elements become zero, for :meth:`take_flushed`.
     """
 
     name = "a simulated format"
@@ -184,17 +158,7 @@ def _format_of(config: SimulateFormat, is_gradient: bool) -> NumberFormat:
 
 
 def rounding_key(seed: int, step: int, name: str, device: torch.device) -> Tensor:
-    """Key of a stochastic rounding, the same wherever an operand is rounded within a step.
-
-    Args:
-        seed: Of all of them.
-        step: The training step.
-        name: The operand's.
-        device: Where it is.
-
-    Returns:
-        INT64 of shape ``(2,)``, as ``quantize`` takes it.
-    """
+    """Key of a stochastic rounding, the same wherever an operand is rounded within a step."""
     text = f"{seed}/{step}/{name}".encode()
     return numbers_on(device, [zlib.crc32(text), zlib.adler32(text)], torch.int64)
 

@@ -52,12 +52,7 @@ _MM = next(rule for rule in RULES if rule.operator == "mm")
 
 
 class FP8Products(Numerics):
-    """Runs linear layers, and both their gradients, in FP8 with the units of their operands.
-
-    Args:
-        config: What is left out, by name or by measurement, and the formats.
-        measures_range: Whether what does not fit, by what :meth:`measure` sees, is left out.
-    """
+    """Runs linear layers, and both their gradients, in FP8 with the units of their operands."""
 
     name = "FP8"
 
@@ -154,11 +149,7 @@ class FP8Products(Numerics):
         return self._config.unfit.without(before)
 
     def _send(self) -> Callable[[], Unrepresentable]:
-        """Send for what was measured since the last call.
-
-        Returns:
-            What waits for it, and tells what does not fit.
-        """
+        """Send for what was measured since the last call."""
         rows, self._rows = self._rows, []
         if not rows:
             return Unrepresentable
@@ -212,14 +203,7 @@ class FP8Products(Numerics):
     def run_layer(
         self, product: Product, input: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
-        """Run a linear layer so that it keeps FP8 for its backward pass.
-
-        Args:
-            product: Its product, of whose site all units are known.
-            input: Its input.
-            weight: Its weight.
-            bias: Its bias, if it has one.
-        """
+        """Run a linear layer so that it keeps FP8 for its backward pass."""
         config, site = self._config, product.site
         x, w, g = (2.0**unit for unit in (*product.log2_units, site.log2_gamma or 0))
         x_grid, w_grid, g_grid = (
@@ -255,12 +239,7 @@ class FP8Products(Numerics):
 
 
 def numerics_of(passes: Iterable[GraphPass | None], *, measures_range: bool) -> list[Numerics]:
-    """What rounds products; what runs in FP8 is not rounded again.
-
-    Args:
-        passes: That would do the same to captured graphs.
-        measures_range: Whether what does not fit into FP8 is left out, and what is lost reported.
-    """
+    """What rounds products; what runs in FP8 is not rounded again."""
     passes = list(passes)
     simulated = [graph_pass for graph_pass in passes if isinstance(graph_pass, SimulateFormat)]
     return [
@@ -279,11 +258,6 @@ def is_weight(name: str, weight: Tensor, layer: nn.Module | None) -> bool:
     """Whether a matrix is made of a parameter of the layer that reads it, by its shape.
 
     ``F.linear(x, 2 * w)`` and ``x @ y.t()`` are the same operation.
-
-    Args:
-        name: Of the product that reads it.
-        weight: The second operand.
-        layer: The module that runs the product.
     """
     if layer is None or not name.rpartition(".")[2].startswith(_LINEAR):
         return False

@@ -57,12 +57,7 @@ PASS = GraphPass("joint_custom_pre_pass", _round)
 
 
 class FormatsInGraph:
-    """Lets the products of one graph round.
-
-    Args:
-        graph: The graph of both passes, or the only one of a step without gradients.
-        session: Of the step.
-    """
+    """Lets the products of one graph round."""
 
     def __init__(self, graph: fx.Graph, session: ProductSession) -> None:
         self._graph = graph

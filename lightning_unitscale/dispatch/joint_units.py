@@ -64,13 +64,7 @@ PASS = GraphPass("joint_custom_post_pass", _give_units)
 
 
 class UnitsInGraph:
-    """Gives units to the products of one graph.
-
-    Args:
-        graph: The graph of both passes, or the only one of a step without gradients.
-        session: Of the step.
-        is_fused: Whether Inductor compiles the graph; else it runs op by op.
-    """
+    """Gives units to the products of one graph."""
 
     def __init__(self, graph: fx.Graph, session: ProductSession, *, is_fused: bool = True) -> None:
         self._graph = graph

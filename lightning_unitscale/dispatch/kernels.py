@@ -126,12 +126,7 @@ def _override_products(overrides: KernelOverrides) -> None:
 
 
 def product_kernel(rule: ProductRule, original: Kernel) -> Kernel:
-    """A kernel of a rule's operator that asks whose product it runs.
-
-    Args:
-        rule: The operator.
-        original: torch's own kernel.
-    """
+    """A kernel of a rule's operator that asks whose product it runs."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         frame = calling_frame()

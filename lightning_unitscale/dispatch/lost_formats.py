@@ -25,11 +25,7 @@ _NAMED = 5
 
 
 class LostFormats:
-    """Compares the coverage of a step with that of the steps before it.
-
-    Args:
-        wanted: What the user has asked for, as ``"precision='fp8'"``.
-    """
+    """Compares the coverage of a step with that of the steps before it."""
 
     def __init__(self, wanted: str) -> None:
         self._wanted = wanted
@@ -44,13 +40,7 @@ class LostFormats:
         return counter.outside() <= self._known[name]
 
     def new_in(self, name: str, coverage: Coverage, when: str) -> str:
-        """Return what to warn of after a step; empty if nothing was lost since the last one.
-
-        Args:
-            name: Of the step.
-            coverage: Its products.
-            when: Such as ``"step 17"``.
-        """
+        """Return what to warn of after a step; empty if nothing was lost since the last one."""
         if not coverage.format:
             return ""
         last, self._last[name] = self._last.get(name), coverage

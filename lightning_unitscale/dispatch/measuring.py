@@ -39,15 +39,6 @@ class Measuring:
 
         The first time, and in a look, all operands are measured. At other times those without a
         unit are, so that one that stays zero costs a row in each step.
-
-        Args:
-            product: The product.
-            args: Arguments of its operator.
-            known: Exponents of their units, ``None`` for one without.
-            before: What was measured of them in this step; empty if nothing was.
-
-        Returns:
-            What was measured of each operand.
         """
         rule, site, slot = product.rule, product.site, product.slot
         operands, read = rule.operands_in(args), rule.measured_in(args)

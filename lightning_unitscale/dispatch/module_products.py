@@ -47,14 +47,6 @@ def units_of_example(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[s
 
     Neither the module nor any random state changes. A module in FP16, or under autocast to it, is
     measured in FP32 as well: what FP16 loses measures as zero.
-
-    Args:
-        module: The module; of its products nothing is rounded here.
-        args: Positional arguments of one call.
-        kwargs: Keyword arguments of that call.
-
-    Returns:
-        The gauge, and the products that have to run plain.
     """
     units, measurement = _measure(module, args, kwargs, is_wide=False)
     if runs_in_fp16(module):
@@ -109,10 +101,6 @@ class _ForwardMethod(SessionMethod):
 
 class ModuleProducts(AttachedSession):
     """The ``forward`` of a module in a session that transforms have asked for.
-
-    Args:
-        module: The module, which gets it as an attribute.
-        passes: What the transforms want of its products.
 
     Attributes:
         passes: The same.

@@ -77,11 +77,7 @@ def identity_of(node: Any) -> int:
 
 
 def latest_key(read: Iterable[Tensor]) -> NodeKey | None:
-    """Key of the node that was made last on this thread; ``None`` where nothing needs a gradient.
-
-    Args:
-        read: What the node was made for, or some of it.
-    """
+    """Key of the node made last on this thread; ``None`` where nothing needs a gradient."""
     leaf = None
     for tensor in read:
         if tensor.requires_grad:
@@ -116,12 +112,7 @@ def leaf_of(node: Any) -> Tensor | None:
 
 
 def upstream(node: Any, most: int) -> Iterator[Any]:
-    """The nodes that a node reads from, directly or through others, the nearest first.
-
-    Args:
-        node: The node, which comes first itself.
-        most: How many nodes at most.
-    """
+    """The nodes that a node reads from, directly or through others, the nearest first."""
     found, waiting = {node}, deque([node])
     while waiting:
         reader = waiting.popleft()
@@ -161,12 +152,7 @@ def _stash(key: str, value: object) -> None:
 
 
 class HandedOn(Generic[T]):
-    """A value that a thread has, and those have that run a backward pass for it.
-
-    Args:
-        name: What it is called.
-        default: The value where none was set.
-    """
+    """A value that a thread has, and those have that run a backward pass for it."""
 
     def __init__(self, name: str, default: T) -> None:
         self._key = f"lightning_unitscale.{name}"

@@ -55,12 +55,7 @@ def asking_session(node: Any) -> tuple[ProductSession | None, Call | None]:
 
 
 def owner_of(rule: ProductRule, args: Any) -> tuple[ProductSession | None, Any, Call | None]:
-    """Whose a product is, within which autograd node it runs, and what that was made for.
-
-    Args:
-        rule: Its operator.
-        args: Arguments.
-    """
+    """Whose a product is, within which autograd node it runs, and what that was made for."""
     if (node := current_node()) is not None:
         session, call = asking_session(node)
         if session is None and call is None:

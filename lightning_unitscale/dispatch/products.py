@@ -83,12 +83,7 @@ class ProductRule:
     )
 
     def reading(self, args: Arguments, kwargs: Mapping[str, Any]) -> ProductRule:
-        """The rule without the operands and the addends that a call does not read.
-
-        Args:
-            args: Arguments, or the nodes of a graph in their place.
-            kwargs: Keyword arguments.
-        """
+        """The rule without the operands and the addends that a call does not read."""
         rule = self
         if self.mask is not None:
             wanted = tuple(args[self.mask])
@@ -100,12 +95,7 @@ class ProductRule:
         return rule
 
     def multiplies(self, args: Arguments, kwargs: Mapping[str, Any]) -> bool:
-        """Whether a call reads two operands at all: not for a sum, nor for empty matrices.
-
-        Args:
-            args: Arguments of the call that this rule is :meth:`reading`.
-            kwargs: Keyword arguments.
-        """
+        """Whether a call reads two operands at all: not for a sum, nor for empty matrices."""
         for position in self.operands:
             if args[position].numel() == 0:
                 return False

@@ -46,9 +46,6 @@ def running_compiled(session: ProductSession) -> AbstractContextManager[Any]:
 
     For formats Inductor leaves small products whole, and so all is compiled again; what another
     backend compiles runs uncompiled.
-
-    Args:
-        session: Whose step it is.
     """
     is_first, module = session not in _met, session.sites.module
     _met.add(session)

@@ -26,12 +26,6 @@ _RECOMPUTE, _CHECKPOINT = "recompute", "ac_graph_id"
 class Scaling:
     """Puts such nodes into a graph.
 
-    Args:
-        graph: The graph.
-        copies: The copies of another one, to share those of what a graph computes. What it is
-            given stays in memory anyway, and copies of that would be saved beside it.
-        in_units: All products that will run in units; none where nothing is fused.
-
     Attributes:
         parts: The node that gives the factors of products, in a tensor for each.
         copies: By what they were made of, and by the name of its unit.
@@ -73,13 +67,7 @@ class Scaling:
         return factors
 
     def scale(self, node: fx.Node, rule: ProductRule, product: CompiledProduct) -> None:
-        """Run a product in units.
-
-        Args:
-            node: The product.
-            rule: Its operator.
-            product: What is known of it.
-        """
+        """Run a product in units."""
         args, addend = list(node.args), len(product.sources)
         factors = self._factors_of(product)
         names = product.names
@@ -108,11 +96,7 @@ class Scaling:
     def _read_through(
         self, node: fx.Node, factors: Sequence[_Factor], meta: dict[str, Any]
     ) -> list[fx.Node]:
-        """Let whoever reads a node read it times all of these factors, one after the other.
-
-        Returns:
-            The node times the first of them, that times the second, and so on.
-        """
+        """Let whoever reads a node read it times all of these factors, one after the other."""
         users, products = list(node.users), [node]
         with self._graph.inserting_before(node.next):
             for factor in factors:
@@ -129,15 +113,7 @@ class Scaling:
         name: _Name | None = None,
         back: int | None = None,
     ) -> fx.Node:
-        """A tensor times a factor, in the same arrangement.
-
-        Args:
-            node: The tensor.
-            factor: The factors of the product, and which of them it is.
-            product: What reads it.
-            name: What the factor is the unit of: products of a site read one copy.
-            back: Which of the factors takes a gradient out of its unit again.
-        """
+        """A tensor times a factor, in the same arrangement."""
         chain = list(arranged(node))
         copies = self._of_inputs if chain[-1].op == "placeholder" else self.copies
         # Inductor would write a copy of what lies out of order twice: in order, and as it is read.

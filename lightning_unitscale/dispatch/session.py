@@ -85,12 +85,6 @@ def run_inside(function: Kernel, *args: Any, **kwargs: Any) -> Any:
 class ProductSession:
     """The products of one module's steps, with their units.
 
-    Args:
-        module: The module; names of products are paths in it.
-        boundary: Code of the function that calls a step.
-        units: The units in force, and those to come.
-        numerics: What rounds products, by precedence.
-
     Attributes:
         ref: The session, weakly: the same object each time.
         units: The units in force.
@@ -150,11 +144,7 @@ class ProductSession:
         self.units.begin_step(is_training=is_training)
 
     def begin_part(self, index: int) -> None:
-        """Begin a part of a step that is run in microbatches: products are counted again.
-
-        Args:
-            index: Of the microbatch.
-        """
+        """Begin a part of a step that is run in microbatches: products are counted again."""
         self.sites.begin()
         self.units.begin_part(index)
 
@@ -186,17 +176,7 @@ class ProductSession:
         call: Call | None,
         frame: FrameType | None,
     ) -> Any:
-        """Run a product of a step of the module, forward or backward.
-
-        Args:
-            rule: Its operator.
-            original: torch's own kernel.
-            args: Arguments.
-            kwargs: Keyword arguments.
-            node: The autograd node within which it runs, if it runs within one.
-            call: The forward product that the node was made for, if it was made for one.
-            frame: What calls; ``None`` if it is the engine itself.
-        """
+        """Run a product of a step of the module, forward or backward."""
         if kwargs or rule.mask is not None:
             rule = rule.reading(args, kwargs)
         operands = rule.operands_in(args)
@@ -239,14 +219,7 @@ class ProductSession:
         args: _Args,
         kwargs: dict[str, Any],
     ) -> Any:
-        """Run a product in a format, in units or as it is, and count it.
-
-        Args:
-            product: The product.
-            original: torch's own kernel.
-            args: Arguments.
-            kwargs: Keyword arguments.
-        """
+        """Run a product in a format, in units or as it is, and count it."""
         kind: Kind
         reason = outside = ""
         numerics: Numerics | None = None
@@ -286,13 +259,7 @@ class ProductSession:
     def forward_product(
         self, rule: ProductRule, site: Site, args: _Args
     ) -> tuple[Product, Extents]:
-        """A forward product with what it runs with, and what was measured of its operands.
-
-        Args:
-            rule: Its operator, as the call reads it.
-            site: Which product of the step it is.
-            args: Arguments.
-        """
+        """A forward product with what it runs with, and what was measured of its operands."""
         product: Product | None = site.product
         if product is not None and product.rule is rule and not self.units.is_looking:
             return product, ()
@@ -324,14 +291,7 @@ class ProductSession:
         call: Call,
         sources: Sources,
     ) -> Product:
-        """A backward product of a call with what it runs with.
-
-        Args:
-            rule: Its operator, as the call reads it.
-            args: Arguments.
-            call: The forward product.
-            sources: For each operand which forward operand it is.
-        """
+        """A backward product of a call with what it runs with."""
         forward, site = call.product, call.product.site
         gamma, is_looking = site.log2_gamma, self.units.is_looking
         is_kept = site.product is forward and not (is_looking or torch.is_grad_enabled())
@@ -368,11 +328,7 @@ class ProductSession:
         return product
 
     def receive(self) -> list[Unrepresentable]:
-        """Receive what was measured in the step before, without waiting for the device.
-
-        Returns:
-            What formats cannot represent of it.
-        """
+        """Receive what was measured in the step before, without waiting for the device."""
         self.units.receive()
         return [numerics.receive() for numerics in self.numerics]
 

@@ -92,11 +92,6 @@ class Sites:
 
     A product's module is the innermost one whose call is on the Python stack. No hook is needed for
     that: nothing of the user's is changed, and nothing is there to be copied, pickled or traced.
-
-    Args:
-        module: The root; its path is the empty string.
-        boundary: Code above which nothing belongs to the step.
-        units: What is known of the products.
     """
 
     def __init__(self, module: nn.Module, boundary: CodeType, units: Units) -> None:
@@ -126,13 +121,7 @@ class Sites:
         self._counts.clear()
 
     def find(self, word: str, roles: tuple[str, ...], run: Run) -> Site:
-        """The site of the product that is about to run.
-
-        Args:
-            word: What the operation is called.
-            roles: What its operands are called.
-            run: Where it runs.
-        """
+        """The site of the product that is about to run."""
         key = run.path, word
         if run.result and (known := _occurrence(run.result, *key)) is not None:
             return self.numbered(word, roles, run.path, known)
@@ -149,14 +138,7 @@ class Sites:
         return self.numbered(word, roles, run.path, index)
 
     def numbered(self, word: str, roles: tuple[str, ...], path: str, index: int) -> Site:
-        """The site of one occurrence, for who counts them himself; see :meth:`find`.
-
-        Args:
-            word: What the operation is called.
-            roles: What its operands are called.
-            path: Path of its module.
-            index: How many like it run before it in a call of the module.
-        """
+        """The site of one occurrence, for who counts them himself; see :meth:`find`."""
         sites = self._places.setdefault((path, word), [])
         # Those before it may run on another rank.
         while len(sites) <= index:
@@ -181,13 +163,7 @@ class Sites:
         return self._starts.get(run.checkpoint, {}).get(key, 0) if run.checkpoint else 0
 
     def derive(self, site: Site, slot: str, roles: tuple[str, ...]) -> Site:
-        """The product that a backward product is for the backward pass of the backward pass.
-
-        Args:
-            site: The forward product.
-            slot: Which backward product of it.
-            roles: What its operands are called.
-        """
+        """The product that a backward product is for the backward pass of the backward pass."""
         derived = self._units.sites.get(f"{site.name}:{slot}")
         if derived is None:
             derived = Site(f"{site.name}:{slot}", site.module, roles)
@@ -219,10 +195,6 @@ class Sites:
 
         Within one it is a product that a checkpoint's body computes again, for the node that asked
         for it; otherwise it is one of the backward pass, and there is no such place.
-
-        Args:
-            node: The node.
-            frame: The frame that calls; by default that of who asks.
         """
         frame = sys._getframe(1) if frame is None else frame
         return self.forward_run(frame) if node is None else self._backward_run(node, frame)
@@ -236,11 +208,7 @@ class Sites:
         return Run(_LOSS, _LOSS)
 
     def forward_run(self, frame: FrameType | None = None) -> Run:
-        """Where the product of a forward pass runs.
-
-        Args:
-            frame: The frame that calls; by default that of who asks.
-        """
+        """Where the product of a forward pass runs."""
         bodies: list[Any] = []
         path: str | None = None
         result = ""

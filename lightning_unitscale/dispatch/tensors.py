@@ -38,18 +38,7 @@ def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
 def _copy_strides(
     shape: tuple[int, ...], strides: tuple[int, ...], line: int
 ) -> tuple[bool, tuple[int, ...] | None]:
-    """How a copy has to lie that begins with a cache line, like its source.
-
-    Args:
-        shape: Of the source.
-        strides: Likewise.
-        line: Elements of a cache line.
-
-    Returns:
-        Whether what torch computes lies so anyway: it makes up the strides of some dimensions of
-        size 1, and leaves no gaps. And the strides of the copy; ``None`` where elements share
-        memory.
-    """
+    """How a copy has to lie that begins with a cache line, like its source."""
     is_kept = (torch.empty_strided(shape, strides, device="meta") * 2.0).stride() == strides
     if 0 in strides or 0 < _span(shape, strides) < math.prod(shape):
         return is_kept, None
@@ -60,10 +49,6 @@ def scaled_copy(tensor: Tensor, exponent: int) -> Tensor:
     """``tensor * 2**exponent`` with the strides and the alignment of ``tensor``.
 
     BLAS may add in another order for another stride, and for another place within a cache line.
-
-    Args:
-        tensor: Floating point, of any shape and layout.
-        exponent: Within +-126.
     """
     factor = POWERS_OF_TWO[tensor.dtype][exponent]
     # Memory that is allocated begins with a line, so that only what does too can be like its copy.

@@ -175,11 +175,7 @@ def overridden_kernel(operator: str, device: str) -> Kernel:
 
 
 class KernelOverrides:
-    """Kernels of aten operators that are exchanged until :meth:`remove`.
-
-    Args:
-        key: Name of the dispatch key that they are exchanged for, such as ``"CPU"``.
-    """
+    """Kernels of aten operators that are exchanged until :meth:`remove`."""
 
     def __init__(self, key: str) -> None:
         self._key = key
@@ -187,12 +183,7 @@ class KernelOverrides:
         self._overloads: list[Any] = []
 
     def put(self, operator: str, make_kernel: Callable[[Kernel], Kernel]) -> None:
-        """Let a kernel of ours run for an operator, where torch has one.
-
-        Args:
-            operator: Its name, with the overload if that is not the default.
-            make_kernel: Makes the kernel from torch's own.
-        """
+        """Let a kernel of ours run for an operator, where torch has one."""
         overload = overload_of(operator)
         original = _original_kernel(overload, self._key)
         if original is None:

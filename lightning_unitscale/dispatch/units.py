@@ -17,9 +17,6 @@ class Units:
     An operand that is all zero, empty or not finite gives no unit. It is measured again in each
     step until it gives one. These numbers come by :meth:`receive`, which waits for no device.
 
-    Args:
-        is_used: Whether products run in units at all; if not, all units are 1.
-
     Attributes:
         gauge: The units in force, by the names of operands and products.
         plain: By site, which of its products run as they are, and why.
@@ -109,12 +106,7 @@ class Units:
             product.site.seen[product.slot] = product
 
     def take_at_once(self, product: MeasuredProduct) -> tuple[int | None, ...]:
-        """Wait for what was measured of a product, and put its units into force.
-
-        Returns:
-            Exponents of the units of its operands, ``None`` for one that gives none, or has been
-            measured before and gave none then.
-        """
+        """Wait for what was measured of a product, and put its units into force."""
         operands = list(zip(product.names, product.extents, product.log2_units, strict=True))
         new_ones = {
             name: extent
@@ -218,14 +210,7 @@ class Units:
         self.adopt(self.new_in(self.received()))
 
     def adopt(self, measurement: Measurement) -> list[str]:
-        """Take the units of measured tensors, and leave out products in which they are not exact.
-
-        Args:
-            measurement: The products of this rank, with the RMS that all ranks have measured.
-
-        Returns:
-            Names of tensors that were measured before and gave no unit.
-        """
+        """Take the units of measured tensors; leave out products in which they are inexact."""
         measured = Gauge.of_rms(measurement.forward, measurement.backward)
         late = [name for name in measured if name in self.lacking]
         if measured:

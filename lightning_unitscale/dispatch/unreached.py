@@ -87,12 +87,7 @@ UNREACHED: tuple[UnreachedRule, ...] = (
 
 
 def unreached_kernel(rule: UnreachedRule, original: Kernel) -> Kernel:
-    """A kernel that counts the products of an operator and leaves them as they are.
-
-    Args:
-        rule: The operator.
-        original: torch's own kernel.
-    """
+    """A kernel that counts the products of an operator and leaves them as they are."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         session = LOCAL.session
@@ -113,13 +108,7 @@ def unreached_kernel(rule: UnreachedRule, original: Kernel) -> Kernel:
 
 
 def writing_kernel(rule: ProductRule, unreached: UnreachedRule, original: Kernel) -> Kernel:
-    """A kernel that writes a product of the table into a tensor of its caller's.
-
-    Args:
-        rule: Of the product.
-        unreached: The operator, where no factor reaches it.
-        original: torch's own kernel.
-    """
+    """A kernel that writes a product of the table into a tensor of its caller's."""
     plain = unreached_kernel(unreached, original)
     writing = functools.partial(run_inside, getattr(torch.ops.aten, rule.operator).out)
     if not rule.addends:

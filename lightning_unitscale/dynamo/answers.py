@@ -187,11 +187,7 @@ class _Answers(dict[Any, Any]):
 
 
 def _asker(frame: Any) -> _Asker:
-    """Those who ask among the functions that Dynamo is inlining, innermost first.
-
-    Args:
-        frame: That of Dynamo's handler.
-    """
+    """Those who ask among the functions that Dynamo is inlining, innermost first."""
     translator = frame.f_locals.get("tx")
     callers: list[tuple[str, str]] = []
     while translator is not None and len(callers) < 3:

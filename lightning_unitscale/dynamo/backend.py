@@ -59,11 +59,7 @@ def partitioned_by(partition_fn: Any) -> Iterator[None]:
 
 
 def traced_backward(*, is_autocast: bool) -> contextlib.AbstractContextManager[None]:
-    """Return the settings under which AOTAutograd traces a backward pass.
-
-    Args:
-        is_autocast: Whether the backward pass runs within the autocast of the forward pass.
-    """
+    """Return the settings under which AOTAutograd traces a backward pass."""
     from torch._functorch import config
 
     patch: contextlib.AbstractContextManager[None] = config.patch(

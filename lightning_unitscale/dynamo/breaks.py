@@ -65,12 +65,7 @@ class Reason(str):
 
     @classmethod
     def of(cls, text: str, lines: Sequence[Any] = ()) -> Reason:
-        """Shorten a text of Dynamo's.
-
-        Args:
-            text: The text.
-            lines: The lines that it was about to trace.
-        """
+        """Shorten a text of Dynamo's."""
         reason = cls(_one_line(text, lines))
         reason.why, reason.lines = short_reason(text), lines
         return reason
@@ -196,9 +191,6 @@ def not_followed(inputs: Any) -> str | None:
     """Name of a class among the inputs' whose ``__torch_function__`` Dynamo does not capture.
 
     It would be traced in pieces, with other results or errors of its own: MONAI's ``MetaTensor``.
-
-    Args:
-        inputs: Whatever a step is called with.
     """
     for value in tree_leaves(inputs):
         kind = type(value)

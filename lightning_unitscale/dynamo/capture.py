@@ -252,13 +252,7 @@ def frame_being_captured() -> int | None:
 def describe(
     graph_module: fx.GraphModule, example_inputs: Sequence[Any], module: nn.Module
 ) -> CapturedGraph:
-    """Name the inputs of a graph that Dynamo captured from a step of a module.
-
-    Args:
-        graph_module: Dynamo's graph; it is copied.
-        example_inputs: What it was captured with.
-        module: The module.
-    """
+    """Name the inputs of a graph that Dynamo captured from a step of a module."""
     fqns = _fqns(module)
     inputs = []
     for node in graph_module.graph.find_nodes(op="placeholder"):

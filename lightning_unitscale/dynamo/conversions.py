@@ -26,11 +26,7 @@ from lightning_unitscale.patching import shadowed_here
 
 @contextlib.contextmanager
 def around_captures(enter: Callable[[CodeType], AbstractContextManager[None]]) -> Iterator[None]:
-    """Within this context every function is captured within a context of ours.
-
-    Args:
-        enter: Makes that context, given the code of the function that is about to be captured.
-    """
+    """Within this context every function is captured within a context of ours."""
     convert = convert_frame.ConvertFrame.__call__
     attempt = convert_frame.ConvertFrameAssert.__call__
     refusals: list[Unsupported] = []

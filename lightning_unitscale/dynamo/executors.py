@@ -53,20 +53,7 @@ def execute_with(
     backward_is_autocast: bool = False,
     rewriter: GraphRewriter | None = None,
 ) -> Callable[..., Any]:
-    """Turn a rewritten graph into something that runs.
-
-    Args:
-        executor: ``"eager"`` runs the graph op by op, ``"aot_eager"`` runs AOTAutograd's forward
-            and backward graphs op by op, ``"inductor"`` compiles them.
-        graph_module: The graph; owned by the callee from here on.
-        inputs: Example inputs in placeholder order.
-        partition_fn: Splits AOTAutograd's joint graph into forward and backward graph; torch's own
-            does if it is left out. Inductor takes a ``CustomPartitionerFn``.
-        mode: Of Inductor.
-        backward_is_autocast: Whether the backward pass runs within the autocast of the forward
-            pass, as in manual optimization.
-        rewriter: Rewrites what ``"aot_eager"`` runs. Inductor has passes of its own.
-    """
+    """Turn a rewritten graph into something that runs."""
     if executor == "eager":
         _restore_checkpointing(graph_module)
         return compiled_forward(graph_module)

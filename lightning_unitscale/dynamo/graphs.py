@@ -94,11 +94,7 @@ LINES: dict[int, _Lines] = {}
 
 
 def names_of_line(frame: FrameType) -> tuple[str, str] | None:
-    """Return the module whose operation a frame of a graph's code runs, and the result's name.
-
-    Args:
-        frame: Any frame; ``None`` is returned for one of other code.
-    """
+    """Return the module whose operation a frame of a graph's code runs, and the result's name."""
     lines = LINES.get(id(frame.f_code))
     if lines is None:
         return None
@@ -113,12 +109,6 @@ def add_placeholder(
 
     AOTAutograd refuses an input without a source when the others have one (it builds its aliasing
     guards from them), so ours is given the source of a global that nobody guards on.
-
-    Args:
-        graph: The graph.
-        name: Name of the input.
-        example: A fake tensor of its shape, type and device.
-        nested: Whether the graph is the body of a checkpoint, whose inputs have no source.
     """
     placeholders = graph.find_nodes(op="placeholder")
     first = next(iter(graph.nodes))
@@ -151,10 +141,6 @@ def stand_ins(mode: Any, arguments: list[fx.Node]) -> tuple[Any, dict[fx.Node, A
 
     Symbolic sizes are the numbers that they were in the capture, as long as these are known: with
     symbols an operator takes up to a hundred times as long.
-
-    Args:
-        mode: The fake mode of the graph.
-        arguments: Nodes with example values.
     """
     if mode not in _IN_NUMBERS:  # to make one takes long
         _IN_NUMBERS[mode] = FakeTensorMode(allow_non_fake_inputs=mode.allow_non_fake_inputs)

@@ -291,11 +291,7 @@ _opened: list[bool] = []
 
 @contextlib.contextmanager
 def opened_layers(are_opened: bool) -> Iterator[None]:
-    """Within this context fused layers are captured operation by operation.
-
-    Args:
-        are_opened: Whether they are; otherwise the user's own setting holds, with the user's bits.
-    """
+    """Within this context fused layers are captured operation by operation."""
     if not are_opened:
         yield
         return

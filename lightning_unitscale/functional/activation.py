@@ -142,20 +142,6 @@ def silu_glu(
 ) -> Tensor:
     """Unit-scaled gated linear unit, ``input * silu(mult * gate)``.
 
-    Args:
-        input: Any shape, at RMS 1.
-        gate: The same shape, at RMS 1.
-        mult: Sharpness of the gate.
-        constraint: Between the factors of the output, of the gradient of ``input``, and of that of
-            ``gate``.
-
-    Returns:
-        The shape of ``input``, at RMS 1.
-
-    Raises:
-        TypeError: If ``gate`` is not a floating-point tensor.
-        ValueError: If ``constraint`` or ``mult`` is not usable.
-
     References:
         Blake et al., "u-muP" (arXiv 2407.17465), appendix on gated activations. Factors by
         quadrature: (E silu(mult x)^2)^-1/2 for the output and the gradient of ``input``.

@@ -183,19 +183,6 @@ def add(
 ) -> Tensor:
     """Unit-scaled ``input + alpha * other``.
 
-    Args:
-        input: Any shape, at RMS 1, or a number.
-        other: A shape that broadcasts with it, or a number.
-        alpha: Weight of ``other``.
-        constraint: Between the factors of the output and of the two gradients.
-
-    Returns:
-        The sum times ``(1 + alpha**2)**-0.5``; the plain sum where one side is a single number.
-
-    Raises:
-        TypeError: If ``input`` is an integer tensor.
-        ValueError: If ``constraint`` is unknown.
-
     References:
         Blake, Orr, Luschi, "Unit Scaling" (arXiv 2303.11257), table of ops.
     """
@@ -207,55 +194,19 @@ def add(
 
 
 def residual_split(input: Tensor, tau: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Split a tensor into the input of a residual branch and the skip connection.
-
-    Args:
-        input: Any shape.
-        tau: Weight of the branch relative to the skip connection, 0 or more; the same as in
-            :func:`residual_add`.
-
-    Returns:
-        ``(residual, skip)``, both ``input``; their gradients are weighted.
-
-    Raises:
-        ValueError: If ``tau`` is negative or not finite.
-    """
+    """Split a tensor into the input of a residual branch and the skip connection."""
     branch_weight, skip_weight = residual_weights(tau)
     return scale_bwd(input, branch_weight), scale_bwd(input, skip_weight)
 
 
 def residual_add(residual: Tensor, skip: Tensor, tau: float = 1.0) -> Tensor:
-    """Add the output of a residual branch to the skip connection.
-
-    Args:
-        residual: Output of the branch, at RMS 1.
-        skip: The skip connection, at RMS 1, of the same shape.
-        tau: Weight of the branch relative to the skip connection, 0 or more.
-
-    Returns:
-        ``(tau * residual + skip) / (1 + tau**2)**0.5``, at RMS 1.
-
-    Raises:
-        ValueError: If ``tau`` is negative or not finite.
-    """
+    """Add the output of a residual branch to the skip connection."""
     branch_weight, skip_weight = residual_weights(tau)
     return scale_fwd(residual, branch_weight) + scale_fwd(skip, skip_weight)
 
 
 def residual_apply(fn: Callable[[Tensor], Tensor], input: Tensor, tau: float = 1.0) -> Tensor:
-    """Apply a residual branch: :func:`residual_split`, ``fn``, :func:`residual_add`.
-
-    Args:
-        fn: The branch, from a tensor to one of the same shape.
-        input: Any shape.
-        tau: Weight of the branch relative to the skip connection, 0 or more.
-
-    Returns:
-        ``(tau * fn(input) + input) / (1 + tau**2)**0.5``.
-
-    Raises:
-        ValueError: If ``tau`` is negative or not finite.
-    """
+    """Apply a residual branch: :func:`residual_split`, ``fn``, :func:`residual_add`."""
     residual, skip = residual_split(input, tau)
     return residual_add(fn(residual), skip, tau)
 

@@ -132,32 +132,6 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """Unit-scaled attention with logits ``mult / head_size * query @ key.T``.
 
-    Args:
-        query: ``(batch, heads, queries, head_size)``, at RMS 1.
-        key: ``(batch, heads, keys, head_size)``, at RMS 1.
-        value: ``(batch, heads, keys, value_size)``, at RMS 1.
-        attn_mask: As in torch. The factors know a mask only as ``is_causal``: of one that is passed
-            here they see no values, and assume that every key is visible.
-        dropout_p: As in torch.
-        is_causal: As in torch; row i of the output sees ``i + 1`` keys, and is the larger the fewer
-            they are.
-        scale: Of the logits in place of ``1 / head_size``; ``mult`` multiplies it.
-        enable_gqa: As in torch: fewer key and value heads than query heads.
-        mult: Multiplier of the logits.
-        constraint: Between the factors of the output and of the gradients of query, key and value.
-        output_scale: A fixed factor for the output and all gradients. The derived one grows with
-            the number of keys (about ``keys**0.5``), so a step of incremental decoding, which sees
-            another number of keys than training did, would scale its output in another way: there
-            pass the factor of training. ``None`` derives it from the shapes (and a compiled graph
-            is then made for each number of keys).
-
-    Returns:
-        ``(batch, heads, queries, value_size)``.
-
-    Raises:
-        TypeError: If ``query`` is not a floating-point tensor.
-        ValueError: If ``constraint``, ``mult`` or ``output_scale`` is not usable.
-
     References:
         Blake et al., "u-muP" (arXiv 2407.17465), appendix on attention: 1/head_size in the logits.
         Factors are the moments of a softmax of normal logits.

@@ -43,26 +43,7 @@ def scaled_call(
     mult: float = 1.0,
     scale_power: ScalePower = DEFAULT_POWER,
 ) -> Any:
-    """Call ``function`` such that its output and the gradients of its arguments are at RMS 1.
-
-    Args:
-        rule: The rule of ``function``.
-        function: The plain operation.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        constraint: See :func:`~lightning_unitscale.functional.rules.apply_constraint`;
-            gradients of weights are never constrained.
-        mult: The first argument is multiplied by it.
-        scale_power: Powers of the number of terms in the sums that make the output, the gradients
-            of inputs, and the gradients of weights.
-
-    Returns:
-        What ``function`` returns, scaled; of several results only the first is scaled.
-
-    Raises:
-        TypeError: If the first tensor that gets a gradient is not a floating-point one.
-        ValueError: If ``constraint``, ``mult`` or ``scale_power`` is not usable.
-    """
+    """Call ``function`` such that its output and the gradients of its arguments are at RMS 1."""
     mult = positive(f"{rule.name}: mult", mult)
     _check_power(rule, scale_power)
     arguments, factors, tensors = _prepared(rule, function, args, kwargs or {}, mult)
@@ -90,21 +71,6 @@ def scaled_loss(
 
     16-bit arguments are computed with in FP32, where the gradient has room on its way from the
     scalar to the elements; the result has the type that the plain loss has.
-
-    Args:
-        rule: Of kind ``"loss"``.
-        function: The plain loss.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        mult: The first argument is multiplied by it.
-        correction: Further factor of all gradients, for what depends on values.
-
-    Returns:
-        The loss.
-
-    Raises:
-        TypeError: If the first argument is not a floating-point tensor.
-        ValueError: If ``mult`` is not a positive number.
     """
     mult = positive(f"{rule.name}: mult", mult)
     arguments, factors, tensors = _prepared(rule, function, args, kwargs or {}, mult)

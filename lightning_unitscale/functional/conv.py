@@ -86,14 +86,7 @@ def _transposed(arguments: Mapping[str, Any]) -> Factors:
 def convolved_size(
     size: tuple[int, ...], kernel: tuple[int, ...], arguments: Mapping[str, Any]
 ) -> tuple[int, ...]:
-    """Spatial size of the output of a convolution or of a pool.
-
-    Args:
-        size: Spatial size of the input.
-        kernel: Of the kernel, one number per dimension.
-        arguments: ``stride``, ``padding`` (also ``"same"``, ``"valid"``), ``dilation`` and
-            ``ceil_mode``, each where it is given.
-    """
+    """Spatial size of the output of a convolution or of a pool."""
     dims = len(kernel)
     stride = tuple_of(arguments.get("stride"), dims, 1)
     padding = arguments.get("padding")

@@ -127,22 +127,6 @@ def linear(
 ) -> Tensor:
     """Unit-scaled linear map, ``fan_in**-0.5 * (input @ weight.T + bias)``.
 
-    Args:
-        input: ``(*, in_features)``.
-        weight: ``(out_features, in_features)``, at unit standard deviation.
-        bias: ``(out_features,)``, zero at the start.
-        constraint: Between the factor of the output, ``in_features**-0.5``, and of the gradient of
-            the input, ``out_features**-0.5``.
-        scale_power: Powers of the number of terms in the sums that make the output, the gradient of
-            the input, and the gradients of weight and bias.
-
-    Returns:
-        ``(*, out_features)``.
-
-    Raises:
-        TypeError: If ``input`` is not a floating-point tensor.
-        ValueError: If ``constraint`` or ``scale_power`` is not usable.
-
     References:
         Blake, Orr, Luschi, "Unit Scaling" (arXiv 2303.11257), table of ops. The gradients of weight
         and bias get ``rows**-0.5``, rows being those of this call: with averaged gradients of
@@ -167,20 +151,6 @@ def linear_readout(
 ) -> Tensor:
     """Unit-scaled linear map for a network's final output: its factor is ``1 / in_features``.
 
-    Args:
-        input: ``(*, in_features)``.
-        weight: ``(out_features, in_features)``, at unit standard deviation.
-        bias: ``(out_features,)``.
-        constraint: As in :func:`linear`. None by default: what follows is a loss, so the gradient
-            need not be the derivative of the output.
-
-    Returns:
-        ``(*, out_features)``, smaller than RMS 1 at the start.
-
-    Raises:
-        TypeError: If ``input`` is not a floating-point tensor.
-        ValueError: If ``constraint`` is not usable.
-
     References:
         Blake et al., "u-muP" (arXiv 2407.17465), table 2, output weights.
     """
@@ -197,21 +167,6 @@ def embedding(
     sparse: bool = False,
 ) -> Tensor:
     """Unit-scaled lookup in a table.
-
-    Args:
-        input: Integers of any shape ``(*)``, in ``[0, num_embeddings)``.
-        weight: ``(num_embeddings, width)``, at unit standard deviation.
-        padding_idx: As in torch.
-        max_norm: Must be None: a row cut to a norm is not at RMS 1.
-        norm_type: As in torch.
-        scale_grad_by_freq: Must be False: a row's gradient would be a mean, at a scale of its own.
-        sparse: Must be False: a factor of a gradient needs a dense one.
-
-    Returns:
-        ``(*, width)``.
-
-    Raises:
-        ValueError: If ``max_norm``, ``scale_grad_by_freq`` or ``sparse`` is given.
 
     References:
         Blake, Orr, Luschi, "Unit Scaling" (arXiv 2303.11257), table of ops: the gradient of the

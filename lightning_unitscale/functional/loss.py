@@ -54,13 +54,7 @@ def reduction_of(arguments: Mapping[str, Any]) -> str:
 def _factors(
     arguments: Mapping[str, Any], rows: float | None = None, **mean_squares: float
 ) -> Factors:
-    """Factors of a loss, from the mean squares of what each element adds to the gradients.
-
-    Args:
-        arguments: Of the call.
-        rows: The number that a mean divides by; that of the elements by default.
-        **mean_squares: By the argument's name, for a reduction that only sums up.
-    """
+    """Factors of a loss, from the mean squares of what each element adds to the gradients."""
     reduction = reduction_of(arguments)
     count = 1.0
     if reduction == "batchmean":
@@ -113,11 +107,7 @@ def _kl_div(arguments: Mapping[str, Any]) -> Factors:
 def _of_difference(
     mean_square: Callable[[float, Mapping[str, Any]], float],
 ) -> Callable[[Mapping[str, Any]], Factors]:
-    """Factors of a loss that is a function of ``input - target``.
-
-    Args:
-        mean_square: Mean square of its derivative, from the RMS of the difference.
-    """
+    """Factors of a loss that is a function of ``input - target``."""
 
     def factors(arguments: Mapping[str, Any]) -> Factors:
         rms = math.sqrt(arguments.get("mult", 1.0) ** 2 + 1)
@@ -219,25 +209,6 @@ def cross_entropy(
     The gradient of each token that is not ignored has RMS 1 over the V classes, for logits near 0,
     whatever the reduction, the weights of the classes and the number of ignored tokens.
 
-    Args:
-        input: Logits, ``(V,)``, ``(batch, V)`` or ``(batch, V, *)``.
-        target: Classes, ``()``, ``(batch,)`` or ``(batch, *)``; or probabilities of the shape of
-            ``input``, taken as sharp.
-        weight: ``(V,)``, of the classes.
-        size_average: Deprecated in torch.
-        ignore_index: Class of targets that do not count.
-        reduce: Deprecated in torch.
-        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
-        label_smoothing: In [0, 1).
-        mult: Multiplier of the logits.
-
-    Returns:
-        The plain loss.
-
-    Raises:
-        TypeError: If ``input`` is not a floating-point tensor.
-        ValueError: If ``mult`` is not a positive number.
-
     References:
         Blake, Orr, Luschi, "Unit Scaling" (arXiv 2303.11257), table of ops: V / (V - 1)**0.5 per
         token. Unlike there a mean divides by the tokens that count, as in torch.
@@ -279,21 +250,6 @@ def mse_loss(
     reduction: str = "mean",
 ) -> Tensor:
     """Mean squared error whose gradients are unit-scaled.
-
-    Args:
-        input: Any shape, at RMS 1.
-        target: The same shape, at RMS 1.
-        size_average: Deprecated in torch.
-        reduce: Deprecated in torch.
-        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
-
-    Returns:
-        The plain loss.
-
-    Raises:
-        TypeError: If ``input`` is not a floating-point tensor.
-        ValueError: If the shapes differ: the sums that broadcasting adds to the gradient are seldom
-            meant.
 
     References:
         Blake, Orr, Luschi, "Unit Scaling" (arXiv 2303.11257), table of ops: 8^-1/2 per element.

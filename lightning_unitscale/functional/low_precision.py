@@ -46,11 +46,7 @@ _FIRST_CAPABILITY = (8, 9)
 
 
 def why_no_fp8(device: torch.device) -> str | None:
-    """Why a device cannot multiply FP8 matrices, or ``None`` if it can.
-
-    Args:
-        device: Where the matrices are.
-    """
+    """Why a device cannot multiply FP8 matrices, or ``None`` if it can."""
     if device.type == "cpu":
         return None
     if device.type != "cuda":
@@ -67,19 +63,7 @@ def why_no_fp8(device: torch.device) -> str | None:
 def scaled_product(
     rows: Tensor, columns: Tensor, scale: Tensor, dtype: torch.dtype, *, fast: bool = False
 ) -> Tensor:
-    """``scale * rows @ columns.T``, summed in FP32 and rounded once.
-
-    Args:
-        rows: FP8 of shape ``(m, k)``, in any layout.
-        columns: FP8 of shape ``(n, k)``, in any layout. At most one of the two is E5M2.
-        scale: FP32, 0-d.
-        dtype: Type of the result: FP32, BF16 or FP16.
-        fast: Whether Hopper may keep fewer bits of intermediate sums, as is usual forward and not
-            for gradients.
-
-    Returns:
-        Shape ``(m, n)``, contiguous. ``n`` and ``k`` are padded with zeros to multiples of 16.
-    """
+    """``scale * rows @ columns.T``, summed in FP32 and rounded once."""
     size = columns.shape[0]
     if rows.shape[0] == 0 or rows.shape[1] == 0:
         return rows.new_zeros((rows.shape[0], size), dtype=dtype)
@@ -134,25 +118,7 @@ def fp8_linear(
     index: int = 0,
     casts: Casts = "fused",
 ) -> Tensor:
-    """``input @ weight.T + bias`` through FP8; only FP8 is kept for the backward pass.
-
-    Args:
-        input: FP32, BF16 or FP16 of shape ``(..., k)``.
-        weight: Of shape ``(n, k)``.
-        bias: Added in ``dtype``, after the product; its gradient is not rounded.
-        scaling: ``"constant"`` takes ``factors``, ``"dynamic"`` finds them in every call.
-        dtype: Type of the result.
-        *factors: ``f_x, f_w, f_y, f_g, f_dx, f_dw`` as numbers or 0-d FP32 tensors; all of them
-            if the scales are constant.
-        gradient_format: Format of the arriving gradient.
-        grid: Factors in (1/2, 1] of the casts of a step, FP32 of shape ``(casts,)``; for constant
-            scales.
-        index: Where in ``grid`` those of this layer's input, weight and gradient begin.
-        casts: As for :func:`fp8_matrices`.
-
-    Returns:
-        Shape ``(..., n)``. Gradients have the types of ``input`` and ``weight``.
-    """
+    """``input @ weight.T + bias`` through FP8; only FP8 is kept for the backward pass."""
     # Outside of the autograd function, whose result must be no view where it is written into.
     rows = input.reshape(-1, input.shape[-1])
     result: Tensor = _FP8Linear.apply(
@@ -167,11 +133,6 @@ def to_fp8(tensor: Tensor, factor: Factor, dtype: torch.dtype) -> Tensor:
 
     What is beyond the range becomes the largest number; infinities and NaN become NaN, so that
     nothing that has gone wrong before looks well afterwards.
-
-    Args:
-        tensor: Floating point, of any shape.
-        factor: A number, or FP32 of shape ``()``.
-        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
     """
     wide = tensor.float() * factor
     largest = torch.finfo(dtype).max
@@ -192,15 +153,6 @@ def fp8_matrices(
 
     On CUDA one kernel makes both in one read, as :func:`scaled_product` wants them: in rows, padded
     with zeros to a multiple of 16. Elsewhere the transpose is a view.
-
-    Args:
-        matrix: Floating point, of shape ``(m, k)``.
-        factor: A number, or FP32 of shape ``()``.
-        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-        rows: Whether the matrix is wanted.
-        turned: Whether its transpose is.
-        casts: What Inductor is given: ``"fused"`` torch operations, which it makes a part of what
-            comes before, or the ``"kernel"`` as one operator. Both round alike.
     """
     is_on_gpu = matrix.device.type == "cuda"
     is_operator = casts == "kernel" if _is_traced() else is_on_gpu

@@ -39,15 +39,7 @@ _REFERENCE = "Unit Scaling (arXiv 2303.11257), table of ops, matmul; any index s
 def _contraction(
     terms: float, index_space: float, operands: Mapping[str, Any], mult: float = 1.0
 ) -> Factors:
-    """Factors of a product.
-
-    Args:
-        terms: Number of products in the sum that makes one element of the output.
-        index_space: Product of the sizes of all indices.
-        operands: The tensors by name.
-        mult: As in every rule. Every gradient holds it once: the others have it as a factor, and
-            the first operand's is that of the operand divided by it.
-    """
+    """Factors of a product."""
     squares = {
         name: mult**2 * index_space / max(numel_of(operand), 1)
         for name, operand in operands.items()

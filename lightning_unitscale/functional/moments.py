@@ -85,16 +85,7 @@ def largest_of_normals(count: int) -> float:
 def elementwise_moments(
     function: Callable[..., Tensor], mult: float = 1.0, options: tuple[tuple[str, Any], ...] = ()
 ) -> tuple[float, float]:
-    """Mean squares of ``function(mult * x)`` and of its derivative there, for x ~ N(0, 1).
-
-    Args:
-        function: A torch function that is elementwise in its first argument.
-        mult: RMS of the argument.
-        options: Further keyword arguments, by name. They and the function are hashed.
-
-    Returns:
-        ``(E f(mult x)^2, E f'(mult x)^2)``.
-    """
+    """Mean squares of ``function(mult * x)`` and of its derivative there, for x ~ N(0, 1)."""
     try:
         hash((function, options))
     except TypeError:
@@ -159,13 +150,7 @@ def softmax_moments(n: int, std: float) -> SoftmaxMoments:
 
 
 def causal_softmax_moments(num_queries: int, num_keys: int, std: float) -> SoftmaxMoments:
-    """Mean of the moments over the rows of a causal mask: row i sees ``min(i + 1, num_keys)``.
-
-    Args:
-        num_queries: Number of rows.
-        num_keys: Length of a row.
-        std: Standard deviation of the logits.
-    """
+    """Mean of the moments over the rows of a causal mask: row i sees ``min(i + 1, num_keys)``."""
     return SoftmaxMoments(*_causal_moments(int(num_queries), int(num_keys), float(std)))
 
 

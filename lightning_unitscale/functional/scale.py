@@ -110,14 +110,6 @@ def scale(input: Tensor, forward_factor: Factor, backward_factor: Factor) -> Ten
 
     The two factors are independent: this is a deliberate change of units, not a derivative.
 
-    Args:
-        input: Floating-point tensor of any shape.
-        forward_factor: A number or a 0-d tensor; a tensor's type does not change the result's.
-        backward_factor: A number or a 0-d tensor.
-
-    Returns:
-        A tensor of the shape and type of ``input``. It never shares memory with ``input``.
-
     ``torch.func`` can transform it by ``grad``, ``vmap`` (also over factors) and ``jacrev``. It has
     no forward-mode derivative: Dynamo refuses functions with one of their own.
 
@@ -212,14 +204,6 @@ def empty_placed_like(tensor: Tensor, dtype: torch.dtype, offset: int) -> Tensor
     Kernels run over merged dimensions, and in other steps where rows are aligned in another way:
     every stride and the address are those of ``tensor`` modulo a cache line. The gaps themselves
     may be smaller: a slice of one column out of a thousand does not need a thousand columns.
-
-    Args:
-        tensor: The tensor to imitate, of any strides.
-        dtype: Type of the new tensor.
-        offset: Elements from the last cache line's beginning to the first of ``tensor``.
-
-    Returns:
-        An uninitialized tensor of the shape of ``tensor``; contiguous if that has symbolic sizes.
     """
     shape, strides = tensor.shape, tensor.stride()
     if isinstance(sum(shape) + sum(strides), torch.SymInt):  # as soon as one of them is
@@ -233,13 +217,7 @@ def empty_placed_like(tensor: Tensor, dtype: torch.dtype, offset: int) -> Tensor
 def placed_strides(
     shape: tuple[int, ...], strides: tuple[int, ...], line: int
 ) -> tuple[tuple[int, ...], int]:
-    """The strides that :func:`empty_placed_like` gives, and how many elements they reach over.
-
-    Args:
-        shape: Of the tensor to imitate.
-        strides: Likewise.
-        line: Elements of a cache line.
-    """
+    """The strides that :func:`empty_placed_like` gives, and how many elements they reach over."""
     placed = [1] * len(shape)
     end, true_end = 1, 1
     # From the innermost dimension outwards; one of size 1 is never stepped over.
@@ -349,16 +327,7 @@ def forget_recorded_backward() -> None:
 
 @torch.compiler.allow_in_graph
 def change_units(input: Tensor, forward_factor: Tensor, backward_factor: Tensor) -> Tensor:
-    """Return ``input * forward_factor``, whose gradient is multiplied by ``backward_factor``.
-
-    Args:
-        input: Floating-point tensor of any shape.
-        forward_factor: A power of two, 0-d.
-        backward_factor: A power of two, 0-d; it gives way to ``forward_factor`` as said above.
-
-    Returns:
-        A tensor of the shape and type of ``input``. It never shares memory with ``input``.
-    """
+    """Return ``input * forward_factor``, whose gradient is multiplied by ``backward_factor``."""
     return _in_units(input, forward_factor, backward_factor)
 
 

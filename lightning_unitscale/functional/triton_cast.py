@@ -32,15 +32,7 @@ _INF = tl.constexpr(math.inf)
 def cast_matrix(
     matrix: Tensor, factor: Factor, dtype: torch.dtype, rows: Tensor | None, turned: Tensor | None
 ) -> None:
-    """Write ``matrix * factor``, as ``to_fp8`` rounds it, in one launch.
-
-    Args:
-        matrix: FP32, BF16 or FP16 of shape ``(m, k)``, with any strides; not empty.
-        factor: A number, or FP32 of shape ``()``.
-        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-        rows: Contiguous, of shape ``(m, k)``; more columns, up to a multiple of 64, become zero.
-        turned: Contiguous, of shape ``(k, m)``; as ``rows``.
-    """
+    """Write ``matrix * factor``, as ``to_fp8`` rounds it, in one launch."""
     num_rows, num_columns = matrix.shape
     tiles = triton.cdiv(num_columns, _TILE)
     is_tensor = isinstance(factor, Tensor)

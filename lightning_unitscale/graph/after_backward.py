@@ -12,9 +12,5 @@ from torch.autograd import Variable
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Call a function when the backward pass that runs has added up all gradients of its leaves.
-
-    Args:
-        callback: The function. It is dropped if the pass fails.
-    """
+    """Call a function when the backward pass that runs has added up all gradients of its leaves."""
     Variable._execution_engine.queue_callback(callback)

@@ -48,11 +48,7 @@ class UnknownSize(Exception):
 
 
 class SizeNodes:
-    """Writes symbolic sizes into a graph as arithmetic on its inputs.
-
-    Args:
-        graph: A graph whose symbols are placeholders, as Dynamo makes it.
-    """
+    """Writes symbolic sizes into a graph as arithmetic on its inputs."""
 
     def __init__(self, graph: fx.Graph) -> None:
         tracer = GraphAppendingTracer(graph)
@@ -63,11 +59,7 @@ class SizeNodes:
                 self._inputs[example.node.expr] = fx.Proxy(node, tracer)
 
     def node_of(self, size: torch.SymInt) -> fx.Node | int:
-        """The node of a size, made where the graph inserts; a number where it is always the same.
-
-        Raises:
-            UnknownSize: If it depends on more than the inputs.
-        """
+        """The node of a size, made where the graph inserts; a number if it is static."""
         expression = size.node.expr
         if expression.is_number:
             return int(expression)

@@ -21,13 +21,7 @@ Found = TypeVar("Found")
 
 
 def found_once(known: dict[Hashable, Found], node: fx.Node, find: Callable[[], Found]) -> Found:
-    """What there is to know of a call, if it is not known of another one that is the same.
-
-    Args:
-        known: What was found, by :func:`described_call`.
-        node: The call.
-        find: Finds it out.
-    """
+    """What there is to know of a call, if it is not known of another one that is the same."""
     description = described_call(node)
     if description is None:
         return find()

@@ -141,12 +141,7 @@ def _example(node: fx.Node) -> Any:
 
 
 def autograd_operations(roots: Iterable[Any], stop: Container[Any] = ()) -> Iterator[Any]:
-    """Operations of autograd's graph, each once, from some down to others.
-
-    Args:
-        roots: Where to begin; ``None`` among them is passed over.
-        stop: Where to end.
-    """
+    """Operations of autograd's graph, each once, from some down to others."""
     pending = [
         operation
         for operation in dict.fromkeys(roots)

@@ -144,12 +144,7 @@ def rule_of(node: fx.Node) -> ProductRule | None:
 
 
 def product_of(node: fx.Node) -> Product | None:
-    """Describe a node that is a product of real floating-point tensors.
-
-    Returns:
-        ``None`` for any other node, for a product of integer, complex or symbolic operands, and for
-        one inside a ``vmap``.
-    """
+    """Describe a node that is a product of real floating-point tensors."""
     rule = rule_of(node)
     if rule is None or TRANSFORMED in node.meta:
         return None
@@ -167,13 +162,7 @@ def product_of(node: fx.Node) -> Product | None:
 def operands_of_call(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[Tensor]:
-    """The tensors that a function of torch multiplies; none if it is no matrix product.
-
-    Args:
-        function: The function, or a method of a tensor.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-    """
+    """The tensors that a function of torch multiplies; none if it is no matrix product."""
     try:
         rule = _FUNCTIONS.get(function)
     except TypeError:  # an unhashable callable is none of ours

@@ -27,15 +27,7 @@ def own_path(name: str) -> str:
 
 
 class NamePatterns:
-    """Globs to include and to exclude, such as ``"blocks.0.*"``.
-
-    Args:
-        include: Globs of module paths or tensor names; everything for ``None``.
-        exclude: Globs to leave out, stronger than ``include``.
-
-    Raises:
-        ValueError: If one of them is no text, or empty.
-    """
+    """Globs to include and to exclude, such as ``"blocks.0.*"``."""
 
     def __init__(
         self,

@@ -38,13 +38,7 @@ _INDEX = re.compile(r"\[['\"]?([\w.\- ]+?)['\"]?\]")
 
 
 def module_path(node: fx.Node, roots: Mapping[str, str] | None = None) -> str:
-    """Path of the module whose ``forward`` made the node; empty for the root module.
-
-    Args:
-        node: The node.
-        roots: Paths of the modules that the captured code knows as variables, ``L['self']`` above
-            all, where they are not the root module.
-    """
+    """Path of the module whose ``forward`` made the node; empty for the root module."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return (roots or {}).get("L['self']", "")
@@ -213,13 +207,7 @@ def argument_at(node: fx.Node, path: Path) -> Any:
 
 
 def value_at(args: Sequence[Any], kwargs: Mapping[str, Any], path: Path) -> Any:
-    """The argument of a call at a path.
-
-    Args:
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        path: A position or a name, and what leads on from there.
-    """
+    """The argument of a call at a path."""
     value: Any = args if isinstance(path[0], int) else kwargs
     for part in path:
         value = value[part]
@@ -247,13 +235,7 @@ def returned_loss(result: Any) -> Any:
 
 
 def call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What an operation returns.
-
-    Args:
-        target: A function, or the name of a method.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-    """
+    """What an operation returns."""
     if callable(target):
         return target(*args, **kwargs)
     return getattr(args[0], target)(*args[1:], **kwargs)
@@ -273,14 +255,7 @@ def map_arguments(node: fx.Node, replacements: dict[tuple[Any, ...], fx.Node]) -
 def changed_arguments(
     args: Sequence[Any], kwargs: Mapping[str, Any], path: Path, new: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call with another one at a path.
-
-    Args:
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        path: As :func:`argument_paths` gives them.
-        new: What to put there.
-    """
+    """The arguments of a call with another one at a path."""
     changed_args, changed_kwargs = list(args), dict(kwargs)
     holder: Any = changed_args if isinstance(path[0], int) else changed_kwargs
     holder[path[0]] = _replaced(holder[path[0]], path[1:], new)

@@ -87,12 +87,7 @@ class Region:
         return self.graph_module.graph
 
     def thread(self, node: fx.Node, example: Tensor | None = None) -> fx.Node:
-        """``node`` of the outermost graph as a node of this region, passed down as an argument.
-
-        Args:
-            node: The node.
-            example: A fake tensor like its own; for a node that says nothing of it.
-        """
+        """``node`` of the outermost graph as a node of this region, passed down as an argument."""
         if self.parent is None or self.call is None:
             return node
         if node not in self._threaded:
@@ -146,13 +141,7 @@ class StepGraph:
                     pending.append(Region(nested, region, node))
 
     def add_state(self, name: str, supply: Callable[[], Tensor], example: Tensor) -> fx.Node:
-        """Add an input whose value ``supply()`` gives at every call; a new value never recompiles.
-
-        Args:
-            name: Readable name of the input.
-            supply: Called once per call of the graph.
-            example: A tensor of the shape, type and device of every later value.
-        """
+        """Add an input with the value of ``supply()`` at each call; it never recompiles."""
         node = add_placeholder(
             self.graph, f"unitscale_{name}_{len(self.states)}", fake_like(self.graph, example)
         )
@@ -211,11 +200,7 @@ class GraphPass(abc.ABC):
         return ""
 
     def before_cut(self, graph: StepGraph) -> frozenset[str]:
-        """Called with a rewritten graph, not observed, that is cut into parts; on every rank.
-
-        Returns:
-            Names of parameters that are wanted by :meth:`see_shared` if several parts use them.
-        """
+        """Called with a rewritten graph, not observed, that is cut into parts; on every rank."""
         return frozenset()
 
     def runs_in(self, step: str) -> bool:
@@ -226,20 +211,10 @@ class GraphPass(abc.ABC):
         """Add to a part of a cut graph what the pass observes, but for what is ``ELSEWHERE``."""
 
     def see_shared(self, name: str, value: Tensor, gradient: Tensor | None) -> None:  # noqa: B027
-        """Called for a parameter that several parts of a cut graph use.
-
-        Args:
-            name: Path of the parameter.
-            value: The parameter.
-            gradient: The sum of the parts' gradients, if there is one.
-        """
+        """Called for a parameter that several parts of a cut graph use."""
 
     def running(self, step: Any) -> AbstractContextManager[None]:
-        """Return the context of each call of a captured step; a rehearsal is no call.
-
-        Args:
-            step: The step.
-        """
+        """Return the context of each call of a captured step; a rehearsal is no call."""
         return nullcontext()
 
     def before_step(self, module: nn.Module) -> None:  # noqa: B027
@@ -262,16 +237,6 @@ def run_passes(
     Those that the step does not concern are left out, and those of phase ``OBSERVE`` run on the
     observed variant only. In-place operations are replaced first, in every region, where a pass or
     the caller wants that.
-
-    Args:
-        graph: The graph; it is rewritten.
-        passes: The passes.
-        step: Name of the captured callable.
-        graph_index: Which graph of the step.
-        out_of_place: Whether in-place operations are replaced in any case.
-
-    Returns:
-        What each pass did.
     """
     due = sorted(
         (

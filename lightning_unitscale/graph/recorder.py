@@ -32,11 +32,6 @@ class GraphInterpreter(fx.Interpreter):
     """Runs a captured graph and the bodies of its activation checkpoints, node by node.
 
     Nothing is recomputed: what a checkpoint would drop is kept, so that its nodes can be measured.
-
-    Args:
-        graph_module: The graph.
-        visit: Called with the interpreter and each node; returns the node's value, which
-            :meth:`evaluate` computes.
     """
 
     def __init__(
@@ -66,15 +61,7 @@ def tap_gradient(
     *,
     detach: bool = False,
 ) -> Tensor:
-    """``tensor`` itself; ``on_gradient`` is called with its gradient, which goes on unchanged.
-
-    Args:
-        tensor: Any tensor.
-        slot: Leaf that gets what ``on_gradient`` returns as its gradient, if there is one. It makes
-            the result require a gradient even where ``tensor`` does not.
-        on_gradient: Not called where no gradient arrives.
-        detach: Whether to return a detached tensor, which may be written into, in place of a view.
-    """
+    """``tensor`` itself; ``on_gradient`` is called with its gradient, which goes on unchanged."""
     result: Tensor = _GradientTap.apply(tensor, slot, on_gradient, detach)
     return result
 
@@ -158,14 +145,7 @@ class CallRecord:
 
 
 class CallRecorder:
-    """Gives a graph slots for a number of rows, and hands every call's record to ``on_record``.
-
-    Args:
-        graph: The graph under rewrite.
-        num_rows: How many tensors are recorded.
-        num_columns: Numbers per tensor.
-        on_record: Called after every forward pass of the graph.
-    """
+    """Gives a graph slots for a number of rows, and hands every call's record to ``on_record``."""
 
     def __init__(
         self,

@@ -36,9 +36,6 @@ class Place(NamedTuple):
 class Places:
     """All of a graph's places, in the order in which they run.
 
-    Args:
-        graph: The graph under rewrite.
-
     Attributes:
         regions: The graph and, after it, the bodies of its checkpoints at any depth.
         bodies: The bodies, by the node that calls them.
@@ -119,15 +116,7 @@ class Places:
         return sources
 
     def bring_out(self, probed: Sequence[Place], rows: Sequence[fx.Node]) -> list[fx.Node]:
-        """Hand rows made in checkpoints through to the outermost graph as further outputs.
-
-        Args:
-            probed: What each row is of.
-            rows: Nodes of the rows.
-
-        Returns:
-            The rows as nodes of the outermost graph.
-        """
+        """Hand rows made in checkpoints through to the outermost graph as further outputs."""
         brought = list(rows)
         region_of = [id(region) for region, _ in probed]
         for region in reversed(self.regions):

@@ -16,16 +16,7 @@ from lightning_unitscale.patching import StandIn, shadowed
 
 
 def attach_in_fabric(callback: LoopCallback, fabric: Any, module: Any) -> Attachment:
-    """Let a callback of Fabric's work on a module that has just been set up.
-
-    Args:
-        callback: The callback.
-        fabric: The Fabric.
-        module: Fabric's wrapper of the module.
-
-    Returns:
-        The module's attachment, which its other callbacks share.
-    """
+    """Let a callback of Fabric's work on a module that has just been set up."""
     # What runs, under the wrapper that sets autocast.
     inner = unwrapped(module._forward_module)
     attachment = attachment_of(inner)

@@ -13,11 +13,7 @@ _EXPECTED = "expected UnitScaleCallback(), ScaleMonitor() or several in a list"
 
 
 def why_not_together(callbacks: Iterable[Any]) -> str | None:
-    """What is wrong with a list of callbacks; ``None`` if they go together.
-
-    Args:
-        callbacks: All of a loop, of other packages too.
-    """
+    """What is wrong with a list of callbacks; ``None`` if they go together."""
     listed = list(callbacks)
     for callback in listed:
         if is_own_class(callback):
@@ -66,12 +62,7 @@ def class_given(kind: type) -> str:
 
 
 def given_callbacks(callbacks: Any) -> tuple[LoopCallback, ...]:
-    """One callback or several, as a tuple.
-
-    Raises:
-        TypeError: If one of them works in a Lightning Trainer only, or is no callback.
-        ValueError: If two of them do not go together.
-    """
+    """One callback or several, as a tuple."""
     is_one = isinstance(callbacks, (LoopCallback, type, str, bytes, Mapping))
     is_list = isinstance(callbacks, Iterable) and not is_one
     listed: list[Any] = list(callbacks) if is_list else [callbacks]
@@ -87,12 +78,7 @@ def given_callbacks(callbacks: Any) -> tuple[LoopCallback, ...]:
 
 
 def check_log_dir(log_dir: Any) -> None:
-    """Refuse a folder that TensorBoard's event files cannot be written to; make it if need be.
-
-    Raises:
-        TypeError: If it is no path.
-        ValueError: If nothing can be written there.
-    """
+    """Refuse a folder that TensorBoard's event files cannot be written to; make it if need be."""
     # TensorBoard writes to object stores too.
     if not (isinstance(log_dir, str) and "://" in log_dir):
         checked_folder("log_dir", log_dir)

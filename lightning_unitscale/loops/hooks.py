@@ -40,9 +40,6 @@ def stepping_optimizers(optimizer: Any) -> list[Any]:
     """The optimizers that step, of one or several, which other packages may have wrapped.
 
     Torch's own where there are any; else what has a ``step``.
-
-    Raises:
-        TypeError: If one of them has none.
     """
     given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     found = []
@@ -118,11 +115,7 @@ def called(module: nn.Module) -> str:
 
 
 def called_methods(module: nn.Module, methods: str | Iterable[str]) -> tuple[str, ...]:
-    """Names of what a loop calls: the module, steps of a LightningModule, and other methods.
-
-    Raises:
-        ValueError: If the module has no such method.
-    """
+    """Names of what a loop calls: the module, steps of a LightningModule, and other methods."""
     is_list = isinstance(methods, Iterable) and not isinstance(methods, (str, bytes))
     names = tuple(methods) if is_list else (methods,)
     for name in names:
@@ -144,12 +137,7 @@ def through(attachment: Attachment) -> AbstractContextManager[None]:
 
 
 def on_optimizers(attachment: Attachment, optimizers: Iterable[Any]) -> ExitStack:
-    """Tell an attachment of optimizers' steps, until what is returned is closed.
-
-    Args:
-        attachment: The attachment.
-        optimizers: Whose steps it is told of beside those of all optimizers of torch.
-    """
+    """Tell an attachment of optimizers' steps, until what is returned is closed."""
     known = weakref.ref(attachment)
 
     # Torch hands over all that the step was given, the optimizer first. Not to be compiled with a
@@ -184,12 +172,7 @@ def attachment_of(module: nn.Module) -> Attachment | None:
 
 
 def warn_of_no_call(module: nn.Module, num_steps: int) -> None:
-    """Warn that an optimizer steps, and no call was seen with gradients that it learns from.
-
-    Args:
-        module: The attached module.
-        num_steps: How often it has stepped.
-    """
+    """Warn that an optimizer steps, and no call was seen with gradients that it learns from."""
     warnings.warn(
         f"module={type(module).__name__}: an optimizer has stepped {num_steps} times, and no call "
         "of the module that records gradients was seen, so that callbacks have seen no training "

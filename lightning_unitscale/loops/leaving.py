@@ -17,13 +17,7 @@ from lightning_unitscale.patching import StandIn, shadowed
 
 
 def leaving_after(owners: Iterable[Any], leave: Callable[[], None], *, always: bool) -> ExitStack:
-    """Call ``leave`` after ``on_exception`` of others, until what is returned is closed.
-
-    Args:
-        owners: Callbacks, or a strategy, which Lightning tells after all callbacks.
-        leave: What is called; it may be called more than once.
-        always: Whether it is called always, or only where ``on_exception`` raises.
-    """
+    """Call ``leave`` after ``on_exception`` of others, until what is returned is closed."""
     hooks = ExitStack()
     for owner in owners:
         hook = _OnException(owner.on_exception, leave, always=always)

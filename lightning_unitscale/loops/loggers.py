@@ -38,13 +38,7 @@ class NumberWriter:
         self._log = log
 
     def write(self, snapshot: ScaleSnapshot, summary: ScaleSummary, *, complete: bool) -> None:
-        """Write a snapshot at its step.
-
-        Args:
-            snapshot: What to write.
-            summary: The same in a few numbers.
-            complete: Leave nothing out, however long the run is already.
-        """
+        """Write a snapshot at its step."""
         self._log(summary.numbers, snapshot.step)
 
     def write_alerts(self, alerts: Sequence[ScaleAlert], step: int) -> None:
@@ -71,12 +65,7 @@ class TextWriter(NumberWriter):
 
 
 class WandbWriter(TextWriter):
-    """Writes to W&B, or to Trackio, which has the same classes: histograms and tables as well.
-
-    Args:
-        log: Of a run.
-        package: ``"wandb"`` or ``"trackio"``.
-    """
+    """Writes to W&B, or to Trackio, which has the same classes: histograms and tables as well."""
 
     def __init__(self, log: Log, package: str = "wandb") -> None:
         super().__init__(log)
@@ -109,13 +98,7 @@ class WandbWriter(TextWriter):
 
 
 class MlflowWriter(NumberWriter):
-    """Writes to an MLflow run: numbers as metrics, names as tags, texts as artifacts.
-
-    Args:
-        log: Logs metrics.
-        client: The ``MlflowClient``.
-        run_id: The run.
-    """
+    """Writes to an MLflow run: numbers as metrics, names as tags, texts as artifacts."""
 
     def __init__(self, log: Log, client: Any, run_id: str) -> None:
         super().__init__(log)
@@ -151,25 +134,12 @@ _Maker: TypeAlias = Callable[[Any, TensorBoardTabs], Writer]
 
 
 def writer_for(logger: Any, tabs: TensorBoardTabs) -> Writer:
-    """The writer to a logger, whose run begins with it.
-
-    Args:
-        logger: A logger of Lightning or Fabric, or another one that has ``log_metrics``; a
-            ``SummaryWriter``; a run of W&B, Trackio or MLflow; a writer.
-        tabs: As for ``ScaleWriter``.
-
-    Raises:
-        TypeError: If it is none of these.
-    """
+    """The writer to a logger, whose run begins with it."""
     return _maker(logger)(logger, tabs)
 
 
 def checked_loggers(loggers: Any) -> tuple[Any, ...]:
-    """One logger or several, as a tuple.
-
-    Raises:
-        TypeError: If one of them is none.
-    """
+    """One logger or several, as a tuple."""
     given = tuple(loggers) if isinstance(loggers, (list, tuple)) else (loggers,)
     for logger in given:
         _maker(logger)

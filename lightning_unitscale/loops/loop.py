@@ -199,12 +199,7 @@ def rank() -> int:
 
 
 def gathered(own: _Value, group: dist.ProcessGroup | None = None) -> list[_Value]:
-    """What every process has, in the order of the ranks.
-
-    Args:
-        own: What this one has.
-        group: Those that are asked; all by default.
-    """
+    """What every process has, in the order of the ranks."""
     values = [own] * dist.get_world_size(group)
     dist.all_gather_object(values, own, group=group)
     return values
@@ -215,9 +210,6 @@ def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """A ``ValueError`` that one process raises within this context is raised by all.
 
     The others would wait for it in their next collective.
-
-    Args:
-        group: Those that fail; all by default.
     """
     problem = ""
     try:

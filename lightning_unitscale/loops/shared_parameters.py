@@ -13,9 +13,6 @@ class SharedParameters:
     """The parameters that optimizers share with a module.
 
     A large model has thousands of them, so the one that was found last is looked at first.
-
-    Args:
-        module: The module.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -82,23 +82,13 @@ def row_of(rms: Tensor, shares: Tensor | None) -> Tensor:
 
 
 def stored_row(tensor: Tensor, direction: Direction, measures_range: bool = True) -> Tensor:
-    """The numbers of a tensor that is in its units.
-
-    Args:
-        tensor: Floating point, of any shape.
-        direction: Which has the formats that it may be cast to.
-        measures_range: Whether to measure what these would lose.
-    """
+    """The numbers of a tensor that is in its units."""
     shares = stored_shares(tensor, direction) if measures_range else None
     return row_of(root_mean_square(tensor), shares)
 
 
 def is_late_look(count: int) -> bool:
-    """Whether what has been zero so far is worth a second run of a step, or a meeting of ranks.
-
-    Args:
-        count: Steps since it was first measured.
-    """
+    """Whether what has been zero so far is worth a second run of a step, or a meeting of ranks."""
     return count in (1, 2, 4) or (count > 0 and count % 8 == 0)
 
 
@@ -167,9 +157,6 @@ class Calibrator:
 
     Plain tensor hooks see the gradients, so views do not matter. In-place operations do: the result
     of a linear map is a view of its product, and writing into a view cuts off the hooks on it.
-
-    Args:
-        measures_range: Whether to count what FP8 would lose of operands and gradients.
     """
 
     def __init__(self, *, measures_range: bool = False) -> None:
@@ -200,13 +187,7 @@ class Calibrator:
         self._rows.clear()
 
     def measure(self, name: str, value: object, *, is_operand: bool = False) -> None:
-        """Measure a forward value.
-
-        Args:
-            name: Its name.
-            value: The value; all but floating-point tensors are passed over.
-            is_operand: Whether a product reads it, and so may read it in FP8.
-        """
+        """Measure a forward value."""
         if isinstance(value, Tensor) and value.is_floating_point():
             self._add("forward", name, value, is_read=is_operand)
 
@@ -270,9 +251,6 @@ class _Call:
 
 class DriftProbes:
     """Measures stored operands, and gradients arriving at products, at the scales of a graph.
-
-    Args:
-        measures_range: Whether to measure what FP8 would lose as well.
 
     Attributes:
         names: Of all tensors that were measured so far, zeros among them.

@@ -86,18 +86,7 @@ def unrepresentable_among(shares: Iterable[Shares]) -> Unrepresentable:
 
 
 def lost_shares(tensor: Tensor, rms: Tensor, direction: Direction) -> Tensor:
-    """What formats would lose of a tensor in units of the power of two nearest to its RMS.
-
-    Args:
-        tensor: Floating point, of any shape.
-        rms: Its RMS, 0-d.
-        direction: Which has the formats of ``FORMATS``.
-
-    Returns:
-        Shape ``(NUM_SHARES,)``: for each format the share of elements that are beyond the range,
-        and the share of those other than zero that would become zero; zeros for the rest, and for
-        a tensor without a finite RMS above zero.
-    """
+    """What formats would lose of a tensor in units of the power of two nearest to its RMS."""
     usable = rms.isfinite() & (rms > 0)
     exponent = torch.log2(torch.where(usable, rms, 1.0)).round()
     unit = torch.exp2(exponent.clamp(-MAX_LOG2_SIGMA, MAX_LOG2_SIGMA)).float()

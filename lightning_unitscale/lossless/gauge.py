@@ -194,9 +194,6 @@ class FactorTable:
     Rows are added while the graph is rewritten; :meth:`tensor` then makes the vector of a gauge,
     where that of the last one was: what CUDA has recorded reads it there. A backward pass still to
     come keeps its old factors, and then the vector is a new one.
-
-    Args:
-        device: Where the vector lives.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -225,11 +222,7 @@ class FactorTable:
 
 
 def _exact_power(factor: Factor, gauge: Gauge) -> float:
-    """The factor as a normal FP32 number.
-
-    Raises:
-        RuntimeError: If there is none: clamping it would change what the model computes.
-    """
+    """The factor as a normal FP32 number."""
     exponent = factor.exponent(gauge)
     if abs(exponent) > _MAX_LOG2_FACTOR:
         names = ", ".join(name for name, _ in (*factor.sigmas, *factor.gammas))

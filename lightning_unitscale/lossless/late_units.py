@@ -13,11 +13,7 @@ _FIRST_STEPS = 64
 
 
 class LateUnits:
-    """Says at which steps to measure what has no unit yet, and what to take of that.
-
-    Args:
-        rewrite: The pass that has the units.
-    """
+    """Says at which steps to measure what has no unit yet, and what to take of that."""
 
     def __init__(self, rewrite: LosslessUnitScale) -> None:
         self._rewrite = rewrite
@@ -50,13 +46,7 @@ class LateUnits:
         )
 
     def of(self, measured: Measured, *, rehearsed: bool = False) -> Measured:
-        """What was measured of tensors without units, and what a format would lose of them.
-
-        Args:
-            measured: What all ranks have measured.
-            rehearsed: Whether a rehearsal has: it measures what formats lose in the new units,
-                which probes see in the next step.
-        """
+        """What was measured of tensors without units, and what a format would lose of them."""
         missing, before = self._rewrite.missing, self._new
         if missing:
             self._seen = self._joint(self._rewrite.drift.names)

@@ -37,15 +37,7 @@ def operand_name(product: Product, operand: Operand) -> str:
 
 
 def plan_product(product: Product, region: Region, gauge: Gauge) -> NodePlan:
-    """Decide the factors around one product.
-
-    Args:
-        product: The product.
-        region: The graph that it is in.
-        gauge: The current gauge, which matters for a fused attention only, where the units of query
-            and key meet inside the kernel's temperature, a Python number. Their product is
-            therefore fixed when the graph is built; later gauges share out drift between the two.
-    """
+    """Decide the factors around one product."""
     node = product.node
     name = tensor_name(node)
     arriving = gamma(name)
@@ -122,12 +114,7 @@ def _mask_edit(product: Product, backward: Factor) -> list[Edit]:
 
 
 def plan_region(region: Region, gauge: Gauge) -> Iterator[NodePlan]:
-    """Plans for every product of a graph.
-
-    Args:
-        region: The graph.
-        gauge: The current gauge.
-    """
+    """Plans for every product of a graph."""
     for node in list(region.graph.nodes):
         product = product_of(node)
         if product is not None:

@@ -42,20 +42,6 @@ def calibrate(
     """Rehearse a step forward and backward, set the measured gauge, undo the rest.
 
     A module in FP16, or under autocast to it, is rehearsed in FP32 as well.
-
-    Args:
-        step: The captured step.
-        rewrite: The pass that gets the gauge.
-        args: Positional arguments; the step gets a copy.
-        kwargs: Keyword arguments; the step gets a copy.
-        seed_gradient: Gradient of the loss (a loss scale, one over the accumulated batches).
-        results: What to take of it; a place to agree across ranks.
-        backward: Whether to run a backward pass, if the step returns a loss.
-        seeds: Makes gradients for what a step without a loss returns.
-
-    Returns:
-        RMS of the gradient of each parameter; ``None`` where there was nothing to start a backward
-        pass from.
     """
     module = step.owner.module
 
@@ -105,17 +91,6 @@ def rehearsed(
 
     A step that is one graph is not called: the graph runs on the inputs of the call. Where it is
     several, the user's code runs on copies.
-
-    Args:
-        step: The captured step.
-        interpreter: Runs its graphs.
-        args: Positional arguments of the call.
-        kwargs: Keyword arguments of the call.
-        is_wide: Whether FP16 tensors among the arguments become FP32.
-        wants_output: Whether to find what the step returns, for a backward pass from it.
-
-    Yields:
-        The output, and the inputs whose gradients it may have.
     """
     module = step.owner.module
 
@@ -232,9 +207,6 @@ class MeasuredAgain:
     """Measures, before its first call, the units that a captured step has no names for yet.
 
     Products have mostly the same names in a graph and at the dispatcher; their units stay.
-
-    Args:
-        rewrite: The pass, whose gauge has the other units.
     """
 
     def __init__(self, rewrite: LosslessUnitScale) -> None:
@@ -291,11 +263,7 @@ def runs_in_fp16(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def warning_where_fp16_is_cast_to(title: str) -> Iterator[None]:
-    """What a module in FP16 measures in FP32 within this context is left out if it fails.
-
-    Args:
-        title: Name of the module and its method, for the warning.
-    """
+    """What a module in FP16 measures in FP32 within this context is left out if it fails."""
     try:
         yield
     except RuntimeError as error:

@@ -51,11 +51,6 @@ _TRUE = Held()
 class LosslessUnitScale(GraphPass):
     """Stores tensors in units of a :class:`Gauge` without changing what a step computes.
 
-    Args:
-        measures_drift: Whether the observed variant measures ``drift``, which is then to be taken;
-            ``observes`` changes that for graphs to come.
-        measures_range: Whether a calibration also finds out what FP8 would lose of each tensor.
-
     Attributes:
         gauge: The current units, which only the methods of this class replace.
         missing: Names of tensors that were zero, empty or not finite whenever they were measured:

@@ -125,15 +125,7 @@ class NodePlan:
 
 
 def apply_plan(plan: NodePlan, factor_node: FactorNode) -> list[tuple[Edit, fx.Node]]:
-    """Insert the scales of a plan.
-
-    Args:
-        plan: What to do.
-        factor_node: Gives the 0-d tensor of a factor in a region.
-
-    Returns:
-        Every edit that was needed, with the node of its scale.
-    """
+    """Insert the scales of a plan."""
     applied = []
     graph, node = plan.region.graph, plan.node
     replacements: dict[tuple[Any, ...], fx.Node] = {}
@@ -192,14 +184,7 @@ def is_scale(node: fx.Node) -> bool:
 
 
 class FactorNodes:
-    """Gives a graph factors of the gauge in force, and hands them out as 0-d tensors.
-
-    Args:
-        graph: The graph under rewrite.
-        name: Readable name of the input that has them.
-        factors: All of them, at least one.
-        gauge: Gives the gauge in force.
-    """
+    """Gives a graph factors of the gauge in force, and hands them out as 0-d tensors."""
 
     def __init__(
         self, graph: StepGraph, name: str, factors: Iterable[Factor], gauge: Callable[[], Gauge]

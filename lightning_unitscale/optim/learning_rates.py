@@ -98,11 +98,7 @@ class RateFactors:
 
 
 def family_of(optimizer: Optimizer) -> Family:
-    """The family of an optimizer, by its class.
-
-    Raises:
-        ValueError: If the class belongs to none, so that no rate is known to be right.
-    """
+    """The family of an optimizer, by its class."""
     cls = known_class(optimizer)
     if cls is not None:
         return ALGORITHMS[cls.__name__].family
@@ -115,18 +111,7 @@ def family_of(optimizer: Optimizer) -> Family:
 
 
 def check_group(optimizer: Optimizer, group: Mapping[str, Any], method: Method) -> Family:
-    """The family of an optimizer, if the rates of one of its groups can follow the scale rules.
-
-    Args:
-        optimizer: The optimizer.
-        group: One of its groups.
-        method: ``"match"`` or ``"u-mup"``.
-
-    Raises:
-        ValueError: If they cannot: the class is not known; it is Muon under ``"u-mup"``; or a
-            setting is in units of the gradient under ``"match"`` (decay that is added to the
-            gradient of a scale-invariant optimizer, Adagrad's initial accumulator).
-    """
+    """The family of an optimizer, if the rates of one of its groups can follow the scale rules."""
     family, name = family_of(optimizer), type(optimizer).__name__
     if family is Family.ORTHOGONAL and method == "u-mup":
         # A step of Muon has spectral norm 1 (times its own factor of the shape), not entries of
@@ -173,18 +158,6 @@ def rate_factors(
     added to the gradient of a scale-invariant optimizer stays: it competes with a gradient at RMS
     1, and divided by the rate it would drown it.
 
-    Args:
-        info: Role and scale of the parameter.
-        method: ``"match"`` or ``"u-mup"``.
-        family: The optimizer's family.
-        is_decoupled: Whether weight decay is not added to the gradient.
-
-    Returns:
-        The factors.
-
-    Raises:
-        ValueError: If a scale or a size of ``info`` is not positive and finite.
-
     References:
         u-muP (arXiv 2407.17465), table 2, and section 3.1 on independent weight decay.
     """
@@ -208,14 +181,6 @@ def u_mup_rate(info: ParameterInfo) -> float:
     """The factor of u-muP on a learning rate near 1; of SGD, it is the one for a free readout.
 
     The gradient factor of the readout is not tied to its output factor here.
-
-    Returns:
-        ``width ** -0.5`` for weights of the embedding (width: of the residual stream), an input
-        layer (fan-out) and hidden layers (fan-in), and for norms and biases (their length); 1 for
-        the readout. Inside residual branches it is multiplied by ``num_residuals ** -0.5``.
-
-    Raises:
-        ValueError: If a size that is needed is not positive.
 
     References:
         u-muP (arXiv 2407.17465), table 2 and section 4.4 (embedding). Its models have neither
@@ -257,19 +222,6 @@ def scale_learning_rates(
     they, the closure, the learning-rate monitor and checkpoints see is unchanged. Attaching again
     replaces what was attached before. A parameter that is not in ``infos`` keeps its rate. Copies
     of the optimizer (``deepcopy``, pickle) are plain ones.
-
-    Args:
-        optimizer: A torch optimizer itself, not a wrapper of it.
-        infos: Role and scale of each parameter.
-        method: ``"match"`` keeps each parameter's relative updates; ``"u-mup"`` takes the rates of
-            u-muP.
-
-    Returns:
-        A handle, whose ``remove()`` ends it.
-
-    Raises:
-        ValueError: If the optimizer's rates cannot follow (see ``check_group``), or a scale in
-            ``infos`` is not positive.
     """
     advice = "pass 'match' to keep each parameter's relative updates"
     check_choice("lr_scaling", method, METHODS, "unknown method", advice)

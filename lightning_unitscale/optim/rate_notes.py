@@ -25,13 +25,7 @@ _SMALL_RATE = 2.0**-6
 def rate_notes(
     optimizer: Optimizer, infos: Mapping[Tensor, ParameterInfo], method: Method
 ) -> list[str]:
-    """Sentences for the user on the rates of an optimizer; none if all is as expected.
-
-    Args:
-        optimizer: One whose groups passed ``check_group``.
-        infos: Role and scale of each parameter.
-        method: ``"match"`` or ``"u-mup"``.
-    """
+    """Sentences for the user on the rates of an optimizer; none if all is as expected."""
     name = type(optimizer).__name__
     parameters = [param for group in optimizer.param_groups for param in group["params"]]
     if not any(param in infos for param in parameters):

@@ -33,9 +33,6 @@ _MISSING = object()
 class SplitStep(abc.ABC, Generic[Factors]):
     """An optimizer's steps with the user's groups split by equal factors on their settings.
 
-    Args:
-        optimizer: The optimizer.
-
     Attributes:
         neutral: The factors that leave a group as it is.
         advice: Advice in the error for an optimizer that cannot step so.
@@ -57,13 +54,7 @@ class SplitStep(abc.ABC, Generic[Factors]):
 
     @abc.abstractmethod
     def settings(self, group: Group, index: int, factors: Factors) -> dict[str, Any]:
-        """The settings of a group that differ under some factors.
-
-        Args:
-            group: A group of the user's.
-            index: Its index.
-            factors: Factors on its settings for some of its parameters.
-        """
+        """The settings of a group that differ under some factors."""
 
     def attach(self, optimizer: Optimizer) -> None:
         """Take part in the steps of the optimizer that it was made for, in place of another one."""

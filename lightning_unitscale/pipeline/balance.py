@@ -86,12 +86,7 @@ class BalancedSplit:
             check_count("num_microbatches", self.num_microbatches)
 
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
-        """Put the cuts into the graph.
-
-        Raises:
-            ValueError: If the graph can be cut at too few positions.
-            RuntimeError: If no cuts leave tensors in their stages.
-        """
+        """Put the cuts into the graph."""
         graph = graph_module.graph
         keep_items_with_their_tuples(graph)
         cuts, total = possible_cuts(graph_module)
@@ -154,11 +149,7 @@ class BalancedSplit:
 
 
 def note_costs(graph_module: fx.GraphModule) -> GraphProfile:
-    """Profile a graph, backward from its loss, and note the costs in its nodes.
-
-    Raises:
-        RuntimeError: If an operation does not run on tensors without data.
-    """
+    """Profile a graph, backward from its loss, and note the costs in its nodes."""
     graph, loss = graph_module.graph, graph_module.meta.get(LOSS)
     inputs = [node.meta.get("example_value") for node in graph.find_nodes(op="placeholder")]
     device = device_type_of(graph_module)

@@ -69,13 +69,7 @@ Fact = Same | Rows | Mean | Coupled
 
 
 def power_of(part: Any, whole: Any, count: int) -> int | None:
-    """Return ``k`` if a number of the batch is ``count ** k`` times one of a microbatch.
-
-    Args:
-        part: In the graph of a microbatch.
-        whole: In the graph of the batch.
-        count: Number of microbatches.
-    """
+    """Return ``k`` if a number of the batch is ``count ** k`` times one of a microbatch."""
     if type(part) is not type(whole):
         return None
     if part == whole or (part != part and whole != whole):  # NaN is a constant as well
@@ -97,13 +91,7 @@ def batch_dims(part: Tensor, whole: Tensor, count: int) -> list[int] | None:
 
 
 def joined(values: Sequence[Any], fact: Fact | None) -> Any:
-    """Return the value of the batch.
-
-    Args:
-        values: One for each microbatch.
-        fact: Its relation to them. For ``Coupled`` and ``None``: the mean of single floating-point
-            numbers, the sum of single whole numbers, and anything else one after the other.
-    """
+    """Return the value of the batch."""
     first, count = values[0], len(values)
     if not isinstance(first, Tensor) or count == 1:
         return first

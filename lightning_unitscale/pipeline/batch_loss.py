@@ -39,11 +39,7 @@ class BatchLoss:
     counts: Callable[..., tuple[Tensor, ...]] | None = None
 
     def weighted(self, microbatches: Sequence[Sequence[Any]]) -> Callable[[int, Tensor], Tensor]:
-        """Return what makes of a microbatch's loss, by its index, its part of the mean.
-
-        Args:
-            microbatches: The flat inputs of each.
-        """
+        """Return what makes of a microbatch's loss, by its index, its part of the mean."""
         if self.counts is None:
             return lambda index, loss: loss
         with torch.no_grad():
@@ -65,15 +61,7 @@ def batch_loss_of(
     kwargs: Mapping[str, Any],
     loss_spec: LossSpec,
 ) -> BatchLoss:
-    """Compare a captured module with a capture for two microbatches.
-
-    Args:
-        module: The module, marked as it was for ``program``.
-        program: What was captured for one microbatch.
-        args: Its example arguments.
-        kwargs: Its example keyword arguments.
-        loss_spec: As in :func:`capture_program`.
-    """
+    """Compare a captured module with a capture for two microbatches."""
     tensors = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]
     sizes = [len(tensor) for tensor in tensors if tensor.ndim]
     if program.loss is None or not sizes:

@@ -230,13 +230,7 @@ def _is_aligned(operation: Operation) -> bool:
 
 
 def of_rows(operation: Operation, dim: int, result: Tensor) -> Fact:
-    """The relation of a result with samples in one of its dimensions.
-
-    Args:
-        operation: The operation; none of its tensors is coupled or a mean.
-        dim: The dimension.
-        result: An example of the result.
-    """
+    """The relation of a result with samples in one of its dimensions."""
     name = operation.name
     rows = {node: fact for node, fact in operation.facts.items() if isinstance(fact, Rows)}
     powers = [fact.power for _, fact in operation.read if isinstance(fact, Rows)]

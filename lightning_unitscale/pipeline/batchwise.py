@@ -104,16 +104,7 @@ class BatchFacts:
 
 
 def compare_graphs(part: GraphCall, whole: GraphCall, count: int) -> BatchFacts:
-    """Find how the values of a microbatch relate to those of the batch.
-
-    Args:
-        part: The call for a microbatch.
-        whole: The call for the whole batch.
-        count: Number of microbatches.
-
-    Returns:
-        The facts. Where the two are not the same operations, every tensor is ``Coupled``.
-    """
+    """Find how the values of a microbatch relate to those of the batch."""
     ours, theirs = (call.graph.out_of_place().graph_module for call in (part, whole))
     are_data = [given.kind in {"input", "buffer"} for given in part.graph.inputs]
     return compare_graph_modules(ours, theirs, count, are_data)
@@ -122,14 +113,7 @@ def compare_graphs(part: GraphCall, whole: GraphCall, count: int) -> BatchFacts:
 def compare_graph_modules(
     ours: fx.GraphModule, theirs: fx.GraphModule, count: int, are_data: Sequence[bool]
 ) -> BatchFacts:
-    """Find how the values of a microbatch relate to those of the batch.
-
-    Args:
-        ours: The graph for a microbatch; nothing in it is in place.
-        theirs: The graph for the whole batch.
-        count: Number of microbatches.
-        are_data: Which of the first inputs are no parameters.
-    """
+    """Find how the values of a microbatch relate to those of the batch."""
     found = BatchFacts(count, theirs)
     facts = _Comparison(found, are_data).walk(ours, theirs)
     returned: Any = ours.graph.output_node().args[0]
@@ -151,13 +135,7 @@ class _Comparison:
     def walk(
         self, part: fx.GraphModule, whole: fx.GraphModule, given: list[Any] | None = None
     ) -> dict[fx.Node, Any]:
-        """The relations of all nodes.
-
-        Args:
-            part: The graph of a microbatch, or the body of a checkpoint in it.
-            whole: That of the batch.
-            given: Relations of a body's arguments.
-        """
+        """The relations of all nodes."""
         pairs = _pairs(part.graph, whole.graph)
         if isinstance(pairs, str):
             return dict.fromkeys(part.graph.nodes, Coupled(pairs))

@@ -29,14 +29,7 @@ from lightning_unitscale.pipeline.torch_2_11 import Stage
 
 
 class BreadthFirst(_PipelineScheduleRuntime):
-    """All forward passes, then all backward passes if there is a loss.
-
-    Args:
-        schedule: Says which rank has which stages.
-        stages: This rank's stages, in ascending order.
-        num_microbatches: Microbatches of a step.
-        loss_fn: Makes the loss of a microbatch; without it there are forward passes alone.
-    """
+    """All forward passes, then all backward passes if there is a loss."""
 
     def __init__(
         self,

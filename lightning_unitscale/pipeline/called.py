@@ -57,16 +57,7 @@ def without(paths: Sequence[str], path: str) -> list[str]:
 def first_called(
     module: nn.Module, paths: Sequence[str], run: Callable[[], Any]
 ) -> tuple[str, Arguments] | None:
-    """Return which of some modules a step calls first, and with which arguments.
-
-    Args:
-        module: The module of the step.
-        paths: Paths of the modules.
-        run: Runs the step, which ends where it calls one of them.
-
-    Returns:
-        ``None`` if it calls none of them.
-    """
+    """Return which of some modules a step calls first, and with which arguments."""
 
     def reach(path: str) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:

@@ -65,19 +65,7 @@ def capture_program(
     *,
     loss_spec: LossSpec = None,
 ) -> Program:
-    """Capture ``module.forward`` for example arguments. Nothing is computed.
-
-    Args:
-        module: The module.
-        args: Example arguments of one microbatch.
-        kwargs: Example keyword arguments.
-        loss_spec: Which output is the loss, as in :func:`loss_index`.
-
-    Raises:
-        ValueError: If the module is compiled, has a parameter without a shape, or writes into an
-            input, or ``loss_spec`` fits nothing.
-        RuntimeError: If ``forward`` cannot be captured as one graph.
-    """
+    """Capture ``module.forward`` for example arguments. Nothing is computed."""
     _check_module(module)
     args, kwargs = _distinct((tuple(args), dict(kwargs)))
     left_out: list[str] = []
@@ -170,11 +158,6 @@ def returnable_method(
     """Return a method that leaves out of a mapping what no graph can return.
 
     Hugging Face models return a cache object by default, which is of no use in training.
-
-    Args:
-        module: The module.
-        name: Name of the method.
-        left_out: Takes the keys of what was left out.
     """
     if name in module.__dict__:
         own: Callable[..., Any] = module.__dict__[name]
@@ -269,17 +252,7 @@ class StepProgram:
 def program_of_step(
     call: GraphCall, module: nn.Module, loss: int | None, batch: WholeBatch | None = None
 ) -> StepProgram:
-    """The program of a step's graph.
-
-    Args:
-        call: A call of the graph.
-        module: The module of the step.
-        loss: Position of the loss among the graph's outputs.
-        batch: What the graph of a microbatch needs to know of the whole batch.
-
-    Raises:
-        RuntimeError: If a pass brings something out of the graph: of a cut one it could not.
-    """
+    """The program of a step's graph."""
     step_graph = call.graph.rewritten()
     if step_graph.results or step_graph.wrappers:
         raise RuntimeError(
@@ -357,15 +330,6 @@ def loss_position(
     """Position of the loss among the outputs of a step's graph: the only one with a gradient.
 
     Among several it is what the step returns, which then runs once on stand-ins for them.
-
-    Args:
-        step: The step.
-        call: A call of the graph.
-        args: Arguments of the step in that call.
-        kwargs: Its keyword arguments.
-
-    Returns:
-        ``None`` if the step returns no output of its graph.
     """
     if len(call.differentiable) == 1:
         return call.differentiable[0]

@@ -152,17 +152,7 @@ def num_marks(program: Program) -> int:
 
 
 def cut_by(program: Program, policy: SplitPolicy | None) -> None:
-    """Put a policy's cuts into the graph of a program without marks.
-
-    Args:
-        program: The graph.
-        policy: Finds the position of the loss among the graph's outputs in ``meta["loss"]`` of the
-            graph module: the backward pass starts there and nowhere else. With ``num_stages=1`` it
-            may leave the graph uncut.
-
-    Raises:
-        ValueError: If the policy cuts nowhere, there is none, or there are marks as well.
-    """
+    """Put a policy's cuts into the graph of a program without marks."""
     if policy is None:
         raise ValueError(
             "split_spec=None, split_policy=None: nothing says where to cut, and the model's code "
@@ -189,9 +179,6 @@ def assign_stages(graph_module: fx.GraphModule) -> tuple[dict[fx.Node, int], int
 
     A mark inside a region that cannot be cut (between the first and the last write into a tensor,
     inside a ``vmap``) takes effect behind the region.
-
-    Raises:
-        ValueError: If a stage would be empty, or a mark is inside a checkpoint's body.
     """
     _refuse_nested_marks(graph_module)
     graph = graph_module.graph

@@ -156,18 +156,7 @@ def find_reads(
     num_stages: int,
     multi_use: Callable[[str], MultiUseParameterConfig],
 ) -> list[StageReads]:
-    """The inputs of every stage; values for later stages are relayed through those in between.
-
-    Args:
-        graph_module: The whole graph.
-        stages: Stage of each operation.
-        num_stages: How many.
-        multi_use: How several stages use a parameter, by its name.
-
-    Raises:
-        ValueError: If a buffer is written by one stage and used by another.
-        RuntimeError: If a value that is no tensor would have to be handed on.
-    """
+    """The inputs of every stage; values for later stages are relayed through those in between."""
     graph = graph_module.graph
     parameters = dict(graph_module.named_parameters(remove_duplicate=False))
     transmitted = {}
@@ -219,12 +208,7 @@ def _refuse_shared_writes(reads: list[StageReads]) -> None:
 
 
 def crossing_bytes(graph_module: fx.GraphModule, loss: fx.Node | None) -> dict[fx.Node, int]:
-    """Bytes that a cut in front of each operation would hand on, and back as gradients.
-
-    Args:
-        graph_module: The whole graph.
-        loss: What the backward pass starts from, if it is known.
-    """
+    """Bytes that a cut in front of each operation would hand on, and back as gradients."""
     operations = [node for node in graph_module.graph.nodes if is_operation(node)]
     stages = {node: position for position, node in enumerate(operations)}
     gradients = find_gradients(graph_module, loss)

@@ -51,15 +51,6 @@ from lightning_unitscale.pipeline.torch_2_11 import Stage
 class EngineStage(Stage):
     """A stage of the engine whose shapes are known, so that nothing is run to find them.
 
-    Args:
-        stage: The stage; on its device.
-        run: Called for each microbatch with the stage, what it received and the keyword arguments
-            of the schedule's step. Returns the stage's outputs, or for the last stage what the
-            schedule's loss function takes.
-        device: Where it runs.
-        group: The pipeline's process group.
-        has_backward: Whether gradients are handed back.
-
     Attributes:
         whole: Whether a backward pass must not be taken apart for reasons beside the stage's own.
     """

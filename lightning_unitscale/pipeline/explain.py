@@ -158,16 +158,7 @@ def explain_pipeline(
 
 
 def plan_of(pipe: Pipe, module: nn.Module, num_microbatches: int | None) -> PipelinePlan:
-    """Estimate what the stages of a pipeline cost, and a step under 1F1B.
-
-    Args:
-        pipe: The pipeline; its graph has been profiled.
-        module: The module that was cut.
-        num_microbatches: Microbatches of the step; by default twice the stages.
-
-    Raises:
-        ValueError: If there are fewer microbatches than stages.
-    """
+    """Estimate what the stages of a pipeline cost, and a step under 1F1B."""
     count = 2 * pipe.num_stages if num_microbatches is None else num_microbatches
     SCHEDULES["1F1B"].check(pipe.num_stages, pipe.num_stages, count)
     device = device_type_of(module)
@@ -307,16 +298,7 @@ def explain_step(
 def _of_called(
     module: nn.Module, failure: CaptureError, run: Callable[[], Any]
 ) -> tuple[GraphCall, str]:
-    """The graph of what a step calls, for its part of the batch, and its name.
-
-    Args:
-        module: The module of the step.
-        failure: Why the step is no graph: raised if nothing that it calls is one.
-        run: Runs the step.
-
-    Raises:
-        CaptureError: If there is none.
-    """
+    """The graph of what a step calls, for its part of the batch, and its name."""
     paths = with_most_parameters(module)
     logs = {name: nothing for name in ("log", "log_dict") if hasattr(module, name)}
     while True:

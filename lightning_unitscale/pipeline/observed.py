@@ -30,13 +30,6 @@ from lightning_unitscale.pipeline.stage import StageModule
 class ObservedStages:
     """Variants of a rank's stages with the probes of all passes.
 
-    Args:
-        pipe: The pipeline, the same on all ranks.
-        step_graph: The graph that was cut.
-        passes: Passes over it; those that observe do so in the stages.
-        rank_of: The rank of a stage.
-        group: The pipeline's process group.
-
     Attributes:
         run: What runs in the place of each of this rank's stages.
     """

@@ -26,13 +26,6 @@ _Stages = dict[str, frozenset[int]]
 class Ownership:
     """The owners of a module's parameters and of the buffers that its steps write.
 
-    Args:
-        module: The module.
-        num_ranks: Ranks of the pipeline.
-        rank_of: The rank of a stage.
-        num_shares: Pipelines that divide the optimizer's steps among themselves; 1 if each of them
-            steps all of its parameters.
-
     Attributes:
         rank_of: The rank of a stage.
         steppers: The pipeline that steps each parameter with an owner, by name; empty if all do.
@@ -111,11 +104,7 @@ class Ownership:
         return BalancedSplit(self._num_stages, stages_of=stages)
 
     def note(self, pipe: Pipe) -> None:
-        """Note the parameters of a graph's stages; those not seen before get their owners.
-
-        Raises:
-            RuntimeError: If what one rank owns would be used by another. Nothing is noted then.
-        """
+        """Note the parameters of a graph's stages; those not seen before get their owners."""
         used, readers, written = self._uses(pipe)
         moved = [
             name
@@ -145,12 +134,7 @@ class Ownership:
             self._share_steps()
 
     def own(self, names: Iterable[str], stage: int) -> None:
-        """Give parameters that no graph uses to the rank of a stage, whose code uses them.
-
-        Args:
-            names: Their names.
-            stage: The stage.
-        """
+        """Give parameters that no graph uses to the rank of a stage, whose code uses them."""
         self._stages = {**dict.fromkeys(names, frozenset({stage})), **self._stages}
         if self._num_shares > 1:
             self._share_steps()
@@ -201,14 +185,7 @@ class Ownership:
 
 
 class SharedGradients:
-    """Sums the gradients of replicated parameters over the ranks that have them.
-
-    Args:
-        parameters: This rank's parameters that others have too, by name.
-        owners: For every replicated parameter, of this rank or not, the ranks in ``group`` that
-            have it, in ascending order.
-        group: The pipeline's process group.
-    """
+    """Sums the gradients of replicated parameters over the ranks that have them."""
 
     def __init__(
         self,
@@ -260,13 +237,7 @@ class SharedGradients:
 
 
 def hand_out(tensor: Tensor, ranks: Sequence[int], group: dist.ProcessGroup | None) -> None:
-    """Give ranks the tensor of the first of them; each of them calls it.
-
-    Args:
-        tensor: Contiguous; overwritten on all ranks but the first.
-        ranks: The ranks in ``group``, this one among them.
-        group: The pipeline's process group.
-    """
+    """Give ranks the tensor of the first of them; each of them calls it."""
     first, *others = ranks
     if dist.get_rank(group) != first:
         dist.recv(tensor, group=group, group_src=first)

@@ -245,13 +245,7 @@ def build_pipe(
     module: nn.Module,
     multi_use: MultiUse = MultiUseParameterConfig.REPLICATE,
 ) -> Pipe:
-    """Cut a captured program at its marks.
-
-    Args:
-        program: The program.
-        module: The module that it was captured from.
-        multi_use: As in :func:`pipeline`.
-    """
+    """Cut a captured program at its marks."""
     buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
     state = module.state_dict(keep_vars=True)
     stages = build_stages(program, _multi_use(module, multi_use), buffers & state.keys())

@@ -101,12 +101,7 @@ class Program:
         return tuple(returned)
 
     def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The flat inputs of a call.
-
-        Raises:
-            ValueError: If the call has another structure than the example, or other values that
-                are no tensors: those are part of the graph.
-        """
+        """The flat inputs of a call."""
         # The order of keyword arguments carries no meaning.
         template = tree_unflatten(list(range(len(self.inputs))), self.in_spec)
         names = list(template[1])
@@ -150,15 +145,6 @@ def split_batch(
     A tensor whose first dimension is ``num_microbatches`` times the example's is cut along it; one
     of the example's own shape is for all microbatches. Every rank keeps its own copy of all inputs,
     so that none is ever sent.
-
-    Args:
-        program: Captured for one microbatch.
-        args: Arguments of the whole batch.
-        kwargs: Its keyword arguments.
-        num_microbatches: How many microbatches.
-
-    Raises:
-        ValueError: If a tensor has neither shape.
     """
     flat = program.flatten(args, kwargs)
     microbatches: list[list[Any]] = [[] for _ in range(num_microbatches)]
@@ -176,14 +162,6 @@ def split_evenly(batch: Any, num_microbatches: int, given: str = "") -> list[Any
     """The batch in equal parts along the first dimension of its tensors.
 
     Tensors of another first dimension than the first tensor, and what is no tensor, are for all.
-
-    Args:
-        batch: The batch.
-        num_microbatches: How many parts.
-        given: How an error begins, by default with ``num_microbatches``.
-
-    Raises:
-        ValueError: If the batch cannot be divided.
     """
     sizes = [len(leaf) for leaf in leaves_of(batch) if isinstance(leaf, Tensor) and leaf.ndim]
     if not sizes or sizes[0] % num_microbatches:
@@ -286,20 +264,7 @@ class TrivialLossWrapper(LossWrapper):
 def loss_index(
     outputs: Any, is_scalar: Sequence[bool], spec: LossSpec, *, is_loss: bool = False
 ) -> int | None:
-    """Position of the loss among the flattened outputs, or ``None`` where there is none.
-
-    Args:
-        outputs: The output structure, any values in it.
-        is_scalar: For each flattened output, whether it can be a loss: a tensor of one element that
-            needs a gradient.
-        spec: The output's structure with ``True`` at the loss and ``False`` elsewhere, or the key
-            of the loss; ``None`` looks for the key ``"loss"``, and else takes an output that is
-            one scalar.
-        is_loss: Whether a single output is the loss in any case.
-
-    Raises:
-        ValueError: If ``spec`` does not fit, or what it names is no scalar.
-    """
+    """Position of the loss among the flattened outputs, or ``None`` where there is none."""
     paths = [_keys(path) for path, _ in tree_flatten_with_path(outputs)[0]]
     keys = [path[-1] if path else None for path in paths]
     if spec is None:

@@ -77,11 +77,6 @@ def simulate_1f1b(
 ) -> PipelineTimeline:
     """The timeline of one step, with nothing lost between the stages.
 
-    Args:
-        forward_seconds: Of one microbatch, for each stage.
-        backward_seconds: Of one microbatch, for each stage.
-        num_microbatches: Microbatches of the step, at least as many as stages.
-
     References:
         Narayanan et al. (2019), "PipeDream: Generalized Pipeline Parallelism for DNN Training",
         section 3.2.
@@ -113,11 +108,6 @@ def order_of_1f1b(stage: int, num_stages: int, num_microbatches: int) -> list[tu
     """The passes of a stage under 1F1B: each microbatch, and whether it goes forward.
 
     As many forward passes as stages follow, then backward and forward in turn.
-
-    Args:
-        stage: The stage's index.
-        num_stages: How many stages.
-        num_microbatches: Microbatches of the step.
     """
     ahead = min(num_microbatches, num_stages - stage)
     order = [(microbatch, True) for microbatch in range(ahead)]
@@ -229,11 +219,7 @@ SCHEDULES = {
 
 
 def find_schedule(name: str) -> Schedule:
-    """The schedule of this name, in any case.
-
-    Raises:
-        ValueError: If there is none.
-    """
+    """The schedule of this name, in any case."""
     for schedule_name, schedule in SCHEDULES.items():
         if str(name).lower() == schedule_name.lower():
             return schedule

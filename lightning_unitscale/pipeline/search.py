@@ -71,19 +71,6 @@ def choose_cuts(
 
     With several stages per rank those cuts are moved until the slowest rank is fast, which is no
     proven optimum.
-
-    Args:
-        cuts: Possible cuts in the order of the graph.
-        total: Seconds of the whole graph.
-        num_stages: How many stages.
-        bytes_per_second: Rate at which a boundary's tensors are sent.
-        num_microbatches: Microbatches of a step; of use with one stage per rank.
-        rank_of: The rank of a stage; by default each stage has a rank of its own.
-        allowed: For a stage, whether it may reach from one end (row) to another (column); end 0 is
-            the graph's start, end ``i`` the cut ``i - 1``, and ``len(cuts) + 1`` the graph's end.
-
-    Raises:
-        ValueError: If no choice is allowed.
     """
     ends = np.array([0.0, *(cut.seconds_before for cut in cuts), total])
     sends = np.array([0.0, *(cut.boundary_bytes / bytes_per_second for cut in cuts), 0.0])
@@ -149,11 +136,6 @@ def thinned(cuts: Sequence[CutCandidate], total: float, most: int) -> list[CutCa
 
     Cuts are close if nothing between them takes time; if more than ``most`` are left, those that
     are less than ``total / most`` apart.
-
-    Args:
-        cuts: Possible cuts in the order of the graph.
-        total: Seconds of the whole graph.
-        most: How many to leave, about.
     """
     kept = _best_of_each(cuts, [cut.seconds_before for cut in cuts])
     if len(kept) > most:

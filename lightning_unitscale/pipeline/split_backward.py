@@ -66,17 +66,7 @@ def backward_inputs(
     gradients: Sequence[Tensor | None] | None,
     received: Sequence[Tensor],
 ) -> tuple[tuple[Tensor | None, ...], list[WeightGradients]]:
-    """The first half.
-
-    Args:
-        outputs: What the stage returned. They are detached, which frees the graph from there to
-            where the second half starts.
-        gradients: Their gradients; ``None`` for a loss.
-        received: What the stage was given; leaves of autograd's graph.
-
-    Returns:
-        The gradients of what was received, and what is left for :func:`backward_weights`.
-    """
+    """The first half."""
     if gradients is None:
         gradients = [torch.ones_like(output) for output in outputs]
     starts = [

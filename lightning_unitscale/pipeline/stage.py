@@ -208,13 +208,7 @@ def build_stages(
     multi_use: Callable[[str], MultiUseParameterConfig],
     persistent: Container[str],
 ) -> list[StageModule]:
-    """Cut a program at its marks.
-
-    Args:
-        program: The graph; only the order of tuple items is changed in it.
-        multi_use: How several stages use a parameter, by its name.
-        persistent: Names of buffers that belong into a state dict.
-    """
+    """Cut a program at its marks."""
     graph_module = program.graph_module
     stages, num_stages = assign_stages(graph_module)
     reads = find_reads(graph_module, stages, num_stages, multi_use)

@@ -25,11 +25,7 @@ from lightning_unitscale.pipeline.batchwise import BatchFacts, CountedMean
 
 
 class WholeBatch:
-    """What the stages need to know of the whole batch, and what is made of their results.
-
-    Args:
-        facts: How the graph of a microbatch relates to that of the batch.
-    """
+    """What the stages need to know of the whole batch, and what is made of their results."""
 
     def __init__(self, facts: BatchFacts) -> None:
         self.facts = facts
@@ -37,47 +33,26 @@ class WholeBatch:
         self._compute: Callable[..., tuple[Tensor, ...]] | None = None
 
     def why_not(self, call: GraphCall, loss: int | None) -> str | None:
-        """Return why the loss of the batch does not follow from those of the microbatches.
-
-        Args:
-            call: A call for a microbatch.
-            loss: Position of the loss among the graph's outputs; ``None`` for all with a gradient.
-        """
+        """Return why the loss of the batch does not follow from those of the microbatches."""
         positions = call.differentiable if loss is None else [loss]
         facts = (self.facts.outputs[position] for position in positions)
         return next((fact.reason for fact in facts if isinstance(fact, Coupled)), None)
 
     def relations(self, loss: int | None) -> list[Fact | None]:
-        """Return how the results of the stages relate to those of the batch.
-
-        Args:
-            loss: As in :meth:`rewrite`.
-        """
+        """Return how the results of the stages relate to those of the batch."""
         facts = list(self.facts.outputs)
         if loss is not None and isinstance(facts[loss], Mean):
             facts[loss] = Mean()
         return facts
 
     def note(self, call: GraphCall) -> None:
-        """Compute what the stages need of a batch.
-
-        Args:
-            call: The call for the whole batch.
-        """
+        """Compute what the stages need of a batch."""
         if self._compute is not None:
             with torch.no_grad():
                 self._values = self._compute(*call.inputs)
 
     def rewrite(self, graph: StepGraph, loss: int | None) -> None:
-        """Give a microbatch's graph the values of the batch as inputs.
-
-        Args:
-            graph: The graph with the passes of the step over it.
-            loss: Position of the loss among its outputs.
-
-        Raises:
-            RuntimeError: If a pass has replaced an operation that has to be changed.
-        """
+        """Give a microbatch's graph the values of the batch as inputs."""
         nodes = {tensor_name(node): node for node in graph.graph.nodes}
         nodes.update({node.name: node for node in graph.graph.nodes})
         wanted: list[fx.Node | CountedMean] = []
@@ -204,13 +179,7 @@ def _part_of(total: Tensor, count: int) -> Tensor:
 def values_of_batch(
     graph_module: fx.GraphModule, wanted: Sequence[fx.Node | CountedMean], count: int
 ) -> Callable[..., tuple[Tensor, ...]]:
-    """Return what computes some values of a graph from its inputs.
-
-    Args:
-        graph_module: The graph.
-        wanted: Nodes, or means over classes of which the number of targets is wanted.
-        count: By how much these numbers are divided.
-    """
+    """Return what computes some values of a graph from its inputs."""
     source = graph_module.graph
     roots = memory_roots(source)
     order = {node: index for index, node in enumerate(source.nodes)}

@@ -35,11 +35,7 @@ _STRIDE = (math.sqrt(5) - 1) / 2
 
 
 def check_grid(grid: object) -> None:
-    """Refuse an unknown kind of grid.
-
-    Raises:
-        ValueError: If it is not one of ``Grid``.
-    """
+    """Refuse an unknown kind of grid."""
     advice = "pass 'moving' to train, 'fixed' for the numbers of the format themselves"
     check_choice("grid", grid, get_args(Grid), "unknown grid", advice)
 
@@ -77,11 +73,7 @@ class MovingGrid:
         self._counts_calls = True
 
     def follow(self, step: int) -> None:
-        """Take the optimizer's step: the batches that it accumulates share their factors.
-
-        Args:
-            step: How many steps it has taken.
-        """
+        """Take the optimizer's step: the batches that it accumulates share their factors."""
         self.step = step
         self._counts_calls = False
 
@@ -91,15 +83,7 @@ class MovingGrid:
             self.step += module.training
 
     def add_to(self, graph: StepGraph, names: Sequence[str]) -> fx.Node:
-        """Add the factors of some casts to a graph.
-
-        Args:
-            graph: A graph under rewrite.
-            names: Of the casts.
-
-        Returns:
-            A node with the factors of the step, FP32 of shape ``(len(names),)`` in (1/2, 1].
-        """
+        """Add the factors of some casts to a graph."""
         starts = torch.tensor(
             [_start(name) for name in names], dtype=torch.float32, device=graph.device
         )
@@ -112,16 +96,7 @@ class MovingGrid:
         return graph.add_state("grid", supply, torch.ones_like(starts))
 
     def factor(self, name: str, call: int) -> float:
-        """The factor of a cast that is no node of a graph.
-
-        Args:
-            name: Of the cast.
-            call: How many calls in training there have been, this one included; of no account
-                where the optimizer's steps are followed.
-
-        Returns:
-            A number of FP32 in (1/2, 1].
-        """
+        """The factor of a cast that is no node of a graph."""
         step = max(call - 1, 0) if self._counts_calls else self.step
         moved = _start(name) * _moved_by(step)
         # Rounded to FP32, in which kernels hold it.

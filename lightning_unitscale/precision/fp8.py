@@ -112,11 +112,7 @@ class FP8Linears(GraphPass):
         return self.in_evaluation or step not in EVALUATION_STEPS
 
     def leave_out(self, unrepresentable: Unrepresentable) -> Unrepresentable:
-        """Keep products out of FP8, or their gradients in E5M2, by the products' names.
-
-        Returns:
-            What is new of it: graphs with these products have to be rewritten again.
-        """
+        """Keep products out of FP8, or their gradients in E5M2, by the products' names."""
         if self.gradient_format == WIDE_GRADIENT:
             unrepresentable = Unrepresentable(unrepresentable.products)
         new = unrepresentable.without(self.unfit)
@@ -210,18 +206,7 @@ class FP8Linears(GraphPass):
         options: Mapping[str, Any],
         is_turned: bool,
     ) -> str | None:
-        """Why a linear layer does not run in FP8; ``None`` if it does.
-
-        Args:
-            name: Of its product.
-            module: Path of the module that runs it.
-            tensors: Its input, its weight, and what else it reads or makes.
-            options: Keyword arguments of the product.
-            is_turned: Whether the weight has shape ``(k, n)``.
-
-        Raises:
-            RuntimeError: If there is no reason but its device, which has no FP8.
-        """
+        """Why a linear layer does not run in FP8; ``None`` if it does."""
         if not self.patterns.match_names(name, module):
             return self.why_excluded
         for tensor in tensors:

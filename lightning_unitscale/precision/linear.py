@@ -53,11 +53,7 @@ class Linear:
 
 
 def linear_of(product: Product) -> Linear | None:
-    """The product as a linear layer: ``F.linear``, or a 2-D parameter as the second matrix.
-
-    Returns:
-        ``None`` for a product of two activations, a convolution, an attention.
-    """
+    """The product as a linear layer: ``F.linear``, or a 2-D parameter as the second matrix."""
     node = product.node
     roles = tuple(operand.role for operand in product.operands)
     if len(roles) != 2 or roles not in _FORMS or op_name(node) == "rmatmul":
@@ -93,15 +89,7 @@ def rewrite_linear(
     takes_units_in: bool,
     options: dict[str, Any],
 ) -> None:
-    """Let the node of the product run in FP8.
-
-    Args:
-        region: Where the node is.
-        linear: The layer.
-        scaling: Where its scales come from.
-        takes_units_in: Whether the changes of units around it become part of its casts.
-        options: Keyword arguments of ``fp8_linear``.
-    """
+    """Let the node of the product run in FP8."""
     graph, node = region.graph, linear.product.node
     paths = [operand.path for operand in (linear.input, linear.weight)]
     bias = None if linear.bias is None else argument_at(node, linear.bias.path)

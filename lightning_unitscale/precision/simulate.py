@@ -55,16 +55,7 @@ Insert = Callable[[Region, fx.Node], fx.Node]
 
 
 def format_pair(setting: Any, *, argument: str) -> tuple[Any, Any]:
-    """Return the formats of operands and of gradients from one setting.
-
-    Args:
-        setting: ``"fp8"``, one format for both, or a pair of them by name or description.
-        argument: Name of the argument, for errors.
-
-    Raises:
-        ValueError: If it is none of these.
-        TypeError: If it is neither a name nor a format.
-    """
+    """Return the formats of operands and of gradients from one setting."""
     given = f"{argument}={shown(setting)}"
     if isinstance(setting, str) and setting.strip().lower() == "fp8":
         return FP8_FORMATS
@@ -245,14 +236,7 @@ def _left_out(graph: StepGraph, simulated: Collection[fx.Node]) -> list[fx.Node]
 
 
 def insert_at_sites(sites: Sequence[Site], on_operand: Insert, on_gradient: Insert) -> None:
-    """Put functions between products and what they read, forward and backward.
-
-    Args:
-        sites: The products.
-        on_operand: Adds a function that makes of an operand what the product reads instead.
-        on_gradient: Adds a function that is the identity forward, and backward makes of the
-            gradient that arrives at the product's output what the product reads instead.
-    """
+    """Put functions between products and what they read, forward and backward."""
     for site in sites:
         graph, node = site.region.graph, site.product.node
         operands = {}
@@ -338,16 +322,7 @@ def _rounded(
     keys: Tensor | None,
     grid: Tensor | None,
 ) -> Tensor:
-    """A tensor rounded to a format.
-
-    Args:
-        tensor: Floating point, of any shape.
-        bits: The format.
-        saturate: As in :func:`lightning_unitscale.quantize.quantize`.
-        index: Which of the roundings of the step this is.
-        keys: Their keys, shape ``(roundings, 2)``; nearest without them.
-        grid: Factors of what is rounded, shape ``(roundings,)``; 1 without them.
-    """
+    """A tensor rounded to a format."""
     key = None if keys is None else keys[index]
     if grid is None:
         return rounded(tensor, _format(bits), saturate, key)

@@ -195,15 +195,7 @@ def _check_calls(module: nn.Module, optimizer: Any, method: Any, loss: Any, cont
 
 
 def refuse_without_forward(module: nn.Module, advice: str) -> None:
-    """Raise if a module cannot be called, such as a LightningModule that has only steps.
-
-    Args:
-        module: The module.
-        advice: What to do instead.
-
-    Raises:
-        ValueError: In that case.
-    """
+    """Raise if a module cannot be called, such as a LightningModule that has only steps."""
     owner = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
     is_absent = owner is nn.Module or owner.__name__ == "LightningModule"
     if is_absent and "forward" not in vars(module):
@@ -214,11 +206,7 @@ def refuse_without_forward(module: nn.Module, advice: str) -> None:
 
 
 def refuse_lazy(module: nn.Module) -> None:
-    """Raise if a parameter has no shape yet.
-
-    Raises:
-        ValueError: With its name.
-    """
+    """Raise if a parameter has no shape yet."""
     for name, param in module.named_parameters():
         if nn.parameter.is_lazy(param):
             raise ValueError(

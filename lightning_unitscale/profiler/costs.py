@@ -108,15 +108,7 @@ def operator_costs(
     *,
     device: str = "cpu",
 ) -> OperatorCosts:
-    """Costs of one call of an ATen operator.
-
-    Args:
-        function: The operator.
-        args: Its positional arguments; of tensors only the metadata is read.
-        kwargs: Its other arguments.
-        result: What it returned.
-        device: Type of the device whose kernels are meant.
-    """
+    """Costs of one call of an ATen operator."""
     return OperatorCosts(
         operator_flops(function, args, kwargs, result),
         _bytes_moved(function, (args, kwargs), result),
@@ -178,12 +170,6 @@ def operator_flops(
     function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> int:
     """Floating-point operations of the products of one call; a multiply-add is two.
-
-    Args:
-        function: The operator.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        result: What it returned.
 
     References:
         The formulas of `torch.utils.flop_counter`, and those below for what it leaves out: the

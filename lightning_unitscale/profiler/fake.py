@@ -52,9 +52,6 @@ class FakeCopies:
 
     Tensors that share a storage get fakes that do; the same tensor always gets the same fake.
 
-    Args:
-        mode: The fake mode; the fakes claim to be on its device.
-
     Attributes:
         fakes: The fakes so far, by the identity of what they stand for.
     """
@@ -67,11 +64,7 @@ class FakeCopies:
         self._alive: list[Any] = []
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The fake of ``tensor``, a parameter if it is one.
-
-        Raises:
-            TypeError: If it is of a class that is more than one plain tensor.
-        """
+        """The fake of ``tensor``, a parameter if it is one."""
         if id(tensor) not in self.fakes:
             self._alive.append(tensor)
             self.fakes[id(tensor)] = self._make(tensor)
@@ -104,19 +97,7 @@ class FakeCopies:
 
 
 class FakeStep:
-    """A module, its inputs and its optimizer, all of them fake, and the recording of one step.
-
-    Args:
-        module: The module; it stays as it is.
-        inputs: ``(args, kwargs)`` of the call.
-        device: The device that is simulated.
-        optimizer: An optimizer of the module's parameters, or what makes one.
-
-    Raises:
-        TypeError: If a tensor is not one dense storage, or ``optimizer`` makes no optimizer.
-        ValueError: If the optimizer updates tensors that are no parameters of the module.
-        RuntimeError: If the module cannot be copied.
-    """
+    """A module, its inputs and its optimizer, all of them fake, and the recording of one step."""
 
     def __init__(
         self,
@@ -152,17 +133,7 @@ class FakeStep:
         loss: Callable[[Any], Tensor] | None = None,
         context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> StepRecord:
-        """Forward, backward and the optimizer's step.
-
-        Args:
-            trace: Makes the nodes.
-            forward: Called with the fake inputs.
-            loss: Makes the loss from what ``forward`` returns.
-            context: Entered around the forward pass.
-
-        Raises:
-            RuntimeError: If the step cannot be run without data, naming the node.
-        """
+        """Forward, backward and the optimizer's step."""
         recorder = self.recorder
         with (
             self.mode,
@@ -263,14 +234,7 @@ def _fake_optimizer(
     fakes: Mapping[int, Tensor],
     device: torch.device,
 ) -> Optimizer:
-    """An optimizer like the given one that updates fake parameters and has its state already.
-
-    Args:
-        optimizer: An optimizer of the real parameters, or a class or function that makes one.
-        params: The fake parameters, for a class or function.
-        fakes: The fake of each real parameter, by identity, for an optimizer.
-        device: Of the fake parameters.
-    """
+    """An optimizer like the given one that updates fake parameters and has its state already."""
     if isinstance(optimizer, Optimizer):
         groups = [
             [_fake_of(param, fakes) for param in group["params"]]
@@ -294,12 +258,7 @@ def _fake_optimizer(
 
 
 def optimizer_for(optimizer: Optimizer, groups: Iterable[list[Tensor]]) -> Optimizer:
-    """A copy of an optimizer, settings and all, without state, for other parameters.
-
-    Args:
-        optimizer: The optimizer; it stays as it is.
-        groups: The parameters of each of its groups.
-    """
+    """A copy of an optimizer, settings and all, without state, for other parameters."""
     other: Optimizer = object.__new__(type(optimizer))
     other.__dict__.update(optimizer.__dict__)
     # A scheduler leaves its own ``step`` on the object, which would move the schedule.

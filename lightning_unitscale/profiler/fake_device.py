@@ -79,13 +79,7 @@ def forgetting_control_flow() -> Iterator[None]:
 
 
 def run_control_flow(function: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """The first branch of a ``cond``, every step of a ``scan``, one round of a ``while_loop``.
-
-    Args:
-        function: The operator.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-    """
+    """The first branch of a ``cond``, every step of a ``scan``, one round of a ``while_loop``."""
     run = _CONTROL_FLOW.get(function.name())
     return function(*args, **kwargs) if run is None else run(*args, **kwargs)
 
@@ -128,9 +122,6 @@ class SimulatedDevice(FakeTensorMode):
     ``cpu:0``, and what it wants to make there is made on the device; Python code sees the device
     itself. A CPU's queue also means that the backward pass runs in the calling thread, where
     dispatch modes can see it.
-
-    Args:
-        device: The device, which need not exist.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -209,13 +200,7 @@ class FakeScalars(TorchDispatchMode):
 
 
 def run_operator(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """The operator on fake tensors, where they are wrong with what the kernels do.
-
-    Args:
-        func: The operator.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-    """
+    """The operator on fake tensors, where they are wrong with what the kernels do."""
     packet = getattr(func, "overloadpacket", func)
     if packet is getattr(torch.ops.aten, "_grouped_mm", None) and args[0].dtype != torch.bfloat16:
         # Fake tensors know the shapes for BF16 only, the kernels also other types (torch 2.13).

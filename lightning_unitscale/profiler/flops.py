@@ -27,22 +27,13 @@ class _Flops(DispatchMode):
 
 
 def node_flops(node: fx.Node) -> int:
-    """Return the floating-point operations of a node; 0 if it does not run by itself.
-
-    Args:
-        node: A node of a graph as Dynamo makes them. Symbolic sizes count as in the capture.
-    """
+    """Return the floating-point operations of a node; 0 if it does not run by itself."""
     flops = _Flops()
     return flops.count if runs_without_numbers(node, flops) else 0
 
 
 def runs_without_numbers(node: fx.Node, watching: DispatchMode) -> bool:
-    """Run a node on tensors without data; returns whether it runs by itself.
-
-    Args:
-        node: A node of a graph as Dynamo makes them.
-        watching: A mode that sees the operators.
-    """
+    """Run a node on tensors without data; returns whether it runs by itself."""
     try:
         mode, values = stand_ins(fake_mode_of(node.graph), node.all_input_nodes)
         args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)

@@ -278,11 +278,7 @@ class BatchFit:
         return int(max(fixed + slope * batch_size for fixed, slope in lines))
 
     def largest(self, budget_bytes: int) -> int:
-        """The largest batch size whose peak is within the budget; 0 if there is none.
-
-        Raises:
-            ValueError: If no batch is too large, since the peak does not depend on it.
-        """
+        """The largest batch size whose peak is within the budget; 0 if there is none."""
         fixed, slopes = np.array(self.fixed_bytes), np.array(self.bytes_per_sample)
         grows = slopes > 0
         if not grows.any():
@@ -297,14 +293,7 @@ class BatchFit:
 
 
 def fit(batch_sizes: tuple[int, int], first: Sequence[int], second: Sequence[int]) -> BatchFit:
-    """Lines through two profiles.
-
-    Args:
-        batch_sizes: The batch size of each.
-        first: Live bytes over the step at the first batch size.
-        second: The same at the second. If the step has other moments there, the peaks alone are
-            fitted.
-    """
+    """Lines through two profiles."""
     if len(first) != len(second):
         first, second = [max(first)], [max(second)]
     low, high = batch_sizes
@@ -314,13 +303,7 @@ def fit(batch_sizes: tuple[int, int], first: Sequence[int], second: Sequence[int
 
 
 def largest_batch(lines: BatchFit, budget_bytes: int, peak_at: Callable[[int], int]) -> int:
-    """The largest batch whose own profile is within the budget; 0 if there is none.
-
-    Args:
-        lines: The fit.
-        budget_bytes: Bytes that the peak may have.
-        peak_at: Profiles a batch size.
-    """
+    """The largest batch whose own profile is within the budget; 0 if there is none."""
     size = lines.largest(budget_bytes)
     while size > 0 and (peak := peak_at(size)) > budget_bytes:
         # Where the step is not linear in the batch, by the share that it is off.
@@ -336,15 +319,7 @@ def make_profile(
     num_ranks: int = 1,
     profile_at: Callable[[int], GraphProfile] | None = None,
 ) -> GraphProfile:
-    """The profile of a recorded step.
-
-    Args:
-        record: What was recorded.
-        module: The module that ran, for its parts' names and classes.
-        batch_size: Of the step.
-        num_ranks: Processes that the module is sharded over.
-        profile_at: Profiles the same step at another batch size.
-    """
+    """The profile of a recorded step."""
     costs = node_costs(record)
     timeline, peak = memory_timeline(record)
     by_kind: Counter[Kind] = Counter()

@@ -93,9 +93,6 @@ class PeakMeter:
     :meth:`start`: start a step early, so that the gradients of the measured step's predecessor are
     known, and name what is alive at the mark.
 
-    Args:
-        device: Where the step runs.
-
     Attributes:
         parts: After :meth:`stop`, the peak of each part, with the label at its end; the last has
             none.
@@ -124,21 +121,12 @@ class PeakMeter:
             self._profile.__enter__()
 
     def mark(self, alive: Any, *, beside: int = 0) -> None:
-        """What follows is measured.
-
-        Args:
-            alive: Holds all tensors that are alive now.
-            beside: Bytes of those that nobody can get hold of.
-        """
+        """What follows is measured."""
         self._alive = storage_bytes(alive) + beside
         self._begin_part()
 
     def note(self, label: Any) -> None:
-        """A part of what is measured ends here, and another begins; nothing before the mark.
-
-        Args:
-            label: What to call the end.
-        """
+        """A part of what is measured ends here, and another begins; nothing before the mark."""
         if self.is_marked:
             self._end_part()
             self._labels.append(label)

@@ -97,12 +97,7 @@ class _Lives:
         return sum(self.storages[index].num_bytes for index in storages)
 
     def temporary_bytes(self, storages: Iterable[int], calls: Sequence[int]) -> int:
-        """The most bytes at once within calls of operators: their storages and a workspace.
-
-        Args:
-            storages: What the calls allocate for themselves.
-            calls: Indices of the operators, ascending.
-        """
+        """The most bytes at once within calls of operators: their storages and a workspace."""
         last = calls[-1] if calls else OUTSIDE
         events = sorted(entry for index in storages for entry in self.events[index])
         costs = [self.record.operators[index].costs for index in calls]

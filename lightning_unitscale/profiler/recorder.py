@@ -46,9 +46,6 @@ class StorageRecorder(DispatchMode):
     Storages are told apart by identity and their release is seen by a weak reference, so what is
     recorded is what reference counts did: those of Python, of autograd's graph and of its engine.
 
-    Args:
-        device: Storages on devices of another type are not counted.
-
     Attributes:
         phase: The part of the step that runs.
         node: Index of the forward node that runs.
@@ -126,15 +123,7 @@ class StorageRecorder(DispatchMode):
         inputs: Sequence[tuple[str, Tensor]],
         outputs: Sequence[Tensor],
     ) -> None:
-        """Add a node that has run.
-
-        Args:
-            name: Unique within the step.
-            op: Name of the function.
-            module: Path of the module that called it; empty for the root.
-            inputs: What it read, by name.
-            outputs: What it returned.
-        """
+        """Add a node that has run."""
         first = outputs[0] if outputs else None
         self.label(outputs, len(self.record.nodes))
         names = NodeCosts(

@@ -71,27 +71,14 @@ def _cells(costs: Costs, columns: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_sort_by(sort_by: object) -> None:
-    """Refuse what nodes cannot be sorted by.
-
-    Raises:
-        ValueError: If nodes have no such number.
-    """
+    """Refuse what nodes cannot be sorted by."""
     choices = (*field_names(NodeCosts), "order")
     advice = "leave it out for 'saved_bytes'"
     check_choice("sort_by", sort_by, choices, "nodes have no such number", advice)
 
 
 def node_table(nodes: Sequence[NodeCosts], sort_by: str, limit: int | None) -> str:
-    """A row for each node.
-
-    Args:
-        nodes: The nodes, in the order of the step.
-        sort_by: The number by which the largest come first; ``"order"`` for the order of the step.
-        limit: How many to show; ``None`` for all.
-
-    Raises:
-        ValueError: If nodes have no such number.
-    """
+    """A row for each node."""
     check_sort_by(sort_by)
     ordered = list(nodes)
     if sort_by != "order":
@@ -140,15 +127,7 @@ _COLORS = {
 
 
 def new_figure(width: float = 7.0, height: float = 4.5) -> tuple[Figure, Axes]:
-    """A figure without a window, and its axes.
-
-    Args:
-        width: In inches.
-        height: In inches.
-
-    Raises:
-        ModuleNotFoundError: If matplotlib is not installed.
-    """
+    """A figure without a window, and its axes."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
@@ -161,16 +140,7 @@ def new_figure(width: float = 7.0, height: float = 4.5) -> tuple[Figure, Axes]:
 
 
 def draw(timeline: MemoryTimeline, peak: Peak, phases: Sequence[Phase]) -> Figure:
-    """Areas of live bytes by kind over the operators of the step, the peak marked.
-
-    Args:
-        timeline: Live bytes over the step.
-        peak: Its highest moment.
-        phases: Part of the step that each moment belongs to.
-
-    Raises:
-        ModuleNotFoundError: If matplotlib is not installed.
-    """
+    """Areas of live bytes by kind over the operators of the step, the peak marked."""
     moments = range(len(timeline.live_bytes))
     figure, axes = new_figure(11.0, 5.0)
     rows = [[value / _MIB for value in timeline.live_by_kind[kind]] for kind in KINDS]
@@ -213,11 +183,7 @@ def dump(profile: Any) -> str:
 
 
 def load(text: str, kind: type[T]) -> T:
-    """A dataclass from JSON.
-
-    Raises:
-        ValueError: If the text was not made by :func:`dump` for this class.
-    """
+    """A dataclass from JSON."""
     try:
         content = json.loads(text)
         if content.pop("version", None) != _VERSION:

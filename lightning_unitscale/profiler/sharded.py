@@ -132,13 +132,7 @@ def watching_shards(
     resizing: Callable[[Any, int], None],
     unseen: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> Iterator[None]:
-    """Within this context a recorder learns what sharded modules do beside operators.
-
-    Args:
-        resizing: Called with every storage, and its new size, before Python resizes it.
-        unseen: Entered where distributed tensors run an operator on whole tensors, only to find
-            out the shape of its result.
-    """
+    """Within this context a recorder learns what sharded modules do beside operators."""
     original = torch.UntypedStorage.resize_
 
     def resize_(self: torch.UntypedStorage, size: int) -> Any:
@@ -198,19 +192,7 @@ def num_ranks(module: nn.Module) -> int:
 
 
 def take_over(module: nn.Module, device: torch.device) -> SimulatedDevice:
-    """Put fake tensors in the place of a sharded module's, which cannot be copied.
-
-    Args:
-        module: The module, on ``meta``, or taken over before for the same device.
-        device: The device that is simulated.
-
-    Returns:
-        The mode of the fake tensors.
-
-    Raises:
-        ValueError: If it is elsewhere, FSDP keeps its shards on the CPU, or the process group is
-            gone.
-    """
+    """Put fake tensors in the place of a sharded module's, which cannot be copied."""
     name = type(module).__name__
     if not dist.is_initialized():
         raise ValueError(

@@ -36,13 +36,7 @@ _REFLECTED = {"radd": "add", "rsub": "sub", "rmul": "mul", "rmatmul": "matmul", 
 
 
 class ModuleTrace(TorchFunctionMode):
-    """Makes a node of every torch function that a module's forward pass calls.
-
-    Args:
-        module: The module.
-        recorder: Notes the operators and storages; told which node is running.
-        call: Calls a function as the device would have it called.
-    """
+    """Makes a node of every torch function that a module's forward pass calls."""
 
     def __init__(self, module: nn.Module, recorder: StorageRecorder, call: Call) -> None:
         super().__init__()
@@ -121,13 +115,7 @@ class ModuleTrace(TorchFunctionMode):
 
 
 class GraphTrace(fx.Interpreter):
-    """Runs a graph and records each of its calls as a node.
-
-    Args:
-        graph_module: The graph.
-        recorder: Notes the operators and storages; told which node is running.
-        call: Calls a function as the device would have it called.
-    """
+    """Runs a graph and records each of its calls as a node."""
 
     def __init__(self, graph_module: fx.GraphModule, recorder: StorageRecorder, call: Call) -> None:
         super().__init__(graph_module)

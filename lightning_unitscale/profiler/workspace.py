@@ -33,14 +33,7 @@ _KEY_BLOCK = 512
 
 
 def workspace_bytes(function: Any, args: Sequence[Any], result: Any, device: str) -> int:
-    """The most bytes alive inside one call of an operator beyond its arguments and results.
-
-    Args:
-        function: The ATen operator.
-        args: Its positional arguments.
-        result: What it returned.
-        device: Type of the device: ``"cpu"`` or ``"cuda"``.
-    """
+    """The most bytes alive inside one call of an operator beyond its arguments and results."""
     table = _CPU if device == "cpu" else _CUDA if device == "cuda" else {}
     formula = table.get(getattr(function, "overloadpacket", function))
     return 0 if formula is None else max(0, int(formula(args, result)))

@@ -145,12 +145,7 @@ class Granted:
         self._bytes = 0
 
     def limit(self, own: int, floor: Callable[[], int]) -> int:
-        """The limit of a graph; noted for later ones.
-
-        Args:
-            own: The fraction of the graph's own peak.
-            floor: The least bytes that a plan of it needs; asked for where it matters.
-        """
+        """The limit of a graph; noted for later ones."""
         if own < self._bytes and own < floor():
             return self._bytes
         self._bytes = max(self._bytes, own)
@@ -160,16 +155,8 @@ class Granted:
 class StepPartitioner(RematPartitioner):
     """Plans every graph of a module's steps and keeps the reports.
 
-    Args:
-        budget: As of :class:`RematPartitioner`.
-        module: The module.
-        around: Bytes beside the module's own: alive throughout, and in the forward pass only.
-
     Attributes:
         reports: What was planned, graph by graph in the order of capture.
-
-    Raises:
-        ValueError: When a step turns out to be several graphs and the budget is in bytes.
     """
 
     def __init__(
@@ -218,20 +205,12 @@ class StepPartitioner(RematPartitioner):
         self._granted = Granted()
 
     def put_off_refusals(self, puts_off: bool) -> None:
-        """Keep to the budget as far as the parts of a step allow, or raise an error at once.
-
-        Args:
-            puts_off: Whether the step may be captured anew as one graph, which alone is judged.
-        """
+        """Keep to the budget as far as the parts of a step allow, or raise an error at once."""
         self._puts_off = puts_off
         self._refusal = None
 
     def refuse(self) -> None:
-        """Judge the parts of a step that stays in parts.
-
-        Raises:
-            BudgetError: If they do not keep the budget.
-        """
+        """Judge the parts of a step that stays in parts."""
         if self._refusal is not None:
             raise self._refusal
 

@@ -195,11 +195,5 @@ def _shared(problem: RematProblem, block: Ints) -> Mask:
 
 
 def segment_members(blocks: Blocks, start: int, stop: int) -> Ints:
-    """Nodes of a segment of blocks, ascending.
-
-    Args:
-        blocks: All blocks.
-        start: The first one of the segment.
-        stop: The first one after it.
-    """
+    """Nodes of a segment of blocks, ascending."""
     return np.sort(np.concatenate(blocks.members[start:stop]))

@@ -82,11 +82,7 @@ class EndingRuns:
 
 
 class BlockOptions:
-    """The options of all runs of blocks; equal runs share them.
-
-    Args:
-        blocks: The joint graph as a chain.
-    """
+    """The options of all runs of blocks; equal runs share them."""
 
     def __init__(self, blocks: Blocks) -> None:
         self.blocks = blocks
@@ -146,11 +142,6 @@ def choose_options(
 
     For every run: what was saved before it, what it needs at most, and the gradients of the runs
     after it, which its backward pass finds there, are alive together.
-
-    Args:
-        options: The options of all runs of blocks.
-        budget_bytes: Bytes for activations and gradients: beyond what is resident.
-        forward_bytes: Bytes alive during the forward pass only.
     """
     # States: ways to come to a boundary by the bytes saved on the way; fewer bytes take more time.
     # Those of all boundaries lie one after the other, those of one boundary by ascending bytes.

@@ -95,15 +95,6 @@ def kind_of(node: fx.Node) -> str:
 class JointGraphReader:
     """Makes the planner's view of a joint graph.
 
-    Args:
-        graph: The joint graph, with fake tensors in ``meta["val"]``.
-        num_fwd_outputs: How many of its outputs belong to the forward pass.
-        cost_model: Gives the seconds.
-        mutated_inputs: Placeholders that the forward pass writes to.
-        recomputable_ops: Operator packets that may run again; all pure ones if left out.
-        replay_random: Whether a random operation may run again from its generator's saved state;
-            else its result is saved.
-
     Attributes:
         nodes: The graph's nodes in the order of the problem's.
     """

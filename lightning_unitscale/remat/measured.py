@@ -56,13 +56,7 @@ class Choice:
 
 
 class GraphChoices:
-    """The plans of a graph that is one of many.
-
-    Args:
-        planner: Plans it.
-        parameters: Its inputs that somebody else keeps, whatever is saved.
-        min_cut: Whether the classic cut is the only plan, rather than all.
-    """
+    """The plans of a graph that is one of many."""
 
     def __init__(self, planner: Planner, parameters: Mask, *, min_cut: bool = False) -> None:
         self._problem = planner.problem
@@ -107,10 +101,6 @@ def _peaks(plan: RematPlan) -> tuple[int, int]:
 
 class MeasuredStep:
     """A step as it was measured, and what other plans would make of it.
-
-    Args:
-        parts: The measurement.
-        graphs: The plans of all graphs that were captured.
 
     Attributes:
         graphs: Those of the graphs that the step ran.
@@ -227,9 +217,6 @@ class MeasuredPartitioner(RematPartitioner):
     Until then they have the plans that keep the least, and so has what is captured afterwards and
     is not among what was measured, such as a batch of another size.
 
-    Args:
-        budget: As of :class:`RematPartitioner`, for a whole step.
-
     Attributes:
         meter: Is told where graphs begin and end.
         graphs: The plans of what was captured, until one of them is chosen for each.
@@ -302,14 +289,7 @@ class MeasuredPartitioner(RematPartitioner):
         self.graphs.clear()
 
     def plan(self, parts: Parts) -> None:
-        """Plan all graphs that were captured, by a measured step.
-
-        Args:
-            parts: The measurement.
-
-        Raises:
-            ValueError: If the budget is below the floor.
-        """
+        """Plan all graphs that were captured, by a measured step."""
         step = MeasuredStep(parts, self.graphs)
         chosen = step.measured if self.budget == "min_cut" else self._chosen(step)
         peak = step.peak_bytes(chosen)

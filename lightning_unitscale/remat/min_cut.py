@@ -38,20 +38,6 @@ def source_side(
 ) -> Mask:
     """The larger source side of a minimum cut: the cut lies as near to the sink as it can.
 
-    Args:
-        num_nodes: Number of nodes; edges join nodes ``0 .. num_nodes - 1``.
-        tails: Start of every edge.
-        heads: End of every edge.
-        capacities: Non-negative capacity of every edge, ``inf`` where it must not be cut.
-        source: Node on the source side.
-        sink: Node on the sink side.
-
-    Returns:
-        A mask of the nodes on the source side.
-
-    Raises:
-        ValueError: If no cut of finite capacity exists.
-
     References:
         Ford, Fulkerson (1956): every maximum flow gives the cut nearest to the sink as the nodes
         that cannot reach it in the residual graph.
@@ -102,11 +88,6 @@ class CutNetwork:
     the sink's side and runs again), the arc between them costs its bytes (it is saved), and arcs to
     its users' first halves cannot be cut: what runs again needs its inputs. Nodes that the backward
     pass reads are tied to the sink.
-
-    Args:
-        problem: The joint graph.
-        seconds: Time of running each node again, ``inf`` where it must not run; by default the
-            problem's own.
     """
 
     def __init__(self, problem: RematProblem, seconds: Floats | None = None) -> None:
@@ -149,11 +130,7 @@ class CutNetwork:
         return tails, heads, len(pairs) + len(roots)
 
     def cut(self, seconds_per_byte: float) -> Cut:
-        """The plan with the least time plus ``seconds_per_byte`` for each byte saved.
-
-        Raises:
-            ValueError: If something may neither be saved nor run again.
-        """
+        """The plan with the least time plus ``seconds_per_byte`` for each byte saved."""
         kept = self._kept
         tails, heads, num_others = self._edges
         size = self._bytes[kept]
@@ -182,9 +159,6 @@ class CutNetwork:
 
         Every plan that is best for some price of a byte is on it. Found by bisection: the price at
         which two neighbours cost the same either gives a plan between them or shows there is none.
-
-        Args:
-            max_cuts: Cuts to stop after.
         """
         total_bytes = max(float(self._bytes[np.isfinite(self._bytes)].sum()), 1.0)
         finite = self._seconds[np.isfinite(self._seconds)]
@@ -213,12 +187,7 @@ class CutNetwork:
 
 
 def non_dominated(plans: Iterable[T], costs: Callable[[T], tuple[float, float]]) -> list[T]:
-    """What nothing else beats in both costs, by ascending first and descending second cost.
-
-    Args:
-        plans: What is compared.
-        costs: The costs of each.
-    """
+    """What nothing else beats in both costs, by ascending first and descending second cost."""
     kept: list[T] = []
     for plan in sorted(plans, key=costs):
         if not kept or costs(plan)[1] < costs(kept[-1])[1]:

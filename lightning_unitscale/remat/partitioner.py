@@ -75,12 +75,7 @@ def prepare(joint_module: fx.GraphModule) -> None:
 
 
 def limit_reach(sizes: Sequence[torch.SymInt], fits: Callable[[], bool]) -> None:
-    """Let a plan serve sizes only as far as it fits: beyond, the step is planned again.
-
-    Args:
-        sizes: What changes from call to call.
-        fits: Whether the plan is within its budget; asked for larger sizes than those planned for.
-    """
+    """Let a plan serve sizes only as far as it fits: beyond, the step is planned again."""
     if not sizes:
         return
     limits = list(map(size_hint, sizes))
@@ -304,14 +299,7 @@ def aot_backend(partition_fn: PartitionFn) -> Callable[..., Any]:
 def split(
     joint_module: fx.GraphModule, plan: RematPlan, nodes: Sequence[fx.Node], num_fwd_outputs: int
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The forward and the backward graph of a plan.
-
-    Args:
-        joint_module: The joint graph; its nodes' metadata is marked, and it is used up.
-        plan: Its plan.
-        nodes: Its nodes in the order of the plan's problem.
-        num_fwd_outputs: How many outputs belong to the forward pass.
-    """
+    """The forward and the backward graph of a plan."""
     problem, saved = plan.problem, plan.saved
     runs = recomputed(problem, saved)
     replays = False

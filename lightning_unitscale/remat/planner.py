@@ -46,15 +46,7 @@ _TIGHTENINGS = 6
 
 
 def check_budget(budget: Budget, *, name: str = "budget") -> Budget:
-    """``budget`` in its simplest form: an int of bytes, a float in (0, 1], or ``"min_cut"``.
-
-    Args:
-        budget: What the user gave.
-        name: As which argument he gave it.
-
-    Raises:
-        ValueError: If it is none of these.
-    """
+    """``budget`` in its simplest form: an int of bytes, a float in (0, 1], or ``"min_cut"``."""
     expected = (
         "expected bytes (an int, or a string such as '600MiB' or '2GB'), a fraction in (0, 1] of "
         "the peak without rematerialization, or 'min_cut'"
@@ -352,15 +344,7 @@ class BudgetError(Refusal, ValueError):
 
 
 def refusal(budget: Budget, limit: int, floor: int, default: int, reached: str) -> BudgetError:
-    """The error of a budget that no plan meets.
-
-    Args:
-        budget: As it was given.
-        limit: Its bytes.
-        floor: The lowest peak.
-        default: The peak without rematerialization.
-        reached: Where the floor is reached, and what is in it.
-    """
+    """The error of a budget that no plan meets."""
     shown = f"{budget}, {format_bytes(limit)}" if budget != limit else format_bytes(limit)
     return BudgetError(
         f"budget={shown} ({limit} bytes): no plan needs so little; expected at "

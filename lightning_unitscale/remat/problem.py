@@ -61,13 +61,7 @@ class RematNode:
     replay_bytes: int = 0
 
     def moved(self, inputs: tuple[int, ...], base: int, owner: int) -> RematNode:
-        """The same operation in another graph; ``dataclasses.replace`` is many times slower.
-
-        Args:
-            inputs: Positions there of what it reads.
-            base: Position of what its result is a view of.
-            owner: Position of the operation whose result it is an item of.
-        """
+        """The same operation in another graph; ``dataclasses.replace`` is many times slower."""
         node: RematNode = object.__new__(RematNode)
         node.__dict__.update(self.__dict__, inputs=inputs, base=base, owner=owner)
         return node
@@ -225,11 +219,7 @@ class RematProblem:
 
 
 def recomputed(problem: RematProblem, saved: Mask) -> Mask:
-    """Forward nodes that run in the backward pass when ``saved`` is kept.
-
-    Raises:
-        ValueError: If a node would run there that must not.
-    """
+    """Forward nodes that run in the backward pass when ``saved`` is kept."""
     known = problem._recomputed.get(saved.tobytes())
     if known is not None:
         return known

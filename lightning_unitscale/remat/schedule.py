@@ -48,14 +48,6 @@ def lazy_order(
     A value that runs again thus runs as late as it can, and lives as short. With segments, a value
     that is not kept is forgotten where the anchors' segment changes, and runs once more where a
     later anchor needs it.
-
-    Args:
-        inputs: For each node, the nodes it reads, all of them smaller.
-        anchors: Nodes whose order is given, ascending: those of the backward pass.
-        runs: Whether a node is executed in the backward pass at all; others are there already.
-        wanted_at_end: Nodes that the pass returns; executed last if nobody needed them before.
-        segments: Segment of each anchor, by node; one segment if it is left out.
-        kept: Nodes whose value outlives its segment; all if it is left out. Anchors always do.
     """
     is_there = [not executed for executed in runs]
     latest = [-1] * len(inputs)
@@ -102,14 +94,7 @@ def backward_order(
     segments: Sequence[int] | None = None,
     kept: Mask | None = None,
 ) -> BackwardOrder:
-    """The backward pass of a plan.
-
-    Args:
-        problem: The joint graph.
-        saved: What the plan keeps.
-        segments: Segment of each backward node, by node; see :func:`lazy_order`.
-        kept: What outlives its segment once it has run again.
-    """
+    """The backward pass of a plan."""
     is_backward = problem.region == NodeRegion.BACKWARD
     return lazy_order(
         problem.inputs_of,
@@ -180,14 +165,6 @@ def simulate_plan(
     The inputs stay alive throughout, what the forward pass returns from there on, gradients to the
     end of the step. A view keeps the whole storage that it lies in. The state of a generator is
     kept from a random operation to its replay.
-
-    Args:
-        problem: The joint graph.
-        saved: What the plan keeps.
-        order: The order of the backward pass.
-        resident_bytes: Bytes beside the graph's inputs that are alive all the time, such as the
-            optimizer's state.
-        forward_bytes: Bytes alive during the forward pass only.
     """
     forward = forward_nodes(problem, saved)
     num_forward = len(forward)

@@ -55,21 +55,6 @@ def plan_step(
     Its graphs run twice, eagerly: once as they are, to see how they hang together; once with the
     factors in place as they are decided, to measure what no rule knows. If the step is one graph,
     nothing else of it runs.
-
-    Args:
-        step: The captured step; its graphs must not be reparametrized yet.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        options: The user's choices.
-        prior: What is decided already: operations of other steps keep their factors, and
-            parameters are scaled once.
-        init_weights: Whether parameters are set to unit scale.
-        backward: Whether the step will be run with gradients.
-        joint: Makes the RMS of a whole tensor out of those of the parts that ranks have, where all
-            of them run the same graphs on parts; called on all ranks together.
-
-    Returns:
-        ``prior`` and what is new. Parameters are not touched yet.
     """
     _give_shapes(step, args, kwargs)
     for _ in range(_MAX_ATTEMPTS):
@@ -134,15 +119,6 @@ def plan_graph(
 
     Nothing is measured; where no rule knows a scale it is taken for 1. Parameters that are not at
     unit scale already stay as they are.
-
-    Args:
-        graph_module: The graph.
-        step: Name of its step.
-        options: The user's choices.
-        prior: Earlier decisions.
-
-    Returns:
-        ``prior`` and what is new.
     """
     flow = Flow()
     flow.add_graph(graph_module, {})
@@ -274,16 +250,6 @@ class Recorder:
 class _ScaledRun:
     """Runs the graphs of a step with every factor in place as soon as it is decided.
 
-    Args:
-        structure: Of the recorded run.
-        parameters: What becomes of the parameters.
-        options: The user's choices.
-        prior: What was decided before.
-        joint: As in :func:`plan_step`.
-        title: Of the step, for an error.
-        most_calls: Calls of graphs after which it is ended: a solver whose steps adapt may take any
-            number of them for weights at RMS 1.
-
     Attributes:
         decider: Takes the decisions.
         saw_new_graph: Whether a graph ran that was not recorded: the first run of a step may change
@@ -313,11 +279,7 @@ class _ScaledRun:
         self._measured: dict[fx.Node, float | None] = {}
 
     def __call__(self, graph: Any, inputs: tuple[Any, ...]) -> Any:
-        """Run one graph; the interpreter that ``CapturedStep`` expects.
-
-        Raises:
-            CaptureError: If there are too many calls.
-        """
+        """Run one graph; the interpreter that ``CapturedStep`` expects."""
         self._num_calls += 1
         if self._num_calls > self._most_calls:
             reason = f"scaled, it runs its graphs over {_MANY_TIMES} times as often"

@@ -55,16 +55,7 @@ _NEGLIGIBLE = 1.1
 
 
 class Decider:
-    """Takes one decision after another; the pure core of the rules.
-
-    Args:
-        structure: The step.
-        parameters: The plan of each parameter.
-        options: The user's choices.
-        measure: RMS of a node's tensor under the decisions taken so far.
-        prior: Earlier decisions, in this step of the module or in another: the same
-            operation keeps its factors, whatever the shapes of this step's batches.
-    """
+    """Takes one decision after another; the pure core of the rules."""
 
     def __init__(
         self,

@@ -187,16 +187,7 @@ def example_of(argument: Any) -> Any:
 
 
 def output_factor(node: fx.Node, *, mult: float = 1.0) -> float | None:
-    """The rule's factor on the result of an operation; ``None`` for one that has no rule.
-
-    Args:
-        node: The operation, whose arguments are at RMS 1.
-        mult: RMS of the first argument, where it is another.
-
-    Raises:
-        TypeError: As other errors in ``RULE_ERRORS``, where the rule does not know the arguments'
-            form.
-    """
+    """The rule's factor on the result of an operation; ``None`` for one that has no rule."""
     rule = rule_of(node)
     if rule is None:
         return None
@@ -310,12 +301,7 @@ class Flow:
         return next(same, graph_module)
 
     def add_graph(self, graph_module: fx.GraphModule, links: Mapping[int, fx.Node]) -> None:
-        """Append a graph.
-
-        Args:
-            graph_module: The graph.
-            links: Positions of placeholders that nodes of earlier graphs made.
-        """
+        """Append a graph."""
         self._graphs[graph_module.graph] = graph_module
         for position, node in enumerate(graph_module.graph.find_nodes(op="placeholder")):
             if position in links:

@@ -219,13 +219,7 @@ class Elementwise:
 def derived_rms(
     flow: Flow, node: fx.Node, rms_of: Callable[[fx.Node], float | None]
 ) -> float | None:
-    """RMS of the result of a hand-written activation, by quadrature; ``None`` if it is none.
-
-    Args:
-        flow: The step.
-        node: Last operation of the activation.
-        rms_of: RMS of a tensor, where it is known.
-    """
+    """RMS of the result of a hand-written activation, by quadrature; ``None`` if it is none."""
     collected = _collect(flow, node)
     if collected is None:
         return None

@@ -121,13 +121,7 @@ class RulePlan(Mapping[str, Decision]):
         return len(self.decisions)
 
     def find(self, step: str, name: str, identity: tuple[str, tuple[str, ...]]) -> Decision | None:
-        """The decision on an operation of a step.
-
-        Args:
-            step: Name of the step.
-            name: Name of the operation's tensor.
-            identity: As :attr:`Decision.identity`.
-        """
+        """The decision on an operation of a step."""
         namesakes = _namesakes(self.decisions, key(step, name))
         return next((decision for _, decision in namesakes if decision.identity == identity), None)
 
@@ -202,9 +196,6 @@ class RuleOptions:
         attention_mult: Factor on attention's logits.
         activation_mult: Factor on the input of activations after a weight.
         loss_mult: Factor on the logits of a cross-entropy.
-
-    Raises:
-        ValueError: If one is out of its range.
     """
 
     residual: tuple[float, float] | None = None

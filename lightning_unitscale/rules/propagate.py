@@ -38,16 +38,7 @@ _SUMS = ADDS | SUBTRACTS | {"rsub"}
 
 
 class Scales:
-    """Predicted RMS of every tensor of a step, corrected by measurement where that is asked for.
-
-    Args:
-        flow: The step.
-        parameters: The plan of each parameter.
-        measure: RMS of a node's tensor under the decisions taken so far.
-        on_unknown: Whether to measure, or to raise.
-        decisions: Those taken so far, by tensor name: they are told when the scale of their result
-            turns out to be another one, or none that a rule knows.
-    """
+    """Predicted RMS of every tensor of a step, corrected by measurement where that is asked for."""
 
     def __init__(
         self,
@@ -92,11 +83,7 @@ class Scales:
         return measured
 
     def require(self, node: fx.Node, reason: str) -> None:
-        """Refuse an operation whose scale is needed and unknown, if that is asked for.
-
-        Raises:
-            RuntimeError: With the operation and the reason.
-        """
+        """Refuse an operation whose scale is needed and unknown, if that is asked for."""
         if self._on_unknown != "error" or node.op == "placeholder":
             return
         where = node.meta.get(MODULE) or "the step"
@@ -131,12 +118,7 @@ class Scales:
         return factor * self._rms[node]
 
     def follow(self, node: fx.Node, mult: float) -> tuple[float | None, str]:
-        """Predict the RMS of an operation's result from its arguments, and say how.
-
-        Args:
-            node: The operation.
-            mult: Factor on its first argument.
-        """
+        """Predict the RMS of an operation's result from its arguments, and say how."""
         rms, reason = self._predict(node, mult)
         if rms is None:
             self._reasons[node] = reason

@@ -117,12 +117,6 @@ def branch_weights(
 ) -> dict[fx.Node, float]:
     """The weight tau of each branch: the add is ``(skip + tau * branch) / sqrt(1 + tau**2)``.
 
-    Args:
-        residuals: The residual adds of a step.
-        fixed: Weights of branches with and without attention, in place of the depth rule.
-        residual_mult: Share of all branches together in the last sum.
-        residual_attn_ratio: Share of a branch with attention, relative to one without.
-
     References:
         u-muP (arXiv 2407.17465), section 3.4 and appendix G.2: with a_i the mult of branch i and L
         branches, tau_i**2 = a_i**2 / (L / 2 + sum of a_j**2 over the branches before).

@@ -207,11 +207,7 @@ def _counts(node: fx.Node) -> bool:
 def checked_replace(
     replace: Mapping[Callable[..., Any], Callable[..., Any]] | None,
 ) -> dict[Callable[..., Any], Callable[..., Any]]:
-    """A user's ``replace``, if it maps functions to functions.
-
-    Raises:
-        ValueError: If it does not.
-    """
+    """A user's ``replace``, if it maps functions to functions."""
     if replace is None:
         return {}
     if not isinstance(replace, Mapping) or not all(

@@ -83,11 +83,7 @@ def whole(parameter: Tensor) -> Tensor:
 def set_to_unit_scale(
     module: nn.Module, plans: Mapping[str, ParameterPlan]
 ) -> dict[str, ParameterPlan]:
-    """Divide each parameter that is to be scaled by its RMS, in place, and zero the biases.
-
-    Returns:
-        The plans with the RMS that each parameter had.
-    """
+    """Divide each parameter that is to be scaled by its RMS, in place, and zero the biases."""
     parameters = dict(module.named_parameters())
     scaled = {}
     with torch.no_grad():
@@ -133,10 +129,6 @@ class ParameterGradients(GraphPass):
 
     A gradient that was zero when it was measured has no factor yet; :meth:`scale_late` gives it one
     when it is not, before an optimizer has seen anything of it: no training changes by that.
-
-    Args:
-        ends_backward: Whether to scale late gradients at the end of each backward pass, where no
-            training loop calls :meth:`scale_late`.
 
     Attributes:
         log2_factors: Exponent of the factor on the gradient, by path of the parameter.
@@ -213,13 +205,7 @@ class ParameterGradients(GraphPass):
     def set_measured(
         self, measured: Mapping[str, float], *, num_accumulated: int = 1, num_replicas: int = 1
     ) -> None:
-        """Take over what the gradients of one batch measured.
-
-        Args:
-            measured: RMS of each gradient, with the loss scaled as in training.
-            num_accumulated: Batches whose gradients are summed up for one optimizer step.
-            num_replicas: Ranks over whose gradients the mean is taken.
-        """
+        """Take over what the gradients of one batch measured."""
         # Gradients of different batches are nearly independent: a sum of n grows by sqrt(n), a
         # mean over n shrinks by as much.
         global_batch = math.sqrt(num_accumulated / num_replicas)
@@ -236,10 +222,6 @@ class ParameterGradients(GraphPass):
         """Bring gradients without a factor to RMS 1; the device is not waited for.
 
         All ranks find the same: their gradients have been reduced.
-
-        Args:
-            parameters: With their paths, those that an optimizer is about to update.
-            keeps: Whether the factors are kept, for the backward passes to come.
         """
         gradients = {fqn: self._late_gradient(fqn, parameter) for fqn, parameter in parameters}
         late = {fqn: grad for fqn, grad in gradients.items() if grad is not None}
@@ -311,10 +293,6 @@ def zero_gradients(*args: Any, **kwargs: Any) -> None:
     A step under manual optimization may read ``parameter.grad`` after its backward pass: to clip by
     hand, to log a norm. The pass itself must not run in a rehearsal: the hooks of DDP would wait
     for other ranks. What the loss does not depend on keeps ``None``, as after a real backward pass.
-
-    Args:
-        *args: Arguments of the backward pass, the loss among them.
-        **kwargs: Its keyword arguments.
     """
     roots = (tensor.grad_fn for tensor in tensors_in((args, kwargs)))
     for node in autograd_operations(roots):

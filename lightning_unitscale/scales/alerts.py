@@ -99,11 +99,7 @@ def alerts_to_json(alerts: Iterable[ScaleAlert]) -> str:
 
 
 def alerts_from_json(text: str | bytes) -> tuple[ScaleAlert, ...]:
-    """Undo ``alerts_to_json``.
-
-    Raises:
-        ValueError: If the text is none of its.
-    """
+    """Undo ``alerts_to_json``."""
     alerts = []
     for fields in json.loads(text):
         try:

@@ -29,18 +29,7 @@ from lightning_unitscale.scales.tensor_statistics import FloatArray, kind_weight
 def completed_rows(
     rows: Tensor, layout: RowLayout, log2_divisors: npt.NDArray[np.int64] | None = None
 ) -> Tensor:
-    """Return rows of all columns from measured ones.
-
-    Args:
-        rows: FP64, on the host, shape ``(num_tensors, layout.measured.num_columns)``; a row of NaN
-            stays one.
-        layout: A sampled layout.
-        log2_divisors: Exponents of the powers of two by which each tensor is divided before it is
-            put into a format, shape ``(num_tensors,)``; zero by default.
-
-    Returns:
-        Shape ``(num_tensors, layout.num_columns)``. Counts are estimates of all elements.
-    """
+    """Return rows of all columns from measured ones."""
     measured = rows.numpy()
     if log2_divisors is None:
         log2_divisors = np.zeros(len(measured), dtype=np.int64)

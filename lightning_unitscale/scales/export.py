@@ -51,16 +51,7 @@ _QUANTILES: Final = {"min": 0.0, "median": 0.5, "max": 1.0}
 
 
 def snapshot_rows(snapshot: ScaleSnapshot) -> Iterator[dict[str, Any]]:
-    """One row per tensor and direction that was measured.
-
-    Yields:
-        ``step``, ``tensor``, ``module``, ``direction``; ``operand``, whether a matrix product reads
-        the tensor (backward: the gradient arrives at one); the statistics of the tensor's true
-        value, named as in ``TensorStatistics``; ``log2_unit``, the unit it is stored in, and
-        ``log2_rms_stored``, of gradients with the loss scale, if there is one; and for each format
-        ``FP16.overflow``, ``FP16.subnormal`` and ``FP16.flushed``, the fractions of the stored
-        tensor, NaN where they are not known.
-    """
+    """One row per tensor and direction that was measured."""
     for direction in DIRECTIONS:
         operands = snapshot.read_by_products(direction).tolist()
         units = snapshot.log2_units(direction).tolist()
@@ -134,13 +125,7 @@ class ScaleSummary:
 def summarize(
     snapshot: ScaleSnapshot, num_merged: int = 1, num_violations: int = 0
 ) -> ScaleSummary:
-    """The few numbers of a snapshot; a direction or a format without any is left out.
-
-    Args:
-        snapshot: Of a step.
-        num_merged: As of ``judged_by_format``.
-        num_violations: How many there are in it.
-    """
+    """The few numbers of a snapshot; a direction or a format without any is left out."""
     summary = ScaleSummary({"scales/num_violations": float(num_violations)}, {})
     worst_distance = "scales/log2_rms/worst"
     for direction in DIRECTIONS:
@@ -175,15 +160,7 @@ def summarize(
 def exponent_histogram(
     snapshot: ScaleSnapshot, direction: Direction
 ) -> tuple[FloatArray, FloatArray] | None:
-    """Over log2 of the magnitude, how many elements there are of what products read.
-
-    Args:
-        snapshot: Of a step.
-        direction: Of values, or of the gradients that arrive at products.
-
-    Returns:
-        Counts, and the edges of their bins, one more; ``None`` where nothing was counted.
-    """
+    """Over log2 of the magnitude, how many elements there are of what products read."""
     counts = snapshot.exponent_counts(direction)
     if counts is None:
         return None

@@ -56,12 +56,7 @@ _Moments: TypeAlias = tuple[float, float, float]
 
 
 def host_row(tensor: Tensor, layout: RowLayout) -> Tensor:
-    """``statistics_row`` of a CPU tensor: the light row, or exact moments.
-
-    Args:
-        tensor: As there, without gradient.
-        layout: ``MOMENTS``, or a sampled one without formats.
-    """
+    """``statistics_row`` of a CPU tensor: the light row, or exact moments."""
     if not layout.is_sampled:
         return _exact_row(tensor)
     rows = HostRows(layout, buffer_size=min(tensor.numel(), layout.sample_size or 1))
@@ -70,12 +65,7 @@ def host_row(tensor: Tensor, layout: RowLayout) -> Tensor:
 
 
 class HostRows:
-    """Collects the light rows of CPU tensors.
-
-    Args:
-        layout: A sampled one without formats.
-        buffer_size: Elements of a buffer for samples; several samples by default.
-    """
+    """Collects the light rows of CPU tensors."""
 
     def __init__(self, layout: RowLayout, buffer_size: int = 0) -> None:
         self._layout = layout
@@ -152,11 +142,7 @@ class HostRows:
 
 
 class _Samples:
-    """Samples of tensors behind each other in one buffer: all of small tensors, or of larger ones.
-
-    Args:
-        size: Elements of the buffer.
-    """
+    """Samples of tensors in one buffer, one after another: of small or of larger tensors."""
 
     def __init__(self, size: int) -> None:
         self._buffer = torch.empty(size, dtype=torch.float32, device="cpu")
@@ -192,12 +178,7 @@ class _Samples:
     def count(
         self, layout: RowLayout, fields: npt.NDArray[np.uint32]
     ) -> tuple[list[int], FloatArray]:
-        """Return the numbers of the tensors and their rows; the buffer is empty then.
-
-        Args:
-            layout: Columns of a row.
-            fields: Memory for as many integers as the buffer has elements.
-        """
+        """Return the numbers of the tensors and their rows; the buffer is empty then."""
         numbers, numel, repeats, lengths = map(list, zip(*self._kept, strict=True))
         starts = np.array([0, *itertools.accumulate(lengths[:-1])])
         rows = np.zeros((len(lengths), layout.num_columns))
@@ -308,17 +289,7 @@ class _Flat:
 
 
 def _light_moments(tensor: Tensor, stride: int, sample: Tensor, flat: _Flat) -> _Moments | None:
-    """Return moments of FP32 or narrower elements, and take a sample of magnitudes on the way.
-
-    Args:
-        tensor: The elements.
-        stride: Distance between those of the sample.
-        sample: Memory for it.
-        flat: Makes parts flat.
-
-    Returns:
-        ``None`` if some elements are not finite.
-    """
+    """Return moments of FP32 or narrower elements, and take a sample of magnitudes on the way."""
     largest = total = squares = 0.0
     begin = taken = 0
     if tensor.is_contiguous():

@@ -21,12 +21,7 @@ _MOST_TENSORS: Final = 64
 
 
 def join_rows(graph_module: fx.GraphModule) -> None:
-    """Replace calls for one light row each by calls for several.
-
-    Args:
-        graph_module: Its graph is functional but for copies into its inputs, and has example
-            values.
-    """
+    """Replace calls for one light row each by calls for several."""
     graph = graph_module.graph
     if not graph.find_nodes(op="call_function", target=ROW_OPERATOR):
         return

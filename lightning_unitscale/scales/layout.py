@@ -69,9 +69,6 @@ class RowLayout:
             format, so there is one such row for all of them, the light row of a monitor.
         columns: Name of every column: ``numel``, ..., ``FP16.overflow``, ..., ``2^-150``, ....
         key: The layout as text (JSON), for what takes no objects: an operator, an event file.
-
-    Raises:
-        ValueError: If a format is given twice, or ``sample_size`` is not positive.
     """
 
     formats: tuple[NumberFormat, ...] = (FP16, E4M3FN, E5M2)
@@ -140,11 +137,7 @@ class RowLayout:
         return len(self.columns)
 
     def index(self, column: str) -> int:
-        """Position of a column.
-
-        Raises:
-            KeyError: If there is no such column.
-        """
+        """Position of a column."""
         try:
             return self.columns.index(column)
         except ValueError:

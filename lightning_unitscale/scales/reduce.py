@@ -22,16 +22,7 @@ def row_dtype(device: torch.device | str) -> torch.dtype:
 
 
 def empty_rows(num_tensors: int, layout: RowLayout, device: torch.device | str = "cpu") -> Tensor:
-    """Rows of tensors without elements.
-
-    Args:
-        num_tensors: How many.
-        layout: Their columns.
-        device: Where they are.
-
-    Returns:
-        Shape ``(num_tensors, layout.num_columns)``, zero but for ``abs_min``, which is infinite.
-    """
+    """Rows of tensors without elements."""
     row = torch.zeros(layout.num_columns, dtype=row_dtype(device), device=device)
     position = torch.arange(layout.num_columns, device=device)
     row = torch.where(position == layout.index("abs_min"), math.inf, row)
@@ -39,31 +30,13 @@ def empty_rows(num_tensors: int, layout: RowLayout, device: torch.device | str =
 
 
 def absent_rows(num_tensors: int, layout: RowLayout, device: torch.device | str = "cpu") -> Tensor:
-    """Rows of tensors that were not there.
-
-    Args:
-        num_tensors: How many.
-        layout: Their columns.
-        device: Where they are.
-
-    Returns:
-        Shape ``(num_tensors, layout.num_columns)``, all NaN.
-    """
+    """Rows of tensors that were not there."""
     shape = (num_tensors, layout.num_columns)
     return torch.full(shape, math.nan, dtype=row_dtype(device), device=device)
 
 
 def merge_rows(first: Tensor, second: Tensor, layout: RowLayout) -> Tensor:
-    """Statistics of two tensors taken together, for every row.
-
-    Args:
-        first: Shape ``(..., layout.num_columns)``.
-        second: The same shape.
-        layout: The columns.
-
-    Returns:
-        The same shape. Columns add up but for ``abs_max`` and ``abs_min``.
-    """
+    """Statistics of two tensors taken together, for every row."""
     largest, smallest = layout.index("abs_max"), layout.index("abs_min")
     position = torch.arange(layout.num_columns, device=first.device)
     both = torch.where(position == largest, torch.maximum(first, second), first + second)
@@ -73,15 +46,7 @@ def merge_rows(first: Tensor, second: Tensor, layout: RowLayout) -> Tensor:
 
 
 def split_rows(rows: Tensor, layout: RowLayout) -> tuple[Tensor, Tensor]:
-    """The columns of one rank's rows that ranks add up, and those of which the largest counts.
-
-    Args:
-        rows: Shape ``(num_tensors, layout.num_columns)``.
-        layout: The columns.
-
-    Returns:
-        Sums, with one column more for who has a row at all, and the extremes, two columns.
-    """
+    """The columns of one rank's rows that ranks add up, and those of which the largest counts."""
     there = ~rows[:, :1].isnan()
     filled = torch.where(rows[:, :1] > 0, rows, empty_rows(1, layout, rows.device).to(rows.dtype))
     largest, smallest = filled[:, layout.index("abs_max")], filled[:, layout.index("abs_min")]
@@ -90,16 +55,7 @@ def split_rows(rows: Tensor, layout: RowLayout) -> tuple[Tensor, Tensor]:
 
 
 def joined_rows(sums: Tensor, extremes: Tensor, layout: RowLayout) -> Tensor:
-    """Rows of all ranks together, from the sum and the maximum of their ``split_rows``.
-
-    Args:
-        sums: All ranks' sums, added up.
-        extremes: The largest of all ranks' extremes.
-        layout: The columns.
-
-    Returns:
-        Shape ``(num_tensors, layout.num_columns)``; a row that no rank had is NaN.
-    """
+    """Rows of all ranks together, from the sum and the maximum of their ``split_rows``."""
     rows = sums[:, :-1].clone()
     rows[:, layout.index("abs_max")] = extremes[:, 0]
     rows[:, layout.index("abs_min")] = -extremes[:, 1]
@@ -107,17 +63,7 @@ def joined_rows(sums: Tensor, extremes: Tensor, layout: RowLayout) -> Tensor:
 
 
 def shift_rows(rows: Tensor, exponents: npt.NDArray[np.int64], layout: RowLayout) -> Tensor:
-    """Rows of the same tensors multiplied by powers of two; format counts stay as they are.
-
-    Args:
-        rows: Shape ``(num_tensors, layout.num_columns)``.
-        exponents: Shape ``(num_tensors,)``, integers: tensor ``i`` was multiplied by
-            ``2**exponents[i]``.
-        layout: The columns.
-
-    Returns:
-        The same shape. Exponents that leave the counted range are added to the end bins.
-    """
+    """Rows of the same tensors multiplied by powers of two; format counts stay as they are."""
     if not exponents.any():
         return rows
     shifted = rows.clone()

@@ -41,9 +41,6 @@ class ScaleSnapshot:
         lacking_units: For each tensor whether its unit, and that of its gradient, is still to be
             measured, so that a unit of 1 stands for it; none by default.
         log2_loss_scale: Exponent of the factor that a loss scaler put on stored gradients.
-
-    Raises:
-        ValueError: If the shapes do not fit together, or a name is given twice.
     """
 
     step: int
@@ -91,11 +88,7 @@ class ScaleSnapshot:
         return len(self.names)
 
     def rows(self, direction: Direction) -> FloatArray:
-        """The rows of one direction, shape ``(len(self), layout.num_columns)``.
-
-        Raises:
-            ValueError: If the direction is neither ``"forward"`` nor ``"backward"``.
-        """
+        """The rows of one direction, shape ``(len(self), layout.num_columns)``."""
         if direction not in ("forward", "backward"):
             raise ValueError(
                 f"direction={direction!r}: unknown; expected 'forward' or 'backward'; correct it"
@@ -105,19 +98,7 @@ class ScaleSnapshot:
     def statistics(
         self, tensor: int | str, direction: Direction = "forward", *, stored: bool = False
     ) -> TensorStatistics | None:
-        """Statistics of one tensor.
-
-        Args:
-            tensor: Its name or its position in ``names``.
-            direction: Of the value or of its gradient.
-            stored: As it is stored, and not as the model means it.
-
-        Returns:
-            ``None`` where there was nothing to measure.
-
-        Raises:
-            KeyError: If there is no tensor of that name.
-        """
+        """Statistics of one tensor."""
         position = self._position(tensor)
         row = self.rows(direction)[position]
         if np.isnan(row[0]):
@@ -179,12 +160,7 @@ class ScaleSnapshot:
         return amax - self.log2_divisors(direction)
 
     def fractions(self, direction: Direction = "forward") -> FloatArray:
-        """Shares of the stored elements that are out of the range of the layout's formats.
-
-        Returns:
-            Shape ``(len(self), len(layout.formats), 3)``, the last dimension in the order overflow,
-            subnormal, flushed; NaN where there was nothing to measure.
-        """
+        """Shares of the stored elements that are out of the range of the layout's formats."""
         shape = (len(self), len(self.layout.formats), len(FORMAT_KINDS))
         counts = self.rows(direction)[:, len(MOMENT_COLUMNS) : self.layout.num_head].reshape(shape)
         numel = self.column("numel", direction)[:, None, None]
@@ -214,11 +190,7 @@ class ScaleSnapshot:
         return self.rows(direction)[:, self.layout.exponents]
 
     def select(self, names: Sequence[str]) -> ScaleSnapshot:
-        """Only the tensors of these names, in this order.
-
-        Raises:
-            KeyError: If there is no tensor of a name.
-        """
+        """Only the tensors of these names, in this order."""
         chosen = [self._position(name) for name in names]
         return replace(
             self,
@@ -238,9 +210,6 @@ class ScaleSnapshot:
         """Statistics of the same tensors on more data: another micro-batch or rank.
 
         Sums and counts add up, extremes stay extremes; the step is that of ``self``.
-
-        Raises:
-            ValueError: If the two hold other tensors, columns or units.
         """
         same = self.names == other.names and self.layout == other.layout
         same = same and np.array_equal(self.log2_sigma, other.log2_sigma)

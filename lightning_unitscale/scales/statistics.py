@@ -34,22 +34,7 @@ _INT32_ELEMENTS = 2**31
 
 
 def statistics_row(tensor: Tensor, layout: RowLayout, *, factor: Tensor | None = None) -> Tensor:
-    """Statistics of one tensor.
-
-    Args:
-        tensor: Real floating-point tensor of any shape, type and strides; it may be empty, and may
-            hold NaN and infinities, which are counted and left out of everything else.
-        layout: The columns. Counts per format of a sample are estimates of all elements.
-        factor: Power of two, 0-d tensor on the same device. The format counts of an exact row are
-            then those of ``tensor * factor``, without rounding the product. Moments and exponent
-            counts stay those of ``tensor``: a power of two only shifts them.
-
-    Returns:
-        Shape ``(layout.num_columns,)`` of type ``row_dtype(tensor.device)``, without gradient.
-
-    Raises:
-        ValueError: If the tensor is not a real floating-point one.
-    """
+    """Statistics of one tensor."""
     check_floating(tensor)
     tensor = tensor.detach()
     measured = layout.measured
@@ -66,19 +51,7 @@ def has_triton() -> bool:
 
 
 def functional_row(tensor: Tensor, layout: RowLayout, *, factor: Tensor | None = None) -> Tensor:
-    """``statistics_row`` from torch operations alone; the reference for every other way to it.
-
-    Args:
-        tensor: As there.
-        layout: As there; what it counts per format it counts of all elements.
-        factor: As there.
-
-    Returns:
-        As there; sums may differ in their last digits, nothing else.
-
-    Raises:
-        ValueError: As there.
-    """
+    """``statistics_row`` from torch operations alone; the reference for every other way to it."""
     check_floating(tensor)
     dtype = row_dtype(tensor.device)
     if tensor.numel() == 0:
@@ -124,11 +97,7 @@ def _count(condition: Tensor) -> Tensor:
 
 
 def check_floating(tensor: Tensor) -> None:
-    """Check that a tensor has statistics.
-
-    Raises:
-        ValueError: If it is not a real floating-point one.
-    """
+    """Check that a tensor has statistics."""
     if not tensor.is_floating_point():
         raise ValueError(
             f"tensor.dtype={tensor.dtype}: no statistics of this type; expected a real "
@@ -163,15 +132,7 @@ def _cuts(layout: RowLayout, wide: Tensor, factor: Tensor | None) -> Sequence[fl
 
 
 def exponent_counts(sample: Tensor, dtype: torch.dtype) -> Tensor:
-    """Number of elements, then of finite non-zero ones per exponent -150 to 128.
-
-    Args:
-        sample: FP32 or FP64, of one dimension.
-        dtype: Of the result.
-
-    Returns:
-        Shape ``(1 + NUM_EXPONENTS,)``.
-    """
+    """Number of elements, then of finite non-zero ones per exponent -150 to 128."""
     bins = _exponent_bins(sample)
     # One bin more, thrown away, for zeros, NaN and infinities.
     counts = torch.zeros(NUM_EXPONENTS + 1, dtype=dtype, device=sample.device)

@@ -18,11 +18,7 @@ from lightning_unitscale.scales.transfer import HostCopy
 
 
 class SeparateRows:
-    """Collects rows of torch operations: exact counts, and devices without a kernel.
-
-    Args:
-        layout: Any layout that is measured.
-    """
+    """Collects rows of torch operations: exact counts, and devices without a kernel."""
 
     def __init__(self, layout: RowLayout) -> None:
         self._layout = layout
@@ -56,11 +52,7 @@ ReadRows: TypeAlias = Callable[[Sequence[Sequence[TakenRow]]], Tensor]
 
 
 class StepRows:
-    """Collects the rows of a step's tensors, on any devices.
-
-    Args:
-        layout: Their columns, a measured layout.
-    """
+    """Collects the rows of a step's tensors, on any devices."""
 
     def __init__(self, layout: RowLayout) -> None:
         self._layout = layout
@@ -68,12 +60,7 @@ class StepRows:
         self._collected: dict[Any, Any] = {}
 
     def add(self, tensor: Tensor, factor: Tensor | None = None) -> TakenRow:
-        """Measure a real floating-point tensor as it is now, without waiting for its device.
-
-        Args:
-            tensor: Of any shape, type and strides.
-            factor: Of exact counts, see ``statistics_row``.
-        """
+        """Measure a real floating-point tensor as it is now, without waiting for its device."""
         device = tensor.device
         key: Any = device
         if device.type == "cuda":
@@ -92,12 +79,7 @@ class StepRows:
 
 
 def new_rows(layout: RowLayout, device: torch.device) -> Any:
-    """Return what collects rows of tensors of a device.
-
-    Args:
-        layout: Their columns, a measured layout.
-        device: The device.
-    """
+    """Return what collects rows of tensors of a device."""
     if layout.is_sampled and device.type == "cpu":
         return HostRows(layout)
     if layout.is_sampled and device.type == "cuda" and has_triton():

@@ -24,13 +24,7 @@ _SHORT: Final = 16
 
 @functools.lru_cache(maxsize=4096)
 def sample_stride(numel: int, row_length: int, sample_size: int) -> int:
-    """Return the distance between the sampled elements of a tensor.
-
-    Args:
-        numel: Number of elements; the sample begins with the first of them.
-        row_length: Elements of its last dimension. The distance shares no factor with it.
-        sample_size: Number of elements in the sample, at most.
-    """
+    """Return the distance between the sampled elements of a tensor."""
     shortest = -(-numel // sample_size)
     if shortest <= 1:
         return 1

@@ -37,21 +37,6 @@ def fraction_from_counts(
     exact but for elements that equal the threshold itself; the overflowing fraction is approximate
     within the binade of the format's maximum, the subnormal one within the binade just below the
     smallest normal number, whose upper end rounds up to it.
-
-    Args:
-        exponent_counts: Finite non-zero elements per binary exponent -150 to 128, shape
-            ``(..., 279)``.
-        sampled: Number of elements looked at, zeros included, shape ``(...)``.
-        format: The format, or its name.
-        kind: ``"overflow"`` (beyond the largest number), ``"subnormal"`` or ``"flushed"`` (rounded
-            to zero without being zero).
-        shift: The power of two that the values are multiplied with before the cast.
-
-    Returns:
-        Fractions of all elements, between 0 and 1, shape ``(...)``; NaN where none was looked at.
-
-    Raises:
-        ValueError: If the format or the kind is unknown, or the counts have another length.
     """
     counts = np.asarray(exponent_counts, dtype=np.float64)
     if counts.shape[-1:] != (NUM_EXPONENTS,):
@@ -205,17 +190,6 @@ class TensorStatistics:
         For a format of the layout at the scale at which its elements were counted, exact or the
         estimate of a sampled layout; otherwise from the exponent counts, see
         ``fraction_from_counts``.
-
-        Args:
-            format: Any format, or its name.
-            kind: ``"overflow"``, ``"subnormal"`` or ``"flushed"`` (true zeros excluded).
-
-        Returns:
-            A number between 0 and 1; NaN for a tensor without elements.
-
-        Raises:
-            ValueError: If the format or kind is unknown, or only exponent counts could tell and
-                none were taken.
         """
         resolved = get_format(format)
         _check_kind(kind)

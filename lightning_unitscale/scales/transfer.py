@@ -17,9 +17,6 @@ class HostCopy:
     """A tensor on its way to the host.
 
     From a CUDA device it is sent behind the kernels that make it; elsewhere it is there at once.
-
-    Args:
-        tensor: Of any shape; what is written into it later is not seen on CUDA.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -47,20 +44,12 @@ class HostCopy:
 
 
 def numbers_of(tensors: Sequence[Tensor]) -> list[Any]:
-    """The numbers of tensors of one shape, as nested lists, with one transfer to the host.
-
-    Args:
-        tensors: On any devices.
-    """
+    """The numbers of tensors of one shape, as nested lists, with one transfer to the host."""
     return joint_copy(tensors).numbers().tolist() if tensors else []
 
 
 def joint_copy(tensors: Sequence[Tensor]) -> HostCopy:
-    """Tensors of one shape on their way to the host, stacked, with one transfer.
-
-    Args:
-        tensors: On any devices; at least one.
-    """
+    """Tensors of one shape on their way to the host, stacked, with one transfer."""
     device = tensors[0].device
     return HostCopy(torch.stack([tensor.detach().to(device) for tensor in tensors]))
 

@@ -47,12 +47,7 @@ _LONGEST_FORECAST: Final = 2
 
 
 class AmaxTrends:
-    """Remembers the last samples of all tensors and sees where they lead.
-
-    Args:
-        formats: The formats to stay inside of.
-        horizon: How many steps ahead to look.
-    """
+    """Remembers the last samples of all tensors and sees where they lead."""
 
     def __init__(self, formats: Sequence[NumberFormat], horizon: int) -> None:
         self._formats = tuple(formats)
@@ -60,15 +55,7 @@ class AmaxTrends:
         self._samples: deque[ScaleSnapshot] = deque(maxlen=NUM_SAMPLES)
 
     def add(self, snapshot: ScaleSnapshot, num_merged: int = 1) -> tuple[ScaleAlert, ...]:
-        """Take in a snapshot.
-
-        Args:
-            snapshot: Of a later step than the one before.
-            num_merged: As of ``judged_by_format``, which says what is judged.
-
-        Returns:
-            The tensors that are on their way out of a format.
-        """
+        """Take in a snapshot."""
         last = self._samples[-1] if self._samples else snapshot
         if snapshot.names != last.names or snapshot.step <= last.step:
             # Other tensors, or a second fit: what was before says nothing.
@@ -139,16 +126,7 @@ class AmaxTrends:
 def fitted_lines(
     steps: FloatArray, values: FloatArray
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Least-squares lines through the columns of ``values``.
-
-    Args:
-        steps: Shape ``(n,)``, at least three, increasing.
-        values: Shape ``(n, tensors)``.
-
-    Returns:
-        Slopes, values at the last step and standard errors of the slopes, each ``(tensors,)``; NaN
-        where a value is not finite.
-    """
+    """Least-squares lines through the columns of ``values``."""
     values = np.where(np.isfinite(values), values, np.nan)
     centered = steps - steps.mean()
     spread = float(centered @ centered)

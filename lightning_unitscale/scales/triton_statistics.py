@@ -35,12 +35,7 @@ _WAITING: Final = 64
 
 
 def triton_row(tensor: Tensor, layout: RowLayout) -> Tensor:
-    """``statistics_row`` of a CUDA tensor; of a CPU tensor in Triton's interpreter.
-
-    Args:
-        tensor: As there, without gradient.
-        layout: ``MOMENTS``, or a sampled one without formats.
-    """
+    """``statistics_row`` of a CUDA tensor; of a CPU tensor in Triton's interpreter."""
     rows = TritonRows(layout, tensor.device, num_waiting=1)
     rows.add(tensor)
     return rows.finish()[0]
@@ -52,11 +47,6 @@ class TritonRows:
     A tensor with gaps is read where it lies, in the order of memory. Copied first, at the price of
     another launch, are FP8 tensors and those whose elements take more than four strides to
     describe.
-
-    Args:
-        layout: ``MOMENTS``, or a sampled one without formats.
-        device: The device.
-        num_waiting: After how many tensors the second kernel runs.
     """
 
     def __init__(

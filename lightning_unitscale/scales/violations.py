@@ -59,17 +59,7 @@ def default_thresholds(formats: Sequence[NumberFormat]) -> tuple[Threshold, ...]
 
 
 def parse_thresholds(thresholds: Mapping[str | NumberFormat, Limits]) -> tuple[Threshold, ...]:
-    """Thresholds as a user writes them.
-
-    Args:
-        thresholds: Format -> fraction, for overflow and for flushing to zero alike, or format ->
-            ``{"overflow": fraction, "subnormal": fraction, "flushed": fraction}``, any of them.
-
-    Raises:
-        ValueError: If a format or a kind is unknown, a fraction is out of range, or a format is
-            given twice.
-        TypeError: If it is no mapping.
-    """
+    """Thresholds as a user writes them."""
     if not isinstance(thresholds, Mapping):
         raise TypeError(
             f"thresholds={shown(thresholds)}: not a mapping; expected format -> fraction of the "
@@ -103,12 +93,7 @@ def parse_thresholds(thresholds: Mapping[str | NumberFormat, Limits]) -> tuple[T
 
 
 class AlertMaker:
-    """Makes alerts about tensors, with the scales of what these were computed from, as stored.
-
-    Args:
-        snapshot: The tensors.
-        direction: A gradient is computed from the gradients of what its tensor is an input of.
-    """
+    """Makes alerts about tensors, with the scales of what these were computed from, as stored."""
 
     def __init__(self, snapshot: ScaleSnapshot, direction: Direction) -> None:
         self._snapshot = snapshot
@@ -124,16 +109,7 @@ class AlertMaker:
         threshold: float,
         format: str = "",
     ) -> ScaleAlert:
-        """An alert about the tensor at a position in ``snapshot.names``.
-
-        Args:
-            index: The position.
-            kind: What is wrong.
-            text: The same as the end of a sentence about the tensor.
-            value: What was measured, see ``ScaleAlert``.
-            threshold: What is allowed, in the same terms.
-            format: Name of the number format, if it is about one.
-        """
+        """An alert about the tensor at a position in ``snapshot.names``."""
         snapshot = self._snapshot
         return ScaleAlert(
             kind=kind,
@@ -183,11 +159,6 @@ def first_nonfinite(
     Values come before gradients; of values the first one in graph order, of gradients the last,
     which the backward pass computes first. Infinities that nothing came of (no NaN, no infinite
     gradient, no infinite result) are no violation: masks are made of them.
-
-    Args:
-        snapshot: Where to look.
-        known_infinite: Tensors that hold infinities for a reason; of them only NaN count.
-        gradients: Whether to look at gradients; a loss scaler makes infinite ones on purpose.
     """
     if not len(snapshot):
         return None
@@ -224,14 +195,6 @@ def judged_by_format(
 
     Where no matmul is known, all tensors but scalars and losses, which are kept in full precision,
     as autocast does. A NaN or an infinity in any other tensor is a violation like any other.
-
-    Args:
-        snapshot: Of a step.
-        direction: Of values, or of the gradients that arrive at matmuls.
-        num_merged: Rows that were merged into each of its rows, of batches and ranks.
-
-    Returns:
-        Shape ``(tensors,)``, booleans.
     """
     read = snapshot.read_by_products(direction)
     if read.any():
@@ -263,11 +226,6 @@ def format_violations(
 
     No overflow is what was filled in: what is filled up has been judged where it was computed, and
     values that hold the largest number of their type are a mask, or have one added.
-
-    Args:
-        snapshot: Where to look; its layout counts the formats of the thresholds.
-        thresholds: The fractions that are allowed.
-        num_merged: As of :func:`judged_by_format`.
     """
     masks = np.isin(snapshot.column("abs_max", "forward"), _STAND_INS)
     masks |= np.array([_fills(snapshot, index) for index in range(len(snapshot))], dtype=bool)

@@ -32,18 +32,7 @@ def refuse_unsupported(
     capture: str,
     schedule: Schedule,
 ) -> None:
-    """Refuse what cannot run as a pipeline.
-
-    Args:
-        trainer: The Trainer.
-        module: The module.
-        precision: The Trainer's precision plugin.
-        capture: The strategy's argument.
-        schedule: The strategy's schedule.
-
-    Raises:
-        MisconfigurationException: With the reason.
-    """
+    """Refuse what cannot run as a pipeline."""
     if not module.automatic_optimization:
         raise MisconfigurationException(
             "PipelineStrategy: automatic_optimization=False; expected automatic optimization: "
@@ -81,11 +70,7 @@ def refuse_unsupported(
 
 
 def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
-    """Refuse optimizers that must see all parameters, of which a rank steps a part.
-
-    Raises:
-        MisconfigurationException: With the reason.
-    """
+    """Refuse optimizers that must see all parameters, of which a rank steps a part."""
     for optimizer in optimizers:
         names = {cls.__name__ for cls in type(optimizer).__mro__}
         if "ZeroRedundancyOptimizer" in names:
@@ -134,11 +119,7 @@ def _names(steps: ModuleSteps) -> str:
 
 
 def check_same_cuts(pipe: Pipe, group: dist.ProcessGroup | None) -> None:
-    """Compare the stages of all ranks; every rank calls it.
-
-    Raises:
-        RuntimeError: If they differ, on all ranks.
-    """
+    """Compare the stages of all ranks; every rank calls it."""
     stages = [
         (
             stage.info,
@@ -163,16 +144,7 @@ def _named(node: Any) -> bool:
 
 
 def check_equal(batch: Any, group: dist.ProcessGroup | None, *, what: str = "batches") -> None:
-    """Check that all ranks have the same batch; every rank calls it.
-
-    Args:
-        batch: The batch, or other tensors that the stages read.
-        group: The ranks.
-        what: What they are, for the error.
-
-    Raises:
-        RuntimeError: If they have not.
-    """
+    """Check that all ranks have the same batch; every rank calls it."""
     digest = hashlib.sha256()
     for tensor in leaves_of(batch):
         if not isinstance(tensor, Tensor):

@@ -33,14 +33,7 @@ _MAX_ALIKE = 4
 
 
 class PipelinedEvaluation(PipelinedMethod):
-    """A step without a backward pass, whose graph runs on several ranks.
-
-    Args:
-        module: The module.
-        name: The method.
-        pipelining: Settings of the module's pipelines.
-        num_microbatches: Equal parts of a batch.
-    """
+    """A step without a backward pass, whose graph runs on several ranks."""
 
     def __init__(
         self, module: nn.Module, name: str, pipelining: Pipelining, num_microbatches: int
@@ -52,12 +45,7 @@ class PipelinedEvaluation(PipelinedMethod):
         self._graphs_for: dict[tuple[torch.Size, ...], dict[int, CompiledGraph]] = {}
 
     def __call__(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """The result of the step for a batch, on all ranks.
-
-        Raises:
-            NotPipelinedError: If the step cannot run as a pipeline.
-            ValueError: If the batch cannot be divided.
-        """
+        """The result of the step for a batch, on all ranks."""
         count = self._num_microbatches
         parts = [batch] if count == 1 else split_evenly(batch, count)
         if count > 1:

@@ -47,14 +47,7 @@ _LOGS = ("log", "log_dict")
 
 
 class PipelinedForward:
-    """The module that a step calls, on several ranks, below a step that runs on the last.
-
-    Args:
-        module: The module of the step.
-        pipelining: Settings of the module's pipelines.
-        plain: Entered where freed parameters may be captured, and not where the user's code runs.
-        because: Why the whole step is no pipeline, if that was tried.
-    """
+    """The module that a step calls, on several ranks, below a step that runs on the last."""
 
     def __init__(
         self,
@@ -80,12 +73,7 @@ class PipelinedForward:
         return as_attribute("" if self._method is None else self._method.name.rpartition(".")[0])
 
     def __call__(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Forward and backward of one batch; the result of the step for it, without gradients.
-
-        Raises:
-            RuntimeError: If the step does not call such a module once, with what does not depend on
-                a parameter, or uses parameters outside of it that another rank owns.
-        """
+        """Forward and backward of one batch; the result of the step for it, without gradients."""
         seed = self._common_seed()
         call = StepCall((batch, *args), kwargs, seed, self.pipelining.device)
         with static_shapes():
@@ -246,11 +234,7 @@ class PipelinedForward:
             vars(self.module).update(logs)
 
     def _used_outside(self) -> list[str]:
-        """Names of the parameters without an owner that have a gradient.
-
-        Raises:
-            RuntimeError: If the step uses parameters that the rank of the last stage does not own.
-        """
+        """Names of the parameters without an owner that have a gradient."""
         owned = set[str]().union(*self.pipelining.ownership.names)
         used = [name for name, one in self.module.named_parameters() if one.grad is not None]
         others = [name for name in used if name in owned - self.pipelining.owned]

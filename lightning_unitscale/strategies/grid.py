@@ -60,16 +60,6 @@ class Replicas:
         """Give the mean of the gradients to all pipelines, or to the one that steps the parameter.
 
         A parameter without a gradient counts as zero where another pipeline has one.
-
-        Args:
-            parameters: Those of this rank, by name.
-            names: Names of all parameters of the module, and perhaps others, the same on all ranks.
-            device: Where the group's messages are.
-            steppers: The pipeline that alone steps a parameter; in the others it has no gradient
-                any more.
-
-        Raises:
-            RuntimeError: If the pipelines do not have the same parameters on their ranks.
         """
         if self.count == 1:
             return
@@ -95,12 +85,7 @@ class Replicas:
 
     @torch.no_grad()
     def share(self, parameters: Mapping[str, nn.Parameter], steppers: Mapping[str, int]) -> None:
-        """Give all pipelines the values of the parameters that others have stepped.
-
-        Args:
-            parameters: Those of this rank, by name, in an order that is the same for all.
-            steppers: The pipeline that steps each of them.
-        """
+        """Give all pipelines the values of the parameters that others have stepped."""
         for stepper, bucket in _buckets(parameters, steppers):
             flat = torch.cat([param.reshape(-1) for param in bucket])
             dist.broadcast(flat, group=self.group, group_src=stepper)
@@ -180,16 +165,7 @@ class Grid:
 
 
 def make_grid(num_pipelines: int, device_type: str, timeout: timedelta | None) -> Grid:
-    """The groups of this rank. Every rank calls it.
-
-    Args:
-        num_pipelines: How many pipelines the ranks are divided among.
-        device_type: Such as ``"cuda"``.
-        timeout: After which a rank that waits for another gives up.
-
-    Raises:
-        MisconfigurationException: If the ranks cannot be divided.
-    """
+    """The groups of this rank. Every rank calls it."""
     num_ranks = dist.get_world_size()
     if num_ranks % num_pipelines:
         raise MisconfigurationException(

@@ -53,12 +53,6 @@ Around = Callable[[PipelinedGraph, StepCall, list[Any]], tuple[Any, list[Logged]
 class JointStep:
     """Runs the step on the rank of the last stage, when it has the outputs of all microbatches.
 
-    Args:
-        graph: The pipeline.
-        call: The call of the step.
-        device: Where this rank's stages run.
-        around: Runs the step with the joined outputs.
-
     Attributes:
         result: What the step has returned, without gradients.
         logged: What it has logged.

@@ -135,12 +135,7 @@ class PipelinedGraph:
         return [self.step.inputs(call) for call in calls]
 
     def shared_results(self, outputs: Sequence[Any] | None, count: int) -> list[Any]:
-        """The combined results of ``count`` microbatches, on all ranks: each of them logs.
-
-        Args:
-            outputs: The results, on the rank of the last stage.
-            count: How many microbatches there are.
-        """
+        """The combined results of ``count`` microbatches, on all ranks: each of them logs."""
         values = self.joined(outputs or [example_outputs(self.graph.base)] * count)
         for index, value in enumerate(values):
             if isinstance(value, Tensor):
@@ -179,13 +174,6 @@ class PipelinedGraph:
 class PipelinedMethod:
     """A method of a module whose graphs run on several ranks.
 
-    Args:
-        module: The module.
-        name: The method.
-        pipelining: Settings of the module's pipelines.
-        defer: Methods of the module whose calls are made after the step.
-        plain: Whether the passes of callbacks are left out.
-
     Attributes:
         steps: The captured method, with the passes of the callbacks over its graphs.
     """
@@ -210,14 +198,7 @@ class PipelinedMethod:
         self.steps = steps
 
     def graph_calls(self, arguments: Sequence[Arguments]) -> list[GraphCall]:
-        """The call of the method's one graph for every microbatch; nothing of it has run then.
-
-        Args:
-            arguments: Positional and keyword arguments of each call.
-
-        Raises:
-            NotPipelinedError: If a call is not one graph, or the calls are not the same graph.
-        """
+        """The call of the method's one graph for every microbatch; nothing of it has run then."""
         calls: list[GraphCall] = []
         for each in arguments:
             calls.append(self._graph_call(each))
@@ -226,15 +207,7 @@ class PipelinedMethod:
         return calls
 
     def whole_call(self, arguments: Arguments, calls: Sequence[GraphCall]) -> GraphCall:
-        """The call of the method's one graph for a whole batch.
-
-        Args:
-            arguments: Positional and keyword arguments.
-            calls: Those for its microbatches.
-
-        Raises:
-            NotPipelinedError: If the call is not one graph.
-        """
+        """The call of the method's one graph for a whole batch."""
         return calls[0] if len(calls) == 1 else self._graph_call(arguments)
 
     def _graph_call(self, arguments: Arguments) -> GraphCall:
@@ -259,19 +232,7 @@ class PipelinedMethod:
         *,
         is_exact: bool = True,
     ) -> PipelinedGraph:
-        """The pipeline of a graph; made when it first runs.
-
-        Args:
-            calls: A call of the graph for each microbatch.
-            whole: The call for all of them together.
-            loss: Says which of the graph's outputs is the loss, if it has one.
-            is_exact: Whether the loss, or without one every result with a gradient, must be that of
-                the whole batch.
-
-        Raises:
-            NotPipelinedError: If it would be another one.
-            RuntimeError: If parameters would move to other ranks.
-        """
+        """The pipeline of a graph; made when it first runs."""
         call = calls[0]
         key = id(call.graph), call.graph.num_rewrites, id(whole.graph)
         if key not in self._pipelines:

@@ -41,11 +41,7 @@ class MetricState:
 
 
 class SharedMetrics:
-    """The metric objects of a module.
-
-    Args:
-        module: The module.
-    """
+    """The metric objects of a module."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -86,11 +82,7 @@ class SharedMetrics:
             _set(metric, change.update_count, values)
 
     def logged(self, metric: Metric) -> LoggedMetric:
-        """The stand-in for a metric object that a step logs.
-
-        Raises:
-            RuntimeError: If the module does not have it.
-        """
+        """The stand-in for a metric object that a step logs."""
         for path, submodule in self._module.named_modules():
             if submodule is metric:
                 return LoggedMetric(path, metric._forward_cache)

@@ -47,11 +47,7 @@ class FreedParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Lets through functions that only describe the tensor.
-
-        Raises:
-            RuntimeError: If its values are asked for.
-        """
+        """Lets through functions that only describe the tensor."""
         owner = getattr(func, "__self__", None)
         name = getattr(func, "__name__", "")
         attribute = getattr(owner, "__name__", "") if name in {"__get__", "__set__"} else None
@@ -70,13 +66,7 @@ class FreedParameter(nn.Parameter):
 
 
 class FreedStorage:
-    """Frees the memory of parameters, and takes it again.
-
-    Args:
-        parameters: The parameters, by name. One that shares its memory with a tensor of ``kept``,
-            or that does not fill it, keeps it.
-        kept: Tensors whose memory stays.
-    """
+    """Frees the memory of parameters, and takes it again."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], kept: Iterable[Tensor]) -> None:
         held = Counter(_storage(tensor) for tensor in (*kept, *parameters.values()))
@@ -163,13 +153,6 @@ def _storage(tensor: Tensor) -> int:
 
 class Owners:
     """The owners of a module's parameters and buffers.
-
-    Args:
-        module: The whole module.
-        ownership: Who owns what, as far as that is settled now.
-        group: The pipeline's process group.
-        replicas: This rank in every pipeline.
-        frees: Whether :meth:`free` frees memory here.
 
     What no stage has is the same on all ranks and counts as the first rank's.
 

@@ -42,11 +42,7 @@ StageRun = Callable[..., Any]
 
 
 def check_schedule(budget: Budget, schedule: Schedule) -> None:
-    """Refuse a budget that cannot be kept under a schedule.
-
-    Raises:
-        MisconfigurationException: Naming the schedules under which it can.
-    """
+    """Refuse a budget that cannot be kept under a schedule."""
     if budget != "min_cut" and schedule.num_in_flight(0, 1, 1) is None:
         raise MisconfigurationException(
             f"budget={budget!r} with PipelineStrategy({schedule.name!r}): its ranks have several "
@@ -57,18 +53,7 @@ def check_schedule(budget: Budget, schedule: Schedule) -> None:
 
 
 class StagePartitioner(RematPartitioner):
-    """Plans the joint graph of one stage.
-
-    Args:
-        budget: Bytes of the rank at its peak, a fraction of its peak without rematerialization, or
-            ``"min_cut"``.
-        stage: The stage's index, for errors.
-        num_in_flight: Microbatches that are kept at once.
-        resident_bytes: Bytes alive throughout beside the stage's parameters.
-        sent_bytes: What the engine keeps of each microbatch until its backward pass.
-        reports: Gets the report.
-        granted: What the graphs before this one were granted of a fraction.
-    """
+    """Plans the joint graph of one stage."""
 
     def __init__(
         self,
@@ -138,21 +123,7 @@ def remat_stages(
     granted: dict[int, Granted],
     rewriter: GraphRewriter | None = None,
 ) -> dict[int, StageRun]:
-    """Plan a rank's stages; every rank calls it. Returns what runs in their place, by index.
-
-    Args:
-        runner: The pipeline.
-        microbatch: The pipeline's inputs for one microbatch.
-        partitioner: Has the budget, and keeps the reports.
-        module: The module, whose Trainer has the optimizers.
-        elsewhere: Names of parameters whose memory is freed here.
-        stepped_elsewhere: Names of parameters that other pipelines step.
-        granted: What earlier graphs of the step were granted, by stage; added to.
-        rewriter: Scales the stages' matmuls, if they are to be.
-
-    Raises:
-        ValueError: On all ranks, if one of them cannot keep the budget.
-    """
+    """Plan a rank's stages; every rank calls it. Returns what runs in their place, by index."""
     share = _state_share(module)
     runs = {}
     with failing_together(runner.group):
@@ -191,15 +162,7 @@ def planned_stage(
     device: torch.device,
     rewriter: GraphRewriter | None = None,
 ) -> StageRun:
-    """Plan a stage. Returns a function of the stage's arguments and results that runs the plan.
-
-    Args:
-        stage: The stage.
-        inputs: Its inputs of the call, for one microbatch.
-        partitioner: Plans it.
-        device: Where it runs.
-        rewriter: Scales its matmuls, if they are to be.
-    """
+    """Plan a stage. Returns a function of the stage's arguments and results that runs the plan."""
     graph_module, attributes = _lifted(stage)
     # As the engine hands them over.
     received = [
@@ -230,16 +193,7 @@ def resident_bytes(
     *,
     accumulates: bool,
 ) -> int:
-    """Bytes of a rank beside its stage's parameters and its activations.
-
-    Args:
-        module: The module.
-        stage: The rank's stage.
-        elsewhere: Names of parameters whose memory is freed here.
-        stepped_elsewhere: Names of parameters that other pipelines step.
-        state_share: Bytes of the optimizers' state per byte of a parameter.
-        accumulates: Whether an optimizer step adds up several batches.
-    """
+    """Bytes of a rank beside its stage's parameters and its activations."""
     params = {name: param for name, param in module.named_parameters() if name not in elsewhere}
     own = storage_bytes([*stage.parameters(), *stage.buffers()])
     trained = {name: param for name, param in params.items() if param.requires_grad}

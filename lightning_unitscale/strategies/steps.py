@@ -25,13 +25,7 @@ _NAME = "training_step"
 
 
 class PipelinedStep(PipelinedMethod):
-    """A ``training_step`` whose graph runs on several ranks.
-
-    Args:
-        module: The module.
-        pipelining: Settings of the module's pipelines.
-        cut_context: Entered from where the step is cut (when it first runs) until it has run.
-    """
+    """A ``training_step`` whose graph runs on several ranks."""
 
     def __init__(
         self,
@@ -52,12 +46,7 @@ class PipelinedStep(PipelinedMethod):
         self.steps.detach(type(self).__name__)
 
     def __call__(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Forward and backward of one batch; the result of the step for it.
-
-        Raises:
-            NotPipelinedError: If the step is not one graph.
-            RuntimeError: If it returns no loss.
-        """
+        """Forward and backward of one batch; the result of the step for it."""
         step = self.steps.steps[_NAME]
         parts = split_evenly(batch, self.pipelining.num_microbatches)
         # What occurs twice in the batch is two inputs, as in its parts.

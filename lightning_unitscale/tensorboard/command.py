@@ -20,9 +20,6 @@ def tensorboard_command(logger: Any) -> str:
 
     It works as it stands in a shell in the current folder, whether or not the environment is
     activated.
-
-    Args:
-        logger: A ``TensorBoardLogger``, or a ``SummaryWriter``.
     """
     save_dir = getattr(logger, "save_dir", None)
     logdir = Path(logger.log_dir if save_dir is None else save_dir)

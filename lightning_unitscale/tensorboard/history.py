@@ -88,10 +88,6 @@ class RunScales:
     When other tensors were observed in between (another graph, a second fit), the vectors of all
     sets are laid side by side, with NaN where a tensor was not there.
 
-    Args:
-        tags: The plugin's tags of the run and their metadata content.
-        read: Returns the points of a tag.
-
     Attributes:
         directions: The directions that were measured.
         names: The tensors of all sets, in graph order.
@@ -179,14 +175,7 @@ class RunScales:
     def _joined(
         self, direction: Direction, quantity: Quantity, tail: tuple[int, ...], dtype: np.dtype[Any]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:
-        """Steps ``(T,)`` and the vectors of all sets as one array ``(T, N, *tail)``.
-
-        Args:
-            direction: Of values or of gradients.
-            quantity: What the vectors hold.
-            tail: For fractions the numbers of formats and of kinds, for others nothing.
-            dtype: Type of the array.
-        """
+        """Steps ``(T,)`` and the vectors of all sets as one array ``(T, N, *tail)``."""
         rows: dict[int, tuple[TensorSet, npt.NDArray[Any]]] = {}
         for key, observed in self._sets.items():
             tag = Series(direction, quantity, key).tag
@@ -285,12 +274,7 @@ EVENT_FILES = "*tfevents*"
 
 
 def read_run(directory: str | Path) -> RunScales:
-    """The scales in the event files of a folder, all of them read.
-
-    Raises:
-        FileNotFoundError: If there is no such folder, or no event file in it.
-        ValueError: If its event files have no scales.
-    """
+    """The scales in the event files of a folder, all of them read."""
     folder = Path(directory)
     if not folder.is_dir():
         raise FileNotFoundError(

@@ -167,14 +167,7 @@ class FastRecordWriter(RecordWriter):
 
 
 def use_fast_checksums(file_writer: Any) -> bool:
-    """Make an open event file compute its checksums with ``google-crc32c``.
-
-    Args:
-        file_writer: What ``SummaryWriter._get_file_writer()`` returns.
-
-    Returns:
-        Whether it does now.
-    """
+    """Make an open event file compute its checksums with ``google-crc32c``."""
     try:
         worker = file_writer.event_writer._async_writer._worker
         current = worker._record_writer

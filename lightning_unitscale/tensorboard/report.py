@@ -69,17 +69,7 @@ class Report:
 def write_report(
     run_directories: Sequence[str | Path], output: str | Path, *, full: bool = False
 ) -> Report:
-    """Write a report of one run, or of several to compare.
-
-    Args:
-        run_directories: Folders with event files, one per run.
-        output: The folder to write to; it is made when it is not there.
-        full: Whether the tables are of all tensors, as on the page, and not of blocks.
-
-    Raises:
-        FileNotFoundError: If a folder is not there or has no event files.
-        ValueError: If a run has no scales, or nothing can be written to ``output``.
-    """
+    """Write a report of one run, or of several to compare."""
     runs = {name: read_run(path) for name, path in _names(run_directories).items()}
     folder = checked_folder("output", output)
     _remove_pictures(folder)
@@ -105,11 +95,7 @@ def write_report(
 
 
 def main(args: Sequence[str]) -> None:
-    """Run the command.
-
-    Raises:
-        SystemExit: If the report cannot be made; the message says why.
-    """
+    """Run the command."""
     parser = argparse.ArgumentParser(
         prog="lightning-unitscale report",
         description="Writes the scales of runs, which a ScaleMonitor logged to TensorBoard, as "
@@ -159,16 +145,7 @@ def _names(directories: Sequence[str | Path]) -> dict[str, Path]:
 
 
 def write_figure(run: RunScales, path: Path, title: str) -> None:
-    """Write the heat maps of a run as a PNG.
-
-    Args:
-        run: What was read of it.
-        path: The file.
-        title: Above the maps.
-
-    Raises:
-        ModuleNotFoundError: If matplotlib is not installed.
-    """
+    """Write the heat maps of a run as a PNG."""
     try:
         from matplotlib.colors import LinearSegmentedColormap
         from matplotlib.figure import Figure

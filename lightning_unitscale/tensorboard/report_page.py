@@ -35,16 +35,7 @@ def graph_svg(
     inputs: Sequence[Sequence[str]],
     log2_rms: Mapping[str, Array],
 ) -> str:
-    """The annotated graph.
-
-    Args:
-        names: The tensors, in graph order.
-        inputs: For each the names of those that it is computed from; unknown ones are left out.
-        log2_rms: Title of a column -> log2 RMS of all tensors, ``-inf`` for zeros, NaN for none.
-
-    Returns:
-        An SVG element whose text takes the colour of the page.
-    """
+    """The annotated graph."""
     row_of = {name: row for row, name in enumerate(names)}
     edges = [
         (row_of[source], row)
@@ -157,13 +148,7 @@ app.start();
 
 
 def report_page(runs: Mapping[str, RunScales], tables: Mapping[str, str], title: str) -> str:
-    """The page.
-
-    Args:
-        runs: The runs by the names that the page shows.
-        tables: The last step of each, as a table in plain text.
-        title: Of the page.
-    """
+    """The page."""
     answers: dict[str, str] = {}
     for route, data in _answers(runs):
         packed = gzip.compress(data, compresslevel=6, mtime=0)

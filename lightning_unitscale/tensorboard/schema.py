@@ -180,11 +180,7 @@ class ExponentCounts:
 
     @classmethod
     def from_vector(cls, vector: npt.ArrayLike) -> ExponentCounts:
-        """From what :meth:`to_vector` gave.
-
-        Raises:
-            ValueError: If the vector is not such a one.
-        """
+        """From what :meth:`to_vector` gave."""
         values = np.asarray(vector, dtype=np.float32)
         start = int(values[2]) - MIN_EXPONENT if values.ndim == 1 and values.size >= 3 else -1
         if start < 0 or start + values.size - 3 > NUM_EXPONENTS:

@@ -59,16 +59,7 @@ def scale_summary(snapshot: Scales) -> str:
 def distances_from_one(
     snapshot: Scales, direction: Direction, rows: npt.NDArray[np.bool_] | bool = True
 ) -> Array:
-    """By how many powers of two the tensors that products read are stored away from RMS 1.
-
-    Args:
-        snapshot: The tensors.
-        direction: Operands, or gradients that arrive at products.
-        rows: Which of them to look at, shape ``(tensors,)``.
-
-    Returns:
-        A number per tensor; infinity for one with elements that are not finite.
-    """
+    """By how many powers of two the tensors that products read are stored away from RMS 1."""
     values = snapshot.log2_rms(direction, stored=True)
     distances = np.where(snapshot.nonfinite(direction) > 0, np.inf, np.abs(values))
     is_known = ~np.isnan(distances) & ~np.isneginf(values)
@@ -81,16 +72,7 @@ def _within(distances: Array) -> int:
 
 
 def scale_table(snapshot: Scales, tablefmt: str = "simple", *, full: bool = True) -> str:
-    """Scales of a snapshot, in graph order.
-
-    Args:
-        snapshot: What to show.
-        tablefmt: A format of ``tabulate``: ``"simple"``, ``"github"``, ``"html"``, ....
-        full: All tensors, and not one line per block about those that matrix products read.
-
-    Returns:
-        The table under lines that explain its columns; one line when no tensor was observed.
-    """
+    """Scales of a snapshot, in graph order."""
     summary = scale_summary(snapshot)
     if summary and not full:
         title = _SHORT_TITLE.format(step=snapshot.step)

@@ -69,10 +69,6 @@ _OF_EXPONENTS: Final = ("exponents", "histograms")
 class Thinning:
     """Which parts of the samples of a run are written: in long runs at fewer and fewer of them.
 
-    Args:
-        before: Of each part after how many every second is left out; after twice as many three of
-            four, and so on.
-
     Attributes:
         last_step: Step of the last sample.
     """
@@ -109,12 +105,6 @@ class ScaleWriter:
     the vectors of the Scales dashboard after 2,000. Where something was wrong, and at the end of
     the run, everything is written.
 
-    Args:
-        experiment: The ``SummaryWriter`` of the run (``TensorBoardLogger.experiment``); the
-            stand-in that Lightning gives to other ranks than the first writes nothing. Its
-            ``_get_file_writer`` is underscored, but what every ``add_*`` method goes through.
-        tabs: Of which tensors to write scalars and histograms for TensorBoard's own dashboards.
-
     Examples:
         >>> writer = ScaleWriter(trainer.logger.experiment)  # doctest: +SKIP
         >>> writer.write(snapshot)  # doctest: +SKIP
@@ -139,11 +129,6 @@ class ScaleWriter:
 
         A step that was just written is skipped, since TensorBoard wants steps to increase. A
         smaller one begins anew (a second fit, a resumed run), as it does for every other chart.
-
-        Args:
-            snapshot: What to write.
-            summary: Numbers to write with it, unless TensorBoard's own tabs are to have none.
-            complete: Leave nothing out, however long the run is already.
         """
         file_writer = self._experiment._get_file_writer()
         if file_writer is None or not len(snapshot) or snapshot.step == self._thinning.last_step:
@@ -324,9 +309,6 @@ def custom_scalars_layout(
 
     A chart names its tensors by a pattern: TensorBoard shows a chart that two runs have in common
     once, if it is the same in both.
-
-    Returns:
-        Block -> direction -> a multi-line chart of the tensors' scalars.
     """
     layout: dict[str, dict[str, list[Any]]] = {}
     for direction in DIRECTIONS:

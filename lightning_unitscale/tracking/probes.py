@@ -40,12 +40,7 @@ _UNIT_GAUGE = Gauge()
 
 
 class ScaleProbes(GraphPass):
-    """Records one row of statistics per tensor and direction in the observed variant of a step.
-
-    Args:
-        layout: Columns of a snapshot.
-        select: Which nodes to probe; every floating-point tensor by default.
-    """
+    """Records one row of statistics per tensor and direction in the observed variant of a step."""
 
     name = "scale probes"
     phase = Phase.OBSERVE
@@ -82,13 +77,7 @@ class ScaleProbes(GraphPass):
         self._insert(graph, places, own)
 
     def see_shared(self, name: str, value: Tensor, gradient: Tensor | None) -> None:
-        """Record a parameter that several parts of a cut graph use.
-
-        Args:
-            name: Path of the parameter in the module.
-            value: Its value.
-            gradient: The sum of the parts' gradients; ``None`` where none has arrived.
-        """
+        """Record a parameter that several parts of a cut graph use."""
         for cut in self._cut.values():
             if name in cut.names:
                 self._calls.append(cut.shared(name, value, gradient))
@@ -152,16 +141,7 @@ class ScaleProbes(GraphPass):
         self._cut.clear()
 
     def take(self, step: int, *, grad_scale: float = 1.0) -> Callable[[], ScaleSnapshot] | None:
-        """Send for what was recorded since the last call; what is returned waits for it.
-
-        Args:
-            step: Optimizer step of the snapshot.
-            grad_scale: Factor that the loss carried (a loss scale); gradients are divided by it.
-
-        Returns:
-            The snapshot, or ``None`` when nothing was recorded. Rows of a tensor recorded several
-            times (micro-batches, repeated calls) are merged.
-        """
+        """Send for what was recorded since the last call; what is returned waits for it."""
         calls, self._calls = self._calls, []
         # A rank that recorded nothing has to join in with the others.
         calls = [*(cut.absent() for cut in self._cut.values() if cut.names), *calls]
@@ -200,20 +180,7 @@ def insert_probes(
     is_forced: Callable[[fx.Node], bool] = lambda _: True,
     factors_of: FactorsOf = _no_factors,
 ) -> None:
-    """Probe tensors of a graph, a row each; gradients where there is a slot for their rows.
-
-    Args:
-        graph: The graph under rewrite.
-        places: Its regions.
-        selected: The nodes to probe.
-        layout: Columns of a row.
-        on_record: Called after every forward pass of the graph.
-        needs_slot: Whether the gradient of the tensor at a position is probed.
-        is_forced: Whether a probed gradient makes the tensor require one; otherwise the tensor is
-            left as it is when it has none.
-        factors_of: Nodes of the powers of two, forward and backward, at which formats of the tensor
-            at a position are counted in a region.
-    """
+    """Probe tensors of a graph, a row each; gradients where there is a slot for their rows."""
 
     # A node's arguments cannot hold a layout, so functions close over it.
     def row_of(tensor: Tensor, factor: Tensor | None) -> Tensor:

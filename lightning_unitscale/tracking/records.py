@@ -70,12 +70,6 @@ class ProbedCall:
 class CutGraph:
     """The tensors of a graph that was cut, of which each rank of several records its own.
 
-    Args:
-        tensors: All of them, in the order of the whole graph.
-        gauge: Gives the current gauge.
-        layout: Columns of a row.
-        device: Where the rows are.
-
     Attributes:
         names: Names of the tensors.
     """
@@ -104,13 +98,7 @@ class CutGraph:
         return ProbedCall(self._tensors, CallRecord.of_rows(rows), self._gauge())
 
     def shared(self, name: str, value: Tensor, gradient: Tensor | None) -> ProbedCall:
-        """A call of one tensor to whose gradient several parts of the graph have contributed.
-
-        Args:
-            name: The tensor's name.
-            value: Its value.
-            gradient: The whole gradient; ``None`` where none has arrived.
-        """
+        """A call of one tensor to whose gradient several parts of the graph have contributed."""
         (tensor,) = (tensor for tensor in self._tensors if tensor.name == name)
         gauge = self._gauge()
 
@@ -129,14 +117,7 @@ class CutGraph:
 def sent_snapshot(
     step: int, calls: Sequence[ProbedCall], layout: RowLayout, grad_scale: float
 ) -> Callable[[], ScaleSnapshot]:
-    """Send for the rows of several calls as one; what is returned waits for their snapshot.
-
-    Args:
-        step: Optimizer step of the snapshot.
-        calls: At least one.
-        layout: Columns of the snapshot; the calls have the measured ones.
-        grad_scale: Factor that the loss carried; gradients are divided by it.
-    """
+    """Send for the rows of several calls as one; what is returned waits for their snapshot."""
     device = calls[0].record.forward.device
     rows = [call.record.forward.to(device) for call in calls]
     rows += [call.record.backward.to(device) for call in calls]
@@ -158,16 +139,7 @@ def snapshot_of(
     forward: Tensor,
     backward: Tensor,
 ) -> ScaleSnapshot:
-    """Return the snapshot of measured rows on the host; those of the same tensor are merged.
-
-    Args:
-        step: Its optimizer step.
-        described: The tensors of the rows, and the gauge of the call that made each.
-        layout: Columns of the snapshot.
-        grad_scale: Factor that the loss carried; gradients are divided by it.
-        forward: FP64, shape ``(rows, layout.measured.num_columns)``.
-        backward: The same of gradients; a row of zeros where none arrived.
-    """
+    """Return the snapshot of measured rows on the host; those of the same tensor are merged."""
     measured = layout.measured
     # A slot that no gradient reached holds zeros, and a real row has elements.
     backward = torch.where(backward[:, :1] > 0, backward, math.nan)

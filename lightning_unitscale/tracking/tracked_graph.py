@@ -38,10 +38,6 @@ class TrackedGraph:
 
     The bodies of activation checkpoints stand in line with the rest.
 
-    Args:
-        places: Those of the graph after all rewrites and before its probes.
-        rows: Row of every node that is probed.
-
     Attributes:
         graph: What is shown, without metrics.
         inputs: Its placeholders, in the order of the captured graph's inputs.
@@ -99,13 +95,7 @@ class TrackedGraph:
 
 
 class TrackedCall:
-    """One call of a graph: its rows, and which of its inputs earlier calls of the step made.
-
-    Args:
-        graph: The graph.
-        record: Its rows; ``None`` when nothing in it could be tracked.
-        links: For positions of inputs, which output of which call the tensor is.
-    """
+    """One call of a graph: its rows, and which of its inputs earlier calls of the step made."""
 
     def __init__(
         self,
@@ -169,12 +159,7 @@ def _keep(arrived: list[Tensor], rows: Tensor | None) -> None:
 
 
 def assemble(calls: Sequence[TrackedCall]) -> ScalesGraph:
-    """The graphs of a step's calls as one, an edge wherever a graph reads what another made.
-
-    Returns:
-        A graph whose output are the tensors that no later graph has read; an empty graph for no
-        calls.
-    """
+    """The graphs of a step's calls as one, an edge wherever a graph reads what another made."""
     merged = ScalesGraph()
     outputs_of: list[tuple[Any, ...]] = []
     read: set[tuple[int, int]] = set()

@@ -250,14 +250,6 @@ def _transformed(module: nn.Module, owner: str, *passes: GraphPass) -> nn.Module
 
     Transforms nest in any order. Passes that need no graph run at the dispatcher, unless the module
     is captured already.
-
-    Args:
-        module: The module.
-        owner: Name of the transform.
-        *passes: What it adds.
-
-    Raises:
-        ValueError: If ``module`` was compiled by the user.
     """
     reject_compiled(module)
     new = detached_copy(module)

@@ -45,15 +45,7 @@ class Caller:
 
 
 class Callers:
-    """Finds the caller of a torch function.
-
-    Args:
-        module: The root module.
-        top: Code of the function that calls the step: a call that is not below it is no part of
-            the step.
-        ignored: Code of functions whose calls are no part of the model either: an optimizer's
-            step, a logger. What they call by an argument of theirs, a closure, is part of it.
-    """
+    """Finds the caller of a torch function."""
 
     def __init__(self, module: nn.Module, top: CodeType, ignored: Collection[CodeType]) -> None:
         self._paths = {id(child): own_path(path) for path, child in module.named_modules()}
@@ -163,14 +155,7 @@ _MAX_ELEMENTS = 64
 
 
 class StartNames:
-    """Name and module of each tensor that a call of a step starts from.
-
-    Args:
-        module: The module; parameters and buffers are called as there.
-        step: The step, whose parameters give names to its arguments.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-    """
+    """Name and module of each tensor that a call of a step starts from."""
 
     def __init__(
         self,

@@ -33,9 +33,6 @@ Unit = int | None
 class RunningFunction:
     """A function that a step calls, while it runs.
 
-    Args:
-        arguments: The tensors that it may multiply, in their order.
-
     Attributes:
         units: Pairs of an argument and its unit, in the order in which matmuls have read them.
     """
@@ -61,11 +58,7 @@ class RunningFunction:
                 self.units.append((argument, unit))
 
     def gamma_of(self, result: Tensor) -> tuple[Unit] | None:
-        """The unit of the gradient that arrives at a matmul which has made a result.
-
-        Returns:
-            ``None`` if the result is no matmul's, but of something computed from one.
-        """
+        """The unit of the gradient that arrives at a matmul which has made a result."""
         if not self._ran:
             return None
         if result.grad_fn is None:

@@ -85,9 +85,6 @@ class TensorRow:
 class Measuring:
     """Computes statistics while a step runs, unseen by its modes and its autograd graph.
 
-    Args:
-        layout: Columns of a snapshot.
-
     Attributes:
         layout: The same.
         counts_stored: Whether formats are counted as a tensor is measured, in its unit then.
@@ -163,13 +160,7 @@ class Gradients:
     def measure(
         self, row: TensorRow, tensor: Tensor, before: Callable[[], object] = nothing
     ) -> None:
-        """Measure the gradient of a tensor into its row.
-
-        Args:
-            row: The row.
-            tensor: The tensor.
-            before: Called when the gradient is there. What it holds lives as long as the step.
-        """
+        """Measure the gradient of a tensor into its row."""
         row.is_hooked = True
         node, index = tensor.grad_fn, tensor.output_nr
         if node is None:
@@ -204,11 +195,7 @@ class Gradients:
 
 
 def shown_inputs(rows: Iterable[TensorRow]) -> dict[TensorRow, dict[TensorRow, None]]:
-    """For each row the shown ones that it is computed from, through all others.
-
-    Args:
-        rows: All rows, each after those that it is computed from.
-    """
+    """For each row the shown ones that it is computed from, through all others."""
     inputs: dict[TensorRow, dict[TensorRow, None]] = {}
     for row in rows:
         sources: dict[TensorRow, None] = {}

@@ -97,11 +97,7 @@ def is_transformed() -> bool:
 
 @contextlib.contextmanager
 def seeing_recomputations(mode: TorchFunctionMode) -> Iterator[None]:
-    """Within this context a mode sees what reentrant checkpoints compute again, on any thread.
-
-    Args:
-        mode: The mode, which may be in force on the thread already.
-    """
+    """Within this context a mode sees what reentrant checkpoints compute again, on any thread."""
     recompute = CheckpointFunction.backward
 
     @staticmethod  # type: ignore[misc]
@@ -156,12 +152,6 @@ def outside_of_compiled_code(
     """Within this context a mode is removed while code runs that the user has compiled.
 
     Dynamo would recompile with a mode that it has not seen before.
-
-    Args:
-        mode: The mode.
-        see: Called when such a function has returned, with the frame of Dynamo's wrapper, which
-            holds ``fn``, ``args``, ``kwargs`` and, but on torch 2.11, ``result``, and with the
-            numbers of the autograd nodes that were made meanwhile.
     """
     original = vars(torch._dynamo.eval_frame)[_AROUND_COMPILED]
     running: list[tuple[FrameType, list[TorchFunctionMode], int]] = []

@@ -41,15 +41,7 @@ _WHOLE_MODULE = frozenset({"forward", "call", "call_impl", "wrapped_call_impl", 
 
 
 class WatchedCall:
-    """Makes rows of what one call of a step computes.
-
-    Args:
-        callers: Tells which module calls.
-        start_names: Name and module of the tensors that the call starts from.
-        measuring: Takes the statistics.
-        select: Whether a tensor of this name and module is to have a row.
-        units: Unit of each tensor at the last sample, by name: the likely one.
-    """
+    """Makes rows of what one call of a step computes."""
 
     def __init__(
         self,
@@ -83,15 +75,7 @@ class WatchedCall:
         word: str,
         caller: Caller,
     ) -> Any:
-        """Run a torch function that a step calls, and note what it makes.
-
-        Args:
-            function: The function.
-            args: Its arguments.
-            kwargs: Its keyword arguments.
-            word: What it is called.
-            caller: Where in the step it is called.
-        """
+        """Run a torch function that a step calls, and note what it makes."""
         # What a function writes into is not read, and may never have been written.
         read = [value for option, value in kwargs.items() if option != "out"]
         arguments = _tensors_in((*args, *read))
@@ -137,12 +121,7 @@ class WatchedCall:
                 self._running.see(ran)
 
     def see_compiled(self, frame: FrameType, nodes: range) -> None:
-        """Note what a function of the user has returned that Dynamo has compiled.
-
-        Args:
-            frame: Of its wrapper.
-            nodes: Numbers of the autograd nodes that it has made.
-        """
+        """Note what a function of the user has returned that Dynamo has compiled."""
         caller = self.callers.find(frame)
         scope = frame.f_locals
         if caller is None or caller.again is not None:

@@ -42,11 +42,6 @@ class StepWatcher:
 
     Nothing is captured and nothing is attached to the module: a torch function mode of this thread
     sees the functions that a call uses, and hooks on autograd nodes see the gradients.
-
-    Args:
-        layout: Columns of a row.
-        select: Whether a tensor of this name and module is to have a row.
-        ignored: Code of functions that a step calls and that are no part of the model.
     """
 
     def __init__(
@@ -64,14 +59,7 @@ class StepWatcher:
     def run(
         self, module: nn.Module, step: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> Any:
-        """Call a step of a module and watch it.
-
-        Args:
-            module: The module, whose parameters, buffers and submodules give names.
-            step: Its method, or another function that calls it.
-            args: Arguments of the step.
-            kwargs: Keyword arguments of the step.
-        """
+        """Call a step of a module and watch it."""
         self.close()
         if is_transformed():
             warnings.warn(
@@ -113,15 +101,7 @@ class StepWatcher:
         self._measuring.clear()
 
     def take(self, step: int, *, grad_scale: float = 1.0) -> Callable[[], ScaleSnapshot] | None:
-        """Send for what was watched since the last call; what is returned waits for it.
-
-        Args:
-            step: Optimizer step of the snapshot.
-            grad_scale: Factor that the loss carried; gradients are divided by it.
-
-        Returns:
-            The snapshot, ``None`` when there is nothing. Rows of several calls are merged.
-        """
+        """Send for what was watched since the last call; what is returned waits for it."""
         self.close()
         calls, self._calls = self._calls, []
         for call in calls:
