@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +24,13 @@ def capture_run(
     partitioner: Any,
     *,
     compile: bool | CompileMode,
-    passes: Callable[[], Sequence[GraphPass]] = tuple,
+    passes: Sequence[GraphPass] = (),
     leaving: ExitStack,
 ) -> ModuleSteps:
     """Capture the steps of a Trainer's module, within a budget or by Inductor where asked for."""
     steps = attach_steps(trainer, module, owner)
     name = type(owner).__name__
-    leaving.callback(lambda: steps.detach(name, *passes()))
+    leaving.callback(lambda: steps.detach(name, *passes))
     if partitioner is not None:
         steps.partition_by(partitioner)
         leaving.callback(steps.partition_by, None)

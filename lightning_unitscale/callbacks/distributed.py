@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_unitscale.callbacks.packages import is_lightning, misconfigured
 from lightning_unitscale.loops.loop import gathered, world_size
-from lightning_unitscale.lossless.calibrate import Measured, combined_rms
+from lightning_unitscale.lossless.measured import Measured, combined_rms
 from lightning_unitscale.scales.reduce import joined_rows, split_rows
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.scales.tensor_statistics import FloatArray
@@ -213,13 +213,3 @@ def num_gradient_elements(trainer: pl.Trainer, parameters: Iterable[Tensor]) -> 
     if strategy is not None:
         return strategy.num_gradient_elements(parameters)
     return sum(param.numel() for param in parameters if param.grad is not None)
-
-
-def refuse_live(trainer: pl.Trainer, why: str) -> None:
-    """Refuse to measure units while the step runs."""
-    if pipeline_of(trainer) is not None:
-        raise misconfigured(
-            f"UnitScaleCallback with PipelineStrategy: the units of "
-            f"{type(trainer.lightning_module).__name__}.training_step are measured before it is "
-            f"cut, and {why}; expected a step that takes a batch and returns its loss; change it."
-        )

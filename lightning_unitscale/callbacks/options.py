@@ -18,7 +18,7 @@ from typing import Any, Final, Literal, get_args
 from lightning_unitscale.arguments import check_choice, check_flag, shown
 from lightning_unitscale.dynamo.executors import CompileMode
 from lightning_unitscale.formats import NumberFormat
-from lightning_unitscale.functional.low_precision import DEFAULT_GRADIENT, Casts, GradientFormat
+from lightning_unitscale.functional.low_precision import DEFAULT_GRADIENT, GradientFormat
 from lightning_unitscale.graph.name_patterns import EXCLUDED
 from lightning_unitscale.precision.dither import Grid
 from lightning_unitscale.precision.fp8 import EXCLUDED_BY_DEFAULT, FP8Linears
@@ -117,10 +117,6 @@ class FP8:
             product by it, another one at every training step: with ``"fixed"``, a weight that
             hardly moves is rounded to the same side at every step, which costs a long training
             more than the rounding itself.
-        casts: How Inductor casts, with ``compile``: ``"fused"`` as a part of the kernels that make
-            the operands, ``"kernel"`` by one Triton kernel for each operand and its transpose. Both
-            round alike, but what Inductor fuses may not have been rounded to 16 bits before.
-            ``make bench-gpu`` tells what is faster. Without Inductor a GPU has the kernel.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -130,7 +126,6 @@ class FP8:
     gradient_format: GradientFormat = DEFAULT_GRADIENT
     evaluation: bool = False
     grid: Grid = "moving"
-    casts: Casts = "fused"
 
     def __post_init__(self) -> None:
         check_flag("evaluation", self.evaluation)
@@ -151,7 +146,6 @@ class FP8:
             gradient_format=self.gradient_format,
             grid=self.grid,
             in_evaluation=self.evaluation,
-            casts=self.casts,
             why_excluded=EXCLUDED_BY_DEFAULT if self.exclude == "auto" else EXCLUDED,
         )
 

@@ -13,17 +13,16 @@ from torch.optim import Optimizer
 from lightning_unitscale.arguments import check_choice, check_flag, is_same, shown
 from lightning_unitscale.callbacks.distributed import (
     joint_over_parts,
-    num_microbatches,
-    num_replicas,
     pipeline_of,
     rehearsing,
 )
 from lightning_unitscale.callbacks.options import Rules
 from lightning_unitscale.callbacks.packages import misconfigured, rank_zero_info, rank_zero_warn
-from lightning_unitscale.callbacks.steps import loss_scale, step_context, takes_iterator
+from lightning_unitscale.callbacks.steps import step_context, takes_iterator
 from lightning_unitscale.callbacks.trainer_settings import RuleSettings, refuse_rate_search
 from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.step_messages import CaptureError
+from lightning_unitscale.loops.loop import gathered
 from lightning_unitscale.optim.learning_rates import Method, ParameterInfo, Role
 from lightning_unitscale.patching import shadowed
 from lightning_unitscale.rules.build_plan import plan_step
@@ -142,32 +141,22 @@ class RuleScaling:
             step.invalidate()
             vars(module)[PLAN_ATTRIBUTE] = self.plan
         if train:
-            self.gradients.accumulate(trainer.accumulate_grad_batches)
+            self.gradients.start(trainer.accumulate_grad_batches)
             if not self._rates_follow:
                 step.owner.shard()
                 self._follow_rates(trainer, module)
 
-    def measured(self, trainer: pl.Trainer, measured: Mapping[str, float]) -> None:
-        """Take over the size of each parameter's gradient, as it is before the optimizer step."""
-        unscaled = 1 / loss_scale(trainer)
-        # A batch's gradient is the sum of its microbatches', which are nearly independent.
-        unscaled *= num_microbatches(trainer) ** 0.5
-        # The rehearsal's loss was divided by the number of batches already.
-        self.gradients.set_measured(
-            {fqn: rms * unscaled for fqn, rms in measured.items()},
-            num_accumulated=trainer.accumulate_grad_batches,
-            num_replicas=num_replicas(trainer),
-        )
-
-    def before_optimizer_step(
-        self, module: nn.Module, optimizer: Optimizer, is_exact: bool
-    ) -> None:
-        """Bring gradients to RMS 1 that were zero until now; if exact, their factors are kept."""
+    def before_optimizer_step(self, trainer: pl.Trainer, optimizer: Optimizer) -> None:
+        """Bring gradients to RMS 1 that have no factor yet, as none has in the first step."""
         updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        self.gradients.scale_late(
-            ((fqn, p) for fqn, p in module.named_parameters() if id(p) in updated),
-            keeps=is_exact,
-        )
+        named = trainer.lightning_module.named_parameters()
+        is_first = not self.gradients.log2_factors
+        self.gradients.scale_new((fqn, p) for fqn, p in named if id(p) in updated)
+        if is_first and pipeline_of(trainer) is not None:
+            # A rank has gradients of its own stages alone, and any rank writes the checkpoint.
+            self.gradients.settle()
+            for factors in gathered(self.gradients.log2_factors):
+                self.gradients.log2_factors.update(factors)
 
     def restore(self) -> None:
         """End what reaches beyond the module's steps; idempotent."""

@@ -13,7 +13,6 @@ from typing_extensions import override
 
 from lightning_unitscale.arguments import check_depth
 from lightning_unitscale.callbacks.captured_run import capture_run
-from lightning_unitscale.callbacks.captured_units import CapturedUnits
 from lightning_unitscale.callbacks.checkpoints import (
     checking_checkpoints,
     keep_marking,
@@ -37,6 +36,7 @@ from lightning_unitscale.callbacks.options import (
 from lightning_unitscale.callbacks.packages import rank_zero_warn
 from lightning_unitscale.callbacks.product_units import ProductUnits
 from lightning_unitscale.callbacks.remat import budget_claim, compile_claim, step_partitioner
+from lightning_unitscale.callbacks.ruled_steps import RuledSteps
 from lightning_unitscale.callbacks.rules import rules_of
 from lightning_unitscale.callbacks.steps import StepsCallback, captures_steps, enter
 from lightning_unitscale.callbacks.trainer_settings import (
@@ -44,7 +44,7 @@ from lightning_unitscale.callbacks.trainer_settings import (
     check_fp8_device,
     check_simulation,
 )
-from lightning_unitscale.callbacks.units import MeasuredUnits, RecalibrationSchedule
+from lightning_unitscale.callbacks.units import RecalibrationSchedule
 from lightning_unitscale.capture.steps import ModuleSteps, breaks_list
 from lightning_unitscale.dispatch.coverage import Coverage
 from lightning_unitscale.dynamo.executors import CompileMode
@@ -165,22 +165,14 @@ class UnitScaleCallback(StepsCallback):
             self._simulation = self.simulate.rounding_pass()
         schedule = RecalibrationSchedule(recalibrate)
         self._products = ProductUnits(schedule, self._simulation, self._fp8)
-        self._graphs: CapturedUnits | None = None
+        self._ruled: RuledSteps | None = None
         if self._rules is not None and isinstance(self.method, Rules):
-            self._graphs = CapturedUnits(
-                self.method,
-                schedule,
-                self._rules,
-                self._fp8,
-                self._simulation,
-                remat=self.remat,
-                compile=compile,
-            )
+            self._ruled = RuledSteps(self.method, self._rules, remat=self.remat, compile=compile)
         self._checkpoints = ExitStack()
         self._captured = ExitStack()
-        # The captured steps that are not rewritten by rules, and where they break.
+        # The captured steps, and what explain() says of them.
         self._steps: ModuleSteps | None = None
-        self._breaks = ""
+        self._what_was_captured = ""
         # Whether what the user has named was there in the first training step.
         self._is_checked = False
         self._module: Callable[[], nn.Module | None] | None = None
@@ -188,20 +180,16 @@ class UnitScaleCallback(StepsCallback):
     @property
     def gauge(self) -> Gauge:
         """The units in force; empty before the first batch."""
-        return self._units.gauge
-
-    @property
-    def _units(self) -> MeasuredUnits:
-        return self._products if self._graphs is None else self._graphs
+        return self._products.gauge
 
     @property
     def coverage(self) -> Coverage:
         """What became of the products of the last step that was counted.
 
         These are the first step, those in which units are looked at, and those in which matmuls
-        left the format. Where a captured graph is rewritten, only formats are counted.
+        left the format.
         """
-        return self._units.coverage
+        return self._products.coverage
 
     @override
     def captures_steps(self, trainer: pl.Trainer) -> bool:
@@ -218,13 +206,20 @@ class UnitScaleCallback(StepsCallback):
 
     def explain(self) -> Explanation:
         """What became of every product, when units were taken, and which; a notebook shows it."""
-        self._note_breaks()
-        *parts, units = self._units.explain().parts
-        return Explanation(*parts, self._breaks, units)
+        self._note_captured()
+        *parts, units = self._products.explain().parts
+        captured = self._what_was_captured
+        if self._ruled is not None:
+            return Explanation(captured, *parts, units)
+        return Explanation(*parts, captured, units)
 
-    def _note_breaks(self) -> None:
-        if self._steps is not None and self._steps.graph_breaks:
-            self._breaks = breaks_list(self._steps.graph_breaks)
+    def _note_captured(self) -> None:
+        if self._steps is None:
+            return
+        if self._ruled is not None:
+            self._what_was_captured = self._steps.explain()
+        elif self._steps.graph_breaks:
+            self._what_was_captured = breaks_list(self._steps.graph_breaks)
 
     @override
     def claims(self) -> Sequence[Claim]:
@@ -252,20 +247,22 @@ class UnitScaleCallback(StepsCallback):
             checking_checkpoints(trainer, pl_module, self, self._method_name, self._mark)
         )
         loop = LightningLoop(trainer, pl_module)
-        if self._graphs is not None:
-            self._graphs.capture(loop, self, is_other=self._take(loop))
-        else:
-            if captures_steps(trainer):
-                remat = self.remat
-                self._steps = capture_run(
-                    trainer,
-                    pl_module,
-                    self,
-                    None if remat is None else step_partitioner(trainer, pl_module, remat),
-                    compile=self.compile,
-                    leaving=self._captured,
-                )
-            self._products.attach(loop, is_other=self._take(loop))
+        is_other = self._take(loop)
+        if self._ruled is not None:
+            self._steps = self._ruled.capture(
+                trainer, pl_module, self, is_other=is_other, leaving=self._captured
+            )
+        elif captures_steps(trainer):
+            remat = self.remat
+            self._steps = capture_run(
+                trainer,
+                pl_module,
+                self,
+                None if remat is None else step_partitioner(trainer, pl_module, remat),
+                compile=self.compile,
+                leaving=self._captured,
+            )
+        self._products.attach(loop, is_other=is_other)
 
     @override
     def start(self, loop: Loop) -> None:
@@ -292,30 +289,32 @@ class UnitScaleCallback(StepsCallback):
         assert self._loop is not None
         if (grid := self._moving_grid()) is not None:
             grid.follow(self._loop.step_index)
-        self._units.begin_batch(batch, batch_idx)
+        if self._ruled is not None:
+            self._ruled.begin_batch("training_step", batch, batch_idx)
+        self._products.begin_batch(batch, batch_idx)
 
     @override
     def end_batch(self) -> None:
-        self._units.end_batch()
+        self._products.end_batch()
         if not self._is_checked:
             self._warn_of_unmatched()
             self._is_checked = True
 
     @override
     def begin_evaluation(self, name: str, batch: Any = None, *indices: int) -> None:
-        self._units.begin_evaluation(name, batch, *indices)
+        if self._ruled is not None:
+            self._ruled.begin_batch(name, batch, *indices)
+        self._products.begin_evaluation(name, batch, *indices)
 
     @override
     def end_evaluation(self, batch_idx: int = 0) -> None:
-        self._units.end_evaluation(batch_idx)
+        self._products.end_evaluation(batch_idx)
 
     @override
     def leave(self) -> None:
-        self._note_breaks()
+        self._note_captured()
         loop, self._loop, self._steps = self._loop, None, None
         with ExitStack() as leaving:  # all of it, if one part raises
-            if self._graphs is not None:
-                leaving.callback(self._graphs.leave)
             # The session is around the captured steps, so it is taken off first.
             leaving.callback(self._captured.close)
             leaving.callback(self._products.leave)
@@ -327,19 +326,19 @@ class UnitScaleCallback(StepsCallback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         report_unprotected(pl_module)
         warn_of_zero_eps(trainer.optimizers)
-        if self._graphs is not None:
-            self._graphs.start_fit()
+        if self._rules is not None:
+            self._rules.start_fit(trainer)
 
     @override
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        if self._graphs is not None:
-            self._graphs.before_optimizer_step(optimizer)
+        if self._rules is not None:
+            self._rules.before_optimizer_step(trainer, optimizer)
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        state = self._units.state_dict()
+        state = self._products.state_dict()
         if not state:
             return {}
         if self._rules is not None:
@@ -357,7 +356,7 @@ class UnitScaleCallback(StepsCallback):
         if self._rules is not None and "rules" in state_dict:
             module = None if self._module is None else self._module()
             self._rules.load_state_dict(state_dict["rules"], module)
-        self._units.load_state_dict(state_dict)
+        self._products.load_state_dict(state_dict)
         if (grid := self._moving_grid()) is not None:
             grid.step = state_dict.get("grid_step", 0)
 

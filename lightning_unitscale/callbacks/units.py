@@ -16,9 +16,9 @@ from lightning_unitscale.callbacks.explanation import CountedSteps, Explanation
 from lightning_unitscale.callbacks.packages import rank_zero_info
 from lightning_unitscale.dispatch.coverage import Coverage, listed
 from lightning_unitscale.loops.loop import Loop, LoopCallback
-from lightning_unitscale.lossless.calibrate import is_late_look
 from lightning_unitscale.lossless.fp8_range import Unrepresentable
 from lightning_unitscale.lossless.gauge import Gauge, GaugePair
+from lightning_unitscale.lossless.measured import is_late_look
 from lightning_unitscale.precision.fp8 import WIDE_GRADIENT, FP8Linears
 from lightning_unitscale.precision.simulate import SimulateFormat
 

@@ -1,9 +1,4 @@
-"""Transforms of a plain module: a copy whose ``forward`` runs by other means.
-
-Where only units and formats of products are wanted, these run at the dispatcher, whatever Python
-code is around them. Everything else needs graphs: ``forward`` is captured then, with all that was
-wanted before as passes over its graphs.
-"""
+"""Transforms of a plain module: a copy whose ``forward`` runs captured graphs."""
 
 from __future__ import annotations
 
@@ -48,18 +43,18 @@ def reject_compiled(module: nn.Module) -> None:
 
 
 def capture(module: nn.Module, owner: str, passes: tuple[GraphPass, ...]) -> ModuleSteps:
-    """Capture ``forward``, with what has run at the dispatcher so far as passes."""
+    """Capture ``forward``; units and formats go on around it."""
     products = products_of(module)
     if products is not None:
         products.detach()
     steps = steps_of(module)
     if steps is None:
         steps = ModuleSteps(module, ("forward",))
-    for graph_pass in (*(() if products is None else products.passes_beside(passes)), *passes):
+    for graph_pass in passes:
         steps.add_pass(graph_pass)
     steps.attach(owner)
     if products is not None:
-        products.measure_again(steps.steps["forward"])
+        products.attach_again()
     module.__dict__["explain"] = MethodType(explain_forward, module)
     return steps
 
@@ -69,9 +64,6 @@ def explain_forward(module: nn.Module) -> str:
 
     As a method of the module it is ``module.explain()``, and a copy of that explains itself.
     """
-    products = products_of(module)
-    if products is not None:
-        explanation: str = products.explain()
-        return explanation
-    steps = steps_of(module)
-    return "" if steps is None else steps.explain()
+    products, steps = products_of(module), steps_of(module)
+    parts = [one.explain() for one in (products, steps) if one is not None]
+    return "\n\n".join(parts)

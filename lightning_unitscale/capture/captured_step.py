@@ -125,9 +125,8 @@ class CapturedStep:
         executor = self.owner.executor if self.interpreter is None else "eager"
         # Within somebody else's captured step there is no call of ours.
         passes = () if is_compiling() else tuple(self.owner.passes)
-        with self.owner.standing_in(), contextlib.ExitStack() as stack:
+        with self.owner.standing_in():
             for graph_pass in passes:
-                stack.enter_context(graph_pass.running(self))
                 graph_pass.before_step(self.owner.module)
             result = self._run(executor, args, kwargs)
         for graph_pass in passes:
@@ -307,7 +306,7 @@ class CapturedStep:
         with (
             capture.capture_settings(passes_over=passes_over),
             kept_whole([function for each in self.owner.passes for function in each.kept_whole]),
-            opened_layers(self.owner.changes_numbers(self.name)),
+            opened_layers(self.owner.changes_function),
             plain_forward(self.owner.module),
             self.postponed.recording(),
             self._untraced.replaced(is_rehearsing=self.is_rehearsing),

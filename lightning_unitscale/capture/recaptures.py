@@ -84,7 +84,7 @@ class Recaptures:
             f"since {last_recapture(function) or 'something that it reads'} has changed each time"
         )
         step = self._step
-        if step.owner.changes_numbers(step.name):
+        if step.owner.changes_function:
             step.messages.warn_of_captures(reason)
         elif torch.is_grad_enabled():
             step.fallback.stay_plain(reason)

@@ -144,14 +144,6 @@ class ModuleSteps:
         """Whether steps take their backward passes themselves, by manual optimization."""
         return not getattr(self.module, "automatic_optimization", True)
 
-    def changes_numbers(self, step: str) -> bool:
-        """Whether a step is to give other numbers than the user's own code, on purpose.
-
-        Changes of units are lossless and probes only look; rules and formats change results.
-        """
-        rounds = (graph_pass.phase.rounds for graph_pass in self.passes if graph_pass.runs_in(step))
-        return self.changes_function or any(rounds)
-
     def add_pass(self, graph_pass: GraphPass) -> None:
         """Add a pass; every graph is recaptured before its next run."""
         self.passes.append(graph_pass)

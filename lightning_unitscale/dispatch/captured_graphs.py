@@ -13,8 +13,7 @@ from lightning_unitscale.dispatch.joint_units import UnitsInGraph
 from lightning_unitscale.dispatch.session import ProductSession, run_inside
 from lightning_unitscale.dispatch.torch_internals import Kernel
 from lightning_unitscale.graph.passes import StepGraph
-from lightning_unitscale.lossless.rewrite import held_units
-from lightning_unitscale.lossless.units import GAUGE, HELD
+from lightning_unitscale.lossless.held import GAUGE, HELD, held_units
 
 
 class SessionRewriter:

@@ -34,13 +34,15 @@ from lightning_unitscale.formats import get_format
 from lightning_unitscale.functional.low_precision import (
     GRADIENTS,
     OPERAND,
+    as_tensor,
     fp8_linear,
     fp8_matrices,
     scaled_product,
+    to_largest,
 )
-from lightning_unitscale.graph.passes import GraphPass
-from lightning_unitscale.lossless.calibrate import Measured, stored_row
+from lightning_unitscale.functional.scale import Factor
 from lightning_unitscale.lossless.fp8_range import Direction, Unrepresentable
+from lightning_unitscale.lossless.measured import Measured, stored_row
 from lightning_unitscale.precision.fp8 import NO_LINEAR, FP8Linears
 from lightning_unitscale.precision.simulate import SimulateFormat
 from lightning_unitscale.scales.transfer import joint_copy
@@ -180,21 +182,25 @@ class FP8Products(Numerics):
         first, second = product.rule.operands
         if args[first].shape[1] != args[second].shape[0]:
             return original(*args, **kwargs)  # which says what is wrong; FP8 would pad it
-        scale = 1.0
+        scale: Factor = 1.0
         casts: list[Tensor] = []
         for position, unit, is_gradient, name in product.places():
-            factor = grid_factor(config.moving_grid, name, product.step)
-            scale *= 2.0**unit / factor
             # The hardware multiplies no two matrices in E5M2.
             is_wide = is_gradient and not any(cast.dtype == GRADIENTS["E5M2"] for cast in casts)
             dtype = GRADIENTS[config.gradient_of(site.name)] if is_wide else OPERAND
             matrix = args[position] if position == first else args[position].t()
-            casts += fp8_matrices(matrix, 2.0**-unit * factor, dtype)
+            factor: Factor
+            if config.scaling == "dynamic":
+                factor = to_largest(matrix, dtype)
+            else:
+                factor = 2.0**-unit * grid_factor(config.moving_grid, name, product.step)
+            scale = scale / factor
+            casts += fp8_matrices(matrix, factor, dtype)
         tensor = args[first]
         result = scaled_product(
             casts[0],
             casts[1],
-            torch.full((), scale, dtype=torch.float32, device=tensor.device),
+            as_tensor(scale, tensor.device),
             tensor.dtype,
             fast=not any(product.is_gradient),
         )
@@ -214,7 +220,7 @@ class FP8Products(Numerics):
             input,
             weight,
             bias,
-            "constant",
+            config.scaling,
             input.dtype,
             x_grid / x,
             w_grid / w,
@@ -235,15 +241,17 @@ class FP8Products(Numerics):
             reads_weight = is_weight(site.name, weight, _calling_layer()) or is_parameter(weight)
         if not reads_weight:
             return NO_LINEAR
-        return self._config.why_not(site.name, site.module, operands, kwargs, is_turned=True)
+        return self._config.why_not(site.name, site.module, operands[0], operands[1], kwargs)
 
 
-def numerics_of(passes: Iterable[GraphPass | None], *, measures_range: bool) -> list[Numerics]:
+def numerics_of(
+    formats: Iterable[SimulateFormat | FP8Linears | None], *, measures_range: bool
+) -> list[Numerics]:
     """What rounds products; what runs in FP8 is not rounded again."""
-    passes = list(passes)
-    simulated = [graph_pass for graph_pass in passes if isinstance(graph_pass, SimulateFormat)]
+    formats = list(formats)
+    simulated = [each for each in formats if isinstance(each, SimulateFormat)]
     return [
-        *(FP8Products(each, measures_range) for each in passes if isinstance(each, FP8Linears)),
+        *(FP8Products(each, measures_range) for each in formats if isinstance(each, FP8Linears)),
         *([SimulatedProducts(*simulated, measures_range=measures_range)] if simulated else []),
     ]
 

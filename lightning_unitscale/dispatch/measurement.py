@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from lightning_unitscale.dispatch.tensors import Extent
-from lightning_unitscale.lossless.calibrate import Measured, Row
 from lightning_unitscale.lossless.fp8_range import Direction
+from lightning_unitscale.lossless.measured import Measured, Row
 
 # Where a product runs beside the slots of its operands' gradients.
 FORWARD = "forward"

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_unitscale.capture.attach import PRODUCTS, products_of
-from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.rollback import detached_copy, restoring
+from lightning_unitscale.capture.steps import steps_of
 from lightning_unitscale.dispatch.attach import AttachedSession, SessionMethod
 from lightning_unitscale.dispatch.coverage import Coverage, CoverageCounter, lacking_line
 from lightning_unitscale.dispatch.fp8 import numerics_of
@@ -24,22 +24,21 @@ from lightning_unitscale.dispatch.lost_formats import LostFormats
 from lightning_unitscale.dispatch.measurement import Measurement
 from lightning_unitscale.dispatch.torch_internals import current_node
 from lightning_unitscale.dispatch.units import Units
-from lightning_unitscale.graph.passes import GraphPass
-from lightning_unitscale.lossless.gauge import Gauge
-from lightning_unitscale.lossless.rehearsal import (
-    MeasuredAgain,
+from lightning_unitscale.lossless.full_precision import (
     find_loss,
     full_precision,
     in_full_precision,
     runs_in_fp16,
     warning_where_fp16_is_cast_to,
 )
-from lightning_unitscale.lossless.rewrite import LosslessUnitScale
+from lightning_unitscale.lossless.gauge import Gauge
 from lightning_unitscale.precision.fp8 import FP8Linears
 from lightning_unitscale.precision.simulate import SimulateFormat
 
 # In the metadata of autograd nodes.
 _KEPT = "lightning_unitscale.session"
+
+Format = SimulateFormat | FP8Linears
 
 
 def units_of_example(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Units:
@@ -68,6 +67,10 @@ def _measure(
     trial = detached_copy(module)
     if (products := products_of(trial)) is not None:
         products.detach()
+    if (steps := steps_of(trial)) is not None:
+        # What it compiles or plans would be of no use.
+        steps.use_executor("eager")
+        steps.partition_by(None)
     attached = AttachedSession(trial, ["forward"])
     try:
         with (
@@ -103,34 +106,43 @@ class ModuleProducts(AttachedSession):
     """The ``forward`` of a module in a session that transforms have asked for.
 
     Attributes:
-        passes: The same.
+        formats: What its products are rounded to, or run in.
     """
 
     method_type = _ForwardMethod
 
-    def __init__(self, module: nn.Module, passes: Sequence[GraphPass]) -> None:
-        self.passes = tuple(passes)
+    def __init__(self, module: nn.Module, formats: Sequence[Format], *, has_units: bool) -> None:
+        self.formats = tuple(formats)
         self._coverage = Coverage()
         self._num_calls = self._counted_call = 0
         self._has_returned = False
-        is_fp8 = any(isinstance(graph_pass, FP8Linears) for graph_pass in passes)
+        is_fp8 = any(isinstance(each, FP8Linears) for each in formats)
         self._lost = LostFormats("fp8_linears" if is_fp8 else "simulate_format")
-        uses_units = any(isinstance(graph_pass, LosslessUnitScale) for graph_pass in passes)
         # An example was not measured for FP8, so what is measured later is not judged either.
-        numerics = numerics_of(passes, measures_range=False)
-        super().__init__(module, ["forward"], Units(is_used=uses_units), numerics)
+        numerics = numerics_of(formats, measures_range=False)
+        super().__init__(module, ["forward"], Units(is_used=has_units), numerics)
         vars(module)[PRODUCTS] = self
 
     @staticmethod
-    def add(module: nn.Module, passes: Sequence[GraphPass]) -> ModuleProducts:
-        """Let the products of a module run in what ``passes`` want, and what was wanted before."""
+    def add(
+        module: nn.Module, formats: Sequence[Format] = (), *, has_new_units: bool = False
+    ) -> ModuleProducts:
+        """Let the products of a module run in units and formats, beside what was wanted before."""
         before = products_of(module)
         if before is None:
-            return ModuleProducts(module, passes)
+            return ModuleProducts(module, formats, has_units=has_new_units)
         before.detach()
-        new = ModuleProducts(module, (*before.passes_beside(passes), *passes))
-        new._go_on_from(before.session.units)
+        units = before.session.units
+        has_units = units.is_used or has_new_units
+        new = ModuleProducts(module, (*before.formats, *formats), has_units=has_units)
+        if not has_new_units:
+            new._go_on_from(units)
         return new
+
+    def attach_again(self) -> None:
+        """Go on after :meth:`detach`, with another ``forward``."""
+        new = ModuleProducts(self._module, self.formats, has_units=self.session.units.is_used)
+        new._go_on_from(self.session.units)
 
     @property
     def gauge(self) -> Gauge:
@@ -152,24 +164,6 @@ class ModuleProducts(AttachedSession):
         example = units_of_example(self._module, args, kwargs)
         self.session.units.restore(example.gauge, example.plain)
 
-    def passes_beside(self, others: Sequence[GraphPass]) -> list[GraphPass]:
-        """The passes, for others to join; units that those measure take the place of ours."""
-        is_replaced = any(isinstance(other, LosslessUnitScale) for other in others)
-        kept = []
-        for graph_pass in self.passes:
-            if isinstance(graph_pass, LosslessUnitScale):
-                if is_replaced:
-                    continue
-                graph_pass.set_gauge(self.gauge)
-            kept.append(graph_pass)
-        return kept
-
-    def measure_again(self, step: CapturedStep) -> None:
-        """Have the units measured whose tensors have other names in a captured graph."""
-        for graph_pass in step.owner.passes:
-            if graph_pass in self.passes and isinstance(graph_pass, LosslessUnitScale):
-                step.before_call = MeasuredAgain(graph_pass)
-
     def explain(self) -> str:
         """What became of the products of the first call, of FP8's layers, and the units."""
         self.session.units.settle()
@@ -180,13 +174,12 @@ class ModuleProducts(AttachedSession):
         else:
             parts = ["No product has run yet: the first call is counted."]
         parts.append(lacking_line(tuple(self.session.units.lacking.values())))
-        for graph_pass in self.passes:
-            if isinstance(graph_pass, LosslessUnitScale):
-                parts.append(str(self.gauge))
-            elif isinstance(graph_pass, SimulateFormat):
-                parts.append(graph_pass.summary())
-            elif isinstance(graph_pass, FP8Linears):
-                parts += [graph_pass.summary(), graph_pass.report()]
+        if self.session.units.is_used:
+            parts.append(str(self.gauge))
+        for each in self.formats:
+            parts.append(each.summary())
+            if isinstance(each, FP8Linears):
+                parts.append(each.report())
         return "\n\n".join(filter(None, parts))
 
     @override
@@ -263,7 +256,8 @@ class ModuleProducts(AttachedSession):
         before = copy.deepcopy(self._shadows["forward"].below, memo)
         if before is not None:
             vars(module)["forward"] = before
-        new = ModuleProducts(module, copy.deepcopy(self.passes, memo))
+        formats = copy.deepcopy(self.formats, memo)
+        new = ModuleProducts(module, formats, has_units=self.session.units.is_used)
         memo[id(self)] = new
         new._go_on_from(self.session.units)
         return new

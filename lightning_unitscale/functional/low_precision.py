@@ -6,7 +6,6 @@ With ``x8 = e4m3(x f_x)``, ``w8 = e4m3(w f_w)`` and ``g8 = e4m3(g f_g)`` or ``e5
 - ``dx = f_dx g8 w8``, ``dw = f_dw g8^T x8``, ``db`` the sum of ``g``
 
 Constant scales give all six factors: no maximum is computed, nothing is kept from step to step.
-With a grid that moves, each of the three casts has one factor more, which the products divide out.
 With dynamic scales the first three bring the largest element of each tensor to the end of its
 format, and the others undo that.
 
@@ -23,14 +22,12 @@ of every device here, so that one model is treated alike on all.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from lightning_unitscale.compiling import is_compiling
 from lightning_unitscale.functional.scale import Factor
 from lightning_unitscale.scales.statistics import has_triton
 
@@ -92,11 +89,6 @@ def _padded(matrix: Tensor, *, rows: bool = False) -> Tensor:
 
 Scaling = Literal["constant", "dynamic"]
 GradientFormat = Literal["E4M3FN", "E5M2"]
-# How Inductor casts: as a part of its own kernels, or by one of ours.
-Casts = Literal["fused", "kernel"]
-
-# Of the input, the weight and the gradient.
-NUM_CASTS = 3
 
 OPERAND = torch.float8_e4m3fn
 # Gradients in units of their own need little range, and E4M3 has half the rounding error.
@@ -114,16 +106,11 @@ def fp8_linear(
     dtype: torch.dtype,
     *factors: Factor,
     gradient_format: GradientFormat = DEFAULT_GRADIENT,
-    grid: Tensor | None = None,
-    index: int = 0,
-    casts: Casts = "fused",
 ) -> Tensor:
     """``input @ weight.T + bias`` through FP8; only FP8 is kept for the backward pass."""
     # Outside of the autograd function, whose result must be no view where it is written into.
     rows = input.reshape(-1, input.shape[-1])
-    result: Tensor = _FP8Linear.apply(
-        rows, weight, scaling, dtype, gradient_format, index, grid, casts, *factors
-    )
+    result: Tensor = _FP8Linear.apply(rows, weight, scaling, dtype, gradient_format, *factors)
     output = result.reshape(*input.shape[:-1], weight.shape[0])
     return output if bias is None else output + bias.to(dtype)
 
@@ -147,16 +134,13 @@ def fp8_matrices(
     *,
     rows: bool = True,
     turned: bool = False,
-    casts: Casts = "fused",
 ) -> list[Tensor]:
     """A matrix as :func:`to_fp8` casts it, and its transpose, each if it is wanted.
 
     On CUDA one kernel makes both in one read, as :func:`scaled_product` wants them: in rows, padded
     with zeros to a multiple of 16. Elsewhere the transpose is a view.
     """
-    is_on_gpu = matrix.device.type == "cuda"
-    is_operator = casts == "kernel" if _is_traced() else is_on_gpu
-    if not is_operator or matrix.numel() == 0 or (is_on_gpu and not has_triton()):
+    if matrix.device.type != "cuda" or matrix.numel() == 0 or not has_triton():
         cast = to_fp8(matrix, factor, dtype)
         return [cast] * rows + [cast.t()] * turned
     is_tensor = isinstance(factor, Tensor)
@@ -164,13 +148,6 @@ def fp8_matrices(
         matrix, [factor] if is_tensor else [], 1.0 if is_tensor else factor, dtype, rows, turned
     )
     return matrices
-
-
-def _is_traced() -> bool:
-    """Whether AOTAutograd makes a graph of what runs; torch 2.11 does not say it compiles then."""
-    proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
-    is_traced = proxies is not None and proxies.get_proxy_mode() is not None
-    return is_traced or is_compiling()
 
 
 _LIBRARY = torch.library.Library("lightning_unitscale", "FRAGMENT")
@@ -232,31 +209,22 @@ class _FP8Linear(torch.autograd.Function):
         scaling: Scaling,
         dtype: torch.dtype,
         gradient: GradientFormat,
-        index: int,
-        grid: Tensor | None,
-        casts: Casts,
         *factors: Factor,
     ) -> Tensor:
         kept: tuple[Tensor, ...]
         if scaling == "dynamic":
-            of_input, of_weight = _to_largest(rows, OPERAND), _to_largest(weight, OPERAND)
+            of_input, of_weight = to_largest(rows, OPERAND), to_largest(weight, OPERAND)
             of_result = (of_input * of_weight).reciprocal()
             kept = (of_input, of_weight)
         else:
-            tensors = [_as_tensor(factor, rows.device) for factor in factors]
-            if grid is not None:
-                tensors = _moved(tensors, grid[index : index + NUM_CASTS])
+            tensors = [as_tensor(factor, rows.device) for factor in factors]
             of_input, of_weight, of_result, *others = tensors
             kept = tuple(others)
         needs_input, needs_weight = ctx.needs_input_grad[:2]
         # Hopper multiplies rows by columns only, so gradients read the operands turned. What a
         # gradient that nobody asks for would read is not kept.
-        rows8, *turned_rows = fp8_matrices(
-            rows, of_input, OPERAND, turned=needs_weight, casts=casts
-        )
-        weight8, *turned_weight = fp8_matrices(
-            weight, of_weight, OPERAND, turned=needs_input, casts=casts
-        )
+        rows8, *turned_rows = fp8_matrices(rows, of_input, OPERAND, turned=needs_weight)
+        weight8, *turned_weight = fp8_matrices(weight, of_weight, OPERAND, turned=needs_input)
         ctx.save_for_backward(
             turned_rows[0] if needs_weight else None,
             turned_weight[0] if needs_input else None,
@@ -264,7 +232,7 @@ class _FP8Linear(torch.autograd.Function):
         )
         ctx.set_materialize_grads(False)
         ctx.scaling, ctx.dtypes = scaling, (rows.dtype, weight.dtype)
-        ctx.gradient, ctx.casts = GRADIENTS[gradient], casts
+        ctx.gradient = GRADIENTS[gradient]
         return scaled_product(rows8, weight8, of_result, dtype, fast=True)
 
     @staticmethod
@@ -274,7 +242,7 @@ class _FP8Linear(torch.autograd.Function):
         turned_rows, turned_weight, *kept = ctx.saved_tensors
         if ctx.scaling == "dynamic":
             of_input, of_weight = kept
-            of_gradient = _to_largest(gradient, ctx.gradient)
+            of_gradient = to_largest(gradient, ctx.gradient)
             of_grad_rows = (of_gradient * of_weight).reciprocal()
             of_grad_weight = (of_gradient * of_input).reciprocal()
         else:
@@ -286,7 +254,6 @@ class _FP8Linear(torch.autograd.Function):
             ctx.gradient,
             rows=needs_input,
             turned=needs_weight,
-            casts=ctx.casts,
         )
         grad_rows = grad_weight = None
         if needs_input:
@@ -296,7 +263,7 @@ class _FP8Linear(torch.autograd.Function):
         return grad_rows, grad_weight, *(None,) * (len(ctx.needs_input_grad) - 2)
 
 
-def _to_largest(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def to_largest(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """The factor that brings the largest magnitude to the format's; 1 where there is none."""
     if tensor.numel() == 0:
         return torch.ones((), dtype=torch.float32, device=tensor.device)
@@ -306,21 +273,8 @@ def _to_largest(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(usable, torch.finfo(dtype).max / largest, 1.0)
 
 
-def _moved(factors: Sequence[Tensor], grid: Tensor) -> list[Tensor]:
-    """``f_x, f_w, f_y, f_g, f_dx, f_dw`` with more in the casts, and less in what they make."""
-    of_input, of_weight, of_result, of_gradient, of_grad_input, of_grad_weight = factors
-    input, weight, gradient = grid.unbind()
-    return [
-        of_input * input,
-        of_weight * weight,
-        of_result / (input * weight),
-        of_gradient * gradient,
-        of_grad_input / (gradient * weight),
-        of_grad_weight / (gradient * input),
-    ]
-
-
-def _as_tensor(factor: Factor, device: torch.device) -> Tensor:
+def as_tensor(factor: Factor, device: torch.device) -> Tensor:
+    """A factor as a 0-d FP32 tensor."""
     if isinstance(factor, Tensor):
         return factor
     return torch.full((), factor, dtype=torch.float32, device=device)

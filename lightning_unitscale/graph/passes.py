@@ -10,7 +10,6 @@ import abc
 import enum
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,22 +28,14 @@ class Phase(enum.IntEnum):
     """When a pass runs: a later phase sees what the earlier ones made.
 
     ``REPARAMETRIZE`` changes the function that the step computes; every later phase, and whoever
-    measures the step, takes what it made for the user's own graph. ``CONVERT`` lets products run in
-    another type, and ``QUANTIZE`` rounds what the others read, as if they did. ``GATHER`` brings
-    together what is sharded; whoever measures the step without it has it gathered before.
+    measures the step, takes what it made for the user's own graph. ``GATHER`` brings together what
+    is sharded; whoever measures the step without it has it gathered before.
     """
 
     REPARAMETRIZE = 0
     REWRITE = 1
-    CONVERT = 2
-    QUANTIZE = 3
-    OBSERVE = 4
-    GATHER = 5
-
-    @property
-    def rounds(self) -> bool:
-        """Whether results are less precise after it."""
-        return self in {Phase.CONVERT, Phase.QUANTIZE}
+    OBSERVE = 2
+    GATHER = 3
 
 
 @dataclass(frozen=True)
@@ -181,7 +172,6 @@ class GraphPass(abc.ABC):
         out_of_place: Whether it needs in-place operations made out of place first.
         observes: Whether it makes the observed variant differ from the plain one.
         kept_whole: Functions that the capture must not look into.
-        needs_graph: Whether it does more than the units and formats of products, which need none.
     """
 
     name: str
@@ -189,7 +179,6 @@ class GraphPass(abc.ABC):
     out_of_place: bool = False
     observes: bool = False
     kept_whole: tuple[Callable[..., Any], ...] = ()
-    needs_graph: bool = True
 
     @abc.abstractmethod
     def run(self, graph: StepGraph) -> tuple[str, ...]:
@@ -203,19 +192,11 @@ class GraphPass(abc.ABC):
         """Called with a rewritten graph, not observed, that is cut into parts; on every rank."""
         return frozenset()
 
-    def runs_in(self, step: str) -> bool:
-        """Whether the graphs of the step of this name are any concern of the pass."""
-        return True
-
     def observe_part(self, graph: StepGraph) -> None:  # noqa: B027
         """Add to a part of a cut graph what the pass observes, but for what is ``ELSEWHERE``."""
 
     def see_shared(self, name: str, value: Tensor, gradient: Tensor | None) -> None:  # noqa: B027
         """Called for a parameter that several parts of a cut graph use."""
-
-    def running(self, step: Any) -> AbstractContextManager[None]:
-        """Return the context of each call of a captured step; a rehearsal is no call."""
-        return nullcontext()
 
     def before_step(self, module: nn.Module) -> None:  # noqa: B027
         """Called before each call of a captured step of ``module``."""
@@ -234,16 +215,14 @@ def run_passes(
 ) -> list[PassRecord]:
     """Run the passes in the order of their phases; equal phases keep the order they were given.
 
-    Those that the step does not concern are left out, and those of phase ``OBSERVE`` run on the
-    observed variant only. In-place operations are replaced first, in every region, where a pass or
-    the caller wants that.
+    Those of phase ``OBSERVE`` run on the observed variant only. In-place operations are replaced
+    first, in every region, where a pass or the caller wants that.
     """
     due = sorted(
         (
             graph_pass
             for graph_pass in passes
-            if graph_pass.runs_in(step)
-            and (graph.observed or graph_pass.phase is not Phase.OBSERVE)
+            if graph.observed or graph_pass.phase is not Phase.OBSERVE
         ),
         key=lambda graph_pass: graph_pass.phase,
     )

@@ -28,7 +28,7 @@ from lightning_unitscale.loops.hooks import (
 from lightning_unitscale.loops.loggers import checked_loggers
 from lightning_unitscale.loops.loop import Loop, LoopCallback, StepCaller, rank, world_size
 from lightning_unitscale.loops.shared_parameters import SharedParameters
-from lightning_unitscale.lossless.rehearsal import find_loss
+from lightning_unitscale.lossless.full_precision import find_loss
 
 _EVALUATION = "evaluation"
 # The attachments of the modules that are being called.

@@ -17,16 +17,9 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
 from typing import Literal, get_args
 
-import torch
-from torch import Tensor, fx, nn
-
 from lightning_unitscale.arguments import check_choice
-from lightning_unitscale.graph.matmuls import Product
-from lightning_unitscale.graph.passes import StepGraph
-from lightning_unitscale.graph.regions import meant_name
 
 Grid = Literal["fixed", "moving"]
 
@@ -38,13 +31,6 @@ def check_grid(grid: object) -> None:
     """Refuse an unknown kind of grid."""
     advice = "pass 'moving' to train, 'fixed' for the numbers of the format themselves"
     check_choice("grid", grid, get_args(Grid), "unknown grid", advice)
-
-
-def cast_names(product: Product, *, has_gradient: bool = True) -> list[str]:
-    """A name for every cast of a product: of its operands in their order, and of its gradient."""
-    name = meant_name(product.node)
-    names = [f"{name} operand {operand.path}" for operand in product.operands]
-    return [*names, f"{name} gradient"] if has_gradient else names
 
 
 def _start(name: str) -> float:
@@ -77,26 +63,8 @@ class MovingGrid:
         self.step = step
         self._counts_calls = False
 
-    def after_step(self, module: nn.Module) -> None:
-        """Count a call of a module that is being trained, unless :meth:`follow` was called."""
-        if self._counts_calls:
-            self.step += module.training
-
-    def add_to(self, graph: StepGraph, names: Sequence[str]) -> fx.Node:
-        """Add the factors of some casts to a graph."""
-        starts = torch.tensor(
-            [_start(name) for name in names], dtype=torch.float32, device=graph.device
-        )
-
-        def supply() -> Tensor:
-            # One product and one choice are the same bits on every device and in every place.
-            moved = starts * _moved_by(self.step)
-            return torch.where(moved > 0.5, moved, 2 * moved)
-
-        return graph.add_state("grid", supply, torch.ones_like(starts))
-
     def factor(self, name: str, call: int) -> float:
-        """The factor of a cast that is no node of a graph."""
+        """The factor of a cast."""
         step = max(call - 1, 0) if self._counts_calls else self.step
         moved = _start(name) * _moved_by(step)
         # Rounded to FP32, in which kernels hold it.

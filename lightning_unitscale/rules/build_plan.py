@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.compiled_graph import CompiledGraph
+from lightning_unitscale.capture.rehearsal import rehearse
 from lightning_unitscale.capture.rollback import detached_copy
 from lightning_unitscale.capture.step_messages import CaptureError
 from lightning_unitscale.graph.matmuls import product_of
@@ -24,8 +25,7 @@ from lightning_unitscale.graph.nodes import (
     value_at,
 )
 from lightning_unitscale.graph.recorder import GraphInterpreter
-from lightning_unitscale.lossless.calibrate import root_mean_square
-from lightning_unitscale.lossless.rehearsal import rehearsed
+from lightning_unitscale.lossless.measured import root_mean_square
 from lightning_unitscale.rules.decide import Decider
 from lightning_unitscale.rules.flow import DIVIDED, TIMES, Flow, is_operation, parameter_path
 from lightning_unitscale.rules.plan import Decision, ParameterPlan, RuleOptions, RulePlan, key
@@ -95,16 +95,16 @@ def _plan_once(
     """One attempt; ``None`` if the second run was not the recorded one."""
     recorder = Recorder()
     grad = torch.enable_grad if backward else contextlib.nullcontext
-    with grad(), rehearsed(step, recorder, args, kwargs):
-        pass
+    with grad():
+        rehearse(step, recorder, args, kwargs)
     flow = recorder.result()
     structure = _structure_of(flow, prior)
     parameters = {**plan_parameters(structure, init_weights=init_weights), **prior.parameters}
     most_calls = _MANY_TIMES * (recorder.num_calls + 1)
     scaled_run = _ScaledRun(structure, parameters, options, prior, joint, step.title, most_calls)
     decisions = scaled_run.decider.decisions
-    with grad(), rehearsed(step, scaled_run, args, kwargs):
-        pass
+    with grad():
+        rehearse(step, scaled_run, args, kwargs)
     if scaled_run.saw_new_graph:
         return None
     plans = _with_output_scales(structure, parameters, decisions)

@@ -14,7 +14,7 @@ from lightning_unitscale.capture.export import export_forward
 from lightning_unitscale.capture.steps import ModuleSteps, steps_of
 from lightning_unitscale.graph.nodes import NAME, tensor_name
 from lightning_unitscale.graph.passes import StepGraph
-from lightning_unitscale.lossless.units import FACTOR
+from lightning_unitscale.lossless.held import FACTOR
 from lightning_unitscale.rules.flow import handed_on
 from lightning_unitscale.rules.plan import RulePlan, key
 from lightning_unitscale.rules.rewrite import RuleRewrite

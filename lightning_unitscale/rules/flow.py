@@ -31,7 +31,7 @@ from lightning_unitscale.graph.nodes import (
 )
 from lightning_unitscale.graph.passes import StepGraph
 from lightning_unitscale.graph.regions import Places
-from lightning_unitscale.lossless.calibrate import root_mean_square
+from lightning_unitscale.lossless.measured import root_mean_square
 
 # What a captured graph calls by another name than people do.
 _ALIASES = {"attention_product": torch.matmul, "safe_softmax": torch.softmax}

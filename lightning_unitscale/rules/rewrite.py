@@ -26,7 +26,7 @@ from lightning_unitscale.graph.nodes import (
     tensor_name,
 )
 from lightning_unitscale.graph.passes import GraphPass, Phase, Region, StepGraph
-from lightning_unitscale.lossless.units import FACTOR
+from lightning_unitscale.lossless.held import FACTOR
 from lightning_unitscale.rules.build_plan import plan_graph
 from lightning_unitscale.rules.decide import ATTENTION
 from lightning_unitscale.rules.flow import (

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_unitscale.arguments import check_flag
 from lightning_unitscale.capture.attach import captured_forward, reject_compiled
 from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.steps import steps_of
-from lightning_unitscale.graph.nodes import tensors_in
-from lightning_unitscale.lossless.calibrate import Measured
-from lightning_unitscale.lossless.late_units import LateUnits
-from lightning_unitscale.lossless.rehearsal import calibrate, runs_in_fp16
-from lightning_unitscale.lossless.rewrite import LosslessUnitScale
+from lightning_unitscale.dispatch.module_products import ModuleProducts
+from lightning_unitscale.dispatch.session import SESSION
 from lightning_unitscale.rules.build_plan import plan_step
 from lightning_unitscale.rules.plan import OnUnknown, RuleOptions
 from lightning_unitscale.rules.rewrite import RuleRewrite
@@ -99,9 +93,9 @@ def unit_scale(
     _reject_scaled(module)
     rules = RuleRewrite(options, replace)
     gradients = ParameterGradients(ends_backward=True)
-    lossless = LosslessUnitScale(measures_drift=False)
-    new, step = captured_forward(module, _OWNER, rules, gradients, lossless)
-    step.before_call = _FirstCall(rules, gradients, lossless, init_weights)
+    new, step = captured_forward(module, _OWNER, rules, gradients)
+    step.before_call = _FirstCall(rules, gradients, init_weights)
+    ModuleProducts.add(new, has_new_units=True)
     return new
 
 
@@ -118,111 +112,30 @@ def _reject_scaled(module: nn.Module) -> None:
 class _FirstCall:
     """Decides everything on the arguments of the first call.
 
-    A module that returns no loss gets a random gradient at RMS 1 for each of its outputs; if the
-    first real one is of another size, units follow it in the next call. An object rather than a
-    closure, so that a copied module decides for itself.
-
-    What is zero in the first call is measured in later ones that record gradients, until it is not.
-    These calls run once: probes measure them, and the units are in force in the next one.
+    An object rather than a closure, so that a copied module decides for itself.
     """
 
     rules: RuleRewrite
     gradients: ParameterGradients
-    lossless: LosslessUnitScale
     init_weights: bool
-    is_planned: bool = False
-    is_measured: bool = False
-    num_later_calls: int = 0
-    late: LateUnits = field(init=False)
-    # What probes have measured, on its way from the device.
-    sent: Callable[[], Measured] | None = None
-
-    def __post_init__(self) -> None:
-        self.late = LateUnits(self.lossless)
 
     def __call__(
         self, step: CapturedStep, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        """Called before each call of the step."""
-        module = step.owner.module
-        if self.is_measured:
-            self._measure_late(step, args, kwargs)
-            return
-        if not self.is_planned:
-            options, prior = self.rules.options, self.rules.plan
+        """Called before the first call of the step."""
+        module, options, prior = step.owner.module, self.rules.options, self.rules.plan
+        with SESSION.being(None):  # what rehearsals multiply is not the call's
             plan = plan_step(step, args, kwargs, options, prior, init_weights=self.init_weights)
-            if self.init_weights and already_at_unit_scale(module, plan.parameters):
-                warnings.warn(
-                    f"unit_scale: the weights of {type(module).__name__} have RMS near 1 already, "
-                    "as after training at unit scale, so weights and biases are left as they are; "
-                    "to load a checkpoint, call the module once before load_state_dict.",
-                    stacklevel=4,
-                )
-            else:
-                plan = replace(plan, parameters=set_to_unit_scale(module, plan.parameters))
-            self.rules.plan = plan
-            step.invalidate()
-            self.is_planned = True
-        measured = calibrate(step, self.lossless, args, kwargs, seeds=_random_seeds)
-        if measured is not None:
-            self.gradients.set_measured(measured)
-        self.is_measured = True
-        self._go_on(step, is_due=False)
-
-    def _measure_late(
-        self, step: CapturedStep, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> None:
-        """Take units that could not be measured before, and measure what still has none."""
-        self._receive(step)
-        is_due = False
-        if torch.is_grad_enabled():
-            self.num_later_calls += 1
-            is_due = self.late.is_due(self.num_later_calls)
-            if self._is_hidden(step) and self.late.needs_rehearsal(self.num_later_calls):
-                of_missing = partial(self.late.of, rehearsed=True)
-                calibrate(
-                    step, self.lossless, args, kwargs, seeds=_random_seeds, results=of_missing
-                )
-        self._go_on(step, is_due=is_due)
-
-    def _receive(self, step: CapturedStep) -> None:
-        """Take the units that probes have measured; from CUDA their numbers come a call later."""
-        arrived, self.sent = self.sent, self.lossless.drift.send()
-        if not any(parameter.is_cuda for parameter in step.owner.module.parameters()):
-            arrived, self.sent = self.sent, None
-        if arrived is not None:
-            self.lossless.update_gauge(self.late.of(arrived()))
-
-    def _is_hidden(self, step: CapturedStep) -> bool:
-        """Return whether probes may not see what is to be measured, or see it flushed to zero."""
-        rounds = any(graph_pass.phase.rounds for graph_pass in step.owner.passes)
-        is_seen = self.lossless.missing <= self.lossless.drift.names
-        return rounds or not is_seen or runs_in_fp16(step.owner.module)
-
-    def _go_on(self, step: CapturedStep, *, is_due: bool) -> None:
-        """Have this call measured, if it is due, and end if all units are known."""
-        is_missing = bool(self.lossless.missing)
-        self.lossless.observes = is_missing
-        step.owner.observe(_OWNER, is_missing and is_due)
-        if not is_missing:
-            step.before_call = None
-
-
-def _random_seeds(output: Any) -> Sequence[tuple[Tensor, Tensor]]:
-    """A gradient at RMS 1 for each float tensor that a module returned."""
-    tensors = [
-        tensor
-        for tensor in tensors_in(_plain(output))
-        if tensor.is_floating_point() and tensor.requires_grad
-    ]
-    return [(tensor, torch.randn_like(tensor)) for tensor in tensors]
-
-
-def _plain(output: Any) -> Any:
-    """Outputs that look like mappings but are none to pytree (those of transformers)."""
-    if isinstance(output, Mapping):
-        return dict(output)
-    values = getattr(output, "__dict__", None)
-    if values and not isinstance(output, (Tensor, nn.Module)):
-        return copy.copy(values)
-    return output
+        if self.init_weights and already_at_unit_scale(module, plan.parameters):
+            warnings.warn(
+                f"unit_scale: the weights of {type(module).__name__} have RMS near 1 already, "
+                "as after training at unit scale, so weights and biases are left as they are; "
+                "to load a checkpoint, call the module once before load_state_dict.",
+                stacklevel=4,
+            )
+        else:
+            plan = replace(plan, parameters=set_to_unit_scale(module, plan.parameters))
+        self.rules.plan = plan
+        step.invalidate()
+        self.gradients.start(num_accumulated=1)
+        step.before_call = None

@@ -18,14 +18,12 @@ from lightning_unitscale.graph.grad_order import autograd_operations
 from lightning_unitscale.graph.nodes import tensors_in
 from lightning_unitscale.graph.passes import GraphPass, Phase, StepGraph
 from lightning_unitscale.graph.recorder import stored_elements
-from lightning_unitscale.lossless.calibrate import (
-    combined_rms,
+from lightning_unitscale.lossless.measured import (
     root_mean_square,
-    usable_sizes,
 )
 from lightning_unitscale.optim.learning_rates import Role
 from lightning_unitscale.rules.plan import ParameterPlan
-from lightning_unitscale.scales.transfer import HostCopy, numbers_of, numbers_on
+from lightning_unitscale.scales.transfer import HostCopy, numbers_on
 
 # Beyond this a gradient is taken for zero, or for broken: its unit would be noise.
 _MAX_LOG2 = 100
@@ -127,8 +125,8 @@ class ParameterGradients(GraphPass):
     A hook on the parameter does it, not an operation in a graph: it sees the sum of all gradients,
     also of uses that lie outside of every captured graph.
 
-    A gradient that was zero when it was measured has no factor yet; :meth:`scale_late` gives it one
-    when it is not, before an optimizer has seen anything of it: no training changes by that.
+    A gradient has no factor until it is not zero for the first time. :meth:`scale_new` gives it one
+    then, before an optimizer has seen anything of it.
 
     Attributes:
         log2_factors: Exponent of the factor on the gradient, by path of the parameter.
@@ -149,7 +147,6 @@ class ParameterGradients(GraphPass):
         self._sent: tuple[list[str], HostCopy] | None = None
         # Parameters whose gradients have come in this backward pass, and have no factor.
         self._arrived: dict[str, Tensor] = {}
-        self._watched: dict[str, list[Tensor]] | None = None
         self._hooks: MutableMapping[Tensor, RemovableHandle] = WeakTensorKeyDictionary()
 
     def run(self, graph: StepGraph) -> tuple[str, ...]:
@@ -167,26 +164,18 @@ class ParameterGradients(GraphPass):
         for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
-        self._watched = None
 
     def clear(self) -> None:
         """Leave gradients as they are, until they have been measured."""
         self.log2_factors.clear()
         self.measures_late, self._sent = False, None
 
-    def accumulate(self, num_accumulated: int) -> None:
-        """Follow a number of accumulated batches that has changed since the measuring."""
+    def start(self, num_accumulated: int) -> None:
+        """Begin to give factors, or follow a number of accumulated batches that has changed."""
+        if not self.log2_factors:
+            self.num_accumulated, self.measures_late = num_accumulated, True
         # The mean over n batches, which are nearly independent, shrinks by sqrt(n).
         self._log2_shift = round(math.log2(num_accumulated / self.num_accumulated) / 2)
-
-    def watch(self) -> None:
-        """Measure the gradients of the backward passes to come, where no rehearsal can."""
-        self._watched = {}
-
-    def watched(self) -> dict[str, float]:
-        """RMS of each gradient since :meth:`watch`, before its factor; ends the measuring."""
-        seen, self._watched = self._watched or {}, None
-        return {fqn: combined_rms(numbers_of(values)) for fqn, values in seen.items()}
 
     def _seen(self, fqn: str, gradient: Tensor, parameter: Tensor | None = None) -> Tensor:
         """A gradient that has just been made, times its factor."""
@@ -195,44 +184,26 @@ class ParameterGradients(GraphPass):
             if fqn not in self.log2_factors and parameter is not None:
                 self._arrived[fqn] = parameter
                 after_backward(self._scale_arrived)
-        if self._watched is not None:
-            self._watched.setdefault(fqn, []).append(root_mean_square(gradient))
         exponent = self.log2_factors.get(fqn, 0)
         if fqn in self.log2_factors:
             exponent += self._log2_shift
         return gradient if exponent == 0 else gradient * 2.0**exponent
 
-    def set_measured(
-        self, measured: Mapping[str, float], *, num_accumulated: int = 1, num_replicas: int = 1
-    ) -> None:
-        """Take over what the gradients of one batch measured."""
-        # Gradients of different batches are nearly independent: a sum of n grows by sqrt(n), a
-        # mean over n shrinks by as much.
-        global_batch = math.sqrt(num_accumulated / num_replicas)
-        self.num_accumulated, self._log2_shift, self.measures_late = num_accumulated, 0, True
-        measured = {fqn: rms * global_batch for fqn, rms in measured.items()}
-        largest = _largest_by_module(measured)
-        for fqn, rms in usable_sizes(measured).items():
-            of_module = largest[_module_of(fqn)]
-            total = of_module if rms < _ROUNDING * of_module else rms
-            exponent = -round(math.log2(total))
-            self.log2_factors[fqn] = max(-_MAX_LOG2, min(_MAX_LOG2, exponent))
-
-    def scale_late(self, parameters: Iterable[tuple[str, Tensor]], *, keeps: bool = True) -> None:
+    def scale_new(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Bring gradients without a factor to RMS 1; the device is not waited for.
 
         All ranks find the same: their gradients have been reduced.
         """
-        gradients = {fqn: self._late_gradient(fqn, parameter) for fqn, parameter in parameters}
-        late = {fqn: grad for fqn, grad in gradients.items() if grad is not None}
+        gradients = {fqn: self._new_gradient(fqn, parameter) for fqn, parameter in parameters}
+        new = {fqn: grad for fqn, grad in gradients.items() if grad is not None}
         sent = None
-        if late:
-            rms = torch.stack([root_mean_square(whole(grad)) for grad in late.values()])
-            exponents = self._late_exponents(list(late), rms)
-            for grad, exponent in zip(late.values(), exponents, strict=True):
+        if new:
+            rms = torch.stack([root_mean_square(whole(grad)) for grad in new.values()])
+            exponents = self._exponents_of(list(new), rms)
+            for grad, exponent in zip(new.values(), exponents, strict=True):
                 # A rank has a part of a gradient that is sharded.
-                stored_elements(grad).mul_(torch.exp2(exponent.nan_to_num()).to(grad.dtype))
-            sent = (list(late), HostCopy(exponents)) if keeps else None
+                _multiply(stored_elements(grad), torch.exp2(exponent.nan_to_num()))
+            sent = (list(new), HostCopy(exponents))
         # Those of the last step come after this one, whose backward pass did not have them.
         self.settle()
         self._sent = sent
@@ -241,7 +212,7 @@ class ParameterGradients(GraphPass):
         # Called for each of them; all are scaled at the first call, with what they are beside.
         arrived, self._arrived = self._arrived, {}
         if arrived:
-            self.scale_late(arrived.items())
+            self.scale_new(arrived.items())
 
     def settle(self) -> None:
         """Take over the factors of the last step, which backward passes have from now on."""
@@ -251,7 +222,7 @@ class ParameterGradients(GraphPass):
                 if math.isfinite(exponent):
                     self.log2_factors.setdefault(fqn, int(exponent) - self._log2_shift)
 
-    def _late_gradient(self, fqn: str, parameter: Tensor) -> Tensor | None:
+    def _new_gradient(self, fqn: str, parameter: Tensor) -> Tensor | None:
         grad = parameter.grad
         if not self.measures_late or fqn in self.log2_factors or grad is None:
             return None
@@ -259,7 +230,7 @@ class ParameterGradients(GraphPass):
         # One that may be differentiated again keeps its value.
         return grad.detach() if is_plain and not grad.requires_grad else None
 
-    def _late_exponents(self, names: Sequence[str], rms: Tensor) -> Tensor:
+    def _exponents_of(self, names: Sequence[str], rms: Tensor) -> Tensor:
         """Exponents of the factors; NaN where a gradient is still zero, or not finite."""
         rms = torch.where(rms.isfinite() & (rms > 0), rms, math.nan)
         known: dict[str, float] = {}
@@ -267,11 +238,11 @@ class ParameterGradients(GraphPass):
             module = _module_of(fqn)
             known[module] = max(known.get(module, 0.0), math.ldexp(1.0, -exponent))
         modules = [_module_of(fqn) for fqn in names]
-        late: dict[str, Tensor] = {}
+        new: dict[str, Tensor] = {}
         for module, number in zip(modules, rms.nan_to_num().unbind(), strict=True):
-            late[module] = number if module not in late else number.maximum(late[module])
+            new[module] = number if module not in new else number.maximum(new[module])
         before = [known.get(module, 0.0) for module in modules]
-        largest = torch.stack([late[module] for module in modules])
+        largest = torch.stack([new[module] for module in modules])
         largest = largest.maximum(numbers_on(rms.device, before, rms.dtype))
         total = torch.where(rms < _ROUNDING * largest, largest, rms)
         return -torch.log2(total).round().clamp(-_MAX_LOG2, _MAX_LOG2)
@@ -302,13 +273,12 @@ def zero_gradients(*args: Any, **kwargs: Any) -> None:
             variable.grad = torch.zeros_like(variable)
 
 
-def _largest_by_module(measured: Mapping[str, float]) -> dict[str, float]:
-    """The largest finite RMS among the parameters of each module itself."""
-    largest: dict[str, float] = {}
-    for fqn, rms in measured.items():
-        module = _module_of(fqn)
-        largest[module] = max(largest.get(module, 0.0), rms if math.isfinite(rms) else 0.0)
-    return largest
+def _multiply(gradient: Tensor, factor: Tensor) -> None:
+    """Multiply a gradient in place by a number that need not be one of its type."""
+    if gradient.dtype is torch.float16:
+        gradient.copy_(gradient.float() * factor.float())
+    else:
+        gradient.mul_(factor.to(gradient.dtype))
 
 
 def _module_of(fqn: str) -> str:

@@ -166,7 +166,7 @@ class EvaluatingStrategy(GridStrategy):
         if steps is not None and name in steps.steps:
             # Within a training lossless passes make nothing else of an evaluation, and nothing of
             # it is observed: its stages are cut from the user's own step. Else it measures units.
-            is_own_step = self._is_training and not steps.changes_numbers(name)
+            is_own_step = self._is_training and not steps.changes_function
             if not is_own_step:
                 return False
         # Before the first step of a training all weights are everywhere, and that step is to

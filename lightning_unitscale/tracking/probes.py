@@ -27,7 +27,7 @@ from lightning_unitscale.graph.recorder import (
 )
 from lightning_unitscale.graph.regions import PRODUCTS, Place, Places
 from lightning_unitscale.lossless.gauge import ONE, Gauge
-from lightning_unitscale.lossless.units import GAUGE, HELD, FactorNodes, Held
+from lightning_unitscale.lossless.held import GAUGE, HELD, FactorNodes, Held
 from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.scales.statistics import statistics_row

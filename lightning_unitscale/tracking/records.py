@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_unitscale.graph.recorder import CallRecord
 from lightning_unitscale.lossless.gauge import Factor, Gauge
-from lightning_unitscale.lossless.units import Held
+from lightning_unitscale.lossless.held import Held
 from lightning_unitscale.scales.estimates import completed_rows
 from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.reduce import absent_rows, merge_rows, shift_rows

@@ -1,14 +1,12 @@
-"""Transforms of a plain module's products: lossless unit scaling, and formats; and ``compile``.
+"""Transforms of a plain module's matmuls: lossless unit scaling, and formats; and ``compile``.
 
-Where all that is wanted are units and formats of products, these run at the dispatcher, whatever
-Python code is around them. Everything else needs graphs: ``forward`` is captured then, with all
-that was wanted before as passes over its graphs.
+Units and formats run at the dispatcher, whatever Python code is around them, or in the graphs of a
+module that is captured.
 """
 
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Sequence
 from types import MethodType
 from typing import Any, get_args
@@ -17,29 +15,20 @@ from torch import nn
 
 from lightning_unitscale.arguments import check_choice, check_depth
 from lightning_unitscale.capture.attach import (
-    capture,
     captured_forward,
     explain_forward,
     products_of,
     reject_compiled,
 )
 from lightning_unitscale.capture.rollback import detached_copy
-from lightning_unitscale.capture.steps import steps_of
-from lightning_unitscale.dispatch.captured_formats import CapturedFormats
-from lightning_unitscale.dispatch.coverage import Coverage
-from lightning_unitscale.dispatch.lost_formats import LostFormats
-from lightning_unitscale.dispatch.module_products import ModuleProducts
+from lightning_unitscale.dispatch.module_products import Format, ModuleProducts
 from lightning_unitscale.dynamo.executors import CompileMode
 from lightning_unitscale.functional.low_precision import (
     DEFAULT_GRADIENT,
-    Casts,
     GradientFormat,
     Scaling,
 )
-from lightning_unitscale.graph.passes import GraphPass
 from lightning_unitscale.lossless.gauge import Gauge
-from lightning_unitscale.lossless.rehearsal import LiveGradients, calibrate
-from lightning_unitscale.lossless.rewrite import LosslessUnitScale
 from lightning_unitscale.precision.dither import Grid
 from lightning_unitscale.precision.fp8 import FP8Linears
 from lightning_unitscale.precision.simulate import FP8_FORMATS, SimulateFormat
@@ -77,25 +66,17 @@ def lossless_unit_scale(
         ValueError: If ``depth`` is another one, or the module is already compiled.
     """
     check_depth(depth)
-    rewrite = LosslessUnitScale(measures_drift=False)
-    new = _transformed(module, "lossless_unit_scale", rewrite)
-    products, steps = products_of(new), steps_of(new)
-    if products is not None:
-        products.measure(example_args, example_kwargs)
-    elif steps is not None:
-        step = steps.steps["forward"]
-        measured = calibrate(step, rewrite, example_args, example_kwargs)
-        if rewrite.gauge and measured is None:
-            LiveGradients(rewrite).attach(step)
+    new = _transformed(module, has_new_units=True)
+    products_of(new).measure(example_args, example_kwargs)
     # Unlike a closure it is copied with its arguments, so that a copied module has its own.
-    new.__dict__["gauge"] = functools.partial(_gauge_of, new, rewrite)
+    new.__dict__["gauge"] = functools.partial(_gauge_of, new)
     return new
 
 
-def _gauge_of(module: nn.Module, rewrite: LosslessUnitScale) -> Gauge:
+def _gauge_of(module: nn.Module) -> Gauge:
     """The units in force."""
-    products = products_of(module)
-    return rewrite.gauge if products is None else products.gauge
+    gauge: Gauge = products_of(module).gauge
+    return gauge
 
 
 def simulate_format(
@@ -148,7 +129,7 @@ def simulate_format(
         Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv 2209.05433), section 3;
         Blake, Orr, Luschi, "Unit Scaling" (arXiv 2303.11257), appendix C.
     """
-    graph_pass = SimulateFormat(
+    simulated = SimulateFormat(
         operand_format,
         gradient_format,
         rounding=rounding,
@@ -158,7 +139,7 @@ def simulate_format(
         seed=seed,
         grid=grid,
     )
-    return _transformed(module, "simulate_format", graph_pass)
+    return _transformed(module, simulated)
 
 
 def simulate_fp8(module: nn.Module) -> nn.Module:
@@ -173,7 +154,6 @@ def fp8_linears(
     exclude: str | Sequence[str] | None = None,
     gradient_format: GradientFormat = DEFAULT_GRADIENT,
     grid: Grid = "fixed",
-    casts: Casts = "fused",
 ) -> nn.Module:
     """A copy of ``module`` whose linear layers, and their gradients, run in real FP8.
 
@@ -182,11 +162,11 @@ def fp8_linears(
     to E4M3FN, arriving gradients to ``gradient_format``. Results have the type that they had. It
     runs on GPUs of compute capability 8.9 and above, and on CPUs, slowly, as a check. Together with
     :func:`simulate_format`, in either order, what runs in FP8 is not rounded again. What is kept
-    for the backward pass is what ``module`` keeps; in a captured graph (:func:`compile`,
-    ``depth="all"``, dynamic scales) it is FP8 only.
+    for the backward pass is FP8 only; in a captured graph (:func:`compile`) it is what ``module``
+    keeps.
 
     Args:
-        module: Any module; one that Dynamo can capture with dynamic scales. It is left as it is.
+        module: Any module; it is left as it is.
         scaling: ``"constant"`` takes scales from :func:`lossless_unit_scale`, in either order, and
             1 without it. ``"dynamic"`` brings every tensor's largest element to the end of its
             format in every call, which needs no unit scaling and a pass more over each tensor.
@@ -197,8 +177,6 @@ def fp8_linears(
         grid: ``"moving"`` multiplies what is cast by a number in (1/2, 1], another one at every
             training step, and divides the product by it, so that the errors of a weight that hardly
             changes average out; for constant scales.
-        casts: How Inductor casts, in what :func:`compile` compiles: ``"fused"`` as a part of the
-            kernels that make the operands, ``"kernel"`` by one Triton kernel for each.
 
     Returns:
         A new module with ``explain()``: what was decided on each layer, and why.
@@ -215,10 +193,8 @@ def fp8_linears(
         >>> fast(x).shape
         torch.Size([8, 16])
     """
-    graph_pass = FP8Linears(
-        scaling, exclude=exclude, gradient_format=gradient_format, grid=grid, casts=casts
-    )
-    return _transformed(module, "fp8_linears", graph_pass)
+    linears = FP8Linears(scaling, exclude=exclude, gradient_format=gradient_format, grid=grid)
+    return _transformed(module, linears)
 
 
 def compile(module: nn.Module, mode: CompileMode = "default") -> nn.Module:
@@ -245,28 +221,10 @@ def compile(module: nn.Module, mode: CompileMode = "default") -> nn.Module:
     return new
 
 
-def _transformed(module: nn.Module, owner: str, *passes: GraphPass) -> nn.Module:
-    """A deep copy of ``module`` with its own parameters, whose ``forward`` runs ``passes``.
-
-    Transforms nest in any order. Passes that need no graph run at the dispatcher, unless the module
-    is captured already.
-    """
+def _transformed(module: nn.Module, *formats: Format, has_new_units: bool = False) -> nn.Module:
+    """A deep copy of ``module`` with its own parameters, whose matmuls run in units and formats."""
     reject_compiled(module)
     new = detached_copy(module)
-    passes = (*(_counting(owner, one) for one in passes if one.phase.rounds), *passes)
-    if steps_of(new) is not None or any(graph_pass.needs_graph for graph_pass in passes):
-        capture(new, owner, passes)
-        return new
-    ModuleProducts.add(new, passes)
+    ModuleProducts.add(new, formats, has_new_units=has_new_units)
     new.__dict__["explain"] = MethodType(explain_forward, new)
     return new
-
-
-def _counting(owner: str, formats: Any) -> GraphPass:
-    """Return the pass that counts what runs in a format, for when the module is captured."""
-    return CapturedFormats(formats, functools.partial(_warn_of_lost, LostFormats(owner)))
-
-
-def _warn_of_lost(lost: LostFormats, name: str, coverage: Coverage, when: str) -> None:
-    if text := lost.new_in(name, coverage, when):
-        warnings.warn(f"{name}: {text}", stacklevel=2)

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_unitscale.graph.recorder import stored_elements
 from lightning_unitscale.lossless.gauge import Factor
-from lightning_unitscale.lossless.units import Held
+from lightning_unitscale.lossless.held import Held
 from lightning_unitscale.patching import nothing
 from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.step_rows import ReadRows, StepRows, TakenRow

@@ -1,0 +1,131 @@
+"""In which units matmuls read the tensors of a captured graph."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from lightning_unitscale.dynamo.graphs import fake_mode_of
+from lightning_unitscale.graph.matmuls import Operand, Product, product_of
+from lightning_unitscale.graph.nodes import is_whole_view, tensor_name
+from lightning_unitscale.graph.passes import Region, StepGraph
+from lightning_unitscale.graph.regions import Places
+from lightning_unitscale.lossless.gauge import ONE, Factor, FactorTable, Gauge, gamma, sigma
+
+# Keys of ``StepGraph.notes``: what gives the units in force, and how tensors are held.
+GAUGE = "gauge"
+HELD = "held"
+# Key of a node's meta: the number by which a rule multiplies the node's first input there.
+FACTOR = "rule_factor"
+
+
+@dataclass(frozen=True)
+class Held:
+    """How a tensor is stored at the products that read it.
+
+    Attributes:
+        sigma: Forward unit of the stored value.
+        gamma: Unit of the stored gradient.
+    """
+
+    sigma: Factor = ONE
+    gamma: Factor = ONE
+
+
+_TRUE = Held()
+
+
+def operand_name(product: Product, operand: Operand) -> str:
+    """Name of an operand in the gauge."""
+    return f"{tensor_name(product.node)}:{operand.role}"
+
+
+def held_units(graph: StepGraph) -> dict[str, Held]:
+    """Return in which units matmuls read each tensor, by its name, before a graph is rewritten."""
+    places = Places(graph)
+    held: dict[str, Held] = {}
+    for region in places.regions:
+        _add_held_for_products(held, region, places)
+    return held
+
+
+def _add_held_for_products(held: dict[str, Held], region: Region, places: Places) -> None:
+    """Units in which the products of a region read their operands and meet their gradients."""
+    for node in region.graph.nodes:
+        product = product_of(node)
+        if product is None:
+            continue
+        for operand in product.operands:
+            unit = sigma(operand_name(product, operand))
+            for read, factor in _read_through(operand.node):
+                name = tensor_name(places.origin(region, read))
+                # A tensor that several products read is shown in the units of the first.
+                if held.get(name, _TRUE).sigma == ONE:
+                    held[name] = replace(held.get(name, _TRUE), sigma=unit / factor)
+        arriving = gamma(tensor_name(node))
+        for result in (node, *(reader for reader in node.users if FACTOR in reader.meta)):
+            name = tensor_name(result)
+            stored = arriving if result is node else arriving / _constant(result)
+            held[name] = replace(held.get(name, _TRUE), gamma=stored)
+
+
+def _read_through(node: fx.Node) -> Iterator[tuple[fx.Node, Factor]]:
+    """Yield an operand and what it is made of, each with the factor between it and the operand.
+
+    A view, or a rule's factor, stands between the tensor that is shown and what the matmul reads.
+    """
+    factor = ONE
+    yield node, factor
+    while FACTOR in node.meta or is_whole_view(node):
+        factor = factor * _constant(node)
+        node = node.all_input_nodes[0]
+        yield node, factor
+
+
+def _constant(node: fx.Node) -> Factor:
+    """The power of two nearest to the factor that a rule multiplies by here."""
+    return Factor(constant=round(math.log2(abs(node.meta.get(FACTOR, 1.0)))))
+
+
+class FactorNodes:
+    """Gives a graph factors of the gauge in force, and hands them out as 0-d tensors."""
+
+    def __init__(
+        self, graph: StepGraph, name: str, factors: Iterable[Factor], gauge: Callable[[], Gauge]
+    ) -> None:
+        table = FactorTable(graph.device)
+        for factor in factors:
+            table.row(factor)
+        self._vector = graph.add_state(name, lambda: table.tensor(gauge()), table.tensor(gauge()))
+        self._row = table.row
+        self._unbound: fx.Node | None = None
+        self._example: Any = None
+        self._items: dict[int, fx.Node] = {}
+
+    def __call__(self, region: Region, factor: Factor) -> fx.Node:
+        """The 0-d tensor of ``factor`` in ``region``.
+
+        A checkpoint gets each as an argument. Inductor can neither recompute an ``unbind`` in one
+        nor save its result, which is a tuple.
+        """
+        row = self._row(factor)
+        if row not in self._items:
+            self._items[row] = self._item(row)
+        return region.thread(self._items[row], self._example)
+
+    def _item(self, row: int) -> fx.Node:
+        graph = self._vector.graph
+        if self._unbound is None:
+            *_, last = graph.find_nodes(op="placeholder")
+            with graph.inserting_after(last):
+                self._unbound = graph.call_function(torch.unbind, (self._vector,))
+            with fake_mode_of(graph):
+                self._example = self._vector.meta["example_value"][0]
+        with graph.inserting_after(self._unbound):
+            return graph.call_function(operator.getitem, (self._unbound, row))

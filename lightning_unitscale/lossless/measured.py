@@ -1,0 +1,109 @@
+"""What was measured of the operands of matmuls, and of the gradients that arrive at them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightning_unitscale.graph.recorder import stored_elements
+from lightning_unitscale.lossless.fp8_range import (
+    Direction,
+    Shares,
+    Unrepresentable,
+    stored_shares,
+    unrepresentable_among,
+)
+from lightning_unitscale.scales.reduce import row_dtype
+
+# RMS of tensors, or of their gradients, by name in the gauge.
+Sizes = Mapping[str, float]
+# Direction, name in the gauge, exponent of the unit in force (``None`` without one), and the RMS as
+# the model means it, followed by what FP8 would lose of the tensor where that was measured.
+Row = tuple[Direction, str, int | None, Sequence[float]]
+
+# The range that lossless unit scaling promises for the stored RMS of an operand.
+LOW, HIGH = 0.25, 4.0
+
+
+def root_mean_square(tensor: Tensor) -> Tensor:
+    """RMS of a tensor as a 0-d tensor; it neither overflows nor underflows for FP32 values.
+
+    A gradient of 1e-25 is ordinary and its square is 0 in FP32, so squares are summed in FP64.
+    """
+    dtype = row_dtype(tensor.device)
+    tensor = stored_elements(tensor.detach())
+    if tensor.numel() == 0:
+        return torch.zeros((), dtype=dtype, device=tensor.device)
+    norm = torch.linalg.vector_norm(tensor, dtype=dtype)
+    return norm / math.sqrt(tensor.numel())
+
+
+def combined_rms(values: list[float]) -> float:
+    """RMS of equal-sized parts, scaled by the largest so that squares stay in range."""
+    largest = max(values)
+    if not math.isfinite(largest) or largest == 0.0:
+        return largest
+    return largest * math.sqrt(sum((rms / largest) ** 2 for rms in values) / len(values))
+
+
+def stored_row(tensor: Tensor, direction: Direction) -> Tensor:
+    """The numbers of a tensor that is in its units."""
+    row = root_mean_square(tensor).reshape(1)
+    return torch.cat([row, stored_shares(tensor, direction).to(row.dtype)])
+
+
+def is_late_look(count: int) -> bool:
+    """Whether what has been zero so far is worth a second run of a step, or a meeting of ranks."""
+    return count in (1, 2, 4) or (count > 0 and count % 8 == 0)
+
+
+def usable_sizes(sizes: Sizes) -> dict[str, float]:
+    """Those that a unit can be taken from: of what is zero, empty or not finite none can."""
+    return {name: rms for name, rms in sizes.items() if 0.0 < rms < math.inf}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured of tensors with units of their own, by name in the gauge.
+
+    Attributes:
+        forward: RMS as the model means it.
+        backward: RMS of the gradient as the model means it.
+        outside: Tensors whose RMS in the units in force has left [1/4, 4], with that RMS.
+        unrepresentable: What FP8 does not represent, though its RMS is within that range.
+    """
+
+    forward: Sizes = field(default_factory=dict)
+    backward: Sizes = field(default_factory=dict)
+    outside: Sizes = field(default_factory=dict)
+    unrepresentable: Unrepresentable = field(default_factory=Unrepresentable)
+
+    @staticmethod
+    def of(rows: Iterable[Row]) -> Measured:
+        """What rows say together: several calls measure one tensor, which has one unit."""
+        true: dict[tuple[Direction, str], list[float]] = {}
+        units: dict[tuple[Direction, str], int] = {}
+        shares: list[Shares] = []
+        for direction, name, unit, (rms, *lost) in rows:
+            true.setdefault((direction, name), []).append(rms)
+            if unit is not None:
+                units[direction, name] = unit
+            # Out of the range it gets other units first.
+            if lost and (unit is None or LOW <= math.ldexp(rms, -unit) <= HIGH):
+                shares.append((direction, name, lost))
+        joint = {key: combined_rms(values) for key, values in true.items()}
+        stored = {key: math.ldexp(joint[key], -unit) for key, unit in units.items()}
+        return Measured(
+            {name: rms for (direction, name), rms in joint.items() if direction == "forward"},
+            {name: rms for (direction, name), rms in joint.items() if direction == "backward"},
+            {
+                name: rms
+                for (_, name), rms in stored.items()
+                if rms > 0.0 and not LOW <= rms <= HIGH
+            },
+            unrepresentable_among(shares),
+        )
