@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.architecture_tables import Result, Shares, markdown, summary, table
-from benchmarks.executed_products import below_all_kernels, operands_read
+from benchmarks.executed_products import below, below_all_kernels, operands_read
 from benchmarks.model_zoo import CORE, ZOO
 from lightning_unitscale import transforms
 from lightning_unitscale.transforms import lossless_unit_scale
@@ -194,11 +194,12 @@ def observe_step(
     Args:
         model: The model.
         inputs: Its inputs, by name.
-        observer: Of :func:`observer_below`, opened before the model was scaled. A plain or a
-            captured model, which leaves torch's kernels alone, needs none.
+        observer: Of :func:`observer_below`, opened before the model was scaled; without one the
+            model may be scaled already.
     """
     if observer is None:
-        with observer_below() as own:
+        own = ProductObserver()
+        with below(model, own.see):
             return observe_step(model, inputs, own)
     model.zero_grad()
     seed_everything()

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_unitscale.capture.attach import products_of
 from lightning_unitscale.dispatch.kernels import num_overridden
 from lightning_unitscale.dispatch.torch_internals import Kernel, KernelOverrides
 
@@ -95,5 +96,26 @@ def below_all_kernels(see: See) -> Iterator[None]:
         yield
     finally:
         is_alone = has_torchs_own_kernels()
+        gc.unfreeze()
         overrides.remove()
     assert is_alone
+
+
+@contextmanager
+def below(module: nn.Module, see: See) -> Iterator[None]:
+    """:func:`below_all_kernels`, also of a module that transforms have put in units or formats."""
+    if (products := products_of(module)) is None:
+        with below_all_kernels(see):
+            yield
+        return
+    products.detach()
+    try:
+        with below_all_kernels(see):
+            products.attach_again()
+            try:
+                yield
+            finally:
+                products = products_of(module)
+                products.detach()
+    finally:
+        products.attach_again()

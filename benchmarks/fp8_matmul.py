@@ -1,7 +1,7 @@
 """What FP8 linears take on a GPU: BF16, torchao's dynamic scales, and constant scales.
 
-One linear layer forward and backward at hidden sizes 1024 to 8192, and a transformer block, all
-compiled by Inductor, with BF16 parameters and 16,384 tokens:
+One linear layer forward and backward at hidden sizes 1024 to 8192, and a transformer block, compiled
+by Inductor unless it says eager, with BF16 parameters and 16,384 tokens:
 
 - "BF16": the plain module;
 - "torchao": ``convert_to_float8_training``, tensorwise: a scale is found for each of three tensors
@@ -9,11 +9,9 @@ compiled by Inductor, with BF16 parameters and 16,384 tokens:
 - "dynamic": ``transforms.fp8_linears(scaling="dynamic")``, the same by this package's kernels;
 - "constant": ``transforms.fp8_linears`` on ``lossless_unit_scale``: scales are known beforehand,
   with a moving grid and gradients in E4M3, as ``UnitScaleCallback(precision="fp8")`` has them;
-- "constant, kernel": the same with ``casts="kernel"``, one Triton kernel for each operand, where
-  otherwise Inductor makes the casts a part of its own kernels.
+- "constant, eager": the same without Inductor; it keeps FP8 alone for the backward pass.
 
-Last it says which of the two is faster, for ``FP8(casts=)``. It fails if anything that should run
-in FP8 has an error of 0, or no more error than BF16.
+It fails if anything that should run in FP8 has an error of 0, or no more error than BF16.
 
     python benchmarks/fp8_matmul.py --sizes 1024 2048 4096 8192
 """
@@ -38,12 +36,11 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from benchmarks.measure import RESULTS, machine
-from lightning_unitscale.functional.low_precision import Casts, why_no_fp8
+from lightning_unitscale.functional.low_precision import why_no_fp8
 from lightning_unitscale.transforms import compile, fp8_linears, lossless_unit_scale
 
 # The step runs on the GPU's own clock, between two of its events; the machine is not waited for.
 WARMUP, ROUNDS = 10, 30
-CASTS: dict[str, Casts] = {"constant": "fused", "constant, kernel": "kernel"}
 HEAD = 128
 PLAIN = "BF16"
 
@@ -89,15 +86,9 @@ def variants(module: nn.Module, x: Tensor, gradient: Tensor) -> dict[str, nn.Mod
     # Units of gradients are measured in the first backward pass.
     scaled(x).backward(gradient)
     scaled(x)
-    for name, casts in CASTS.items():
-        made[name] = compile(fp8_linears(scaled, grid="moving", casts=casts))
+    made["constant, eager"] = fp8_linears(scaled, grid="moving")
+    made["constant"] = compile(made["constant, eager"])
     return made
-
-
-def faster_casts(rows: Sequence[Mapping[str, Any]]) -> Casts:
-    """What ``FP8(casts=)`` should be on this GPU, by the rows of :func:`measure`."""
-    taken = {str(row["products"]): float(row["ms"]) for row in rows}
-    return CASTS[min(CASTS, key=lambda name: taken[name])]
 
 
 def medians(modules: dict[str, nn.Module], x: Tensor, gradient: Tensor) -> dict[str, float]:
@@ -208,7 +199,6 @@ def main() -> None:
         for width in args.sizes:
             measured = measure(kind, width, args.tokens)
             print(tabulate(measured, headers="keys"))
-            print(f"FP8(casts={faster_casts(measured)!r}) is faster here", flush=True)
             rows += measured
     print(f"\n{args.tokens} tokens, forward and backward\n{tabulate(rows, headers='keys')}")
     about = machine()

@@ -5,8 +5,7 @@ A GPT in BF16 autocast, forward, backward and AdamW:
 - unit scaling over the plain step, in eager mode and by Inductor, with CUDA graphs too;
 - ``ScaleMonitor`` over the plain step, event file included;
 - memory budgets: the time and the allocator's peak of each, and the predicted peak;
-- FP8 linears over BF16 and torchao's dynamic scales, in a block of width 4,096 (``fp8_matmul.py``),
-  and whether ``FP8(casts="fused")`` or ``"kernel"`` is faster under Inductor.
+- FP8 linears over BF16 and torchao's dynamic scales, in a block of width 4,096 (``fp8_matmul.py``).
 
 A step is timed beside its plain one, a budget has the device to itself, and what a measurement has
 allocated is freed before the next: the script fails if more than 1 MiB is not.
@@ -34,8 +33,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from demo_step import NEVER, VOCABULARY, WatchedStep, training_step
-from fp8_matmul import faster_casts, without_fp8
 from fp8_matmul import measure as measure_fp8
+from fp8_matmul import without_fp8
 from measure import RESULTS, interleaved, machine
 from tabulate import tabulate
 from torch import Tensor, nn
@@ -281,9 +280,6 @@ def main() -> int:
             options.output.write_text(json.dumps(results, indent=1) + "\n")
         if name in results:
             print(f"{name}\n{tabulate(results[name], headers='keys')}\n", flush=True)
-    if "fp8" in results:
-        results["casts"] = faster_casts(results["fp8"])
-        print(f"Under Inductor set FP8(casts={results['casts']!r}) on this GPU.\n")
     options.output.write_text(json.dumps(results, indent=1) + "\n")
     print(", ".join(f"{key} {value}" for key, value in results["machine"].items()))
     left = {name: size for name, size in bench.left.items() if size > MIB}

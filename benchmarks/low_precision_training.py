@@ -37,6 +37,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import torch.nn.functional as F
+from lightning_unitscale.lossless.rehearsal import calibrate
+from lightning_unitscale.lossless.rewrite import LosslessUnitScale
 from tabulate import tabulate
 from torch import Tensor, fx, nn
 
@@ -50,8 +52,6 @@ from lightning_unitscale.capture.steps import steps_of
 from lightning_unitscale.formats import NumberFormat, get_format
 from lightning_unitscale.graph.name_patterns import NamePatterns
 from lightning_unitscale.graph.passes import GraphPass, Phase, Region, StepGraph
-from lightning_unitscale.lossless.rehearsal import calibrate
-from lightning_unitscale.lossless.rewrite import LosslessUnitScale
 from lightning_unitscale.optim.learning_rates import ParameterInfo, scale_learning_rates
 from lightning_unitscale.precision.simulate import find_sites, insert_at_sites
 from lightning_unitscale.quantize import quantize

@@ -48,6 +48,7 @@ from benchmarks.architectures import (
 )
 from benchmarks.model_zoo import CORE, ZOO
 from benchmarks.own_architectures import OWN
+from lightning_unitscale.capture.attach import products_of
 from lightning_unitscale.capture.steps import steps_of
 from lightning_unitscale.rules.rewrite import RuleRewrite
 from lightning_unitscale.rules.weights import ParameterGradients
@@ -124,6 +125,8 @@ def examine(name: str, *, inductor: bool) -> Coverage:
         result.residuals = result.origins.get("residual", 0)
         result.parameters = dict(Counter(param.action for param in rules.plan.parameters.values()))
         # The same function with plain autograd: no pass but the rules, no hook on a parameter.
+        products_of(scaled).detach()
+        units.settle()
         units.remove()
         steps.passes = [rules]
         steps.steps["forward"].invalidate()

@@ -130,7 +130,6 @@ WRONG: dict[str, tuple[Callable[..., Any], Wrong]] = {
             "gradient_format": (None, "FP16", *WORDS),
             "evaluation": FLAGS,
             "grid": (None, *WORDS),
-            "casts": (None, *WORDS),
         },
     ),
     "Simulate": (
@@ -234,7 +233,6 @@ WRONG: dict[str, tuple[Callable[..., Any], Wrong]] = {
             "exclude": GLOBS,
             "gradient_format": (None, *WORDS),
             "grid": (None, *WORDS),
-            "casts": (None, *WORDS),
         },
     ),
     "compile": (

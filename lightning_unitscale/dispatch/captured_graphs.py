@@ -39,7 +39,8 @@ class SessionRewriter:
         note_products(graph)
         finish_graph(graph)
         for node in graph.nodes:
-            if PRODUCT in node.meta:
+            # What is saved for the backward pass keeps its meta there, as an input.
+            if node.op == "call_function" and PRODUCT in node.meta:
                 node.target = _unwatched(node.target)
 
 

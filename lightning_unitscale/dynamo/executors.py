@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
-from torch._functorch.partitioners import default_partition
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from lightning_unitscale.dynamo.backend import (
     partitioned_by,
@@ -60,7 +60,7 @@ def execute_with(
     drop_inference_mode(graph_module)
     backward = traced_backward(is_autocast=backward_is_autocast)
     if executor == "aot_eager":
-        partition_fn = partition_fn or default_partition
+        partition_fn = partition_fn or min_cut_rematerialization_partition
         # Boxed, each saved tensor is freed when nothing reads it any more.
         options = {"fw_compiler": boxed_nop, "partition_fn": partition_fn}
         if rewriter is not None:
@@ -118,8 +118,9 @@ def _restore_checkpointing(graph_module: fx.GraphModule) -> None:
         if is_checkpoint(node):
             body = getattr(graph_module, str(node.args[0].target))
             _restore_checkpointing(body)
-            compiled_forward(body)
-            node.target = functools.partial(_checkpoint, written=_written_inputs(body.graph))
+            # The function itself: a lazy graph module may compile its code once more.
+            options = {"forward": compiled_forward(body), "written": _written_inputs(body.graph)}
+            node.target = functools.partial(_checkpoint, **options)
             node.target.__name__ = "checkpoint"
 
 
@@ -134,14 +135,18 @@ def _written_inputs(graph: fx.Graph) -> frozenset[int]:
 
 
 def _checkpoint(
-    body: fx.GraphModule, *args: Any, written: frozenset[int] = frozenset(), **kwargs: Any
+    body: fx.GraphModule,
+    *args: Any,
+    forward: Callable[..., Any],
+    written: frozenset[int] = frozenset(),
+    **kwargs: Any,
 ) -> Any:
     kwargs.pop("use_reentrant", None)
 
     # A buffer of the user's module is no input of his checkpoint, which may write into it.
     def run(*others: Any) -> Any:
         left = iter(others)
-        return body.forward(*(args[i] if i in written else next(left) for i in range(len(args))))
+        return forward(*(args[i] if i in written else next(left) for i in range(len(args))))
 
     others = [value for index, value in enumerate(args) if index not in written]
     return torch.utils.checkpoint.checkpoint(run, *others, use_reentrant=False, **kwargs)

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from lightning_unitscale.formats import E4M3FN, E5M2, NumberFormat
-from lightning_unitscale.lossless.gauge import MAX_LOG2_SIGMA
 
 Direction = Literal["forward", "backward"]
 
@@ -65,7 +64,7 @@ class Unrepresentable:
 
 
 def unrepresentable_among(shares: Iterable[Shares]) -> Unrepresentable:
-    """What does not fit, by what formats would lose of it: see :func:`lost_shares`."""
+    """What does not fit, by what formats would lose of it: see :func:`stored_shares`."""
     products: dict[str, str] = {}
     gradients: dict[str, str] = {}
     for direction, name, numbers in shares:
@@ -85,16 +84,8 @@ def unrepresentable_among(shares: Iterable[Shares]) -> Unrepresentable:
     return Unrepresentable(products, gradients)
 
 
-def lost_shares(tensor: Tensor, rms: Tensor, direction: Direction) -> Tensor:
-    """What formats would lose of a tensor in units of the power of two nearest to its RMS."""
-    usable = rms.isfinite() & (rms > 0)
-    exponent = torch.log2(torch.where(usable, rms, 1.0)).round()
-    unit = torch.exp2(exponent.clamp(-MAX_LOG2_SIGMA, MAX_LOG2_SIGMA)).float()
-    return torch.where(usable, stored_shares(tensor.float() / unit, direction), 0.0)
-
-
 def stored_shares(tensor: Tensor, direction: Direction) -> Tensor:
-    """What formats would lose of a tensor as it is: :func:`lost_shares` without units."""
+    """What formats would lose of a tensor that is in its units."""
     magnitudes = tensor.abs().float()
     is_some = magnitudes > 0
     count = is_some.sum().clamp(min=1)

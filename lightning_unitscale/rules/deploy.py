@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_unitscale.arguments import check_flag, check_instance
+from lightning_unitscale.capture.attach import products_of
 from lightning_unitscale.capture.export import export_forward
 from lightning_unitscale.capture.steps import ModuleSteps, steps_of
 from lightning_unitscale.graph.nodes import NAME, tensor_name
@@ -170,8 +171,10 @@ def _name_parameters(graph_module: fx.GraphModule, module: nn.Module) -> None:
 
 
 def _plain_copy(module: nn.Module) -> nn.Module:
-    """A copy without captured steps."""
+    """A copy without captured steps, and without units and formats."""
     new = copy.deepcopy(module)
+    if (products := products_of(new)) is not None:
+        products.detach()
     steps = steps_of(new)
     if isinstance(steps, ModuleSteps):
         for owner in list(steps.owners):

@@ -190,7 +190,6 @@ def test_products_need_no_capture() -> None:
         (lambda: FP8(gradient_format="FP16"), ValueError),
         (lambda: FP8(evaluation="always"), ValueError),
         (lambda: FP8(grid="random"), ValueError),
-        (lambda: FP8(casts="triton"), ValueError),
         (lambda: Simulate("fp7"), ValueError),
         (lambda: Simulate(grid="auto"), ValueError),
         (lambda: UnitScaleCallback(remat="many"), ValueError),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.fp8_matmul import Layer, errors, faster_casts, without_fp8
+from benchmarks.fp8_matmul import Layer, errors, without_fp8
 from benchmarks.on_a_gpu import summary_of
 from lightning_unitscale.transforms import compile, fp8_linears
 
@@ -81,18 +81,8 @@ def test_outcomes_are_written_as_they_come(tmp_path: Path) -> None:
     assert sum("at the end" in said for said in found["failures"].values()) == 1
 
 
-def test_the_faster_casts_are_told() -> None:
-    for milliseconds, expected in (((0.8, 0.7), "kernel"), ((0.7, 0.8), "fused")):
-        names = ("BF16", "constant", "constant, kernel")
-        rows = [
-            {"products": name, "ms": taken}
-            for name, taken in zip(names, (0.5, *milliseconds), strict=True)
-        ]
-        assert faster_casts(rows) == expected
-
-
 def test_what_ran_without_fp8_is_named() -> None:
-    names = ("BF16", "dynamic", "constant", "constant, kernel")
+    names = ("BF16", "dynamic", "constant", "constant, eager")
     rows = [
         {
             "module": "block",

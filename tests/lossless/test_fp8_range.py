@@ -1,23 +1,24 @@
 """What FP8 would lose of a tensor, against counting on the tensor itself."""
 
 import math
+from contextlib import ExitStack
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_unitscale.capture.attach import captured_forward
+from lightning_unitscale.dispatch.attach import AttachedSession
+from lightning_unitscale.dispatch.fp8 import FP8Products
 from lightning_unitscale.formats import E4M3FN, E5M2, NumberFormat
-from lightning_unitscale.lossless.calibrate import Measured, root_mean_square
 from lightning_unitscale.lossless.fp8_range import (
     FORMATS,
     NUM_SHARES,
     Direction,
     Unrepresentable,
-    lost_shares,
+    stored_shares,
 )
-from lightning_unitscale.lossless.rehearsal import calibrate
-from lightning_unitscale.lossless.rewrite import LosslessUnitScale
+from lightning_unitscale.lossless.measured import Measured, root_mean_square, stored_row
+from lightning_unitscale.precision.fp8 import FP8Linears
 from lightning_unitscale.quantize import quantize
 
 
@@ -27,19 +28,18 @@ def test_shares_are_those_of_a_rounding(format: NumberFormat, size: float) -> No
     torch.manual_seed(1)
     tensor = torch.randn(200_000) ** 9 * size
     tensor[:1000] = 0.0
-    rms = root_mean_square(tensor)
-    stored = tensor / 2.0 ** round(math.log2(rms.item()))
+    stored = tensor / 2.0 ** round(math.log2(root_mean_square(tensor).item()))
     beyond = (stored.abs() > format.max).double().mean()
     nonzero = stored[stored != 0]
     flushed = (quantize(nonzero, format) == 0).double().mean()
     direction: Direction = "forward" if format == E4M3FN else "backward"
-    found = lost_shares(tensor, rms, direction).tolist()
+    found = stored_shares(stored, direction).tolist()
     # A gradient may be cast to either.
     assert FORMATS[direction][-1] == format and len(found) == NUM_SHARES
     pair = found[:2] if direction == "forward" else found[2:]
     assert pair == pytest.approx([beyond.item(), flushed.item()], rel=1e-6)
     if direction == "backward":
-        assert found[:2] == pytest.approx(lost_shares(tensor, rms, "forward")[:2].tolist())
+        assert found[:2] == pytest.approx(stored_shares(stored, "forward")[:2].tolist())
     assert flushed > 0.01
 
 
@@ -49,7 +49,8 @@ def test_shares_are_those_of_a_rounding(format: NumberFormat, size: float) -> No
     ids=["zeros", "empty", "inf", "nan"],
 )
 def test_nothing_is_said_of_tensors_without_a_unit(tensor: Tensor) -> None:
-    assert not lost_shares(tensor, root_mean_square(tensor), "backward").any()
+    row = ("backward", "linear", 0, stored_row(tensor, "backward").tolist())
+    assert Measured.of([row]).unrepresentable == Unrepresentable()
 
 
 class _Tower(nn.Module):
@@ -70,17 +71,15 @@ def test_products_that_fp8_does_not_fit() -> None:
     x, outlier, sparse = torch.randn(8192, 64), torch.zeros(8192, 64), torch.full((8192, 64), 1e-5)
     outlier[5, 7] = 1e6
     sparse[0] = 1.0
-    rewrite = LosslessUnitScale(measures_range=True)
-    _, step = captured_forward(_Tower(), "test", rewrite)
-    seen: list[Unrepresentable] = []
-
-    def results(measured: Measured) -> Measured:
-        seen.append(measured.unrepresentable)
-        return Measured()
-
-    calibrate(step, rewrite, (x, outlier, sparse), {}, results=results)
-    (unrepresentable,) = seen
-    products, gradients = unrepresentable.products, unrepresentable.gradients
+    config = FP8Linears()
+    module = _Tower()
+    attached = AttachedSession(
+        module, ["forward"], numerics=[FP8Products(config, measures_range=True)]
+    )
+    with ExitStack() as stack:
+        stack.callback(attached.detach)
+        module(x, outlier, sparse).backward()
+    products, gradients = config.unfit.products, config.unfit.gradients
     assert set(products) == {"massive.linear", "flat.linear"}, products
     assert products["massive.linear"].endswith("of its input is beyond E4M3FN's range")
     assert products["flat.linear"].endswith("of its input would be zero in E4M3FN")

@@ -23,7 +23,7 @@ from lightning_unitscale.optim.learning_rates import (
 )
 from lightning_unitscale.optim.optimizers import Family, is_decay_decoupled
 from lightning_unitscale.optim.rate_notes import rate_notes
-from tests.lossless.stored import TINY, Lion
+from tests.optim.stored import TINY, Lion
 
 
 class MyAdamW(torch.optim.AdamW):

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_unitscale.optim.learning_rates import ScaledStep, scale_learning_rates
 from tests.helpers import assert_same_bits
-from tests.lossless.stored import TINY, Stored, batches, step, train
+from tests.optim.stored import TINY, Stored, batches, step, train
 
 
 class Recording(torch.optim.AdamW):

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from lightning_unitscale.optim.learning_rates import scale_learning_rates
 from tests.helpers import assert_same_bits
-from tests.lossless.stored import TINY, Lion, Stored, batches, step, train
+from tests.optim.stored import TINY, Lion, Stored, batches, step, train
 
 
 def assert_matches(

@@ -8,37 +8,27 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from lightning_unitscale.capture.attach import captured_forward
 from lightning_unitscale.capture.steps import steps_of
 from lightning_unitscale.dispatch.formats import grid_factor
-from lightning_unitscale.graph.passes import StepGraph
 from lightning_unitscale.precision.dither import MovingGrid
 from lightning_unitscale.quantize import quantize
 from lightning_unitscale.transforms import fp8_linears, lossless_unit_scale, simulate_format
 from tests.helpers import assert_same_bits
 
 
-def _factors(grid: MovingGrid, names: list[str]) -> Tensor:
-    """What a graph would get now."""
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    x.meta["example_value"] = torch.ones(2)
-    graph.output((x,))
-    step = StepGraph(fx.GraphModule(nn.Module(), graph), observed=False)
-    grid.add_to(step, names)
-    ((_, supply),) = step.states
-    return supply()
+def _factors(grid: MovingGrid, names: list[str], call: int = 1) -> Tensor:
+    return torch.tensor([grid.factor(name, call) for name in names])
 
 
 def test_factors_are_even_and_independent() -> None:
-    grid, training = MovingGrid(), nn.Identity()
+    grid = MovingGrid()
     names = [f"layer{index}.linear operand {role}" for index in range(20) for role in range(2)]
     seen = []
-    for _ in range(400):
-        seen.append(_factors(grid, names))
-        grid.after_step(training)
+    for call in range(1, 401):
+        seen.append(_factors(grid, names, call))
     factors = torch.stack(seen)
     assert factors.min() > 0.5 and factors.max() <= 1.0
     logs = -factors.log2().double()
@@ -51,18 +41,13 @@ def test_factors_are_even_and_independent() -> None:
     assert_same_bits(_factors(grid, names[::-1]).flip(0), _factors(grid, names))
 
 
-def test_only_training_moves_it() -> None:
-    grid, module = MovingGrid(), nn.Identity()
-    before = _factors(grid, ["a"])
-    grid.after_step(module.eval())
-    assert_same_bits(_factors(grid, ["a"]), before)
-    grid.after_step(module.train())
-    assert _factors(grid, ["a"]) != before
-    again = MovingGrid()
-    again.follow(grid.step)
-    assert_same_bits(_factors(again, ["a"]), _factors(grid, ["a"]))
-    again.after_step(module)  # one of the batches that the optimizer accumulates
-    assert_same_bits(_factors(again, ["a"]), _factors(grid, ["a"]))
+def test_the_batches_that_an_optimizer_accumulates_share_their_factors() -> None:
+    counted, followed = MovingGrid(), MovingGrid()
+    for step in range(3):
+        followed.follow(step)
+        for call in range(5, 8):
+            expected = _factors(counted, ["a"], step + 1)
+            assert_same_bits(_factors(followed, ["a"], call), expected)
 
 
 class _Layers(nn.Module):
@@ -110,32 +95,6 @@ def test_a_factor_is_put_in_and_taken_out() -> None:
         x8 = quantize(x * of_x, "E4M3FN") / of_x
         w8 = quantize(layer.weight.detach() * of_w, "E4M3FN") / of_w
         assert_same_bits(moved(x).detach(), F.linear(x8, w8, layer.bias).detach())
-
-
-def test_a_factor_is_put_into_a_graph_and_taken_out() -> None:
-    module, x = _layers()
-    assert isinstance(module, _Layers)
-    layer = module.one
-    moved, step = captured_forward(simulate_format(layer, "E4M3FN", "E5M2", grid="moving"), "test")
-    *_, one = step.owner.passes
-    names = ["linear operand (0,)", "linear operand (1,)"]
-    for _ in range(3):
-        of_x, of_w = _factors(one.moving_grid, names)  # type: ignore[attr-defined]
-        x8 = quantize(x * of_x, "E4M3FN") / of_x
-        w8 = quantize(layer.weight.detach() * of_w, "E4M3FN") / of_w
-        assert_same_bits(moved(x).detach(), F.linear(x8, w8, layer.bias).detach())
-
-
-def test_a_call_and_its_backward_pass_have_the_same_factors() -> None:
-    """Two calls before their backward passes are two steps, each with its own numbers."""
-    module, x = _layers()
-    moved = simulate_format(module, "E4M3FN", "FP32", grid="moving")
-    apart = _steps(copy.deepcopy(moved), x, 2)
-    losses = [moved(x).square().sum() for _ in "12"]
-    for loss, (_, *expected) in zip(losses, apart, strict=True):
-        moved.zero_grad()
-        loss.backward()
-        assert_same_bits([one.grad for one in moved.parameters()], expected)
 
 
 @pytest.mark.parametrize("gradient", ["E4M3FN", "E5M2"])

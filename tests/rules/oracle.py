@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.executed_products import operands_read
-from lightning_unitscale.capture.attach import captured_forward
+from benchmarks.executed_products import See, below, operands_read
+from lightning_unitscale.capture.attach import captured_forward, products_of
 from lightning_unitscale.capture.steps import ModuleSteps, steps_of
 from lightning_unitscale.rules.build_plan import Recorder
 from lightning_unitscale.rules.flow import Flow
@@ -21,7 +22,7 @@ from lightning_unitscale.rules.residuals import Residual, find_residuals
 from lightning_unitscale.rules.rewrite import RuleRewrite
 from lightning_unitscale.rules.roles import Structure, find_structure
 from lightning_unitscale.rules.weights import ParameterGradients
-from tests.helpers import OperandMeter, run, same_bits
+from tests.helpers import run, same_bits
 
 
 def pass_of(module: nn.Module, kind: type) -> Any:
@@ -53,6 +54,7 @@ def decided(module: nn.Module, op: str) -> list[Decision]:
 def rules_alone(module: nn.Module) -> nn.Module:
     """A copy of a planned module in which the rules rewrite and nothing else does."""
     alone = copy.deepcopy(module)
+    products_of(alone).detach()
     steps = _steps(alone)
     steps.passes = [
         graph_pass for graph_pass in steps.passes if isinstance(graph_pass, RuleRewrite)
@@ -64,7 +66,8 @@ def rules_alone(module: nn.Module) -> nn.Module:
 @contextlib.contextmanager
 def only_rules(module: nn.Module) -> Iterator[None]:
     """Has the rules alone rewrite what is captured already, which is faster than a copy."""
-    steps = _steps(module)
+    steps, products = _steps(module), products_of(module)
+    products.detach()
     passes = steps.passes
     steps.passes = [graph_pass for graph_pass in passes if isinstance(graph_pass, RuleRewrite)]
     pass_of_gradients = next(
@@ -79,6 +82,7 @@ def only_rules(module: nn.Module) -> Iterator[None]:
         steps.passes = passes
         for step in steps.steps.values():
             step.invalidate()
+        products.attach_again()
 
 
 def differing_parameters(module: nn.Module, *inputs: Any, **options: Any) -> list[str]:
@@ -86,10 +90,12 @@ def differing_parameters(module: nn.Module, *inputs: Any, **options: Any) -> lis
 
     The results must have the same bits too; ``"output"`` stands for them.
     """
-    exponents = pass_of(module, ParameterGradients).log2_factors
     with only_rules(module):
         expected = run(module, *inputs, **options)
     given = run(module, *inputs, **options)
+    gradients = pass_of(module, ParameterGradients)
+    gradients.settle()
+    exponents = gradients.log2_factors
     pairs = zip(tree_leaves(given["output"]), tree_leaves(expected["output"]), strict=True)
     same = all(same_bits(pair, other) for pair, other in pairs if isinstance(pair, Tensor))
     names = [] if same else ["output"]
@@ -104,15 +110,34 @@ def differing_parameters(module: nn.Module, *inputs: Any, **options: Any) -> lis
     return names
 
 
-class ProductMeter(OperandMeter):
-    """Tells the gradients that arrive at products from what the products read."""
+class ProductMeter:
+    """Tells the gradients that arrive at products from what else the kernels of products read."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self.readings: list[tuple[str, float]] = []
         self.gradients: list[tuple[str, float]] = []
         self.in_backward = False
         # Kept alive, so that no later tensor gets the same memory.
         self._seen: dict[int, Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self.readings) + len(self.gradients)
+
+    def see(self, name: str, operand: Tensor) -> None:
+        """Note what a kernel reads; a copy of an operand in another unit counts as a gradient."""
+        address = operand.untyped_storage().data_ptr()
+        if not self.in_backward:
+            self._seen[address] = operand
+        group = self.readings if address in self._seen else self.gradients
+        group.append((name, rms(operand)))
+
+
+class _Asked(TorchDispatchMode):
+    """Shows what a module asks torch's kernels of products to read."""
+
+    def __init__(self, see: See) -> None:
+        super().__init__()
+        self._see = see
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -122,22 +147,19 @@ class ProductMeter(OperandMeter):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name = func._schema.name
-        for position in operands_read(name, args):
-            operand = args[position]
-            address = operand.untyped_storage().data_ptr()
-            if not self.in_backward:
-                self._seen[address] = operand
-            group = self.readings if address in self._seen else self.gradients
-            group.append((f"{name}[{position}]", rms(operand)))
+        for position in operands_read(func._schema.name, args):
+            self._see(f"{func._schema.name}[{position}]", args[position])
         return func(*args, **(kwargs or {}))
 
 
 def operands_of(module: nn.Module, *inputs: Any) -> ProductMeter:
-    """RMS of what matrix products read in one seeded step, seen from outside of the package."""
+    """RMS of what torch's kernels of products read in one seeded step."""
     module.zero_grad()
     torch.manual_seed(3)
-    with ProductMeter() as meter:
+    meter = ProductMeter()
+    # Kernels of other modules, which are in units, may be there if this one is not.
+    has_units = products_of(module) is not None
+    with below(module, meter.see) if has_units else _Asked(meter.see):
         loss = module(*inputs)
         meter.in_backward = True
         loss.backward()

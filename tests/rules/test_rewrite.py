@@ -137,6 +137,7 @@ def test_all_call_forms_are_one_function(name: str) -> None:
         result = run(scaled, X)
         # A bias may be added before the factor or behind it: whoever sets its rate is told.
         scales = {fqn: value.info.output_scale for fqn, value in parameters_of(scaled).items()}
+        pass_of(scaled, ParameterGradients).settle()
         exponents = pass_of(scaled, ParameterGradients).log2_factors
         gradients = {
             fqn: param * 2.0 ** -exponents[fqn] / scales[fqn]

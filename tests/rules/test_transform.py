@@ -194,9 +194,9 @@ def _inductor_is_aot_eager(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
     real = executors.execute_with
 
-    def execute(executor: Any, *args: Any) -> Any:
+    def execute(executor: Any, *args: Any, **options: Any) -> Any:
         seen.append(executor)
-        return real("aot_eager" if executor == "inductor" else executor, *args)
+        return real("aot_eager" if executor == "inductor" else executor, *args, **options)
 
     monkeypatch.setattr(executors, "execute_with", execute)
     return seen

@@ -118,18 +118,22 @@ def _gradient(module: nn.Module, x: Tensor) -> Tensor:
     return module.weight.grad
 
 
+def _factors(**log2_factors: int) -> ParameterGradients:
+    gradients = ParameterGradients()
+    gradients.log2_factors = log2_factors
+    return gradients
+
+
 def test_gradients_get_powers_of_two() -> None:
     module, x = nn.Linear(4, 3), torch.randn(5, 4)
     plain = _gradient(module, x)
-    gradients = ParameterGradients()
-    gradients.set_measured({"weight": 0.3, "bias": 0.0})
-    assert gradients.log2_factors == {"weight": 2}  # that of the bias comes later
+    gradients = _factors(weight=2)
     for _ in range(2):  # one hook, however often it is called
         gradients.before_step(module)
     assert torch.equal(_gradient(module, x), plain * 4)
     gradients.clear()
     assert torch.equal(_gradient(module, x), plain)
-    gradients.set_measured({"weight": 16.0})
+    gradients.log2_factors["weight"] = -4
     gradients.remove()
     assert torch.equal(_gradient(module, x), plain)
 
@@ -138,8 +142,11 @@ def test_the_hook_sees_the_sum_of_all_uses() -> None:
     module, x = nn.Linear(4, 4), torch.randn(5, 4)
     module(module(x)).sum().backward()
     plain = module.weight.grad.clone()
-    gradients = ParameterGradients()
-    gradients.set_measured({"weight": 2.0**-5})
+    _factors(weight=5).before_step(module)
+    module.zero_grad()
+    module(module(x)).sum().backward()
+    assert torch.equal(module.weight.grad, plain)  # nobody keeps the factors
+    gradients = _factors(weight=5)
     gradients.before_step(module)
     module.zero_grad()
     module(module(x)).sum().backward()
@@ -148,8 +155,7 @@ def test_the_hook_sees_the_sum_of_all_uses() -> None:
 
 def test_a_parameter_in_anothers_place_gets_a_hook_too() -> None:
     module, x = nn.Linear(4, 3), torch.randn(5, 4)
-    gradients = ParameterGradients()
-    gradients.set_measured({"weight": 0.5})
+    gradients = _factors(weight=1)
     gradients.before_step(module)
     module.weight = nn.Parameter(module.weight.detach().clone())
     plain = _gradient(module, x).clone()
@@ -157,23 +163,25 @@ def test_a_parameter_in_anothers_place_gets_a_hook_too() -> None:
     assert torch.equal(_gradient(module, x), plain * 2)
 
 
-def test_the_global_batch_counts() -> None:
-    gradients = ParameterGradients()
-    gradients.set_measured({"w": 1.0}, num_accumulated=16)
-    assert gradients.log2_factors == {"w": -2}
-    gradients.set_measured({"w": 1.0}, num_replicas=64)
-    assert gradients.log2_factors == {"w": 3}
-    gradients.set_measured({"w": 1.0}, num_accumulated=4, num_replicas=4)
-    assert gradients.log2_factors == {"w": 0}
+def test_another_number_of_accumulated_batches_counts() -> None:
+    gradients, parameter = ParameterGradients(), nn.Parameter(torch.zeros(2))
+    gradients.start(num_accumulated=4)
+    parameter.grad = torch.full((2,), 2.0**-8)
+    gradients.scale_new([("w", parameter)])
+    gradients.settle()
+    assert gradients.log2_factors == {"w": 8} and torch.equal(parameter.grad, torch.ones(2))
+    for num_accumulated, exponent in ((4, 8), (64, 10), (1, 7)):
+        gradients.start(num_accumulated)
+        assert torch.equal(gradients._seen("w", torch.ones(2)), torch.full((2,), 2.0**exponent))
 
 
-@pytest.mark.parametrize("measured", [0.0, float("inf"), float("nan")])
-def test_a_gradient_without_a_size_is_left(measured: float) -> None:
-    gradients = ParameterGradients()
-    gradients.set_measured({"w": measured})
-    assert gradients.log2_factors == {} and gradients.measures_late
-    gradients.set_measured({"w": 1e-200})
-    assert gradients.log2_factors == {"w": 100}
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_factor_need_be_no_number_of_the_gradients_type(dtype: torch.dtype) -> None:
+    gradients, parameter = ParameterGradients(), nn.Parameter(torch.zeros(2, dtype=dtype))
+    gradients.start(num_accumulated=1)
+    parameter.grad = torch.full((2,), 2.0**-18, dtype=dtype)
+    gradients.scale_new([("w", parameter)])
+    assert torch.equal(parameter.grad, torch.ones(2, dtype=dtype))
 
 
 def test_copies_have_hooks_of_their_own_and_die_with_their_module() -> None:
@@ -185,6 +193,7 @@ def test_copies_have_hooks_of_their_own_and_die_with_their_module() -> None:
     for item in (scaled, copied):
         item.zero_grad()
         item(*inputs).backward()
+    pass_of(copied, ParameterGradients).settle()
     exponent = pass_of(copied, ParameterGradients).log2_factors["head.1.weight"]
     assert exponent != 0
     first, second = (value.head[1].weight.grad for value in (scaled, copied))
@@ -197,8 +206,7 @@ def test_copies_have_hooks_of_their_own_and_die_with_their_module() -> None:
 
 def test_a_parameter_with_a_hook_can_be_saved() -> None:
     module = nn.Linear(4, 3)
-    gradients = ParameterGradients()
-    gradients.set_measured({"weight": 0.5})
+    gradients = _factors(weight=1)
     gradients.before_step(module)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

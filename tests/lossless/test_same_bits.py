@@ -11,7 +11,6 @@ from lightning_unitscale.capture.attach import products_of
 from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.steps import steps_of
 from lightning_unitscale.lossless.gauge import MAX_LOG2_GAMMA, MAX_LOG2_SIGMA
-from lightning_unitscale.lossless.rewrite import LosslessUnitScale
 from lightning_unitscale.transforms import (
     Gauge,
     GaugePair,
@@ -31,13 +30,7 @@ _SLACK = 1e-3  # rounding of the operands themselves, largest in BF16
 
 
 def _set_gauge(module: nn.Module, gauge: Gauge) -> None:
-    products = products_of(module)
-    if products is not None:
-        products.session.units.set_gauge(gauge)
-        return
-    (rewrite, *_) = steps_of(module).passes
-    assert isinstance(rewrite, LosslessUnitScale)
-    rewrite.set_gauge(gauge)
+    products_of(module).session.units.set_gauge(gauge)
 
 
 def _forward(module: nn.Module) -> CapturedStep:

@@ -11,10 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_unitscale import UnitScaleCallback
-from lightning_unitscale.lossless.calibrate import Measured
-from lightning_unitscale.lossless.gauge import GaugePair
-from lightning_unitscale.lossless.late_units import LateUnits
-from lightning_unitscale.lossless.rewrite import LosslessUnitScale
 from lightning_unitscale.rules.weights import ParameterGradients
 from lightning_unitscale.transforms import simulate_fp8, unit_scale
 from tests.callbacks.late_modules import LATE, WIDTH
@@ -126,54 +122,6 @@ def test_a_tensor_that_stays_zero_is_named_and_asked_for_less_and_less() -> None
     assert "other.0" in line and "other.2" in line and "encoder" not in line
 
 
-def test_when_late_units_are_measured() -> None:
-    rewrite = LosslessUnitScale()
-    late = LateUnits(rewrite)
-    assert not any(late.is_due(step) for step in range(10))
-    rewrite.update_gauge(Measured({"a": 1.0, "b": 0.0, "c": math.nan}, {"d": math.inf}))
-    assert rewrite.missing == {"b", "c", "d"} and rewrite.gauge.keys() == {"a"}
-    due = [step for step in range(1, 200) if late.is_due(step)]
-    assert due[:63] == list(range(1, 64)) and due[63:] == list(range(64, 200, 8))
-    # Nothing that was known is forgotten.
-    rewrite.update_gauge(Measured({"a": 0.0, "b": 4.0}))
-    assert rewrite.gauge["a"] == GaugePair() and rewrite.gauge["b"] == GaugePair(2)
-    assert rewrite.missing == {"c", "d"}
-    # What has just got its unit is judged once more, whether it fits.
-    taken = late.of(Measured({"a": 2.0, "c": 8.0}, {"d": 1.0}))
-    assert taken == Measured({"c": 8.0}, {"d": 1.0})
-    rewrite.update_gauge(taken)
-    assert not rewrite.missing and late.is_due(199)
-    late.of(Measured())
-    assert not late.is_due(200)
-
-
-def test_units_that_are_missing_are_saved() -> None:
-    module, callback = _run(LATE["annealed loss"], steps=2, simulate="fp8")
-    state = callback.state_dict()
-    assert "other.2.linear:unscaled" in state["missing"]
-    # A version before this one wrote 1 for them.
-    old = {key: value for key, value in state.items() if key != "missing"}
-    old["gauge"] = {**state["gauge"], **{name: [0, 0] for name in state["missing"]}}
-    for saved in (state, old):
-        resumed = UnitScaleCallback("unit-scaling", recalibrate=None, simulate="fp8")
-        resumed.load_state_dict(saved)
-        settings: dict[str, Any] = {"max_steps": 8, "max_epochs": -1, **QUIET}
-
-        class Later(LATE["annealed loss"]):  # type: ignore[misc]
-            def late_share(self, step: int) -> float:
-                return 0.5
-
-        other = Later()
-        other.load_state_dict(module.state_dict())
-        pl.Trainer(callbacks=[resumed], **settings).fit(other)
-        assert resumed.gauge["other.2.linear:unscaled"].log2_gamma < -8
-        assert not any(
-            "other" in line
-            for line in str(resumed.explain()).splitlines()
-            if line.startswith("No units yet")
-        )
-
-
 class _Adapted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -219,43 +167,30 @@ def test_factors_of_late_gradients() -> None:
     gradients = ParameterGradients()
     late, zero, broken = _parameter(3e-5, -4e-5), _parameter(0.0), _parameter(math.inf)
     named = {"m.late": late, "n.zero": zero, "n.broken": broken}
-    gradients.scale_late(named.items())
-    assert _rms(late) == pytest.approx(3.5e-5, rel=0.1)  # nothing was measured yet
-    gradients.set_measured({"m.known": 2.0, "m.late": 0.0, "n.zero": 0.0, "n.broken": math.nan})
-    assert gradients.log2_factors == {"m.known": -1}
-    gradients.scale_late(named.items())
+    gradients.scale_new(named.items())
+    assert _rms(late) == pytest.approx(3.5e-5, rel=0.1)  # no training has begun
+    gradients.log2_factors["m.known"] = -1
+    gradients.measures_late = True
+    gradients.scale_new(named.items())
     assert 0.7 < _rms(late) < 1.5 and _rms(zero) == 0 and _rms(broken) == math.inf
     # The next backward pass comes before the numbers are read: it is scaled once more.
     late.grad = torch.tensor([3e-5, 4e-5])
-    gradients.scale_late(named.items())
+    gradients.scale_new(named.items())
     assert 0.7 < _rms(late) < 1.5
     gradients.settle()
     exponent = -round(math.log2(3.5355e-5))
     assert gradients.log2_factors == {"m.known": -1, "m.late": exponent}
     late.grad = torch.ones(2)
-    gradients.scale_late(named.items())
+    gradients.scale_new(named.items())
     assert torch.equal(late.grad, torch.ones(2))
 
 
-def test_rounding_errors_are_no_late_gradients() -> None:
+def test_rounding_errors_are_no_gradients() -> None:
     gradients = ParameterGradients()
-    gradients.set_measured({"m.weight": 1.0, "m.bias": 0.0, "n.weight": 0.0, "n.bias": 0.0})
+    gradients.start(num_accumulated=1)
+    gradients.log2_factors["m.weight"] = 0
     noise, weight, bias = (_parameter(value) for value in (1e-12, 2.0**-10, 1e-12))
-    gradients.scale_late({"m.bias": noise, "n.weight": weight, "n.bias": bias}.items())
+    gradients.scale_new({"m.bias": noise, "n.weight": weight, "n.bias": bias}.items())
     gradients.settle()
     assert gradients.log2_factors == {"m.weight": 0, "m.bias": 0, "n.weight": 10, "n.bias": 10}
     assert _rms(noise) == pytest.approx(1e-12) and _rms(weight) == 1.0
-
-
-def test_factors_of_late_gradients_are_those_of_a_batch() -> None:
-    gradients = ParameterGradients()
-    gradients.set_measured({"late": 0.0}, num_accumulated=1)
-    gradients.accumulate(16)
-    late = _parameter(2.0**-8)
-    gradients.scale_late({"late": late}.items(), keeps=False)
-    gradients.settle()
-    assert not gradients.log2_factors and _rms(late) == 1.0
-    late = _parameter(2.0**-8)
-    gradients.scale_late({"late": late}.items())
-    gradients.settle()
-    assert torch.equal(gradients._seen("late", torch.tensor([2.0**-8])), torch.ones(1))
