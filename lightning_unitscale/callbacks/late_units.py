@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing_extensions import override
 
-from lightning_unitscale.callbacks.distributed import is_distributed
-from lightning_unitscale.loops.loop import gathered
 from lightning_unitscale.lossless.late_units import LateUnits
+from lightning_unitscale.ranks import gathered, is_distributed
 
 
 class JointLateUnits(LateUnits):
@@ -18,4 +17,4 @@ class JointLateUnits(LateUnits):
 
     @override
     def _joint(self, names: frozenset[str]) -> frozenset[str]:
-        return names.union(*gathered(names)) if is_distributed() else names
+        return names.union(*gathered(names))

@@ -26,9 +26,10 @@ from lightning_unitscale.loops.hooks import (
     warn_of_no_step,
 )
 from lightning_unitscale.loops.loggers import checked_loggers
-from lightning_unitscale.loops.loop import Loop, LoopCallback, StepCaller, rank, world_size
+from lightning_unitscale.loops.loop import Loop, LoopCallback, StepCaller
 from lightning_unitscale.loops.shared_parameters import SharedParameters
 from lightning_unitscale.lossless.rehearsal import find_loss
+from lightning_unitscale.ranks import rank, world_size
 
 _EVALUATION = "evaluation"
 # The attachments of the modules that are being called.
