@@ -52,7 +52,8 @@ from lightning_unitscale.graph.name_patterns import NamePatterns
 from lightning_unitscale.graph.passes import GraphPass, Phase, Region, StepGraph
 from lightning_unitscale.lossless.rehearsal import calibrate
 from lightning_unitscale.lossless.rewrite import LosslessUnitScale
-from lightning_unitscale.optim.learning_rates import ParameterInfo, scale_learning_rates
+from lightning_unitscale.optim.learning_rates import ParameterInfo
+from lightning_unitscale.optim.scaled_step import scale_learning_rates
 from lightning_unitscale.precision.simulate import find_sites, insert_at_sites
 from lightning_unitscale.quantize import quantize
 from lightning_unitscale.rules.rewrite import RuleRewrite

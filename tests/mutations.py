@@ -997,14 +997,14 @@ MUTATIONS = (
     ),
     Mutation(
         "the factor of a learning rate is dropped",
-        "optim/learning_rates.py",
+        "optim/scaled_step.py",
         'settings["lr"] = group["lr"] * factors.lr',
         'settings["lr"] = group["lr"]',
         "optim/test_scaled_step.py",
     ),
     Mutation(
         "a decay that is independent of the rate follows its schedule",
-        "optim/learning_rates.py",
+        "optim/scaled_step.py",
         "                decay /= peak\n",
         "                pass\n",
         "optim/test_scaled_step_training.py -k independent_decay",
