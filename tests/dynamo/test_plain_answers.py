@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import lightning_unitscale
 from lightning_unitscale.capture.export import export_forward
+from lightning_unitscale.capture.steps import steps_of
 from lightning_unitscale.dynamo import answers
 from lightning_unitscale.transforms import remat, track_scales
 from tests.helpers import assert_same_bits, run
@@ -187,7 +188,9 @@ class Marks(nn.Module):
         return self.linear(x + states).square().sum()
 
 
-def test_what_dynamo_does_not_trace_breaks_the_graph() -> None:
+def test_a_hint_for_a_compiler_breaks_no_graph() -> None:
     module, x = Marks(), torch.randn(4, 3)
     planned = remat(module, "min_cut")
     assert_same_bits(run(planned, x), run(module, x))
+    steps = steps_of(planned)
+    assert steps is not None and not steps.graph_breaks
