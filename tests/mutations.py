@@ -1031,6 +1031,13 @@ MUTATIONS = (
         "distributed/test_rules_sharded.py",
     ),
     Mutation(
+        "a rank raises its error alone",
+        "ranks.py",
+        "gathered(problem, group)",
+        "[problem]",
+        "distributed/test_agreement.py",
+    ),
+    Mutation(
         "ranks that share a tensor count as copies of the model",
         "callbacks/distributed.py",
         "return trainer.world_size // tensor_parallel_size(trainer)",
