@@ -1137,6 +1137,13 @@ MUTATIONS = (
         "remat/test_planner.py remat/test_partitioner.py",
     ),
     Mutation(
+        "what a graph of many keeps counts in no other graph's passes",
+        "remat/measured.py",
+        "waiting[graph] += 1",
+        "waiting[graph] += 0",
+        "remat/test_measured.py",
+    ),
+    Mutation(
         "the cut does not ask how large a value is",
         "remat/min_cut.py",
         "weights[bounded] = seconds_per_byte * size[bounded]",

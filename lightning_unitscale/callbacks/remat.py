@@ -11,10 +11,18 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_unitscale.callbacks.captured_run import capture_run
-from lightning_unitscale.callbacks.distributed import refuse_sharded_parameters
+from lightning_unitscale.callbacks.distributed import (
+    refuse_distributed_tensors,
+    refuse_sharded_parameters,
+)
 from lightning_unitscale.callbacks.explanation import Explanation
 from lightning_unitscale.callbacks.options import check_compile, mode_of
-from lightning_unitscale.callbacks.packages import is_lightning, rank_zero_info, rank_zero_warn
+from lightning_unitscale.callbacks.packages import (
+    is_lightning,
+    misconfigured,
+    rank_zero_info,
+    rank_zero_warn,
+)
 from lightning_unitscale.callbacks.steps import StepsCallback, enter
 from lightning_unitscale.capture.step_messages import NO_REASON
 from lightning_unitscale.capture.steps import ModuleSteps
@@ -23,7 +31,9 @@ from lightning_unitscale.dynamo.executors import CompileMode
 from lightning_unitscale.loops.loop import Claim
 from lightning_unitscale.profiler.measure import PeakMeter, gradient_bytes, optimizer_state_bytes
 from lightning_unitscale.profiler.report import format_bytes
+from lightning_unitscale.ranks import failing_together
 from lightning_unitscale.remat.api import StepPartitioner
+from lightning_unitscale.remat.measured import MeasuredPartitioner, Parts
 from lightning_unitscale.remat.planner import Budget, check_budget
 from lightning_unitscale.remat.report import RematReport, reports_by_part
 
@@ -41,6 +51,9 @@ class RematCallback(StepsCallback):
     the end of a run the predicted and the measured peak are logged as
     ``remat/predicted_peak_bytes`` and ``remat/measured_peak_bytes``.
 
+    Under FSDP2 the budget is for the peak on each rank. The first three steps keep as little as
+    they can, and the third is measured: the graphs of all modules are planned together by it.
+
     Args:
         budget: Limit on all tensor bytes alive at once in a training step: parameters, buffers,
             batch, activations, gradients and the optimizer's state. An int or a string such as
@@ -49,14 +62,14 @@ class RematCallback(StepsCallback):
         compile: Run the captured graphs by Inductor, in a mode of ``torch.compile`` if it is the
             name of such. Results then are those of ``torch.compile`` up to its rounding, with the
             plain step's random numbers, and the prediction is an estimate: what it fuses is not
-            stored.
+            stored. Not under FSDP2.
 
     Raises:
-        ValueError: If the budget is malformed; at the first batch, if it is below the floor, which
-            the message names.
+        ValueError: If the budget is malformed; at the first batch, or when it is measured, if it is
+            below the floor, which the message names.
         MisconfigurationException: At ``setup``, if the module is compiled already, the callback is
-            given twice or beside ``UnitScaleCallback(remat=...)``, or the strategy shards
-            parameters.
+            given twice or beside ``UnitScaleCallback(remat=...)``, or the strategy is
+            ``FSDPStrategy`` or one of tensor parallelism.
 
     Examples:
         >>> from lightning.pytorch import Trainer
@@ -74,7 +87,7 @@ class RematCallback(StepsCallback):
         self.measured_peak_bytes: int | None = None
         self._steps: ModuleSteps | None = None
         self._captured = ExitStack()
-        self._partitioner: StepPartitioner | None = None
+        self._partitioner: StepPartitioner | MeasuredPartitioner | None = None
         self._meter: PeakMeter | None = None
         self._gradients_seen = 0
         self._has_warned = False
@@ -116,7 +129,7 @@ class RematCallback(StepsCallback):
         enter(trainer, self)
         self.measured_peak_bytes = None
         self._gradients_seen = 0
-        self._partitioner = step_partitioner(trainer, pl_module, self.budget)
+        self._partitioner = self._new_partitioner(trainer, pl_module)
         self._steps = capture_run(
             trainer,
             pl_module,
@@ -137,6 +150,8 @@ class RematCallback(StepsCallback):
             if trainer.global_step >= 1 and not _is_profiled(trainer):
                 self._meter = PeakMeter(pl_module.device)
                 self._meter.start()
+                if isinstance(self._partitioner, MeasuredPartitioner):
+                    self._partitioner.meter = self._meter
             return
         if self._gradients_seen < trainer.accumulate_grad_batches:
             return
@@ -163,12 +178,19 @@ class RematCallback(StepsCallback):
         self._gradients_seen += 1
         # All batches of an optimizer step: the later ones meet the gradients of the first.
         if self._meter.is_marked and self._gradients_seen == trainer.accumulate_grad_batches:
-            self.measured_peak_bytes = self._meter.stop()
+            peak, parts = self._meter.stop(), self._meter.parts
             self._meter = None
+            if not self._plan_by(parts):
+                self.measured_peak_bytes = peak
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.predicted_peak_bytes is None:
+            if self._num_waiting:
+                rank_zero_info(
+                    f"RematCallback: the run ended before a step was measured, with the plans that "
+                    f"keep the least; budget={self.budget!r} was not checked"
+                )
             return
         metrics = {"remat/predicted_peak_bytes": float(self.predicted_peak_bytes)}
         if self.measured_peak_bytes is not None:
@@ -176,6 +198,38 @@ class RematCallback(StepsCallback):
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step)
         rank_zero_info(f"RematCallback: {self._summary()}")
+
+    def _new_partitioner(
+        self, trainer: pl.Trainer, module: pl.LightningModule
+    ) -> StepPartitioner | MeasuredPartitioner:
+        refuse_distributed_tensors(trainer, f"budget={self.budget!r}")
+        if not is_lightning(trainer.strategy, "ModelParallelStrategy"):
+            return step_partitioner(trainer, module, self.budget)
+        if self.compile:
+            raise misconfigured(
+                "compile=True: with ModelParallelStrategy a step is measured from graph to graph, "
+                "which run op by op then; expected compile=False for RematCallback; leave it out."
+            )
+        if _is_profiled(trainer):
+            raise misconfigured(
+                f"budget={self.budget!r}: with ModelParallelStrategy a step is measured, on a CPU "
+                "by torch's profiler, of which there is only one at a time; expected a Trainer "
+                "without PyTorchProfiler; leave it out."
+            )
+        return MeasuredPartitioner(self.budget)
+
+    def _plan_by(self, parts: Parts) -> bool:
+        """Plan the graphs of sharded modules by a measured step; whether that changes them."""
+        partitioner = self._partitioner
+        if not isinstance(partitioner, MeasuredPartitioner) or partitioner.is_planned:
+            return False
+        assert self._steps is not None
+        partitioner.meter = None
+        with failing_together():
+            partitioner.plan(parts)
+        # Without what tells where they begin and end.
+        self._steps.reset()
+        return True
 
     def _warn_if_unplanned(self, module: pl.LightningModule) -> None:
         """Warn if a step has made gradients without a plan: the budget means nothing."""
@@ -185,6 +239,7 @@ class RematCallback(StepsCallback):
             or steps is None
             or partitioner is None
             or self.reports
+            or self._num_waiting
             or all(param.grad is None for param in module.parameters())
         ):
             return
@@ -204,7 +259,14 @@ class RematCallback(StepsCallback):
             "that depend on values out of its loops, or leave RematCallback out."
         )
 
+    @property
+    def _num_waiting(self) -> int:
+        partitioner = self._partitioner
+        return len(partitioner.graphs) if isinstance(partitioner, MeasuredPartitioner) else 0
+
     def _warn_of_breaks(self) -> None:
+        if isinstance(self._partitioner, MeasuredPartitioner):
+            return  # the budget holds for the whole step
         step = None if self._steps is None else self._steps.steps["training_step"]
         breaks = [] if step is None or step.second_capture.is_due else step.graph_breaks
         if self._has_warned or not breaks:
@@ -272,7 +334,7 @@ def step_partitioner(
         trainer,
         f"budget={budget!r}",
         "plans a step that is captured whole, on whole parameters",
-        "DDP or PipelineStrategy, or torch.utils.checkpoint in the module",
+        "DDP or PipelineStrategy, or RematCallback() with FSDP2 by ModelParallelStrategy",
     )
     weak_trainer = weakref.ref(trainer)
 

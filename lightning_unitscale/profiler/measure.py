@@ -92,10 +92,17 @@ class PeakMeter:
     recorded and summed up. It does not record that a tensor is freed which was there before
     :meth:`start`: start a step early, so that the gradients of the measured step's predecessor are
     known, and name what is alive at the mark.
+
+    Attributes:
+        parts: After :meth:`stop`, the peak of each part, with the label at its end; the last has
+            none.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.parts: list[tuple[Any, int]] = []
+        self._labels: list[Any] = []
+        self._peaks: list[int] = []
         self._alive: int | None = None
         self._profile: Any = None
 
@@ -116,31 +123,48 @@ class PeakMeter:
     def mark(self, alive: Any, *, beside: int = 0) -> None:
         """What follows is measured."""
         self._alive = storage_bytes(alive) + beside
+        self._begin_part()
+
+    def note(self, label: Any) -> None:
+        """A part of what is measured ends here, and another begins; nothing before the mark."""
+        if self.is_marked:
+            self._end_part()
+            self._labels.append(label)
+            self._begin_part()
+
+    def stop(self) -> int | None:
+        """Stop; returns the peak in bytes, or ``None`` if nothing was marked."""
+        if self.is_marked:
+            self._end_part()
+        if self._profile is not None:
+            self._profile.__exit__(None, None, None)
+            if self._alive is not None:
+                events = list(self._profile.kineto_results.events())
+                self._peaks = _peaks_after_marks(events, self._alive)
+            self._profile = None
+        self.parts = list(zip([*self._labels, None], self._peaks, strict=False))
+        return max(self._peaks, default=None)
+
+    def _begin_part(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         elif self._profile is not None:
             with torch.profiler.record_function(_MARK):
                 pass
 
-    def stop(self) -> int | None:
-        """Stop; returns the peak in bytes, or ``None`` if nothing was marked."""
-        profile, self._profile = self._profile, None
-        if profile is not None:
-            profile.__exit__(None, None, None)
-        if self._alive is None:
-            return None
-        if profile is not None:
-            return _peak_after_mark(list(profile.kineto_results.events()), self._alive)
-        is_cuda = self.device.type == "cuda"
-        return torch.cuda.max_memory_allocated(self.device) if is_cuda else None
+    def _end_part(self) -> None:
+        if self.device.type == "cuda":
+            self._peaks.append(torch.cuda.max_memory_allocated(self.device))
 
 
-def _peak_after_mark(events: list[Any], alive: int) -> int:
-    """The most bytes alive from the mark on."""
-    mark = next(event.start_ns() for event in events if event.name() == _MARK)
-    changes = [e for e in events if e.name() == "[memory]" and e.start_ns() >= mark]
-    peak = alive
+def _peaks_after_marks(events: list[Any], alive: int) -> list[int]:
+    """The peak after each mark, up to the next one."""
+    marks = sorted(event.start_ns() for event in events if event.name() == _MARK)
+    changes = [e for e in events if e.name() == "[memory]" and e.start_ns() >= marks[0]]
+    peaks = [alive]
     for change in sorted(changes, key=lambda change: change.start_ns()):
+        while len(peaks) < len(marks) and change.start_ns() >= marks[len(peaks)]:
+            peaks.append(alive)
         alive += change.nbytes()
-        peak = max(peak, alive)
-    return peak
+        peaks[-1] = max(peaks[-1], alive)
+    return [*peaks, *[alive] * (len(marks) - len(peaks))]

@@ -225,12 +225,7 @@ class RematPartitioner(CustomPartitionerFn):
         resident, forward = self.resident_bytes(static)
         planner = Planner(problem, resident_bytes=resident, forward_bytes=forward)
         plan = self.choose(planner)
-        if isinstance(limit := self.budget, int):
-
-            def fits() -> bool:
-                return self.peak_bytes(planner.in_problem(plan, reader.read())) <= limit
-
-            limit_reach(changing_sizes(gm.graph), fits)
+        self.limit_sizes(changing_sizes(gm.graph), lambda: planner.in_problem(plan, reader.read()))
         if self.on_plan is not None:
             self.on_plan(plan)
         self.inputs = {}  # after a graph break they are activations
@@ -248,6 +243,17 @@ class RematPartitioner(CustomPartitionerFn):
     def choose(self, planner: Planner) -> RematPlan:
         """The plan of one graph; a subclass may choose another."""
         return planner.default if self.budget == "default" else planner.plan(self.budget)
+
+    def limit_sizes(self, sizes: Sequence[torch.SymInt], enlarged: Callable[[], RematPlan]) -> None:
+        """Let a plan serve larger sizes only as far as a budget in bytes holds.
+
+        Args:
+            sizes: What changes from call to call.
+            enlarged: The plan for the sizes that are assumed when it is called.
+        """
+        if isinstance(self.budget, int):
+            limit = self.budget
+            limit_reach(sizes, lambda: self.peak_bytes(enlarged()) <= limit)
 
     def peak_bytes(self, plan: RematPlan) -> int:
         """What the budget limits."""

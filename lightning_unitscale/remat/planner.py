@@ -232,13 +232,21 @@ class Planner:
         Args:
             num_plans: Budgets to plan for, evenly between the default plan's peak and the floor.
         """
+        return non_dominated(self.tried(num_plans), lambda plan: (plan.seconds, plan.peak_bytes))
+
+    def tried(self, num_plans: int) -> list[RematPlan]:
+        """All plans that :meth:`front` looks at; those that it leaves out may keep less.
+
+        Args:
+            num_plans: As of :meth:`front`.
+        """
         plans = [*self.candidates, self.floor]
         top, bottom = self.default.peak_bytes, self.floor.peak_bytes
         for step in range(1, num_plans):
             chosen = self._of_blocks(top - (top - bottom) * step // num_plans)
             if chosen is not None:
                 plans.append(chosen)
-        return non_dominated(plans, lambda plan: (plan.seconds, plan.peak_bytes))
+        return plans
 
     def plan_of(self, name: str, saved: Mask, kept: Mask | None = None) -> RematPlan:
         """A plan from what it keeps, without what nobody would read.
@@ -321,22 +329,29 @@ class Planner:
         saved |= self.problem.region == NodeRegion.INPUT
         return self.plan_of("blocks", saved, None if kept.all() else kept)
 
-    def _refusal(self, limit: int, budget: Budget) -> BudgetError:
+    def _refusal(self, limit: int, budget: Budget) -> ValueError:
         floor = self.floor
         where, node = floor.timeline.peak_at
-        shown = f"{budget}, {format_bytes(limit)}" if budget != limit else format_bytes(limit)
-        return BudgetError(
-            f"budget={shown} ({limit} bytes): no plan needs so little; expected at least "
-            f"{format_bytes(floor.peak_bytes)} ({floor.peak_bytes} bytes), the floor, which the "
-            f"{where} pass reaches at {self.problem.nodes[node].name}; "
-            f"{format_bytes(self._inputs())} of it are parameters, inputs and optimizer state. "
-            f"Without rematerialization the peak is {format_bytes(self.default.peak_bytes)}. Raise "
-            "the budget, or make the batch, the sequence or the output layer smaller."
+        reached = (
+            f"which the {where} pass reaches at {self.problem.nodes[node].name}; "
+            f"{format_bytes(self._inputs())} of it are parameters, inputs and optimizer state"
         )
+        return refusal(budget, limit, floor.peak_bytes, self.default.peak_bytes, reached)
 
 
 class BudgetError(Refusal, ValueError):
     """A budget that no plan of a step keeps."""
+
+
+def refusal(budget: Budget, limit: int, floor: int, default: int, reached: str) -> BudgetError:
+    """The error of a budget that no plan meets."""
+    shown = f"{budget}, {format_bytes(limit)}" if budget != limit else format_bytes(limit)
+    return BudgetError(
+        f"budget={shown} ({limit} bytes): no plan needs so little; expected at "
+        f"least {format_bytes(floor)} ({floor} bytes), the floor, {reached}. "
+        f"Without rematerialization the peak is {format_bytes(default)}. Raise the "
+        "budget, or make the batch, the sequence or the output layer smaller."
+    )
 
 
 def _pruned(problem: RematProblem, saved: Mask) -> Mask:
