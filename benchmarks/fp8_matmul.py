@@ -1,7 +1,7 @@
 """What FP8 linears take on a GPU: BF16, torchao's dynamic scales, and constant scales.
 
-One linear layer forward and backward at hidden sizes 1024 to 8192, and a transformer block, compiled
-by Inductor unless it says eager, with BF16 parameters and 16,384 tokens:
+One linear layer forward and backward at hidden sizes 1024 to 8192, and a transformer block, with
+BF16 parameters and 16,384 tokens, compiled by Inductor but for what is called eager:
 
 - "BF16": the plain module;
 - "torchao": ``convert_to_float8_training``, tensorwise: a scale is found for each of three tensors

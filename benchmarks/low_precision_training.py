@@ -23,6 +23,7 @@ FP8 has no numbers. No loss scaler is used anywhere: doing without it is the poi
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 import statistics
@@ -37,23 +38,25 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import torch.nn.functional as F
-from lightning_unitscale.lossless.rehearsal import calibrate
-from lightning_unitscale.lossless.rewrite import LosslessUnitScale
 from tabulate import tabulate
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from benchmarks.demo_step import VOCABULARY
 from benchmarks.measure import RESULTS, machine
 from examples.gpt import GPT
 from examples.text import TextDataModule
 from lightning_unitscale.callbacks.units import RecalibrationSchedule
-from lightning_unitscale.capture.attach import captured_forward
+from lightning_unitscale.capture.attach import products_of
 from lightning_unitscale.capture.steps import steps_of
+from lightning_unitscale.dispatch.attach import AttachedSession
+from lightning_unitscale.dispatch.execute import Product
+from lightning_unitscale.dispatch.formats import Numerics
+from lightning_unitscale.dispatch.torch_internals import Kernel
+from lightning_unitscale.dispatch.units import Units
 from lightning_unitscale.formats import NumberFormat, get_format
 from lightning_unitscale.graph.name_patterns import NamePatterns
-from lightning_unitscale.graph.passes import GraphPass, Phase, Region, StepGraph
-from lightning_unitscale.optim.learning_rates import ParameterInfo, scale_learning_rates
-from lightning_unitscale.precision.simulate import find_sites, insert_at_sites
+from lightning_unitscale.optim.learning_rates import ParameterInfo
+from lightning_unitscale.optim.scaled_step import scale_learning_rates
 from lightning_unitscale.quantize import quantize
 from lightning_unitscale.rules.rewrite import RuleRewrite
 from lightning_unitscale.transforms import (
@@ -84,7 +87,7 @@ class Loss(nn.Module):
         return F.cross_entropy(logits.float().view(-1, VOCABULARY), targets.reshape(-1))
 
 
-class DynamicScaling(GraphPass):
+class DynamicScaling(Numerics):
     """Rounds like :class:`SimulateFormat`, but each tensor scaled to the format's full range.
 
     References:
@@ -92,7 +95,6 @@ class DynamicScaling(GraphPass):
     """
 
     name = "dynamic scaling"
-    phase = Phase.QUANTIZE
 
     def __init__(
         self,
@@ -105,43 +107,19 @@ class DynamicScaling(GraphPass):
         self.powers_of_two = powers_of_two
         self.fwd_format, self.bwd_format = get_format(fwd_format), get_format(bwd_format)
 
-    def run(self, graph: StepGraph) -> tuple[str, ...]:
-        def operand(input: Tensor) -> Tensor:
-            return _DynamicOperand.apply(input, self.fwd_format, self.powers_of_two)
+    def applies_to(self, product: Product, *_: Any) -> bool:
+        return self.patterns.match_names(product.site.name, product.site.module)
 
-        def gradient(input: Tensor) -> Tensor:
-            return _DynamicGradient.apply(input, self.bwd_format, self.powers_of_two)
+    def why_not(self, product: Product) -> str:
+        return self.patterns.why_not(product.site.name, product.site.module)
 
-        def inserter(function: Callable[[Tensor], Tensor]) -> Any:
-            def insert(region: Region, source: fx.Node) -> fx.Node:
-                return region.graph.call_function(function, (source,))
-
-            return insert
-
-        sites = find_sites(graph, self.patterns)
-        insert_at_sites(sites, inserter(operand), inserter(gradient))
-        return (f"{len(sites)} products with dynamic scales",)
-
-
-class _DynamicOperand(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, format: NumberFormat, powers_of_two: bool) -> Tensor:
-        return _scaled_to_range(input, format, powers_of_two)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad, None, None
-
-
-class _DynamicGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, format: NumberFormat, powers_of_two: bool) -> Tensor:
-        ctx.format, ctx.powers_of_two = format, powers_of_two
-        return input.view_as(input)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _scaled_to_range(grad, ctx.format, ctx.powers_of_two), None, None
+    def run(
+        self, product: Product, original: Kernel, args: list[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        for position, _, is_gradient, _ in product.places():
+            format = self.bwd_format if is_gradient else self.fwd_format
+            args[position] = _scaled_to_range(args[position], format, self.powers_of_two)
+        return original(*args, **kwargs)
 
 
 def _scaled_to_range(tensor: Tensor, format: NumberFormat, powers_of_two: bool) -> Tensor:
@@ -180,9 +158,13 @@ def _lossless(forward: str, backward: str, **options: Any) -> Callable[[Loss, Ba
 
 
 def _dynamic(forward: str, backward: str, **options: Any) -> Callable[[Loss, Batch], nn.Module]:
-    return lambda module, batch: captured_forward(
-        module, "dynamic", DynamicScaling(forward, backward, **options)
-    )[0]
+    def prepare(module: Loss, batch: Batch) -> nn.Module:
+        new = copy.deepcopy(module)
+        numerics = [DynamicScaling(forward, backward, **options)]
+        AttachedSession(new, ["forward"], Units(is_used=False), numerics)
+        return new
+
+    return prepare
 
 
 def _rules(forward: str, backward: str) -> Callable[[Loss, Batch], nn.Module]:
@@ -367,9 +349,9 @@ def train(method: Method, seed: int, args: argparse.Namespace) -> Outcome:
         clip *= math.sqrt(sum(one.numel() for one in module.parameters()))
     losses = []
     batch = first
-    schedule = RecalibrationSchedule("auto" if method.follows else None)
+    looks = RecalibrationSchedule("auto" if method.follows else None)
     for step in range(args.steps):
-        if schedule.looks_at(step):
+        if looks.looks_at(step):
             take_new_units(module, batch)
         with torch.autocast("cpu", method.dtype, enabled=method.dtype is not torch.float32):
             loss = module(*batch)
@@ -397,10 +379,7 @@ def evaluate(module: nn.Module, batches: list[Batch]) -> float:
 
 def take_new_units(module: nn.Module, batch: Batch) -> None:
     """Measure a lossless module again, as the callback does when an operand left [1/4, 4]."""
-    steps = steps_of(module)
-    assert steps is not None
-    (rewrite,) = (one for one in steps.passes if isinstance(one, LosslessUnitScale))
-    calibrate(steps.steps["forward"], rewrite, batch, {})
+    products_of(module).measure(batch, {})
 
 
 _texts: list[Any] = []

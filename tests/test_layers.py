@@ -17,6 +17,7 @@ ROOMS = (
     "formats.py",
     "patching.py",
     "quantize.py",
+    "ranks.py",
     "scales",
     "functional",
     "tensorboard",

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_unitscale.callbacks.packages import is_lightning, misconfigured
-from lightning_unitscale.loops.loop import gathered, world_size
 from lightning_unitscale.lossless.measured import Measured, combined_rms
+from lightning_unitscale.ranks import differing_ranks, gathered, is_distributed
 from lightning_unitscale.scales.reduce import joined_rows, split_rows
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.scales.tensor_statistics import FloatArray
@@ -32,15 +32,8 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound=Measured)
 
 
-def is_distributed() -> bool:
-    """Whether there are other ranks to agree with."""
-    return world_size() > 1
-
-
 def joint_rms(*measured: Mapping[str, float]) -> tuple[dict[str, float], ...]:
     """RMS over all ranks of named values; ranks may have measured different names."""
-    if not is_distributed():
-        return tuple(dict(values) for values in measured)
     return tuple(_joint(values) for values in zip(*gathered(measured), strict=True))
 
 
@@ -58,15 +51,8 @@ def joint_late(measured: M, lacking: Iterable[str]) -> tuple[M, bool]:
     return result, any(names) or bool(result.forward or result.backward)
 
 
-def joint_flag(flag: bool) -> bool:
-    """Whether a flag is set on any rank."""
-    return any(gathered(flag)) if is_distributed() else flag
-
-
 def joint_reasons(*reasons: Mapping[str, str]) -> tuple[dict[str, str], ...]:
     """What any rank has found, by name; where several have, the words of the first."""
-    if not is_distributed():
-        return tuple(dict(texts) for texts in reasons)
     return tuple(
         {name: text for texts in reversed(of_ranks) for name, text in texts.items()}
         for of_ranks in zip(*gathered(reasons), strict=True)
@@ -82,7 +68,7 @@ def joint_snapshot(snapshot: ScaleSnapshot, device: torch.device) -> ScaleSnapsh
     """
     if not is_distributed():
         return snapshot
-    if _same_everywhere(snapshot.names, device):
+    if not differing_ranks(hashlib.sha256("\n".join(snapshot.names).encode()).digest()):
         rows = np.concatenate([snapshot.forward, snapshot.backward])
         forward, backward = np.split(_reduced(rows, snapshot, device), 2)
         return replace(snapshot, forward=forward, backward=backward)
@@ -95,15 +81,6 @@ def _joint(of_ranks: tuple[Mapping[str, float], ...]) -> dict[str, float]:
         name: combined_rms([values[name] for values in of_ranks if name in values])
         for name in names
     }
-
-
-def _same_everywhere(names: tuple[str, ...], device: torch.device) -> bool:
-    digest = hashlib.sha256("\n".join(names).encode()).digest()
-    number = int.from_bytes(digest[:6], "big")
-    extremes = torch.tensor([number, -number], dtype=torch.int64, device=device)
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
-    highest, lowest = extremes.tolist()
-    return bool(highest == -lowest)
 
 
 def _reduced(rows: FloatArray, snapshot: ScaleSnapshot, device: torch.device) -> FloatArray:

@@ -8,12 +8,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from lightning_unitscale.callbacks.distributed import (
-    is_distributed,
-    joint_flag,
-    joint_late,
-    joint_measured,
-)
+from lightning_unitscale.callbacks.distributed import joint_late, joint_measured
 from lightning_unitscale.callbacks.explanation import Explanation, units_table
 from lightning_unitscale.callbacks.packages import rank_zero_warn
 from lightning_unitscale.callbacks.units import (
@@ -35,6 +30,7 @@ from lightning_unitscale.loops.loop import Loop
 from lightning_unitscale.lossless.gauge import Gauge
 from lightning_unitscale.precision.fp8 import FP8Linears
 from lightning_unitscale.precision.simulate import SimulateFormat
+from lightning_unitscale.ranks import any_rank, is_distributed
 
 
 class ProductUnits(MeasuredUnits):
@@ -200,11 +196,11 @@ class ProductUnits(MeasuredUnits):
     def _adopt_first(self, measurement: Measurement) -> None:
         measurement = joint_measured(measurement)
         self._make_fit("the first batch")
-        if not joint_flag(bool(measurement.products)):
+        if not any_rank(bool(measurement.products)):
             return
         self._session.adopt(measurement)
         # A batch whose loss asks for no gradient shows half of it.
-        self.is_calibrated = joint_flag(measurement.has_backward)
+        self.is_calibrated = any_rank(measurement.has_backward)
         self._units.is_looking = False
         self._tell_new_units(len(self.gauge), "the first batch", {})
 

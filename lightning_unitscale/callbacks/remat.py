@@ -28,9 +28,10 @@ from lightning_unitscale.capture.step_messages import NO_REASON
 from lightning_unitscale.capture.steps import ModuleSteps
 from lightning_unitscale.dynamo.breaks import joined_reasons
 from lightning_unitscale.dynamo.executors import CompileMode
-from lightning_unitscale.loops.loop import Claim, failing_together
+from lightning_unitscale.loops.loop import Claim
 from lightning_unitscale.profiler.measure import PeakMeter, gradient_bytes, optimizer_state_bytes
 from lightning_unitscale.profiler.report import format_bytes
+from lightning_unitscale.ranks import failing_together
 from lightning_unitscale.remat.api import StepPartitioner
 from lightning_unitscale.remat.measured import MeasuredPartitioner, Parts
 from lightning_unitscale.remat.planner import Budget, check_budget

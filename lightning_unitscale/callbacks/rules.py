@@ -22,9 +22,9 @@ from lightning_unitscale.callbacks.steps import step_context, takes_iterator
 from lightning_unitscale.callbacks.trainer_settings import RuleSettings, refuse_rate_search
 from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.step_messages import CaptureError
-from lightning_unitscale.loops.loop import gathered
 from lightning_unitscale.optim.learning_rates import Method, ParameterInfo, Role
 from lightning_unitscale.patching import shadowed
+from lightning_unitscale.ranks import gathered
 from lightning_unitscale.rules.build_plan import plan_step
 from lightning_unitscale.rules.deploy import PLAN_ATTRIBUTE
 from lightning_unitscale.rules.plan import RuleOptions, RulePlan

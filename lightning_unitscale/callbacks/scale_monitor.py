@@ -12,11 +12,7 @@ from typing_extensions import override
 
 from lightning_unitscale.arguments import check_choice, shown
 from lightning_unitscale.callbacks.alerts import OnViolation, ScaleAlerts
-from lightning_unitscale.callbacks.distributed import (
-    is_distributed,
-    joint_snapshot,
-    pipeline_of,
-)
+from lightning_unitscale.callbacks.distributed import joint_snapshot, pipeline_of
 from lightning_unitscale.callbacks.lightning_loop import LightningLoop
 from lightning_unitscale.callbacks.monitored_steps import MonitoredSteps, ProbedSteps, WatchedSteps
 from lightning_unitscale.callbacks.packages import rank_zero_info, rank_zero_warn
@@ -26,6 +22,7 @@ from lightning_unitscale.formats import NumberFormat, get_format
 from lightning_unitscale.graph.name_patterns import NamePatterns
 from lightning_unitscale.loops.loggers import Writer, writer_for
 from lightning_unitscale.loops.loop import Loop
+from lightning_unitscale.ranks import is_distributed
 from lightning_unitscale.scales.alerts import ScaleAlert
 from lightning_unitscale.scales.export import summarize, write_csv, write_json_lines
 from lightning_unitscale.scales.layout import RowLayout

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from lightning_unitscale.arguments import shown
-from lightning_unitscale.callbacks.distributed import is_distributed, joint_reasons
+from lightning_unitscale.callbacks.distributed import joint_reasons
 from lightning_unitscale.callbacks.explanation import CountedSteps, Explanation
 from lightning_unitscale.callbacks.packages import rank_zero_info
 from lightning_unitscale.dispatch.coverage import Coverage, listed
@@ -21,6 +21,7 @@ from lightning_unitscale.lossless.gauge import Gauge, GaugePair
 from lightning_unitscale.lossless.measured import is_late_look
 from lightning_unitscale.precision.fp8 import WIDE_GRADIENT, FP8Linears
 from lightning_unitscale.precision.simulate import SimulateFormat
+from lightning_unitscale.ranks import is_distributed
 
 # Of what :meth:`MeasuredUnits.state_dict` returns. Without one, a tensor of zeros had unit 1.
 STATE_VERSION = 1

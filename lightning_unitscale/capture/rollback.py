@@ -34,11 +34,7 @@ def restoring(module: nn.Module, *, parameters: bool = True) -> Iterator[None]:
     random generators in them. A lazy module waits for its first call again. What a step keeps
     elsewhere (objects of the user's own classes, globals, iterators) stays changed.
     """
-    devices = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
     with contextlib.ExitStack() as undo:
-        undo.enter_context(
-            torch.random.fork_rng([device for device in devices if device.type == "cuda"])
-        )
         for restore in _restorers(module, parameters=parameters):
             undo.callback(restore)
         if parameters:
@@ -54,12 +50,6 @@ def undoers(module: nn.Module, keep: Collection[str] = ()) -> Iterator[Callable[
     As :func:`restoring`, for a caller that finds out later whether the step is to be undone. It
     also puts back gradients, and takes off the hooks that the step has put on parameters.
     """
-    yield functools.partial(torch.set_rng_state, torch.get_rng_state())
-    devices = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
-    for device in devices:
-        if device.type == "cuda":
-            state = torch.cuda.get_rng_state(device)
-            yield functools.partial(torch.cuda.set_rng_state, state, device)
     yield from _restorers(module, parameters=False, keep=keep)
     for parameter in module.parameters():
         yield functools.partial(_restore_hooks, parameter, set(parameter._backward_hooks or ()))
@@ -78,6 +68,11 @@ def _restore_hooks(parameter: nn.Parameter, before: set[Any]) -> None:
 def _restorers(
     module: nn.Module, *, parameters: bool, keep: Collection[str] = ()
 ) -> Iterator[Callable[[], object]]:
+    yield functools.partial(torch.set_rng_state, torch.get_rng_state())
+    for device in {tensor.device for tensor in (*module.parameters(), *module.buffers())}:
+        if device.type == "cuda":
+            state = torch.cuda.get_rng_state(device)
+            yield functools.partial(torch.cuda.set_rng_state, state, device)
     yield functools.partial(random.setstate, random.getstate())
     yield functools.partial(np.random.set_state, np.random.get_state())
     for owner in module.modules():

@@ -119,8 +119,8 @@ def _restore_checkpointing(graph_module: fx.GraphModule) -> None:
             body = getattr(graph_module, str(node.args[0].target))
             _restore_checkpointing(body)
             # The function itself: a lazy graph module may compile its code once more.
-            options = {"forward": compiled_forward(body), "written": _written_inputs(body.graph)}
-            node.target = functools.partial(_checkpoint, **options)
+            forward, written = compiled_forward(body), _written_inputs(body.graph)
+            node.target = functools.partial(_checkpoint, forward=forward, written=written)
             node.target.__name__ = "checkpoint"
 
 

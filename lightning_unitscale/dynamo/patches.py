@@ -68,7 +68,7 @@ from torch._dynamo.exc import (
     unimplemented,
 )
 from torch._dynamo.output_graph import GraphCompileReason
-from torch._dynamo.trace_rules import _allowed_callable_ids, is_forbidden, lookup_callable
+from torch._dynamo.trace_rules import _allowed_callable_ids, lookup_callable
 from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.utils import graph_break_reasons
 from torch._dynamo.variables import (
@@ -168,23 +168,8 @@ def passed_over() -> Iterator[None]:
             _report(frame.f_code, error, warned, warn=True)
             return ConvertFrameReturn()
 
-    with (
-        shadowed_here(convert_frame.ConvertFrame, __call__=convert_or_pass_over),
-        shadowed_here(symbolic_convert, is_forbidden=_break_at_forbidden),
-    ):
+    with shadowed_here(convert_frame.ConvertFrame, __call__=convert_or_pass_over):
         yield
-
-
-def _break_at_forbidden(function: Any) -> bool:
-    """Leave the graph where Dynamo would end the run."""
-    if is_forbidden(function):
-        unimplemented(
-            gb_type="function that Dynamo does not trace",
-            context=str(function),
-            explanation=f"Dynamo does not trace {getattr(function, '__name__', function)}.",
-            hints=["Call it outside of the step."],
-        )
-    return False
 
 
 # Hints for a compiler, which compute nothing. Caches of transformers give them while a step runs.

@@ -16,6 +16,7 @@ from lightning_unitscale.arguments import shown
 from lightning_unitscale.dispatch.nodes import HandedOn
 from lightning_unitscale.loops.given import check_log_dir, given_callbacks
 from lightning_unitscale.loops.hooks import (
+    CalledLoop,
     attachment_of,
     called_methods,
     on_optimizers,
@@ -26,9 +27,10 @@ from lightning_unitscale.loops.hooks import (
     warn_of_no_step,
 )
 from lightning_unitscale.loops.loggers import checked_loggers
-from lightning_unitscale.loops.loop import Loop, LoopCallback, StepCaller, rank, world_size
+from lightning_unitscale.loops.loop import LoopCallback, StepCaller
 from lightning_unitscale.loops.shared_parameters import SharedParameters
 from lightning_unitscale.lossless.full_precision import find_loss
+from lightning_unitscale.ranks import rank, world_size
 
 _EVALUATION = "evaluation"
 # The attachments of the modules that are being called.
@@ -98,7 +100,7 @@ def attach(
     )
 
 
-class Attachment(Loop):
+class Attachment(CalledLoop):
     """What :func:`attach` returns, whose arguments it takes.
 
     Attributes:
@@ -146,7 +148,6 @@ class Attachment(Loop):
         self._log_dir = log_dir
         self._loggers = checked_loggers(loggers)
         self._writer: Any = None
-        # Threads in which a call of the module is running, which may call it by another method.
         # Whether the module has been called in training since the last step.
         self._is_in_batch = False
         # Whether only calls in evaluation mode have recorded gradients since the last step, and
@@ -297,14 +298,9 @@ class Attachment(Loop):
             if state := state_dict["callbacks"].get(type(callback).__name__):
                 callback.load_state_dict(state)
 
+    @override
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Run a call of the module, as a batch of training or of an evaluation.
-
-        Args:
-            forward: What was called.
-            args: Positional arguments.
-            kwargs: Keyword arguments.
-        """
+        """Run a call of the module, as a batch of training or of an evaluation."""
         # Somebody may have kept the method that stood in.
         if self in _CALLING.get() or not self._is_attached:
             return forward(*args, **kwargs)
@@ -333,23 +329,15 @@ class Attachment(Loop):
             callback.begin_backward(loss)
         return result
 
+    @override
     def before_step(self, optimizer: Any, *, has_closure: bool = False) -> None:
-        """An optimizer begins its step: the gradients are there, unless a closure makes them.
-
-        Args:
-            optimizer: The optimizer.
-            has_closure: Whether it is given one, which calls the module within the step.
-        """
+        """Note that an optimizer begins its step: its closure may call the module within it."""
         if not has_closure:
             self._end_backward(optimizer)
 
+    @override
     def after_step(self, optimizer: Any, *, has_closure: bool = False) -> None:
-        """An optimizer has stepped.
-
-        Args:
-            optimizer: The optimizer.
-            has_closure: Whether it was given a closure.
-        """
+        """Note that an optimizer has stepped."""
         if has_closure:
             self._end_backward(optimizer)
         if self._stepping is not optimizer:

@@ -20,7 +20,7 @@ def attach_in_fabric(callback: LoopCallback, fabric: Any, module: Any) -> Attach
     # What runs, under the wrapper that sets autocast.
     inner = unwrapped(module._forward_module)
     attachment = attachment_of(inner)
-    if attachment is None:
+    if not isinstance(attachment, Attachment):
         scaler = getattr(fabric.strategy.precision, "scaler", None)
         attachment = Attachment(inner, None, (), loggers=fabric.loggers, scaler=scaler)
         marking = _Marking(attachment, module.mark_forward_method)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import abc
 import sys
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,10 +23,24 @@ from typing_extensions import override
 from lightning_unitscale.arguments import shown
 from lightning_unitscale.capture.steps import LIGHTNING_STEPS
 from lightning_unitscale.dispatch.torch_internals import is_recording
+from lightning_unitscale.loops.loop import Loop
 from lightning_unitscale.patching import StandIn, shadowed
 
-if TYPE_CHECKING:
-    from lightning_unitscale.loops.attach import Attachment
+
+class CalledLoop(Loop):
+    """A loop that hears of a module's calls and of optimizers' steps."""
+
+    @abc.abstractmethod
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Run a call of the module."""
+
+    @abc.abstractmethod
+    def before_step(self, optimizer: Any, *, has_closure: bool = False) -> None:
+        """Note that an optimizer begins its step."""
+
+    @abc.abstractmethod
+    def after_step(self, optimizer: Any, *, has_closure: bool = False) -> None:
+        """Note that an optimizer has stepped."""
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -75,7 +90,7 @@ def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 class _Step(StandIn):
     """Stands in for the ``step`` of an optimizer that is none of torch's, which has no hooks."""
 
-    def __init__(self, attachment: Attachment, optimizer: Any) -> None:
+    def __init__(self, attachment: CalledLoop, optimizer: Any) -> None:
         super().__init__(optimizer.step)
         self._attachment = weakref.ref(attachment)
         self._optimizer = optimizer
@@ -95,7 +110,7 @@ class _Step(StandIn):
 class _Forward(StandIn):
     """Stands in for what a loop calls of an attached module, such as its ``forward``."""
 
-    def __init__(self, attachment: Attachment, method: Any) -> None:
+    def __init__(self, attachment: CalledLoop, method: Any) -> None:
         super().__init__(method)
         self.attachment = attachment
 
@@ -129,14 +144,14 @@ def called_methods(module: nn.Module, methods: str | Iterable[str]) -> tuple[str
     return called(module), *others
 
 
-def through(attachment: Attachment) -> AbstractContextManager[None]:
+def through(attachment: CalledLoop) -> AbstractContextManager[None]:
     """Within this context calls of the module go through the attachment."""
     module = attachment.module
     methods = {name: _Forward(attachment, getattr(module, name)) for name in attachment.steps}
     return shadowed(module, **methods)
 
 
-def on_optimizers(attachment: Attachment, optimizers: Iterable[Any]) -> ExitStack:
+def on_optimizers(attachment: CalledLoop, optimizers: Iterable[Any]) -> ExitStack:
     """Tell an attachment of optimizers' steps, until what is returned is closed."""
     known = weakref.ref(attachment)
 
@@ -163,7 +178,7 @@ def on_optimizers(attachment: Attachment, optimizers: Iterable[Any]) -> ExitStac
     return handles
 
 
-def attachment_of(module: nn.Module) -> Attachment | None:
+def attachment_of(module: nn.Module) -> CalledLoop | None:
     """What callbacks work in that are attached to a module."""
     forward = vars(module).get(called(module))
     if not isinstance(forward, _Forward) or forward.is_removed:

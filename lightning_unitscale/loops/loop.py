@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import abc
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-_Value = TypeVar("_Value")
 # Calls a step of a module with these arguments and keyword arguments.
 StepCaller = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -186,36 +183,3 @@ class LoopCallback:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from :meth:`state_dict`."""
-
-
-def world_size() -> int:
-    """How many processes train together, 1 without a process group."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def rank() -> int:
-    """The number of this one, 0 without a process group."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
-def gathered(own: _Value, group: dist.ProcessGroup | None = None) -> list[_Value]:
-    """What every process has, in the order of the ranks."""
-    values = [own] * dist.get_world_size(group)
-    dist.all_gather_object(values, own, group=group)
-    return values
-
-
-@contextlib.contextmanager
-def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """A ``ValueError`` that one process raises within this context is raised by all.
-
-    The others would wait for it in their next collective.
-    """
-    problem = ""
-    try:
-        yield
-    except ValueError as error:
-        problem = str(error)
-    problems = gathered(problem, group) if world_size() > 1 else [problem]
-    if any(problems):
-        raise ValueError(next(filter(None, problems)))

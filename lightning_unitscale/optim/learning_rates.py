@@ -20,16 +20,13 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_unitscale.arguments import check_choice
 from lightning_unitscale.optim.optimizers import ALGORITHMS, Family, is_decay_decoupled, known_class
-from lightning_unitscale.optim.split_step import Group, SplitStep
 
 
 class Role(enum.Enum):
@@ -211,91 +208,3 @@ def _positive(info: ParameterInfo, name: str) -> float:
             "expected a positive finite number; give it its measured one, or the role 'other'."
         )
     return value
-
-
-def scale_learning_rates(
-    optimizer: Optimizer, infos: Mapping[Tensor, ParameterInfo], method: Method
-) -> ScaledStep:
-    """Let an optimizer step with each parameter's own learning rate and weight decay.
-
-    ``optimizer.param_groups`` stays as the user and the schedulers made it, at all times: what
-    they, the closure, the learning-rate monitor and checkpoints see is unchanged. Attaching again
-    replaces what was attached before. A parameter that is not in ``infos`` keeps its rate. Copies
-    of the optimizer (``deepcopy``, pickle) are plain ones.
-    """
-    advice = "pass 'match' to keep each parameter's relative updates"
-    check_choice("lr_scaling", method, METHODS, "unknown method", advice)
-    step = ScaledStep(optimizer, infos, method)
-    step.attach(optimizer)
-    return step
-
-
-class ScaledStep(SplitStep[RateFactors]):
-    """An optimizer's steps with each parameter's own rate; see :func:`scale_learning_rates`."""
-
-    neutral = RateFactors()
-    advice = "pass lr_scaling=None and choose the rates yourself"
-
-    def __init__(
-        self, optimizer: Optimizer, infos: Mapping[Tensor, ParameterInfo], method: Method
-    ) -> None:
-        super().__init__(optimizer)
-        self._method: Method = method
-        self._infos = infos
-        # By identity, since a tensor's own hash is slow; infos keeps the parameters alive.
-        self._factors: dict[bool, dict[int, RateFactors]] = {}
-        self._peak_rates: list[float] = []
-        for group in optimizer.param_groups:
-            self._adopt(group)
-
-    def factors(self, group: Group, index: int) -> Sequence[RateFactors]:
-        """Factors on the rate and the decay of each parameter; a new group is checked first."""
-        if index == len(self._peak_rates):
-            self._adopt(group)
-        factors = self._factors.get(is_decay_decoupled(self._stand_in, group), {})
-        return [factors.get(id(param), self.neutral) for param in group["params"]]
-
-    def settings(self, group: Group, index: int, factors: RateFactors) -> dict[str, Any]:
-        """Rate, decay and, of Adafactor, the smallest RMS of a parameter."""
-        settings: dict[str, Any] = {"lr_scale": factors.lr}
-        if factors.lr != 1:
-            settings["lr"] = group["lr"] * factors.lr
-        if "weight_decay" in group:
-            decay = factors.weight_decay
-            peak = _peak_rate(group) or self._peak_rates[index]
-            if factors.is_decay_independent and peak > 0:
-                # A rate that peaks at 0 never decays anything, whatever the decay.
-                decay /= peak
-            settings["weight_decay"] = group["weight_decay"] * decay
-        if factors.floor != 1 and isinstance(group.get("eps"), (tuple, list)):
-            smallest_square, floor = group["eps"]
-            settings["eps"] = (smallest_square, floor * factors.floor)
-        return settings
-
-    def _adopt(self, group: Group) -> None:
-        """Check a group that is new, and note the rate that its decay is relative to."""
-        self._peak_rates.append(first_peak_rate(group))
-        if not any(param in self._infos for param in group["params"]):
-            return
-        family = check_group(self._stand_in, group, self._method)
-        if self._factors:
-            return
-        for is_decoupled in (False, True):
-            self._factors[is_decoupled] = {
-                id(param): rate_factors(info, self._method, family, is_decoupled=is_decoupled)
-                for param, info in self._infos.items()
-            }
-
-
-def first_peak_rate(group: Group) -> float:
-    """The peak rate of a new group, or else the rate that it has; waits for those on a device."""
-    return _peak_rate(group, read_tensors=True) or float(group.get("lr") or 0.0)
-
-
-def _peak_rate(group: Group, *, read_tensors: bool = False) -> float | None:
-    """The rate that a scheduler started from or goes up to, if it left word of it."""
-    for name in ("max_lr", "initial_lr"):  # OneCycleLR's; that of all other schedulers
-        rate = group.get(name)
-        if rate is not None and (read_tensors or not isinstance(rate, Tensor)):
-            return float(rate)
-    return None

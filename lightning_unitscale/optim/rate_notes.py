@@ -12,9 +12,9 @@ from lightning_unitscale.optim.learning_rates import (
     Method,
     ParameterInfo,
     family_of,
-    first_peak_rate,
 )
 from lightning_unitscale.optim.optimizers import Family
+from lightning_unitscale.optim.scaled_step import first_peak_rate
 
 # More than this share of a weight in every step is a decay that was meant for AdamW's convention.
 _LARGE_DECAY = 2.0**-8

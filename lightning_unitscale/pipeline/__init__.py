@@ -3,8 +3,7 @@
 from torch.distributed.pipelining import SplitPoint, pipe_split
 
 from lightning_unitscale.pipeline.balance import balanced_split
-from lightning_unitscale.pipeline.cuts import PipeSequential, annotate_split_points
-from lightning_unitscale.pipeline.dataflow import MultiUseParameterConfig
+from lightning_unitscale.pipeline.cuts import annotate_split_points
 from lightning_unitscale.pipeline.engine import PipelineRunner
 from lightning_unitscale.pipeline.explain import PipelinePlan, explain_pipeline, explain_step
 from lightning_unitscale.pipeline.pipe import Pipe, PipeInfo, pipeline
@@ -15,10 +14,8 @@ from lightning_unitscale.pipeline.stage import StageInfo, StageModule
 __all__ = [
     "SCHEDULES",
     "LossWrapper",
-    "MultiUseParameterConfig",
     "Pipe",
     "PipeInfo",
-    "PipeSequential",
     "PipelinePlan",
     "PipelineRunner",
     "Schedule",

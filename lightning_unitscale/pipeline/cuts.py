@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributed.pipelining import SplitPoint, pipe_split
 from torch.utils.hooks import RemovableHandle
-from typing_extensions import override
 
 from lightning_unitscale.arguments import nearest
 from lightning_unitscale.graph.aliasing import memory_roots, written_arguments
@@ -104,46 +103,6 @@ def _check(module: nn.Module, spec: Mapping[str, SplitPoint]) -> None:
             raise TypeError(
                 f"split_spec[{path!r}]={edge!r}: expected SplitPoint.BEGINNING or SplitPoint.END."
             )
-
-
-class PipeSequential(nn.Sequential):
-    """``nn.Sequential`` whose every module is a stage of its own."""
-
-    @staticmethod
-    def from_sequential(sequential: nn.Sequential) -> PipeSequential:
-        """The same modules under the same names, with a cut between each two.
-
-        A module that occurs several times is several stages, with the same parameters.
-
-        Raises:
-            TypeError: If it is no ``nn.Sequential``, or one with a ``forward`` of its own.
-        """
-        if not isinstance(sequential, nn.Sequential):
-            raise TypeError(
-                f"sequential={type(sequential).__name__}: expected an nn.Sequential; mark the cuts "
-                "of another module with split_spec."
-            )
-        if type(sequential).forward not in (nn.Sequential.forward, PipeSequential.forward):
-            raise TypeError(
-                f"sequential={type(sequential).__name__}: expected the forward of nn.Sequential, "
-                "and it has its own, which would be lost; mark the cuts with split_spec."
-            )
-        stages = PipeSequential()
-        # named_children() leaves out a module that occurs a second time.
-        for path, module in sequential.named_modules(remove_duplicate=False):
-            if path and "." not in path:
-                stages.add_module(path, module)
-        stages.training = sequential.training
-        return stages
-
-    @override
-    def forward(self, input: Any) -> Any:
-        """Runs the modules in order."""
-        for index, module in enumerate(self):
-            if index:
-                pipe_split()
-            input = module(input)
-        return input
 
 
 def num_marks(program: Program) -> int:

@@ -10,10 +10,9 @@ torch (checked on 2.13 and 2.11): ``_enter_autocast``, ``_exit_autocast``, ``_se
 
 from __future__ import annotations
 
-import enum
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,18 +23,6 @@ from lightning_unitscale.dynamo.graphs import autocast_dtypes
 from lightning_unitscale.graph.aliasing import aliased_by_mutation, memory_roots, written_arguments
 from lightning_unitscale.graph.nodes import MODULE, TRANSFORMED, op_name, tensor_name, tensors_in
 from lightning_unitscale.pipeline.program import TensorInfo
-
-
-class MultiUseParameterConfig(enum.Enum):
-    """How several stages use one parameter.
-
-    ``REPLICATE``: each of them has it, and their gradients are summed before the optimizer's step.
-    ``TRANSMIT``: the first of them has it and sends it along with its other results, in every
-    microbatch; the gradients come back the same way.
-    """
-
-    TRANSMIT = "transmit"
-    REPLICATE = "replicate"
 
 
 @dataclass(frozen=True)
@@ -110,7 +97,7 @@ def respect_callers_grad_mode(graph: fx.Graph) -> None:
 
 
 class _Dataflow:
-    """What each stage takes, and the values that are handed on: parameters in ``transmitted`` too.
+    """What each stage takes, and the values that are handed on.
 
     Attributes:
         taken: For each stage the arguments, attributes and recomputed operations that it has.
@@ -118,18 +105,12 @@ class _Dataflow:
     """
 
     def __init__(
-        self,
-        graph_module: fx.GraphModule,
-        stages: Mapping[fx.Node, int],
-        num_stages: int,
-        transmitted: Mapping[fx.Node, int],
+        self, graph_module: fx.GraphModule, stages: Mapping[fx.Node, int], num_stages: int
     ) -> None:
-        self._home = {**stages, **transmitted}
+        self._home = stages
         self._recomputable = find_recomputable(graph_module)
         self.taken: list[set[fx.Node]] = [set() for _ in range(num_stages)]
         self.spans: dict[fx.Node, tuple[int, int]] = {}
-        for node, stage in transmitted.items():
-            self.taken[stage].add(node)
         for node, stage in stages.items():
             self._read_by(node, stage)
         self._read_by(graph_module.graph.output_node(), num_stages - 1)
@@ -151,23 +132,13 @@ class _Dataflow:
 
 
 def find_reads(
-    graph_module: fx.GraphModule,
-    stages: Mapping[fx.Node, int],
-    num_stages: int,
-    multi_use: Callable[[str], MultiUseParameterConfig],
+    graph_module: fx.GraphModule, stages: Mapping[fx.Node, int], num_stages: int
 ) -> list[StageReads]:
     """The inputs of every stage; values for later stages are relayed through those in between."""
     graph = graph_module.graph
-    parameters = dict(graph_module.named_parameters(remove_duplicate=False))
-    transmitted = {}
-    for node in graph.find_nodes(op="get_attr"):
-        users = [stages[user] for user in node.users if user in stages]
-        is_parameter = str(node.target) in parameters and users
-        if is_parameter and multi_use(str(node.target)) is MultiUseParameterConfig.TRANSMIT:
-            transmitted[node] = min(users)
-    flow = _Dataflow(graph_module, stages, num_stages, transmitted)
+    flow = _Dataflow(graph_module, stages, num_stages)
     for node in flow.spans:
-        if node.op != "get_attr" and not isinstance(node.meta.get("example_value"), Tensor):
+        if not isinstance(node.meta.get("example_value"), Tensor):
             raise RuntimeError(
                 f"{tensor_name(node)} of {node.meta.get(MODULE)!r} is no tensor "
                 f"({op_name(node)}) and is needed after a cut; expected tensors there; move "
@@ -214,7 +185,7 @@ def crossing_bytes(graph_module: fx.GraphModule, loss: fx.Node | None) -> dict[f
     gradients = find_gradients(graph_module, loss)
     changes = [0] * (len(operations) + 1)
     # As if every operation were a stage.
-    for node, (first, last) in _Dataflow(graph_module, stages, len(stages), {}).spans.items():
+    for node, (first, last) in _Dataflow(graph_module, stages, len(stages)).spans.items():
         example = node.meta.get("example_value")
         if isinstance(example, Tensor):
             directions = 2 if can_have_gradient(example) and node in gradients else 1

@@ -9,7 +9,7 @@ among themselves.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_unitscale.pipeline.balance import BalancedSplit
 from lightning_unitscale.pipeline.pipe import Pipe
 from lightning_unitscale.pipeline.program import named_tensors
+from lightning_unitscale.ranks import hand_out
 
 # Stages of a tensor, by its name.
 _Stages = dict[str, frozenset[int]]
@@ -234,13 +235,3 @@ class SharedGradients:
         for total in (present, own):
             hand_out(total, ranks, self._group)
         return own if present.item() else None
-
-
-def hand_out(tensor: Tensor, ranks: Sequence[int], group: dist.ProcessGroup | None) -> None:
-    """Give ranks the tensor of the first of them; each of them calls it."""
-    first, *others = ranks
-    if dist.get_rank(group) != first:
-        dist.recv(tensor, group=group, group_src=first)
-        return
-    for rank in others:
-        dist.send(tensor, group=group, group_dst=rank)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,9 @@ from lightning_unitscale.arguments import check_callable, check_instance, shown
 from lightning_unitscale.pipeline.batch_loss import BatchLoss, batch_loss_of
 from lightning_unitscale.pipeline.capture import capture_program
 from lightning_unitscale.pipeline.cuts import SplitPolicy, cut_by, marked, num_marks
-from lightning_unitscale.pipeline.dataflow import MultiUseParameterConfig
+from lightning_unitscale.pipeline.engine_stage import EngineStage
 from lightning_unitscale.pipeline.program import LossSpec, Program, split_batch
 from lightning_unitscale.pipeline.stage import StageInfo, StageModule, build_stages
-
-MultiUse = MultiUseParameterConfig | Mapping[str, MultiUseParameterConfig]
 
 
 @dataclass(frozen=True)
@@ -145,9 +143,6 @@ class Pipe(nn.Module):
                 "Pipe.build_stage: there is no process group; expected one rank per device; call "
                 "torch.distributed.init_process_group first."
             )
-        # The engine need not be loaded where all stages run in one process.
-        from lightning_unitscale.pipeline.engine import EngineStage
-
         device = torch.device(device)
         stage.on_device(device)
         return EngineStage(stage, self._run_by_name, device, group, has_backward=True)
@@ -240,15 +235,11 @@ class Pipe(nn.Module):
         return state
 
 
-def build_pipe(
-    program: Program,
-    module: nn.Module,
-    multi_use: MultiUse = MultiUseParameterConfig.REPLICATE,
-) -> Pipe:
+def build_pipe(program: Program, module: nn.Module) -> Pipe:
     """Cut a captured program at its marks."""
     buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
     state = module.state_dict(keep_vars=True)
-    stages = build_stages(program, _multi_use(module, multi_use), buffers & state.keys())
+    stages = build_stages(program, buffers & state.keys())
     names = {
         id(tensor): name
         for stage in stages
@@ -270,7 +261,6 @@ def pipeline(
     split_policy: SplitPolicy | None = None,
     *,
     loss_spec: LossSpec = None,
-    multi_use_param_spec: MultiUse = MultiUseParameterConfig.REPLICATE,
 ) -> Pipe:
     """Cut a module into stages that run one after the other.
 
@@ -287,8 +277,6 @@ def pipeline(
             ``balanced_split(4)``.
         loss_spec: Which output is the loss: its key, or the structure of the output with ``True``
             there. By default the key ``"loss"``, or an output that is one scalar.
-        multi_use_param_spec: How several stages use one parameter: for all, or by name for some;
-            the others are replicated.
 
     Raises:
         ValueError: If an argument is wrong, no cut is given, or a stage would be empty.
@@ -337,35 +325,6 @@ def pipeline(
         )
     if split_policy is not None or not num_marks(program):
         cut_by(program, split_policy)
-    pipe = build_pipe(program, module, multi_use_param_spec)
+    pipe = build_pipe(program, module)
     pipe.batch_loss = batch_loss
     return pipe
-
-
-def _multi_use(module: nn.Module, spec: MultiUse) -> Callable[[str], MultiUseParameterConfig]:
-    if isinstance(spec, MultiUseParameterConfig):
-        return lambda name: spec
-    if not isinstance(spec, Mapping):
-        raise TypeError(
-            f"multi_use_param_spec={shown(spec)}: no such use; expected a MultiUseParameterConfig, "
-            "or a dict from names of parameters to it; pass MultiUseParameterConfig.REPLICATE."
-        )
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    by_tensor: dict[int, MultiUseParameterConfig] = {}
-    for name, config in spec.items():
-        if name not in parameters:
-            raise ValueError(
-                f"multi_use_param_spec[{name!r}]: {type(module).__name__} has no such parameter; "
-                "expected names of named_parameters(); correct the name."
-            )
-        if not isinstance(config, MultiUseParameterConfig):
-            raise TypeError(
-                f"multi_use_param_spec[{name!r}]={config!r}: expected a MultiUseParameterConfig."
-            )
-        by_tensor[id(parameters[name])] = config
-
-    def of(name: str) -> MultiUseParameterConfig:
-        # A tied parameter has several names, and the graph knows it by one of them.
-        return by_tensor.get(id(parameters.get(name)), MultiUseParameterConfig.REPLICATE)
-
-    return of

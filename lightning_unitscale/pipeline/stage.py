@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -18,7 +18,6 @@ from lightning_unitscale.dynamo.graphs import compiled_forward
 from lightning_unitscale.graph.nodes import ELSEWHERE, tensor_name
 from lightning_unitscale.pipeline.cuts import assign_stages, is_mark
 from lightning_unitscale.pipeline.dataflow import (
-    MultiUseParameterConfig,
     StageReads,
     can_have_gradient,
     close,
@@ -205,13 +204,12 @@ def _restored(data: _Data, info: StageInfo, persistent: set[str], training: bool
 
 def build_stages(
     program: Program,
-    multi_use: Callable[[str], MultiUseParameterConfig],
     persistent: Container[str],
 ) -> list[StageModule]:
     """Cut a program at its marks."""
     graph_module = program.graph_module
     stages, num_stages = assign_stages(graph_module)
-    reads = find_reads(graph_module, stages, num_stages, multi_use)
+    reads = find_reads(graph_module, stages, num_stages)
     loss = program.outputs[program.loss] if program.loss is not None else None
     gradients = find_gradients(graph_module, loss)
     opened = open_switches(graph_module.graph)
@@ -247,7 +245,7 @@ def _stage_graph(
         new[node] = graph.node_copy(node)
     for node, value in zip(reads.received, received, strict=True):
         value.meta[ELSEWHERE] = True
-        order = _memory_order(_example(node, program))
+        order = _memory_order(node.meta["example_value"])
         if order is not None:
             back = tuple(order.index(dim) for dim in range(len(order)))
             value = graph.call_method("permute", (value, back))
@@ -266,7 +264,7 @@ def _stage_graph(
     if is_last:
         outputs = fx.map_arg(program.outputs, new.__getitem__)
     else:
-        outputs = tuple(_sent(graph, new[node], _example(node, program)) for node in reads.sent)
+        outputs = tuple(_sent(graph, new[node], node.meta["example_value"]) for node in reads.sent)
     graph.output(outputs)
     respect_callers_grad_mode(graph)
     graph.lint()
@@ -297,7 +295,7 @@ def _info(
     inputs = tuple(map(placeholders.index, reads.inputs))
 
     def passed(node: fx.Node) -> Passed:
-        example = _example(node, program)
+        example = node.meta["example_value"]
         order = _memory_order(example) or range(example.ndim)
         sent = torch.empty([example.shape[d] for d in order], dtype=example.dtype, device="meta")
         feeds_loss = can_have_gradient(example) and node in gradients
@@ -316,13 +314,6 @@ def _info(
         recomputed=tuple(map(tensor_name, reads.recomputed)),
         num_operations=sum(not is_switch(node) for node in reads.operations),
     )
-
-
-def _example(node: fx.Node, program: Program) -> Tensor:
-    if node.op == "get_attr":
-        return program.graph_module.get_parameter(str(node.target))
-    example: Tensor = node.meta["example_value"]
-    return example
 
 
 def _memory_order(example: Tensor) -> tuple[int, ...] | None:

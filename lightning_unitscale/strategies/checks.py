@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_unitscale.capture.steps import ModuleSteps, steps_of
-from lightning_unitscale.loops.loop import gathered
 from lightning_unitscale.pipeline.pipe import Pipe
 from lightning_unitscale.pipeline.program import leaves_of
 from lightning_unitscale.pipeline.schedules import Schedule
+from lightning_unitscale.ranks import differing_ranks
 from lightning_unitscale.remat.api import StepPartitioner
 from lightning_unitscale.strategies.remat import check_schedule
 
@@ -127,9 +127,7 @@ def check_same_cuts(pipe: Pipe, group: dist.ProcessGroup | None) -> None:
         )
         for stage in pipe.stages
     ]
-    digests = gathered(hashlib.sha256(repr(stages).encode()).hexdigest(), group)
-    if len(set(digests)) > 1:
-        others = [rank for rank, theirs in enumerate(digests) if theirs != digests[0]]
+    if others := differing_ranks(hashlib.sha256(repr(stages).encode()).hexdigest(), group):
         raise RuntimeError(
             f"rank(s) {others} of the pipeline have other stages than the first: their steps were "
             "captured or cut differently; expected the same code, versions and Python state on "
@@ -153,7 +151,7 @@ def check_equal(batch: Any, group: dist.ProcessGroup | None, *, what: str = "bat
         # A copy: NumPy's view would fix the size of the batch's memory for good.
         as_bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).clone()
         digest.update(as_bytes.numpy().tobytes())
-    if len(set(gathered(digest.hexdigest(), group))) > 1:
+    if differing_ranks(digest.hexdigest(), group):
         raise RuntimeError(
             f"the ranks of the pipeline were given different {what}; expected the same on each: "
             "every stage reads the inputs that it needs from its own; call "

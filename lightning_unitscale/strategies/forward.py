@@ -33,6 +33,7 @@ from lightning_unitscale.pipeline.called import (
 from lightning_unitscale.pipeline.capture import static_shapes
 from lightning_unitscale.pipeline.dataflow import parameters_behind
 from lightning_unitscale.pipeline.program import leaves_of, split_evenly
+from lightning_unitscale.ranks import broadcast
 from lightning_unitscale.strategies.checks import check_equal
 from lightning_unitscale.strategies.joint import JointStep, Logged, StepCall, detached
 from lightning_unitscale.strategies.method import (
@@ -274,11 +275,10 @@ class PipelinedForward:
     ) -> Any:
         """The result for the batch, on all ranks; all log the same, and their metrics agree."""
         runner = graph.runner
-        payload: list[Any] = [None]
-        if runner.is_last:
-            payload = [(joint.result, joint.logged, outside, joint.used, changes)]
-        dist.broadcast_object_list(payload, group=self.pipelining.group, group_src=runner.last_rank)
-        result, logged, outside, used, changes = payload[0]
+        own = (joint.result, joint.logged, outside, joint.used, changes)
+        result, logged, outside, used, changes = broadcast(
+            own, runner.last_rank, self.pipelining.group
+        )
         if not runner.is_last:
             self._metrics.apply(changes)
         if outside:

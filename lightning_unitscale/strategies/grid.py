@@ -22,6 +22,7 @@ from torch.utils.data import RandomSampler
 from typing_extensions import override
 
 from lightning_unitscale.patching import Replacement, shadowed
+from lightning_unitscale.ranks import broadcast
 
 # As much as one message carries: enough to keep the latency out, little beside the gradients.
 _BUCKET_BYTES = 25 * 2**20
@@ -43,11 +44,7 @@ class Replicas:
 
     def of_first(self, value: Any) -> Any:
         """The first pipeline's value, on all of them."""
-        if self.count == 1:
-            return value
-        payload = [value if self.rank == 0 else None]
-        dist.broadcast_object_list(payload, group=self.group, group_src=0)
-        return payload[0]
+        return value if self.count == 1 else broadcast(value, 0, self.group)
 
     @torch.no_grad()
     def average(

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map, tree_map_only
 
-from lightning_unitscale.pipeline.ownership import Ownership, hand_out
+from lightning_unitscale.pipeline.ownership import Ownership
 from lightning_unitscale.pipeline.program import named_tensors
+from lightning_unitscale.ranks import hand_out
 from lightning_unitscale.strategies.grid import Replicas
 
 # What asks for no value of the tensor.

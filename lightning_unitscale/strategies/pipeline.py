@@ -39,10 +39,10 @@ from lightning_unitscale.strategies.checks import (
     refuse_optimizers,
     refuse_unsupported,
 )
-from lightning_unitscale.strategies.evaluation import EvaluatingStrategy
 from lightning_unitscale.strategies.forward import PipelinedForward
 from lightning_unitscale.strategies.method import NotPipelinedError, Pipelining
 from lightning_unitscale.strategies.ownership import Owners, give_first_weights
+from lightning_unitscale.strategies.saving import SavingStrategy
 from lightning_unitscale.strategies.steps import PipelinedStep
 
 _CAPTURES = ("auto", "step", "forward")
@@ -50,7 +50,7 @@ _EVALUATIONS = ("auto", "pipeline", "whole")
 _SPLITS: Any = (str, Mapping, Callable)
 
 
-class PipelineStrategy(EvaluatingStrategy):
+class PipelineStrategy(SavingStrategy):
     """Cuts the module's ``training_step`` into stages and trains them on the Trainer's devices.
 
     Nothing of the module is rewritten: the step is captured with its loss, balanced over the ranks
@@ -258,45 +258,6 @@ class PipelineStrategy(EvaluatingStrategy):
         """Elements with a gradient among these parameters, on all ranks together."""
         assert self._owners is not None
         return self._owners.num_gradient_elements(parameters)
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The state dict that one device would have, on the first rank; ``{}`` on the others."""
-        if self._owners is None or self._is_interrupted:
-            return super().lightning_module_state_dict()
-        if self.grid.replicas.rank:
-            return {}
-        return self._owners.state_on_first(super().lightning_module_state_dict)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state that one device would have, on the first rank alone."""
-        inner = getattr(optimizer, "_optimizer", optimizer)
-        if self._owners is None or self._is_interrupted:
-            state: dict[str, Any] = inner.state_dict()
-            return state
-        if self.grid.replicas.rank and not self.shard_optimizer:
-            return {}
-        return self._owners.optimizer_state(inner)
-
-    @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
-    ) -> None:
-        """Saves a checkpoint, unless an exception has ended the run."""
-        if self._is_interrupted:
-            rank_zero_warn(
-                f"PipelineStrategy: {filepath} is not saved: the run was interrupted, and the "
-                "weights of the other ranks may be gone; go on from an earlier checkpoint."
-            )
-            return
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    @override
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Barrier; does nothing after an exception."""
-        if self.lightning_module is None or not self._is_interrupted:
-            super().barrier(*args, **kwargs)
 
     @override
     def on_exception(self, exception: BaseException) -> None:

@@ -19,7 +19,6 @@ from torch import Tensor, fx, nn
 
 from lightning_unitscale.dynamo.executors import GraphRewriter, execute_with
 from lightning_unitscale.dynamo.graphs import add_placeholder, copy_graph_module
-from lightning_unitscale.loops.loop import failing_together
 from lightning_unitscale.pipeline.engine import PipelineRunner
 from lightning_unitscale.pipeline.schedules import Schedule
 from lightning_unitscale.pipeline.stage import Passed, StageModule
@@ -29,6 +28,7 @@ from lightning_unitscale.profiler.measure import (
     storage_bytes,
 )
 from lightning_unitscale.profiler.report import format_bytes
+from lightning_unitscale.ranks import failing_together
 from lightning_unitscale.remat.api import Granted, StepPartitioner
 from lightning_unitscale.remat.partitioner import RematPartitioner
 from lightning_unitscale.remat.planner import Budget, Planner, RematPlan

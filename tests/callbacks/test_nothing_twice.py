@@ -12,7 +12,14 @@ from torch.utils.data import Dataset
 
 from lightning_unitscale import UnitScaleCallback
 from tests.callbacks.modules import Evaluated, Regression, adamw
-from tests.callbacks.runs import assert_same_run, both, loader, products_run, unit_scale_of
+from tests.callbacks.runs import (
+    ARRANGEMENTS,
+    assert_same_run,
+    both,
+    loader,
+    products_run,
+    unit_scale_of,
+)
 
 
 class Data(pl.LightningDataModule):
@@ -119,11 +126,12 @@ class Scheduled(Regression):
         return self.loss(batch)
 
 
+@pytest.mark.parametrize("name", ["both", "both, captured"])
 @pytest.mark.parametrize("by_hand", [True, False])
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-def test_a_step_that_sets_its_rate(by_hand: bool) -> None:
+def test_a_step_that_sets_its_rate(by_hand: bool, name: str) -> None:
     # The optimizer's state, with everything in its groups, is part of the comparison.
-    assert_same_run(lambda: Scheduled(adamw, by_hand), both)
+    assert_same_run(lambda: Scheduled(adamw, by_hand), ARRANGEMENTS[name])
 
 
 class Tempered(Regression):

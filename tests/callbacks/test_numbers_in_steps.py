@@ -10,9 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lightning_unitscale import UnitScaleCallback
 from tests.callbacks.modules import regression_with
-from tests.callbacks.runs import assert_same_run, unit_scale_of
+from tests.callbacks.runs import ARRANGEMENTS, assert_same_run, unit_scale_of
 
 
 def _warm_up(self: Any, batch: Any, batch_idx: int) -> Any:
@@ -55,6 +54,13 @@ def _own_arrays(self: Any, batch: Any, batch_idx: int) -> Any:
     return self.loss((torch.from_numpy(x), batch[1]))
 
 
+def _array_in_place(self: Any, batch: Any, batch_idx: int) -> Any:
+    if not hasattr(self, "shares"):
+        self.shares = np.array([1.0, 0.5])
+    self.shares *= 1.5
+    return self.loss(batch) * float(self.shares.sum())
+
+
 def _own_generator(self: Any, batch: Any, batch_idx: int) -> Any:
     if not hasattr(self, "random"):
         self.random = random.Random(3)
@@ -63,11 +69,12 @@ def _own_generator(self: Any, batch: Any, batch_idx: int) -> Any:
     return self.loss((x, batch[1])) + self.random.randint(0, 3) + other.random()
 
 
-STEPS = [_warm_up, _table, _mixed, _short_types, _own_arrays, _own_generator]
+STEPS = [_warm_up, _table, _mixed, _short_types, _own_arrays, _array_in_place, _own_generator]
 
 
+@pytest.mark.parametrize("name", ["unit scale", "unit scale, captured"])
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
-def test_numbers(step: Any) -> None:
-    _, callbacks = assert_same_run(regression_with(step), lambda: [UnitScaleCallback()])
+def test_numbers(step: Any, name: str) -> None:
+    _, callbacks = assert_same_run(regression_with(step), ARRANGEMENTS[name])
     assert "first.linear" in unit_scale_of(callbacks).gauge

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import lightning_unitscale
 from lightning_unitscale.capture.export import export_forward
+from lightning_unitscale.capture.steps import steps_of
 from lightning_unitscale.dynamo import answers
 from lightning_unitscale.transforms import remat, track_scales
 from tests.helpers import assert_same_bits, run
@@ -174,20 +175,24 @@ def test_one_graph_that_cannot_be_captured_says_why() -> None:
 
 
 class Marks(nn.Module):
-    """Marks a tensor as caches of Transformers do, unless it is told that it is compiled."""
+    """Marks a tensor, always, or as caches of Transformers do where nothing is compiled."""
 
-    def __init__(self) -> None:
+    def __init__(self, asks: bool) -> None:
         super().__init__()
         self.linear = nn.Linear(3, 3)
+        self.asks = asks
 
     def forward(self, x: Tensor) -> Tensor:
         states = torch.zeros_like(x)
-        if not torch.compiler.is_compiling():
+        if not (self.asks and torch.compiler.is_compiling()):
             torch._dynamo.mark_static_address(states)
         return self.linear(x + states).square().sum()
 
 
-def test_what_dynamo_does_not_trace_breaks_the_graph() -> None:
-    module, x = Marks(), torch.randn(4, 3)
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_hint_for_a_compiler_breaks_no_graph(asks: bool) -> None:
+    module, x = Marks(asks), torch.randn(4, 3)
     planned = remat(module, "min_cut")
     assert_same_bits(run(planned, x), run(module, x))
+    steps = steps_of(planned)
+    assert steps is not None and not steps.graph_breaks

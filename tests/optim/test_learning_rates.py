@@ -18,11 +18,11 @@ from lightning_unitscale.optim.learning_rates import (
     check_group,
     family_of,
     rate_factors,
-    scale_learning_rates,
     u_mup_rate,
 )
 from lightning_unitscale.optim.optimizers import Family, is_decay_decoupled
 from lightning_unitscale.optim.rate_notes import rate_notes
+from lightning_unitscale.optim.scaled_step import scale_learning_rates
 from tests.optim.stored import TINY, Lion
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_unitscale.optim.learning_rates import ScaledStep, scale_learning_rates
+from lightning_unitscale.optim.scaled_step import ScaledStep, scale_learning_rates
 from tests.helpers import assert_same_bits
 from tests.optim.stored import TINY, Stored, batches, step, train
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
-from lightning_unitscale.optim.learning_rates import scale_learning_rates
+from lightning_unitscale.optim.scaled_step import scale_learning_rates
 from tests.helpers import assert_same_bits
 from tests.optim.stored import TINY, Lion, Stored, batches, step, train
 

@@ -16,9 +16,7 @@ from torch import Tensor, fx, nn
 pytest.importorskip("transformers")
 
 from lightning_unitscale.pipeline import (
-    MultiUseParameterConfig,
     Pipe,
-    PipeSequential,
     SplitPoint,
     TrivialLossWrapper,
     annotate_split_points,
@@ -29,7 +27,6 @@ from lightning_unitscale.pipeline import (
 from lightning_unitscale.pipeline.stage import retarget
 from tests.pipeline.models import MODELS, Odd
 
-TRANSMIT, REPLICATE = MultiUseParameterConfig.TRANSMIT, MultiUseParameterConfig.REPLICATE
 LEFT_OUT = "ignore:.*are left out of the pipeline's results:UserWarning"
 pytestmark = pytest.mark.filterwarnings(
     LEFT_OUT,
@@ -98,25 +95,6 @@ def test_stages_survive_transport(name: str) -> None:
         assert torch.equal(values[pipe.program.loss], expected)
 
 
-def test_a_tied_parameter_is_sent_along_if_wanted() -> None:
-    case = MODELS["GPT"]()
-    kwargs = case.kwargs()
-    # The head's name is an alias of the embedding's.
-    for spec in (TRANSMIT, {"gpt.head.weight": TRANSMIT}):
-        pipe = pipeline(case.module, (), kwargs, split_spec=case.spec(4), multi_use_param_spec=spec)
-        assert pipe.shared_parameters() == {}
-        assert all(
-            "gpt.byte_embedding.weight" in [sent.name for sent in stage.sent]
-            for stage in pipe.info().stages[:-1]
-        )
-        _assert_same(case.module, pipe, kwargs)
-    pipe = pipeline(
-        case.module, (), kwargs, split_spec=case.spec(4),
-        multi_use_param_spec={"gpt.head.weight": REPLICATE},
-    )  # fmt: skip
-    assert pipe.shared_parameters() == {"gpt.byte_embedding.weight": (0, 3)}
-
-
 def test_what_each_stage_takes_and_has() -> None:
     case = MODELS["Odd"]()
     info = pipeline(case.module, (), case.kwargs(), split_spec=case.spec(4)).info()
@@ -155,36 +133,12 @@ def test_marks_in_code_and_in_sequences() -> None:
         "second.bias",
     ]
     plain = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    staged = PipeSequential.from_sequential(plain)
-    assert pipeline(staged, (x,)).num_stages == 3
-    assert torch.equal(staged(x), plain(x))
     handles = annotate_split_points(plain, {"0": SplitPoint.END, "2": SplitPoint.BEGINNING})
     assert pipeline(plain, (x,)).num_stages == 3
     for one in handles:
         one.remove()
     with pytest.raises(ValueError, match="nothing says where to cut"):
         pipeline(plain, (x,))
-
-
-class _OwnForward(nn.Sequential):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + super().forward(x)
-
-
-def test_a_sequence_keeps_what_it_computes() -> None:
-    shared = nn.Linear(4, 4)
-    plain = nn.Sequential(shared, nn.Tanh(), shared).eval()
-    staged = PipeSequential.from_sequential(plain)
-    x = torch.randn(5, 4)
-    assert [name for name, _ in staged.named_modules(remove_duplicate=False)] == ["", *"012"]
-    assert torch.equal(staged(x), plain(x))
-    assert not staged.training
-    pipe = pipeline(staged, x)
-    assert pipe.num_stages == 3
-    assert pipe.shared_parameters() == {"0.bias": (0, 2), "0.weight": (0, 2)}
-    assert torch.equal(pipe(x), plain(x))
-    with pytest.raises(TypeError, match=r"sequential=_OwnForward: .* has its own"):
-        PipeSequential.from_sequential(_OwnForward(shared))
 
 
 class _TorchMark(nn.Module):
@@ -366,8 +320,6 @@ def test_bad_arguments() -> None:
         pipeline(module, x)
     with pytest.raises(ValueError, match="stage 0 of 2 would be empty"):
         pipeline(module, x, split_spec={"0": SplitPoint.BEGINNING})
-    with pytest.raises(ValueError, match="no such parameter"):
-        pipeline(module, x, split_spec=cut, multi_use_param_spec={"7.weight": TRANSMIT})
     assert not module[1]._forward_pre_hooks
     pipe = pipeline(module, x, split_spec=cut)
     for index in (-1, 2, "0"):

@@ -1,4 +1,4 @@
-"""Settings per parameter, without the optimizer's groups being anything but the user's.
+"""Learning rates and decays per parameter; the optimizer's groups stay the user's.
 
 While an optimizer steps, a stand-in takes its place: an object of a subclass of its class that
 shares every attribute with it but ``param_groups``, which are the user's split by equal settings.
@@ -10,51 +10,71 @@ exchanged, so there is nothing to put back when a step raises.
 
 from __future__ import annotations
 
-import abc
 import types
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-Group = dict[str, Any]
-Factors = TypeVar("Factors", bound=Hashable)
+from lightning_unitscale.arguments import check_choice
+from lightning_unitscale.optim.learning_rates import (
+    METHODS,
+    Method,
+    ParameterInfo,
+    RateFactors,
+    check_group,
+    rate_factors,
+)
+from lightning_unitscale.optim.optimizers import is_decay_decoupled
 
-# Where the optimizer keeps its SplitStep. Optimizers pickle and copy their state and groups only,
+Group = dict[str, Any]
+_NEUTRAL = RateFactors()
+
+# Where the optimizer keeps its ScaledStep. Optimizers pickle and copy their state and groups only,
 # so a copy is a plain optimizer.
-_ATTRIBUTE = "_lightning_unitscale_split_step"
+_ATTRIBUTE = "_lightning_unitscale_scaled_step"
 # Set for every part, so what an optimizer writes there could not be given back.
 _SCALED = ("lr", "weight_decay", "eps", "lr_scale")
 _MISSING = object()
 
 
-class SplitStep(abc.ABC, Generic[Factors]):
-    """An optimizer's steps with the user's groups split by equal factors on their settings.
+def scale_learning_rates(
+    optimizer: Optimizer, infos: Mapping[Tensor, ParameterInfo], method: Method
+) -> ScaledStep:
+    """Let an optimizer step with each parameter's own learning rate and weight decay.
 
-    Attributes:
-        neutral: The factors that leave a group as it is.
-        advice: Advice in the error for an optimizer that cannot step so.
+    ``optimizer.param_groups`` stays as the user and the schedulers made it, at all times: what
+    they, the closure, the learning-rate monitor and checkpoints see is unchanged. Attaching again
+    replaces what was attached before. A parameter that is not in ``infos`` keeps its rate. Copies
+    of the optimizer (``deepcopy``, pickle) are plain ones.
     """
+    advice = "pass 'match' to keep each parameter's relative updates"
+    check_choice("lr_scaling", method, METHODS, "unknown method", advice)
+    step = ScaledStep(optimizer, infos, method)
+    step.attach(optimizer)
+    return step
 
-    neutral: Factors
-    advice: ClassVar[str]
 
-    def __init__(self, optimizer: Optimizer) -> None:
+class ScaledStep:
+    """An optimizer's steps with each parameter's own rate; see :func:`scale_learning_rates`."""
+
+    def __init__(
+        self, optimizer: Optimizer, infos: Mapping[Tensor, ParameterInfo], method: Method
+    ) -> None:
         self._name = type(optimizer).__name__
         self._groups: list[Group] = []
         self._parts: list[tuple[Group, list[Group], list[Group]]] = []
         self._stand_in = _stand_in_for(optimizer, lambda: self._groups)
         self._removers: list[Any] = []
-
-    @abc.abstractmethod
-    def factors(self, group: Group, index: int) -> Sequence[Factors]:
-        """The factors on the settings of each parameter of the group with this index."""
-
-    @abc.abstractmethod
-    def settings(self, group: Group, index: int, factors: Factors) -> dict[str, Any]:
-        """The settings of a group that differ under some factors."""
+        self._method: Method = method
+        self._infos = infos
+        # By identity, since a tensor's own hash is slow; infos keeps the parameters alive.
+        self._factors: dict[bool, dict[int, RateFactors]] = {}
+        self._peak_rates: list[float] = []
+        for group in optimizer.param_groups:
+            self._adopt(group)
 
     def attach(self, optimizer: Optimizer) -> None:
         """Take part in the steps of the optimizer that it was made for, in place of another one."""
@@ -110,14 +130,14 @@ class SplitStep(abc.ABC, Generic[Factors]):
         self._parts = []
         groups: list[Group] = vars(self._stand_in)["param_groups"]
         for index, group in enumerate(groups):
-            positions: dict[Factors, list[int]] = {}
-            for position, factors in enumerate(self.factors(group, index)):
+            positions: dict[RateFactors, list[int]] = {}
+            for position, factors in enumerate(self._factors_of(group, index)):
                 positions.setdefault(factors, []).append(position)
-            if positions.keys() <= {self.neutral}:
+            if positions.keys() <= {_NEUTRAL}:
                 self._groups.append(group)
                 continue
             parts = [
-                _part(group, chosen, self.settings(group, index, factors))
+                _part(group, chosen, self._settings(group, index, factors))
                 for factors, chosen in positions.items()
             ]
             self._groups += parts
@@ -143,9 +163,61 @@ class SplitStep(abc.ABC, Generic[Factors]):
                 raise RuntimeError(
                     f"optimizer={self._name}(...): its step writes {name!r} into its groups, by "
                     "each parameter's own settings; expected one value for a group; use another "
-                    f"optimizer, or {self.advice}."
+                    "optimizer, or pass lr_scaling=None and choose the rates yourself."
                 )
             group[name] = first
+
+    def _factors_of(self, group: Group, index: int) -> list[RateFactors]:
+        """Factors on the settings of each parameter; a new group is checked first."""
+        if index == len(self._peak_rates):
+            self._adopt(group)
+        factors = self._factors.get(is_decay_decoupled(self._stand_in, group), {})
+        return [factors.get(id(param), _NEUTRAL) for param in group["params"]]
+
+    def _settings(self, group: Group, index: int, factors: RateFactors) -> dict[str, Any]:
+        """Rate, decay and, of Adafactor, the smallest RMS of a parameter."""
+        settings: dict[str, Any] = {"lr_scale": factors.lr}
+        if factors.lr != 1:
+            settings["lr"] = group["lr"] * factors.lr
+        if "weight_decay" in group:
+            decay = factors.weight_decay
+            peak = _peak_rate(group) or self._peak_rates[index]
+            if factors.is_decay_independent and peak > 0:
+                # A rate that peaks at 0 never decays anything, whatever the decay.
+                decay /= peak
+            settings["weight_decay"] = group["weight_decay"] * decay
+        if factors.floor != 1 and isinstance(group.get("eps"), (tuple, list)):
+            smallest_square, floor = group["eps"]
+            settings["eps"] = (smallest_square, floor * factors.floor)
+        return settings
+
+    def _adopt(self, group: Group) -> None:
+        """Check a group that is new, and note the rate that its decay is relative to."""
+        self._peak_rates.append(first_peak_rate(group))
+        if not any(param in self._infos for param in group["params"]):
+            return
+        family = check_group(self._stand_in, group, self._method)
+        if self._factors:
+            return
+        for is_decoupled in (False, True):
+            self._factors[is_decoupled] = {
+                id(param): rate_factors(info, self._method, family, is_decoupled=is_decoupled)
+                for param, info in self._infos.items()
+            }
+
+
+def first_peak_rate(group: Group) -> float:
+    """The peak rate of a new group, or else the rate that it has; waits for those on a device."""
+    return _peak_rate(group, read_tensors=True) or float(group.get("lr") or 0.0)
+
+
+def _peak_rate(group: Group, *, read_tensors: bool = False) -> float | None:
+    """The rate that a scheduler started from or goes up to, if it left word of it."""
+    for name in ("max_lr", "initial_lr"):  # OneCycleLR's; that of all other schedulers
+        rate = group.get(name)
+        if rate is not None and (read_tensors or not isinstance(rate, Tensor)):
+            return float(rate)
+    return None
 
 
 def _part(group: Group, positions: list[int], settings: dict[str, Any]) -> Group:
