@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 _Value = TypeVar("_Value")
 # Calls a step of a module with these arguments and keyword arguments.
@@ -144,6 +145,9 @@ class LoopCallback:
             f"{name}: it captures steps, which it can in a Lightning Trainer only; expected a "
             "Trainer; in another loop use lightning_unitscale.transforms."
         )
+
+    def meet_optimizer(self, optimizer: Optimizer) -> None:
+        """An optimizer of torch is about to step for the first time, on the module's parameters."""
 
     def begin_batch(self, batch: Any = None, batch_idx: int = 0) -> None:
         """A training batch begins, or the batches of one optimizer step.
