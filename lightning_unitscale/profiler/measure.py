@@ -16,7 +16,7 @@ from lightning_unitscale.graph.nodes import tensors_in
 from lightning_unitscale.profiler.costs import size_hint
 from lightning_unitscale.profiler.fake import FakeCopies, make_state, optimizer_for, state_tensors
 from lightning_unitscale.profiler.fake_device import SimulatedDevice
-from lightning_unitscale.profiler.sharded import local_tensor
+from lightning_unitscale.profiler.sharded import dense_parts, local_tensor
 
 _MARK = "lightning_unitscale.peak_meter"
 
@@ -26,24 +26,9 @@ def storages_of(values: Any) -> dict[int, int]:
     storages = (
         part.untyped_storage()
         for tensor in tensors_in(values)
-        for part in _dense_parts(local_tensor(tensor))
+        for part in dense_parts(local_tensor(tensor))
     )
     return {storage._cdata: size_hint(storage.nbytes()) for storage in storages}
-
-
-def _dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors that have the memory of a tensor; those of a sparse one have its values.
-
-    Such are the gradients of ``nn.Embedding(sparse=True)``, and what a step multiplies by.
-    """
-    if tensor.layout is torch.sparse_coo:
-        # The public names are those of coalesced ones, which have other memory.
-        return tensor._indices(), tensor._values()
-    if tensor.layout in {torch.sparse_csr, torch.sparse_bsr}:
-        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    if tensor.layout in {torch.sparse_csc, torch.sparse_bsc}:
-        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
-    return (tensor,)
 
 
 def storage_bytes(values: Any) -> int:
