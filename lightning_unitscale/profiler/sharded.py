@@ -5,8 +5,8 @@ GPU it works on streams, of which there are none without one.
 
 An adapter, checked on torch 2.13 and 2.11: ``FakeStore``, ``AsyncCollectiveTensor``,
 ``ShardingPropagator``, ``is_rng_supported_mesh`` and ``_rng_tracker``, the state of an FSDP
-module, ``unset_fake_temporarily``, the method ``resize_`` of a storage, and that FSDP asks ``torch.cuda`` for its streams and
-its device.
+module, ``unset_fake_temporarily``, the method ``resize_`` of a storage, and that FSDP asks
+``torch.cuda`` for its streams and its device.
 """
 
 from __future__ import annotations

@@ -102,7 +102,8 @@ class Graph(Regression):
     def __init__(self) -> None:
         super().__init__(momentum, norm=False, dropout=0.0)
         self.layers = nn.ModuleList(Hidden(6) for _ in range(2))
-        self.register_buffer("neighbours", (torch.eye(4) / 2).roll(1, 0).to_sparse())
+        neighbours = (torch.eye(4) / 2).roll(1, 0).to_sparse()
+        self.register_buffer("neighbours", neighbours, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
