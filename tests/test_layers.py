@@ -83,6 +83,7 @@ TORCH_ADAPTERS = (
     "profiler/sharded.py",
     "remat/partitioner.py",
     "strategies/ownership.py",
+    "strategies/validation_hooks.py",
     "watching/torch_state.py",
 )
 

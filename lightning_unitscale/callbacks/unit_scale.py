@@ -278,6 +278,11 @@ class UnitScaleCallback(StepsCallback):
         report_unprotected(loop.module)
         self._products.attach(loop, is_other=self._take(loop))
 
+    @override
+    def meet_optimizer(self, optimizer: Optimizer) -> None:
+        """Warns of an ``eps`` that is zero in the type of the parameters."""
+        warn_of_zero_eps([optimizer])
+
     def _take(self, loop: Loop) -> bool:
         """Note whose units are measured; returns whether those of another module were, before."""
         is_other = self._module is not None and self._module() is not loop.module

@@ -36,6 +36,8 @@ from torch._prims_common import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_unitscale.dynamo.trilinear import trilinear
+
 
 @contextlib.contextmanager
 def partitioned_by(partition_fn: Any) -> Iterator[None]:
@@ -112,6 +114,9 @@ def plain_kernels() -> Iterator[None]:
                 stack.enter_context(_with_python_kernel(packet.vec, key, resize))
             shape = functools.partial(_gradient_of_resized, backward in _KEEP_LAYOUT)
             stack.enter_context(_with_python_kernel(backward, DispatchKey.Meta, shape))
+        stack.enter_context(
+            _with_python_kernel(aten._trilinear.default, DispatchKey.Autograd, trilinear)
+        )
         yield
 
 

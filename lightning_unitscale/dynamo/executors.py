@@ -23,6 +23,7 @@ from lightning_unitscale.dynamo.backend import (
 )
 from lightning_unitscale.dynamo.graphs import compiled_forward, is_checkpoint
 from lightning_unitscale.dynamo.patches import drop_inference_mode
+from lightning_unitscale.dynamo.subclasses import on_plain_tensors
 from lightning_unitscale.scales.joint_rows import join_rows
 
 Executor = Literal["eager", "aot_eager", "inductor"]
@@ -69,7 +70,7 @@ def execute_with(
         # An error in the middle of it would leave gradients off.
         with plain_kernels(), backward, torch.set_grad_enabled(torch.is_grad_enabled()):
             compiled: Callable[..., Any] = backend(graph_module, inputs)
-        return compiled
+        return on_plain_tensors(compiled, inputs)
     # Imported here: Inductor takes a second to load and most runs never need it.
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -85,7 +86,7 @@ def execute_with(
         run = compile_fx(
             graph_module, list(inputs), inner_compile=compile_one, config_patches=patches
         )
-        return cast(Callable[..., Any], run)
+        return on_plain_tensors(cast(Callable[..., Any], run), inputs)
 
 
 def _rewriting(rewriter: GraphRewriter, partition_fn: Any) -> dict[str, Any]:

@@ -7,9 +7,11 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_unitscale.arguments import shown
@@ -156,6 +158,7 @@ class Attachment(CalledLoop):
         # Optimizer steps before the first call: a step or two may make the optimizer's state.
         self._num_idle_steps = 0
         self._shared = SharedParameters(module)
+        self._met: WeakSet[Optimizer] = WeakSet()
         # The optimizer whose step is under way and ends a training step.
         self._stepping: Any = None
         self._call: StepCaller | None = None
@@ -332,6 +335,11 @@ class Attachment(CalledLoop):
     @override
     def before_step(self, optimizer: Any, *, has_closure: bool = False) -> None:
         """Note that an optimizer begins its step: its closure may call the module within it."""
+        is_new = isinstance(optimizer, Optimizer) and optimizer not in self._met
+        if is_new and self._ends_with(optimizer):
+            self._met.add(optimizer)
+            for callback in self._callbacks:
+                callback.meet_optimizer(optimizer)
         if not has_closure:
             self._end_backward(optimizer)
 
@@ -369,9 +377,8 @@ class Attachment(CalledLoop):
                 warn_of_no_call(self.module, _IDLE_STEPS)
 
     def _ends_with(self, optimizer: Any) -> bool:
-        if self._optimizers is not None:
-            return any(optimizer is known for known in self._optimizers)
-        return self._shared.are_in(optimizer)
+        is_shared = self._optimizers is None and self._shared.are_in(optimizer)
+        return is_shared or any(optimizer is known for known in self._optimizers or ())
 
     def _close(self) -> None:
         self._is_attached = False

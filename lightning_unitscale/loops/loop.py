@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 # Calls a step of a module with these arguments and keyword arguments.
 StepCaller = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -141,6 +142,9 @@ class LoopCallback:
             f"{name}: it captures steps, which it can in a Lightning Trainer only; expected a "
             "Trainer; in another loop use lightning_unitscale.transforms."
         )
+
+    def meet_optimizer(self, optimizer: Optimizer) -> None:
+        """An optimizer of torch is about to step for the first time, on the module's parameters."""
 
     def begin_batch(self, batch: Any = None, batch_idx: int = 0) -> None:
         """A training batch begins, or the batches of one optimizer step.

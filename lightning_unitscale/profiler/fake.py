@@ -285,9 +285,18 @@ def make_state(optimizer: Optimizer, device: torch.device) -> None:
         for group in optimizer.param_groups:
             for param in group["params"]:
                 if param.requires_grad:
-                    param.grad = torch.zeros_like(param)
+                    is_sparse = isinstance(optimizer, torch.optim.SparseAdam)
+                    param.grad = _no_rows(param) if is_sparse else torch.zeros_like(param)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+
+
+def _no_rows(param: Tensor) -> Tensor:
+    """Return a sparse gradient without entries, which coalescing leaves as it is."""
+    index, rows = param.new_zeros(1, 0, dtype=torch.long), param.new_zeros(0, *param.shape[1:])
+    return torch.sparse_coo_tensor(
+        index, rows, param.shape, is_coalesced=True, check_invariants=False
+    )
 
 
 def state_tensors(optimizer: Optimizer) -> list[Tensor]:

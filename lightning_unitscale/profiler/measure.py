@@ -16,14 +16,18 @@ from lightning_unitscale.graph.nodes import tensors_in
 from lightning_unitscale.profiler.costs import size_hint
 from lightning_unitscale.profiler.fake import FakeCopies, make_state, optimizer_for, state_tensors
 from lightning_unitscale.profiler.fake_device import SimulatedDevice
-from lightning_unitscale.profiler.sharded import local_tensor
+from lightning_unitscale.profiler.sharded import dense_parts, local_tensor
 
 _MARK = "lightning_unitscale.peak_meter"
 
 
 def storages_of(values: Any) -> dict[int, int]:
     """The storages of all tensors in a nested value, of shards this rank's, and their bytes."""
-    storages = (local_tensor(tensor).untyped_storage() for tensor in tensors_in(values))
+    storages = (
+        part.untyped_storage()
+        for tensor in tensors_in(values)
+        for part in dense_parts(local_tensor(tensor))
+    )
     return {storage._cdata: size_hint(storage.nbytes()) for storage in storages}
 
 

@@ -5,8 +5,8 @@ GPU it works on streams, of which there are none without one.
 
 An adapter, checked on torch 2.13 and 2.11: ``FakeStore``, ``AsyncCollectiveTensor``,
 ``ShardingPropagator``, ``is_rng_supported_mesh`` and ``_rng_tracker``, the state of an FSDP
-module, the method ``resize_`` of a storage, and that FSDP asks ``torch.cuda`` for its streams and
-its device.
+module, ``unset_fake_temporarily``, the method ``resize_`` of a storage, and that FSDP asks
+``torch.cuda`` for its streams and its device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 
 from lightning_unitscale.patching import nothing, shadowed
@@ -179,6 +179,24 @@ def local_tensor(tensor: Tensor) -> Tensor:
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         tensor = getattr(tensor, names[0])
     return tensor
+
+
+def dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors that have the memory of a tensor; those of a sparse one have its values.
+
+    Such are the gradients of ``nn.Embedding(sparse=True)``, and what a step multiplies by.
+    """
+    is_fake = isinstance(tensor, FakeTensor)
+    # A plan is made under fake tensors, which let nothing be asked of a real one.
+    with contextlib.nullcontext() if is_fake else unset_fake_temporarily():
+        if tensor.layout is torch.sparse_coo:
+            # The public names are those of coalesced ones, which have other memory.
+            return tensor._indices(), tensor._values()
+        if tensor.layout in {torch.sparse_csr, torch.sparse_bsr}:
+            return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+        if tensor.layout in {torch.sparse_csc, torch.sparse_bsc}:
+            return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)
 
 
 def is_sharded(module: nn.Module) -> bool:

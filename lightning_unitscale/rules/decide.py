@@ -121,6 +121,8 @@ class Decider:
             return self._residual(node)
         if node in self.structure.plain_adds:
             return self._plain_add(node)
+        if node in self.structure.averaging:
+            return _decision(node, "kept", "it averages parameters")
         return self._other(node)
 
     def _product(self, node: fx.Node, product: Product) -> Decision:

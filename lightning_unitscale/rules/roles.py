@@ -18,6 +18,7 @@ from lightning_unitscale.graph.nodes import (
     tensor_name,
 )
 from lightning_unitscale.optim.learning_rates import ParameterInfo, Role
+from lightning_unitscale.rules.averages import Averages, find_averages
 from lightning_unitscale.rules.flow import (
     EMBEDDINGS,
     TIMES,
@@ -70,6 +71,7 @@ class Structure:
         residuals: The residual adds.
         plain_adds: Adds that get a factor of their own.
         readouts: Products whose result goes to a loss and to no other product.
+        averaging: Operations that only average parameters.
         uses: How each parameter is used.
     """
 
@@ -77,17 +79,50 @@ class Structure:
     residuals: Mapping[fx.Node, Residual]
     plain_adds: frozenset[fx.Node]
     readouts: frozenset[fx.Node]
+    averaging: frozenset[fx.Node] = frozenset()
     uses: dict[str, tuple[Use, ...]] = field(default_factory=dict)
 
 
 def find_structure(flow: Flow) -> Structure:
     """Roles of everything in a step, in one pass forward and one backward."""
     residuals = find_residuals(flow)
-    plain_adds, readouts = _plain_adds(flow, residuals), _readouts(flow, residuals)
-    structure = Structure(flow, residuals, frozenset(plain_adds), frozenset(readouts))
-    for fqn, node in flow.parameters.items():
-        structure.uses[fqn] = tuple(_uses(structure, node))
+    averages = find_averages(flow)
+    plain_adds = frozenset(_plain_adds(flow, residuals)) - averages.nodes
+    readouts = frozenset(_readouts(flow, residuals))
+    structure = Structure(flow, residuals, plain_adds, readouts, averages.nodes)
+    uses = {fqn: tuple(_uses(structure, node)) for fqn, node in flow.parameters.items()}
+    structure.uses.update(_with_averages(uses, averages))
     return structure
+
+
+def _with_averages(
+    uses: Mapping[str, tuple[Use, ...]], averages: Averages
+) -> dict[str, tuple[Use, ...]]:
+    """Leave out that parameters are averaged, of those that are all set to unit scale alike.
+
+    A parameter that nothing else reads, such as an average for validation alone, is used as what it
+    is an average of.
+    """
+
+    def others(fqn: str) -> tuple[Use, ...]:
+        return tuple(use for use in uses[fqn] if use.node not in averages.nodes)
+
+    found = {fqn: others(fqn) for fqn in uses}
+    for group in averages.groups:
+        read = next((found[fqn] for fqn in sorted(group) if found[fqn]), ())
+        found |= {fqn: found[fqn] or read for fqn in group}
+    apart: set[str] = set()
+    while True:
+        mixed = {
+            fqn
+            for group in averages.groups
+            if len({_action(found[member], init_weights=True)[0] for member in group}) > 1
+            for fqn in group - apart
+        }
+        if not mixed:
+            return found
+        apart |= mixed
+        found |= {fqn: uses[fqn] for fqn in mixed}
 
 
 def plan_parameters(structure: Structure, *, init_weights: bool) -> dict[str, ParameterPlan]:
@@ -98,12 +133,12 @@ def plan_parameters(structure: Structure, *, init_weights: bool) -> dict[str, Pa
     depths = _depths(structure.residuals)
     plans = {}
     for fqn, uses in structure.uses.items():
-        action, reason = _action(uses, init_weights)
+        action, reason = _action(uses, init_weights=init_weights)
         plans[fqn] = ParameterPlan(_info(structure, fqn, uses, depths), action, reason)
     return plans
 
 
-def _action(uses: Sequence[Use], init_weights: bool) -> tuple[Action, str]:
+def _action(uses: Sequence[Use], *, init_weights: bool) -> tuple[Action, str]:
     """What is done with a parameter, and why."""
     kinds = {use.kind for use in uses}
     if not uses:

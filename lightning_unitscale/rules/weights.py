@@ -264,13 +264,24 @@ def zero_gradients(*args: Any, **kwargs: Any) -> None:
     A step under manual optimization may read ``parameter.grad`` after its backward pass: to clip by
     hand, to log a norm. The pass itself must not run in a rehearsal: the hooks of DDP would wait
     for other ranks. What the loss does not depend on keeps ``None``, as after a real backward pass.
+    An embedding's is sparse where the real one will be.
     """
     roots = (tensor.grad_fn for tensor in tensors_in((args, kwargs)))
-    for node in autograd_operations(roots):
+    operations = list(autograd_operations(roots))
+    embedded = (
+        source
+        for node in operations
+        if getattr(node, "_saved_sparse", False)
+        for source, _ in node.next_functions
+    )
+    # A rehearsal may have multiplied the weight by a factor.
+    sparse = set(autograd_operations(embedded))
+    for node in operations:
         # Only the node that adds to the gradient of a leaf has a variable.
         variable = getattr(node, "variable", None)
         if isinstance(variable, Tensor) and variable.grad is None:
-            variable.grad = torch.zeros_like(variable)
+            zeros = torch.zeros_like(variable)
+            variable.grad = zeros.to_sparse(1) if node in sparse else zeros
 
 
 def _multiply(gradient: Tensor, factor: Tensor) -> None:

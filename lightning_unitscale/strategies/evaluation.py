@@ -24,9 +24,11 @@ from lightning_unitscale.capture.steps import steps_of
 from lightning_unitscale.dispatch.attach import run_in_session
 from lightning_unitscale.pipeline.capture import static_shapes
 from lightning_unitscale.pipeline.program import split_evenly
+from lightning_unitscale.ranks import gathered
 from lightning_unitscale.strategies.grid import GridStrategy
 from lightning_unitscale.strategies.method import NotPipelinedError, PipelinedMethod, Pipelining
 from lightning_unitscale.strategies.ownership import Owners
+from lightning_unitscale.strategies.validation_hooks import Watch, has_validation_hooks
 
 # Graphs for batches of one size, each of which has to be captured and cut.
 _MAX_ALIKE = 4
@@ -95,10 +97,14 @@ class EvaluatingStrategy(GridStrategy):
     _has_weights = True
     # By the name of the step; ``None`` for one that has turned out not to be a pipeline.
     _evaluations: dict[str, PipelinedEvaluation | None]
+    # Whether hooks of the validation read weights; ``None`` until the first has shown it.
+    _hooks_read: bool | None = None
+    _watch: Watch | None = None
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's own step."""
+        self._end_watch()
         context = self.precision_plugin.val_step_context
         return self._evaluate("validation_step", super().validation_step, context, args, kwargs)
 
@@ -114,18 +120,39 @@ class EvaluatingStrategy(GridStrategy):
         context = self.precision_plugin.predict_step_context
         return self._evaluate("predict_step", super().predict_step, context, args, kwargs)
 
-    @override
-    def on_validation_start(self) -> None:
-        """Brings the weights together, if every rank validates with all of them."""
-        if not self._is_pipelined("validation_step"):
+    def before_validation(self) -> None:
+        """Bring the weights together if every rank needs all of them; called before all hooks."""
+        module = self.lightning_module
+        assert module is not None
+        reads = self._hooks_read
+        if self._is_training and reads is None:
+            callbacks: list[Any] = module.trainer.callbacks  # type: ignore[attr-defined]
+            reads = has_validation_hooks(module, callbacks)
+        if reads or not self._is_pipelined("validation_step"):
             self._bring_weights()
+        if self._is_training and self._hooks_read is None:
+            self._watch = Watch(module)
+
+    def _end_watch(self) -> None:
+        """Note whether hooks have read weights, and free them if none has."""
+        if self._watch is None:
+            return
+        reads, self._watch = self._watch.end(), None
+        # A hook may read on the first rank alone.
+        self._hooks_read = any(gathered(reads))
+        if not self._hooks_read and self._is_pipelined("validation_step"):
+            self._free_again()
+
+    def _free_again(self) -> None:
+        if self._is_training and self._owners is not None and not self._is_interrupted:
+            self._owners.free(self.optimizers)
+            self._has_weights = False
 
     @override
     def on_validation_end(self) -> None:
         """Frees again, within a training, the weights that only the validation needed."""
-        if self._is_training and self._owners is not None and not self._is_interrupted:
-            self._owners.free(self.optimizers)
-            self._has_weights = False
+        self._end_watch()
+        self._free_again()
 
     @override
     def on_train_end(self) -> None:

@@ -41,6 +41,21 @@ def give_first_weights(module: nn.Module) -> None:
         dist.broadcast(tensor.data, src=0)
 
 
+def describes(func: Any) -> bool:
+    """Return whether a function of a tensor asks for no value of it."""
+    attribute = _attribute(func)
+    if attribute is not None:
+        return bool(attribute) and attribute not in _VIEWS
+    return getattr(func, "__name__", "") in _DESCRIBES
+
+
+def _attribute(func: Any) -> str | None:
+    """Return the name of the attribute that a function gets or sets; ``None`` for a method."""
+    if getattr(func, "__name__", "") not in {"__get__", "__set__"}:
+        return None
+    return str(getattr(getattr(func, "__self__", None), "__name__", ""))
+
+
 class FreedParameter(nn.Parameter):
     """A parameter whose storage is freed: it has a shape, a type and a device, and no values."""
 
@@ -49,16 +64,14 @@ class FreedParameter(nn.Parameter):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Lets through functions that only describe the tensor."""
-        owner = getattr(func, "__self__", None)
-        name = getattr(func, "__name__", "")
-        attribute = getattr(owner, "__name__", "") if name in {"__get__", "__set__"} else None
-        if attribute not in _VIEWS and (attribute or name in _DESCRIBES):
+        if describes(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         raise RuntimeError(
-            f"{attribute or name or func}: the values of this parameter are on another rank of "
-            "the pipeline (free_unowned=True); expected reads of weights in validation and after "
-            "the training, when every rank has all of them; read it there, or save a checkpoint."
+            f"{_attribute(func) or getattr(func, '__name__', func)}: the values of this parameter "
+            "are on another rank of the pipeline (free_unowned=True); expected reads of weights in "
+            "hooks of the validation and after the training, when every rank has all of them; read "
+            "it there, pass free_unowned=False, or save a checkpoint."
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

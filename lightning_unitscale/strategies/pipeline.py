@@ -44,6 +44,7 @@ from lightning_unitscale.strategies.method import NotPipelinedError, Pipelining
 from lightning_unitscale.strategies.ownership import Owners, give_first_weights
 from lightning_unitscale.strategies.saving import SavingStrategy
 from lightning_unitscale.strategies.steps import PipelinedStep
+from lightning_unitscale.strategies.validation_hooks import BeforeValidation
 
 _CAPTURES = ("auto", "step", "forward")
 _EVALUATIONS = ("auto", "pipeline", "whole")
@@ -77,7 +78,8 @@ class PipelineStrategy(SavingStrategy):
         free_unowned: Whether a rank frees, once the first step is cut, the parameters that stages
             of other ranks have, with their gradients and optimizer state. A checkpoint brings them
             back on the first rank, whole validation for as long as it runs, the end of the training
-            for good. Reading a freed parameter raises; with ``False`` it has old values.
+            for good; so does a validation before whose batches hooks read weights, as to merge
+            adapters. Reading a freed parameter raises; with ``False`` it has old values.
         evaluation: ``"pipeline"`` runs validation, test and prediction through the stages;
             ``"whole"`` all of the module on every rank, with all weights; ``"auto"`` the first, and
             where a step is not one graph the second, with the reason in a warning.
@@ -194,6 +196,9 @@ class PipelineStrategy(SavingStrategy):
         plugin = self.precision_plugin
         clip = Replacement(plugin.clip_grad_by_norm, self._clip_by_norm)
         self._changes.enter_context(shadowed(plugin, clip_grad_by_norm=clip))
+        first = BeforeValidation(module.on_validation_model_eval, self.before_validation)
+        self._changes.enter_context(shadowed(module, on_validation_model_eval=first))
+        self._hooks_read = None
         self._changes.enter_context(self.metrics_over_pipelines(module))
         self._changes.enter_context(self.order_of_loaders(trainer))
 
@@ -367,6 +372,9 @@ class PipelineStrategy(SavingStrategy):
     def _release(self) -> None:
         self._is_training = False
         step, self._step, self._evaluations = self._step, None, {}
+        if self._watch is not None:
+            self._watch.end()
+            self._watch = None
         with contextlib.ExitStack() as leaving:  # all of it, if one part raises
             if isinstance(step, PipelinedStep):
                 leaving.callback(step.detach)

@@ -140,6 +140,32 @@ def test_parameters_in_other_loops(dtype: torch.dtype, caplog: pytest.LogCapture
     assert ("parameters are BF16" in caplog.text) == (dtype == torch.bfloat16)
 
 
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize(
+    ("eps", "dtype", "count"),
+    [(1e-8, torch.float16, 1), (1e-4, torch.float16, 0), (1e-8, torch.float32, 0)],
+)
+def test_an_eps_in_other_loops(eps: float, dtype: torch.dtype, count: int, given: bool) -> None:
+    """Of two optimizers that step in turn, and of one whose parameters are another model's."""
+    model, other = Net().to(dtype), Net().half()
+    halves = [list(model.up.parameters()), list(model.down.parameters())]
+    optimizers = [
+        torch.optim.SGD(halves[0], lr=0.01),
+        torch.optim.Adam(halves[1], lr=0.01, eps=eps),
+    ]
+    foreign = torch.optim.Adam(other.parameters())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with attach(model, optimizers if given else None, UnitScaleCallback()):
+            for x, _ in batches(3):
+                model(x.to(dtype) / 50).float().square().mean().backward()
+                for optimizer in (*optimizers, foreign):
+                    optimizer.step()
+    found = [str(one.message) for one in caught if "eps is 0" in str(one.message)]
+    assert len(found) == count
+    assert all(text.startswith("Adam(eps=1e-08): eps is 0 in torch.float16") for text in found)
+
+
 def _as_of_depth_all(path: Path) -> Path:
     """The checkpoint of a run as an earlier version wrote it with ``depth="all"``."""
     checkpoint = torch.load(path, weights_only=True)

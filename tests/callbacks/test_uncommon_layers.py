@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_unitscale import RematCallback, UnitScaleCallback
 from tests.callbacks.modules import Regression, adamw, momentum
+from tests.callbacks.rule_runs import plan_of
 from tests.callbacks.runs import ARRANGEMENTS, assert_same_run, loader, run, unit_scale_of
 from tests.helpers import assert_same_bits
 
@@ -49,6 +52,89 @@ def test_embeddings_with_sparse_gradients(how: str) -> None:
             self.optimizer_of = lambda module: torch.optim.SGD(module.parameters(), lr=0.05)
 
     assert_same_run(Sparse, ARRANGEMENTS[how])
+
+
+class SparseStep(Regression):
+    """Its embeddings have sparse gradients, which it reads when it steps by hand."""
+
+    def __init__(self, *, by_hand: bool = False) -> None:
+        super().__init__(momentum, norm=False, dropout=0.0)
+        self.automatic_optimization = not by_hand
+        self.table = nn.Embedding(5, 6, sparse=True)
+        self.bag = nn.EmbeddingBag(5, 6, sparse=True, mode="sum")
+
+    def forward(self, x: Tensor) -> Tensor:
+        index = (x * 200).long().abs() % 5
+        return super().forward(self.table(index).sum(1) + self.bag(index))
+
+    def configure_optimizers(self) -> Any:
+        if self.automatic_optimization:
+            return torch.optim.SGD(self.parameters(), lr=0.05)
+        dense = [*self.first.parameters(), *self.second.parameters()]
+        sparse = [self.table.weight, self.bag.weight]
+        return torch.optim.SparseAdam(sparse, lr=0.01), torch.optim.Adam(dense, lr=0.01)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        if self.automatic_optimization:
+            return self.loss(batch)
+        loss = self.loss(batch)
+        for one in self.optimizers():
+            one.zero_grad()
+        self.manual_backward(loss)
+        self.table.weight.grad.coalesce().values().clamp_(-1, 1)
+        for one in self.optimizers():
+            one.step()
+        return None
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.filterwarnings("ignore:RematCallback. training_step is captured in")
+def test_sparse_gradients_in_a_plan(by_hand: bool) -> None:
+    """Nor does a warning say that the step is not captured, which would be an error here."""
+    make = functools.partial(SparseStep, by_hand=by_hand)
+    found, plain = run(make, [RematCallback("min_cut")]), run(make)
+    assert_same_bits((found.outputs, found.weights), (plain.outputs, plain.weights))
+
+
+class Graph(Regression):
+    """Averages over neighbours by a sparse matrix, between layers that are modules of their own."""
+
+    def __init__(self) -> None:
+        super().__init__(momentum, norm=False, dropout=0.0)
+        self.layers = nn.ModuleList(Hidden(6) for _ in range(2))
+        neighbours = (torch.eye(4) / 2).roll(1, 0).to_sparse()
+        self.register_buffer("neighbours", neighbours, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.sparse.mm(self.neighbours, layer(x))
+        return super().forward(x)
+
+
+class Hidden(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).relu()
+
+
+@pytest.mark.filterwarnings("ignore:RematCallback. training_step is captured in")
+def test_a_sparse_matrix_in_a_plan() -> None:
+    found, plain = run(Graph, [RematCallback("min_cut")]), run(Graph)
+    assert_same_bits((found.outputs, found.weights), (plain.outputs, plain.weights))
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_sparse_gradients_by_rules(by_hand: bool) -> None:
+    """The rules give the model weights that it does not have plainly, and the same gradients."""
+    found = run(functools.partial(SparseStep, by_hand=by_hand), [UnitScaleCallback("u-mup")])
+    module = found.module
+    gradients = [module.table.weight.grad, module.bag.weight.grad]
+    assert all(one is not None and one.is_sparse for one in gradients)
+    plans = plan_of(module).parameters
+    assert plans["table.weight"].action == plans["bag.weight"].action == "scaled"
 
 
 @pytest.mark.parametrize("how", EXACT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_unitscale.dynamo.breaks import not_followed
+from lightning_unitscale.remat.api import remat
 from lightning_unitscale.rules.transform import unit_scale
 from lightning_unitscale.transforms import track_scales
-from tests.helpers import same_bits
+from tests.helpers import assert_same_bits, same_bits
 
 
 class Followed(Tensor):
@@ -63,3 +65,54 @@ def test_rules_refuse_such_inputs() -> None:
     scaled = unit_scale(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
     with pytest.raises(RuntimeError, match=r"^Sequential\.forward is unit-scaled by rules and"):
         scaled(X.as_subclass(Broken))
+
+
+class Bare(Tensor):
+    """A class by its name alone."""
+
+
+class Writing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        x.mul_(2)
+        return self.layer(x).relu(), x
+
+
+def with_a_weight_of(kind: type[Tensor]) -> nn.Module:
+    module = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 3))
+    module[0].weight = nn.Parameter(module[0].weight.detach().as_subclass(kind))
+    return module
+
+
+def seen(module: nn.Module, kind: type[Tensor]) -> Any:
+    """Classes and values of results, inputs and gradients of two calls of different sizes."""
+    values = []
+    for size in (4, 6):
+        leaf = torch.randn(size, 3, generator=torch.Generator().manual_seed(size))
+        leaf = leaf.as_subclass(kind).requires_grad_()
+        x = leaf * 1
+        results = module(x)
+        results = results if isinstance(results, tuple) else (results,)
+        module.zero_grad()
+        sum(one.square().sum() for one in results).backward()
+        values += [*results, x, leaf.grad, *(parameter.grad for parameter in module.parameters())]
+    return [type(one) for one in values], [one.detach().as_subclass(Tensor) for one in values]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda _: with_a_weight_of(Tensor), lambda _: Writing(), with_a_weight_of],
+    ids=["mlp", "writes", "weight"],
+)
+@pytest.mark.parametrize("kind", [Bare, Followed])
+def test_a_plan_on_such_inputs(
+    make: Callable[[type[Tensor]], nn.Module], kind: type[Tensor]
+) -> None:
+    torch.manual_seed(0)
+    module = make(kind)
+    planned = remat(module, "min_cut")
+    assert_same_bits(seen(planned, kind), seen(module, kind))
+    assert planned.remat_reports()  # type: ignore[operator]

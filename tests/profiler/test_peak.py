@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from lightning_unitscale.profiler import profile_graph
+from lightning_unitscale.profiler.measure import optimizer_state_bytes, storages_of
 from tests.profiler.networks import NETWORKS
 from tests.profiler.oracles import measured_peak, measured_saved, storage_bytes, sum_of
 
@@ -79,3 +80,26 @@ def test_a_forward_pass_alone() -> None:
     profile = profile_graph(module.requires_grad_(False), given)
     assert profile.saved_bytes == profile.gradient_bytes == profile.bwd_flops == 0
     assert set(profile.phases) == {"forward"}
+
+
+@pytest.mark.parametrize("layout", ["coo", "csr", "csc", "bsr", "bsc"])
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state")
+def test_bytes_of_sparse_tensors(layout: str) -> None:
+    dense = torch.eye(4, 6)
+    size = (2, 2) if layout.startswith("b") else None
+    sparse = dense.to_sparse(layout=getattr(torch, f"sparse_{layout}"), blocksize=size)
+    names = {"o": ("indices",), "r": ("crow_indices", "col_indices")}
+    names |= {"c": ("ccol_indices", "row_indices")}
+    parts = [getattr(sparse, name)() for name in (*names[layout[-1]], "values")]
+    assert storages_of([sparse, dense]) == storages_of([*parts, dense])
+    # Indices may lie in more memory than they fill.
+    assert sum(storages_of(sparse).values()) >= sum(one.nbytes for one in parts)
+
+
+def test_the_state_of_an_optimizer_of_sparse_gradients() -> None:
+    table = nn.Embedding(5, 6, sparse=True)
+    optimizer = torch.optim.SparseAdam(table.parameters())
+    before = optimizer_state_bytes([optimizer])
+    table(torch.arange(3)).sum().backward()
+    optimizer.step()
+    assert before == optimizer_state_bytes([optimizer]) == 2 * table.weight.nbytes

@@ -64,8 +64,21 @@ class Inverse(nn.Module):
         return (self.layer(x) @ torch.linalg.inv(self.matrix)).float().square().mean()
 
 
+class Bilinear(nn.Module):
+    """Multiplies by a kernel that makes products of its own, which autocast casts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs, self.layer = nn.Bilinear(16, 16, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            first = self.pairs(x, x.flip(1))
+        return self.layer(first + self.pairs(x, x * x)).float().square().mean()
+
+
 @pytest.mark.parametrize("is_autocast", [False, True])
-@pytest.mark.parametrize("kind", [Updates, Inverse])
+@pytest.mark.parametrize("kind", [Updates, Inverse, Bilinear])
 def test_a_backward_pass_outside_of_autocast(kind: type[nn.Module], is_autocast: bool) -> None:
     torch.manual_seed(0)
     plain = kind()
