@@ -14,11 +14,10 @@ import torch
 from torch import fx
 
 from lightning_unitscale.dynamo.capture import GraphInput
-from lightning_unitscale.dynamo.graphs import is_checkpoint
+from lightning_unitscale.dynamo.graphs import fake_mode_of, is_checkpoint, stand_ins
 from lightning_unitscale.graph.aliasing import memory_roots, written_arguments
-from lightning_unitscale.graph.nodes import line_of, op_name, requires_grad
+from lightning_unitscale.graph.nodes import call, line_of, op_name, requires_grad
 from lightning_unitscale.profiler.fake_device import DispatchMode
-from lightning_unitscale.profiler.flops import runs_without_numbers
 
 
 class CheckpointNotKept(Exception):
@@ -83,5 +82,13 @@ class _Draws(DispatchMode):
 
 
 def _is_random(node: fx.Node) -> bool:
+    """Return whether a node draws random numbers, as far as it runs by itself without data."""
     draws = _Draws()
-    return runs_without_numbers(node, draws) and draws.has_drawn
+    try:
+        mode, values = stand_ins(fake_mode_of(node.graph), node.all_input_nodes)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+        with mode, torch.no_grad(), draws:
+            call(node.target, args, kwargs)
+    except Exception:
+        return False
+    return draws.has_drawn

@@ -55,11 +55,6 @@ class Product:
     operands: tuple[Operand, ...]
     addends: tuple[Operand, ...]
 
-    @property
-    def reads_addends(self) -> bool:
-        """Whether it reads what it is added to: times zero it does not, whatever that holds."""
-        return bool(self.node.kwargs.get("beta", 1) != 0)
-
 
 # Products by the names that torch has for them, as functions, methods and operators: parameters,
 # operands and addends.
@@ -119,15 +114,6 @@ _CUSTOM_OPERATORS: dict[str, ProductRule] = {
 DISTANCES = "a kernel of distances"
 RECURRENT = "a recurrent kernel, whose products are inside of it"
 FUSED = "a fused inference kernel, whose products are inside of it"
-_WRITING = "a product that is written into a tensor"
-_RECURRENT_NAMES = ("lstm", "gru", "rnn_tanh", "rnn_relu")
-_OUT_OF_REACH = {
-    **dict.fromkeys(("addmm_", "baddbmm_", "addbmm_", "addmv_"), _WRITING),
-    "cdist": DISTANCES,
-    **dict.fromkeys(_RECURRENT_NAMES, RECURRENT),
-    **dict.fromkeys((f"{name}_cell" for name in _RECURRENT_NAMES), RECURRENT),
-    **dict.fromkeys(("_transformer_encoder_layer_fwd", "_native_multi_head_attention"), FUSED),
-}
 
 
 def rule_of(node: fx.Node) -> ProductRule | None:
@@ -172,19 +158,6 @@ def operands_of_call(
         return []
     values = (value for name in rule.operands for *_, value in _arguments(args, kwargs, rule, name))
     return [value for value in values if isinstance(value, Tensor)]
-
-
-def unreachable_products(graph: fx.Graph) -> dict[fx.Node, str]:
-    """Return the nodes that multiply matrices in a form that no rule covers, each with why."""
-    found: dict[fx.Node, str] = {}
-    for node in graph.nodes:
-        if node.op in {"call_function", "call_method"}:
-            name = getattr(node.target, "__name__", str(node.target))
-            if name in _OUT_OF_REACH:
-                found[node] = _OUT_OF_REACH[name]
-            elif TRANSFORMED in node.meta and rule_of(node) is not None:
-                found[node] = "no factor reaches its operands"
-    return found
 
 
 def _tensors(node: fx.Node, rule: ProductRule, name: str) -> Iterator[Operand]:

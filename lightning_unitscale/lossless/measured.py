@@ -61,11 +61,6 @@ def is_late_look(count: int) -> bool:
     return count in (1, 2, 4) or (count > 0 and count % 8 == 0)
 
 
-def usable_sizes(sizes: Sizes) -> dict[str, float]:
-    """Those that a unit can be taken from: of what is zero, empty or not finite none can."""
-    return {name: rms for name, rms in sizes.items() if 0.0 < rms < math.inf}
-
-
 @dataclass(frozen=True)
 class Measured:
     """What was measured of tensors with units of their own, by name in the gauge.

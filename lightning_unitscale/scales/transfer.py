@@ -7,7 +7,6 @@ before; one to or from pinned memory takes its place in the queue.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,11 +40,6 @@ class HostCopy:
         if self._event is not None:
             self._event.synchronize()
         return self._copy
-
-
-def numbers_of(tensors: Sequence[Tensor]) -> list[Any]:
-    """The numbers of tensors of one shape, as nested lists, with one transfer to the host."""
-    return joint_copy(tensors).numbers().tolist() if tensors else []
 
 
 def joint_copy(tensors: Sequence[Tensor]) -> HostCopy:

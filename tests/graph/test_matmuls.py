@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_unitscale.graph.decompose import attention_product
-from lightning_unitscale.graph.matmuls import product_of, unreachable_products
+from lightning_unitscale.graph.matmuls import product_of
 from lightning_unitscale.graph.nodes import argument_at
 from tests.helpers import captured
 
@@ -220,11 +220,3 @@ def test_a_product_into_the_users_tensor_is_none_of_ours() -> None:
         return torch.mm(a, b, out=out)
 
     assert _products(function, torch.ones(3, 3), torch.ones(3, 3), torch.ones(3, 3)) == []
-
-
-def test_products_out_of_reach_are_listed() -> None:
-    def function(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-        return torch.cdist(a, b) + c.clone().addmm_(a, b.mT) + a @ b.mT
-
-    graph = captured(function, torch.ones(3, 3), torch.ones(3, 3), torch.ones(3, 3)).graph
-    assert len(unreachable_products(graph)) == 2
