@@ -596,7 +596,7 @@ MUTATIONS = (
         "dynamo/graphs.py",
         "graph.inserting_before(first)",
         "graph.inserting_after(None)",
-        "tracking/test_track_scales_effects.py -k without_inputs",
+        "watching/test_track_scales_effects.py -k without_inputs",
     ),
     Mutation(
         "whether a result has memory of its own is answered the wrong way",
@@ -639,7 +639,7 @@ MUTATIONS = (
         "graph/recorder.py",
         "return grad_output, ctx.on_gradient(grad_output), None, None",
         "return grad_output * 2, ctx.on_gradient(grad_output), None, None",
-        "tracking/test_probes.py",
+        "watching/test_probes.py",
     ),
     Mutation(
         "samples see some channels only",

@@ -29,7 +29,6 @@ ROOMS = (
     "lossless",
     "remat",
     "pipeline",
-    "tracking",
     "precision",
     "rules",
     "dispatch",

@@ -20,6 +20,8 @@ from lightning_unitscale.dynamo.capture import is_compiled
 from lightning_unitscale.graph.passes import GraphPass
 
 PRODUCTS = "_module_products"
+# What watches the calls of a module.
+TRACKER = "_scale_tracker"
 
 
 def captured_forward(
@@ -49,9 +51,10 @@ def reject_compiled(module: nn.Module) -> None:
 
 def capture(module: nn.Module, owner: str, passes: tuple[GraphPass, ...]) -> ModuleSteps:
     """Capture ``forward``, with what has run at the dispatcher so far as passes."""
-    products = products_of(module)
-    if products is not None:
-        products.detach()
+    products, tracker = products_of(module), module.__dict__.get(TRACKER)
+    for each in (products, tracker):
+        if each is not None:
+            each.detach()
     steps = steps_of(module)
     if steps is None:
         steps = ModuleSteps(module, ("forward",))
@@ -60,8 +63,15 @@ def capture(module: nn.Module, owner: str, passes: tuple[GraphPass, ...]) -> Mod
     steps.attach(owner)
     if products is not None:
         products.measure_again(steps.steps["forward"])
-    module.__dict__["explain"] = MethodType(explain_forward, module)
+    if tracker is not None:
+        tracker.capture(steps)
+    set_explain(module)
     return steps
+
+
+def set_explain(module: nn.Module) -> None:
+    """Give a module ``explain()``."""
+    module.__dict__["explain"] = MethodType(explain_forward, module)
 
 
 def explain_forward(module: nn.Module) -> str:
@@ -74,4 +84,4 @@ def explain_forward(module: nn.Module) -> str:
         explanation: str = products.explain()
         return explanation
     steps = steps_of(module)
-    return "" if steps is None else steps.explain()
+    return "Nothing is captured: forward runs as it is." if steps is None else steps.explain()

@@ -87,6 +87,16 @@ def leave(operands: Sequence[Tensor]) -> None:
         record(key, *_NOBODYS)
 
 
+def leave_graph(node: Any) -> None:
+    """Let all products of the backward pass from a node on be nobody's."""
+    pending = [node]
+    while pending:
+        node = pending.pop()
+        if node is not None and _CALL not in node.metadata:
+            node.metadata[_CALL] = _NOBODYS
+            pending += [source for source, _ in node.next_functions]
+
+
 def node_key(operands: Sequence[Tensor]) -> NodeKey | None:
     """Key of the autograd node of what runs; ``None`` where it has none."""
     return latest_key(operands if torch.is_grad_enabled() else function_arguments())

@@ -1,7 +1,7 @@
 """Graphs as Dynamo makes them: copy one, add an input, run one of its operators without numbers.
 
 Private names used here were checked on torch 2.13 and 2.11: ``node._dynamo_source``,
-``GlobalSource``, ``HigherOrderOperator``, ``_enter_autocast`` and ``_exit_autocast``;
+``node._rename``, ``GlobalSource``, ``HigherOrderOperator``, ``_enter_autocast`` and ``_exit_autocast``;
 ``FakeTensorMode``; ``_LazyGraphModule``; ``_lineno_map`` and ``_prologue_start`` of a graph's
 module; and, of tensors, ``_use_count`` and ``torch._C._storage_Use_Count``.
 """
@@ -30,6 +30,11 @@ MODULE = "module_path"
 NAME = "tensor_name"
 
 _IN_NUMBERS: WeakKeyDictionary[FakeTensorMode, FakeTensorMode] = WeakKeyDictionary()
+
+
+def rename_node(node: fx.Node, name: str) -> None:
+    """Give a node another name, or one like it that no other node has."""
+    node._rename(name)
 
 
 def copy_graph_module(graph_module: fx.GraphModule) -> fx.GraphModule:

@@ -20,7 +20,7 @@ from lightning_unitscale.graph.name_patterns import own_path
 from lightning_unitscale.graph.nodes import ATTENTION, ATTENTION_ROLES
 from lightning_unitscale.graph.recorder import local_part
 from lightning_unitscale.scales.step_rows import TakenRow
-from lightning_unitscale.tracking.records import ProbedTensor
+from lightning_unitscale.watching.records import ProbedTensor
 from lightning_unitscale.watching.names import (
     ALIASES,
     Caller,
@@ -107,12 +107,13 @@ class WatchedCall:
                 if not isinstance(result, Tensor):
                     name = self._unique(_named(caller.path, "getitem"))
                 if versions.get(id(tensor), -1) == version_of(tensor):
-                    continue  # handed back as it is
-                is_given = any(row.is_given for row in self._rows(tensor) or ())
-                if is_given and tensor.grad_fn is None:
-                    continue  # a parameter or a buffer that is updated
-                self._note(tensor, name, word, inputs, caller, running)
+                    self._hand_back(tensor, name, inputs, caller)
+                elif self._is_made(tensor):
+                    self._note(tensor, name, word, inputs, caller, running)
         return result
+
+    def pass_by(self, arguments: Sequence[Any]) -> None:
+        """Note what a function reads whose results are not shown."""
 
     def see(self, ran: RanProduct) -> None:
         """Note a matmul of the function that runs."""
@@ -244,6 +245,16 @@ class WatchedCall:
         self._made.append(row)
         self._show(row, tensor)
         return row
+
+    def _hand_back(
+        self, tensor: Tensor, name: str, inputs: tuple[TensorRow, ...], caller: Caller
+    ) -> None:
+        """Note a result that is an argument, as it was."""
+
+    def _is_made(self, tensor: Tensor) -> bool:
+        """Return whether a result is a new tensor, and no parameter or buffer that is updated."""
+        is_given = any(row.is_given for row in self._rows(tensor) or ())
+        return not (is_given and tensor.grad_fn is None)
 
     def _note(
         self,

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from lightning_unitscale.capture.attach import captured_forward
 from lightning_unitscale.scales.layout import RowLayout
-from lightning_unitscale.tracking.probes import ScaleProbes
+from lightning_unitscale.watching.probes import ScaleProbes
 from tests.helpers import assert_same_bits, run
-from tests.tracking.tracked import Call
+from tests.watching.tracked import Call
 
 graph_break = torch._dynamo.graph_break
 

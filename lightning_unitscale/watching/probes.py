@@ -31,7 +31,7 @@ from lightning_unitscale.lossless.units import GAUGE, HELD, FactorNodes, Held
 from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.scales.statistics import statistics_row
-from lightning_unitscale.tracking.records import CutGraph, ProbedCall, ProbedTensor, sent_snapshot
+from lightning_unitscale.watching.records import CutGraph, ProbedCall, ProbedTensor, sent_snapshot
 
 Select = Callable[[fx.Node], bool]
 # Gives a position among the probed tensors, and the region of the tensor, its two factors.

@@ -1,0 +1,356 @@
+"""One call of a step with every tensor as a node of a graph, and how each was made."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import operator
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.overrides import handle_torch_function
+from torch.utils._pytree import tree_map
+from typing_extensions import override
+
+from lightning_unitscale.functional.scale import plain_tensor
+from lightning_unitscale.graph.name_patterns import own_path
+from lightning_unitscale.graph.nodes import tensors_in
+from lightning_unitscale.graph.recorder import stored_elements
+from lightning_unitscale.scales.layout import MOMENTS
+from lightning_unitscale.scales.statistics import functional_row
+from lightning_unitscale.watching.input_gradients import GradientPath, InputGradients
+from lightning_unitscale.watching.names import ALIASES, Caller, Callers, StartNames, tensors_of
+from lightning_unitscale.watching.rows import Measuring, TensorRow
+from lightning_unitscale.watching.torch_state import is_readable, plain_functions, unseen
+from lightning_unitscale.watching.watched_call import WatchedCall
+
+
+class ExactMoments(Measuring):
+    """Computes the exact moments of tensors; of a gradient those of the last backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__(MOMENTS)
+        self.counts_stored = False
+
+    @override
+    def of(self, tensor: Tensor, log2_unit: int) -> Any:
+        with unseen(), torch.inference_mode():
+            return functional_row(stored_elements(tensor), MOMENTS)
+
+    @override
+    def gradient(self, row: TensorRow, gradient: Tensor) -> None:
+        row.backward = [self.of(gradient, 0)]
+
+
+@dataclass(frozen=True)
+class Made:
+    """How a tensor was made.
+
+    Attributes:
+        op: As of a node of FX: ``"call_function"`` or ``"call_method"``.
+        target: The function, or the method's name.
+        args: Its arguments, with rows in place of tensors.
+        kwargs: Those by keyword.
+        variables: The variables that the caller has assigned the results to.
+        name: Name of the call, if it returns several tensors.
+        index: Which of several tensors it is.
+    """
+
+    op: str
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    variables: tuple[str, ...] = ()
+    name: str = ""
+    index: int | None = None
+
+
+class TrackedCall(WatchedCall):
+    """Makes a row of every tensor that a call of a step computes.
+
+    Attributes:
+        inputs: The gradients of tensors that take no part in the backward pass.
+        made: How each tensor was made, where that was seen.
+        outputs: The tensors that the call has returned.
+        same_as: Of what a function has handed back as it was, whose tensor it is.
+        kinds: ``"parameters"`` or ``"buffers"`` by the name of each.
+        trained: Names of the parameters that are trained.
+    """
+
+    def __init__(self, callers: Callers, start_names: StartNames, measuring: Measuring) -> None:
+        super().__init__(callers, start_names, measuring, lambda *_: True, {})
+        self.inputs = InputGradients()
+        self.made: dict[TensorRow, Made] = {}
+        self.outputs: list[TensorRow] = []
+        self.same_as: dict[TensorRow, TensorRow] = {}
+        self.kinds: dict[str, str] = {}
+        self.trained: set[str] = set()
+        self._paths: dict[TensorRow, GradientPath] = {}
+
+    @property
+    def given_rows(self) -> Sequence[TensorRow]:
+        """The tensors that the call starts from."""
+        return self._given
+
+    @property
+    def made_rows(self) -> Sequence[TensorRow]:
+        """The tensors that it has made, in order."""
+        return self._made
+
+    def rows_of(self, row: TensorRow) -> tuple[Any, Any]:
+        """The statistics of a tensor and of its gradient, ``None`` where there are none."""
+        row = self.same_as.get(row, row)
+        path = self._paths.get(row)
+        is_known = bool(row.backward) and not (path is not None and path.is_lost)
+        return row.forward, row.backward[-1] if is_known else None
+
+    @override
+    def run(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        word: str,
+        caller: Caller,
+    ) -> Any:
+        if caller.again is not None:
+            return super().run(function, args, kwargs, word, caller)
+        arguments = tensors_in((args, kwargs))
+        with plain_functions():
+            # As Dynamo has them: a module reads its parameters before what it is given.
+            self._inputs([one for one in arguments if isinstance(one, nn.Parameter)], word)
+            self._inputs(arguments, word)
+            self._begin_paths(arguments)
+            made = self._how(function, args, kwargs, word, sys._getframe(1).f_back)
+            beside = self.inputs.run_beside(function, args, kwargs)
+        known = len(self._made)
+        result = super().run(function, args, kwargs, word, caller)
+        results = tensors_in(result)
+        with plain_functions():
+            if word == "setitem":
+                results = [arguments[0]]
+                name = self._unique(f"{caller.path}.setitem" if caller.path else "setitem")
+                inputs = tuple(dict.fromkeys(self._inputs(arguments, word)))
+                self._note(arguments[0], name, word, inputs, caller)
+            if beside is not None:
+                self.inputs.follow(beside, arguments, tensors_in(result))
+            new = set(self._made[known:]) - self.made.keys()
+            for index, tensor in enumerate(results):
+                row = self._only_row(tensor)
+                if row in new:
+                    several = not isinstance(result, Tensor) and result is not None
+                    call = replace(made, name=word, index=index) if several else made
+                    self.made[row] = call
+                if row is not None and (path := self.inputs.path_of(tensor)) is not None:
+                    self._follow(row, path)
+        return result
+
+    @override
+    def pass_by(self, arguments: Sequence[Any]) -> None:
+        with plain_functions():
+            self.inputs.lose(map(plain_tensor, tensors_in(arguments)))
+
+    @override
+    def see_compiled(self, frame: FrameType, nodes: range) -> None:
+        scope = frame.f_locals
+        self.pass_by((scope.get("args", ()), scope.get("kwargs", {})))
+        super().see_compiled(frame, nodes)
+
+    @override
+    def finish(self, module: nn.Module, output: Any) -> None:
+        returned = [tensor for _, tensor in tensors_of(output)]
+        super().finish(module, returned)
+        buffers = dict(module.named_buffers())
+        parameters = dict(module.named_parameters())
+        self.kinds = {own_path(name): "buffers" for name in buffers}
+        self.kinds |= {own_path(name): "parameters" for name in parameters}
+        self.trained = {own_path(name) for name, one in parameters.items() if one.requires_grad}
+        with plain_functions():
+            self._begin_paths(returned)
+            self.outputs = [row for one in returned if (row := self._only_row(one)) is not None]
+            kept = {id(buffer) for buffer in buffers.values()}
+            for tensor in returned:
+                if id(tensor) not in kept:
+                    self._attach(tensor)
+
+    @override
+    def _note(
+        self,
+        tensor: Tensor,
+        name: str,
+        word: str,
+        inputs: tuple[TensorRow, ...],
+        caller: Caller,
+        running: Any = None,
+    ) -> None:
+        row = self._row(name, caller.path, inputs)
+        self._made.append(row)
+        self._rows_of[tensor] = (row,)
+        if word not in ALIASES and is_readable(tensor):
+            self._keep(caller, row, word)
+        self._show(row, tensor)
+
+    @override
+    def _hand_back(
+        self, tensor: Tensor, name: str, inputs: tuple[TensorRow, ...], caller: Caller
+    ) -> None:
+        source = self._only_row(tensor)
+        if source is None:
+            return
+        row = self._row(name, caller.path, inputs)
+        row.is_hooked = True
+        self.same_as[row] = self.same_as.get(source, source)
+        self._made.append(row)
+        self._rows_of[tensor] = (row,)
+
+    @override
+    def _is_made(self, tensor: Tensor) -> bool:
+        return True
+
+    @override
+    def _new_rows(self, tensor: Tensor) -> tuple[TensorRow, ...]:
+        rows = super()._new_rows(tensor)
+        if rows:
+            return rows
+        named = self._start_names.find(tensor) or (self._unique("constant"), "")
+        row = self._row(*named, ())
+        row.is_given = True
+        self._given.append(row)
+        self._show(row, tensor)
+        return (row,)
+
+    def _begin_paths(self, tensors: Sequence[Tensor]) -> None:
+        """Begin the paths of inputs; end those of what has come to need a gradient by itself."""
+        for tensor in tensors:
+            row = self._only_row(tensor)
+            if row is None:
+                continue
+            if tensor.requires_grad:
+                if (path := self.inputs.forget(tensor)) is not None:
+                    node = tensor.grad_fn or self.gradients.leaf_node(tensor)
+                    self.inputs.end(path, node, tensor.output_nr)
+            elif (
+                row.is_given
+                and row.name.startswith("input.")
+                and row not in self._paths
+                and torch.is_grad_enabled()
+                and is_readable(tensor)
+            ):
+                self._follow(row, self.inputs.start(tensor))
+
+    def _follow(self, row: TensorRow, path: GradientPath) -> None:
+        if not row.is_hooked:
+            self._paths[row] = path
+            self.gradients.measure(row, path.tensor)
+
+    def _attach(self, tensor: Tensor) -> None:
+        """Let the caller's backward pass reach a result that needs no gradient by itself."""
+        base = tensor if tensor._base is None else tensor._base
+        origin = self._only_row(base)
+        path = self.inputs.path_of(tensor)
+        if path is None or origin is None or self.same_as.get(origin, origin).is_given:
+            return
+        with unseen(), torch.enable_grad():
+            leaf = torch.zeros((), requires_grad=True, device=tensor.device)
+            _Attach.apply(tensor, leaf, functools.partial(self.inputs.arrive, path.tensor))
+
+    def _how(
+        self,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        word: str,
+        frame: FrameType | None,
+    ) -> Made:
+        instruction, variables = _use_of(
+            frame, self.callers.top, getattr(function, "__code__", None)
+        )
+        args, kwargs = (tree_map(self._constant, each) for each in (args, kwargs))
+        name = getattr(function, "__name__", word)
+        if name == "__get__":
+            return Made("call_function", getattr, (*args[:1], word), {}, variables)
+        is_method = getattr(Tensor, name, None) is function
+        if is_method and (name[:2] == "__" or not instruction.startswith("CALL")):
+            target = getattr(operator, word, None) or getattr(operator, f"{word}_", None)
+            if target is not None:
+                if name.startswith("__r") and len(args) == 2:
+                    args = args[::-1]
+                return Made("call_function", target, args, kwargs, variables)
+        if is_method:
+            return Made("call_method", name, args, kwargs, variables)
+        return Made("call_function", function, args, kwargs, variables)
+
+    def _constant(self, value: Any) -> Any:
+        """What stands for an argument: the row of a tensor, or a constant that a graph may have."""
+        if isinstance(value, Tensor):
+            return self._only_row(value)
+        if isinstance(value, slice):
+            return slice(*map(self._constant, (value.start, value.stop, value.step)))
+        return value if isinstance(value, fx.node.base_types) else None
+
+
+class _Attach(torch.autograd.Function):
+    """Makes the very tensor ``result`` take part in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, leaf: Tensor, arrive: Callable[[Tensor], None]) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.arrive = arrive
+        ctx.mark_dirty(result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor | None) -> tuple[None, None, None]:
+        if grad_output is not None and not torch.is_grad_enabled():
+            ctx.arrive(grad_output)
+        return None, None, None
+
+
+def _use_of(
+    frame: FrameType | None, top: CodeType, own: CodeType | None
+) -> tuple[str, tuple[str, ...]]:
+    """The instruction that calls a function, and the variables that its results are assigned to.
+
+    As Dynamo names the nodes of a graph, they are the first ones, also of a caller to whom the
+    results are returned.
+    """
+    first = ""
+    while frame is not None and frame.f_code is not top:
+        code = frame.f_code
+        if code is not own and code is not handle_torch_function.__code__:
+            instruction, following, variables = _instructions(code).get(frame.f_lasti, ("", "", ()))
+            first = first or instruction
+            if following != "RETURN_VALUE":
+                return first, variables
+        frame = frame.f_back
+    return first, ()
+
+
+@functools.lru_cache(maxsize=1024)
+def _instructions(code: CodeType) -> dict[int, tuple[str, str, tuple[str, ...]]]:
+    """By its offset, each instruction, the one behind it, and the variables that it stores in."""
+    every = list(dis.get_instructions(code))
+    # Python 3.11 may run a call together with what prepares it.
+    kept = [one for one in every if one.opname != "PRECALL"]
+    found = {}
+    for index, (one, after) in enumerate(zip(kept, kept[1:], strict=False)):
+        count = (after.arg or 0) if after.opname == "UNPACK_SEQUENCE" else 0
+        stores = kept[index + 2 : index + 2 + count] if count else [after]
+        names = [name for store in stores for name in _stored_by(store)]
+        found[one.offset] = one.opname, after.opname, tuple(names[: max(count, 1)])
+    for one, after in zip(every, every[1:], strict=False):
+        if one.opname == "PRECALL":
+            found[one.offset] = found[after.offset]
+    return found
+
+
+def _stored_by(instruction: dis.Instruction) -> tuple[str, ...]:
+    if not instruction.opname.startswith("STORE_") or instruction.argval is None:
+        return ()
+    value = instruction.argval
+    return value if isinstance(value, tuple) else (str(value),)

@@ -1,0 +1,141 @@
+"""Make the graph that people see of a tracked call."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_map
+
+from lightning_unitscale.dynamo.graphs import rename_node
+from lightning_unitscale.graph.nodes import MODULE, NAME
+from lightning_unitscale.scales.snapshot import ScaleSnapshot
+from lightning_unitscale.watching.rows import TensorRow
+from lightning_unitscale.watching.scales_graph import (
+    CLEAN_NAME,
+    FLOAT_TENSOR,
+    METRICS,
+    TRAINED,
+    Metrics,
+    ScalesGraph,
+)
+from lightning_unitscale.watching.tracked_call import Made, TrackedCall
+
+
+def graph_of_call(call: TrackedCall) -> ScalesGraph:
+    """The graph of a call that was watched, with the gradients that have arrived."""
+    graph = ScalesGraph()
+    rows = [row for row in (*call.given_rows, *call.made_rows)]
+    metrics = _metrics(call, rows)
+    nodes: dict[Any, fx.Node] = {}
+    for row in call.given_rows:
+        clean = _clean_name(row.name, call.kinds.get(row.name, ""))
+        node = nodes[row] = graph.placeholder(f"l_{clean}_")
+        node.target = f"L_{clean}_"
+        _describe(node, row.name, row.module, metrics[row], clean, row.name in call.trained)
+    for row in call.made_rows:
+        made = call.made.get(row) or Made("call_method", row.name.rpartition(".")[2], row.inputs, {})
+        node = nodes[row] = _add_call(graph, nodes, made, row.module)
+        _describe(node, row.name, row.module, metrics[row])
+    _finish(graph, [nodes[row] for row in call.outputs])
+    return graph
+
+
+def graph_of_snapshot(snapshot: ScaleSnapshot, trained: Iterable[str]) -> ScalesGraph:
+    """The graph of a captured step: its tensors as its probes have seen them."""
+    graph, trained = ScalesGraph(), {*trained}
+    nodes: dict[str, fx.Node] = {}
+    for index, name in enumerate(snapshot.names):
+        sources = tuple(nodes[one] for one in snapshot.inputs[index] if one in nodes)
+        word = name.rpartition(".")[2]
+        if sources:
+            node = graph.call_method(word, sources)
+        else:
+            node = graph.placeholder(name.replace(".", "_"))
+        nodes[name] = node
+        rows = snapshot.forward[index], snapshot.backward[index]
+        # Of a gradient that has not arrived there are no numbers.
+        data = [Metrics.from_row(row) if row[0] >= 0 else None for row in rows]
+        _describe(node, name, snapshot.modules[index], _metrics_of(*data), trained=name in trained)
+    _finish(graph, [node for node in nodes.values() if not node.users])
+    return graph
+
+
+def _metrics(call: TrackedCall, rows: Iterable[TensorRow]) -> dict[TensorRow, Metrics | None]:
+    """Metrics of tensors, with one transfer from each device."""
+    pairs = {row: call.rows_of(row) for row in rows}
+    taken: dict[int, Tensor] = {
+        id(one): one for pair in pairs.values() for one in pair if one is not None
+    }
+    data: dict[int, Metrics.Data] = {}
+    for device in {one.device for one in taken.values()}:
+        there = {key: one for key, one in taken.items() if one.device == device}
+        numbers = torch.stack([*there.values()]).tolist()
+        data |= dict(zip(there, map(Metrics.from_row, numbers), strict=True))
+    return {
+        row: None if forward is None else _metrics_of(data[id(forward)], data.get(id(backward)))
+        for row, (forward, backward) in pairs.items()
+    }
+
+
+def _metrics_of(forward: Metrics.Data, backward: Metrics.Data | None) -> Metrics:
+    """The gradient of an empty tensor is none."""
+    return Metrics(forward, backward if backward is not None and backward.numel else None)
+
+
+def _add_call(graph: ScalesGraph, nodes: dict[Any, fx.Node], made: Made, module: str) -> fx.Node:
+    """Add the node of a call; of one that returns several tensors, once, and that of one of them."""
+
+    def argument(value: Any) -> Any:
+        if isinstance(value, slice):
+            return slice(*map(argument, (value.start, value.stop, value.step)))
+        return nodes.get(value) if isinstance(value, TensorRow) else value
+
+    key = id(made.kwargs)
+    node = nodes.get(key) if made.index is not None else None
+    if node is None:
+        args, kwargs = (tree_map(argument, each) for each in (made.args, made.kwargs))
+        node = graph.create_node(made.op, made.target, args, kwargs)
+        if made.index is not None:
+            nodes[key] = node
+            _describe(node, f"{module}.{made.name}" if module else made.name, module, None)
+    if made.index is not None:
+        node = graph.call_function(operator.getitem, (node, made.index))
+    if (made.index or 0) < len(made.variables):
+        rename_node(node, made.variables[made.index or 0])
+    return node
+
+
+def _clean_name(name: str, kind: str) -> str:
+    """The name of an input as Dynamo has it, from which it takes its own signs off."""
+    if not kind:
+        return name.removeprefix("input.")
+    *modules, own = name.split(".")
+    return "_".join(("self", *(f"modules_{module}" for module in modules), kind, own))
+
+
+def _describe(
+    node: fx.Node,
+    name: str,
+    module: str,
+    metrics: Metrics | None,
+    clean: str = "",
+    trained: bool = False,
+) -> None:
+    node.meta.update(
+        {
+            METRICS: metrics,
+            FLOAT_TENSOR: metrics is not None,
+            CLEAN_NAME: clean or node.name.strip("_"),
+            TRAINED: trained,
+            NAME: name,
+            MODULE: module,
+        }
+    )
+
+
+def _finish(graph: ScalesGraph, outputs: Iterable[fx.Node]) -> None:
+    _describe(graph.output(tuple(outputs)), "output", "", None)
