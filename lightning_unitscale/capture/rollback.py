@@ -11,12 +11,13 @@ import random
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from itertools import chain
+from types import MethodType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import UninitializedBuffer, is_lazy
 from torch.overrides import TorchFunctionMode
 
 # What a module registers; hooks are not among it: a step may install some.
@@ -215,10 +216,19 @@ def detached_copy(value: Any) -> Any:
     """A deep copy whose tensors are leaves of autograd's.
 
     ``copy.deepcopy`` takes only tensors that the user has made, and of a subclass only one that has
-    learned to be copied; what another part of a program has computed is no such tensor.
+    learned to be copied; what another part of a program has computed is no such tensor. It also
+    leaves out the hooks that change the gradients of parameters.
     """
+    memo: dict[int, Any] = {}
     with _Leaves():
-        return copy.deepcopy(value)
+        new = copy.deepcopy(value, memo)
+    for parameter in value.parameters() if isinstance(value, nn.Module) else ():
+        # A hook may be a method of a module, or of something in it.
+        for hook in (parameter._backward_hooks or {}).values():
+            owner = memo.get(id(getattr(hook, "__self__", None)))
+            copied = hook if owner is None else MethodType(hook.__func__, owner)
+            memo[id(parameter)].register_hook(copied)
+    return new
 
 
 class _Leaves(TorchFunctionMode):
@@ -230,6 +240,11 @@ class _Leaves(TorchFunctionMode):
         if func is not Tensor.__deepcopy__:
             return func(*args, **(kwargs or {}))
         tensor, memo = args
+        if isinstance(tensor, UninitializedBuffer):
+            # torch itself copies lazy parameters only.
+            new: Tensor = type(tensor)(False, tensor.data.device, tensor.data.dtype)
+            memo[id(tensor)] = new
+            return new
         if tensor.is_leaf:
             with contextlib.suppress(RuntimeError):  # of a subclass
                 return func(tensor, memo)

@@ -210,12 +210,14 @@ class RanProduct:
         log2_sigmas: Exponent of the unit of each operand; ``None`` while none is measured.
         log2_gamma: The same of the gradient that arrives at it.
         nodes: Numbers of the autograd nodes that it was made for.
+        names: Names of the operands in the gauge.
     """
 
     operands: tuple[Tensor, ...]
     log2_sigmas: tuple[int | None, ...]
     log2_gamma: int | None
     nodes: range
+    names: tuple[str, ...]
 
 
 class _Watched(threading.local):
@@ -245,5 +247,6 @@ def show(site: Site, operands: Sequence[Tensor], first_node: int | None = None) 
                 site.log2_units or (None,) * len(operands),
                 site.log2_gamma,
                 range(last if first_node is None else first_node, last + 1),
+                site.operand_names,
             )
         )

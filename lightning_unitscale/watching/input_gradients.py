@@ -59,7 +59,8 @@ class GradientPath:
 class InputGradients:
     """The second graph of a call."""
 
-    def __init__(self) -> None:
+    def __init__(self, leaf_node: Callable[[Tensor], Any]) -> None:
+        self._leaf_node = leaf_node
         self._paths: Any = WeakIdKeyDictionary()
         self._arrived: list[tuple[Tensor, Tensor]] = []
         self._handles: list[RemovableHandle] = []
@@ -131,26 +132,17 @@ class InputGradients:
                 continue
             path = GradientPath(twin, version_of(tensor), beside.parents)
             if tensor.requires_grad:
-                self.end(path, tensor.grad_fn, tensor.output_nr)
+                self._paths.pop(tensor, None)
+                self._end(path, tensor)
             else:
                 self._paths[tensor] = path
 
-    def end(self, path: GradientPath, node: Any, index: int) -> None:
-        """Send the gradient that arrives at an autograd node of the step through a path."""
-
-        def see(gradients: Sequence[Tensor | None]) -> None:
-            gradient = gradients[index]
-            if gradient is not None and not torch.is_grad_enabled():
-                self.arrive(path.tensor, gradient)
-
-        self._handles.append(node.register_prehook(see))
-
-    def forget(self, tensor: Tensor) -> GradientPath | None:
-        """Take the path of a tensor that has come to take part in the backward pass."""
+    def rejoin(self, tensor: Tensor) -> None:
+        """End the path of a tensor that has come to take part in the backward pass, if it has one."""
         path = self.path_of(tensor)
         if path is not None:
             del self._paths[tensor]
-        return path
+            self._end(path, tensor)
 
     def arrive(self, tensor: Tensor, gradient: Tensor) -> None:
         """Keep a gradient until the backward pass ends."""
@@ -163,6 +155,17 @@ class InputGradients:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def _end(self, path: GradientPath, tensor: Tensor) -> None:
+        """Send the gradient that arrives at a tensor of the step through its path."""
+        node, index = tensor.grad_fn or self._leaf_node(tensor), tensor.output_nr
+
+        def see(gradients: Sequence[Tensor | None]) -> None:
+            gradient = gradients[index]
+            if gradient is not None and not torch.is_grad_enabled():
+                self.arrive(path.tensor, gradient)
+
+        self._handles.append(node.register_prehook(see))
 
     def _send(self) -> None:
         arrived, self._arrived = self._arrived, []

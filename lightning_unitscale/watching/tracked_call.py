@@ -25,6 +25,7 @@ from lightning_unitscale.scales.layout import MOMENTS
 from lightning_unitscale.scales.statistics import functional_row
 from lightning_unitscale.watching.input_gradients import GradientPath, InputGradients
 from lightning_unitscale.watching.names import ALIASES, Caller, Callers, StartNames, tensors_of
+from lightning_unitscale.watching.operands import RunningFunction
 from lightning_unitscale.watching.rows import Measuring, TensorRow
 from lightning_unitscale.watching.torch_state import is_readable, plain_functions, unseen
 from lightning_unitscale.watching.watched_call import WatchedCall
@@ -70,12 +71,33 @@ class Made:
     index: int | None = None
 
 
+@dataclass(frozen=True)
+class InUnits:
+    """A matmul that ran on scaled operands.
+
+    Attributes:
+        operands: The tensors that it has read, by their names in the gauge.
+        log2_units: The exponent of the unit of each.
+        log2_gamma: The same of the gradient that arrives at it.
+    """
+
+    operands: dict[str, TensorRow]
+    log2_units: tuple[int, ...]
+    log2_gamma: int
+
+    @property
+    def name(self) -> str:
+        """Its name in the gauge."""
+        return next(iter(self.operands)).partition(":")[0]
+
+
 class TrackedCall(WatchedCall):
     """Makes a row of every tensor that a call of a step computes.
 
     Attributes:
         inputs: The gradients of tensors that take no part in the backward pass.
         made: How each tensor was made, where that was seen.
+        in_units: The matmul that has made a tensor, where it ran on scaled operands.
         outputs: The tensors that the call has returned.
         same_as: Of what a function has handed back as it was, whose tensor it is.
         kinds: ``"parameters"`` or ``"buffers"`` by the name of each.
@@ -84,8 +106,9 @@ class TrackedCall(WatchedCall):
 
     def __init__(self, callers: Callers, start_names: StartNames, measuring: Measuring) -> None:
         super().__init__(callers, start_names, measuring, lambda *_: True, {})
-        self.inputs = InputGradients()
+        self.inputs = InputGradients(self.gradients.leaf_node)
         self.made: dict[TensorRow, Made] = {}
+        self.in_units: dict[TensorRow, InUnits] = {}
         self.outputs: list[TensorRow] = []
         self.same_as: dict[TensorRow, TensorRow] = {}
         self.kinds: dict[str, str] = {}
@@ -108,6 +131,10 @@ class TrackedCall(WatchedCall):
         path = self._paths.get(row)
         is_known = bool(row.backward) and not (path is not None and path.is_lost)
         return row.forward, row.backward[-1] if is_known else None
+
+    def num_readers(self, row: TensorRow) -> int:
+        """How many functions read a tensor, with the caller if it is returned."""
+        return sum(row in one.inputs for one in self._made) + self.outputs.count(row)
 
     @override
     def run(
@@ -186,11 +213,19 @@ class TrackedCall(WatchedCall):
         word: str,
         inputs: tuple[TensorRow, ...],
         caller: Caller,
-        running: Any = None,
+        running: RunningFunction | None = None,
     ) -> None:
+        if running is not None:
+            found = [(each, self._only_row(one), unit) for one, unit, each in running.units]
         row = self._row(name, caller.path, inputs)
         self._made.append(row)
         self._rows_of[tensor] = (row,)
+        gamma = None if running is None else running.gamma_of(tensor)
+        if gamma is not None:
+            operands = {each: one for each, one, unit in found if one and unit is not None}
+            if len(operands) == len(found) == 2:
+                units = tuple(unit for _, _, unit in found if unit is not None)
+                self.in_units[row] = InUnits(operands, units, gamma[0] or 0)
         if word not in ALIASES and is_readable(tensor):
             self._keep(caller, row, word)
         self._show(row, tensor)
@@ -231,9 +266,7 @@ class TrackedCall(WatchedCall):
             if row is None:
                 continue
             if tensor.requires_grad:
-                if (path := self.inputs.forget(tensor)) is not None:
-                    node = tensor.grad_fn or self.gradients.leaf_node(tensor)
-                    self.inputs.end(path, node, tensor.output_nr)
+                self.inputs.rejoin(tensor)
             elif (
                 row.is_given
                 and row.name.startswith("input.")

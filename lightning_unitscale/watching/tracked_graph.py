@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable
 from typing import Any
@@ -38,7 +39,11 @@ def graph_of_call(call: TrackedCall) -> ScalesGraph:
         _describe(node, row.name, row.module, metrics[row], clean, row.name in call.trained)
     for row in call.made_rows:
         made = call.made.get(row) or Made("call_method", row.name.rpartition(".")[2], row.inputs, {})
-        node = nodes[row] = _add_call(graph, nodes, made, row.module)
+        if row in call.in_units:
+            node = _add_in_units(graph, nodes, call, made, row, metrics)
+        else:
+            node = _add_call(graph, nodes, made, row.module)
+        nodes[row] = node
         _describe(node, row.name, row.module, metrics[row])
     _finish(graph, [nodes[row] for row in call.outputs])
     return graph
@@ -107,6 +112,48 @@ def _add_call(graph: ScalesGraph, nodes: dict[Any, fx.Node], made: Made, module:
     if (made.index or 0) < len(made.variables):
         rename_node(node, made.variables[made.index or 0])
     return node
+
+
+def _add_in_units(
+    graph: ScalesGraph,
+    nodes: dict[Any, fx.Node],
+    call: TrackedCall,
+    made: Made,
+    row: TensorRow,
+    metrics: dict[TensorRow, Metrics | None],
+) -> fx.Node:
+    """Add the nodes of a matmul that ran on scaled operands, and the changes of units around it."""
+
+    def scale(node: fx.Node, log2_factor: int) -> fx.Node:
+        return graph.call_function(torch.mul, (node, 2.0**log2_factor))
+
+    matmul = call.in_units[row]
+    total, gamma = sum(matmul.log2_units), matmul.log2_gamma
+    scaled = dict(nodes)
+    for (name, operand), unit in zip(matmul.operands.items(), matmul.log2_units, strict=True):
+        scaled[operand] = scale(nodes[operand], -unit)
+        # Of an operand that others read as well, only the whole gradient is known.
+        backward = unit - total - gamma if call.num_readers(operand) == 1 else None
+        _describe(scaled[operand], name, row.module, _scaled(metrics[operand], -unit, backward))
+    stored = _add_call(graph, scaled, made, row.module)
+    _describe(stored, f"{matmul.name}:stored", row.module, _scaled(metrics[row], -total, -gamma))
+    return scale(stored, total)
+
+
+def _scaled(metrics: Metrics | None, forward: int, backward: int | None) -> Metrics | None:
+    """Metrics of a tensor times a power of two, and of its gradient if that has one."""
+    if metrics is None:
+        return None
+    has_gradient = backward is not None and metrics.bwd is not None
+    return Metrics(
+        _scaled_data(metrics.fwd, forward),
+        _scaled_data(metrics.bwd, backward) if has_gradient else None,  # type: ignore[arg-type]
+    )
+
+
+def _scaled_data(data: Metrics.Data, log2_factor: int) -> Metrics.Data:
+    numbers = {name: math.ldexp(value, log2_factor) for name, value in vars(data).items()}
+    return Metrics.Data(**{**numbers, "numel": data.numel})
 
 
 def _clean_name(name: str, kind: str) -> str:

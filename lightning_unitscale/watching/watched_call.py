@@ -97,7 +97,7 @@ class WatchedCall:
             self._running = outer
         results = _tensors_in((result,))
         with plain_functions():
-            for operand, unit in running.units:
+            for operand, unit, _ in running.units:
                 self._set_unit(operand, unit)
             if word == "setitem":
                 self._rows_of[arguments[0]] = inputs
