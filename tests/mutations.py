@@ -596,7 +596,7 @@ MUTATIONS = (
         "dynamo/graphs.py",
         "graph.inserting_before(first)",
         "graph.inserting_after(None)",
-        "watching/test_track_scales_effects.py -k without_inputs",
+        "watching/test_probes.py -k without_inputs",
     ),
     Mutation(
         "whether a result has memory of its own is answered the wrong way",

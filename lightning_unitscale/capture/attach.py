@@ -28,10 +28,23 @@ def captured_forward(
     module: nn.Module, owner: str, *passes: GraphPass
 ) -> tuple[nn.Module, CapturedStep]:
     """A deep copy of ``module`` with its own parameters, whose ``forward`` runs captured graphs."""
-    reject_compiled(module)
-    new = detached_copy(module)
+    new = own_copy(module)
     steps = capture(new, owner, passes)
     return new, steps.steps["forward"]
+
+
+def own_copy(module: nn.Module) -> nn.Module:
+    """A deep copy of ``module`` with its own parameters, and their hooks, which torch leaves out."""
+    reject_compiled(module)
+    memo: dict[int, Any] = {}
+    new: nn.Module = detached_copy(module, memo)
+    for parameter in module.parameters():
+        for hook in (parameter._backward_hooks or {}).values():
+            # It may be a method of something in the module.
+            owner = memo.get(id(getattr(hook, "__self__", None)))
+            copied = hook if owner is None else MethodType(hook.__func__, owner)
+            memo[id(parameter)].register_hook(copied)
+    return new
 
 
 def products_of(module: nn.Module) -> Any:

@@ -11,7 +11,6 @@ import random
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from itertools import chain
-from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -212,23 +211,14 @@ def _identities(container: Any) -> list[int]:
     return list(map(id, chain(*container.items()) if isinstance(container, dict) else container))
 
 
-def detached_copy(value: Any) -> Any:
+def detached_copy(value: Any, memo: dict[int, Any] | None = None) -> Any:
     """A deep copy whose tensors are leaves of autograd's.
 
     ``copy.deepcopy`` takes only tensors that the user has made, and of a subclass only one that has
-    learned to be copied; what another part of a program has computed is no such tensor. It also
-    leaves out the hooks that change the gradients of parameters.
+    learned to be copied; what another part of a program has computed is no such tensor.
     """
-    memo: dict[int, Any] = {}
     with _Leaves():
-        new = copy.deepcopy(value, memo)
-    for parameter in value.parameters() if isinstance(value, nn.Module) else ():
-        # A hook may be a method of a module, or of something in it.
-        for hook in (parameter._backward_hooks or {}).values():
-            owner = memo.get(id(getattr(hook, "__self__", None)))
-            copied = hook if owner is None else MethodType(hook.__func__, owner)
-            memo[id(parameter)].register_hook(copied)
-    return new
+        return copy.deepcopy(value, memo)
 
 
 class _Leaves(TorchFunctionMode):

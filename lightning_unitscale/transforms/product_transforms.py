@@ -20,10 +20,9 @@ from lightning_unitscale.capture.attach import (
     capture,
     captured_forward,
     explain_forward,
+    own_copy,
     products_of,
-    reject_compiled,
 )
-from lightning_unitscale.capture.rollback import detached_copy
 from lightning_unitscale.capture.steps import steps_of
 from lightning_unitscale.dispatch.captured_formats import CapturedFormats
 from lightning_unitscale.dispatch.coverage import Coverage
@@ -251,8 +250,7 @@ def _transformed(module: nn.Module, owner: str, *passes: GraphPass) -> nn.Module
     Transforms nest in any order. Passes that need no graph run at the dispatcher, unless the module
     is captured already.
     """
-    reject_compiled(module)
-    new = detached_copy(module)
+    new = own_copy(module)
     passes = (*(_counting(owner, one) for one in passes if one.phase.rounds), *passes)
     if steps_of(new) is not None or any(graph_pass.needs_graph for graph_pass in passes):
         capture(new, owner, passes)

@@ -113,7 +113,9 @@ class InputGradients:
                     break
         return beside
 
-    def follow(self, beside: _Beside, arguments: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+    def follow(
+        self, beside: _Beside, arguments: Sequence[Tensor], results: Sequence[Tensor]
+    ) -> None:
         """Give the results of a function in the step the paths that it has made beside it."""
         known = {id(tensor) for tensor in results}
         written = [
@@ -172,7 +174,6 @@ class InputGradients:
         tensors, gradients = zip(*arrived, strict=True)
         with contextlib.suppress(RuntimeError), _isolated():
             run_inside(torch.autograd.backward, tensors, gradients, retain_graph=True)
-
 
 
 class _Beside:

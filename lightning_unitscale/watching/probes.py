@@ -100,6 +100,7 @@ class ScaleProbes(GraphPass):
                 inputs[tensor_name(node)],
                 tensor_name(node) in operands,
                 tensor_name(node) in products,
+                made_by=(node.op, node.target),
             )
             for _, node in selected
         )

@@ -11,8 +11,7 @@ from typing import Any
 from torch import nn
 from typing_extensions import override
 
-from lightning_unitscale.capture.attach import TRACKER, reject_compiled, set_explain
-from lightning_unitscale.capture.rollback import detached_copy
+from lightning_unitscale.capture.attach import TRACKER, own_copy, set_explain
 from lightning_unitscale.capture.steps import ModuleSteps, steps_of
 from lightning_unitscale.dispatch.torch_internals import current_node, is_recording
 from lightning_unitscale.patching import Shadow, StandIn
@@ -21,8 +20,8 @@ from lightning_unitscale.watching.names import Callers, StartNames
 from lightning_unitscale.watching.probes import ScaleProbes
 from lightning_unitscale.watching.records import ProbedCall, sent_snapshot
 from lightning_unitscale.watching.scales_graph import ScalesGraph
-from lightning_unitscale.watching.tracked_call import ExactMoments, TrackedCall
-from lightning_unitscale.watching.tracked_graph import graph_of_call, graph_of_snapshot
+from lightning_unitscale.watching.tracked_call import ExactMoments, State, TrackedCall
+from lightning_unitscale.watching.tracked_graph import graph_of_call, graph_of_probes
 from lightning_unitscale.watching.watcher import StepWatcher
 
 
@@ -63,8 +62,7 @@ def track_scales(module: nn.Module) -> nn.Module:
     References:
         Blake, Orr, Luschi, "Unit Scaling" (arXiv 2303.11257), on what such metrics are for.
     """
-    reject_compiled(module)
-    new = detached_copy(module)
+    new = own_copy(module)
     steps = steps_of(new)
     if steps is not None:
         _capture(new, steps)
@@ -107,8 +105,7 @@ class CapturedScales(ScaleProbes):
         if not self._complete:
             return ScalesGraph()
         snapshot = sent_snapshot(0, self._complete, MOMENTS, 1.0)()
-        named = self._module.named_parameters()
-        return graph_of_snapshot(snapshot, [name for name, one in named if one.requires_grad])
+        return graph_of_probes(snapshot, State.of(self._module), self._complete)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CapturedScales:
         new = memo[id(self)] = CapturedScales(copy.deepcopy(self._module, memo))

@@ -72,6 +72,28 @@ class Made:
 
 
 @dataclass(frozen=True)
+class State:
+    """What a module keeps.
+
+    Attributes:
+        kinds: ``"parameters"`` or ``"buffers"`` by the name of each.
+        trained: Names of the parameters that are trained.
+    """
+
+    kinds: dict[str, str]
+    trained: frozenset[str]
+
+    @staticmethod
+    def of(module: nn.Module) -> State:
+        """The state of a module."""
+        kinds = {own_path(name): "buffers" for name, _ in module.named_buffers()}
+        parameters = {own_path(name): one for name, one in module.named_parameters()}
+        kinds |= dict.fromkeys(parameters, "parameters")
+        trained = (name for name, one in parameters.items() if one.requires_grad)
+        return State(kinds, frozenset(trained))
+
+
+@dataclass(frozen=True)
 class InUnits:
     """A matmul that ran on scaled operands.
 
@@ -100,8 +122,7 @@ class TrackedCall(WatchedCall):
         in_units: The matmul that has made a tensor, where it ran on scaled operands.
         outputs: The tensors that the call has returned.
         same_as: Of what a function has handed back as it was, whose tensor it is.
-        kinds: ``"parameters"`` or ``"buffers"`` by the name of each.
-        trained: Names of the parameters that are trained.
+        state: What the module keeps.
     """
 
     def __init__(self, callers: Callers, start_names: StartNames, measuring: Measuring) -> None:
@@ -111,8 +132,7 @@ class TrackedCall(WatchedCall):
         self.in_units: dict[TensorRow, InUnits] = {}
         self.outputs: list[TensorRow] = []
         self.same_as: dict[TensorRow, TensorRow] = {}
-        self.kinds: dict[str, str] = {}
-        self.trained: set[str] = set()
+        self.state = State({}, frozenset())
         self._paths: dict[TensorRow, GradientPath] = {}
 
     @property
@@ -192,15 +212,11 @@ class TrackedCall(WatchedCall):
     def finish(self, module: nn.Module, output: Any) -> None:
         returned = [tensor for _, tensor in tensors_of(output)]
         super().finish(module, returned)
-        buffers = dict(module.named_buffers())
-        parameters = dict(module.named_parameters())
-        self.kinds = {own_path(name): "buffers" for name in buffers}
-        self.kinds |= {own_path(name): "parameters" for name in parameters}
-        self.trained = {own_path(name) for name, one in parameters.items() if one.requires_grad}
+        self.state = State.of(module)
         with plain_functions():
             self._begin_paths(returned)
             self.outputs = [row for one in returned if (row := self._only_row(one)) is not None]
-            kept = {id(buffer) for buffer in buffers.values()}
+            kept = {id(buffer) for buffer in module.buffers()}
             for tensor in returned:
                 if id(tensor) not in kept:
                     self._attach(tensor)

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 from lightning_unitscale.dynamo.graphs import rename_node
 from lightning_unitscale.graph.nodes import MODULE, NAME
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
+from lightning_unitscale.watching.records import ProbedCall
 from lightning_unitscale.watching.rows import TensorRow
 from lightning_unitscale.watching.scales_graph import (
     CLEAN_NAME,
@@ -23,22 +24,20 @@ from lightning_unitscale.watching.scales_graph import (
     Metrics,
     ScalesGraph,
 )
-from lightning_unitscale.watching.tracked_call import Made, TrackedCall
+from lightning_unitscale.watching.tracked_call import Made, State, TrackedCall
 
 
 def graph_of_call(call: TrackedCall) -> ScalesGraph:
     """The graph of a call that was watched, with the gradients that have arrived."""
     graph = ScalesGraph()
-    rows = [row for row in (*call.given_rows, *call.made_rows)]
-    metrics = _metrics(call, rows)
+    metrics = _metrics(call, (*call.given_rows, *call.made_rows))
     nodes: dict[Any, fx.Node] = {}
     for row in call.given_rows:
-        clean = _clean_name(row.name, call.kinds.get(row.name, ""))
-        node = nodes[row] = graph.placeholder(f"l_{clean}_")
-        node.target = f"L_{clean}_"
-        _describe(node, row.name, row.module, metrics[row], clean, row.name in call.trained)
+        nodes[row] = _add_input(graph, row.name, row.module, metrics[row], call.state)
     for row in call.made_rows:
-        made = call.made.get(row) or Made("call_method", row.name.rpartition(".")[2], row.inputs, {})
+        made = call.made.get(row) or Made(
+            "call_method", row.name.rpartition(".")[2], row.inputs, {}
+        )
         if row in call.in_units:
             node = _add_in_units(graph, nodes, call, made, row, metrics)
         else:
@@ -49,22 +48,26 @@ def graph_of_call(call: TrackedCall) -> ScalesGraph:
     return graph
 
 
-def graph_of_snapshot(snapshot: ScaleSnapshot, trained: Iterable[str]) -> ScalesGraph:
-    """The graph of a captured step: its tensors as its probes have seen them."""
-    graph, trained = ScalesGraph(), {*trained}
+def graph_of_probes(
+    snapshot: ScaleSnapshot, state: State, calls: Iterable[ProbedCall]
+) -> ScalesGraph:
+    """The graph of a captured step: the tensors that its probes have seen."""
+    graph = ScalesGraph()
+    made_by = {tensor.name: tensor.made_by for call in calls for tensor in call.tensors}
     nodes: dict[str, fx.Node] = {}
     for index, name in enumerate(snapshot.names):
-        sources = tuple(nodes[one] for one in snapshot.inputs[index] if one in nodes)
-        word = name.rpartition(".")[2]
-        if sources:
-            node = graph.call_method(word, sources)
-        else:
-            node = graph.placeholder(name.replace(".", "_"))
-        nodes[name] = node
-        rows = snapshot.forward[index], snapshot.backward[index]
         # Of a gradient that has not arrived there are no numbers.
-        data = [Metrics.from_row(row) if row[0] >= 0 else None for row in rows]
-        _describe(node, name, snapshot.modules[index], _metrics_of(*data), trained=name in trained)
+        rows = (snapshot.forward[index], snapshot.backward[index])
+        forward, backward = (Metrics.from_row(row) if row[0] >= 0 else None for row in rows)
+        metrics = None if forward is None else _metrics_of(forward, backward)
+        op, target = made_by[name] or ("placeholder", name)
+        if op in {"placeholder", "get_attr"}:
+            node = _add_input(graph, name, snapshot.modules[index], metrics, state)
+        else:
+            sources = tuple(nodes[one] for one in snapshot.inputs[index] if one in nodes)
+            node = graph.create_node(op, target, sources)
+            _describe(node, name, snapshot.modules[index], metrics)
+        nodes[name] = node
     _finish(graph, [node for node in nodes.values() if not node.users])
     return graph
 
@@ -156,12 +159,18 @@ def _scaled_data(data: Metrics.Data, log2_factor: int) -> Metrics.Data:
     return Metrics.Data(**{**numbers, "numel": data.numel})
 
 
-def _clean_name(name: str, kind: str) -> str:
-    """The name of an input as Dynamo has it, from which it takes its own signs off."""
-    if not kind:
-        return name.removeprefix("input.")
-    *modules, own = name.split(".")
-    return "_".join(("self", *(f"modules_{module}" for module in modules), kind, own))
+def _add_input(
+    graph: ScalesGraph, name: str, module: str, metrics: Metrics | None, state: State
+) -> fx.Node:
+    """Add what a step starts from, named as Dynamo does, which puts its own signs around it."""
+    clean = name.removeprefix("input.")
+    if name in state.kinds:
+        *modules, own = name.split(".")
+        clean = "_".join(("self", *(f"modules_{one}" for one in modules), state.kinds[name], own))
+    node = graph.placeholder(f"l_{clean}_")
+    node.target = f"L_{clean}_"
+    _describe(node, name, module, metrics, clean, name in state.trained)
+    return node
 
 
 def _describe(

@@ -20,7 +20,6 @@ from lightning_unitscale.graph.name_patterns import own_path
 from lightning_unitscale.graph.nodes import ATTENTION, ATTENTION_ROLES
 from lightning_unitscale.graph.recorder import local_part
 from lightning_unitscale.scales.step_rows import TakenRow
-from lightning_unitscale.watching.records import ProbedTensor
 from lightning_unitscale.watching.names import (
     ALIASES,
     Caller,
@@ -29,6 +28,7 @@ from lightning_unitscale.watching.names import (
     word_of,
 )
 from lightning_unitscale.watching.operands import RunningFunction, Unit
+from lightning_unitscale.watching.records import ProbedTensor
 from lightning_unitscale.watching.rows import Gradients, Measuring, TensorRow, shown_inputs
 from lightning_unitscale.watching.torch_state import (
     is_readable,

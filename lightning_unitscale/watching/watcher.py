@@ -19,8 +19,8 @@ from lightning_unitscale.graph.decompose import open_function
 from lightning_unitscale.lossless.gauge import Gauge
 from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
-from lightning_unitscale.watching.records import snapshot_of
 from lightning_unitscale.watching.names import Callers, StartNames, answers, word_of
+from lightning_unitscale.watching.records import snapshot_of
 from lightning_unitscale.watching.rows import Measuring
 from lightning_unitscale.watching.torch_state import (
     answering_as_without,

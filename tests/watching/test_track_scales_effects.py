@@ -199,25 +199,6 @@ def test_results_between_graph_breaks_are_those_of_the_plain_module() -> None:
     assert directions(model)["cos"] == "both"
 
 
-class Table(nn.Module):
-    """A layer whose graph reads no input at all."""
-
-    def forward(self) -> Tensor:
-        return torch.full((3, 4), 2.0) @ torch.full((4, 3), 0.5)
-
-
-def test_a_graph_without_inputs() -> None:
-    def in_a_loop(layer: nn.Module, table: nn.Module, x: Tensor) -> Tensor:
-        for _ in range(2):
-            graph_break()  # Dynamo passes over the loop, and captures each layer by itself
-            x = x + layer(x) @ table()
-        return x.sum()
-
-    module = Call(in_a_loop, nn.Linear(3, 3), Table())
-    x = torch.randn(2, 3)
-    assert_same_bits(run(track_scales(module), x), run(module, x))
-
-
 def test_tensors_of_a_step_are_let_go() -> None:
     class Keeping(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
