@@ -34,11 +34,12 @@ def captured_forward(
 
 
 def own_copy(module: nn.Module) -> nn.Module:
-    """A deep copy of ``module`` with its own parameters, and their hooks, which torch leaves out."""
+    """A deep copy of ``module`` with its own parameters, and the hooks on them."""
     reject_compiled(module)
     memo: dict[int, Any] = {}
     new: nn.Module = detached_copy(module, memo)
     for parameter in module.parameters():
+        hook: Any
         for hook in (parameter._backward_hooks or {}).values():
             # It may be a method of something in the module.
             owner = memo.get(id(getattr(hook, "__self__", None)))

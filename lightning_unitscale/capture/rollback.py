@@ -232,7 +232,7 @@ class _Leaves(TorchFunctionMode):
         tensor, memo = args
         if isinstance(tensor, UninitializedBuffer):
             # torch itself copies lazy parameters only.
-            new: Tensor = type(tensor)(False, tensor.data.device, tensor.data.dtype)
+            new = type(tensor)(device=tensor.data.device, dtype=tensor.data.dtype)
             memo[id(tensor)] = new
             return new
         if tensor.is_leaf:

@@ -26,6 +26,7 @@ from lightning_unitscale.dispatch.session import run_inside
 from lightning_unitscale.dispatch.sites import frames
 from lightning_unitscale.dispatch.torch_internals import FUNCTION_CALL
 from lightning_unitscale.graph.after_backward import after_backward
+from lightning_unitscale.graph.grad_order import autograd_operations
 from lightning_unitscale.graph.nodes import tensors_in
 from lightning_unitscale.watching.torch_state import OPERATORS, unseen, version_of
 
@@ -62,13 +63,16 @@ class InputGradients:
     def __init__(self, leaf_node: Callable[[Tensor], Any]) -> None:
         self._leaf_node = leaf_node
         self._paths: Any = WeakIdKeyDictionary()
+        # What was read before it had a path.
+        self._lost: Any = WeakIdKeyDictionary()
         self._arrived: list[tuple[Tensor, Tensor]] = []
         self._handles: list[RemovableHandle] = []
 
     def start(self, tensor: Tensor) -> GradientPath:
         """Begin a path at an input."""
         leaf = tensor.detach().requires_grad_()
-        path = self._paths[tensor] = GradientPath(leaf, version_of(tensor))
+        path = GradientPath(leaf, version_of(tensor), is_lost=tensor in self._lost)
+        self._paths[tensor] = path
         return path
 
     def path_of(self, tensor: Tensor) -> GradientPath | None:
@@ -85,6 +89,8 @@ class InputGradients:
         for tensor in tensors:
             if (path := self.path_of(tensor)) is not None:
                 path.lose()
+            else:
+                self._lost[tensor] = True
 
     def run_beside(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -92,12 +98,12 @@ class InputGradients:
         """Run a function in the second graph, before it runs in the step."""
         tensors = tensors_in((args, kwargs))
         paths = {id(t): path for t in tensors if (path := self.path_of(t)) is not None}
-        if not paths:
-            return None
         if not torch.is_grad_enabled():
             # An autograd function has a derivative of its own.
             if any(frame.f_code is FUNCTION_CALL for frame in frames()):
                 self.lose(tensors)
+            return None
+        if not paths:
             return None
         beside = _Beside(tuple(dict.fromkeys(paths.values())), tensors)
         is_torch = not isinstance(function, FunctionType) or function.__module__.startswith("torch")
@@ -140,7 +146,7 @@ class InputGradients:
                 self._paths[tensor] = path
 
     def rejoin(self, tensor: Tensor) -> None:
-        """End the path of a tensor that has come to take part in the backward pass, if it has one."""
+        """End the path, if it has one, of a tensor that has come to take part."""
         path = self.path_of(tensor)
         if path is not None:
             del self._paths[tensor]
@@ -164,7 +170,9 @@ class InputGradients:
 
         def see(gradients: Sequence[Tensor | None]) -> None:
             gradient = gradients[index]
-            if gradient is not None and not torch.is_grad_enabled():
+            if gradient is not None and torch.is_grad_enabled():
+                path.lose()  # the gradient may be read, and lead here once more
+            elif gradient is not None:
                 self.arrive(path.tensor, gradient)
 
         self._handles.append(node.register_prehook(see))
@@ -220,6 +228,12 @@ class _Beside:
 
         with _random_numbers_kept({tensor.device for tensor in tensors_in((args, kwargs))}):
             self.results = tensors_in(function(*tree_map(twin, args), **tree_map(twin, kwargs)))
+        made = {tensor.grad_fn for tensor in self.results} - {None}
+        sources = [source for node in made for source, _ in node.next_functions]
+        begin = {tensor.grad_fn for tensor in self.twins.values()}
+        if not made.isdisjoint(autograd_operations(sources, begin)):
+            # The step has the whole gradient of one result, with what came to it through another.
+            raise ValueError("one result was computed from another")
         for tensor in (*self.results, *self.twins.values()):
             leave_graph(tensor.grad_fn)
 

@@ -8,6 +8,7 @@ import operator
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from types import CodeType, FrameType
 from typing import Any
 
@@ -387,12 +388,12 @@ def _instructions(code: CodeType) -> dict[int, tuple[str, str, tuple[str, ...]]]
     # Python 3.11 may run a call together with what prepares it.
     kept = [one for one in every if one.opname != "PRECALL"]
     found = {}
-    for index, (one, after) in enumerate(zip(kept, kept[1:], strict=False)):
+    for index, (one, after) in enumerate(pairwise(kept)):
         count = (after.arg or 0) if after.opname == "UNPACK_SEQUENCE" else 0
         stores = kept[index + 2 : index + 2 + count] if count else [after]
         names = [name for store in stores for name in _stored_by(store)]
         found[one.offset] = one.opname, after.opname, tuple(names[: max(count, 1)])
-    for one, after in zip(every, every[1:], strict=False):
+    for one, after in pairwise(every):
         if one.opname == "PRECALL":
             found[one.offset] = found[after.offset]
     return found

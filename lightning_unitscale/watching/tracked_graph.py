@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import operator
 from collections.abc import Iterable
@@ -95,7 +96,7 @@ def _metrics_of(forward: Metrics.Data, backward: Metrics.Data | None) -> Metrics
 
 
 def _add_call(graph: ScalesGraph, nodes: dict[Any, fx.Node], made: Made, module: str) -> fx.Node:
-    """Add the node of a call; of one that returns several tensors, once, and that of one of them."""
+    """Add the node of a call, and of one that returns several tensors the node of one of them."""
 
     def argument(value: Any) -> Any:
         if isinstance(value, slice):
@@ -155,8 +156,8 @@ def _scaled(metrics: Metrics | None, forward: int, backward: int | None) -> Metr
 
 
 def _scaled_data(data: Metrics.Data, log2_factor: int) -> Metrics.Data:
-    numbers = {name: math.ldexp(value, log2_factor) for name, value in vars(data).items()}
-    return Metrics.Data(**{**numbers, "numel": data.numel})
+    *numbers, numel = dataclasses.astuple(data)
+    return Metrics.Data(*(math.ldexp(number, log2_factor) for number in numbers), numel)
 
 
 def _add_input(
