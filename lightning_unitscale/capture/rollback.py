@@ -232,9 +232,9 @@ class _Leaves(TorchFunctionMode):
         tensor, memo = args
         if isinstance(tensor, UninitializedBuffer):
             # torch itself copies lazy parameters only.
-            new = type(tensor)(device=tensor.data.device, dtype=tensor.data.dtype)
-            memo[id(tensor)] = new
-            return new
+            lazy: Any = type(tensor)
+            memo[id(tensor)] = lazy(device=tensor.data.device, dtype=tensor.data.dtype)
+            return memo[id(tensor)]
         if tensor.is_leaf:
             with contextlib.suppress(RuntimeError):  # of a subclass
                 return func(tensor, memo)

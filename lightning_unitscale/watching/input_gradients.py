@@ -216,6 +216,7 @@ class _Beside:
                 raise TypeError("its numbers are those of the step")
             if not isinstance(value, Tensor):
                 return value
+            new: Any
             if id(value) not in self.twins:
                 if (path := paths.get(id(value))) is not None:
                     new = _Value.apply(path.tensor, value)
@@ -228,7 +229,7 @@ class _Beside:
 
         with _random_numbers_kept({tensor.device for tensor in tensors_in((args, kwargs))}):
             self.results = tensors_in(function(*tree_map(twin, args), **tree_map(twin, kwargs)))
-        made = {tensor.grad_fn for tensor in self.results} - {None}
+        made: set[Any] = {tensor.grad_fn for tensor in self.results} - {None}
         sources = [source for node in made for source, _ in node.next_functions]
         begin = {tensor.grad_fn for tensor in self.twins.values()}
         if not made.isdisjoint(autograd_operations(sources, begin)):

@@ -144,6 +144,7 @@ class ScaleTracker(StepWatcher):
         self._measuring = ExactMoments()
         self._module = module
         self._complete: TrackedCall | None = None
+        self._latest: TrackedCall | None = None
         self._again = contextlib.ExitStack()
         self.method = _TrackedForward(self, module.forward)
         self._shadow = Shadow(module, "forward", self.method)
@@ -156,11 +157,11 @@ class ScaleTracker(StepWatcher):
             # A checkpoint around the module computes it again, within the same step.
             return method(*args, **kwargs)
         self._again.close()
+        self.clear()
         result = self.run(self._module, method, args, kwargs)
-        self._complete = self._calls[-1] if self._calls else None
-        self._calls = self._calls[-1:]
-        if self._complete is not None and self._complete.checkpoints:
-            self._again.enter_context(self.during_backward())
+        self._complete = self._latest
+        # What a reentrant checkpoint computes again, it does in a backward pass of the caller's.
+        self._again.enter_context(self.during_backward())
         return result
 
     def scales_graph(self) -> ScalesGraph:
@@ -180,7 +181,8 @@ class ScaleTracker(StepWatcher):
 
     @override
     def _new_call(self, callers: Callers, names: StartNames) -> TrackedCall:
-        return TrackedCall(callers, names, self._measuring)
+        self._latest = TrackedCall(callers, names, self._measuring)
+        return self._latest
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ScaleTracker:
         module = copy.deepcopy(self._module, memo)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import dis
 import functools
-import operator
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.overrides import handle_torch_function
 from torch.utils._pytree import tree_map
 from typing_extensions import override
 
@@ -24,6 +20,7 @@ from lightning_unitscale.graph.nodes import tensors_in
 from lightning_unitscale.graph.recorder import stored_elements
 from lightning_unitscale.scales.layout import MOMENTS
 from lightning_unitscale.scales.statistics import functional_row
+from lightning_unitscale.watching.how_made import Made, how_made, use_of
 from lightning_unitscale.watching.input_gradients import GradientPath, InputGradients
 from lightning_unitscale.watching.names import ALIASES, Caller, Callers, StartNames, tensors_of
 from lightning_unitscale.watching.operands import RunningFunction
@@ -47,29 +44,6 @@ class ExactMoments(Measuring):
     @override
     def gradient(self, row: TensorRow, gradient: Tensor) -> None:
         row.backward = [self.of(gradient, 0)]
-
-
-@dataclass(frozen=True)
-class Made:
-    """How a tensor was made.
-
-    Attributes:
-        op: As of a node of FX: ``"call_function"`` or ``"call_method"``.
-        target: The function, or the method's name.
-        args: Its arguments, with rows in place of tensors.
-        kwargs: Those by keyword.
-        variables: The variables that the caller has assigned the results to.
-        name: Name of the call, if it returns several tensors.
-        index: Which of several tensors it is.
-    """
-
-    op: str
-    target: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    variables: tuple[str, ...] = ()
-    name: str = ""
-    index: int | None = None
 
 
 @dataclass(frozen=True)
@@ -174,7 +148,9 @@ class TrackedCall(WatchedCall):
             self._inputs([one for one in arguments if isinstance(one, nn.Parameter)], word)
             self._inputs(arguments, word)
             self._begin_paths(arguments)
-            made = self._how(function, args, kwargs, word, sys._getframe(1).f_back)
+            use = use_of(function, sys._getframe(1).f_back, self.callers.top)
+            rows = [tree_map(self._constant, each) for each in (args, kwargs)]
+            made = how_made(function, word, rows[0], rows[1], use)
             beside = self.inputs.run_beside(function, args, kwargs)
         known = len(self._made)
         result = super().run(function, args, kwargs, word, caller)
@@ -197,6 +173,11 @@ class TrackedCall(WatchedCall):
                 if row is not None and (path := self.inputs.path_of(tensor)) is not None:
                     self._follow(row, path)
         return result
+
+    @override
+    def close(self) -> None:
+        super().close()
+        self.inputs.close()
 
     @override
     def pass_by(self, arguments: Sequence[Any]) -> None:
@@ -309,32 +290,6 @@ class TrackedCall(WatchedCall):
             leaf = torch.zeros((), requires_grad=True, device=tensor.device)
             _Attach.apply(tensor, leaf, functools.partial(self.inputs.arrive, path.tensor))
 
-    def _how(
-        self,
-        function: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        word: str,
-        frame: FrameType | None,
-    ) -> Made:
-        instruction, variables = _use_of(
-            frame, self.callers.top, getattr(function, "__code__", None)
-        )
-        args, kwargs = (tree_map(self._constant, each) for each in (args, kwargs))
-        name = getattr(function, "__name__", word)
-        if name == "__get__":
-            return Made("call_function", getattr, (*args[:1], word), {}, variables)
-        is_method = getattr(Tensor, name, None) is function
-        if is_method and (name[:2] == "__" or not instruction.startswith("CALL")):
-            target = getattr(operator, word, None) or getattr(operator, f"{word}_", None)
-            if target is not None:
-                if name.startswith("__r") and len(args) == 2:
-                    args = args[::-1]
-                return Made("call_function", target, args, kwargs, variables)
-        if is_method:
-            return Made("call_method", name, args, kwargs, variables)
-        return Made("call_function", function, args, kwargs, variables)
-
     def _constant(self, value: Any) -> Any:
         """What stands for an argument: the row of a tensor, or a constant that a graph may have."""
         if isinstance(value, Tensor):
@@ -359,48 +314,3 @@ class _Attach(torch.autograd.Function):
         if grad_output is not None and not torch.is_grad_enabled():
             ctx.arrive(grad_output)
         return None, None, None
-
-
-def _use_of(
-    frame: FrameType | None, top: CodeType, own: CodeType | None
-) -> tuple[str, tuple[str, ...]]:
-    """The instruction that calls a function, and the variables that its results are assigned to.
-
-    As Dynamo names the nodes of a graph, they are the first ones, also of a caller to whom the
-    results are returned.
-    """
-    first = ""
-    while frame is not None and frame.f_code is not top:
-        code = frame.f_code
-        if code is not own and code is not handle_torch_function.__code__:
-            instruction, following, variables = _instructions(code).get(frame.f_lasti, ("", "", ()))
-            first = first or instruction
-            if following != "RETURN_VALUE":
-                return first, variables
-        frame = frame.f_back
-    return first, ()
-
-
-@functools.lru_cache(maxsize=1024)
-def _instructions(code: CodeType) -> dict[int, tuple[str, str, tuple[str, ...]]]:
-    """By its offset, each instruction, the one behind it, and the variables that it stores in."""
-    every = list(dis.get_instructions(code))
-    # Python 3.11 may run a call together with what prepares it.
-    kept = [one for one in every if one.opname != "PRECALL"]
-    found = {}
-    for index, (one, after) in enumerate(pairwise(kept)):
-        count = (after.arg or 0) if after.opname == "UNPACK_SEQUENCE" else 0
-        stores = kept[index + 2 : index + 2 + count] if count else [after]
-        names = [name for store in stores for name in _stored_by(store)]
-        found[one.offset] = one.opname, after.opname, tuple(names[: max(count, 1)])
-    for one, after in pairwise(every):
-        if one.opname == "PRECALL":
-            found[one.offset] = found[after.offset]
-    return found
-
-
-def _stored_by(instruction: dis.Instruction) -> tuple[str, ...]:
-    if not instruction.opname.startswith("STORE_") or instruction.argval is None:
-        return ()
-    value = instruction.argval
-    return value if isinstance(value, tuple) else (str(value),)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import operator
 from collections.abc import Iterable
 from typing import Any
@@ -15,6 +13,7 @@ from torch.utils._pytree import tree_map
 from lightning_unitscale.dynamo.graphs import rename_node
 from lightning_unitscale.graph.nodes import MODULE, NAME
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
+from lightning_unitscale.watching.how_made import Made
 from lightning_unitscale.watching.records import ProbedCall
 from lightning_unitscale.watching.rows import TensorRow
 from lightning_unitscale.watching.scales_graph import (
@@ -25,7 +24,7 @@ from lightning_unitscale.watching.scales_graph import (
     Metrics,
     ScalesGraph,
 )
-from lightning_unitscale.watching.tracked_call import Made, State, TrackedCall
+from lightning_unitscale.watching.tracked_call import State, TrackedCall
 
 
 def graph_of_call(call: TrackedCall) -> ScalesGraph:
@@ -156,8 +155,9 @@ def _scaled(metrics: Metrics | None, forward: int, backward: int | None) -> Metr
 
 
 def _scaled_data(data: Metrics.Data, log2_factor: int) -> Metrics.Data:
-    *numbers, numel = dataclasses.astuple(data)
-    return Metrics.Data(*(math.ldexp(number, log2_factor) for number in numbers), numel)
+    factor = 2.0**log2_factor
+    numbers = (getattr(data, name) * factor for name in Metrics.names() if name != "numel")
+    return Metrics.Data(*numbers, numel=data.numel)
 
 
 def _add_input(

@@ -162,6 +162,10 @@ class WatchedCall:
                         show = functools.partial(self._show, row, parameter)
                         self.gradients.measure(row, parameter, show)
 
+    def close(self) -> None:
+        """Stop measuring gradients."""
+        self.gradients.close()
+
     def measured(self) -> list[tuple[ProbedTensor, TakenRow, list[TakenRow]]]:
         """The tensors that have rows: described, and the rows of their values and gradients."""
         inputs = shown_inputs((*self._given, *self._made))

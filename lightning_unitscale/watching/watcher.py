@@ -95,7 +95,7 @@ class StepWatcher:
     def close(self) -> None:
         """Stop measuring gradients of the calls so far."""
         for call in self._calls:
-            call.gradients.close()
+            call.close()
 
     def clear(self) -> None:
         """Forget what was watched and not taken."""

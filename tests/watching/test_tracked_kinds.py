@@ -68,12 +68,12 @@ class Swapped(Small):
 
 class DetachedView(Small):
     def forward(self, x: Tensor) -> Tensor:
+        x.view(-1)[0] += 0.0
         h = self.a(x)
         head, tail = h.clone().split(4, -1)
         frozen = tail.clone()
         frozen.detach_()
         frozen.mul_(2)
-        x.view(-1)[0] += 0.0
         return self.b(torch.cat([head.mul(3), frozen.view(-1).view_as(tail)], -1))
 
 
