@@ -216,7 +216,7 @@ class _Beside:
                 raise TypeError("its numbers are those of the step")
             if not isinstance(value, Tensor):
                 return value
-            new: Any
+            new: Any = None
             if id(value) not in self.twins:
                 if (path := paths.get(id(value))) is not None:
                     new = _Value.apply(path.tensor, value)

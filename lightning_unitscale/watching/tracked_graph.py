@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable
 from typing import Any
@@ -147,17 +148,18 @@ def _scaled(metrics: Metrics | None, forward: int, backward: int | None) -> Metr
     """Metrics of a tensor times a power of two, and of its gradient if that has one."""
     if metrics is None:
         return None
-    has_gradient = backward is not None and metrics.bwd is not None
+    no_gradient = backward is None or metrics.bwd is None
     return Metrics(
-        _scaled_data(metrics.fwd, forward),
-        _scaled_data(metrics.bwd, backward) if has_gradient else None,  # type: ignore[arg-type]
+        _times(metrics.fwd, forward), None if no_gradient else _times(metrics.bwd, backward)
     )
 
 
-def _scaled_data(data: Metrics.Data, log2_factor: int) -> Metrics.Data:
-    factor = 2.0**log2_factor
-    numbers = (getattr(data, name) * factor for name in Metrics.names() if name != "numel")
-    return Metrics.Data(*numbers, numel=data.numel)
+def _times(data: Any, log2_factor: Any) -> Metrics.Data:
+    scaled: dict[str, Any] = {
+        name: value if name == "numel" else math.ldexp(value, log2_factor)
+        for name, value in vars(data).items()
+    }
+    return Metrics.Data(**scaled)
 
 
 def _add_input(

@@ -77,6 +77,19 @@ class DetachedView(Small):
         return self.b(torch.cat([head.mul(3), frozen.view(-1).view_as(tail)], -1))
 
 
+class HookedParameter(Small):
+    """Has the gradient of a parameter changed by a method of its own."""
+
+    factor = 2.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a.weight.register_hook(self.change)
+
+    def change(self, gradient: Tensor) -> Tensor:
+        return gradient * self.factor
+
+
 class Compiled(Small):
     def __init__(self) -> None:
         super().__init__()
@@ -144,6 +157,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "vector to parameters": lambda: MomentumEncoder(True),
     "swapped": Swapped,
     "detached view": DetachedView,
+    "hooked parameter": HookedParameter,
     "compiled": Compiled,
     "dataclass": ReturnsADataclass,
     "thread": OwnThread,
