@@ -38,12 +38,7 @@ class Made:
 
 
 class Use(NamedTuple):
-    """What a caller does with a function.
-
-    Attributes:
-        instruction: The instruction that calls it.
-        variables: The variables that its results are assigned to.
-    """
+    """What a caller does with a function."""
 
     instruction: str
     variables: tuple[str, ...]

@@ -185,19 +185,13 @@ class InputGradients:
 
 
 class _Beside:
-    """One run of a function in the second graph.
-
-    Attributes:
-        parents: The paths of what it reads.
-        versions: How often its arguments had been written into, by identity.
-        results: The tensors that it returns.
-        twins: Its arguments in the second graph, by the identity of those in the step.
-    """
+    """One run of a function in the second graph."""
 
     def __init__(self, parents: tuple[GradientPath, ...], arguments: Iterable[Tensor]) -> None:
         self.parents = parents
         self.versions = {id(tensor): version_of(tensor) for tensor in arguments}
         self.results: list[Tensor] = []
+        # Its arguments in the second graph, by the identity of those in the step.
         self.twins: dict[int, Tensor] = {}
 
     def run(
@@ -216,14 +210,12 @@ class _Beside:
                 raise TypeError("its numbers are those of the step")
             if not isinstance(value, Tensor):
                 return value
-            new: Any = None
             if id(value) not in self.twins:
-                if (path := paths.get(id(value))) is not None:
-                    new = _Value.apply(path.tensor, value)
-                elif isinstance(value, nn.Parameter) and value is not first:
-                    new = value.detach()
-                else:
-                    new = value.detach().clone()
+                path, new = paths.get(id(value)), value.detach()
+                if path is not None:
+                    new = _Value.apply(path.tensor, new)
+                elif value is first or not isinstance(value, nn.Parameter):
+                    new = new.clone()  # it may be written
                 self.twins[id(value)] = new
             return self.twins[id(value)]
 
@@ -249,7 +241,7 @@ class _Value(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, path: Tensor, value: Tensor) -> Tensor:
-        return value.detach().clone()
+        return value.clone()
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:

@@ -40,13 +40,15 @@ def track_scales(module: nn.Module) -> nn.Module:
         graph = prune_same_scale_tensors(prune_non_float_tensors(model.scales_graph()))
         print(graph.tabulate())
 
-    Any Python code will do: the step runs as it is written, and nothing is captured. Functions that
-    read an input without a gradient run a second time, on copies, which gives the gradient of the
-    input. A function with effects or a derivative of your own does not; the gradients of what it
-    reads are left out then.
+    Any Python code will do: the step runs as it is written, and nothing is captured. A function
+    that reads an input without a gradient runs a second time, on copies, which gives the gradient
+    of the input. That is left out where a part of it is not known: where a function of your own has
+    a derivative or effects, under ``torch.func``, and in recurrent layers.
 
-    Of a module that another transform captures, such as :func:`unit_scale`, the tensors of its
-    graphs are shown, with the gradients that the graphs compute.
+    The scaled operands and results of matmuls that run in units are nodes of their own, such as
+    ``fc.linear:weight`` and ``fc.linear:stored``. Of a module that another transform captures, such
+    as :func:`unit_scale`, the tensors of its graphs are shown, with the gradients that these
+    compute.
 
     Args:
         module: A module, transformed or not; it is left as it is.
@@ -133,11 +135,7 @@ class _TrackedForward(StandIn):
 
 
 class ScaleTracker(StepWatcher):
-    """Watches every call of a module's ``forward``.
-
-    Attributes:
-        method: What stands in for ``forward``.
-    """
+    """Watches every call of a module's ``forward``."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(MOMENTS, lambda *_: True)
@@ -145,6 +143,8 @@ class ScaleTracker(StepWatcher):
         self._module = module
         self._complete: TrackedCall | None = None
         self._latest: TrackedCall | None = None
+        # A module may call itself.
+        self._is_running = False
         self._again = contextlib.ExitStack()
         self.method = _TrackedForward(self, module.forward)
         self._shadow = Shadow(module, "forward", self.method)
@@ -153,12 +153,17 @@ class ScaleTracker(StepWatcher):
     def track(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """Run ``forward`` and watch it; the last call that returns counts."""
         complete = self._complete
-        if complete is not None and complete.gradients.are_measured and current_node() is not None:
-            # A checkpoint around the module computes it again, within the same step.
+        # A checkpoint around the module computes it again, within the same step.
+        is_again = complete is not None and complete.gradients.are_measured
+        if self._is_running or (is_again and current_node() is not None):
             return method(*args, **kwargs)
         self._again.close()
         self.clear()
-        result = self.run(self._module, method, args, kwargs)
+        self._is_running = True
+        try:
+            result = self.run(self._module, method, args, kwargs)
+        finally:
+            self._is_running = False
         self._complete = self._latest
         # What a reentrant checkpoint computes again, it does in a backward pass of the caller's.
         self._again.enter_context(self.during_backward())
@@ -195,3 +200,10 @@ class ScaleTracker(StepWatcher):
             vars(module)["forward"] = before
         new = memo[id(self)] = ScaleTracker(module)
         return new
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"{type(self._module).__name__}: its scales are tracked, and such a module cannot be "
+            "pickled; expected a module as it is written; save its state_dict() instead, or pickle "
+            "the module that it was made of."
+        )

@@ -48,13 +48,9 @@ class ExactMoments(Measuring):
 
 @dataclass(frozen=True)
 class State:
-    """What a module keeps.
+    """What a module keeps."""
 
-    Attributes:
-        kinds: ``"parameters"`` or ``"buffers"`` by the name of each.
-        trained: Names of the parameters that are trained.
-    """
-
+    # "parameters" or "buffers", by name.
     kinds: dict[str, str]
     trained: frozenset[str]
 
@@ -70,14 +66,9 @@ class State:
 
 @dataclass(frozen=True)
 class InUnits:
-    """A matmul that ran on scaled operands.
+    """A matmul that ran on scaled operands."""
 
-    Attributes:
-        operands: The tensors that it has read, by their names in the gauge.
-        log2_units: The exponent of the unit of each.
-        log2_gamma: The same of the gradient that arrives at it.
-    """
-
+    # By their names in the gauge.
     operands: dict[str, TensorRow]
     log2_units: tuple[int, ...]
     log2_gamma: int
@@ -89,16 +80,7 @@ class InUnits:
 
 
 class TrackedCall(WatchedCall):
-    """Makes a row of every tensor that a call of a step computes.
-
-    Attributes:
-        inputs: The gradients of tensors that take no part in the backward pass.
-        made: How each tensor was made, where that was seen.
-        in_units: The matmul that has made a tensor, where it ran on scaled operands.
-        outputs: The tensors that the call has returned.
-        same_as: Of what a function has handed back as it was, whose tensor it is.
-        state: What the module keeps.
-    """
+    """Makes a row of every tensor that a call of a step computes."""
 
     def __init__(self, callers: Callers, start_names: StartNames, measuring: Measuring) -> None:
         super().__init__(callers, start_names, measuring, lambda *_: True, {})
@@ -106,6 +88,7 @@ class TrackedCall(WatchedCall):
         self.made: dict[TensorRow, Made] = {}
         self.in_units: dict[TensorRow, InUnits] = {}
         self.outputs: list[TensorRow] = []
+        # Of what a function has handed back as it was, whose tensor it is.
         self.same_as: dict[TensorRow, TensorRow] = {}
         self.state = State({}, frozenset())
         self._paths: dict[TensorRow, GradientPath] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -126,6 +127,13 @@ class OwnThread(Small):
         return found[0] + super().forward(x)
 
 
+class Recursive(Small):
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > 2:
+            return torch.cat([self(x[:2]), self(x[2:])])
+        return super().forward(x)
+
+
 class SharedBody(Small):
     """Several calls, a checkpoint, nested modules, and one layer in two places."""
 
@@ -161,6 +169,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "compiled": Compiled,
     "dataclass": ReturnsADataclass,
     "thread": OwnThread,
+    "recursive": Recursive,
     "shared": SharedBody,
     "sparse": Sparse,
 }
@@ -211,6 +220,11 @@ def test_a_training(kind: str, wrap: str) -> None:
 
 def _dense(gradient: Tensor | None) -> Tensor | None:
     return gradient if gradient is None or not gradient.is_sparse else gradient.to_dense()
+
+
+def test_a_tracked_module_cannot_be_pickled() -> None:
+    with pytest.raises(TypeError, match="Small: its scales are tracked"):
+        pickle.dumps(track_scales(Small()))
 
 
 def test_what_is_known_of_an_input_only_in_part_is_left_out() -> None:
