@@ -8,6 +8,7 @@ takes part, its gradient is kept, and sent through the second graph when the bac
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_unitscale.dispatch.calls import leave_graph
 from lightning_unitscale.dispatch.session import run_inside
 from lightning_unitscale.dispatch.sites import frames
-from lightning_unitscale.dispatch.torch_internals import FUNCTION_CALL
+from lightning_unitscale.dispatch.torch_internals import FUNCTION_CALL, graph_task
 from lightning_unitscale.graph.after_backward import after_backward
 from lightning_unitscale.graph.grad_order import autograd_operations
 from lightning_unitscale.graph.nodes import tensors_in
@@ -65,7 +66,8 @@ class InputGradients:
         self._paths: Any = WeakIdKeyDictionary()
         # What was read before it had a path.
         self._lost: Any = WeakIdKeyDictionary()
-        self._arrived: list[tuple[Tensor, Tensor]] = []
+        # By the number of the backward pass: one may fail before its end.
+        self._arrived: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self._handles: list[RemovableHandle] = []
 
     def start(self, tensor: Tensor) -> GradientPath:
@@ -154,9 +156,11 @@ class InputGradients:
 
     def arrive(self, tensor: Tensor, gradient: Tensor) -> None:
         """Keep a gradient until the backward pass ends."""
-        if not self._arrived:
-            after_backward(self._send)
-        self._arrived.append((tensor, gradient.detach()))
+        task = graph_task()
+        if task not in self._arrived:
+            self._arrived[task] = []
+            after_backward(functools.partial(self._send, task))
+        self._arrived[task].append((tensor, gradient.detach()))
 
     def close(self) -> None:
         """Stop following gradients."""
@@ -177,9 +181,8 @@ class InputGradients:
 
         self._handles.append(node.register_prehook(see))
 
-    def _send(self) -> None:
-        arrived, self._arrived = self._arrived, []
-        tensors, gradients = zip(*arrived, strict=True)
+    def _send(self, task: int) -> None:
+        tensors, gradients = zip(*self._arrived.pop(task), strict=True)
         with contextlib.suppress(RuntimeError), _isolated():
             run_inside(torch.autograd.backward, tensors, gradients, retain_graph=True)
 

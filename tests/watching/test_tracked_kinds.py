@@ -280,6 +280,24 @@ def test_the_gradient_of_an_input_comes_through_writes_and_random_numbers() -> N
     assert_close(found.bwd, expected(asking.grad))
 
 
+def test_a_backward_pass_that_fails_leaves_the_next_one_alone() -> None:
+    def fail(gradient: Tensor) -> None:
+        raise LookupError("on purpose")
+
+    plain = Call(lambda a, b, x: b(x) + a(x), nn.Linear(6, 6), nn.Linear(6, 6))
+    module: Any = track_scales(plain)
+    loss = module(torch.randn(4, 6)).sum()
+    handle = module.parts[0].weight.register_hook(fail)
+    with pytest.raises(LookupError):
+        loss.backward(retain_graph=True)
+    handle.remove()
+    loss.backward()
+    found = metrics(module)["input.args_0"]
+    assert found is not None
+    weights = sum(one.weight.detach().sum(0) for one in module.parts)
+    assert_close(found.bwd, expected(torch.as_tensor(weights).expand(4, 6)))
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_a_checkpoint_around_the_module(use_reentrant: bool) -> None:
     plain = Small()
