@@ -92,8 +92,9 @@ def _instructions(code: CodeType) -> dict[int, tuple[str, str, tuple[str, ...]]]
         names = [name for store in stores for name in _stored_by(store)]
         found[one.offset] = one.opname, after.opname, tuple(names[: max(count, 1)])
     for one, after in pairwise(every):
-        if one.opname == "PRECALL":
-            found[one.offset] = found[after.offset]
+        entry = found[after.offset if one.opname == "PRECALL" else one.offset]
+        # A call of Python's own has the caller's frame behind the instruction, in its cache.
+        found.update(dict.fromkeys(range(one.offset, after.offset, 2), entry))
     return found
 
 

@@ -122,6 +122,27 @@ def test_metadata_of_nodes() -> None:
     assert nodes["add"].meta["metrics"] is None
 
 
+def test_names_are_those_of_variables_however_often_the_code_has_run() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.linear(x)
+            scores = F.softmax(hidden, dim=-1)
+            left, right = scores.chunk(2, -1)
+            flat = left.reshape(-1)
+            return F.relu(right).sum() - flat.sum()
+
+    model = track_scales(Layer())
+    for _ in range(12):
+        model(torch.randn(5, 4))
+        names = [node.meta["clean_name"] for node in model.scales_graph().nodes if node.args]
+        expected_names = ["hidden", "scores", "chunk", "left", "right", "flat", "relu", "sum_1"]
+        assert names == [*expected_names, "sum_2", "sub", "output"]
+
+
 def test_forward_only_and_evaluation() -> None:
     model = track_scales(nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5), nn.Linear(3, 2)))
     x = torch.randn(5, 4)
