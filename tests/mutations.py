@@ -768,6 +768,13 @@ MUTATIONS = (
         "watching/test_track_scales.py -k last_backward_pass",
     ),
     Mutation(
+        "a variable is not found where Python has called a function of its own",
+        "watching/how_made.py",
+        "found.update(dict.fromkeys(range(one.offset, after.offset, 2), entry))",
+        "found[one.offset] = entry",
+        "watching/test_track_scales.py -k however_often",
+    ),
+    Mutation(
         "a copy's parameters have no hooks",
         "capture/attach.py",
         "memo[id(parameter)].register_hook(copied)",
