@@ -25,7 +25,7 @@ from tabulate import tabulate
 from lightning_unitscale.capture.attach import captured_forward
 from lightning_unitscale.graph.nodes import is_whole_view
 from lightning_unitscale.scales.layout import RowLayout
-from lightning_unitscale.tracking.probes import ScaleProbes
+from lightning_unitscale.watching.probes import ScaleProbes
 
 VARIANTS = ("plain", "sampled")
 

@@ -33,7 +33,7 @@ from lightning_unitscale.capture.attach import captured_forward
 from lightning_unitscale.graph.nodes import is_whole_view
 from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.tensorboard.writer import ScaleWriter
-from lightning_unitscale.tracking.probes import ScaleProbes
+from lightning_unitscale.watching.probes import ScaleProbes
 
 
 def probed_step(

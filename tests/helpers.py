@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from benchmarks.executed_products import below_all_kernels, operands_read
+from lightning_unitscale.capture.attach import captured_forward
 from lightning_unitscale.dynamo import capture
 from lightning_unitscale.dynamo.graphs import copy_graph_module
 from lightning_unitscale.graph.nodes import Names
@@ -37,6 +38,11 @@ def assert_same_bits(first: Any, second: Any) -> None:
             assert same_bits(one, other), f"{one}\n{other}"
         else:
             assert one == other
+
+
+def captured_copy(module: nn.Module) -> nn.Module:
+    """A copy of a module whose ``forward`` runs captured graphs, which nothing rewrites."""
+    return captured_forward(module, "test")[0]
 
 
 def run(

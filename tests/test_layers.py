@@ -30,7 +30,6 @@ ROOMS = (
     "lossless",
     "remat",
     "pipeline",
-    "tracking",
     "precision",
     "dispatch",
     "watching",

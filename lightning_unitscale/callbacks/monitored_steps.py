@@ -25,7 +25,7 @@ from lightning_unitscale.loops.loop import Loop
 from lightning_unitscale.patching import nothing
 from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
-from lightning_unitscale.tracking.probes import ScaleProbes
+from lightning_unitscale.watching.probes import ScaleProbes
 from lightning_unitscale.watching.watcher import StepWatcher
 
 if TYPE_CHECKING:

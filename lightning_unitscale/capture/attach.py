@@ -15,16 +15,34 @@ from lightning_unitscale.dynamo.capture import is_compiled
 from lightning_unitscale.graph.passes import GraphPass
 
 PRODUCTS = "_module_products"
+# What watches the calls of a module.
+TRACKER = "_scale_tracker"
 
 
 def captured_forward(
     module: nn.Module, owner: str, *passes: GraphPass
 ) -> tuple[nn.Module, CapturedStep]:
     """A deep copy of ``module`` with its own parameters, whose ``forward`` runs captured graphs."""
-    reject_compiled(module)
-    new = detached_copy(module)
+    new = own_copy(module)
     steps = capture(new, owner, passes)
     return new, steps.steps["forward"]
+
+
+def own_copy(module: nn.Module) -> nn.Module:
+    """A deep copy of ``module`` with its own parameters, and the hooks on them."""
+    reject_compiled(module)
+    memo: dict[int, Any] = {}
+    new: nn.Module = detached_copy(module, memo)
+    for parameter in module.parameters():
+        hook: Any
+        for hook in (parameter._backward_hooks or {}).values():
+            if getattr(hook, "__torch_unserializable__", False):
+                continue  # whoever has put it there puts one on the copy
+            # It may be a method of something in the module.
+            owner = memo.get(id(getattr(hook, "__self__", None)))
+            copied = hook if owner is None else MethodType(hook.__func__, owner)
+            memo[id(parameter)].register_hook(copied)
+    return new
 
 
 def products_of(module: nn.Module) -> Any:
@@ -44,9 +62,10 @@ def reject_compiled(module: nn.Module) -> None:
 
 def capture(module: nn.Module, owner: str, passes: tuple[GraphPass, ...]) -> ModuleSteps:
     """Capture ``forward``; units and formats go on around it."""
-    products = products_of(module)
-    if products is not None:
-        products.detach()
+    products, tracker = products_of(module), module.__dict__.get(TRACKER)
+    for each in (products, tracker):
+        if each is not None:
+            each.detach()
     steps = steps_of(module)
     if steps is None:
         steps = ModuleSteps(module, ("forward",))
@@ -55,8 +74,15 @@ def capture(module: nn.Module, owner: str, passes: tuple[GraphPass, ...]) -> Mod
     steps.attach(owner)
     if products is not None:
         products.attach_again()
-    module.__dict__["explain"] = MethodType(explain_forward, module)
+    if tracker is not None:
+        tracker.capture(steps)
+    set_explain(module)
     return steps
+
+
+def set_explain(module: nn.Module) -> None:
+    """Give a module ``explain()``."""
+    module.__dict__["explain"] = MethodType(explain_forward, module)
 
 
 def explain_forward(module: nn.Module) -> str:
@@ -66,4 +92,4 @@ def explain_forward(module: nn.Module) -> str:
     """
     products, steps = products_of(module), steps_of(module)
     parts = [one.explain() for one in (products, steps) if one is not None]
-    return "\n\n".join(parts)
+    return "\n\n".join(parts) or "Nothing is captured: forward runs as it is."

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import UninitializedBuffer, is_lazy
 from torch.overrides import TorchFunctionMode
 
 # What a module registers; hooks are not among it: a step may install some.
@@ -206,14 +206,14 @@ def _identities(container: Any) -> list[int]:
     return list(map(id, chain(*container.items()) if isinstance(container, dict) else container))
 
 
-def detached_copy(value: Any) -> Any:
+def detached_copy(value: Any, memo: dict[int, Any] | None = None) -> Any:
     """A deep copy whose tensors are leaves of autograd's.
 
     ``copy.deepcopy`` takes only tensors that the user has made, and of a subclass only one that has
     learned to be copied; what another part of a program has computed is no such tensor.
     """
     with _Leaves():
-        return copy.deepcopy(value)
+        return copy.deepcopy(value, memo)
 
 
 class _Leaves(TorchFunctionMode):
@@ -225,6 +225,11 @@ class _Leaves(TorchFunctionMode):
         if func is not Tensor.__deepcopy__:
             return func(*args, **(kwargs or {}))
         tensor, memo = args
+        if isinstance(tensor, UninitializedBuffer):
+            # torch itself copies lazy parameters only.
+            lazy: Any = type(tensor)
+            memo[id(tensor)] = lazy(device=tensor.data.device, dtype=tensor.data.dtype)
+            return memo[id(tensor)]
         if tensor.is_leaf:
             with contextlib.suppress(RuntimeError):  # of a subclass
                 return func(tensor, memo)

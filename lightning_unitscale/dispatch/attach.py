@@ -18,7 +18,12 @@ from lightning_unitscale.dispatch.formats import Numerics
 from lightning_unitscale.dispatch.kernels import close_session, install_passes, open_session
 from lightning_unitscale.dispatch.recompiling import running_compiled
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
-from lightning_unitscale.dispatch.torch_internals import current_node, is_recording, is_tracing
+from lightning_unitscale.dispatch.torch_internals import (
+    current_node,
+    is_recording,
+    is_tracing,
+    plain_functions,
+)
 from lightning_unitscale.dispatch.units import Units
 from lightning_unitscale.patching import Shadow, StandIn
 
@@ -59,16 +64,18 @@ class SessionMethod(StandIn):
         # Somebody may have kept it beyond its session's end.
         if LOCAL.session is session or not session.is_open:
             return method(*args, **kwargs)
-        owner.before_call()
-        install_passes()
         # Within a checkpoint that is computed again it is the same step of training.
         is_new = current_node() is None
-        session.begin_step(is_training=is_new and owner.is_training(self._name))
+        with plain_functions():  # what is computed here is not the step's
+            owner.before_call()
+            install_passes()
+            session.begin_step(is_training=is_new and owner.is_training(self._name))
         with session.running(), running_compiled(session):
             result = method(*args, **kwargs)
         if owner.outlasts_calls and is_new and torch.is_grad_enabled():
             LOCAL.after_call, session.is_after_call = session.ref, True
-        owner.after_call(result)
+        with plain_functions():
+            owner.after_call(result)
         return result
 
 

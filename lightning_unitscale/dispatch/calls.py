@@ -87,6 +87,16 @@ def leave(operands: Sequence[Tensor]) -> None:
         record(key, *_NOBODYS)
 
 
+def leave_graph(node: Any) -> None:
+    """Let all products of the backward pass from a node on be nobody's."""
+    pending = [node]
+    while pending:
+        node = pending.pop()
+        if node is not None and _CALL not in node.metadata:
+            node.metadata[_CALL] = _NOBODYS
+            pending += [source for source, _ in node.next_functions]
+
+
 def node_key(operands: Sequence[Tensor]) -> NodeKey | None:
     """Key of the autograd node of what runs; ``None`` where it has none."""
     return latest_key(operands if torch.is_grad_enabled() else function_arguments())
@@ -200,12 +210,14 @@ class RanProduct:
         log2_sigmas: Exponent of the unit of each operand; ``None`` while none is measured.
         log2_gamma: The same of the gradient that arrives at it.
         nodes: Numbers of the autograd nodes that it was made for.
+        names: Names of the operands in the gauge.
     """
 
     operands: tuple[Tensor, ...]
     log2_sigmas: tuple[int | None, ...]
     log2_gamma: int | None
     nodes: range
+    names: tuple[str, ...]
 
 
 class _Watched(threading.local):
@@ -235,5 +247,6 @@ def show(site: Site, operands: Sequence[Tensor], first_node: int | None = None) 
                 site.log2_units or (None,) * len(operands),
                 site.log2_gamma,
                 range(last if first_node is None else first_node, last + 1),
+                site.operand_names,
             )
         )

@@ -1,9 +1,10 @@
 """Graphs as Dynamo makes them: copy one, add an input, run one of its operators without numbers.
 
 Private names used here were checked on torch 2.13 and 2.11: ``node._dynamo_source``,
-``GlobalSource``, ``HigherOrderOperator``, ``_enter_autocast`` and ``_exit_autocast``;
-``FakeTensorMode``; ``_LazyGraphModule``; ``_lineno_map`` and ``_prologue_start`` of a graph's
-module; and, of tensors, ``_use_count`` and ``torch._C._storage_Use_Count``.
+``node._rename``, ``GlobalSource``, ``HigherOrderOperator``, ``_enter_autocast`` and
+``_exit_autocast``; ``FakeTensorMode``; ``_LazyGraphModule``; ``_lineno_map`` and
+``_prologue_start`` of a graph's module; and, of tensors, ``_use_count`` and
+``torch._C._storage_Use_Count``.
 """
 
 from __future__ import annotations
@@ -30,6 +31,11 @@ MODULE = "module_path"
 NAME = "tensor_name"
 
 _IN_NUMBERS: WeakKeyDictionary[FakeTensorMode, FakeTensorMode] = WeakKeyDictionary()
+
+
+def rename_node(node: fx.Node, name: str) -> None:
+    """Give a node another name, or one like it that no other node has."""
+    node._rename(name)
 
 
 def copy_graph_module(graph_module: fx.GraphModule) -> fx.GraphModule:
@@ -188,13 +194,6 @@ def is_checkpoint(node: fx.Node) -> bool:
 def is_higher_order(node: fx.Node) -> bool:
     """Whether the node is a control-flow operator or the like, which has graphs as arguments."""
     return isinstance(node.target, torch._ops.HigherOrderOperator)
-
-
-def is_custom_operator(node: fx.Node) -> bool:
-    """Whether the node is an operator of a library other than torch's own."""
-    if not isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-        return False
-    return str(node.target).partition(".")[0] not in {"aten", "prims"}
 
 
 def autocast_dtypes(graph: fx.Graph) -> dict[fx.Node, torch.dtype]:

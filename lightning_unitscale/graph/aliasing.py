@@ -44,8 +44,6 @@ from lightning_unitscale.graph.nodes import (
 _OWN_PACKAGE = __name__.partition(".")[0]
 # Key of ``node.meta``: the effects of a node, and the operation that has them.
 _EFFECTS = "effects"
-# Key of ``node.meta`` of an operation that was made out of place: its op and target before.
-WRITTEN_AS = "written_as"
 
 # Their forms out of place compute something else: ``Tensor.bernoulli`` reads its probabilities from
 # the very values that ``bernoulli_`` overwrites, and in place the gradients of ELU and its kin are
@@ -175,7 +173,6 @@ def make_out_of_place(graph: fx.Graph) -> tuple[str, ...]:
             kept.append(tensor_name(node))
             continue
         function, args, kwargs = replacement
-        node.meta[WRITTEN_AS] = (node.op, node.target)
         node.op = "call_function" if callable(function) else "call_method"
         node.target = function
         node.args, node.kwargs = args, kwargs

@@ -7,25 +7,19 @@ there is added up first, and several of them pass on what they got from the last
 
 from __future__ import annotations
 
-import contextlib
-from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from lightning_unitscale.dynamo.graphs import fake_mode_of, is_higher_order
-from lightning_unitscale.graph.aliasing import same_tensor
+from lightning_unitscale.dynamo.graphs import fake_mode_of
 from lightning_unitscale.graph.nodes import (
-    TRANSFORMED,
     Path,
     argument_at,
-    argument_paths,
     call,
     changed_arguments,
     example_tensor,
-    requires_grad,
     tensors_in,
 )
 
@@ -34,67 +28,10 @@ from lightning_unitscale.graph.nodes import (
 _Arrival = tuple[int, int]
 
 
-def repeated_reads(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
-    """For each operation the arguments that are read several times in one place.
-
-    ``F.rms_norm`` is several operations to autograd, and two of them read its input. Left out are
-    arguments that nobody else reads: their gradients are added up in one order anyway.
-    """
-    shared = _shared(graph)
-    read_several_times: dict[fx.Node, tuple[fx.Node, ...]] = {}
-    for node in graph.nodes:
-        if node.op == "output" or is_higher_order(node) or TRANSFORMED in node.meta:
-            continue
-        paths = [path for path in argument_paths(node) if argument_at(node, path) in shared]
-        arrivals = _arrivals(node, paths) if paths else {}
-        several = (argument_at(node, path) for path in paths if len(arrivals[path]) > 1)
-        if read := tuple(dict.fromkeys(several)):
-            read_several_times[node] = read
-    return read_several_times
-
-
 def first_to_last(node: fx.Node, paths: Sequence[Path]) -> list[Path]:
     """Places of one argument of an operation, in the order in which their gradients arrive."""
     arrivals = _arrivals(node, paths)
     return sorted(paths, key=lambda path: min(arrivals[path], default=(0, 0)))
-
-
-def refuses_gradient(node: fx.Node, argument: fx.Node) -> bool:
-    """Whether an operation raises if an argument requires a gradient, and runs if it does not.
-
-    The class weights of ``nll_loss`` are such an argument.
-    """
-    paths = [path for path in argument_paths(node) if argument_at(node, path) is argument]
-    mode = fake_mode_of(node.graph)
-    if isinstance(mode, contextlib.nullcontext) or TRANSFORMED in node.meta:
-        # With real examples it would draw random numbers; within vmap it does not run by itself.
-        return False
-    with mode, torch.enable_grad():
-        return not _runs(node, {path: _stand_in(argument) for path in paths}) and _runs(node, {})
-
-
-def _runs(node: fx.Node, stand_ins: Mapping[Path, Tensor]) -> bool:
-    try:
-        call(node.target, *_arguments(node, stand_ins))
-    except Exception:
-        return False
-    return True
-
-
-def _shared(graph: fx.Graph) -> set[fx.Node]:
-    """Tensors with a gradient that more than one operation of this or of other graphs reads."""
-    tensors: dict[fx.Node, fx.Node] = {}
-    readers: Counter[fx.Node] = Counter()
-    for node in graph.nodes:
-        source = same_tensor(node)
-        tensors[node] = node if source is None else tensors[source]
-        if source is None:
-            readers.update({tensors[argument] for argument in node.all_input_nodes})
-    return {
-        node
-        for node, tensor in tensors.items()
-        if requires_grad(node) and (readers[tensor] > 1 or tensor.op == "placeholder")
-    }
 
 
 def _arrivals(node: fx.Node, paths: Sequence[Path]) -> Mapping[Path, list[_Arrival]]:

@@ -20,7 +20,6 @@ from lightning_unitscale.graph.nodes import (
     tensor_name,
 )
 from lightning_unitscale.graph.passes import Region, StepGraph
-from lightning_unitscale.graph.recorder import TAP
 
 # A note on a graph: names of the tensors that its products read, and of those that they make.
 PRODUCTS = "products"
@@ -142,10 +141,10 @@ def _read(node: fx.Node, sources: Mapping[fx.Node, _Names]) -> _Names:
     return {name: None for read in node.all_input_nodes for name in sources[read]}
 
 
-def probeable_nodes(region: Region, *, internal: bool = False) -> list[fx.Node]:
+def probeable_nodes(region: Region) -> list[fx.Node]:
     """Nodes that make a plain floating-point tensor of the user's step, in graph order.
 
-    Left out: what passes inserted, unless ``internal``; what is handed back as it is, which is the
+    Left out: what passes inserted; what is handed back as it is, which is the
     tensor of another node; what is made inside a ``vmap`` or ``grad`` transform, where a tensor is
     not yet what it seems; and in the body of a checkpoint its inputs, which are tensors of the
     graph around it.
@@ -158,7 +157,7 @@ def probeable_nodes(region: Region, *, internal: bool = False) -> list[fx.Node]:
             continue
         if node.op == "placeholder" and region.parent is not None:
             continue
-        if (node.meta.get(INTERNAL) and not internal) or not is_float_tensor(node):
+        if node.meta.get(INTERNAL) or not is_float_tensor(node):
             continue
         if same_tensor(node) is not None:
             continue
@@ -166,11 +165,6 @@ def probeable_nodes(region: Region, *, internal: bool = False) -> list[fx.Node]:
         if example is not None and example.layout == torch.strided and not example.is_nested:
             nodes.append(node)
     return nodes
-
-
-def is_passed_through(node: fx.Node, checkpoints: Mapping[fx.Node, Any]) -> bool:
-    """Whether the node returns another node's tensor: a checkpoint's, or one that is tapped."""
-    return TAP in node.meta or is_of_checkpoint(node, checkpoints)
 
 
 def is_of_checkpoint(node: fx.Node, checkpoints: Mapping[fx.Node, Any]) -> bool:

@@ -6,14 +6,6 @@ from typing import Any
 from lightning_unitscale.lossless.gauge import Gauge, GaugePair
 from lightning_unitscale.rules.deploy import deploy
 from lightning_unitscale.rules.transform import unit_scale
-from lightning_unitscale.tracking.scales_graph import (
-    Metrics,
-    ScalesGraph,
-    prune_non_float_tensors,
-    prune_same_scale_tensors,
-    prune_selected_nodes,
-)
-from lightning_unitscale.tracking.tracker import track_scales
 from lightning_unitscale.transforms.product_transforms import (
     compile,
     fp8_linears,
@@ -21,6 +13,14 @@ from lightning_unitscale.transforms.product_transforms import (
     simulate_format,
     simulate_fp8,
 )
+from lightning_unitscale.watching.scales_graph import (
+    Metrics,
+    ScalesGraph,
+    prune_non_float_tensors,
+    prune_same_scale_tensors,
+    prune_selected_nodes,
+)
+from lightning_unitscale.watching.track_scales import track_scales
 
 __all__ = [
     "Gauge",

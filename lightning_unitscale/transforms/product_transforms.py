@@ -17,10 +17,9 @@ from lightning_unitscale.arguments import check_choice, check_depth
 from lightning_unitscale.capture.attach import (
     captured_forward,
     explain_forward,
+    own_copy,
     products_of,
-    reject_compiled,
 )
-from lightning_unitscale.capture.rollback import detached_copy
 from lightning_unitscale.dispatch.module_products import Format, ModuleProducts
 from lightning_unitscale.dynamo.executors import CompileMode
 from lightning_unitscale.functional.low_precision import (
@@ -223,8 +222,7 @@ def compile(module: nn.Module, mode: CompileMode = "default") -> nn.Module:
 
 def _transformed(module: nn.Module, *formats: Format, has_new_units: bool = False) -> nn.Module:
     """A deep copy of ``module`` with its own parameters, whose matmuls run in units and formats."""
-    reject_compiled(module)
-    new = detached_copy(module)
+    new = own_copy(module)
     ModuleProducts.add(new, formats, has_new_units=has_new_units)
     new.__dict__["explain"] = MethodType(explain_forward, new)
     return new

@@ -45,11 +45,15 @@ class Caller:
 
 
 class Callers:
-    """Finds the caller of a torch function."""
+    """Finds the caller of a torch function.
+
+    Attributes:
+        top: The code that calls the step.
+    """
 
     def __init__(self, module: nn.Module, top: CodeType, ignored: Collection[CodeType]) -> None:
         self._paths = {id(child): own_path(path) for path, child in module.named_modules()}
-        self._top = top
+        self.top = top
         self._ignored = frozenset(ignored)
 
     def find(self, frame: FrameType | None) -> Caller | None:
@@ -62,7 +66,7 @@ class Callers:
             if code is _MODULE_CALL:
                 if path is None:
                     path = self._paths.get(id(frame.f_locals["self"]))
-            elif code is self._top:
+            elif code is self.top:
                 return Caller(path or "", tuple(checkpoints))
             elif code is _CHECKPOINT:
                 checkpoints.append(_context(frame))
@@ -168,7 +172,7 @@ class StartNames:
         self._module = weakref.ref(module)
         self._names: dict[int, tuple[str, str]] = {}
         for name, value in _arguments(step, args, kwargs).items():
-            for path, tensor in _tensors(value, name, 0):
+            for path, tensor in tensors_of(value, name):
                 self._names.setdefault(id(tensor), (f"input.{path}", ""))
         self._add(module.named_buffers())
         self._add(module.named_parameters())
@@ -197,7 +201,8 @@ def _arguments(
     return dict(bound.arguments)
 
 
-def _tensors(value: Any, name: str, depth: int) -> Iterator[tuple[str, Tensor]]:
+def tensors_of(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in a nested value, with names for where they are in it."""
     if isinstance(value, Tensor):
         yield name, value
         return
@@ -211,4 +216,4 @@ def _tensors(value: Any, name: str, depth: int) -> Iterator[tuple[str, Tensor]]:
         elif dataclasses.is_dataclass(value):
             items = list(vars(value).items()) if hasattr(value, "__dict__") else []
     for key, item in items:
-        yield from _tensors(item, f"{name}_{key}", depth + 1)
+        yield from tensors_of(item, f"{name}_{key}", depth + 1)

@@ -34,11 +34,12 @@ class RunningFunction:
     """A function that a step calls, while it runs.
 
     Attributes:
-        units: Pairs of an argument and its unit, in the order in which matmuls have read them.
+        units: An argument, its unit and its name in the gauge, in the order in which matmuls have
+            read them.
     """
 
     def __init__(self, arguments: Sequence[Tensor]) -> None:
-        self.units: list[tuple[Tensor, Unit]] = []
+        self.units: list[tuple[Tensor, Unit, str]] = []
         self._arguments = [tensor for tensor in arguments if is_readable(tensor)]
         # Arguments that were found by their size, which several may have.
         self._taken: set[int] = set()
@@ -48,14 +49,14 @@ class RunningFunction:
         """Take in a matmul that it has run."""
         self._ran.append((ran.nodes, ran.log2_gamma))
         found = self._by_memory(ran.operands)
-        for index, (operand, unit) in enumerate(zip(ran.operands, ran.log2_sigmas, strict=True)):
-            argument = found[index]
+        read = zip(found, ran.operands, ran.log2_sigmas, ran.names, strict=True)
+        for argument, operand, unit, name in read:
             if argument is None:
                 argument = self._by_graph(operand)
             if argument is None and operand.grad_fn is None:
                 argument = self._by_size(operand)
             if argument is not None:
-                self.units.append((argument, unit))
+                self.units.append((argument, unit, name))
 
     def gamma_of(self, result: Tensor) -> tuple[Unit] | None:
         """The unit of the gradient that arrives at a matmul which has made a result."""

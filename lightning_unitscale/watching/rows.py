@@ -18,7 +18,7 @@ from lightning_unitscale.lossless.held import Held
 from lightning_unitscale.patching import nothing
 from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.step_rows import ReadRows, StepRows, TakenRow
-from lightning_unitscale.tracking.records import ProbedTensor
+from lightning_unitscale.watching.records import ProbedTensor
 from lightning_unitscale.watching.torch_state import is_readable, unseen
 
 
@@ -147,6 +147,11 @@ class Gradients:
         # A parameter does not keep its node alive, only the graphs that have read it do.
         self._leaf_nodes: dict[int, Any] = {}
 
+    @property
+    def are_measured(self) -> bool:
+        """Whether any gradient will be measured."""
+        return bool(self._hooks)
+
     def begin(self, module: nn.Module) -> None:
         """Make the autograd nodes of the parameters, as a step would when it reads them.
 
@@ -155,7 +160,7 @@ class Gradients:
         """
         for parameter in module.parameters():
             if parameter.requires_grad and not is_lazy(parameter) and is_readable(parameter):
-                self._leaf_node(parameter)
+                self.leaf_node(parameter)
 
     def measure(
         self, row: TensorRow, tensor: Tensor, before: Callable[[], object] = nothing
@@ -164,7 +169,7 @@ class Gradients:
         row.is_hooked = True
         node, index = tensor.grad_fn, tensor.output_nr
         if node is None:
-            node = self._leaf_node(tensor)
+            node = self.leaf_node(tensor)
 
         def see(gradients: Sequence[Tensor | None]) -> None:
             gradient = gradients[index]
@@ -185,7 +190,8 @@ class Gradients:
         self._hooks.clear()
         self._leaf_nodes.clear()
 
-    def _leaf_node(self, leaf: Tensor) -> Any:
+    def leaf_node(self, leaf: Tensor) -> Any:
+        """The autograd node of a leaf."""
         if id(leaf) not in self._leaf_nodes:
             # A helper may read a parameter in inference mode before the model does.
             with unseen(), torch.inference_mode(False):

@@ -3,8 +3,8 @@
 ``torch._C.DisableTorchFunction``, its opposite and ``_is_torch_function_all_disabled``,
 ``torch._C._functorch.is_legacy_batchedtensor``, ``_pop_mode`` and ``_push_mode`` of
 ``torch.overrides``, ``_disable_current_modes`` of ``torch.utils._python_dispatch``, and
-``DisableContext`` and ``set_skip_guard_eval_unsafe`` of ``torch._dynamo.eval_frame``; checked on
-torch 2.13 and 2.11.
+``DisableContext`` and ``set_skip_guard_eval_unsafe`` of ``torch._dynamo.eval_frame``, and the
+classes of ``torch.ops``; checked on torch 2.13 and 2.11.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ from lightning_unitscale.graph.recorder import local_part
 from lightning_unitscale.patching import shadowed
 
 plain_functions = torch._C.DisableTorchFunction
+# An operator that is called by its own name: one of aten's, or of the user's.
+OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 # Dynamo's wrapper of a compiled function calls it before and after, whatever happens in between.
 _AROUND_COMPILED = "set_skip_guard_eval_unsafe"
 _PLAIN_DISPATCH = Tensor.__torch_dispatch__

@@ -20,7 +20,6 @@ from lightning_unitscale.graph.name_patterns import own_path
 from lightning_unitscale.graph.nodes import ATTENTION, ATTENTION_ROLES
 from lightning_unitscale.graph.recorder import local_part
 from lightning_unitscale.scales.step_rows import TakenRow
-from lightning_unitscale.tracking.records import ProbedTensor
 from lightning_unitscale.watching.names import (
     ALIASES,
     Caller,
@@ -29,6 +28,7 @@ from lightning_unitscale.watching.names import (
     word_of,
 )
 from lightning_unitscale.watching.operands import RunningFunction, Unit
+from lightning_unitscale.watching.records import ProbedTensor
 from lightning_unitscale.watching.rows import Gradients, Measuring, TensorRow, shown_inputs
 from lightning_unitscale.watching.torch_state import (
     is_readable,
@@ -97,7 +97,7 @@ class WatchedCall:
             self._running = outer
         results = _tensors_in((result,))
         with plain_functions():
-            for operand, unit in running.units:
+            for operand, unit, _ in running.units:
                 self._set_unit(operand, unit)
             if word == "setitem":
                 self._rows_of[arguments[0]] = inputs
@@ -107,12 +107,13 @@ class WatchedCall:
                 if not isinstance(result, Tensor):
                     name = self._unique(_named(caller.path, "getitem"))
                 if versions.get(id(tensor), -1) == version_of(tensor):
-                    continue  # handed back as it is
-                is_given = any(row.is_given for row in self._rows(tensor) or ())
-                if is_given and tensor.grad_fn is None:
-                    continue  # a parameter or a buffer that is updated
-                self._note(tensor, name, word, inputs, caller, running)
+                    self._hand_back(tensor, name, inputs, caller)
+                elif self._is_made(tensor):
+                    self._note(tensor, name, word, inputs, caller, running)
         return result
+
+    def pass_by(self, arguments: Sequence[Any]) -> None:
+        """Note what a function reads whose results are not shown."""
 
     def see(self, ran: RanProduct) -> None:
         """Note a matmul of the function that runs."""
@@ -160,6 +161,10 @@ class WatchedCall:
                         # It was read where nothing is seen, in compiled code for example.
                         show = functools.partial(self._show, row, parameter)
                         self.gradients.measure(row, parameter, show)
+
+    def close(self) -> None:
+        """Stop measuring gradients."""
+        self.gradients.close()
 
     def measured(self) -> list[tuple[ProbedTensor, TakenRow, list[TakenRow]]]:
         """The tensors that have rows: described, and the rows of their values and gradients."""
@@ -244,6 +249,16 @@ class WatchedCall:
         self._made.append(row)
         self._show(row, tensor)
         return row
+
+    def _hand_back(
+        self, tensor: Tensor, name: str, inputs: tuple[TensorRow, ...], caller: Caller
+    ) -> None:
+        """Note a result that is an argument, as it was."""
+
+    def _is_made(self, tensor: Tensor) -> bool:
+        """Return whether a result is a new tensor, and no parameter or buffer that is updated."""
+        is_given = any(row.is_given for row in self._rows(tensor) or ())
+        return not (is_given and tensor.grad_fn is None)
 
     def _note(
         self,

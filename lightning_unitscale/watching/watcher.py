@@ -19,8 +19,8 @@ from lightning_unitscale.graph.decompose import open_function
 from lightning_unitscale.lossless.gauge import Gauge
 from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
-from lightning_unitscale.tracking.records import snapshot_of
 from lightning_unitscale.watching.names import Callers, StartNames, answers, word_of
+from lightning_unitscale.watching.records import snapshot_of
 from lightning_unitscale.watching.rows import Measuring
 from lightning_unitscale.watching.torch_state import (
     answering_as_without,
@@ -63,14 +63,14 @@ class StepWatcher:
         self.close()
         if is_transformed():
             warnings.warn(
-                "ScaleMonitor: torch.func calls the module, and what it computes stands for other "
-                "tensors, of which nothing is shown; expected calls of the loop's own.",
+                f"{type(module).__name__}: torch.func calls the module, and what it computes "
+                "stands for other tensors, of which nothing is shown; expected calls outside of "
+                "torch.func's transforms.",
                 stacklevel=2,
             )
             return step(*args, **kwargs)
         callers = Callers(module, StepWatcher.run.__code__, self._ignored)
-        names = StartNames(module, step, args, kwargs)
-        call = WatchedCall(callers, names, self._measuring, self._select, self._units)
+        call = self._new_call(callers, StartNames(module, step, args, kwargs))
         self._calls.append(call)
         call.gradients.begin(module)
         with watching(call.see):
@@ -78,6 +78,9 @@ class StepWatcher:
                 result = step(*args, **kwargs)
             call.finish(module, result)
         return result
+
+    def _new_call(self, callers: Callers, names: StartNames) -> WatchedCall:
+        return WatchedCall(callers, names, self._measuring, self._select, self._units)
 
     @contextlib.contextmanager
     def during_backward(self) -> Iterator[None]:
@@ -92,7 +95,7 @@ class StepWatcher:
     def close(self) -> None:
         """Stop measuring gradients of the calls so far."""
         for call in self._calls:
-            call.gradients.close()
+            call.close()
 
     def clear(self) -> None:
         """Forget what was watched and not taken."""
@@ -133,7 +136,10 @@ class _WatchMode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         word = word_of(func)
-        if answers(func, word) or is_transformed():
+        if answers(func, word):
+            return func(*args, **kwargs)
+        if is_transformed():
+            self._call.pass_by((*args, *kwargs.values()))
             return func(*args, **kwargs)
         opened = _OPENED.get(func) if word in {"multi_head_attention_forward", "backward"} else None
         if opened is not None and not has_torch_function((*args, *kwargs.values())):

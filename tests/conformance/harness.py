@@ -33,6 +33,8 @@ TRANSFORMS: dict[str, Callable[..., nn.Module]] = {
     "plain loop": lambda module, *batch: module,
     "lossless_unit_scale": lossless_unit_scale,
     "track_scales": lambda module, *batch: track_scales(module),
+    "units, tracked": lambda module, *batch: track_scales(lossless_unit_scale(module, *batch)),
+    "tracked, in units": lambda module, *batch: lossless_unit_scale(track_scales(module), *batch),
 }
 
 

@@ -29,9 +29,8 @@ from lightning_unitscale.transforms import (
     lossless_unit_scale,
     simulate_format,
     simulate_fp8,
-    track_scales,
 )
-from tests.helpers import assert_same_bits, run
+from tests.helpers import assert_same_bits, captured_copy, run
 
 
 class Net(nn.Module):
@@ -261,12 +260,12 @@ CALLS_SO_FAR: list[float] = []
 def test_graphs_take_over_what_is_known() -> None:
     net, x = Net(), torch.randn(4, 16)
     scaled = lossless_unit_scale(net, x)
-    for captured in (compile(scaled), track_scales(scaled)):
+    for captured in (compile(scaled), captured_copy(scaled)):
         assert products_of(captured) is None and steps_of(captured) is not None
         assert captured.gauge() == scaled.gauge()  # type: ignore[operator]
-    tracked = track_scales(scaled)
-    assert_same_bits(run(tracked, x), run(net, x))
-    assert tracked.gauge() == scaled.gauge()  # type: ignore[operator]
+    captured = captured_copy(scaled)
+    assert_same_bits(run(captured, x), run(net, x))
+    assert captured.gauge() == scaled.gauge()  # type: ignore[operator]
 
 
 def test_units_of_other_names_are_measured_again_in_a_graph() -> None:
@@ -279,9 +278,9 @@ def test_units_of_other_names_are_measured_again_in_a_graph() -> None:
             return torch.einsum("bi,io->bo", x, self.weight).square().mean()
 
     module, x = Einsum(), torch.randn(6, 8)
-    tracked = track_scales(lossless_unit_scale(module, x))
-    assert_same_bits(run(tracked, x), run(module, x))
-    gauge = tracked.gauge()  # type: ignore[operator]
+    captured = captured_copy(lossless_unit_scale(module, x))
+    assert_same_bits(run(captured, x), run(module, x))
+    gauge = captured.gauge()  # type: ignore[operator]
     assert gauge["einsum:operand1"].log2_sigma == 6 and gauge["einsum"].log2_gamma > 2
 
 

@@ -15,8 +15,8 @@ from torchmetrics.utilities import imports
 
 from lightning_unitscale.capture.steps import steps_of
 from lightning_unitscale.rules.transform import unit_scale
-from lightning_unitscale.transforms import remat, track_scales
-from tests.helpers import assert_same_bits, run
+from lightning_unitscale.transforms import remat
+from tests.helpers import assert_same_bits, captured_copy, run
 
 X, LABELS = torch.randn(9, 4), torch.arange(9) % 3
 
@@ -38,7 +38,7 @@ class Looks(nn.Module):
 
 def test_a_package_that_is_not_installed() -> None:
     module = Looks()
-    tracked = track_scales(module)
+    tracked = captured_copy(module)
     assert_same_bits(run(tracked, X), run(module, X))
     assert "No graph breaks" in tracked.explain()  # type: ignore[operator]
 

@@ -19,7 +19,7 @@ from lightning_unitscale.dynamo.breaks import (
     short_reason,
 )
 from lightning_unitscale.rules.transform import unit_scale
-from lightning_unitscale.transforms import track_scales
+from tests.helpers import captured_copy
 
 X = torch.randn(2, 3)
 
@@ -75,7 +75,7 @@ def test_reasons_of_graph_breaks_since() -> None:
 
 
 def test_a_graph_break_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    tracked = track_scales(Breaks())
+    tracked = captured_copy(Breaks())
     tracked(X)
     report = tracked.explain()  # type: ignore[operator]
     (line,) = [one for one in report.splitlines() if "item" in one]
@@ -97,7 +97,7 @@ def test_an_error_of_dynamo_under_rules_is_ours() -> None:
 
 def test_what_runs_as_it_is_is_said_once() -> None:
     module = Fails()
-    tracked = track_scales(module)
+    tracked = captured_copy(module)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(6):
@@ -136,7 +136,7 @@ def _hooks() -> AbstractContextManager[Any]:
 @pytest.mark.parametrize("block", [_hooks, torch.autograd.graph.save_on_cpu])
 def test_blocks_that_save_tensors_in_their_own_way_are_named(block: Any) -> None:
     module = SavesInside(block)
-    tracked = track_scales(module)
+    tracked = captured_copy(module)
     with pytest.warns(UserWarning, match="saves tensors in its own way") as caught:
         assert torch.equal(tracked(X), module(X))
         tracked(X)
@@ -146,7 +146,7 @@ def test_blocks_that_save_tensors_in_their_own_way_are_named(block: Any) -> None
 
 def test_such_a_block_around_a_step_is_none_of_its_business() -> None:
     module = SavesInside(nullcontext)
-    tracked = track_scales(module)
+    tracked = captured_copy(module)
     with _hooks():
         assert torch.equal(tracked(X), module(X))
     assert "No graph breaks" in tracked.explain()  # type: ignore[operator]

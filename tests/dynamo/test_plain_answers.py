@@ -17,8 +17,8 @@ import lightning_unitscale
 from lightning_unitscale.capture.export import export_forward
 from lightning_unitscale.capture.steps import steps_of
 from lightning_unitscale.dynamo import answers
-from lightning_unitscale.transforms import remat, track_scales
-from tests.helpers import assert_same_bits, run
+from lightning_unitscale.transforms import remat
+from tests.helpers import assert_same_bits, captured_copy, run
 
 
 class Asks(nn.Module):
@@ -60,7 +60,7 @@ QUESTIONS: dict[str, Callable[[], bool]] = {
 def test_users_and_libraries_are_told_that_nobody_compiles(name: str) -> None:
     module = Asks(QUESTIONS[name])
     x = torch.randn(2, 3)
-    tracked = track_scales(module)
+    tracked = captured_copy(module)
     assert_same_bits(run(tracked, x), run(module, x))
     assert "No graph breaks" in tracked.explain()  # type: ignore[operator]
 
@@ -69,7 +69,7 @@ def test_users_and_libraries_are_told_that_nobody_compiles(name: str) -> None:
 def test_torch_itself_and_this_package_are_told_the_truth(package: Any) -> None:
     module = Asks(_question_of(Path(package.__path__[0], "code.py")))
     x = torch.randn(2, 3)
-    torch.testing.assert_close(track_scales(module)(x), module(x) * 7)
+    torch.testing.assert_close(captured_copy(module)(x), module(x) * 7)
 
 
 class Unsupported(nn.Module):
@@ -100,7 +100,7 @@ def test_code_that_dynamo_would_fail_on_is_told_the_truth(
 ) -> None:
     module = Unsupported()
     x = torch.randn(2, 3)
-    tracked = track_scales(module)
+    tracked = captured_copy(module)
     assert_same_bits(run(tracked, x), run(module, x))
     assert "No graph breaks" in tracked.explain()  # type: ignore[operator]
     assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
@@ -126,7 +126,7 @@ class KeepsInAContextVariable(nn.Module):
 
 def test_a_way_that_would_break_the_graph_is_not_taken() -> None:
     module, x = KeepsInAContextVariable(), torch.randn(2, 3)
-    tracked = track_scales(module)
+    tracked = captured_copy(module)
     assert_same_bits(run(tracked, x), run(module, x))
     assert "No graph breaks" in tracked.explain()  # type: ignore[operator]
 
@@ -144,7 +144,7 @@ class BreaksByItself(KeepsInAContextVariable):
 def test_other_breaks_change_no_answer() -> None:
     module, x = BreaksByItself(), torch.randn(2, 3)
     before = set(answers._TOLD.yes)
-    tracked = track_scales(module)
+    tracked = captured_copy(module)
     assert_same_bits(run(tracked, x), run(module, x))
     # Who asks in vain has the plain way still, and the context variable breaks nothing.
     assert {asker[0][1] for asker in answers._TOLD.yes - before} == {"_by_a_helper"}

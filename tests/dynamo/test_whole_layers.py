@@ -14,10 +14,9 @@ from lightning_unitscale.transforms import (
     fp8_linears,
     lossless_unit_scale,
     simulate_fp8,
-    track_scales,
     unit_scale,
 )
-from tests.helpers import CalledOperators, assert_same_bits
+from tests.helpers import CalledOperators, assert_same_bits, captured_copy
 
 
 class Encoder(nn.Module):
@@ -28,11 +27,6 @@ class Encoder(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)[..., :8].square().mean((1, 2))
-
-
-def _captured(module: nn.Module) -> nn.Module:
-    """The same with its passes over captured graphs, for which scales are tracked."""
-    return track_scales(module)
 
 
 def _encoder() -> tuple[nn.Module, Tensor]:
@@ -71,7 +65,7 @@ def test_evaluation_in_fp8_is_in_fp8(
     module, x = _encoder()
     with torch.no_grad():
         plain = module.eval()(x)
-    new = _captured(transform(module)) if is_captured else transform(module)
+    new = captured_copy(transform(module)) if is_captured else transform(module)
     if is_captured:
         assert any(said in one for one in _changes_in_evaluation(new, x))
     trained, evaluated = _both(new, x)
@@ -98,7 +92,7 @@ def test_a_run_that_keeps_its_bits_keeps_the_kernel() -> None:
 
 def test_a_captured_run_that_keeps_its_bits_keeps_the_kernel() -> None:
     module, x = _encoder()
-    new = _captured(lossless_unit_scale(module, x))
+    new = captured_copy(lossless_unit_scale(module, x))
     new(x)
     changes = _changes_in_evaluation(new, x)
     # It says so, as of every product that is left as it is.

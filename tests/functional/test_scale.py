@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_unitscale.functional import scale, scale_bwd, scale_fwd
-from lightning_unitscale.functional.scale import change_gradient_units, change_units, multiply
-from lightning_unitscale.precision.simulate import round_gradient
+from lightning_unitscale.functional.scale import multiply
 
 
 def _gradient(function, input: Tensor, grad_output: Tensor) -> tuple[Tensor, Tensor]:
@@ -196,8 +195,5 @@ def test_every_stride_is_kept(strides: tuple[int, ...]) -> None:
     for result in (
         scale(x, factor, factor),
         scale_bwd(x, factor),
-        change_units(x, factor, factor),
-        change_gradient_units(x, factor),
-        round_gradient(x, (4, 3), None, 0, None, None),
     ):
         assert result.stride() == strides

@@ -19,6 +19,7 @@ from lightning_unitscale.rules.weights import (
     parameter_rms,
     set_to_unit_scale,
 )
+from lightning_unitscale.transforms import track_scales
 from tests.rules.models import MODELS
 from tests.rules.oracle import parameters_of, pass_of, rms
 
@@ -202,6 +203,19 @@ def test_copies_have_hooks_of_their_own_and_die_with_their_module() -> None:
     del copied, item, second
     gc.collect()
     assert alive() is None
+
+
+def test_a_transformed_copy_has_its_own_factors() -> None:
+    module, inputs = MODELS["conv_net"]()
+    scaled = unit_scale(module)
+    for _ in range(2):
+        scaled(*inputs).backward()
+    copied = track_scales(scaled)
+    for item in (scaled, copied):
+        item.zero_grad()
+        item(*inputs).backward()
+    pairs = zip(scaled.parameters(), copied.parameters(), strict=True)
+    assert all(torch.equal(one.grad, other.grad) for one, other in pairs)
 
 
 def test_a_parameter_with_a_hook_can_be_saved() -> None:

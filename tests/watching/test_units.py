@@ -36,7 +36,9 @@ class Products:
         operands = (x.bfloat16().float(), weight.bfloat16().float()) if self.casts else (x, weight)
         result = _linear(*operands)
         number = result.grad_fn._sequence_nr()  # type: ignore[union-attr]
-        self.see(RanProduct(operands, self.units, self.gamma, range(number, number + 1)))
+        names = ("linear:input", "linear:weight")
+        nodes = range(number, number + 1)
+        self.see(RanProduct(operands, self.units, self.gamma, nodes, names))
         return result
 
 

@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_unitscale.capture.steps import steps_of
-from lightning_unitscale.dynamo.executors import Executor
 from lightning_unitscale.transforms import (
     lossless_unit_scale,
     prune_non_float_tensors,
@@ -18,18 +16,16 @@ from lightning_unitscale.transforms import (
     track_scales,
 )
 from tests.helpers import assert_same_bits, run
-from tests.tracking.tracked import Call, directions, metrics
+from tests.watching.tracked import Call, directions, metrics
 from tests.zoo import NETWORKS
 
 graph_break = torch._dynamo.graph_break
 
 
-@pytest.mark.parametrize("executor", ["eager", "aot_eager"])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_bits_stay_what_they_are(name: str, executor: Executor) -> None:
+def test_bits_stay_what_they_are(name: str) -> None:
     module, inputs = NETWORKS[name]()
     tracked = track_scales(module)
-    steps_of(tracked).use_executor(executor)  # type: ignore[union-attr]
     assert_same_bits(run(tracked, *inputs), run(module, *inputs))
     graph = tracked.scales_graph()
     graph.lint()
@@ -101,8 +97,7 @@ def test_kernels_that_depend_on_gradients_stay_the_same() -> None:
     model = track_scales(plain)
     assert_same_bits(run(plain, *args), run(model, *args))
     found = directions(model)
-    assert found["input.args_0"] == "both"
-    assert found["input.args_1"] == found["input.args_2"] == "fwd"
+    assert set(found.values()) == {"both"}
 
 
 def test_what_torch_gives_no_gradient_is_tracked_forward() -> None:
@@ -171,13 +166,10 @@ def test_gradients_of_an_input_are_added_up_in_the_plain_order(is_leaf: bool) ->
         assert found.numel == x.numel()
 
 
-def test_an_input_has_no_hook_for_longer_than_its_call_counts() -> None:
-    tracked = track_scales(ReturnsItsInput())
-    first, second = (torch.randn(8, 16, requires_grad=True) for _ in range(2))
-    for one in (first, second):
-        tracked(one)
-    assert not first._backward_hooks
-    assert second._backward_hooks
+def test_an_input_has_no_hook() -> None:
+    x = torch.randn(8, 16, requires_grad=True)
+    track_scales(ReturnsItsInput())(x)
+    assert not x._backward_hooks
 
 
 def test_results_between_graph_breaks_are_those_of_the_plain_module() -> None:
@@ -205,25 +197,6 @@ def test_results_between_graph_breaks_are_those_of_the_plain_module() -> None:
     # The caller's backward pass reaches the result that has no parameter in it.
     other.sum().backward()
     assert directions(model)["cos"] == "both"
-
-
-class Table(nn.Module):
-    """A layer whose graph reads no input at all."""
-
-    def forward(self) -> Tensor:
-        return torch.full((3, 4), 2.0) @ torch.full((4, 3), 0.5)
-
-
-def test_a_graph_without_inputs() -> None:
-    def in_a_loop(layer: nn.Module, table: nn.Module, x: Tensor) -> Tensor:
-        for _ in range(2):
-            graph_break()  # Dynamo passes over the loop, and captures each layer by itself
-            x = x + layer(x) @ table()
-        return x.sum()
-
-    module = Call(in_a_loop, nn.Linear(3, 3), Table())
-    x = torch.randn(2, 3)
-    assert_same_bits(run(track_scales(module), x), run(module, x))
 
 
 def test_tensors_of_a_step_are_let_go() -> None:

@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,6 +35,7 @@ class ProbedTensor:
         is_operand: Whether a matrix product reads it.
         is_product: Whether a matrix product makes it.
         lacks_unit: Whether its unit, and that of its gradient, is still to be measured.
+        made_by: Kind and target of the node of a graph that makes it.
     """
 
     name: str
@@ -43,6 +45,7 @@ class ProbedTensor:
     is_operand: bool = False
     is_product: bool = False
     lacks_unit: tuple[bool, bool] = (False, False)
+    made_by: tuple[str, Any] | None = None
 
     def lacks_unit_in(self, gauge: Gauge) -> tuple[bool, bool]:
         """Return whether a matmul reads it without a unit, or its gradient, under a gauge."""

@@ -5,7 +5,10 @@ from typing import Any
 
 from torch import nn
 
+from lightning_unitscale.capture.attach import captured_forward
+from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.transforms import Metrics
+from lightning_unitscale.watching.probes import ScaleProbes
 
 
 class Call(nn.Module):
@@ -18,6 +21,14 @@ class Call(nn.Module):
 
     def forward(self, *args: Any) -> Any:
         return self.function(*self.parts, *args)
+
+
+def probed_copy(module: nn.Module) -> tuple[nn.Module, ScaleProbes]:
+    """A copy of a module whose captured graphs carry a monitor's probes."""
+    probes = ScaleProbes(RowLayout(histogram=False))
+    new, step = captured_forward(module, "test", probes)
+    step.owner.observe("test", True)
+    return new, probes
 
 
 def metrics(module: Any) -> dict[str, Metrics | None]:

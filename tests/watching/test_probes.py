@@ -8,20 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_unitscale.capture.attach import captured_forward
-from lightning_unitscale.scales.layout import RowLayout
-from lightning_unitscale.tracking.probes import ScaleProbes
 from tests.helpers import assert_same_bits, run
-from tests.tracking.tracked import Call
+from tests.watching.tracked import Call, probed_copy
 
 graph_break = torch._dynamo.graph_break
-
-
-def probed(module: nn.Module) -> tuple[nn.Module, ScaleProbes]:
-    probes = ScaleProbes(RowLayout(histogram=False))
-    new, step = captured_forward(module, "test", probes)
-    step.owner.observe("test", True)
-    return new, probes
 
 
 def _same_tensors(a: nn.Linear, x: Tensor) -> Tensor:
@@ -42,7 +32,7 @@ def _writes_after_a_break(a: nn.Linear, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("function", [_same_tensors, _writes_after_a_break])
 def test_bits_stay_what_they_are(function: Callable[..., Any]) -> None:
     plain = Call(function, nn.Linear(64, 64))
-    module, probes = probed(plain)
+    module, probes = probed_copy(plain)
     x = torch.randn(32, 64)
     assert_same_bits(run(module, x), run(plain, x))
     sent = probes.take(0)
@@ -50,7 +40,7 @@ def test_bits_stay_what_they_are(function: Callable[..., Any]) -> None:
 
 
 def test_two_backward_passes_through_one_graph() -> None:
-    module, probes = probed(Call(lambda a, x: (a(x).sum(), a(2 * x).sum()), nn.Linear(4, 3)))
+    module, probes = probed_copy(Call(lambda a, x: (a(x).sum(), a(2 * x).sum()), nn.Linear(4, 3)))
     first, second = module(torch.randn(5, 4))
     first.backward()
     second.backward()
@@ -63,10 +53,29 @@ def test_two_backward_passes_through_one_graph() -> None:
 
 def test_the_gradient_of_a_sum_is_one_number_in_memory() -> None:
     """Expanded, it has as many elements as the tensor: none of them may be read beyond its end."""
-    module, probes = probed(Call(lambda a, x: a(x).sum(), nn.Linear(4, 3)))
+    module, probes = probed_copy(Call(lambda a, x: a(x).sum(), nn.Linear(4, 3)))
     module(torch.randn(500, 4)).backward()
     sent = probes.take(0)
     assert sent is not None
     snapshot = sent()
     row = snapshot.backward[snapshot.names.index("parts.0.linear")]
     assert row[:9].tolist() == [1500, 0, 0, 0, 1500, 1500, 1500, 1, 1]
+
+
+class Table(nn.Module):
+    """A layer whose graph reads no input at all."""
+
+    def forward(self) -> Tensor:
+        return torch.full((3, 4), 2.0) @ torch.full((4, 3), 0.5)
+
+
+def test_a_graph_without_inputs() -> None:
+    def in_a_loop(layer: nn.Module, table: nn.Module, x: Tensor) -> Tensor:
+        for _ in range(2):
+            graph_break()  # Dynamo passes over the loop, and captures each layer by itself
+            x = x + layer(x) @ table()
+        return x.sum()
+
+    module = Call(in_a_loop, nn.Linear(3, 3), Table())
+    x = torch.randn(2, 3)
+    assert_same_bits(run(probed_copy(module)[0], x), run(module, x))

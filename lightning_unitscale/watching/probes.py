@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from lightning_unitscale.dynamo.capture import GraphInput
@@ -20,7 +19,6 @@ from lightning_unitscale.graph.nodes import (
 )
 from lightning_unitscale.graph.passes import GraphPass, Phase, Region, StepGraph
 from lightning_unitscale.graph.recorder import (
-    CallRecord,
     CallRecorder,
     stored_elements,
     tap_gradient,
@@ -31,7 +29,7 @@ from lightning_unitscale.lossless.held import GAUGE, HELD, FactorNodes, Held
 from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.scales.statistics import statistics_row
-from lightning_unitscale.tracking.records import CutGraph, ProbedCall, ProbedTensor, sent_snapshot
+from lightning_unitscale.watching.records import CutGraph, ProbedCall, ProbedTensor, sent_snapshot
 
 Select = Callable[[fx.Node], bool]
 # Gives a position among the probed tensors, and the region of the tensor, its two factors.
@@ -100,6 +98,7 @@ class ScaleProbes(GraphPass):
                 inputs[tensor_name(node)],
                 tensor_name(node) in operands,
                 tensor_name(node) in products,
+                made_by=(node.op, node.target),
             )
             for _, node in selected
         )
@@ -116,19 +115,50 @@ class ScaleProbes(GraphPass):
         differentiable = [
             requires_grad(node) and node not in mutated and not _is_gathered(node) for node in nodes
         ]
-        insert_probes(
-            graph,
-            places,
-            selected,
-            self.layout.measured,
-            lambda record: self._calls.append(ProbedCall(tensors, record, gauge_in_force())),
-            needs_slot=differentiable.__getitem__,
-            factors_of=(
-                _no_factors
-                if self.layout.is_sampled
-                else _count_factors(graph, tensors, gauge_in_force)
-            ),
+        factors_of = (
+            _no_factors
+            if self.layout.is_sampled
+            else _count_factors(graph, tensors, gauge_in_force)
         )
+        layout = self.layout.measured
+
+        # A node's arguments cannot hold a layout, so functions close over it.
+        def row_of(tensor: Tensor, factor: Tensor | None) -> Tensor:
+            return statistics_row(stored_elements(tensor), layout, factor=factor)
+
+        def tap(tensor: Tensor, slot: Tensor, factor: Tensor | None, detach: bool) -> Tensor:
+            return tap_gradient(
+                tensor, slot, lambda gradient: row_of(gradient, factor), detach=detach
+            )
+
+        # Probes of inputs go before it and after the states, which are inputs themselves.
+        anchors = {id(region): first_operation(region.graph) for region in places.regions}
+        # What a checkpoint returns, the graph around it may write into: the rule is for that graph.
+        alone = returned_alone(graph.graph)
+        recorder = CallRecorder(
+            graph,
+            len(selected),
+            layout.num_columns,
+            lambda record: self._calls.append(ProbedCall(tensors, record, gauge_in_force())),
+        )
+        rows: list[fx.Node] = []
+        for index, (region, node) in enumerate(selected):
+            inner = region.graph
+            slot = recorder.slot(index, region) if differentiable[index] else None
+            forward, backward = factors_of(index, region)
+            is_input = node.op == "placeholder"
+            anchor, readers = anchors[id(region)], list(node.users)
+            with inner.inserting_before(anchor) if is_input else inner.inserting_after(node):
+                row = inner.call_function(row_of, (node, forward))
+            rows.append(row)
+            if slot is None:
+                continue
+            with inner.inserting_after(row):
+                value = inner.call_function(tap, (node, slot, backward, node in alone))
+            value.meta.update(node.meta)
+            for reader in readers:
+                reader.replace_input_with(node, value)
+        recorder.finish(places.bring_out(selected, rows))
         return (f"{len(nodes)} tensors probed, {sum(differentiable)} of them in both directions",)
 
     def clear(self) -> None:
@@ -167,56 +197,6 @@ def _is_gathered(node: fx.Node) -> bool:
 
 def _no_factors(index: int, region: Region) -> tuple[fx.Node | None, fx.Node | None]:
     return None, None
-
-
-def insert_probes(
-    graph: StepGraph,
-    places: Places,
-    selected: Sequence[Place],
-    layout: RowLayout,
-    on_record: Callable[[CallRecord], None],
-    *,
-    needs_slot: Callable[[int], bool],
-    is_forced: Callable[[fx.Node], bool] = lambda _: True,
-    factors_of: FactorsOf = _no_factors,
-) -> None:
-    """Probe tensors of a graph, a row each; gradients where there is a slot for their rows."""
-
-    # A node's arguments cannot hold a layout, so functions close over it.
-    def row_of(tensor: Tensor, factor: Tensor | None) -> Tensor:
-        return statistics_row(stored_elements(tensor), layout, factor=factor)
-
-    def tap(
-        tensor: Tensor, slot: Tensor, factor: Tensor | None, forced: bool, detach: bool
-    ) -> Tensor:
-        if not (forced or (tensor.requires_grad and torch.is_grad_enabled())):
-            return tensor
-        return tap_gradient(tensor, slot, lambda gradient: row_of(gradient, factor), detach=detach)
-
-    # Probes of inputs go before it and after the states, which are inputs themselves.
-    anchors = {id(region): first_operation(region.graph) for region in places.regions}
-    # What a checkpoint returns, the graph around it may write into: the rule is for that graph.
-    alone = returned_alone(graph.graph)
-    recorder = CallRecorder(graph, len(selected), layout.num_columns, on_record)
-    rows: list[fx.Node] = []
-    for index, (region, node) in enumerate(selected):
-        nodes = region.graph
-        slot = recorder.slot(index, region) if needs_slot(index) else None
-        forward, backward = factors_of(index, region)
-        is_input = node.op == "placeholder"
-        anchor, readers = anchors[id(region)], list(node.users)
-        with nodes.inserting_before(anchor) if is_input else nodes.inserting_after(node):
-            row = nodes.call_function(row_of, (node, forward))
-        rows.append(row)
-        if slot is None:
-            continue
-        with nodes.inserting_after(row):
-            arguments = (node, slot, backward, is_forced(node), node in alone)
-            value = nodes.call_function(tap, arguments)
-        value.meta.update(node.meta)
-        for reader in readers:
-            reader.replace_input_with(node, value)
-    recorder.finish(places.bring_out(selected, rows))
 
 
 def _count_factors(

@@ -1,1 +1,0 @@
-"""Scale tracking of captured graphs: probes, records, and graphs that are shown to people."""

@@ -1,0 +1,299 @@
+"""One call of a step with every tensor as a node of a graph, and how each was made."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_map
+from typing_extensions import override
+
+from lightning_unitscale.functional.scale import plain_tensor
+from lightning_unitscale.graph.name_patterns import own_path
+from lightning_unitscale.graph.nodes import tensors_in
+from lightning_unitscale.graph.recorder import stored_elements
+from lightning_unitscale.scales.layout import MOMENTS
+from lightning_unitscale.scales.statistics import functional_row
+from lightning_unitscale.watching.how_made import Made, how_made, use_of
+from lightning_unitscale.watching.input_gradients import GradientPath, InputGradients
+from lightning_unitscale.watching.names import ALIASES, Caller, Callers, StartNames, tensors_of
+from lightning_unitscale.watching.operands import RunningFunction
+from lightning_unitscale.watching.rows import Measuring, TensorRow
+from lightning_unitscale.watching.torch_state import is_readable, plain_functions, unseen
+from lightning_unitscale.watching.watched_call import WatchedCall
+
+
+class ExactMoments(Measuring):
+    """Computes the exact moments of tensors; of a gradient those of the last backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__(MOMENTS)
+        self.counts_stored = False
+
+    @override
+    def of(self, tensor: Tensor, log2_unit: int) -> Any:
+        with unseen(), torch.inference_mode():
+            return functional_row(stored_elements(tensor), MOMENTS)
+
+    @override
+    def gradient(self, row: TensorRow, gradient: Tensor) -> None:
+        row.backward = [self.of(gradient, 0)]
+
+
+@dataclass(frozen=True)
+class State:
+    """What a module keeps."""
+
+    # "parameters" or "buffers", by name.
+    kinds: dict[str, str]
+    trained: frozenset[str]
+
+    @staticmethod
+    def of(module: nn.Module) -> State:
+        """The state of a module."""
+        kinds = {own_path(name): "buffers" for name, _ in module.named_buffers()}
+        parameters = {own_path(name): one for name, one in module.named_parameters()}
+        kinds |= dict.fromkeys(parameters, "parameters")
+        trained = (name for name, one in parameters.items() if one.requires_grad)
+        return State(kinds, frozenset(trained))
+
+
+@dataclass(frozen=True)
+class InUnits:
+    """A matmul that ran on scaled operands."""
+
+    # By their names in the gauge.
+    operands: dict[str, TensorRow]
+    log2_units: tuple[int, ...]
+    log2_gamma: int
+
+    @property
+    def name(self) -> str:
+        """Its name in the gauge."""
+        return next(iter(self.operands)).partition(":")[0]
+
+
+class TrackedCall(WatchedCall):
+    """Makes a row of every tensor that a call of a step computes."""
+
+    def __init__(self, callers: Callers, start_names: StartNames, measuring: Measuring) -> None:
+        super().__init__(callers, start_names, measuring, lambda *_: True, {})
+        self.inputs = InputGradients(self.gradients.leaf_node)
+        self.made: dict[TensorRow, Made] = {}
+        self.in_units: dict[TensorRow, InUnits] = {}
+        self.outputs: list[TensorRow] = []
+        # Of what a function has handed back as it was, whose tensor it is.
+        self.same_as: dict[TensorRow, TensorRow] = {}
+        self.state = State({}, frozenset())
+        self._paths: dict[TensorRow, GradientPath] = {}
+
+    @property
+    def given_rows(self) -> Sequence[TensorRow]:
+        """The tensors that the call starts from."""
+        return self._given
+
+    @property
+    def made_rows(self) -> Sequence[TensorRow]:
+        """The tensors that it has made, in order."""
+        return self._made
+
+    def rows_of(self, row: TensorRow) -> tuple[Any, Any]:
+        """The statistics of a tensor and of its gradient, ``None`` where there are none."""
+        row = self.same_as.get(row, row)
+        path = self._paths.get(row)
+        is_known = bool(row.backward) and not (path is not None and path.is_lost)
+        return row.forward, row.backward[-1] if is_known else None
+
+    def num_readers(self, row: TensorRow) -> int:
+        """How many functions read a tensor, with the caller if it is returned."""
+        return sum(row in one.inputs for one in self._made) + self.outputs.count(row)
+
+    @override
+    def run(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        word: str,
+        caller: Caller,
+    ) -> Any:
+        if caller.again is not None:
+            return super().run(function, args, kwargs, word, caller)
+        arguments = tensors_in((args, kwargs))
+        with plain_functions():
+            # As Dynamo has them: a module reads its parameters before what it is given.
+            self._inputs([one for one in arguments if isinstance(one, nn.Parameter)], word)
+            self._inputs(arguments, word)
+            self._begin_paths(arguments)
+            use = use_of(function, sys._getframe(1).f_back, self.callers.top)
+            rows = [tree_map(self._constant, each) for each in (args, kwargs)]
+            made = how_made(function, word, rows[0], rows[1], use)
+            beside = self.inputs.run_beside(function, args, kwargs)
+        known = len(self._made)
+        result = super().run(function, args, kwargs, word, caller)
+        results = tensors_in(result)
+        with plain_functions():
+            if word == "setitem":
+                results = [arguments[0]]
+                name = self._unique(f"{caller.path}.setitem" if caller.path else "setitem")
+                inputs = tuple(dict.fromkeys(self._inputs(arguments, word)))
+                self._note(arguments[0], name, word, inputs, caller)
+            if beside is not None:
+                self.inputs.follow(beside, arguments, tensors_in(result))
+            new = set(self._made[known:]) - self.made.keys()
+            for index, tensor in enumerate(results):
+                row = self._only_row(tensor)
+                if row in new:
+                    several = not isinstance(result, Tensor) and result is not None
+                    call = replace(made, name=word, index=index) if several else made
+                    self.made[row] = call
+                if row is not None and (path := self.inputs.path_of(tensor)) is not None:
+                    self._follow(row, path)
+        return result
+
+    @override
+    def close(self) -> None:
+        super().close()
+        self.inputs.close()
+
+    @override
+    def pass_by(self, arguments: Sequence[Any]) -> None:
+        with plain_functions():
+            self.inputs.lose(map(plain_tensor, tensors_in(arguments)))
+
+    @override
+    def see_compiled(self, frame: FrameType, nodes: range) -> None:
+        scope = frame.f_locals
+        self.pass_by((scope.get("args", ()), scope.get("kwargs", {})))
+        super().see_compiled(frame, nodes)
+
+    @override
+    def finish(self, module: nn.Module, output: Any) -> None:
+        returned = [tensor for _, tensor in tensors_of(output)]
+        super().finish(module, returned)
+        self.state = State.of(module)
+        with plain_functions():
+            self._begin_paths(returned)
+            self.outputs = [row for one in returned if (row := self._only_row(one)) is not None]
+            kept = {id(buffer) for buffer in module.buffers()}
+            for tensor in returned:
+                if id(tensor) not in kept:
+                    self._attach(tensor)
+
+    @override
+    def _note(
+        self,
+        tensor: Tensor,
+        name: str,
+        word: str,
+        inputs: tuple[TensorRow, ...],
+        caller: Caller,
+        running: RunningFunction | None = None,
+    ) -> None:
+        if running is not None:
+            found = [(each, self._only_row(one), unit) for one, unit, each in running.units]
+        row = self._row(name, caller.path, inputs)
+        self._made.append(row)
+        self._rows_of[tensor] = (row,)
+        gamma = None if running is None else running.gamma_of(tensor)
+        if gamma is not None:
+            operands = {each: one for each, one, unit in found if one and unit is not None}
+            if len(operands) == len(found) == 2:
+                units = tuple(unit for _, _, unit in found if unit is not None)
+                self.in_units[row] = InUnits(operands, units, gamma[0] or 0)
+        if word not in ALIASES and is_readable(tensor):
+            self._keep(caller, row, word)
+        self._show(row, tensor)
+
+    @override
+    def _hand_back(
+        self, tensor: Tensor, name: str, inputs: tuple[TensorRow, ...], caller: Caller
+    ) -> None:
+        source = self._only_row(tensor)
+        if source is None:
+            return
+        row = self._row(name, caller.path, inputs)
+        row.is_hooked = True
+        self.same_as[row] = self.same_as.get(source, source)
+        self._made.append(row)
+        self._rows_of[tensor] = (row,)
+
+    @override
+    def _is_made(self, tensor: Tensor) -> bool:
+        return True
+
+    @override
+    def _new_rows(self, tensor: Tensor) -> tuple[TensorRow, ...]:
+        rows = super()._new_rows(tensor)
+        if rows:
+            return rows
+        named = self._start_names.find(tensor) or (self._unique("constant"), "")
+        row = self._row(*named, ())
+        row.is_given = True
+        self._given.append(row)
+        self._show(row, tensor)
+        return (row,)
+
+    def _begin_paths(self, tensors: Sequence[Tensor]) -> None:
+        """Begin the paths of inputs; end those of what has come to need a gradient by itself."""
+        for tensor in tensors:
+            row = self._only_row(tensor)
+            if row is None:
+                continue
+            if tensor.requires_grad:
+                self.inputs.rejoin(tensor)
+            elif (
+                row.is_given
+                and row.name.startswith("input.")
+                and row not in self._paths
+                and torch.is_grad_enabled()
+                and is_readable(tensor)
+            ):
+                self._follow(row, self.inputs.start(tensor))
+
+    def _follow(self, row: TensorRow, path: GradientPath) -> None:
+        if not row.is_hooked:
+            self._paths[row] = path
+            self.gradients.measure(row, path.tensor)
+
+    def _attach(self, tensor: Tensor) -> None:
+        """Let the caller's backward pass reach a result that needs no gradient by itself."""
+        base = tensor if tensor._base is None else tensor._base
+        origin = self._only_row(base)
+        path = self.inputs.path_of(tensor)
+        if path is None or origin is None or self.same_as.get(origin, origin).is_given:
+            return
+        with unseen(), torch.enable_grad():
+            leaf = torch.zeros((), requires_grad=True, device=tensor.device)
+            _Attach.apply(tensor, leaf, functools.partial(self.inputs.arrive, path.tensor))
+
+    def _constant(self, value: Any) -> Any:
+        """What stands for an argument: the row of a tensor, or a constant that a graph may have."""
+        if isinstance(value, Tensor):
+            return self._only_row(value)
+        if isinstance(value, slice):
+            return slice(*map(self._constant, (value.start, value.stop, value.step)))
+        return value if isinstance(value, fx.node.base_types) else None
+
+
+class _Attach(torch.autograd.Function):
+    """Makes the very tensor ``result`` take part in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, leaf: Tensor, arrive: Callable[[Tensor], None]) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.arrive = arrive
+        ctx.mark_dirty(result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor | None) -> tuple[None, None, None]:
+        if grad_output is not None and not torch.is_grad_enabled():
+            ctx.arrive(grad_output)
+        return None, None, None
