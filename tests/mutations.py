@@ -619,13 +619,6 @@ MUTATIONS = (
         "lengths = (*value.size(),)",
         "graph/test_described_calls.py",
     ),
-    Mutation(
-        "gradients of one tensor arrive in the other order",
-        "graph/grad_order.py",
-        "key=lambda path: min(arrivals[path], default=(0, 0))",
-        "key=lambda path: min(arrivals[path], default=(0, 0)), reverse=True",
-        "graph/test_grad_order.py",
-    ),
     # What is measured.
     Mutation(
         "a tap hands on another gradient",

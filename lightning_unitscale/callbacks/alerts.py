@@ -190,7 +190,6 @@ class ScaleAlerts:
         snapshot: ScaleSnapshot,
         *,
         has_loss_scaler: bool,
-        is_before_units: bool = False,
         num_merged: int = 1,
     ) -> tuple[ScaleAlert, ...]:
         """What is new and wrong in a snapshot, the same on all ranks."""
@@ -200,11 +199,10 @@ class ScaleAlerts:
         if nonfinite is None:
             self._known_infinite.update(infinite_names(snapshot))
         alerts = [] if nonfinite is None else [nonfinite]
-        if not is_before_units:
-            fits = format_violations(snapshot, self._thresholds, num_merged)
-            if self._trends is not None:
-                fits += self._trends.add(snapshot, num_merged)
-            alerts += [fit for fit in fits if not (has_loss_scaler and _is_too_large(fit))]
+        fits = format_violations(snapshot, self._thresholds, num_merged)
+        if self._trends is not None:
+            fits += self._trends.add(snapshot, num_merged)
+        alerts += [fit for fit in fits if not (has_loss_scaler and _is_too_large(fit))]
         self.num_violations = sum(alert.kind != "trend" for alert in alerts)
         news = [alert for alert in alerts if self._key(alert) not in self._told]
         new = [*self._take_bad_loss(), *news]

@@ -44,14 +44,7 @@ def _ignored() -> frozenset[CodeType]:
 
 
 class MonitoredSteps(abc.ABC):
-    """A module's training steps while a monitor looks at some of them.
-
-    Attributes:
-        is_before_units: Whether all units were measured in the sampled step, and come after it;
-            snapshots of watched steps know it of each tensor.
-    """
-
-    is_before_units = False
+    """A module's training steps while a monitor looks at some of them."""
 
     @abc.abstractmethod
     def begin_batch(self, is_sampled: bool) -> None:
@@ -60,8 +53,7 @@ class MonitoredSteps(abc.ABC):
     def begin_backward(self) -> None:  # noqa: B027
         """Called before the backward pass of a sampled batch, by a loop that knows when it is."""
 
-    @abc.abstractmethod
-    def end_backward(self) -> None:
+    def end_backward(self) -> None:  # noqa: B027
         """Called after it."""
 
     def end_batch(self) -> None:  # noqa: B027
@@ -149,14 +141,9 @@ class ProbedSteps(MonitoredSteps):
         self._steps.observe(self._owner, is_sampled)
 
     @override
-    def end_backward(self) -> None:
-        self.is_before_units |= self._steps.steps["training_step"].interpreter is not None
-
-    @override
     def clear(self) -> None:
         # Another callback may have wanted to observe this step.
         self._probes.clear()
-        self.is_before_units = False
 
     @override
     def take(self, step: int, *, grad_scale: float) -> Callable[[], ScaleSnapshot] | None:

@@ -44,12 +44,10 @@ class _Sample:
     Attributes:
         snapshot: Waits for the statistics.
         num_merged: Rows that were merged into each of its rows, of batches and ranks.
-        is_before_units: Whether all units were measured in it, and come after it.
     """
 
     snapshot: Callable[[], ScaleSnapshot]
     num_merged: int
-    is_before_units: bool
 
 
 class ScaleMonitor(StepsCallback):
@@ -337,7 +335,7 @@ class ScaleMonitor(StepsCallback):
             rank_zero_warn(f"ScaleMonitor: {text}")
         if sent is None:
             return
-        self._sent = _Sample(sent, self._num_batches * loop.num_parts, steps.is_before_units)
+        self._sent = _Sample(sent, self._num_batches * loop.num_parts)
         # Ranks wait for each other anyway; and what need not travel is there.
         if is_distributed() or loop.device.type != "cuda":
             self._judge_sent()
@@ -353,7 +351,6 @@ class ScaleMonitor(StepsCallback):
         alerts = self._alerts.judge(
             snapshot,
             has_loss_scaler=loop.has_loss_scaler,
-            is_before_units=sample.is_before_units,
             num_merged=sample.num_merged,
         )
         summary = summarize(snapshot, sample.num_merged, self._alerts.num_violations)

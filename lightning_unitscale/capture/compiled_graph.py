@@ -9,7 +9,6 @@ to be undone.
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +26,7 @@ from lightning_unitscale.dynamo.executors import Executor
 from lightning_unitscale.dynamo.graphs import copy_graph_module
 from lightning_unitscale.graph.aliasing import find_effects, memory_roots, written_arguments
 from lightning_unitscale.graph.decompose import expand_composites
-from lightning_unitscale.graph.passes import Phase, Run, StepGraph, run_passes
+from lightning_unitscale.graph.passes import Phase, StepGraph, run_passes
 from lightning_unitscale.graph.regions import PRODUCTS, Places
 from lightning_unitscale.patching import shadowed
 
@@ -232,15 +231,9 @@ class Variant:
         self._run = run
         self._supplies = [supply for _, supply in graph.states]
         self._sinks = [sink for _, sink in graph.results]
-        self._wrapped: Run = self._run_once
-        for wrapper in graph.wrappers:
-            self._wrapped = functools.partial(wrapper, self._wrapped)
 
     def __call__(self, *inputs: Any) -> Any:
         """The outputs for the user's inputs."""
-        return self._wrapped(inputs)
-
-    def _run_once(self, inputs: Sequence[Any]) -> Any:
         outputs = self._run(*inputs, *[supply() for supply in self._supplies])
         if not self._sinks:
             return outputs

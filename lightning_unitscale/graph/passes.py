@@ -110,7 +110,6 @@ class StepGraph:
         self.device = device_of(graph_module.graph)
         self.states: list[tuple[fx.Node, Callable[[], Tensor]]] = []
         self.results: list[tuple[fx.Node, Callable[[Tensor], None]]] = []
-        self.wrappers: list[Callable[[Run, Sequence[Any]], Sequence[Any]]] = []
 
     @property
     def graph(self) -> fx.Graph:
@@ -143,10 +142,6 @@ class StepGraph:
     def add_result(self, node: fx.Node, sink: Callable[[Tensor], None]) -> None:
         """Make ``node`` an output; ``sink`` gets its value after every call of the graph."""
         self.results.append((node, sink))
-
-    def wrap(self, wrapper: Callable[[Run, Sequence[Any]], Sequence[Any]]) -> None:
-        """Have ``wrapper(run, inputs)`` called in place of every ``run(inputs)`` of the graph."""
-        self.wrappers.append(wrapper)
 
     def finish(self) -> None:
         """Append the results to the graph's outputs and check the graph."""

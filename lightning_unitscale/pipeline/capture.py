@@ -254,7 +254,7 @@ def program_of_step(
 ) -> StepProgram:
     """The program of a step's graph."""
     step_graph = call.graph.rewritten()
-    if step_graph.results or step_graph.wrappers:
+    if step_graph.results:
         raise RuntimeError(
             f"{step_graph.step}: a pass takes results out of the whole graph, and a pipeline "
             "has none; expected UnitScaleCallback, ScaleMonitor and RematCallback alone; take "

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_unitscale.graph.after_backward import after_backward
-from lightning_unitscale.graph.grad_order import autograd_operations
+from lightning_unitscale.graph.autograd_operations import autograd_operations
 from lightning_unitscale.graph.nodes import tensors_in
 from lightning_unitscale.graph.passes import GraphPass, Phase, StepGraph
 from lightning_unitscale.graph.recorder import stored_elements

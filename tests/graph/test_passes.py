@@ -197,7 +197,7 @@ def test_stages_order_passes_however_they_are_given(backwards: bool) -> None:
     assert [one.pass_name for one in records] == ["out of place", *expected]
     assert all((one.step, one.graph_index, one.observed) == ("s", 7, True) for one in records)
     assert records[0].changes == ("1 in-place operations made out of place",)
-    assert records[-1].changes == ("observe was here",)
+    assert records[-1].changes == ("gather was here",)
     assert all(one.seconds >= 0 and one.nodes_before == one.nodes_after for one in records)
 
 
