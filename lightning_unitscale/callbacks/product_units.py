@@ -3,38 +3,39 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from typing_extensions import override
 
-from lightning_unitscale.callbacks.distributed import joint_late, joint_measured
-from lightning_unitscale.callbacks.explanation import Explanation, units_table
+from lightning_unitscale.callbacks.distributed import joint_late, joint_measured, joint_reasons
+from lightning_unitscale.callbacks.explanation import CountedSteps, Explanation, units_table
 from lightning_unitscale.callbacks.packages import rank_zero_warn
-from lightning_unitscale.callbacks.units import (
-    STATE_VERSION,
-    LateAgreement,
-    MeasuredUnits,
-    RecalibrationSchedule,
-    gauge_from_state,
-    joint_unrepresentable,
-    unrepresentable_from_state,
-)
+from lightning_unitscale.callbacks.recalibration import LateAgreement, RecalibrationSchedule
+from lightning_unitscale.callbacks.unit_events import UnitEvents
 from lightning_unitscale.dispatch.attach import AttachedSession
-from lightning_unitscale.dispatch.coverage import CoverageCounter
+from lightning_unitscale.dispatch.coverage import Coverage, CoverageCounter
 from lightning_unitscale.dispatch.fp8 import numerics_of
 from lightning_unitscale.dispatch.measurement import Measurement
 from lightning_unitscale.dispatch.session import ProductSession
 from lightning_unitscale.dispatch.units import Units
-from lightning_unitscale.loops.loop import Loop
-from lightning_unitscale.lossless.gauge import Gauge
+from lightning_unitscale.loops.loop import Loop, LoopCallback
+from lightning_unitscale.lossless.fp8_range import Unrepresentable
+from lightning_unitscale.lossless.gauge import Gauge, GaugePair
 from lightning_unitscale.precision.fp8 import FP8Linears
 from lightning_unitscale.precision.simulate import SimulateFormat
 from lightning_unitscale.ranks import any_rank, is_distributed
 
+# Of what :meth:`ProductUnits.state_dict` returns. Without one, a tensor of zeros had unit 1.
+_STATE_VERSION = 1
 
-class ProductUnits(MeasuredUnits):
-    """Runs the products of a module's steps in units, over fits and restarts."""
+
+class ProductUnits(LoopCallback):
+    """Runs the products of a module's steps in units, over fits and restarts.
+
+    Attributes:
+        is_calibrated: Whether a training step has been measured, in this fit or before.
+    """
 
     def __init__(
         self,
@@ -42,7 +43,17 @@ class ProductUnits(MeasuredUnits):
         simulation: SimulateFormat | None,
         fp8: FP8Linears | None,
     ) -> None:
-        super().__init__(schedule, simulation, fp8)
+        self.is_calibrated = False
+        self._events = UnitEvents()
+        self._schedule = schedule
+        self._simulation = simulation
+        self._fp8 = fp8
+        self._counted = self._new_counts()
+        # Whether results depend on the units, as those of rounded products do.
+        self._changes_numbers = simulation is not None or fp8 is not None
+        self._step_index = 0
+        # Ends the last look, whose numbers may be on their way.
+        self._pending: Callable[[], None] | None = None
         self._units = Units()
         self._attached: AttachedSession | None = None
         # Whether the count of the step that runs is wanted, whatever it shows.
@@ -56,10 +67,15 @@ class ProductUnits(MeasuredUnits):
         self._loop: Loop | None = None
 
     @property
-    @override
     def gauge(self) -> Gauge:
+        """The units in force; empty before the first batch."""
         self._end_look()
         return self._units.gauge
+
+    @property
+    def coverage(self) -> Coverage:
+        """What became of the products of a training step, or of an evaluation on its own."""
+        return self._counted.main
 
     def attach(self, loop: Loop, *, is_other: bool) -> None:
         """Let the steps of a loop's module run in units."""
@@ -94,7 +110,9 @@ class ProductUnits(MeasuredUnits):
         self._is_in_batch = True
         # The first step shows everything, what a validation before it has shown included, so that
         # all ranks agree on it.
-        self._units.is_looking = self._begin(loop) or not self.is_calibrated
+        self._step_index = loop.step_index
+        is_scheduled = self._schedule.looks_at(self._step_index)
+        self._units.is_looking = is_scheduled or not self.is_calibrated
         self._enter(loop.training_step, is_training=True, counts=self._units.is_looking)
 
     @override
@@ -111,8 +129,7 @@ class ProductUnits(MeasuredUnits):
         elif self._running.has_stepped:
             if self.is_calibrated:
                 units.is_looking = False
-                judge = functools.partial(self._judge, units.send())
-                self._begin_look(judge, self._running.device)
+                self._begin_look(units.send())
             else:
                 self._adopt_first(units.take())
             self._agreement.begin()
@@ -153,7 +170,7 @@ class ProductUnits(MeasuredUnits):
             "gauge": gauge,
             "depth": "products",
             "plain": plain,
-            "version": STATE_VERSION,
+            "version": _STATE_VERSION,
         }
         if self._units.lacking:
             state["lacking"] = dict(self._units.lacking)
@@ -161,7 +178,10 @@ class ProductUnits(MeasuredUnits):
             state["fp8_unseen"] = sorted(self._fp8.unseen)
         if self._simulation is not None and self._simulation.rounding == "stochastic":
             state["rounding_step"] = self._units.step
-        return {**state, **self._fp8_state()}
+        if self._fp8 is not None:
+            unfit = self._fp8.unfit
+            state |= {"fp8_unfit": dict(unfit.products), "fp8_wide": dict(unfit.gradients)}
+        return state
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -174,15 +194,15 @@ class ProductUnits(MeasuredUnits):
         if state_dict.get("depth") != "products" or "plain" not in state_dict:
             return
         self._units.step = state_dict.get("rounding_step", 0)
-        gauge, lacking = gauge_from_state(state_dict), state_dict.get("lacking", {})
+        gauge, lacking = _gauge_from_state(state_dict), state_dict.get("lacking", {})
         self._units.restore(gauge, state_dict["plain"], lacking)
         self.is_calibrated = True
         if self._fp8 is not None:
-            self._fp8.leave_out(unrepresentable_from_state(state_dict))
+            self._fp8.leave_out(_unrepresentable_from_state(state_dict))
             self._fp8.unseen.update(state_dict.get("fp8_unseen", ()))
 
-    @override
     def explain(self) -> Explanation:
+        """What became of every product, when units were taken, and which."""
         lacking = self._units.lacking
         parts, units = self._counted.explain(lacking), units_table(self.gauge, lacking) or ""
         if not parts:
@@ -191,7 +211,25 @@ class ProductUnits(MeasuredUnits):
             parts.append(self._simulation.summary())
         if self._fp8 is not None:
             parts += [self._fp8.summary(), self._fp8.report()]
-        return Explanation(*parts, *self.events, units)
+        return Explanation(*parts, *self._events.lines, units)
+
+    def _new_counts(self) -> CountedSteps:
+        return CountedSteps("simulate" if self._fp8 is None else "precision='fp8'")
+
+    def _begin_look(self, arrived: Callable[[], Measurement]) -> None:
+        """Look at what the step has measured, on a CUDA device after the next one.
+
+        Units change no result, so they can be late; formats do, and ranks wait for each other.
+        """
+        self._pending = functools.partial(self._judge, arrived, f"step {self._step_index}")
+        is_late = self._running.device.type == "cuda"
+        if is_distributed() or not is_late or self._changes_numbers:
+            self._end_look()
+
+    def _end_look(self) -> None:
+        if self._pending is not None:
+            judge, self._pending = self._pending, None
+            judge()
 
     def _adopt_first(self, measurement: Measurement) -> None:
         measurement = joint_measured(measurement)
@@ -202,11 +240,11 @@ class ProductUnits(MeasuredUnits):
         # A batch whose loss asks for no gradient shows half of it.
         self.is_calibrated = any_rank(measurement.has_backward)
         self._units.is_looking = False
-        self._tell_new_units(len(self.gauge), "the first batch", {})
+        self._events.new_units(len(self.gauge), "the first batch", {})
 
     def _receive(self) -> None:
         for unfit in self._session.receive():
-            self._tell_unrepresentable(unfit, f"step {self._step_index}")
+            self._events.unrepresentable(unfit, f"step {self._step_index}")
 
     def _take_late(self) -> None:
         """Take the units of what was zero at first, or has not run before."""
@@ -223,7 +261,7 @@ class ProductUnits(MeasuredUnits):
 
     def _adopt(self, measurement: Measurement, when: str) -> None:
         if late := self._session.adopt(measurement):
-            self._tell_late_units(late, when)
+            self._events.late_units(late, when)
 
     def _judge(self, arrived: Callable[[], Measurement], when: str) -> None:
         measurement = joint_measured(arrived())
@@ -235,11 +273,11 @@ class ProductUnits(MeasuredUnits):
             return
         old = self.gauge
         self._session.adopt(measurement)
-        self._tell_new_units(self.gauge.num_changed(old), when, measurement.outside)
+        self._events.new_units(self.gauge.num_changed(old), when, measurement.outside)
 
     def _make_fit(self, when: str) -> None:
         for numerics in self._session.numerics:
-            self._tell_unrepresentable(numerics.fit(joint_unrepresentable), when)
+            self._events.unrepresentable(numerics.fit(_joint_unrepresentable), when)
 
     def _warn_of_flushed(self) -> None:
         for numerics in self._session.numerics:
@@ -283,3 +321,21 @@ class ProductUnits(MeasuredUnits):
     def _session(self) -> ProductSession:
         assert self._attached is not None
         return self._attached.session
+
+
+def _joint_unrepresentable(unrepresentable: Unrepresentable) -> Unrepresentable:
+    """What any rank has found not to fit."""
+    return Unrepresentable(*joint_reasons(unrepresentable.products, unrepresentable.gradients))
+
+
+def _gauge_from_state(state: Mapping[str, Any]) -> Gauge:
+    """The units of matmuls in a saved state, without those that may be of a tensor of zeros."""
+    gauge = Gauge.from_state(state["gauge"])
+    if "version" in state:
+        return gauge
+    return Gauge({name: pair for name, pair in gauge.items() if pair != GaugePair()})
+
+
+def _unrepresentable_from_state(state: Mapping[str, Any]) -> Unrepresentable:
+    """What a checkpoint says of layers that do not fit."""
+    return Unrepresentable(state.get("fp8_unfit", {}), state.get("fp8_wide", {}))

@@ -35,6 +35,7 @@ from lightning_unitscale.callbacks.options import (
 )
 from lightning_unitscale.callbacks.packages import rank_zero_warn
 from lightning_unitscale.callbacks.product_units import ProductUnits
+from lightning_unitscale.callbacks.recalibration import RecalibrationSchedule
 from lightning_unitscale.callbacks.remat import budget_claim, compile_claim, step_partitioner
 from lightning_unitscale.callbacks.ruled_steps import RuledSteps
 from lightning_unitscale.callbacks.rules import rules_of
@@ -44,7 +45,6 @@ from lightning_unitscale.callbacks.trainer_settings import (
     check_fp8_device,
     check_simulation,
 )
-from lightning_unitscale.callbacks.units import RecalibrationSchedule
 from lightning_unitscale.capture.steps import ModuleSteps, breaks_list
 from lightning_unitscale.dispatch.coverage import Coverage
 from lightning_unitscale.dynamo.executors import CompileMode

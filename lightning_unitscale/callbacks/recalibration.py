@@ -1,0 +1,74 @@
+"""When units are measured again, and when ranks agree on those that come late."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from lightning_unitscale.arguments import shown
+from lightning_unitscale.lossless.measured import is_late_look
+
+# Steps at which "auto" looks: often while the scales of a fresh model move, then rarely.
+_EARLY_LOOKS = frozenset({8, 16, 32, 64})
+_LOOK_EVERY = 128
+
+
+class RecalibrationSchedule:
+    """The optimizer steps at which units are looked at."""
+
+    def __init__(self, recalibrate: Literal["auto"] | int | None) -> None:
+        is_number = isinstance(recalibrate, int) and not isinstance(recalibrate, bool)
+        is_word = recalibrate is None or (isinstance(recalibrate, str) and recalibrate == "auto")
+        if not (is_word or (is_number and recalibrate > 0)):  # type: ignore[operator]
+            raise ValueError(
+                f"recalibrate={shown(recalibrate)}: no such interval; expected 'auto', None or a "
+                "positive number of optimizer steps; pass recalibrate='auto'."
+            )
+        self._recalibrate = recalibrate
+
+    @property
+    def is_automatic(self) -> bool:
+        """Whether units change only where they no longer fit."""
+        return self._recalibrate == "auto"
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether units are never looked at."""
+        return self._recalibrate is None
+
+    def looks_at(self, step: int) -> bool:
+        """Whether to look at this step."""
+        if self._recalibrate is None or step <= 0:
+            return False
+        if self._recalibrate == "auto":
+            return step in _EARLY_LOOKS or step % _LOOK_EVERY == 0
+        return step % int(self._recalibrate) == 0
+
+
+class LateAgreement:
+    """The optimizer steps at which ranks agree on the units of tensors that were zero at first.
+
+    Each rank counts the same steps. They meet at the steps 1, 2, 4, 8 and every 8th, while any rank
+    lacks a unit, and all of them learn that when they meet. Between, a rank waits for no other.
+    Ranks begin to meet when a training begins, and again after each look at all units.
+
+    Attributes:
+        is_open: Whether they go on to meet.
+    """
+
+    def __init__(self) -> None:
+        self._num_steps: int | None = None
+        self.is_open = False
+
+    def start(self) -> None:
+        """Begin to meet, if ranks have never met."""
+        if self._num_steps is None:
+            self.begin()
+
+    def begin(self) -> None:
+        """Begin to meet."""
+        self._num_steps, self.is_open = 0, True
+
+    def meets(self) -> bool:
+        """Count an optimizer step, and return whether ranks meet after it."""
+        self._num_steps = (self._num_steps or 0) + 1
+        return self.is_open and is_late_look(self._num_steps)
