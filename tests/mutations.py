@@ -1096,8 +1096,8 @@ MUTATIONS = (
     Mutation(
         "looks are read while their step runs",
         "callbacks/product_units.py",
-        'not is_late or self._changes_numbers',
-        'True',
+        "not is_late or self._changes_numbers",
+        "True",
         "callbacks/test_no_waiting.py",
     ),
     Mutation(

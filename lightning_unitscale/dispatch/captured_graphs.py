@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import fx
@@ -26,7 +27,8 @@ class SessionRewriter:
         """Note in which units matmuls read the tensors of a captured graph."""
         units = self._session.units
         graph.notes[GAUGE] = lambda: units.gauge
-        graph.notes[HELD] = held_units(graph)
+        # Asked for once rules have rewritten it, and before it is cut into parts.
+        graph.notes[HELD] = functools.cache(lambda: held_units(graph))
 
     def rewrite_joint(self, graph: fx.Graph) -> None:
         """Scale the matmuls of the graph of both passes, or of the only one."""

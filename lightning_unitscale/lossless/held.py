@@ -23,6 +23,8 @@ GAUGE = "gauge"
 HELD = "held"
 # Key of a node's meta: the number by which a rule multiplies the node's first input there.
 FACTOR = "rule_factor"
+# What the name of a matmul's own result ends in, if the rest of the model reads it times a factor.
+UNSCALED = ":unscaled"
 
 
 @dataclass(frozen=True)
@@ -43,11 +45,16 @@ _TRUE = Held()
 
 def operand_name(product: Product, operand: Operand) -> str:
     """Name of an operand in the gauge."""
-    return f"{tensor_name(product.node)}:{operand.role}"
+    return f"{_site_name(product.node)}:{operand.role}"
+
+
+def _site_name(node: fx.Node) -> str:
+    """Name of a matmul in the gauge, which knows nothing of the factors around it."""
+    return tensor_name(node).removesuffix(UNSCALED)
 
 
 def held_units(graph: StepGraph) -> dict[str, Held]:
-    """Return in which units matmuls read each tensor, by its name, before a graph is rewritten."""
+    """Return in which units matmuls read each tensor, by its name."""
     places = Places(graph)
     held: dict[str, Held] = {}
     for region in places.regions:
@@ -68,7 +75,7 @@ def _add_held_for_products(held: dict[str, Held], region: Region, places: Places
                 # A tensor that several products read is shown in the units of the first.
                 if held.get(name, _TRUE).sigma == ONE:
                     held[name] = replace(held.get(name, _TRUE), sigma=unit / factor)
-        arriving = gamma(tensor_name(node))
+        arriving = gamma(_site_name(node))
         for result in (node, *(reader for reader in node.users if FACTOR in reader.meta)):
             name = tensor_name(result)
             stored = arriving if result is node else arriving / _constant(result)

@@ -26,7 +26,7 @@ from lightning_unitscale.graph.nodes import (
     tensor_name,
 )
 from lightning_unitscale.graph.passes import GraphPass, Phase, Region, StepGraph
-from lightning_unitscale.lossless.held import FACTOR
+from lightning_unitscale.lossless.held import FACTOR, UNSCALED
 from lightning_unitscale.rules.build_plan import plan_graph
 from lightning_unitscale.rules.decide import ATTENTION
 from lightning_unitscale.rules.flow import (
@@ -255,7 +255,7 @@ def _apply(
         _describe(result, node, node, tensor_name(node))
         result.meta[FACTOR] = decision.output
         replace_other_uses(node, result)
-        node.meta[NAME] = f"{tensor_name(node)}:unscaled"
+        node.meta[NAME] = f"{tensor_name(node)}{UNSCALED}"
         node.meta[INTERNAL] = True
 
 

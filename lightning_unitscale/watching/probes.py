@@ -86,7 +86,7 @@ class ScaleProbes(GraphPass):
     def _tensors(
         self, graph: StepGraph, places: Places, selected: Sequence[Place]
     ) -> tuple[tuple[ProbedTensor, ...], Callable[[], Gauge]]:
-        held: dict[str, Held] = graph.notes.get(HELD, {})
+        held: dict[str, Held] = graph.notes.get(HELD, dict)()
         gauge_in_force: Callable[[], Gauge] = graph.notes.get(GAUGE, lambda: _UNIT_GAUGE)
         inputs = places.inputs_of(selected)
         operands, products = graph.notes.get(PRODUCTS, (set(), set()))

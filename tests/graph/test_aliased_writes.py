@@ -87,6 +87,7 @@ def test_writes_through_data(kind: type[nn.Module], name: str) -> None:
 def test_a_teacher_under_rules() -> None:
     torch.manual_seed(0)
     scaled = unit_scale(Teacher())
+    scaled(X)  # sets the weights
     student, teacher = (dict(one.named_parameters()) for one in (scaled.student, scaled.teacher))
     before = {name: one.detach().clone() for name, one in teacher.items()}
     scaled(X).backward()
