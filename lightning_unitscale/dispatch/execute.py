@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -111,8 +112,9 @@ def run_scaled(product: Product, original: Kernel, args: list[Any], kwargs: dict
             kwargs = {**kwargs, "alpha": kwargs.get("alpha", 1) * 2.0**common}
             return original(args[0], first, second, **kwargs)
         # Without a share of what it would be added to, which is not even read.
-        run = overridden_kernel(rule.with_factor, "cpu")
-        return run(_NOTHING[first.dim()], first, second, beta=0, alpha=2.0**common)
+        run = overridden_kernel(rule.with_factor, first.device.type)
+        nothing = _nothing(first.dim(), first.dtype, first.device)
+        return run(nothing, first, second, beta=0, alpha=2.0**common)
     if common:
         for position in rule.addends_in(args):
             args[position] = scaled_copy(args[position], -common)
@@ -131,16 +133,20 @@ def run_scaled(product: Product, original: Kernel, args: list[Any], kwargs: dict
     return result
 
 
-# What a product is added to where it is added to nothing, by its number of dimensions; never read.
-# In FP32, which alone takes factors, whatever the default type was when this was imported.
-_NOTHING = tuple(torch.zeros((1,) * dim, dtype=torch.float32, device="cpu") for dim in range(4))
+@functools.cache
+def _nothing(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What a product is added to where it is added to nothing; never read."""
+    return torch.zeros((1,) * dim, dtype=dtype, device=device)
 
 
 def _takes_factor(operand: Tensor) -> bool:
     """Whether BLAS multiplies by a factor in passing, with the sums that it has without one.
 
-    MKL's FP32 does, on all of many thousand shapes; other libraries were not looked at.
+    MKL's FP32 does, on all of many thousand shapes; other libraries were not looked at. In FP16 the
+    sums are in FP32, and a result in units may not fit where the true one does.
     """
+    if operand.dtype is torch.float16:
+        return operand.device.type in ("cpu", "cuda")
     return _HAS_MKL and operand.dtype is torch.float32 and operand.device.type == "cpu"
 
 

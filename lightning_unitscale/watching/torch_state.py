@@ -105,7 +105,7 @@ def seeing_recomputations(mode: TorchFunctionMode) -> Iterator[None]:
     @staticmethod  # type: ignore[misc]
     @functools.wraps(recompute)
     def backward(ctx: Any, *gradients: Any) -> Any:
-        with _in_force(mode):
+        with in_force(mode):
             return recompute(ctx, *gradients)
 
     with shadowed(CheckpointFunction, backward=backward):
@@ -113,7 +113,25 @@ def seeing_recomputations(mode: TorchFunctionMode) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _in_force(mode: TorchFunctionMode) -> Iterator[None]:
+def wrapping_checkpoints(
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> Iterator[None]:
+    """Within this context reentrant checkpoints compute again what ``wrap`` makes of a function."""
+    run = CheckpointFunction.forward
+
+    @staticmethod  # type: ignore[misc]
+    @functools.wraps(run)
+    def forward(ctx: Any, function: Callable[..., Any], *args: Any) -> Any:
+        result = run(ctx, function, *args)
+        ctx.run_function = wrap(function)
+        return result
+
+    with shadowed(CheckpointFunction, forward=forward):
+        yield
+
+
+@contextlib.contextmanager
+def in_force(mode: TorchFunctionMode) -> Iterator[None]:
     """Within this context this thread's functions of torch are seen by a mode."""
     if not torch._C._is_torch_function_all_disabled():
         with contextlib.nullcontext() if mode in _get_current_function_mode_stack() else mode:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import sys
 from collections.abc import Callable
@@ -20,9 +19,10 @@ from lightning_unitscale.watching.names import Callers, StartNames
 from lightning_unitscale.watching.probes import ScaleProbes
 from lightning_unitscale.watching.records import ProbedCall, sent_snapshot
 from lightning_unitscale.watching.scales_graph import ScalesGraph
+from lightning_unitscale.watching.torch_state import wrapping_checkpoints
 from lightning_unitscale.watching.tracked_call import ExactMoments, State, TrackedCall
 from lightning_unitscale.watching.tracked_graph import graph_of_call, graph_of_probes
-from lightning_unitscale.watching.watcher import StepWatcher
+from lightning_unitscale.watching.watcher import StepWatcher, run_again
 
 
 def track_scales(module: nn.Module) -> nn.Module:
@@ -145,7 +145,6 @@ class ScaleTracker(StepWatcher):
         self._latest: TrackedCall | None = None
         # A module may call itself.
         self._is_running = False
-        self._again = contextlib.ExitStack()
         self.method = _TrackedForward(self, module.forward)
         self._shadow = Shadow(module, "forward", self.method)
         vars(module).update({TRACKER: self, "scales_graph": self.scales_graph})
@@ -157,17 +156,26 @@ class ScaleTracker(StepWatcher):
         is_again = complete is not None and complete.gradients.are_measured
         if self._is_running or (is_again and current_node() is not None):
             return method(*args, **kwargs)
-        self._again.close()
         self.clear()
         self._is_running = True
         try:
-            result = self.run(self._module, method, args, kwargs)
+            with wrapping_checkpoints(self._watched_again):
+                result = self.run(self._module, method, args, kwargs)
         finally:
             self._is_running = False
         self._complete = self._latest
-        # What a reentrant checkpoint computes again, it does in a backward pass of the caller's.
-        self._again.enter_context(self.during_backward())
         return result
+
+    def _watched_again(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Have what a reentrant checkpoint computes again watched, while its call is the last."""
+        call = self._latest
+
+        def run(*args: Any) -> Any:
+            if call is None or call is not self._complete:
+                return function(*args)
+            return run_again(call, function, *args)
+
+        return run
 
     def scales_graph(self) -> ScalesGraph:
         """The graph of the last call that returned, with the gradients that have arrived."""
@@ -179,7 +187,6 @@ class ScaleTracker(StepWatcher):
 
     def detach(self) -> None:
         """Put ``forward`` back. May be called more than once."""
-        self._again.close()
         self.clear()
         self._shadow.remove()
         vars(self._module).pop(TRACKER, None)

@@ -24,6 +24,7 @@ from lightning_unitscale.watching.records import snapshot_of
 from lightning_unitscale.watching.rows import Measuring
 from lightning_unitscale.watching.torch_state import (
     answering_as_without,
+    in_force,
     is_transformed,
     outside_of_compiled_code,
     seeing_recomputations,
@@ -162,3 +163,9 @@ def _watching(call: WatchedCall) -> Iterator[_WatchMode]:
         seeing_recomputations(mode),
     ):
         yield mode
+
+
+def run_again(call: WatchedCall, function: Callable[..., Any], *args: Any) -> Any:
+    """Run what a checkpoint of a watched call computes again, and watch it."""
+    with _watching(call) as mode, in_force(mode):
+        return function(*args)

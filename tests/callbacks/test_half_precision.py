@@ -21,6 +21,7 @@ from lightning_unitscale.transforms import lossless_unit_scale
 from tests.callbacks.modules import Evaluated, Regression, momentum
 from tests.callbacks.runs import QUIET, Run, loader, run, unit_scale_of
 from tests.helpers import assert_same_bits
+from tests.helpers import run as run_step
 from tests.loops.loops import Net, batches
 
 DEPTH_ALL = r"depth='all': only matmuls are scaled; expected 'products'; .*precision='16-mixed'"
@@ -291,3 +292,31 @@ def test_a_bias_that_fp16_would_not_hold_in_units() -> None:
     with pytest.warns(UserWarning, match="0 of 1 products in units"):
         assert torch.equal(scaled(inputs), layer(inputs))
     assert "above 2**13 in units" in scaled.explain()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("how", ["mm", "addmm", "bmm", "baddbmm"])
+def test_sums_that_fit_as_they_are_fit_in_units(how: str) -> None:
+    """In units many aligned terms add up to more than FP16 holds."""
+
+    class Aligned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((70_000, 4), 2.0**-12, dtype=torch.float16))
+            self.bias = nn.Parameter(torch.full((4,), 2.0**-8, dtype=torch.float16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if how == "mm":
+                return x @ self.weight
+            if how == "addmm":
+                return torch.addmm(self.bias, x, self.weight)
+            if how == "bmm":
+                return torch.bmm(x[None], self.weight[None])
+            return torch.baddbmm(self.bias, x[None], self.weight[None])
+
+    module, x = Aligned(), torch.full((3, 70_000), 2.0**-6, dtype=torch.float16)
+    scaled = lossless_unit_scale(module, x)
+    for _ in range(2):
+        found, expected = run_step(scaled, x), run_step(module, x)
+    assert expected["output"].isfinite().all()
+    assert_same_bits(found, expected)
+    assert "2 of 2 products in units" in scaled.explain()  # type: ignore[operator]

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from lightning_unitscale.transforms import lossless_unit_scale, track_scales, unit_scale
 from tests.helpers import assert_same_bits, run
@@ -329,3 +329,22 @@ def test_with_rules(is_first: bool) -> None:
         assert number is not None and number.bwd is not None
         assert_close(number.fwd, expected(one))
     assert "track scales" in module.explain()
+
+
+def test_a_reentrant_checkpoint_leaves_torch_as_it_was() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.layer, x.tanh(), use_reentrant=True).sum()
+
+    before = CheckpointFunction.forward, CheckpointFunction.backward
+    tracked = track_scales(Checkpointed())
+    loss = tracked(torch.randn(3, 4, requires_grad=True))
+    assert (CheckpointFunction.forward, CheckpointFunction.backward) == before
+    loss.backward()
+    names = {node.meta["tensor_name"]: node for node in tracked.scales_graph().nodes}  # type: ignore[operator]
+    assert names["layer.linear"].meta["metrics"].bwd is not None
+    assert (CheckpointFunction.forward, CheckpointFunction.backward) == before
