@@ -52,8 +52,8 @@ INEXACT = {
     + "elements of a gradient below 1e-38 may differ by a subnormal number",
     "numbers-shrinking_to_nothing": _LATER
     + "a batch 1e50 times smaller than the measured one may become zero",
-    "numbers-half_near_its_largest": "FP16 has no units in which subnormal numbers keep their bits: "
-    "a batch 100 times smaller than the measured one may lose a gradient's last bits",
+    "numbers-half_near_its_largest": "FP16 has no units in which subnormal numbers keep their "
+    "bits: a batch 100 times smaller than the measured one may lose a gradient's last bits",
 }
 
 
