@@ -118,20 +118,6 @@ MUTATIONS = (
         "true[direction, name] = [rms]",
         "lossless/test_measured.py -k twice",
     ),
-    Mutation(
-        "a graph keeps the factors of the gauge before",
-        "lossless/gauge.py",
-        "if self._last is None or self._last[0] is not gauge:",
-        "if self._last is None:",
-        "lossless/test_gauge.py",
-    ),
-    Mutation(
-        "factors are overwritten that a backward pass is to read",
-        "lossless/gauge.py",
-        "not is_saved(last := self._last[1])",
-        "(last := self._last[1]) is not None",
-        "lossless/test_gauge.py",
-    ),
     # The dispatcher.
     Mutation(
         "the gradients of a convolution's input and weight change units",

@@ -2,9 +2,8 @@
 
 Private names used here were checked on torch 2.13 and 2.11: ``node._dynamo_source``,
 ``node._rename``, ``GlobalSource``, ``HigherOrderOperator``, ``_enter_autocast`` and
-``_exit_autocast``; ``FakeTensorMode``; ``_LazyGraphModule``; ``_lineno_map`` and
-``_prologue_start`` of a graph's module; and, of tensors, ``_use_count`` and
-``torch._C._storage_Use_Count``.
+``_exit_autocast``; ``FakeTensorMode``; ``_LazyGraphModule``; and ``_lineno_map`` and
+``_prologue_start`` of a graph's module.
 """
 
 from __future__ import annotations
@@ -222,12 +221,3 @@ def autocast_dtypes(graph: fx.Graph) -> dict[fx.Node, torch.dtype]:
             if enabled:
                 states[node] = dtype
     return states
-
-
-def is_saved(tensor: Tensor) -> bool:
-    """Whether autograd keeps a tensor, or a view of it, for a backward pass."""
-    storage = tensor.untyped_storage()
-    # This function's is the second of a storage; Python's own names of a tensor are one together.
-    num_storages: int = torch._C._storage_Use_Count(storage._cdata)
-    num_tensors: int = tensor._use_count()  # type: ignore[attr-defined]
-    return num_tensors > 1 or num_storages > 2

@@ -8,18 +8,12 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from tabulate import tabulate
-from torch import Tensor
-
-from lightning_unitscale.dynamo.graphs import is_saved
-from lightning_unitscale.scales.transfer import numbers_on
 
 # A factor of a product combines two sigmas, or a sigma and a gamma; within these bounds every such
 # factor and its inverse is a normal FP32 number, so that multiplying by it is exact.
 MAX_LOG2_SIGMA = 60
 MAX_LOG2_GAMMA = 60
-_MAX_LOG2_FACTOR = 126
 
 
 @dataclass(frozen=True)
@@ -186,49 +180,3 @@ def gamma(name: str) -> Factor:
 
 
 ONE = Factor()
-
-
-class FactorTable:
-    """The factors of one graph, as one small device tensor that the graph takes as input.
-
-    Rows are added while the graph is rewritten; :meth:`tensor` then makes the vector of a gauge,
-    where that of the last one was: what CUDA has recorded reads it there. A backward pass still to
-    come keeps its old factors, and then the vector is a new one.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._rows: dict[Factor, int] = {}
-        self._last: tuple[Gauge, Tensor] | None = None
-
-    def row(self, factor: Factor) -> int:
-        """Row of a factor; equal factors share one."""
-        return self._rows.setdefault(factor, len(self._rows))
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def tensor(self, gauge: Gauge) -> Tensor:
-        """The factors under ``gauge``, FP32 of shape ``(number of factors,)``."""
-        if self._last is None or self._last[0] is not gauge:
-            powers = [_exact_power(factor, gauge) for factor in self._rows]
-            # An evaluation may come first, whose tensors no training could save.
-            with torch.inference_mode(False):
-                vector = numbers_on(self._device, powers, torch.float32)
-                if self._last is not None and not is_saved(last := self._last[1]):
-                    vector = last.copy_(vector)
-            self._last = (gauge, vector)
-        return self._last[1]
-
-
-def _exact_power(factor: Factor, gauge: Gauge) -> float:
-    """The factor as a normal FP32 number."""
-    exponent = factor.exponent(gauge)
-    if abs(exponent) > _MAX_LOG2_FACTOR:
-        names = ", ".join(name for name, _ in (*factor.sigmas, *factor.gammas))
-        raise RuntimeError(
-            f"factor=2**{exponent} between {names}: beyond FP32, so the units of these tensors "
-            f"cannot be converted exactly; expected an exponent within +-{_MAX_LOG2_FACTOR}; look "
-            "for a tensor that vanishes or explodes."
-        )
-    return math.ldexp(1.0, exponent)

@@ -9,14 +9,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from lightning_unitscale.dynamo.graphs import fake_mode_of
 from lightning_unitscale.graph.matmuls import Operand, Product, product_of
 from lightning_unitscale.graph.nodes import is_whole_view, tensor_name
 from lightning_unitscale.graph.passes import Region, StepGraph
 from lightning_unitscale.graph.regions import Places
-from lightning_unitscale.lossless.gauge import ONE, Factor, FactorTable, Gauge, gamma, sigma
+from lightning_unitscale.lossless.gauge import ONE, Factor, Gauge, gamma, sigma
+from lightning_unitscale.scales.transfer import numbers_on
 
 # Keys of ``StepGraph.notes``: what gives the units in force, and how tensors are held.
 GAUGE = "gauge"
@@ -106,11 +107,15 @@ class FactorNodes:
     def __init__(
         self, graph: StepGraph, name: str, factors: Iterable[Factor], gauge: Callable[[], Gauge]
     ) -> None:
-        table = FactorTable(graph.device)
-        for factor in factors:
-            table.row(factor)
-        self._vector = graph.add_state(name, lambda: table.tensor(gauge()), table.tensor(gauge()))
-        self._row = table.row
+        self._rows = {factor: row for row, factor in enumerate(dict.fromkeys(factors))}
+
+        def supply() -> Tensor:
+            powers = [2.0 ** factor.exponent(gauge()) for factor in self._rows]
+            # An evaluation may come first, whose tensors no training could save.
+            with torch.inference_mode(False):
+                return numbers_on(graph.device, powers, torch.float32)
+
+        self._vector = graph.add_state(name, supply, supply())
         self._unbound: fx.Node | None = None
         self._example: Any = None
         self._items: dict[int, fx.Node] = {}
@@ -121,7 +126,7 @@ class FactorNodes:
         A checkpoint gets each as an argument. Inductor can neither recompute an ``unbind`` in one
         nor save its result, which is a tuple.
         """
-        row = self._row(factor)
+        row = self._rows[factor]
         if row not in self._items:
             self._items[row] = self._item(row)
         return region.thread(self._items[row], self._example)

@@ -5,10 +5,8 @@ import dataclasses
 import json
 import math
 import pickle
-from collections.abc import Callable
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +15,6 @@ from lightning_unitscale.lossless.gauge import (
     MAX_LOG2_SIGMA,
     ONE,
     Factor,
-    FactorTable,
     Gauge,
     GaugePair,
     gamma,
@@ -138,33 +135,3 @@ def test_the_exponent_of_a_factor_reads_the_gauge(gauge: Gauge) -> None:
     factor = sigma("a.linear") * sigma("a.linear") / gamma("a.linear") / sigma("unknown")
     assert factor.exponent(gauge) == 2 + 2 + 17
     assert (factor * Factor(constant=-4)).exponent(gauge) == 17
-
-
-def test_a_table_holds_each_factor_once_as_an_exact_normal_number() -> None:
-    gauge = Gauge({"a": GaugePair(MAX_LOG2_SIGMA, MAX_LOG2_GAMMA)})
-    largest = sigma("a") * gamma("a")  # as much as a factor of a product joins
-    table = FactorTable(torch.device("cpu"))
-    rows = [table.row(one) for one in (sigma("a"), largest, sigma("a"), largest.inverse())]
-    assert rows == [0, 1, 0, 2]
-    assert len(table) == 3
-    vector = table.tensor(gauge)
-    assert vector.dtype == torch.float32
-    assert vector.tolist() == [2.0**MAX_LOG2_SIGMA, 2.0**120, 2.0**-120]
-    assert vector.min() >= torch.finfo(torch.float32).tiny
-
-
-@pytest.mark.parametrize("reads", [lambda vector: vector, lambda vector: vector[0]])
-def test_factors_stay_where_they_are_unless_a_backward_pass_is_to_read_them(
-    reads: Callable[[torch.Tensor], torch.Tensor],
-) -> None:
-    table = FactorTable(torch.device("cpu"))
-    table.row(sigma("a"))
-    address = table.tensor(Gauge()).data_ptr()
-    eight = table.tensor(Gauge({"a": GaugePair(3, 0)}))
-    assert eight.tolist() == [8.0] and eight.data_ptr() == address
-    x = torch.ones(1, requires_grad=True)
-    y = x * reads(eight)
-    two = table.tensor(Gauge({"a": GaugePair(1, 0)}))
-    assert two.tolist() == [2.0] and eight.tolist() == [8.0]
-    y.sum().backward()
-    assert x.grad == 8
