@@ -25,7 +25,7 @@ INSTALLED_GPU := $(if $(WHEELS),,$(INSTALLED_ALL))
 ON_A_GPU := $(if $(WHEELS),$(PYTHON),$(BIN)/python) benchmarks/on_a_gpu.py $(if $(WHEELS),--wheels $(WHEELS)) $(GPU_ARGS)
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
-.PHONY: help demo demo-baseline demo-pipeline test test-fast test-engine-thread gpu test-gpu bench-gpu browser mutations lint format types docs tensorboard bench clean
+.PHONY: help demo demo-baseline demo-pipeline test test-slow test-all test-engine-thread gpu test-gpu bench-gpu browser mutations lint format types docs tensorboard bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-20s %s\n", $$1, $$2 }' Makefile
@@ -46,11 +46,14 @@ demo-pipeline: $(INSTALLED_DEMO) ## train it on two processes, as a pipeline
 tensorboard: $(INSTALLED_DEMO) ## show the runs of the demo
 	$(BIN)/tensorboard --logdir logs
 
-test: $(INSTALLED_ALL) ## every test; those of a browser need `make browser` before
-	$(PYTEST) $(PYTEST_ARGS)
+test: $(INSTALLED_ALL) ## the tests of the first tier, in minutes
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
-test-fast: $(INSTALLED_ALL) ## a case of every test that is quick
-	$(PYTEST) -m "not slow and not distributed and not browser" --cases 1 $(PYTEST_ARGS)
+test-slow: $(INSTALLED_ALL) ## the tests that `make test` leaves out
+	$(PYTEST) -m slow $(PYTEST_ARGS)
+
+test-all: $(INSTALLED_ALL) ## all tests; those of the dashboard need `make browser` first
+	$(PYTEST) $(PYTEST_ARGS)
 
 test-engine-thread: $(INSTALLED_ALL) ## every test, with backward passes on threads of autograd's engine
 	$(PYTEST) --engine-thread $(PYTEST_ARGS)

@@ -55,13 +55,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> Generator[None]:
-    """Marks what Inductor runs as slow, drops cases if asked to, puts the longest files first.
+    """Marks slow tests, drops cases if ``--cases`` is given, and runs the longest files first.
 
-    A worker that came upon one of those last would run on while the others have nothing left.
+    A worker that gets one of those last would run on while the others are idle.
     """
+    seen: set[str] = set()
     for item in items:
+        name = item.nodeid.partition("[")[0]
+        if item.get_closest_marker("slow_cases") and name in seen:
+            item.add_marker("slow")
         if "inductor" in item.nodeid and "torch_kernels" not in item.fixturenames:
             item.add_marker("slow")  # it compiles C++
+        seen.add(name)
     yield
     most = config.getoption("--cases")
     if most is not None:
