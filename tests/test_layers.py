@@ -2,13 +2,12 @@
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-PACKAGE = "lightning_unitscale"
-ROOT = Path(__file__).parents[1]
+from tests.structure import PACKAGE, ROOT, file_of, files, imports, name_of
 
 # The rooms of the house, from the ground up: a file imports its own room and those above it here.
 ROOMS = (
@@ -89,12 +88,6 @@ TORCH_ADAPTERS = (
 # Private by name only: all of the ecosystem walks nested inputs with it, and there is no other way.
 COMMON_PROPERTY = "torch.utils._pytree"
 
-FILES = sorted((ROOT / PACKAGE).rglob("*.py"))
-
-
-def _name(path: Path) -> str:
-    return path.relative_to(ROOT / PACKAGE).as_posix()
-
 
 def _room(name: str) -> int:
     rooms = [room for room in ROOMS if name == room or name.startswith(f"{room}/")]
@@ -102,33 +95,8 @@ def _room(name: str) -> int:
     return ROOMS.index(max(rooms, key=len))
 
 
-def _imports(path: Path) -> Iterator[tuple[int, str]]:
-    """Yields (line, absolute dotted name) of everything that is imported, wherever it is done."""
-    package = [PACKAGE, *path.relative_to(ROOT / PACKAGE).parent.parts]
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            parents = package[: len(package) + 1 - node.level] if node.level else []
-            module = ".".join([*parents, *filter(None, [node.module])])
-            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
-
-
-def _file_of(dotted: str) -> str | None:
-    """The file of this package that a dotted name is in, None for another package's."""
-    parts = dotted.split(".")
-    if parts[0] != PACKAGE:
-        return None
-    for end in range(len(parts), 0, -1):
-        path = ROOT.joinpath(*parts[:end])
-        for candidate in (path.with_suffix(".py"), path / "__init__.py"):
-            if candidate.exists():
-                return _name(candidate)
-    raise AssertionError(f"{dotted} is imported, and is in no file")
-
-
 def _private_torch_names(path: Path) -> Iterator[tuple[int, str]]:
-    names = list(_imports(path))
+    names = list(imports(path, ROOT))
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute):
             dotted = ast.unparse(node)
@@ -147,20 +115,18 @@ def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-@pytest.mark.parametrize("path", FILES, ids=_name)
-def test_no_file_imports_a_room_above_its_own(path: Path) -> None:
-    room = _room(_name(path))
-    for line, dotted in _imports(path):
-        imported = _file_of(dotted)
+def _check_room(path: Path) -> None:
+    room = _room(name_of(path, ROOT))
+    for line, dotted in imports(path, ROOT):
+        imported = file_of(dotted, ROOT)
         # The package itself, through which a room is reached, is no room.
         if imported is not None and imported != "__init__.py":
             assert _room(imported) <= room, f"{path}:{line} imports {dotted} of a room above"
 
 
-@pytest.mark.parametrize("path", FILES, ids=_name)
-def test_packages_are_imported_only_where_they_belong(path: Path) -> None:
-    name = _name(path)
-    for line, dotted in _imports(path):
+def _check_packages(path: Path) -> None:
+    name = name_of(path, ROOT)
+    for line, dotted in imports(path, ROOT):
         top = dotted.split(".")[0]
         where = f"{path}:{line} imports {dotted}"
         assert top not in ("pytorch_lightning", "lightning_fabric"), where
@@ -172,11 +138,16 @@ def test_packages_are_imported_only_where_they_belong(path: Path) -> None:
             assert top in sys.stdlib_module_names, where
 
 
-@pytest.mark.parametrize("path", FILES, ids=_name)
-def test_private_names_of_torch_stay_in_the_adapters(path: Path) -> None:
-    if not _name(path).startswith(TORCH_ADAPTERS):
+def _check_private_names(path: Path) -> None:
+    if not name_of(path, ROOT).startswith(TORCH_ADAPTERS):
         found = [f"{path}:{line} {dotted}" for line, dotted in _private_torch_names(path)]
         assert not found, "private names of torch outside of TORCH_ADAPTERS:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize("check", [_check_room, _check_packages, _check_private_names])
+def test_every_file_keeps_to_its_room(check: Callable[[Path], None]) -> None:
+    for path in files():
+        check(path)
 
 
 def test_the_checks_see_what_they_should(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,16 +162,19 @@ def test_the_checks_see_what_they_should(tmp_path: Path, monkeypatch: pytest.Mon
         "from ..callbacks.remat import RematCallback\n"
         "def f():\n    from torch._dynamo import optimize\n    return torch._C._foo(optimize)\n"
     )
-    assert [_file_of(dotted) for _, dotted in _imports(path)] == ["callbacks/remat.py", None]
+    assert [file_of(dotted, ROOT) for _, dotted in imports(path, ROOT)] == [
+        "callbacks/remat.py",
+        None,
+    ]
     assert {dotted for _, dotted in _private_torch_names(path)} == {
         "torch._dynamo.optimize",
         "torch._C._foo",
         "torch._C",
     }
     with pytest.raises(AssertionError, match="room above"):
-        test_no_file_imports_a_room_above_its_own(path)
+        _check_room(path)
     with pytest.raises(AssertionError, match="private names"):
-        test_private_names_of_torch_stay_in_the_adapters(path)
+        _check_private_names(path)
     path.write_text("import lightning.pytorch\n")
     with pytest.raises(AssertionError, match="imports lightning"):
-        test_packages_are_imported_only_where_they_belong(path)
+        _check_packages(path)
