@@ -36,6 +36,7 @@ from torch._prims_common import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_unitscale.dynamo.recurrent import recurrent_dropout
 from lightning_unitscale.dynamo.trilinear import trilinear
 
 
@@ -117,6 +118,7 @@ def plain_kernels() -> Iterator[None]:
         stack.enter_context(
             _with_python_kernel(aten._trilinear.default, DispatchKey.Autograd, trilinear)
         )
+        stack.enter_context(recurrent_dropout())
         yield
 
 

@@ -1,7 +1,7 @@
 """Run a graph that was rewritten: op by op, by AOTAutograd's graphs op by op, or by Inductor.
 
 Private names used here were checked on torch 2.13 and 2.11: ``boxed_nop``, ``compile_fx``,
-``compile_fx_inner`` and ``list_mode_options``.
+``compile_fx_inner``, ``list_mode_options``.
 """
 
 from __future__ import annotations
@@ -23,12 +23,16 @@ from lightning_unitscale.dynamo.backend import (
 )
 from lightning_unitscale.dynamo.graphs import compiled_forward, is_checkpoint
 from lightning_unitscale.dynamo.patches import drop_inference_mode
+from lightning_unitscale.dynamo.recurrent import keep_workspaces, recurrent_dropout
 from lightning_unitscale.dynamo.subclasses import on_plain_tensors
 from lightning_unitscale.scales.joint_rows import join_rows
 
 Executor = Literal["eager", "aot_eager", "inductor"]
 # What ``torch.compile`` calls ``mode``.
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+
+
+aten = torch.ops.aten
 
 
 class GraphRewriter(Protocol):
@@ -63,7 +67,7 @@ def execute_with(
     if executor == "aot_eager":
         partition_fn = partition_fn or min_cut_rematerialization_partition
         # Boxed, each saved tensor is freed when nothing reads it any more.
-        options = {"fw_compiler": boxed_nop, "partition_fn": partition_fn}
+        options = {"fw_compiler": _run_op_by_op, "partition_fn": partition_fn}
         if rewriter is not None:
             options = _rewriting(rewriter, partition_fn)
         backend = aot_autograd(keep_inference_input_mutations=True, **options)
@@ -77,9 +81,11 @@ def execute_with(
 
     def compile_one(one: fx.GraphModule, *args: Any, **options: Any) -> Any:
         join_rows(one)
+        keep_workspaces(one.graph)
+        one.recompile()
         return compile_fx_inner(one, *args, **options)
 
-    with partitioned_by(partition_fn), backward:
+    with partitioned_by(partition_fn), backward, recurrent_dropout():
         # Also while the backward graph is compiled, which is much later.
         # Inductor's own random numbers would be others than those of the plain step.
         patches = {**list_mode_options(mode), "fallback_random": True}
@@ -87,6 +93,22 @@ def execute_with(
             graph_module, list(inputs), inner_compile=compile_one, config_patches=patches
         )
         return on_plain_tensors(cast(Callable[..., Any], run), inputs)
+
+
+def _run_op_by_op(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Return a function that runs a graph of AOTAutograd by the kernels of its operators.
+
+    A kernel's result may have another layout than its meta function says, as the gradient of
+    softplus has. A view of it may then need a copy, as in a plain backward pass.
+    """
+    graph = graph_module.graph
+    for view in (aten.view.default, aten._unsafe_view.default):
+        for node in graph.find_nodes(op="call_function", target=view):
+            node.target = aten.reshape.default
+    keep_workspaces(graph)
+    graph_module.recompile()
+    run: Callable[..., Any] = boxed_nop(graph_module, list(inputs))
+    return run
 
 
 def _rewriting(rewriter: GraphRewriter, partition_fn: Any) -> dict[str, Any]:
@@ -97,9 +119,9 @@ def _rewriting(rewriter: GraphRewriter, partition_fn: Any) -> dict[str, Any]:
         return partition_fn(joint, *args, **kwargs)
 
     def run_part(part: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        keep_workspaces(part.graph)
         rewriter.rewrite_part(part.graph)
-        run: Callable[..., Any] = boxed_nop(part, list(inputs))
-        return run
+        return _run_op_by_op(part, inputs)
 
     def run_alone(whole: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         rewriter.rewrite_joint(whole.graph)
