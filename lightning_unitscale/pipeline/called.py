@@ -1,4 +1,4 @@
-"""The module that a step calls: what runs as a pipeline where the whole step is no single graph."""
+"""The module that a step calls, which runs as the pipeline if the whole step is not one graph."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from typing_extensions import override
 
-from lightning_unitscale.capture.steps import ModuleSteps
+from lightning_unitscale.capture.steps import ModuleSteps, steps_of
 from lightning_unitscale.patching import shadowed
 from lightning_unitscale.pipeline.capture import returnable_method
 
@@ -18,19 +18,22 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class CalledSteps(ModuleSteps):
-    """Captures methods of a module, and of the modules in it: ``"net.forward"``."""
+    """Captures the user's own methods of a module, and of the modules in it: ``"net.forward"``."""
 
     @override
     def original(self, name: str) -> Callable[..., Any]:
-        """The user's own method."""
+        """Return the user's own method, even if callbacks have put a captured one over it."""
         path, _, method = name.rpartition(".")
-        if not path:
-            return super().original(name)
-        return returnable_method(self.module.get_submodule(path), method)
+        if path:
+            return returnable_method(self.module.get_submodule(path), method)
+        steps = steps_of(self.module)
+        if steps is not None and name in steps.steps:
+            return steps.original(name)
+        return super().original(name)
 
 
 class _ReachedError(BaseException):
-    """The step has called a module. No ``Exception``: the step may catch those."""
+    """A step has called a module. Not an ``Exception``, which the step could catch."""
 
     def __init__(self, path: str, call: Arguments) -> None:
         self.path = path
@@ -38,7 +41,7 @@ class _ReachedError(BaseException):
 
 
 def with_most_parameters(module: nn.Module) -> list[str]:
-    """Return paths of the modules that have more than half of the parameters, outermost first."""
+    """Return the paths of the modules with more than half of the parameters, outermost first."""
     total = sum(parameter.numel() for parameter in module.parameters())
     return [
         path
@@ -48,7 +51,7 @@ def with_most_parameters(module: nn.Module) -> list[str]:
 
 
 def without(paths: Sequence[str], path: str) -> list[str]:
-    """Return the paths that are neither ``path`` nor those of modules that it is in."""
+    """Return the paths without ``path`` and the modules around it."""
     return [
         other for other in paths if other and other != path and not path.startswith(f"{other}.")
     ]
@@ -57,7 +60,7 @@ def without(paths: Sequence[str], path: str) -> list[str]:
 def first_called(
     module: nn.Module, paths: Sequence[str], run: Callable[[], Any]
 ) -> tuple[str, Arguments] | None:
-    """Return which of some modules a step calls first, and with which arguments."""
+    """Return which of the modules at ``paths`` a step calls first, and with which arguments."""
 
     def reach(path: str) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -82,5 +85,5 @@ def forward_of(path: str) -> str:
 
 
 def as_attribute(path: str) -> str:
-    """Return a path as code says it: ``self.net``."""
+    """Return a path as an expression in the module's code: ``self.net``."""
     return f"self.{path}" if path else "self"

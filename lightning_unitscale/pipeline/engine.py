@@ -19,13 +19,12 @@ from torch.distributed.pipelining import (
 )
 
 from lightning_unitscale.patching import nothing
-from lightning_unitscale.pipeline.breadth_first import AscendingBFS, BreadthFirst
-from lightning_unitscale.pipeline.engine_stage import EngineStage
 from lightning_unitscale.pipeline.ownership import SharedGradients
 from lightning_unitscale.pipeline.pipe import Pipe
 from lightning_unitscale.pipeline.program import split_batch
 from lightning_unitscale.pipeline.schedules import find_schedule
 from lightning_unitscale.pipeline.stage import StageModule
+from lightning_unitscale.pipeline.torch_engine import AscendingBFS, BreadthFirst, EngineStage
 
 _ENGINES: dict[str, Callable[..., Any]] = {
     "GPipe": ScheduleGPipe,
@@ -38,9 +37,9 @@ _ENGINES: dict[str, Callable[..., Any]] = {
 }
 
 
-# The loss of a microbatch, by its index, from the outputs of the last stage.
+# Returns the loss of a microbatch from its index and the outputs of the last stage.
 Finish = Callable[[int, tuple[Any, ...]], Tensor]
-# What runs in the place of some stages, by their indices.
+# The functions that run in place of some stages, by the stages' indices.
 Replaced = Mapping[int, Callable[..., Any]]
 
 

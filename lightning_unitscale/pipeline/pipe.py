@@ -17,9 +17,9 @@ from lightning_unitscale.arguments import check_callable, check_instance, shown
 from lightning_unitscale.pipeline.batch_loss import BatchLoss, batch_loss_of
 from lightning_unitscale.pipeline.capture import capture_program
 from lightning_unitscale.pipeline.cuts import SplitPolicy, cut_by, marked, num_marks
-from lightning_unitscale.pipeline.engine_stage import EngineStage
 from lightning_unitscale.pipeline.program import LossSpec, Program, split_batch
 from lightning_unitscale.pipeline.stage import StageInfo, StageModule, build_stages
+from lightning_unitscale.pipeline.torch_engine import EngineStage
 
 
 @dataclass(frozen=True)
