@@ -1,8 +1,8 @@
-"""What makes the losses of microbatches the loss of their batch, in a pipeline of a plain module.
+"""Weights that make the losses of microbatches the loss of their batch, for a plain module.
 
 A module's ``forward`` is captured for one microbatch, and for two of them as the batch. A mean over
-classes that may not all count, as over tokens with labels of -100, gets weights. Of any other loss
-of which the mean over microbatches is not that of the batch, the reason is reported.
+classes that may not all count, such as tokens with labels of -100, gets weights. For any other loss
+whose mean over microbatches is not that of the batch, the reason is reported.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_unitscale.pipeline.batch_facts import Coupled, Mean, Rows
 from lightning_unitscale.pipeline.batchwise import BatchFacts, compare_graph_modules
 from lightning_unitscale.pipeline.capture import capture_program, static_shapes
+from lightning_unitscale.pipeline.dataflow import find_sources
 from lightning_unitscale.pipeline.program import LossSpec, Program
 from lightning_unitscale.pipeline.whole_batch import values_of_batch
 
@@ -27,19 +28,15 @@ _COUNT = 2
 
 @dataclass(frozen=True)
 class BatchLoss:
-    """How the loss of a batch follows from those of its microbatches.
+    """How the loss of a batch follows from those of its microbatches."""
 
-    Attributes:
-        reason: Why it is not their mean, with or without weights; empty if it is.
-        counts: Computes from a microbatch's flat inputs by how much its loss divides, if that
-            differs between microbatches.
-    """
-
+    # Why it is not their mean, with or without weights; empty if it is.
     reason: str = ""
+    # Computes the loss's divisor from a microbatch's flat inputs, if the divisors differ.
     counts: Callable[..., tuple[Tensor, ...]] | None = None
 
     def weighted(self, microbatches: Sequence[Sequence[Any]]) -> Callable[[int, Tensor], Tensor]:
-        """Return what makes of a microbatch's loss, by its index, its part of the mean."""
+        """Return a function that weights a microbatch's loss, given its index."""
         if self.counts is None:
             return lambda index, loss: loss
         with torch.no_grad():
@@ -48,7 +45,7 @@ class BatchLoss:
 
         def weigh(index: int, loss: Tensor) -> Tensor:
             weight = weights[index].to(loss)
-            # Without targets a mean is NaN, and its weight 0; so is that of a batch without any.
+            # Without targets the mean is NaN and the weight 0, or NaN if no microbatch has any.
             return torch.where(weight > 0, loss * weight, weight)
 
         return weigh
@@ -74,7 +71,7 @@ def batch_loss_of(
     twice_args, twice_kwargs = tree_map(doubled, (tuple(args), dict(kwargs)))
     try:
         with warnings.catch_warnings(), static_shapes():
-            warnings.simplefilter("ignore")  # they came with the first capture
+            warnings.simplefilter("ignore")  # the first capture has raised them
             whole = capture_program(module, twice_args, twice_kwargs, loss_spec=loss_spec)
     except (RuntimeError, ValueError):
         return BatchLoss("it cannot be captured for a batch of another size")
@@ -91,7 +88,7 @@ def _of_facts(facts: BatchFacts, program: Program, position: int) -> BatchLoss:
         return BatchLoss("each sample has a loss of its own")
     if not isinstance(fact, Mean):
         return BatchLoss()
-    above = {node.name for node in _ancestors(loss)}
+    above = {node.name for node in find_sources(program.graph_module.graph, [loss])}
     of_batch = [name for name in facts.of_batch if name in above]
     counted = [name for name in facts.counted if name in above]
     if of_batch or any(sum_name in above for sum_name, _ in facts.alignment.powers):
@@ -105,14 +102,3 @@ def _of_facts(facts: BatchFacts, program: Program, position: int) -> BatchLoss:
         return BatchLoss(f"{counted[0]}, a mean over the targets that count, is only a part of it")
     ours, _ = facts.counted[loss.name]
     return BatchLoss(counts=values_of_batch(program.graph_module, [ours], 1))
-
-
-def _ancestors(node: fx.Node) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    pending = [node]
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending += node.all_input_nodes
-    return found

@@ -13,7 +13,9 @@ from lightning_unitscale.capture.steps import ModuleSteps, steps_of
 from lightning_unitscale.patching import shadowed
 from lightning_unitscale.pipeline.capture import returnable_method
 
-# Of one call.
+# The log methods of a LightningModule.
+LOGS = ("log", "log_dict")
+# Positional and keyword arguments of one call.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 

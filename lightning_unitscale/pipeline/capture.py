@@ -1,8 +1,8 @@
 """Capture a module's ``forward``, or a captured ``training_step``, as a program.
 
 In the graph of a step the parameters are inputs; in a program they are its attributes, under their
-names. What a pass adds as an input (the factors of a gauge, keys of random roundings) every rank
-makes for itself, like the batch, and it is never sent.
+names. Inputs that a pass adds (factors, keys of random roundings) are made on every rank, like the
+batch, and never sent.
 
 Dynamo's own names are used in :func:`static_shapes` (checked on torch 2.13).
 """
@@ -14,7 +14,7 @@ import inspect
 import operator
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,10 +66,17 @@ def capture_program(
     loss_spec: LossSpec = None,
 ) -> Program:
     """Capture ``module.forward`` for example arguments. Nothing is computed."""
-    _check_module(module)
+    check_instance("module", module, nn.Module, "a torch.nn.Module", "pass the model itself")
+    if is_compiled(module):
+        raise ValueError(
+            f"module={type(module).__name__}: it is compiled already; expected a plain module; "
+            "leave out your torch.compile."
+        )
+    refuse_without_forward(module, "pass the model inside of it, or see explain_step for a step")
+    refuse_lazy(module)
     args, kwargs = _distinct((tuple(args), dict(kwargs)))
     left_out: list[str] = []
-    with _returnable(module, left_out):
+    with shadowed(module, forward=returnable_method(module, "forward", left_out)):
         graph_module = export_forward(module, args, dict(kwargs), expand=False, plain=True)
     graph = graph_module.graph
     structure = graph._codegen.pytree_info  # type: ignore[attr-defined]
@@ -79,8 +86,8 @@ def capture_program(
     placeholders = graph.find_nodes(op="placeholder")
     if len(placeholders) != len(inputs):
         raise RuntimeError(
-            f"{type(module).__name__}: its graph has {len(placeholders)} inputs where the call has "
-            f"{len(inputs)}; expected tensors and plain values as arguments; pass tensors."
+            f"{type(module).__name__}: its graph has {len(placeholders)} inputs, but the call has "
+            f"{len(inputs)}. Pass only tensors and plain values as arguments."
         )
     _name_by_origin(graph)
     _refuse_written_inputs(module, graph)
@@ -92,27 +99,15 @@ def capture_program(
     left_out = list(dict.fromkeys(left_out))
     if left_out:
         warnings.warn(
-            f"{type(module).__name__}: its outputs {left_out} are no tensors and are left out of "
-            "the pipeline's results; expected tensors and containers of them; switch them off "
-            "(use_cache=False) to silence this.",
+            f"{type(module).__name__}: its outputs {left_out} are no tensors, so the pipeline does "
+            "not return them. Switch them off (use_cache=False) to silence this.",
             stacklevel=3,
         )
     return Program(graph_module, inputs, in_spec, out_spec, loss, tuple(left_out))
 
 
-def _check_module(module: nn.Module) -> None:
-    check_instance("module", module, nn.Module, "a torch.nn.Module", "pass the model itself")
-    if is_compiled(module):
-        raise ValueError(
-            f"module={type(module).__name__}: it is compiled already; expected a plain module; "
-            "leave out your torch.compile."
-        )
-    refuse_without_forward(module, "pass the model inside of it, or see explain_step for a step")
-    refuse_lazy(module)
-
-
 def _distinct(value: Any) -> Any:
-    """Copies of tensors that occur twice (``labels=input_ids``), else captured as one input."""
+    """Copy tensors that occur twice (``labels=input_ids``): they would be captured as one input."""
     flat, spec = tree_flatten(value)
     seen: set[int] = set()
     for index, value in enumerate(flat):
@@ -142,29 +137,19 @@ def _describe(
     return tuple(inputs)
 
 
-@contextlib.contextmanager
-def _returnable(module: nn.Module, left_out: list[str]) -> Iterator[None]:
-    """Within this context ``forward`` leaves out of a mapping what no graph can return."""
-    if "forward" in module.__dict__:
-        yield
-        return
-    with shadowed(module, forward=returnable_method(module, "forward", left_out)):
-        yield
-
-
 def returnable_method(
     module: nn.Module, name: str, left_out: list[str] | None = None
 ) -> Callable[..., Any]:
-    """Return a method that leaves out of a mapping what no graph can return.
+    """Return a method that returns only those values of a mapping that a graph can return.
 
-    Hugging Face models return a cache object by default, which is of no use in training.
+    Hugging Face models return a cache object by default, which training does not need.
     """
     if name in module.__dict__:
         own: Callable[..., Any] = module.__dict__[name]
         return own
     method = getattr(type(module), name)
 
-    # Called while Dynamo traces: what traced code appends to a list is lost in an export.
+    # Called while Dynamo traces: an export loses what traced code appends to a list.
     @torch.compiler.assume_constant_result
     def leave_out(key: str) -> bool:
         if left_out is not None:
@@ -206,8 +191,8 @@ def _refuse_written_inputs(module: nn.Module, graph: fx.Graph) -> None:
             if roots[target].op == "placeholder":
                 raise ValueError(
                     f"{type(module).__name__}: {tensor_name(node)} writes into the argument "
-                    f"{tensor_name(roots[target])}; expected a forward that leaves its arguments "
-                    "as they are: every stage reads its own copy; clone the argument first."
+                    f"{tensor_name(roots[target])}. Every stage reads its own copy of the "
+                    "arguments. Clone the argument first."
                 )
 
 
@@ -222,7 +207,7 @@ def _can_be_loss(value: object) -> bool:
 
 
 def static_shapes() -> contextlib.AbstractContextManager[Any]:
-    """Within this context a batch of another size is recaptured, with sizes as numbers."""
+    """Recapture a batch of another size with sizes as numbers, within this context."""
     context: contextlib.AbstractContextManager[Any] = torch._dynamo.config.patch(
         automatic_dynamic_shapes=False
     )
@@ -231,20 +216,16 @@ def static_shapes() -> contextlib.AbstractContextManager[Any]:
 
 @dataclass(frozen=True)
 class StepProgram:
-    """The program of a captured step.
-
-    Attributes:
-        program: The program, with the passes of the step over its graph.
-        step_graph: What the passes have made of the captured graph.
-        positions: Which of that graph's inputs are the program's.
-    """
+    """The program of a captured step."""
 
     program: Program
+    # The captured graph, as the passes have rewritten it.
     step_graph: StepGraph
+    # The positions of the program's inputs among those of the graph.
     positions: list[int]
 
     def inputs(self, call: GraphCall) -> list[Any]:
-        """The program's inputs in a call: the user's, and those of the passes."""
+        """Return the program's inputs in a call: the user's, and those of the passes."""
         values = [*call.inputs, *(supply() for _, supply in self.step_graph.states)]
         return [values[position] for position in self.positions]
 
@@ -252,13 +233,13 @@ class StepProgram:
 def program_of_step(
     call: GraphCall, module: nn.Module, loss: int | None, batch: WholeBatch | None = None
 ) -> StepProgram:
-    """The program of a step's graph."""
+    """Make the program of a step's graph."""
     step_graph = call.graph.rewritten()
     if step_graph.results:
         raise RuntimeError(
-            f"{step_graph.step}: a pass takes results out of the whole graph, and a pipeline "
-            "has none; expected UnitScaleCallback, ScaleMonitor and RematCallback alone; take "
-            "other transforms off the module."
+            f"{step_graph.step}: a pass needs results of the whole graph, which a pipeline does "
+            "not have. Only UnitScaleCallback, ScaleMonitor and RematCallback work in a pipeline. "
+            "Take other transforms off the module."
         )
     if batch is not None:
         batch.rewrite(step_graph, loss)
@@ -273,7 +254,7 @@ def program_of_step(
     placeholders = list(graph.find_nodes(op="placeholder"))
     examples = step_graph.example_inputs(call.inputs)
     for position, (node, example) in enumerate(zip(placeholders, examples, strict=True)):
-        # Behind the user's inputs are those of the passes.
+        # The inputs of the passes follow those of the user.
         known = position < len(call.graph.inputs)
         fqn = call.graph.inputs[position].fqn if known else None
         if fqn is None:
@@ -301,7 +282,7 @@ def program_of_step(
 def fill_examples(graph: fx.Graph) -> None:
     """Give an example to every operation that a pass has inserted without one, by fake tensors."""
     for node in graph.nodes:
-        # Whatever was captured has a name.
+        # All captured operations have a name.
         if not is_operation(node) or {NAME, _EXAMPLE} & node.meta.keys():
             continue
         read = node.all_input_nodes
@@ -312,7 +293,7 @@ def fill_examples(graph: fx.Graph) -> None:
 
 
 def example_outputs(base: fx.GraphModule) -> list[Any]:
-    """Tensors of zeros, and constants, such as the graph returns."""
+    """Return tensors of zeros like the graph's results, and its constant results."""
     returned: Any = base.graph.output_node().args[0]
     examples: list[Any] = []
     for value in returned:
@@ -327,9 +308,10 @@ def example_outputs(base: fx.GraphModule) -> list[Any]:
 def loss_position(
     step: CapturedStep, call: GraphCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> int | None:
-    """Position of the loss among the outputs of a step's graph: the only one with a gradient.
+    """Return the position of the loss among the outputs of a step's graph.
 
-    Among several it is what the step returns, which then runs once on stand-ins for them.
+    It is the only output with a gradient. If there are several, the step runs once on stand-ins
+    for them, and returns the loss.
     """
     if len(call.differentiable) == 1:
         return call.differentiable[0]

@@ -1,7 +1,8 @@
-"""Make the mean over the microbatches of a step's loss the loss of the whole batch."""
+"""Make the mean of the microbatches' losses the loss of the whole batch."""
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from lightning_unitscale.capture.compiled_graph import GraphCall
-from lightning_unitscale.graph.aliasing import memory_roots, written_arguments
 from lightning_unitscale.graph.nodes import (
     INTERNAL,
     example_tensor,
@@ -22,10 +22,11 @@ from lightning_unitscale.graph.passes import StepGraph
 from lightning_unitscale.pipeline.batch_facts import Coupled, Fact, Mean
 from lightning_unitscale.pipeline.batch_rules import Operation
 from lightning_unitscale.pipeline.batchwise import BatchFacts, CountedMean
+from lightning_unitscale.pipeline.dataflow import find_sources
 
 
 class WholeBatch:
-    """What the stages need to know of the whole batch, and what is made of their results."""
+    """Values of the whole batch that the stages of a step need."""
 
     def __init__(self, facts: BatchFacts) -> None:
         self.facts = facts
@@ -46,7 +47,7 @@ class WholeBatch:
         return facts
 
     def note(self, call: GraphCall) -> None:
-        """Compute what the stages need of a batch."""
+        """Compute the values of a batch that the stages need."""
         if self._compute is not None:
             with torch.no_grad():
                 self._values = self._compute(*call.inputs)
@@ -112,14 +113,14 @@ def _remove(graph: fx.Graph, node: fx.Node) -> None:
 def _divide_by(
     loss: fx.Node, count: fx.Node, of_loss: Sequence[fx.Node], mean: CountedMean
 ) -> None:
-    """Let a mean over classes divide by another number than that of its own microbatch."""
+    """Let a mean over classes divide by ``count`` instead of its microbatch's own number."""
     function = _COUNTED.get(loss.target)
     if function is not None:
         given = Operation(loss, loss, {}, 1).bound()
         assert given is not None
         loss.target, loss.args, loss.kwargs = function, (count,), given
         return
-    # Rules have put another function there, which computes the same loss.
+    # Rules have replaced the function by another one, which computes the same loss.
     with loss.graph.inserting_after(loss):
         weighted = loss.graph.call_function(_reweighted, (loss, count, mean.ignore_index, *of_loss))
     weighted.meta[INTERNAL] = True
@@ -139,7 +140,7 @@ def counted_nll_loss(count: Tensor, **kwargs: Any) -> Tensor:
 def _counted(function: Callable[..., Tensor], count: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
     total = function(**{**kwargs, "reduction": "sum"})
     if total.dtype in {torch.float16, torch.bfloat16}:
-        # A sum of many losses is more than such a type can hold.
+        # A sum of many losses overflows or loses precision in these types.
         losses = function(**{**kwargs, "reduction": "none"})
         return (losses.float().sum() / count).to(losses.dtype)
     return total / count
@@ -154,9 +155,9 @@ _COUNTED: Mapping[Any, Callable[..., Tensor]] = {
 def _reweighted(
     loss: Tensor, count: Tensor, ignore_index: int, target: Tensor, weight: Tensor | None = None
 ) -> Tensor:
-    """Return the mean of a microbatch as its part of the batch's; gradients are those of ``loss``.
+    """Return the mean of a microbatch as its part of the batch's, with the gradients of ``loss``.
 
-    A rule scales the gradient of every target alike, however many there are.
+    A rule scales the gradient of every target by the same factor, however many there are.
     """
     with torch.no_grad():
         own = number_of_targets(target, weight, ignore_index)
@@ -172,34 +173,15 @@ def number_of_targets(target: Tensor, weight: Tensor | None, ignore_index: int) 
     return (weight[target.where(counts, 0)] * counts).sum()
 
 
-def _part_of(total: Tensor, count: int) -> Tensor:
-    return total / count
-
-
 def values_of_batch(
     graph_module: fx.GraphModule, wanted: Sequence[fx.Node | CountedMean], count: int
 ) -> Callable[..., tuple[Tensor, ...]]:
-    """Return what computes some values of a graph from its inputs."""
-    source = graph_module.graph
-    roots = memory_roots(source)
-    order = {node: index for index, node in enumerate(source.nodes)}
-    writes: dict[fx.Node, list[fx.Node]] = {}
-    for node in source.nodes:
-        for target in written_arguments(node):
-            writes.setdefault(roots[target], []).append(node)
-    needed: set[fx.Node] = set()
-    pending: list[fx.Node] = []
-    for want in wanted:
-        pending += want.counts_by if isinstance(want, CountedMean) else [want]
-    while pending:
-        node = pending.pop()
-        if node not in needed:
-            needed.add(node)
-            pending += node.all_input_nodes
-            pending += [each for each in writes.get(roots[node], []) if order[each] < order[node]]
+    """Return a function that computes some values of a graph from its inputs."""
+    outputs_of = [want.counts_by if isinstance(want, CountedMean) else [want] for want in wanted]
+    needed = find_sources(graph_module.graph, itertools.chain(*outputs_of))
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    for node in source.nodes:
+    for node in graph_module.graph.nodes:
         if node in needed or node.op == "placeholder":
             copies[node] = graph.node_copy(node, copies.__getitem__)
     outputs = []
@@ -208,7 +190,7 @@ def values_of_batch(
             weight = None if want.weight is None else copies[want.weight]
             arguments = (copies[want.target], weight, want.ignore_index)
             total = graph.call_function(number_of_targets, arguments)
-            outputs.append(graph.call_function(_part_of, (total, count)))
+            outputs.append(graph.call_function(operator.truediv, (total, count)))
         else:
             outputs.append(copies[want])
     graph.output(tuple(outputs))

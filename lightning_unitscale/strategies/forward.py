@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 from lightning_unitscale.graph.nodes import requires_grad
 from lightning_unitscale.patching import nothing, shadowed
 from lightning_unitscale.pipeline.called import (
+    LOGS,
     Arguments,
     as_attribute,
     first_called,
@@ -43,8 +44,6 @@ from lightning_unitscale.strategies.method import (
     Pipelining,
 )
 from lightning_unitscale.strategies.metrics import LoggedMetric, MetricState, SharedMetrics
-
-_LOGS = ("log", "log_dict")
 
 
 class PipelinedForward:
@@ -145,7 +144,7 @@ class PipelinedForward:
         """Return which of the candidates the step calls first, and with which arguments."""
         tensors = [*self.module.parameters(), *self.module.buffers()]
         before = [tensor._version for tensor in tensors]
-        with self._metrics.unchanged(), shadowed(self.module, **dict.fromkeys(_LOGS, nothing)):
+        with self._metrics.unchanged(), shadowed(self.module, **dict.fromkeys(LOGS, nothing)):
             found = first_called(
                 self.module,
                 self._candidates,
@@ -193,7 +192,7 @@ class PipelinedForward:
                 )
             return self._replayed(graph, call.arguments, values, args, kwargs)
 
-        logs = {method: recorder(method) for method in _LOGS}
+        logs = {method: recorder(method) for method in LOGS}
         with shadowed(self.module, **logs), shadowed(self._called_module, forward=once):
             result = self.module.training_step(*call.args, **call.kwargs)
         return result, logged
@@ -223,7 +222,7 @@ class PipelinedForward:
         # The method was captured without the functions that now stand in for it and for logging.
         below, above = vars(self._called_module), vars(self.module)
         forward = below.pop("forward")
-        logs = {name: above.pop(name) for name in _LOGS if name in above}
+        logs = {name: above.pop(name) for name in LOGS if name in above}
         (whole,) = split_evenly((args, kwargs), 1)
         try:
             with self._plain():

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from typing_extensions import override
 
-from lightning_unitscale.graph.nodes import requires_grad, returned_loss
+from lightning_unitscale.graph.nodes import returned_loss
 from lightning_unitscale.pipeline.called import Arguments
 from lightning_unitscale.strategies.method import PipelinedGraph
 from lightning_unitscale.strategies.metrics import detached
@@ -76,7 +76,11 @@ class JointStep:
             except Exception as error:
                 self.failed = error
                 raise
-        places = [i for i, leaf in enumerate(leaves) if requires_grad(leaf)]
+        places = [
+            place
+            for place, leaf in enumerate(leaves)
+            if isinstance(leaf, Tensor) and leaf.requires_grad
+        ]
         values = [outputs[place] for place in places]
         start: Tensor = _StartOfBackward.apply([leaves[place] for place in places], *values)
         return start

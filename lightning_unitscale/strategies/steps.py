@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_unitscale.capture.compiled_graph import CompiledGraph, GraphCall
+from lightning_unitscale.pipeline.called import LOGS
 from lightning_unitscale.pipeline.capture import loss_position, static_shapes
 from lightning_unitscale.pipeline.engine import Replaced
 from lightning_unitscale.pipeline.observed import ObservedStages
@@ -37,7 +38,7 @@ class PipelinedStep(PipelinedMethod):
         pipelining: Pipelining,
         cut_context: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        super().__init__(module, _NAME, pipelining, defer=("log", "log_dict"))
+        super().__init__(module, _NAME, pipelining, defer=LOGS)
         self._cut_context = cut_context
         self._granted: dict[int, Granted] = {}
 
@@ -121,7 +122,7 @@ class PipelinedEvaluation(PipelinedMethod):
         self, module: nn.Module, name: str, pipelining: Pipelining, num_microbatches: int
     ) -> None:
         # Plain: if callbacks make another function of the step, it does not run as a pipeline.
-        super().__init__(module, name, pipelining, defer=("log", "log_dict"), plain=True)
+        super().__init__(module, name, pipelining, defer=LOGS, plain=True)
         self._num_microbatches = num_microbatches
         # By the shapes of the inputs.
         self._graphs_for: dict[tuple[torch.Size, ...], dict[int, CompiledGraph]] = {}
