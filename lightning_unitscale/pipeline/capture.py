@@ -31,13 +31,7 @@ from lightning_unitscale.capture.rollback import restoring
 from lightning_unitscale.dynamo.capture import is_compiled
 from lightning_unitscale.dynamo.graphs import copy_graph_module, fake_mode_of
 from lightning_unitscale.graph.aliasing import memory_roots, written_arguments
-from lightning_unitscale.graph.nodes import (
-    MODULE,
-    NAME,
-    example_tensor,
-    returned_loss,
-    tensor_name,
-)
+from lightning_unitscale.graph.nodes import MODULE, NAME, example_tensor, returned_loss, tensor_name
 from lightning_unitscale.graph.nodes import call as call_of
 from lightning_unitscale.graph.passes import StepGraph
 from lightning_unitscale.patching import shadowed

@@ -28,11 +28,7 @@ class Ownership:
     """The owners of a module's parameters and of the buffers that its steps write."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        num_ranks: int,
-        rank_of: Callable[[int], int],
-        num_shares: int = 1,
+        self, module: nn.Module, num_ranks: int, rank_of: Callable[[int], int], num_shares: int = 1
     ) -> None:
         self._num_ranks = num_ranks
         self.rank_of = rank_of

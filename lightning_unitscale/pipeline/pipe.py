@@ -79,10 +79,7 @@ class Pipe(nn.Module):
     """
 
     def __init__(
-        self,
-        program: Program,
-        stages: list[StageModule],
-        aliases: Mapping[str, str] | None = None,
+        self, program: Program, stages: list[StageModule], aliases: Mapping[str, str] | None = None
     ) -> None:
         super().__init__()
         self.batch_loss = BatchLoss()

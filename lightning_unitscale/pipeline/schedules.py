@@ -43,7 +43,7 @@ class PipelineTimeline:
         return 1 - busy / (self.num_stages * self.seconds)
 
     def picture(self) -> str:
-        """Draw a row per stage, with a digit for each forward and a letter for each backward pass."""
+        """Draw a row per stage: digits are forward passes and letters backward passes."""
         rows = [["."] * _WIDTH for _ in range(self.num_stages)]
         for work in self.work:
             first = round(work.start / self.seconds * _WIDTH)

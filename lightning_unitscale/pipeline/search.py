@@ -85,10 +85,7 @@ def choose_cuts(
 
 
 def _shortest_step(
-    stage_costs: Sequence[_Costs],
-    sends: NDArray[np.float64],
-    total: float,
-    num_microbatches: int,
+    stage_costs: Sequence[_Costs], sends: NDArray[np.float64], total: float, num_microbatches: int
 ) -> list[int]:
     """Return the ends of the stages of the shortest step, with one stage per rank."""
     num_stages = len(stage_costs)

@@ -53,9 +53,7 @@ def is_separable(graph: fx.Graph) -> bool:
 
 
 def backward_inputs(
-    outputs: Sequence[Tensor],
-    gradients: Sequence[Tensor | None] | None,
-    received: Sequence[Tensor],
+    outputs: Sequence[Tensor], gradients: Sequence[Tensor | None] | None, received: Sequence[Tensor]
 ) -> tuple[tuple[Tensor | None, ...], list[WeightGradients]]:
     """Run the first half; return the gradients of ``received``, and those that wait."""
     if gradients is None:

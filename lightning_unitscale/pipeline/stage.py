@@ -273,11 +273,7 @@ def _sent(graph: fx.Graph, value: fx.Node, example: Tensor) -> fx.Node:
 
 
 def _info(
-    program: Program,
-    reads: StageReads,
-    gradients: frozenset[fx.Node],
-    index: int,
-    num_stages: int,
+    program: Program, reads: StageReads, gradients: frozenset[fx.Node], index: int, num_stages: int
 ) -> StageInfo:
     graph_module = program.graph_module
     names = {str(node.target) for node in reads.attributes}

@@ -30,11 +30,7 @@ from lightning_unitscale.capture.steps import steps_of
 from lightning_unitscale.pipeline.batch_facts import Fact, joined
 from lightning_unitscale.pipeline.batchwise import compare_graphs
 from lightning_unitscale.pipeline.called import Arguments, CalledSteps
-from lightning_unitscale.pipeline.capture import (
-    StepProgram,
-    example_outputs,
-    program_of_step,
-)
+from lightning_unitscale.pipeline.capture import StepProgram, example_outputs, program_of_step
 from lightning_unitscale.pipeline.cuts import SplitPolicy, cut_by, num_marks
 from lightning_unitscale.pipeline.engine import PipelineRunner, Replaced
 from lightning_unitscale.pipeline.observed import ObservedStages
