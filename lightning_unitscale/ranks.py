@@ -78,10 +78,20 @@ def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
         raise ValueError(problem)
 
 
+def broadcast_tensor(
+    tensor: Tensor, source: int = 0, group: dist.ProcessGroup | None = None
+) -> None:
+    """Give all ranks of a group the values of the rank ``source``, in place."""
+    # Only contiguous tensors can be sent and received.
+    dense = tensor.contiguous()
+    dist.broadcast(dense, group=group, group_src=source)
+    if dense is not tensor:
+        tensor.copy_(dense)
+
+
 def hand_out(tensor: Tensor, ranks: Sequence[int], group: dist.ProcessGroup | None) -> None:
     """Give ranks the values of the first of them, in place; each of them calls it."""
     first, *others = ranks
-    # Only contiguous tensors can be sent and received.
     dense = tensor.contiguous()
     if dist.get_rank(group) == first:
         for other in others:

@@ -389,7 +389,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a pipeline's losses are not weighted by their targets",
-        "pipeline/batch_loss.py",
+        "pipeline/whole_batch.py",
         "            weights = len(microbatches) * counts / counts.sum()",
         "            weights = torch.ones_like(counts)",
         "pipeline/test_batch_loss.py -k tokens",
@@ -1314,7 +1314,7 @@ MUTATIONS = (
     ),
     Mutation(
         "memory that two parameters share is freed",
-        "strategies/freed_parameters.py",
+        "strategies/owners.py",
         "if held[_storage(param)] == 1",
         "if held[_storage(param)]",
         "strategies/test_owners.py",
@@ -1343,8 +1343,8 @@ MUTATIONS = (
     Mutation(
         "terms of a sum are added as they are",
         "pipeline/batch_rules.py",
-        "                self.powers[operation.node.name, node.name] = fact.power",
-        "                pass",
+        "            powers[operation.node.name, node.name] = fact.power",
+        "            pass",
         "pipeline/test_batchwise.py::test_the_loss_and_the_gradients_of_the_batch[mixture-4]",
     ),
     Mutation(
@@ -1363,35 +1363,35 @@ MUTATIONS = (
     ),
     Mutation(
         "the joint step forgets accumulation",
-        "strategies/joint.py",
+        "strategies/forward.py",
         " / self._graph.runner.num_accumulated).backward()",
         ").backward()",
         "strategies/test_around.py::test_the_training_of_one_device[tokens]",
     ),
     Mutation(
         "gradients of what another rank owns are kept",
-        "strategies/freed_parameters.py",
+        "strategies/owners.py",
         "            param.grad = None\n            if not",
         "            if not",
         "strategies/test_owners.py",
     ),
     Mutation(
         "tied weights are two in a state that outlives its memory",
-        "strategies/freed_parameters.py",
+        "strategies/owners.py",
         "key = (_storage(leaf), leaf.storage_offset(), leaf.shape, leaf.stride())",
         "key = id(leaf)",
         "strategies/test_owners.py",
     ),
     Mutation(
         "values that were lost are zeros",
-        "strategies/freed_parameters.py",
+        "strategies/owners.py",
         "lost.fill_(torch.nan)",
         "lost.zero_()",
         "strategies/test_owners.py",
     ),
     Mutation(
         "hooks that read weights are not noticed",
-        "strategies/freed_parameters.py",
+        "strategies/owners.py",
         "            cls.is_read = True\n",
         "            pass\n",
         "strategies/test_validation_hooks.py -k counts_as_read",
@@ -1433,7 +1433,7 @@ MUTATIONS = (
     ),
     Mutation(
         "views of a freed parameter are handed out",
-        "strategies/freed_parameters.py",
+        "strategies/owners.py",
         "return bool(attribute) and attribute not in _VIEWS",
         "return bool(attribute)",
         "strategies/test_owners.py",

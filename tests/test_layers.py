@@ -80,7 +80,7 @@ TORCH_ADAPTERS = (
     "profiler/fake_device.py",
     "profiler/sharded.py",
     "remat/partitioner.py",
-    "strategies/freed_parameters.py",
+    "strategies/owners.py",
     "watching/torch_state.py",
 )
 

@@ -59,12 +59,6 @@ _ELEMENTWISE_LOSSES = frozenset(
 )  # fmt: skip
 
 
-def _line_of(node: fx.Node) -> str:
-    """Return the place in the code that made a node, for messages."""
-    line = line_of(node)
-    return f" (in {Path(line[0]).name}:{line[1]})" if line else ""
-
-
 @dataclass(frozen=True)
 class Operation:
     """An operation in the graphs of a microbatch (``node``) and of the batch (``whole``)."""
@@ -90,7 +84,9 @@ class Operation:
 
     def coupled(self, why: str) -> Coupled:
         """Return the relation of a result that does not follow from the microbatches."""
-        return Coupled(f"{tensor_name(self.node)} {why}{_line_of(self.node)}")
+        line = line_of(self.node)
+        place = f" (in {Path(line[0]).name}:{line[1]})" if line else ""
+        return Coupled(f"{tensor_name(self.node)} {why}{place}")
 
     def argument(self, name: str, position: int, default: Any = None) -> Any:
         """Return an argument by its name or position."""
@@ -127,23 +123,17 @@ def argument_of(node: fx.Node, name: str, position: int, default: Any = None) ->
     return node.args[position] if position < len(node.args) else default
 
 
-@dataclass
-class Alignment:
-    """Terms of sums with different powers, which have to be multiplied first."""
-
-    powers: dict[tuple[str, str], int]
-
-    def align(self, operation: Operation) -> bool:
-        """Note that all tensors of a sum need the power 0; constants must be the same."""
-        if any(power_of(a, b, operation.count) != 0 for a, b in operation.numbers()):
-            return False
-        for node, fact in operation.facts.items():
-            if isinstance(fact, (Mean, Same)) and fact.power:
-                self.powers[operation.node.name, node.name] = fact.power
-        return True
+def _align(operation: Operation, powers: dict[tuple[str, str], int]) -> bool:
+    """Note the powers of a sum's terms, by which they are multiplied; constants must be equal."""
+    if any(power_of(a, b, operation.count) != 0 for a, b in operation.numbers()):
+        return False
+    for node, fact in operation.facts.items():
+        if isinstance(fact, (Mean, Same)) and fact.power:
+            powers[operation.node.name, node.name] = fact.power
+    return True
 
 
-def of_reduced(operation: Operation, alignment: Alignment) -> Fact:
+def of_reduced(operation: Operation, term_powers: dict[tuple[str, str], int]) -> Fact:
     """Return the relation of a result without samples, made of means and shared values."""
     name, facts = operation.name, [fact for _, fact in operation.read]
     means = [fact for fact in facts if isinstance(fact, Mean)]
@@ -155,7 +145,7 @@ def of_reduced(operation: Operation, alignment: Alignment) -> Fact:
         is_plain = len(powers) == 1 and len(facts) == len(means) and not any(_numbers_in(operation))
         if is_plain:
             return Mean(powers.pop())
-        if alignment.align(operation):
+        if _align(operation, term_powers):
             return Mean()
         return operation.coupled("adds a number that depends on the size of the batch")
     power = operation.factors()

@@ -25,7 +25,6 @@ from lightning_unitscale.pipeline.batch_facts import Coupled, Fact, Mean, Rows, 
 from lightning_unitscale.pipeline.batch_rules import (
     ARITHMETIC,
     COUNTED,
-    Alignment,
     Operation,
     argument_of,
     of_reduced,
@@ -83,8 +82,8 @@ class BatchFacts:
     of_batch: dict[str, tuple[fx.Node, fx.Node]] = field(default_factory=dict)
     # Means over classes, with those of ``graph``.
     counted: dict[str, tuple[CountedMean, CountedMean]] = field(default_factory=dict)
-    # Terms that are multiplied before they are added to others.
-    alignment: Alignment = field(default_factory=lambda: Alignment({}))
+    # Powers of terms, which are multiplied before they are added: by names of sum and term.
+    term_powers: dict[tuple[str, str], int] = field(default_factory=dict)
 
 
 def compare_graphs(part: GraphCall, whole: GraphCall, count: int) -> BatchFacts:
@@ -114,7 +113,7 @@ class _Comparison:
     def __init__(self, found: BatchFacts, are_data: Sequence[bool]) -> None:
         self._found = found
         self._count = found.count
-        self._are_data = are_data
+        self._data_inputs = {index for index, is_data in enumerate(are_data) if is_data}
 
     def walk(
         self, part: fx.GraphModule, whole: fx.GraphModule, given: list[Any] | None = None
@@ -131,8 +130,10 @@ class _Comparison:
         inputs = {node: i for i, node in enumerate(part.graph.find_nodes(op="placeholder"))}
         for node, other in pairs:
             if node in inputs:
-                facts[node] = self._of_input(node, other) if given is None else given[inputs[node]]
-                if given is None and roots[node] not in written and self._is_data(inputs[node]):
+                position = inputs[node]
+                facts[node] = self._of_input(node, other) if given is None else given[position]
+                is_data = given is None and position in self._data_inputs
+                if is_data and roots[node] not in written:
                     data.add(node)
                 continue
             if node.op == "get_attr":
@@ -167,9 +168,6 @@ class _Comparison:
         if dims is None or len(dims) > 1:
             return Coupled(f"{tensor_name(node)} has other sizes for the batch")
         return Rows(dims[0]) if dims else Same()
-
-    def _is_data(self, position: int) -> bool:
-        return position < len(self._are_data) and self._are_data[position]
 
     def _of_checkpoint(
         self,
@@ -233,7 +231,7 @@ class _Comparison:
         if Rows in kinds:
             return of_reduction(operation)
         if Mean in kinds:
-            return of_reduced(operation, self._found.alignment)
+            return of_reduced(operation, self._found.term_powers)
         if operation.name in ARITHMETIC and operation.factors() != 0:
             return operation.coupled("computes with the size of the batch")
         if any(isinstance(fact, Same) and fact.power for fact in known.values()):

@@ -16,7 +16,7 @@ import types
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch._dynamo.config
@@ -44,8 +44,10 @@ from lightning_unitscale.pipeline.program import (
     loss_index,
     named_tensors,
 )
-from lightning_unitscale.pipeline.whole_batch import WholeBatch
 from lightning_unitscale.profiler.api import refuse_lazy, refuse_without_forward
+
+if TYPE_CHECKING:
+    from lightning_unitscale.pipeline.whole_batch import WholeBatch
 
 _EXAMPLE = "example_value"
 # Types that a captured graph can return.
@@ -84,7 +86,15 @@ def capture_program(
             f"{len(inputs)}. Pass only tensors and plain values as arguments."
         )
     _name_by_origin(graph)
-    _refuse_written_inputs(module, graph)
+    roots = memory_roots(graph)
+    for node in graph.nodes:
+        for target in written_arguments(node):
+            if roots[target].op == "placeholder":
+                raise ValueError(
+                    f"{type(module).__name__}: {tensor_name(node)} writes into the argument "
+                    f"{tensor_name(roots[target])}. Every stage reads its own copy of the "
+                    "arguments. Clone the argument first."
+                )
     outputs: Any = graph.output_node().args[0]
     structured = tree_unflatten(list(outputs), out_spec)
     scalars = [_can_be_loss(output) for output in outputs]
@@ -176,18 +186,6 @@ def _name_by_origin(graph: fx.Graph) -> None:
             node.meta[MODULE] = ""
         if node.op == "get_attr":
             node.meta[NAME] = str(node.target)
-
-
-def _refuse_written_inputs(module: nn.Module, graph: fx.Graph) -> None:
-    roots = memory_roots(graph)
-    for node in graph.nodes:
-        for target in written_arguments(node):
-            if roots[target].op == "placeholder":
-                raise ValueError(
-                    f"{type(module).__name__}: {tensor_name(node)} writes into the argument "
-                    f"{tensor_name(roots[target])}. Every stage reads its own copy of the "
-                    "arguments. Clone the argument first."
-                )
 
 
 def _can_be_loss(value: object) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.pipelining import SplitPoint, pipe_split
 from torch.utils.hooks import RemovableHandle
 
-from lightning_unitscale.arguments import nearest
+from lightning_unitscale.arguments import check_instance, nearest
 from lightning_unitscale.graph.aliasing import memory_roots, written_arguments
 from lightning_unitscale.graph.nodes import op_name
 from lightning_unitscale.pipeline.dataflow import is_operation, is_switch
@@ -64,7 +64,16 @@ def annotate_split_points(
         >>> handles = annotate_split_points(model, {"1": SplitPoint.BEGINNING})
         >>> handles[0].remove()
     """
-    _check(module, spec)
+    paths = dict(module.named_modules())
+    for path, edge in spec.items():
+        if not path or path not in paths:
+            example = nearest(path, filter(None, paths)) or "layers.1"
+            raise ValueError(
+                f"split_spec={dict(spec)!r}: {type(module).__name__} has no submodule {path!r}; "
+                f"expected paths of named_modules(), such as {example!r}; correct the path."
+            )
+        expected = "SplitPoint.BEGINNING or SplitPoint.END"
+        check_instance(f"split_spec[{path!r}]", edge, SplitPoint, expected, "pass one of them")
     handles = []
     for path, edge in spec.items():
         target = module.get_submodule(path)
@@ -87,21 +96,6 @@ def marked(module: nn.Module, spec: Mapping[str, SplitPoint] | None) -> Iterator
 
 def _split(*_: Any) -> None:
     pipe_split()
-
-
-def _check(module: nn.Module, spec: Mapping[str, SplitPoint]) -> None:
-    paths = dict(module.named_modules())
-    for path, edge in spec.items():
-        if not path or path not in paths:
-            example = nearest(path, filter(None, paths)) or "layers.1"
-            raise ValueError(
-                f"split_spec={dict(spec)!r}: {type(module).__name__} has no submodule {path!r}; "
-                f"expected paths of named_modules(), such as {example!r}; correct the path."
-            )
-        if not isinstance(edge, SplitPoint):
-            raise TypeError(
-                f"split_spec[{path!r}]={edge!r}: expected SplitPoint.BEGINNING or SplitPoint.END."
-            )
 
 
 def num_marks(program: Program) -> int:
@@ -138,7 +132,13 @@ def assign_stages(graph_module: fx.GraphModule) -> tuple[dict[fx.Node, int], int
     A mark in a region that cannot be cut (between the first and the last write into a tensor, or
     in a ``vmap``) takes effect after the region.
     """
-    _refuse_nested_marks(graph_module)
+    for name, nested in graph_module.named_modules():
+        is_graph = name and isinstance(nested, fx.GraphModule)
+        if is_graph and any(map(is_mark, nested.graph.nodes)):
+            raise ValueError(
+                f"pipe_split(): a cut is inside {name} (a checkpoint or a branch), which runs as a "
+                "whole. Move the cut out of it."
+            )
     graph = graph_module.graph
     keep_items_with_their_tuples(graph)
     closed = _closed_positions(graph)
@@ -217,13 +217,3 @@ def _closed_regions(graph: fx.Graph, positions: dict[fx.Node, int]) -> Iterator[
             for user in node.users:
                 if user.op != "output":
                     yield position, positions[user]
-
-
-def _refuse_nested_marks(graph_module: fx.GraphModule) -> None:
-    for name, nested in graph_module.named_modules():
-        is_graph = name and isinstance(nested, fx.GraphModule)
-        if is_graph and any(map(is_mark, nested.graph.nodes)):
-            raise ValueError(
-                f"pipe_split(): a cut is inside {name} (a checkpoint or a branch), which runs as a "
-                "whole. Move the cut out of it."
-            )

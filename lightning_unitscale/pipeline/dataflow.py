@@ -91,36 +91,33 @@ def respect_callers_grad_mode(graph: fx.Graph) -> None:
         switch.target, switch.args = _switch_grad, (switch.args[0], callers)
 
 
-class _Dataflow:
-    """The values that each stage takes, and the values that are sent."""
+def _find_flow(
+    graph_module: fx.GraphModule, stages: Mapping[fx.Node, int], num_stages: int
+) -> tuple[list[set[fx.Node]], dict[fx.Node, tuple[int, int]]]:
+    """Return each stage's inputs and recomputed nodes, and first and last stage of sent values."""
+    recomputable = find_recomputable(graph_module)
+    taken: list[set[fx.Node]] = [set() for _ in range(num_stages)]
+    spans: dict[fx.Node, tuple[int, int]] = {}
 
-    def __init__(
-        self, graph_module: fx.GraphModule, stages: Mapping[fx.Node, int], num_stages: int
-    ) -> None:
-        self._home = stages
-        self._recomputable = find_recomputable(graph_module)
-        # For each stage its arguments, attributes and recomputed operations.
-        self.taken: list[set[fx.Node]] = [set() for _ in range(num_stages)]
-        # First and last stage of each value that is sent.
-        self.spans: dict[fx.Node, tuple[int, int]] = {}
-        for node, stage in stages.items():
-            self._read_by(node, stage)
-        self._read_by(graph_module.graph.output_node(), num_stages - 1)
-
-    def _read_by(self, reader: fx.Node, stage: int) -> None:
+    def read_by(reader: fx.Node, stage: int) -> None:
         if is_switch(reader):
-            return  # every stage that a region reaches into enters it again
+            return  # every stage that a region extends into enters it again
         for node in reader.all_input_nodes:
-            home = self._home.get(node)
-            if home == stage or node in self.taken[stage]:
+            home = stages.get(node)
+            if home == stage or node in taken[stage]:
                 continue
-            if home is None or node in self._recomputable:
-                self.taken[stage].add(node)
+            if home is None or node in recomputable:
+                taken[stage].add(node)
                 if home is not None:
-                    self._read_by(node, stage)
+                    read_by(node, stage)
             else:
-                _, last = self.spans.get(node, (home, home))
-                self.spans[node] = home, max(last, stage)
+                _, last = spans.get(node, (home, home))
+                spans[node] = home, max(last, stage)
+
+    for node, stage in stages.items():
+        read_by(node, stage)
+    read_by(graph_module.graph.output_node(), num_stages - 1)
+    return taken, spans
 
 
 def find_reads(
@@ -128,17 +125,17 @@ def find_reads(
 ) -> list[StageReads]:
     """Return the inputs of every stage; stages in between relay values for later stages."""
     graph = graph_module.graph
-    flow = _Dataflow(graph_module, stages, num_stages)
-    for node in flow.spans:
+    taken_by_stage, spans_of = _find_flow(graph_module, stages, num_stages)
+    for node in spans_of:
         if not isinstance(node.meta.get("example_value"), Tensor):
             raise RuntimeError(
                 f"{tensor_name(node)} of {node.meta.get(MODULE)!r} is needed after a cut, but it "
                 f"is no tensor ({op_name(node)}). Only tensors can be sent. Move the cut."
             )
     roots = memory_roots(graph)
-    spans = [(node, *flow.spans[node]) for node in graph.nodes if node in flow.spans]
+    spans = [(node, *spans_of[node]) for node in graph.nodes if node in spans_of]
     reads = []
-    for index, taken in enumerate(flow.taken):
+    for index, taken in enumerate(taken_by_stage):
         in_order = [node for node in graph.nodes if node in taken]
         operations = [node for node, stage in stages.items() if stage == index]
         written = {roots[target] for node in operations for target in written_arguments(node)}
@@ -153,11 +150,6 @@ def find_reads(
                 operations=operations,
             )
         )
-    _refuse_shared_writes(reads)
-    return reads
-
-
-def _refuse_shared_writes(reads: list[StageReads]) -> None:
     names = [{str(node.target) for node in stage_reads.attributes} for stage_reads in reads]
     for stage, stage_reads in enumerate(reads):
         for fqn in stage_reads.written:
@@ -167,6 +159,7 @@ def _refuse_shared_writes(reads: list[StageReads]) -> None:
                     f"buffer {fqn}: stage {stage} writes into it and stages {users} use it. A "
                     "buffer that is written must be in one stage. Move the cuts."
                 )
+    return reads
 
 
 def crossing_bytes(graph_module: fx.GraphModule, loss: fx.Node | None) -> dict[fx.Node, int]:
@@ -176,7 +169,8 @@ def crossing_bytes(graph_module: fx.GraphModule, loss: fx.Node | None) -> dict[f
     gradients = find_gradients(graph_module, loss)
     changes = [0] * (len(operations) + 1)
     # The dataflow as if every operation were a stage.
-    for node, (first, last) in _Dataflow(graph_module, stages, len(stages)).spans.items():
+    _, spans = _find_flow(graph_module, stages, len(stages))
+    for node, (first, last) in spans.items():
         example = node.meta.get("example_value")
         if isinstance(example, Tensor):
             directions = 2 if can_have_gradient(example) and node in gradients else 1

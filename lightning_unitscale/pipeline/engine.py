@@ -24,13 +24,13 @@ from lightning_unitscale.pipeline.pipe import Pipe
 from lightning_unitscale.pipeline.program import split_batch
 from lightning_unitscale.pipeline.schedules import find_schedule
 from lightning_unitscale.pipeline.stage import StageModule
-from lightning_unitscale.pipeline.torch_engine import AscendingBFS, BreadthFirst, EngineStage
+from lightning_unitscale.pipeline.torch_engine import BreadthFirst, EngineStage
 
+# ``LoopedBFS`` runs by :class:`BreadthFirst`.
 _ENGINES: dict[str, Callable[..., Any]] = {
     "GPipe": ScheduleGPipe,
     "1F1B": Schedule1F1B,
     "Interleaved1F1B": ScheduleInterleaved1F1B,
-    "LoopedBFS": AscendingBFS,
     "InterleavedZeroBubble": ScheduleInterleavedZeroBubble,
     "ZBVZeroBubble": ScheduleZBVZeroBubble,
     "DualPipeV": ScheduleDualPipeV,
@@ -170,7 +170,7 @@ class PipelineRunner:
             )
         if self._training is None:
             self._trained = self._engine_stages(True)
-            if finish is not None:
+            if finish is not None or self.schedule.name not in _ENGINES:
                 self._training = BreadthFirst(
                     self.schedule, self._trained, self.num_microbatches, self._mean_part
                 )

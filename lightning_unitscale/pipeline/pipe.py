@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, SplitPoint
 from typing_extensions import override
 
-from lightning_unitscale.arguments import check_callable, check_instance, shown
-from lightning_unitscale.pipeline.batch_loss import BatchLoss, batch_loss_of
+from lightning_unitscale.arguments import check_callable, check_instance
 from lightning_unitscale.pipeline.capture import capture_program
 from lightning_unitscale.pipeline.cuts import SplitPolicy, cut_by, marked, num_marks
 from lightning_unitscale.pipeline.program import LossSpec, Program, split_batch
 from lightning_unitscale.pipeline.stage import StageInfo, StageModule, build_stages
 from lightning_unitscale.pipeline.torch_engine import EngineStage
+from lightning_unitscale.pipeline.whole_batch import BatchLoss, batch_loss_of
 
 
 @dataclass(frozen=True)
@@ -226,16 +226,9 @@ def build_pipe(program: Program, module: nn.Module) -> Pipe:
     buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
     state = module.state_dict(keep_vars=True)
     stages = build_stages(program, buffers & state.keys())
-    names = {
-        id(tensor): name
-        for stage in stages
-        for name, tensor in stage.state_dict(keep_vars=True).items()
-    }
-    aliases = {
-        name: names[id(tensor)]
-        for name, tensor in state.items()
-        if id(tensor) in names and names[id(tensor)] != name
-    }
+    states = [stage.state_dict(keep_vars=True) for stage in stages]
+    names = {id(tensor): name for own in states for name, tensor in own.items()}
+    aliases = {name: names[id(tensor)] for name, tensor in state.items() if id(tensor) in names}
     return Pipe(program, stages, aliases)
 
 
@@ -289,16 +282,11 @@ def pipeline(
             "cut; expected one of them; leave one out."
         )
     args = (mb_args,) if isinstance(mb_args, Tensor) else mb_args
-    if not isinstance(args, (tuple, list)):
-        raise TypeError(
-            f"mb_args={shown(mb_args)}: no arguments; expected a tuple of the arguments of one "
-            "microbatch; pass (x,) for one argument."
-        )
-    if mb_kwargs is not None and not isinstance(mb_kwargs, Mapping):
-        raise TypeError(
-            f"mb_kwargs={shown(mb_kwargs)}: no keyword arguments; expected a dict of them; pass "
-            "several positional arguments as one tuple, mb_args."
-        )
+    expected = "a tuple of the arguments of one microbatch"
+    check_instance("mb_args", args, (tuple, list), expected, "pass (x,) for one argument")
+    if mb_kwargs is not None:
+        advice = "pass several positional arguments as one tuple, mb_args"
+        check_instance("mb_kwargs", mb_kwargs, Mapping, "a dict of keyword arguments", advice)
     with marked(module, split_spec):
         example = tuple(args), dict(mb_kwargs or {})
         program = capture_program(module, *example, loss_spec=loss_spec)

@@ -66,14 +66,18 @@ def backward_inputs(
     asked = [tensor for tensor in received if tensor.requires_grad]
     roots = [edge.node for edge, _ in starts]
     nodes = _in_order(roots)
-    dependent = _leading_to({get_gradient_edge(tensor).node for tensor in asked}, nodes)
+    # The nodes whose gradients lead to a received tensor.
+    dependent = {get_gradient_edge(tensor).node for tensor in asked}
+    for node, targets in reversed(nodes.items()):
+        if not dependent.isdisjoint(targets):
+            dependent.add(node)
     waiting, at_once = _parameters(nodes, dependent, roots)
     handles = []
-    for node, part in waiting.items():
-        if node is None:
+    for source, part in waiting.items():
+        if source is None:
             part.starts += [start for start in starts if start[0].node not in dependent]
         else:
-            handles.append(node.register_prehook(partial(_start_from, part, node)))
+            handles.append(source.register_prehook(partial(_start_from, part, source)))
     try:
         _run(starts, [*asked, *at_once], retain_graph=bool(waiting))
     finally:
@@ -124,15 +128,6 @@ def _in_order(roots: Iterable[Node]) -> dict[Node, list[Node]]:
             pending.append((node, True))
             pending += [(target, False) for target in targets[node]]
     return {node: targets[node] for node in reversed(finished)}
-
-
-def _leading_to(goals: Collection[Node], nodes: Mapping[Node, Sequence[Node]]) -> set[Node]:
-    """Return the goals, and the nodes whose gradients lead to one."""
-    leading = set(goals)
-    for node in reversed(list(nodes)):
-        if not leading.isdisjoint(nodes[node]):
-            leading.add(node)
-    return leading
 
 
 def _parameters(

@@ -158,13 +158,13 @@ _Data = tuple[list[tuple[Any, ...]], dict[str, Any]]
 
 
 def _as_data(graph_module: fx.GraphModule) -> _Data:
-    def referred(value: Any) -> Any:
-        return _Reference(value.name) if isinstance(value, fx.Node) else value
-
     operations, attributes = [], {}
     for node in graph_module.graph.nodes:
-        args, kwargs = map_aggregate(node.args, referred), map_aggregate(node.kwargs, referred)
-        operations.append((node.op, node.target, tuple(args), dict(kwargs), node.name))
+        arguments = map_aggregate(
+            (node.args, node.kwargs),
+            lambda value: _Reference(value.name) if isinstance(value, fx.Node) else value,
+        )
+        operations.append((node.op, node.target, *arguments, node.name))
         if node.op == "get_attr":
             value = attrgetter(node.target)(graph_module)
             is_graph = isinstance(value, fx.GraphModule)
@@ -177,11 +177,10 @@ def _graph_of(data: _Data) -> tuple[fx.Graph, dict[str, Any]]:
     graph = fx.Graph()
     nodes: dict[str, fx.Node] = {}
 
-    def resolved(value: Any) -> Any:
-        return nodes[value] if isinstance(value, _Reference) else value
-
-    for op, target, args, kwargs, name in operations:
-        args, kwargs = map_aggregate(args, resolved), map_aggregate(kwargs, resolved)
+    for op, target, *arguments, name in operations:
+        args, kwargs = map_aggregate(
+            arguments, lambda value: nodes[value] if isinstance(value, _Reference) else value
+        )
         nodes[name] = graph.create_node(op, target, args, kwargs, name)
     for name, value in attributes.items():
         if isinstance(value, tuple):

@@ -8,7 +8,7 @@ Workarounds, on torch 2.13 and 2.11:
 - A stage with nothing to differentiate (a frozen one) has no backward pass.
 - Zero-bubble schedules send gradients as they come, and only contiguous tensors can be sent.
 - ``LoopedBFS`` adds gradients up from the last microbatch to the first, unlike all other schedules.
-  Here it begins with the first, which takes as long.
+  :class:`BreadthFirst` begins with the first, which takes as long.
 - Multi-stage schedules fail, or run empty backward passes, if there are forward passes alone.
 
 On torch 2.11 only (:class:`StageOnTorch211`): every received tensor requires a gradient, integers
@@ -18,8 +18,8 @@ itself, which gloo refuses.
 
 Undocumented names, checked on torch 2.13 and 2.11: ``forward_maybe_with_nosync`` and
 ``backward_maybe_with_nosync`` of ``PipelineStage``; ``_PipelineScheduleRuntime`` with its
-``pipeline_order_with_comms``, ``_add_send_recv``, ``_calculate_single_rank_operations``,
-``_Action`` and ``_ComputationType``. On torch 2.11: ``_prepare_forward_infra``,
+``pipeline_order_with_comms``, ``_add_send_recv``, ``_Action`` and ``_ComputationType``. On torch
+2.11: ``_prepare_forward_infra``,
 ``_create_grad_recv_info``, ``_create_grad_send_info``, ``_get_recv_ops``,
 ``_retrieve_recv_activations``,
 ``_validate_fwd_outputs`` and ``_get_init_p2p_neighbors_ops`` of ``PipelineStage``.
@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining import PipelineStage, ScheduleLoopedBFS
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     _Action,
     _add_send_recv,
@@ -266,17 +266,3 @@ class BreadthFirst(_PipelineScheduleRuntime):
             stage_to_rank=self.stage_index_to_group_rank.__getitem__,
             num_stages=self._num_stages,
         )
-
-
-class AscendingBFS(ScheduleLoopedBFS):
-    """Run breadth first, with the backward passes in the order of the microbatches."""
-
-    @override
-    def _calculate_single_rank_operations(self, rank: int) -> list[_Action | None]:
-        last = self._n_microbatches - 1
-        return [
-            action._replace(microbatch_index=last - action.microbatch_index)
-            if action is not None and action.computation_type is _ComputationType.FULL_BACKWARD
-            else action
-            for action in super()._calculate_single_rank_operations(rank)
-        ]

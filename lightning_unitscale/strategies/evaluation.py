@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -22,10 +22,9 @@ from typing_extensions import override
 from lightning_unitscale.capture.steps import steps_of
 from lightning_unitscale.dispatch.attach import run_in_session
 from lightning_unitscale.ranks import any_rank
-from lightning_unitscale.strategies.freed_parameters import Watch
 from lightning_unitscale.strategies.grid import GridStrategy
 from lightning_unitscale.strategies.method import NotPipelinedError, Pipelining
-from lightning_unitscale.strategies.owners import Owners
+from lightning_unitscale.strategies.owners import Owners, Watch
 from lightning_unitscale.strategies.steps import PipelinedEvaluation
 
 # The hooks that run before the batches of a validation.
@@ -202,8 +201,7 @@ class SavingStrategy(EvaluatingStrategy):
         """Return the optimizer state of a single device, on the first rank only."""
         inner = getattr(optimizer, "_optimizer", optimizer)
         if self._owners is None or self._is_interrupted:
-            state: dict[str, Any] = inner.state_dict()
-            return state
+            return cast(dict[str, Any], inner.state_dict())
         if self.grid.replicas.rank and not self.shard_optimizer:
             return {}
         return self._owners.optimizer_state(inner)

@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map, tree_map_only
+from typing_extensions import override
 
-from lightning_unitscale.graph.nodes import requires_grad
+from lightning_unitscale.graph.nodes import requires_grad, returned_loss
 from lightning_unitscale.patching import nothing, shadowed
 from lightning_unitscale.pipeline.called import (
     LOGS,
@@ -36,14 +38,119 @@ from lightning_unitscale.pipeline.dataflow import parameters_behind
 from lightning_unitscale.pipeline.program import leaves_of, split_evenly
 from lightning_unitscale.ranks import broadcast
 from lightning_unitscale.strategies.checks import check_equal
-from lightning_unitscale.strategies.joint import JointStep, Logged, StepCall
 from lightning_unitscale.strategies.method import (
     NotPipelinedError,
     PipelinedGraph,
     PipelinedMethod,
     Pipelining,
 )
-from lightning_unitscale.strategies.metrics import LoggedMetric, MetricState, SharedMetrics
+from lightning_unitscale.strategies.metrics import (
+    LoggedMetric,
+    MetricState,
+    SharedMetrics,
+    detached,
+)
+
+# A call of ``self.log`` or ``self.log_dict``: method, positional and keyword arguments.
+Logged = tuple[str, tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass
+class StepCall:
+    """A call of a step, which runs up to the pipeline and once more as a whole."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    # Gives the same random numbers each time, on every rank.
+    seed: int
+    device: torch.device
+    # The arguments with which the step calls the pipeline.
+    arguments: Arguments = ((), {})
+
+    @contextlib.contextmanager
+    def seeded(self) -> Iterator[None]:
+        """Seed the random numbers within this context, in which the step runs."""
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(self.seed)
+            yield
+
+
+# Runs the step, and returns its result and its calls of the log methods.
+Around = Callable[[PipelinedGraph, StepCall, list[Any]], tuple[Any, list[Logged]]]
+
+
+class JointStep:
+    """Runs the step on the rank of the last stage, when it has the outputs of all microbatches."""
+
+    def __init__(self, graph: PipelinedGraph, call: StepCall, around: Around) -> None:
+        self._graph = graph
+        self._call = call
+        self._around = around
+        self._outputs: dict[int, list[Any]] = {}
+        # The result of the step without gradients, and its calls of the log methods.
+        self.result: Any = None
+        self.logged: list[Logged] = []
+        # Positions of the outputs that the loss uses.
+        self.used: tuple[int, ...] = ()
+        # The error of the user's code.
+        self.failed: Exception | None = None
+
+    def finish(self, index: int, outputs: Sequence[Any]) -> Tensor:
+        """Take the outputs of a microbatch, and return the tensor that begins its backward pass."""
+        leaves = tree_map_only(
+            Tensor, lambda value: value.detach().requires_grad_(value.requires_grad), list(outputs)
+        )
+        self._outputs[index] = leaves
+        if len(self._outputs) == self._graph.runner.num_microbatches:
+            try:
+                self._run()
+            except Exception as error:
+                self.failed = error
+                raise
+        pairs = zip(leaves, outputs, strict=True)
+        needed = [pair for pair in pairs if isinstance(pair[0], Tensor) and pair[0].requires_grad]
+        start: Tensor = _StartOfBackward.apply(
+            [leaf for leaf, _ in needed], *(output for _, output in needed)
+        )
+        return start
+
+    def _run(self) -> None:
+        parts = [self._outputs[index] for index in sorted(self._outputs)]
+        with self._call.seeded():
+            result, self.logged = self._around(self._graph, self._call, self._graph.joined(parts))
+        loss = returned_loss(result)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise RuntimeError(
+                f"training_step returned {type(loss).__name__}. Return a loss of one number with a "
+                "gradient, or a dict with the key 'loss'."
+            )
+        # The caller's autocast is for forward passes.
+        with torch.autocast(self._call.device.type, enabled=False):
+            (loss / self._graph.runner.num_accumulated).backward()
+        self.used = tuple(
+            place
+            for place, leaves in enumerate(zip(*parts, strict=True))
+            if any(isinstance(leaf, Tensor) and leaf.grad is not None for leaf in leaves)
+        )
+        self.result = tree_map(detached, result)
+
+
+class _StartOfBackward(torch.autograd.Function):
+    """Begins a microbatch's backward pass with the gradients that the joint step has left."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, leaves: list[Tensor], *outputs: Tensor) -> Tensor:
+        """Return zero: the gradients come later."""
+        ctx.leaves = leaves
+        return outputs[0].new_zeros(())
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Return the gradients, and zeros for an output that the loss does not use."""
+        found = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in ctx.leaves]
+        return None, *found
 
 
 class PipelinedForward:
@@ -70,7 +177,15 @@ class PipelinedForward:
     @property
     def called(self) -> str:
         """Return the name of the module that the step calls, for messages."""
-        return as_attribute("" if self._method is None else self._method.name.rpartition(".")[0])
+        return as_attribute(self._path)
+
+    @property
+    def _path(self) -> str:
+        return "" if self._method is None else self._method.name.rpartition(".")[0]
+
+    @property
+    def _called(self) -> nn.Module:
+        return self.module.get_submodule(self._path)
 
     def __call__(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run forward and backward of one batch, and return the step's result, detached."""
@@ -87,11 +202,8 @@ class PipelinedForward:
                 if joint.failed is not None:
                     raise joint.failed from None
                 raise
-        changes: dict[str, MetricState] = {}
-        outside: list[str] = []
-        if graph.runner.is_last:
-            outside = self._used_outside()
-            changes = self._metrics.changes(counted)
+        outside = self._used_outside() if graph.runner.is_last else []
+        changes = self._metrics.changes(counted) if graph.runner.is_last else {}
         return self._share(graph, joint, outside, changes)
 
     def _captured(self, call: StepCall) -> tuple[PipelinedGraph, list[list[Any]]]:
@@ -193,14 +305,9 @@ class PipelinedForward:
             return self._replayed(graph, call.arguments, values, args, kwargs)
 
         logs = {method: recorder(method) for method in LOGS}
-        with shadowed(self.module, **logs), shadowed(self._called_module, forward=once):
+        with shadowed(self.module, **logs), shadowed(self._called, forward=once):
             result = self.module.training_step(*call.args, **call.kwargs)
         return result, logged
-
-    @property
-    def _called_module(self) -> nn.Module:
-        assert self._method is not None
-        return self.module.get_submodule(self._method.name.rpartition(".")[0])
 
     def _replayed(
         self,
@@ -220,7 +327,7 @@ class PipelinedForward:
         assert self._method is not None
         step = self._method.steps.steps[self._method.name]
         # The method was captured without the functions that now stand in for it and for logging.
-        below, above = vars(self._called_module), vars(self.module)
+        below, above = vars(self._called), vars(self.module)
         forward = below.pop("forward")
         logs = {name: above.pop(name) for name in LOGS if name in above}
         (whole,) = split_evenly((args, kwargs), 1)

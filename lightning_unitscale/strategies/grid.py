@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -22,7 +23,7 @@ from torch.utils.data import RandomSampler
 from typing_extensions import override
 
 from lightning_unitscale.patching import Replacement, shadowed
-from lightning_unitscale.ranks import broadcast
+from lightning_unitscale.ranks import broadcast, gathered
 
 # Bytes of one message: enough to hide the latency, few compared with the gradients.
 _BUCKET_BYTES = 25 * 2**20
@@ -42,22 +43,14 @@ class Replicas:
         return value if self.count == 1 else broadcast(value, 0, self.group)
 
     @torch.no_grad()
-    def average(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        names: Iterable[str],
-        device: torch.device,
-        steppers: Mapping[str, int],
-    ) -> None:
+    def average(self, parameters: Mapping[str, nn.Parameter], steppers: Mapping[str, int]) -> None:
         """Give the mean of the gradients to all pipelines, or to the one that steps the parameter.
 
-        A parameter without a gradient counts as zero where another pipeline has one.
+        A parameter without a gradient counts as zero if another pipeline has one.
         """
         if self.count == 1:
             return
-        # In the order of the names, which is the same for all, whatever made the mapping.
-        present = self._present(parameters, list(names), device, steppers)
-        for stepper, bucket in _buckets({name: parameters[name] for name in present}, steppers):
+        for stepper, bucket in _buckets(self._present(parameters, steppers), steppers):
             gradients = [
                 torch.zeros_like(param) if param.grad is None else param.grad for param in bucket
             ]
@@ -83,30 +76,22 @@ class Replicas:
                 _fill(bucket, flat)
 
     def _present(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        names: list[str],
-        device: torch.device,
-        steppers: Mapping[str, int],
-    ) -> list[str]:
-        """Return the names of the parameters that some pipeline has a gradient of."""
-        own = [name for name in names if name in parameters]
-        described = "\n".join(f"{name} {steppers.get(name)}" for name in own)
-        digest = hashlib.sha256(described.encode()).digest()[:7]
-        has = [name in parameters and parameters[name].grad is not None for name in names]
-        row = torch.tensor([int.from_bytes(digest, "big"), *map(int, has)], device=device)
-        rows = [torch.empty_like(row) for _ in range(self.count)]
-        dist.all_gather(rows, row, group=self.group)
-        table = torch.stack(rows).cpu()
-        if table[:, 0].unique().numel() > 1:
+        self, parameters: Mapping[str, nn.Parameter], steppers: Mapping[str, int]
+    ) -> dict[str, nn.Parameter]:
+        """Return the parameters that some pipeline has a gradient of."""
+        described = [(name, steppers.get(name)) for name in parameters]
+        digest = hashlib.sha256(repr(described).encode()).hexdigest()
+        has_gradient = [param.grad is not None for param in parameters.values()]
+        rows = gathered((digest, has_gradient), self.group)
+        if any(other != digest for other, _ in rows):
             raise RuntimeError(
                 f"the pipelines are cut in different places: this rank has the parameters "
-                f"{own[:3]}... here and others in another pipeline. Keep Python state and shapes "
-                "that differ between the pipelines out of the step, or mark the cuts with "
-                "pipe_split() or split={path: SplitPoint.BEGINNING}."
+                f"{list(parameters)[:3]}... here and others in another pipeline. Keep Python state "
+                "and shapes that differ between the pipelines out of the step, or mark the cuts "
+                "with pipe_split() or split={path: SplitPoint.BEGINNING}."
             )
-        any_has = table[:, 1:].amax(0).bool().tolist()
-        return [name for name, has_gradient in zip(names, any_has, strict=True) if has_gradient]
+        any_has = map(any, zip(*(flags for _, flags in rows), strict=True))
+        return dict(itertools.compress(parameters.items(), any_has))
 
 
 def _buckets(
@@ -215,11 +200,11 @@ class GridStrategy(DDPStrategy):
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the pipelines; the ranks of one pipeline have the same values."""
-        if not isinstance(tensor, Tensor) or group not in (None, dist.group.WORLD):
-            return super().reduce(tensor, group, reduce_op)
-        if self.data_parallel == 1:
-            return tensor
-        return super().reduce(tensor, self.grid.replicas.group, reduce_op)
+        if isinstance(tensor, Tensor) and group in (None, dist.group.WORLD):
+            if self.data_parallel == 1:
+                return tensor
+            group = self.grid.replicas.group
+        return super().reduce(tensor, group, reduce_op)
 
     @override
     def all_gather(
@@ -227,11 +212,11 @@ class GridStrategy(DDPStrategy):
     ) -> Tensor:
         """Gather from the pipelines: ``(data_parallel, ...)``, or the tensor itself for one."""
         # ``LightningModule.all_gather`` passes the group of all ranks by default.
-        if group not in (None, dist.group.WORLD):
-            return super().all_gather(tensor, group, sync_grads)
-        if self.data_parallel == 1:
-            return tensor
-        return super().all_gather(tensor, self.grid.replicas.group, sync_grads)
+        if group in (None, dist.group.WORLD):
+            if self.data_parallel == 1:
+                return tensor
+            group = self.grid.replicas.group
+        return super().all_gather(tensor, group, sync_grads)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -258,7 +243,7 @@ class GridStrategy(DDPStrategy):
                 if not isinstance(metric, torchmetrics.Metric) or metric.process_group is not None:
                     continue
                 if self.data_parallel == 1:
-                    stack.enter_context(shadowed(metric, distributed_available_fn=_never))
+                    stack.enter_context(shadowed(metric, distributed_available_fn=lambda: False))
                 else:
                     stack.enter_context(shadowed(metric, process_group=self.grid.replicas.group))
             yield
@@ -284,7 +269,3 @@ class GridStrategy(DDPStrategy):
 
         with shadowed(connector, _prepare_dataloader=Replacement(prepare, prepare_in_order)):
             yield
-
-
-def _never() -> bool:
-    return False

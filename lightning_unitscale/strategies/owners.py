@@ -1,28 +1,203 @@
-"""The owners of parameters among the ranks: their values, gradients and optimizer states."""
+"""The owners of parameters among the ranks, and parameters without memory on the other ranks.
+
+A tensor whose storage is gone crashes the process when an operation reads it (a segmentation fault
+on a CPU, torch 2.13). So while a parameter is freed its class is one that raises instead.
+
+Stages validate without the weights of other ranks, but a hook may merge adapters into weights, or
+swap in averages. All ranks run the same hooks, so that each needs the values. During the first
+validation of a training every rank has them, and they are watched.
+
+Private names, checked on torch 2.13 and 2.11: ``torch._C.DisableTorchFunctionSubclass`` and
+``_cdata``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 
 from lightning_unitscale.pipeline.ownership import Ownership, hand_out_gradient
 from lightning_unitscale.pipeline.program import named_tensors
-from lightning_unitscale.ranks import gathered_on, hand_out
-from lightning_unitscale.strategies.freed_parameters import FreedStorage
+from lightning_unitscale.ranks import broadcast_tensor, gathered, gathered_on, hand_out
 from lightning_unitscale.strategies.grid import Replicas
+
+# Functions that need no value of the tensor.
+_DESCRIBES = frozenset(
+    {"__hash__", "__len__", "__reversed__", "data_ptr", "dim", "element_size", "get_device",
+     "is_complex", "is_contiguous", "is_floating_point", "is_shared", "nelement", "numel",
+     "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "size", "storage",
+     "stride", "untyped_storage"}
+)  # fmt: skip
+_VIEWS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
+
+
+def describes(func: Any) -> bool:
+    """Return whether a function of a tensor needs no value of it."""
+    attribute = _attribute(func)
+    if attribute is not None:
+        return bool(attribute) and attribute not in _VIEWS
+    return getattr(func, "__name__", "") in _DESCRIBES
+
+
+def _attribute(func: Any) -> str | None:
+    """Return the name of the attribute that a function gets or sets; ``None`` for a method."""
+    if getattr(func, "__name__", "") not in {"__get__", "__set__"}:
+        return None
+    return str(getattr(getattr(func, "__self__", None), "__name__", ""))
+
+
+class FreedParameter(nn.Parameter):
+    """A parameter whose storage is freed: it has a shape, a type and a device, but no values."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run functions that only describe the tensor, and refuse all others."""
+        if describes(func):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise RuntimeError(
+            f"{_attribute(func) or getattr(func, '__name__', func)}: the values of this parameter "
+            "are on another rank of the pipeline (free_unowned=True). Read weights in hooks of the "
+            "validation or after the training, pass free_unowned=False, or save a checkpoint."
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        with torch._C.DisableTorchFunctionSubclass():
+            return f"FreedParameter({tuple(self.shape)}, {self.dtype}, {self.device})"
+
+
+class FreedStorage:
+    """Frees the memory of parameters, and allocates it again."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], kept: Iterable[Tensor]) -> None:
+        held = Counter(_storage(tensor) for tensor in (*kept, *parameters.values()))
+        self.parameters = {
+            name: param
+            for name, param in parameters.items()
+            # A storage that two parameters share is freed by neither.
+            if held[_storage(param)] == 1
+            and type(param) is nn.Parameter
+            and param.untyped_storage().nbytes() == param.numel() * param.element_size() > 0
+        }
+        self.is_free = False
+
+    def free(self) -> None:
+        """Free the memory, gradients included. Idempotent."""
+        if self.is_free:
+            return
+        for param in self.parameters.values():
+            param.grad = None
+            if not param.untyped_storage().resizable():
+                # Weights that are mapped from a file, as from_pretrained does.
+                param.data = param.detach().clone()
+            param.untyped_storage().resize_(0)
+            param.__class__ = FreedParameter
+        self.is_free = True
+
+    def take(self) -> None:
+        """Allocate the memory again, which the caller fills with values. Idempotent."""
+        if not self.is_free:
+            return
+        for param in self.parameters.values():
+            param.__class__ = nn.Parameter
+            param.untyped_storage().resize_(param.numel() * param.element_size())
+        self.is_free = False
+
+    def lose(self) -> None:
+        """Make the values NaN, on the CPU: after an error no rank can send them."""
+        if not self.is_free:
+            return
+        for param in self.parameters.values():
+            param.__class__ = nn.Parameter
+            lost = torch.empty(param.shape, dtype=param.dtype)
+            param.data = lost.fill_(torch.nan) if lost.is_floating_point() else lost.zero_()
+        self.is_free = False
+
+    def copied(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Replace tensors of a state dict in memory that will be freed by copies on the CPU."""
+        own = {_storage(param) for param in self.parameters.values()}
+        copies: dict[Any, Tensor] = {}
+
+        def copy(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or _storage(leaf) not in own:
+                return leaf
+            # Tied weights stay one tensor.
+            key = (_storage(leaf), leaf.storage_offset(), leaf.shape, leaf.stride())
+            if key not in copies:
+                copies[key] = leaf.detach().to("cpu", copy=True)
+            return copies[key]
+
+        for key, value in state.items():  # in place: a state dict has versions as metadata
+            state[key] = tree_map(copy, value)
+        return state
+
+    @contextlib.contextmanager
+    def plain(self) -> Iterator[None]:
+        """Give freed parameters their usual class within this context, for captures and guards."""
+        freed = list(self.parameters.values()) if self.is_free else []
+        for param in freed:
+            param.__class__ = nn.Parameter
+        try:
+            yield
+        finally:
+            for param in freed if self.is_free else ():
+                param.__class__ = FreedParameter
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+class WatchedParameter(nn.Parameter):
+    """A parameter that notes whether its values are read."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run a function, and note whether it does more than describe the tensor."""
+        if not describes(func):
+            cls.is_read = True
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    is_read = False
+
+
+class Watch:
+    """Watches the parameters of a module until it ends."""
+
+    def __init__(self, module: nn.Module) -> None:
+        # A class of its own: other modules may be watched at the same time.
+        self._kind = type("WatchedParameter", (WatchedParameter,), {})
+        self._parameters = [one for one in module.parameters() if type(one) is nn.Parameter]
+        for parameter in self._parameters:
+            parameter.__class__ = self._kind
+
+    def end(self) -> bool:
+        """Restore the parameters, and return whether some were read. Idempotent."""
+        for parameter in self._parameters:
+            if type(parameter) is self._kind:
+                parameter.__class__ = nn.Parameter
+        self._parameters = []
+        return bool(self._kind.is_read)  # type: ignore[attr-defined]
 
 
 @torch.no_grad()
 def give_first_weights(module: nn.Module) -> None:
     """Give all ranks the parameters and buffers of the first one; every rank calls it."""
     for tensor in (*module.parameters(), *module.buffers()):
-        dist.broadcast(tensor.data, src=0)
+        broadcast_tensor(tensor.data)
 
 
 class Owners:
@@ -75,11 +250,7 @@ class Owners:
         """Give every rank the owners' values of all parameters and buffers."""
         self.freed.take()
         for name, tensor in self._tensors.items():
-            values = tensor.data
-            dense = values.contiguous()
-            dist.broadcast(dense, group=self._group, group_src=self._first[name])
-            if dense is not values:
-                values.copy_(dense)
+            broadcast_tensor(tensor.data, self._first[name], self._group)
 
     def free(self, optimizers: Iterable[Optimizer]) -> None:
         """Free values, gradients and optimizer states that are on other ranks."""
@@ -109,11 +280,10 @@ class Owners:
         if self._rank:
             return {}
         try:
-            on_first: dict[str, Any] = self.freed.copied(state())
+            return self.freed.copied(state())
         finally:
             if was_free:
                 self.freed.free()
-        return on_first
 
     @torch.no_grad()
     def average_gradients(self) -> None:
@@ -127,7 +297,7 @@ class Owners:
         averaged = {
             name: param for name, param in self._owned.items() if self._first[name] == self._rank
         }
-        self._replicas.average(averaged, self._tensors, self._device, self._steppers)
+        self._replicas.average(averaged, self._steppers)
         for name, param in self._owned.items():
             ranks = [rank for rank, owned in enumerate(self.names) if name in owned]
             if self._steppers.get(name, self._replicas.rank) != self._replicas.rank:
@@ -160,9 +330,7 @@ class Owners:
     def num_gradient_elements(self, parameters: Iterable[Tensor]) -> int:
         """Return the number of elements with a gradient among the parameters of all ranks."""
         own = [param for param in parameters if param.grad is not None and self.counts_here(param)]
-        count = torch.tensor(sum(param.numel() for param in own), device=self._device)
-        dist.all_reduce(count, group=self._together)
-        return int(count)
+        return sum(gathered(sum(param.numel() for param in own), self._together))
 
     @torch.no_grad()
     def clip_norm(self, parameters: Iterable[Tensor], limit: float) -> None:

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_unitscale.pipeline.ownership import Ownership
-from lightning_unitscale.strategies.freed_parameters import FreedParameter, FreedStorage
 from lightning_unitscale.strategies.grid import Replicas
-from lightning_unitscale.strategies.owners import Owners
+from lightning_unitscale.strategies.owners import FreedParameter, FreedStorage, Owners
 
 READS: dict[str, Callable[[nn.Module, nn.Parameter], Any]] = {
     "an operation": lambda module, one: one + 1,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_unitscale import ScaleMonitor, UnitScaleCallback
 from lightning_unitscale.strategies.evaluation import has_validation_hooks
-from lightning_unitscale.strategies.freed_parameters import Watch
+from lightning_unitscale.strategies.owners import Watch
 from tests.distributed.launch import run_ranks
 from tests.helpers import assert_same_bits
 
