@@ -1266,8 +1266,8 @@ MUTATIONS = (
     Mutation(
         "every stage may lie where the first one may",
         "pipeline/search.py",
-        "np.where(allowed(stage), costs, np.inf)",
-        "np.where(allowed(0), costs, np.inf)",
+        "np.where(allowed[stage], costs, np.inf)",
+        "np.where(allowed[0], costs, np.inf)",
         "pipeline/test_search.py",
     ),
     Mutation(

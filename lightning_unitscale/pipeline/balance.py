@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import fx, nn
 
 from lightning_unitscale.arguments import check_callable, check_count, check_positive
@@ -120,13 +119,10 @@ class BalancedSplit:
         return graph_module
 
     def _allowed(self, graph_module: fx.GraphModule, cuts: Sequence[CutCandidate]) -> Allowed:
-        """Return a function that allows stages without reads of other stages' tensors.
-
-        It counts, for each stage and each possible end, the operations before that end that must
-        not be in the stage.
-        """
+        """Allow stages without reads of other stages' tensors."""
         tensors = named_tensors(graph_module, remove_duplicate=False)
         ends = {cut.before for cut in cuts}
+        # For each stage and end, the operations just before the end that must not be in the stage.
         counts = np.zeros((self.num_stages, len(cuts) + 2), dtype=int)
         end = 1
         for node in filter(is_operation, graph_module.graph.nodes):
@@ -135,12 +131,7 @@ class BalancedSplit:
                 tensor = tensors.get(str(read.target)) if read.op == "get_attr" else None
                 stages = self.stages_of.get(id(tensor), range(self.num_stages))
                 counts[[stage not in stages for stage in range(self.num_stages)], end] += 1
-        before = counts.cumsum(axis=1)
-
-        def allowed(stage: int) -> NDArray[np.bool_]:
-            return before[stage][:, None] == before[stage][None, :]
-
-        return allowed
+        return [row[:, None] == row[None, :] for row in counts.cumsum(axis=1)]
 
 
 def note_costs(graph_module: fx.GraphModule) -> GraphProfile:

@@ -155,7 +155,10 @@ class _Comparison:
             facts[node] = self._of_results(operation)
             for target in written_arguments(node):
                 _spoil(operation, target, roots, facts, data)
-            if given is None and node in data and _is_of_batch(operation, facts[node]):
+            ours, theirs = example_tensor(node), example_tensor(other)
+            has_one_shape = ours is not None and theirs is not None and ours.shape == theirs.shape
+            # A result of the same size that has another value for the batch.
+            if given is None and node in data and has_one_shape and facts[node] != Same():
                 facts[node] = Same()
                 self._found.of_batch[node.name] = (node, other)
             if operation.name in COUNTED and isinstance(facts[node], Mean):
@@ -299,14 +302,6 @@ def _spoil(
     ):
         reason = operation.coupled("writes what depends on the batch into a tensor")
         facts.update(dict.fromkeys(views, reason))
-
-
-def _is_of_batch(operation: Operation, fact: Any) -> bool:
-    """Return whether a result of the same size has another value for the batch."""
-    part, whole = (each.meta.get("example_value") for each in (operation.node, operation.whole))
-    if not isinstance(part, Tensor) or not isinstance(whole, Tensor):
-        return False
-    return part.shape == whole.shape and fact != Same()
 
 
 def _only_places(operation: Operation, node: fx.Node, result: Tensor) -> bool:

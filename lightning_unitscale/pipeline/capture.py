@@ -16,7 +16,7 @@ import types
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch._dynamo.config
@@ -97,7 +97,13 @@ def capture_program(
                 )
     outputs: Any = graph.output_node().args[0]
     structured = tree_unflatten(list(outputs), out_spec)
-    scalars = [_can_be_loss(output) for output in outputs]
+    scalars = [
+        (example := example_tensor(output)) is not None
+        and example.numel() == 1
+        and example.is_floating_point()
+        and example.requires_grad
+        for output in outputs
+    ]
     is_loss = isinstance(module, LossWrapper)
     loss = loss_index(structured, scalars, loss_spec, is_loss=is_loss)
     left_out = list(dict.fromkeys(left_out))
@@ -125,19 +131,14 @@ def _distinct(value: Any) -> Any:
 def _describe(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[ProgramInput, ...]:
-    try:
-        names = list(inspect.signature(module.forward).parameters)
-    except (TypeError, ValueError):
-        names = []
+    names: dict[int, str] = {}
+    with contextlib.suppress(TypeError, ValueError):
+        names = dict(enumerate(inspect.signature(module.forward).parameters))
     inputs = []
     for path, value in tree_flatten_with_path((args, dict(kwargs)))[0]:
-        entries: tuple[Any, ...] = path
-        side, first, *rest = entries
-        name = first.key if side.idx else f"argument {first.idx}"
-        if not side.idx and first.idx < len(names):
-            name = names[first.idx]
-        name = f"{name}{''.join(str(entry) for entry in rest)}"
-        inputs.append(ProgramInput.of(name, value))
+        side, first, *rest = cast(tuple[Any, ...], path)
+        name = first.key if side.idx else names.get(first.idx, f"argument {first.idx}")
+        inputs.append(ProgramInput.of(f"{name}{''.join(map(str, rest))}", value))
     return tuple(inputs)
 
 
@@ -179,23 +180,12 @@ def returnable_method(
 def _name_by_origin(graph: fx.Graph) -> None:
     """Remove the replaced ``forward`` from module paths, and name attributes by their paths."""
     for node in graph.nodes:
-        for key in (MODULE, NAME):
-            if key in node.meta:
-                node.meta[key] = str(node.meta[key]).removeprefix("forward.")
+        for key in {MODULE, NAME} & node.meta.keys():
+            node.meta[key] = str(node.meta[key]).removeprefix("forward.")
         if node.meta.get(MODULE) == "forward":
             node.meta[MODULE] = ""
         if node.op == "get_attr":
             node.meta[NAME] = str(node.target)
-
-
-def _can_be_loss(value: object) -> bool:
-    tensor = example_tensor(value)
-    return (
-        tensor is not None
-        and tensor.numel() == 1
-        and tensor.is_floating_point()
-        and tensor.requires_grad
-    )
 
 
 def static_shapes() -> contextlib.AbstractContextManager[Any]:
@@ -247,12 +237,11 @@ def program_of_step(
     examples = step_graph.example_inputs(call.inputs)
     for position, (node, example) in enumerate(zip(placeholders, examples, strict=True)):
         # The inputs of the passes follow those of the user.
-        known = position < len(call.graph.inputs)
-        fqn = call.graph.inputs[position].fqn if known else None
+        given = call.graph.inputs[position] if position < len(call.graph.inputs) else None
+        fqn = given.fqn if given else None
         if fqn is None:
-            name = call.graph.inputs[position].source if known else node.name
             positions.append(position)
-            described.append(ProgramInput.of(name, example))
+            described.append(ProgramInput.of(given.source if given else node.name, example))
             continue
         attributes[fqn] = tensors[fqn]
         with graph.inserting_after(placeholders[-1]):
@@ -287,14 +276,12 @@ def fill_examples(graph: fx.Graph) -> None:
 def example_outputs(base: fx.GraphModule) -> list[Any]:
     """Return tensors of zeros like the graph's results, and its constant results."""
     returned: Any = base.graph.output_node().args[0]
-    examples: list[Any] = []
-    for value in returned:
-        example = example_tensor(value)
-        if example is None:
-            examples.append(value)
-        else:
-            examples.append(torch.zeros(example.shape, dtype=example.dtype, device=example.device))
-    return examples
+    return [
+        value
+        if (example := example_tensor(value)) is None
+        else torch.zeros(example.shape, dtype=example.dtype, device=example.device)
+        for value in returned
+    ]
 
 
 def loss_position(

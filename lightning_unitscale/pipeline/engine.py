@@ -9,14 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import (
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed.pipelining.schedules import get_schedule_class
 
 from lightning_unitscale.patching import nothing
 from lightning_unitscale.pipeline.ownership import SharedGradients
@@ -25,17 +18,6 @@ from lightning_unitscale.pipeline.program import split_batch
 from lightning_unitscale.pipeline.schedules import find_schedule
 from lightning_unitscale.pipeline.stage import StageModule
 from lightning_unitscale.pipeline.torch_engine import BreadthFirst, EngineStage
-
-# ``LoopedBFS`` runs by :class:`BreadthFirst`.
-_ENGINES: dict[str, Callable[..., Any]] = {
-    "GPipe": ScheduleGPipe,
-    "1F1B": Schedule1F1B,
-    "Interleaved1F1B": ScheduleInterleaved1F1B,
-    "InterleavedZeroBubble": ScheduleInterleavedZeroBubble,
-    "ZBVZeroBubble": ScheduleZBVZeroBubble,
-    "DualPipeV": ScheduleDualPipeV,
-}
-
 
 # Returns the loss of a microbatch from its index and the outputs of the last stage.
 Finish = Callable[[int, tuple[Any, ...]], Tensor]
@@ -170,12 +152,13 @@ class PipelineRunner:
             )
         if self._training is None:
             self._trained = self._engine_stages(True)
-            if finish is not None or self.schedule.name not in _ENGINES:
+            if finish is not None or self.schedule.name == "LoopedBFS":
                 self._training = BreadthFirst(
                     self.schedule, self._trained, self.num_microbatches, self._mean_part
                 )
             else:
-                self._training = _ENGINES[self.schedule.name](
+                engine: Any = get_schedule_class(self.schedule.name)
+                self._training = engine(
                     self._trained[0] if self.schedule.placement == "single" else self._trained,
                     self.num_microbatches,
                     loss_fn=self._mean_part,

@@ -45,25 +45,18 @@ from lightning_unitscale.profiler.report import format_bytes
 
 @dataclass(frozen=True)
 class StageCosts:
-    """Costs of one stage for one microbatch.
+    """Costs of one stage for one microbatch."""
 
-    Attributes:
-        first_module: Path of the module whose operation is the stage's first.
-        forward_seconds: Estimated, on one core of a CPU or on a data-centre GPU.
-        backward_seconds: The same.
-        parameter_bytes: Parameters that the stage has.
-        saved_bytes: Values that one microbatch saves for its backward pass.
-        peak_saved_bytes: The same for all microbatches that 1F1B has in flight there.
-        sent_bytes: Sent to the next stage.
-        returned_bytes: Gradients that come back from it.
-    """
-
+    # Path of the module with the stage's first operation.
     first_module: str
+    # Estimates for one core of a CPU, or for a data-centre GPU.
     forward_seconds: float
     backward_seconds: float
     parameter_bytes: int
+    # For the backward pass of one microbatch, and of all that 1F1B has in flight in the stage.
     saved_bytes: int
     peak_saved_bytes: int
+    # To the next stage, and gradients back from it.
     sent_bytes: int
     returned_bytes: int
 

@@ -84,11 +84,12 @@ class ObservedStages:
     ) -> Callable[..., Any]:
         copy = copy_graph_module(stage)
         for node in copy.graph.nodes:
-            if _is_read(node) and tensor_name(node) in seen:
+            name = tensor_name(node)
+            if _is_read(node) and name in seen:
                 node.meta[ELSEWHERE] = True
-            if node.op == "get_attr" and tensor_name(node) in self._shared:
-                parts = self._parts[tensor_name(node), index] = []
-                self._parameters[tensor_name(node)] = stage.get_parameter(str(node.target))
+            if node.op == "get_attr" and name in self._shared:
+                self._parameters[name] = stage.get_parameter(str(node.target))
+                parts = self._parts[name, index] = []
                 _keep_gradient(copy.graph, node, parts)
         graph = StepGraph(copy, observed=True, step=step_graph.step)
         graph.notes.update(step_graph.notes)

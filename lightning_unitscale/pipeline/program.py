@@ -224,18 +224,6 @@ class LossWrapper(nn.Module):
         self.module = module
         self.loss_fn = loss_fn
 
-    @override
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute the loss.
-
-        Raises:
-            NotImplementedError: Always; a subclass computes the loss.
-        """
-        raise NotImplementedError(
-            f"{type(self).__name__} has no forward. Write one that calls self.module and "
-            "self.loss_fn, or use TrivialLossWrapper for loss_fn(module(x), targets)."
-        )
-
 
 class TrivialLossWrapper(LossWrapper):
     """Computes ``loss_fn(module(x), targets)``."""

@@ -30,8 +30,8 @@ _STARTS = 300
 _REDRAW = 2
 _MOVED = 0.6
 
-# Returns, for a stage, whether it may extend from one end (row) to another (column).
-Allowed = Callable[[int], NDArray[np.bool_]]
+# For each stage, whether it may extend from one end (row) to another (column).
+Allowed = Sequence[NDArray[np.bool_]]
 _Costs = NDArray[np.float64]
 # The slowest rank, then how unequal they are.
 _Key = tuple[float, float]
@@ -74,7 +74,7 @@ def choose_cuts(
     costs: _Costs = ends[None, :] - ends[:, None] + sends[:, None] + sends[None, :]
     costs[np.tril_indices(len(ends))] = np.inf
     stage_costs = [
-        costs if allowed is None else np.where(allowed(stage), costs, np.inf)
+        costs if allowed is None else np.where(allowed[stage], costs, np.inf)
         for stage in range(num_stages)
     ]
     chosen = _shortest_step(stage_costs, sends, total, num_microbatches)

@@ -66,20 +66,17 @@ class EvaluatingStrategy(GridStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own step."""
         self._end_watch()
-        context = self.precision_plugin.val_step_context
-        return self._evaluate("validation_step", super().validation_step, context, args, kwargs)
+        run, context = super().validation_step, self.precision_plugin.val_step_context
+        return self._evaluate("validation_step", run, context, args, kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own step."""
         context = self.precision_plugin.test_step_context
         return self._evaluate("test_step", super().test_step, context, args, kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own step."""
         context = self.precision_plugin.predict_step_context
         return self._evaluate("predict_step", super().predict_step, context, args, kwargs)
 

@@ -154,14 +154,12 @@ def make_grid(num_pipelines: int, device_type: str, timeout: timedelta | None) -
         mesh = DeviceMesh.from_group(world, device_type, mesh_dim_names=("pipeline",))
         return Grid(None, Replicas(None, 0, 1), mesh)
     ranks = torch.arange(num_ranks).view(-1, num_pipelines)
-    # All ranks make all groups, in one order.
-    pipelines = [dist.new_group(members, timeout=timeout) for members in ranks.T.tolist()]
-    rows = [dist.new_group(members, timeout=timeout) for members in ranks.tolist()]
-    row, column = divmod(dist.get_rank(), num_pipelines)
+    column, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout=timeout)
+    row, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timeout)
     mesh = DeviceMesh.from_group(
-        [pipelines[column], rows[row]], device_type, ranks, mesh_dim_names=("pipeline", "data")
+        [column, row], device_type, ranks, mesh_dim_names=("pipeline", "data")
     )
-    return Grid(pipelines[column], Replicas(rows[row], column, num_pipelines), mesh)
+    return Grid(column, Replicas(row, dist.get_rank(row), num_pipelines), mesh)
 
 
 class GridStrategy(DDPStrategy):
@@ -193,7 +191,6 @@ class GridStrategy(DDPStrategy):
 
     @override
     def setup_environment(self) -> None:
-        """Connect the processes, and the processes of each pipeline."""
         super().setup_environment()
         self._grid = make_grid(self.data_parallel, self.root_device.type, self._timeout)
 
@@ -220,7 +217,6 @@ class GridStrategy(DDPStrategy):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return whether all ranks, or any, have decided so."""
         count = torch.tensor(int(decision), device=self.root_device)
         dist.all_reduce(count)
         return bool(count == self.world_size) if all else bool(count)

@@ -272,12 +272,10 @@ class PipelineStrategy(SavingStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Give the module its own step back."""
         self._release()
 
     @override
     def teardown(self) -> None:
-        """Give the module its own step back."""
         self._release()
         super().teardown()
 

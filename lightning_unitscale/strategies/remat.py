@@ -69,7 +69,7 @@ class StagePartitioner(RematPartitioner):
 
     def choose(self, planner: Planner) -> RematPlan:
         """Return the fastest plan with which the rank stays within the budget."""
-        plan = self._chosen(planner)
+        plan = planner.min_cut if self.budget == "min_cut" else self._fastest(planner)
         self._reports.append(replace(RematReport.of(plan), peak_bytes=self.peak_bytes(plan)))
         return plan
 
@@ -80,16 +80,13 @@ class StagePartitioner(RematPartitioner):
         earlier = (self._num_in_flight - 1) * problem.saved_bytes(computed)
         return plan.peak_bytes + earlier + self._num_in_flight * self._sent_bytes
 
-    def _chosen(self, planner: Planner) -> RematPlan:
-        if self.budget == "min_cut":
-            return planner.min_cut
+    def _fastest(self, planner: Planner) -> RematPlan:
         default = self.peak_bytes(planner.default)
         plans = [planner.default, *planner.front(_NUM_PLANS)]
         least = min(map(self.peak_bytes, plans))
+        limit = int(self.budget)
         if isinstance(self.budget, float):
             limit = self._granted.limit(int(self.budget * default), lambda: least)
-        else:
-            limit = int(self.budget)
         fitting = [plan for plan in plans if self.peak_bytes(plan) <= limit]
         if not fitting:
             raise ValueError(
@@ -123,9 +120,7 @@ def remat_stages(
                 stage=index,
                 num_in_flight=in_flight or num_microbatches,
                 resident_bytes=buffer_bytes
-                + resident_bytes(
-                    steps.module, stage, pipelining, accumulates=runner.num_accumulated > 1
-                ),
+                + resident_bytes(steps.module, stage, pipelining, runner.num_accumulated > 1),
                 sent_bytes=info.sent_bytes,
                 reports=partitioner.reports,
                 granted=granted.setdefault(index, Granted()),
@@ -162,7 +157,7 @@ def planned_stage(
 
 
 def resident_bytes(
-    module: nn.Module, stage: StageModule, pipelining: Pipelining, *, accumulates: bool
+    module: nn.Module, stage: StageModule, pipelining: Pipelining, accumulates: bool
 ) -> int:
     """Return the bytes of a rank beside its stage's parameters and its activations."""
     freed, stepped_elsewhere = pipelining.freed, pipelining.stepped_elsewhere

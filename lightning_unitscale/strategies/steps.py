@@ -95,13 +95,11 @@ class PipelinedStep(PipelinedMethod):
 
     def _planned(self, graph: PipelinedGraph, microbatch: list[Any]) -> Replaced:
         """Return the stages within a memory budget, if there is one."""
-        if not isinstance(self.steps.partition_fn, StepPartitioner):
-            return {}
-        if graph.planned is None:
+        if graph.planned is None and isinstance(self.steps.partition_fn, StepPartitioner):
             graph.planned = remat_stages(
                 graph.runner, microbatch, self.steps, self.pipelining, self._granted
             )
-        return graph.planned
+        return graph.planned or {}
 
     def _loss(
         self, call: GraphCall, part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
