@@ -23,7 +23,7 @@ from lightning_unitscale.capture.steps import steps_of
 from lightning_unitscale.dispatch.attach import run_in_session
 from lightning_unitscale.ranks import any_rank
 from lightning_unitscale.strategies.grid import GridStrategy
-from lightning_unitscale.strategies.method import NotPipelinedError, Pipelining
+from lightning_unitscale.strategies.method import NotPipelinedError
 from lightning_unitscale.strategies.owners import Owners, Watch
 from lightning_unitscale.strategies.steps import PipelinedEvaluation
 
@@ -53,7 +53,6 @@ class EvaluatingStrategy(GridStrategy):
 
     evaluation: str = "auto"
     num_eval_microbatches: int = 1
-    _pipelining: Pipelining
     _is_training = False
     _owners: Owners | None = None
     # Whether this rank's weights are those of all owners.
@@ -146,7 +145,7 @@ class EvaluatingStrategy(GridStrategy):
             return False
         # Before the first step of a training all weights are on all ranks. The stages have to be
         # balanced by the costs of that step.
-        return not self._is_training or self._pipelining.ownership.is_settled
+        return not self._is_training or self.ownership.is_settled
 
     def _evaluate(
         self,
@@ -158,7 +157,7 @@ class EvaluatingStrategy(GridStrategy):
     ) -> Any:
         if self._is_pipelined(name):
             step = self._evaluations.get(name) or PipelinedEvaluation(
-                self.own_module, name, self._pipelining, self.num_eval_microbatches
+                name, self, self.num_eval_microbatches
             )
             self._evaluations[name] = step
             try:

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map, tree_map_only
 from typing_extensions import override
@@ -38,11 +38,11 @@ from lightning_unitscale.pipeline.dataflow import parameters_behind
 from lightning_unitscale.pipeline.program import leaves_of, split_evenly
 from lightning_unitscale.ranks import broadcast
 from lightning_unitscale.strategies.checks import check_equal
+from lightning_unitscale.strategies.grid import GridStrategy
 from lightning_unitscale.strategies.method import (
     NotPipelinedError,
     PipelinedGraph,
     PipelinedMethod,
-    Pipelining,
 )
 from lightning_unitscale.strategies.metrics import (
     LoggedMetric,
@@ -158,13 +158,12 @@ class PipelinedForward:
 
     def __init__(
         self,
-        module: pl.LightningModule,
-        pipelining: Pipelining,
+        strategy: GridStrategy,
         plain: Callable[[], contextlib.AbstractContextManager[Any]],
         because: Exception | None = None,
     ) -> None:
-        self.module = module
-        self.pipelining = pipelining
+        self.module = module = strategy.own_module
+        self.strategy, self._group = strategy, strategy.grid.pipeline
         self._plain = plain
         # The reasons why the step, or a module that it calls, cannot be the pipeline.
         self._reasons = [] if because is None else [str(because)]
@@ -189,8 +188,8 @@ class PipelinedForward:
 
     def __call__(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run forward and backward of one batch, and return the step's result, detached."""
-        seed = broadcast(int(torch.randint(2**62, (1,))), 0, self.pipelining.group)
-        call = StepCall((batch, *args), kwargs, seed, self.pipelining.device)
+        seed = broadcast(int(torch.randint(2**62, (1,))), 0, self._group)
+        call = StepCall((batch, *args), kwargs, seed, self.strategy.root_device)
         with static_shapes():
             graph, inputs = self._captured(call)
             counted = self._metrics.states()
@@ -213,22 +212,22 @@ class PipelinedForward:
                 with call.seeded():
                     path, arguments = self._arguments(call)
             except RuntimeError as error:
-                if not self._reasons or self.pipelining.ownership.is_settled:
+                if not self._reasons or self.strategy.ownership.is_settled:
                     raise
                 # The first reason: those of inner modules say little about the step.
                 raise RuntimeError(
                     f"PipelineStrategy: {self._reasons[0]} Besides, {error}"
                 ) from error
             if self._method is None:
-                self._method = PipelinedMethod(self.module, forward_of(path), self.pipelining)
+                self._method = PipelinedMethod(forward_of(path), self.strategy)
             # Before the call, the step may have done something else on another rank.
-            check_equal(arguments, self.pipelining.group, what=f"arguments of {self.called}")
+            check_equal(arguments, self._group, what=f"arguments of {self.called}")
             call.arguments = arguments
             try:
                 with self._plain():
                     found = self._pipelined(self._method, arguments)
             except NotPipelinedError as error:
-                if self.pipelining.ownership.is_settled:
+                if self.strategy.ownership.is_settled:
                     raise
                 # Perhaps a module within it can be the pipeline. All ranks get here.
                 self._candidates = without(self._candidates, path)
@@ -241,7 +240,7 @@ class PipelinedForward:
     def _pipelined(
         self, method: PipelinedMethod, arguments: Arguments
     ) -> tuple[PipelinedGraph, list[list[Any]]]:
-        parts = split_evenly(arguments, self.pipelining.num_microbatches)
+        parts = split_evenly(arguments, self.strategy.num_microbatches)
         (whole,) = split_evenly(arguments, 1)
         calls, whole_call = method.graph_calls(parts, whole)
         graph = method.pipelined(calls, whole_call)
@@ -340,9 +339,10 @@ class PipelinedForward:
 
     def _used_outside(self) -> list[str]:
         """Return the names of the parameters without an owner that have a gradient."""
-        owned = set[str]().union(*self.pipelining.ownership.names)
+        names = self.strategy.ownership.names
+        owned, own = set[str]().union(*names), names[dist.get_rank(self._group)]
         used = [name for name, one in self.module.named_parameters() if one.grad is not None]
-        others = [name for name in used if name in owned - self.pipelining.owned]
+        others = [name for name in used if name in owned - own]
         if others:
             raise RuntimeError(
                 f"{self._name} uses {others[:3]} outside of {self.called}. With capture='forward' "
@@ -361,16 +361,14 @@ class PipelinedForward:
         """Return the result for the batch on all ranks, log it there, and share the metrics."""
         runner = graph.runner
         own = (joint.result, joint.logged, outside, joint.used, changes)
-        result, logged, outside, used, changes = broadcast(
-            own, runner.last_rank, self.pipelining.group
-        )
+        result, logged, outside, used, changes = broadcast(own, runner.last_rank, self._group)
         if not runner.is_last:
             self._metrics.apply(changes)
         if outside:
-            self.pipelining.ownership.own(outside, runner.pipe.num_stages - 1)
+            self.strategy.ownership.own(outside, runner.pipe.num_stages - 1)
         self._leave_without(graph, used)
         result, logged = tree_map_only(
-            Tensor, lambda tensor: tensor.to(self.pipelining.device), (result, logged)
+            Tensor, lambda tensor: tensor.to(self.strategy.root_device), (result, logged)
         )
         for method, args, kwargs in logged:
             args, kwargs = tree_map(

@@ -23,6 +23,9 @@ from torch.utils.data import RandomSampler
 from typing_extensions import override
 
 from lightning_unitscale.patching import Replacement, shadowed
+from lightning_unitscale.pipeline.cuts import SplitPolicy
+from lightning_unitscale.pipeline.ownership import Ownership
+from lightning_unitscale.pipeline.schedules import Schedule
 from lightning_unitscale.ranks import broadcast, gathered
 
 # Bytes of one message: enough to hide the latency, few compared with the gradients.
@@ -167,6 +170,12 @@ class GridStrategy(DDPStrategy):
 
     # The number of pipelines.
     data_parallel: int = 1
+    schedule: Schedule
+    num_microbatches: int
+    free_unowned: bool
+    # Cuts the first graph, if the code does not.
+    policy: SplitPolicy
+    ownership: Ownership
     _grid: Grid | None = None
     _is_accumulating = False
 

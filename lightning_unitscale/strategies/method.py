@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_unitscale.capture.compiled_graph import (
     CompiledGraph,
@@ -27,59 +27,23 @@ from lightning_unitscale.capture.compiled_graph import (
     NotOneGraphError,
 )
 from lightning_unitscale.capture.steps import steps_of
+from lightning_unitscale.dispatch.attach import begin_microbatch
 from lightning_unitscale.pipeline.batch_facts import Fact, joined
 from lightning_unitscale.pipeline.batchwise import compare_graphs
 from lightning_unitscale.pipeline.called import Arguments, CalledSteps
 from lightning_unitscale.pipeline.capture import StepProgram, example_outputs, program_of_step
-from lightning_unitscale.pipeline.cuts import SplitPolicy, cut_by, num_marks
+from lightning_unitscale.pipeline.cuts import cut_by, num_marks
 from lightning_unitscale.pipeline.engine import PipelineRunner, Replaced
 from lightning_unitscale.pipeline.observed import ObservedStages
-from lightning_unitscale.pipeline.ownership import Ownership, SharedGradients
+from lightning_unitscale.pipeline.ownership import SharedGradients
 from lightning_unitscale.pipeline.pipe import build_pipe
 from lightning_unitscale.pipeline.whole_batch import WholeBatch
 from lightning_unitscale.strategies.checks import check_same_cuts
-from lightning_unitscale.strategies.grid import Replicas
+from lightning_unitscale.strategies.grid import GridStrategy
 
 
 class NotPipelinedError(RuntimeError):
     """A method of the module cannot run as a pipeline; nothing of it has run."""
-
-
-@dataclass(frozen=True)
-class Pipelining:
-    """Settings of a module's pipelines."""
-
-    schedule: str
-    num_microbatches: int
-    # Cuts the first graph, if the code does not.
-    policy: SplitPolicy
-    device: torch.device
-    # The ranks of this pipeline.
-    group: dist.ProcessGroup | None
-    ownership: Ownership
-    # This rank in every pipeline; the first pipeline chooses the cuts.
-    replicas: Replicas
-    # Returns how many batches one optimizer step adds up.
-    num_accumulated: Callable[[], int]
-    free_unowned: bool
-    # Called with the index of a microbatch before a stage runs it.
-    before_stage: Callable[[int], None]
-
-    @property
-    def owned(self) -> set[str]:
-        """Return the names of the parameters that this rank has."""
-        return self.ownership.names[dist.get_rank(self.group)]
-
-    @property
-    def freed(self) -> set[str]:
-        """Return the names of the parameters that only other ranks have, if they are freed."""
-        names = set[str]().union(*self.ownership.names) - self.owned
-        return names if self.free_unowned else set()
-
-    @property
-    def stepped_elsewhere(self) -> set[str]:
-        """Return the names of the parameters that other pipelines step for this one."""
-        return {n for n, rank in self.ownership.steppers.items() if rank != self.replicas.rank}
 
 
 @dataclass
@@ -139,16 +103,15 @@ class PipelinedMethod:
 
     def __init__(
         self,
-        module: nn.Module,
         name: str,
-        pipelining: Pipelining,
+        strategy: GridStrategy,
         *,
         defer: tuple[str, ...] = (),
         plain: bool = False,
     ) -> None:
-        self.module = module
+        self.module = module = strategy.own_module
         self.name = name
-        self.pipelining = pipelining
+        self.strategy = strategy
         # By the graph, how often its passes were rewritten, and the graph of the whole batch.
         self._pipelines: dict[tuple[int, int, int], PipelinedGraph] = {}
         # The captured method, with the passes of the callbacks over its graphs unless ``plain``.
@@ -212,32 +175,32 @@ class PipelinedMethod:
         graph = self._pipelines[key]
         if graph.batch is not None:
             graph.batch.note(whole)
-        graph.runner.num_accumulated = self.pipelining.num_accumulated()
+        graph.runner.num_accumulated = int(self.module.trainer.accumulate_grad_batches)
         return graph
 
     def _cut(
         self, call: GraphCall, whole: GraphCall, loss: int | None, batch: WholeBatch | None
     ) -> PipelinedGraph:
         step = program_of_step(call, self.module, loss, batch)
-        pipelining = self.pipelining
-        ownership, replicas, group = pipelining.ownership, pipelining.replicas, pipelining.group
+        strategy, ownership = self.strategy, self.strategy.ownership
+        replicas, group = strategy.grid.replicas, strategy.grid.pipeline
         is_first = not ownership.is_settled
         if is_first and replicas.rank > 0:
             ownership.adopt(replicas.of_first(None))
         if not num_marks(step.program):
             is_settled = ownership.is_settled
-            cut_by(step.program, ownership.policy() if is_settled else pipelining.policy)
+            cut_by(step.program, ownership.policy() if is_settled else strategy.policy)
         pipe = build_pipe(step.program, self.module)
         if is_first:
             check_same_cuts(pipe, group)
         runner = PipelineRunner(
             pipe,
-            pipelining.schedule,
-            num_microbatches=pipelining.num_microbatches,
-            device=pipelining.device,
+            strategy.schedule.name,
+            num_microbatches=strategy.num_microbatches,
+            device=strategy.root_device,
             group=group,
         )
-        runner.before_stage = pipelining.before_stage
+        runner.before_stage = partial(begin_microbatch, self.module, "training_step")
         ownership.note(pipe)
         if is_first and replicas.rank == 0:
             replicas.of_first(ownership.stages)

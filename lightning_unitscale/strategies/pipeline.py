@@ -25,7 +25,7 @@ from lightning_unitscale.arguments import (
     check_positive,
 )
 from lightning_unitscale.capture.steps import steps_of
-from lightning_unitscale.dispatch.attach import begin_microbatch, run_in_session
+from lightning_unitscale.dispatch.attach import run_in_session
 from lightning_unitscale.dynamo.capture import unmarked
 from lightning_unitscale.loops.leaving import leaving_after
 from lightning_unitscale.patching import Replacement, shadowed
@@ -41,7 +41,7 @@ from lightning_unitscale.strategies.checks import (
 )
 from lightning_unitscale.strategies.evaluation import SavingStrategy
 from lightning_unitscale.strategies.forward import PipelinedForward
-from lightning_unitscale.strategies.method import NotPipelinedError, Pipelining
+from lightning_unitscale.strategies.method import NotPipelinedError
 from lightning_unitscale.strategies.owners import Owners, give_first_weights
 from lightning_unitscale.strategies.steps import PipelinedStep
 
@@ -280,43 +280,30 @@ class PipelineStrategy(SavingStrategy):
         super().teardown()
 
     def _prepare_step(self, module: pl.LightningModule, *, trains: bool) -> None:
-        group = self.grid.pipeline
-        num_ranks = dist.get_world_size(group)
+        num_ranks = dist.get_world_size(self.grid.pipeline)
         per_rank = self.stages_per_rank
         if per_rank == "auto":
             per_rank = 1 if self.schedule.placement == "single" else 2
         num_stages = int(per_rank) * num_ranks
         self.schedule.check(num_stages, num_ranks, self.num_microbatches)
         rank_of = partial(self.schedule.rank_of, num_ranks=num_ranks)
-        policy: SplitPolicy = balanced_split(
+        self.policy = balanced_split(
             num_stages, rank_of=rank_of, num_microbatches=self.num_microbatches
         )
         if isinstance(self.split, Mapping):
             self._changes.enter_context(marked(module, self.split))
         elif not isinstance(self.split, str):
-            policy = self.split
+            self.policy = self.split
         num_shares = self.data_parallel if self.shard_optimizer else 1
-        ownership = Ownership(module, num_ranks, rank_of, num_shares)
-        self._pipelining = Pipelining(
-            schedule=self.schedule.name,
-            num_microbatches=self.num_microbatches,
-            policy=policy,
-            device=self.root_device,
-            group=group,
-            ownership=ownership,
-            replicas=self.grid.replicas,
-            num_accumulated=lambda: int(module.trainer.accumulate_grad_batches),
-            free_unowned=self.free_unowned,
-            before_stage=partial(begin_microbatch, module, "training_step"),
-        )
+        self.ownership = Ownership(module, num_ranks, rank_of, num_shares)
         self._evaluations = {}
         self._steps_done, self._is_training = 0, trains
         if not trains:
             return
         if self.capture == "forward":
-            self._step = PipelinedForward(module, self._pipelining, self._plain_parameters)
+            self._step = PipelinedForward(self, self._plain_parameters)
         else:
-            self._step = PipelinedStep(module, self._pipelining, self._own_first)
+            self._step = PipelinedStep(self, self._own_first)
             self._step.attach()
 
     def _run_pipelined(self, *args: Any, **kwargs: Any) -> Any:
@@ -339,7 +326,7 @@ class PipelineStrategy(SavingStrategy):
                 "pipeline, with all forward passes before the backward passes. The rank of the "
                 f"last stage runs the step around it: {reason}"
             )
-            self._step = PipelinedForward(module, self._pipelining, self._plain_parameters, reason)
+            self._step = PipelinedForward(self, self._plain_parameters, reason)
         assert self._step is not None
         return self._step(*args, **kwargs)
 
@@ -352,7 +339,7 @@ class PipelineStrategy(SavingStrategy):
 
     def _own(self) -> None:
         """Note the owners after a step; a recaptured step may use more parameters."""
-        ownership, grid = self._pipelining.ownership, self.grid
+        ownership, grid = self.ownership, self.grid
         if self._owners is None or ownership.names != self._owners.names:
             if self._owners is not None:
                 self._owners.freed.take()

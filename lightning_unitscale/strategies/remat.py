@@ -14,7 +14,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor, fx, nn
+import torch.distributed as dist
+from torch import Tensor, fx
 
 from lightning_unitscale.capture.steps import ModuleSteps
 from lightning_unitscale.dynamo.executors import GraphRewriter, execute_with
@@ -33,7 +34,7 @@ from lightning_unitscale.remat.partitioner import RematPartitioner
 from lightning_unitscale.remat.planner import Budget, Planner, RematPlan
 from lightning_unitscale.remat.problem import NodeRegion
 from lightning_unitscale.remat.report import RematReport
-from lightning_unitscale.strategies.method import Pipelining
+from lightning_unitscale.strategies.grid import GridStrategy
 
 _NUM_PLANS = 40
 
@@ -102,7 +103,7 @@ def remat_stages(
     runner: PipelineRunner,
     microbatch: Sequence[Any],
     steps: ModuleSteps,
-    pipelining: Pipelining,
+    strategy: GridStrategy,
     granted: dict[int, Granted],
 ) -> dict[int, StageRun]:
     """Plan a rank's stages, and return what runs in their place; every rank calls it."""
@@ -120,7 +121,7 @@ def remat_stages(
                 stage=index,
                 num_in_flight=in_flight or num_microbatches,
                 resident_bytes=buffer_bytes
-                + resident_bytes(steps.module, stage, pipelining, runner.num_accumulated > 1),
+                + resident_bytes(strategy, stage, runner.num_accumulated > 1),
                 sent_bytes=info.sent_bytes,
                 reports=partitioner.reports,
                 granted=granted.setdefault(index, Granted()),
@@ -156,11 +157,14 @@ def planned_stage(
     return lambda *values: compiled(*values, *attributes)
 
 
-def resident_bytes(
-    module: nn.Module, stage: StageModule, pipelining: Pipelining, accumulates: bool
-) -> int:
+def resident_bytes(strategy: GridStrategy, stage: StageModule, accumulates: bool) -> int:
     """Return the bytes of a rank beside its stage's parameters and its activations."""
-    freed, stepped_elsewhere = pipelining.freed, pipelining.stepped_elsewhere
+    module, ownership, grid = strategy.own_module, strategy.ownership, strategy.grid
+    freed = set[str]().union(*ownership.names) - ownership.names[dist.get_rank(grid.pipeline)]
+    if not strategy.free_unowned:
+        freed = set()
+    steppers = ownership.steppers.items()
+    stepped_elsewhere = {name for name, rank in steppers if rank != grid.replicas.rank}
     params = {name: param for name, param in module.named_parameters() if name not in freed}
     own = storage_bytes([*stage.parameters(), *stage.buffers()])
     trained = {name: param for name, param in params.items() if param.requires_grad}
@@ -173,9 +177,9 @@ def resident_bytes(
     return max(0, everything - own) + gradients + int(stepped * _state_share(module))
 
 
-def _state_share(module: nn.Module) -> float:
+def _state_share(module: pl.LightningModule) -> float:
     """Return the bytes of the optimizers' state per byte of a parameter."""
-    optimizers = module.trainer.optimizers if isinstance(module, pl.LightningModule) else []
+    optimizers = module.trainer.optimizers
     # Optimizers have no state of parameters that are freed here.
     stepped = [param for each in optimizers for param in each.state]
     trained = storage_bytes(stepped) if stepped else gradient_bytes(module)

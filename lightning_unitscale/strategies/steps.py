@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_unitscale.capture.compiled_graph import CompiledGraph, GraphCall
 from lightning_unitscale.pipeline.called import LOGS
@@ -16,11 +16,11 @@ from lightning_unitscale.pipeline.engine import Replaced
 from lightning_unitscale.pipeline.observed import ObservedStages
 from lightning_unitscale.pipeline.program import split_evenly
 from lightning_unitscale.remat.api import Granted, StepPartitioner
+from lightning_unitscale.strategies.grid import GridStrategy
 from lightning_unitscale.strategies.method import (
     NotPipelinedError,
     PipelinedGraph,
     PipelinedMethod,
-    Pipelining,
 )
 from lightning_unitscale.strategies.remat import remat_stages
 
@@ -33,12 +33,9 @@ class PipelinedStep(PipelinedMethod):
     """A ``training_step`` whose graph runs on several ranks."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        pipelining: Pipelining,
-        cut_context: Callable[[], AbstractContextManager[Any]],
+        self, strategy: GridStrategy, cut_context: Callable[[], AbstractContextManager[Any]]
     ) -> None:
-        super().__init__(module, _NAME, pipelining, defer=LOGS)
+        super().__init__(_NAME, strategy, defer=LOGS)
         self._cut_context = cut_context
         self._granted: dict[int, Granted] = {}
 
@@ -53,7 +50,7 @@ class PipelinedStep(PipelinedMethod):
     def __call__(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run forward and backward of one batch, and return the result of the step for it."""
         step = self.steps.steps[_NAME]
-        parts = split_evenly(batch, self.pipelining.num_microbatches)
+        parts = split_evenly(batch, self.strategy.num_microbatches)
         # A tensor that occurs twice in the batch is two inputs, as in its parts.
         (batch,) = split_evenly(batch, 1)
         with static_shapes():
@@ -85,8 +82,8 @@ class PipelinedStep(PipelinedMethod):
             graph.runner.pipe,
             graph.step.step_graph,
             self.steps.passes,
-            self.pipelining.ownership.rank_of,
-            self.pipelining.group,
+            self.strategy.ownership.rank_of,
+            self.strategy.grid.pipeline,
         )
         observed.begin()
         outputs = graph.runner.step_flat(inputs, replaced=observed.run)
@@ -97,7 +94,7 @@ class PipelinedStep(PipelinedMethod):
         """Return the stages within a memory budget, if there is one."""
         if graph.planned is None and isinstance(self.steps.partition_fn, StepPartitioner):
             graph.planned = remat_stages(
-                graph.runner, microbatch, self.steps, self.pipelining, self._granted
+                graph.runner, microbatch, self.steps, self.strategy, self._granted
             )
         return graph.planned or {}
 
@@ -116,11 +113,9 @@ class PipelinedStep(PipelinedMethod):
 class PipelinedEvaluation(PipelinedMethod):
     """A step without a backward pass, whose graph runs on several ranks."""
 
-    def __init__(
-        self, module: nn.Module, name: str, pipelining: Pipelining, num_microbatches: int
-    ) -> None:
+    def __init__(self, name: str, strategy: GridStrategy, num_microbatches: int) -> None:
         # Plain: if callbacks make another function of the step, it does not run as a pipeline.
-        super().__init__(module, name, pipelining, defer=LOGS, plain=True)
+        super().__init__(name, strategy, defer=LOGS, plain=True)
         self._num_microbatches = num_microbatches
         # By the shapes of the inputs.
         self._graphs_for: dict[tuple[torch.Size, ...], dict[int, CompiledGraph]] = {}
