@@ -88,10 +88,6 @@ class Operation:
         place = f" (in {Path(line[0]).name}:{line[1]})" if line else ""
         return Coupled(f"{tensor_name(self.node)} {why}{place}")
 
-    def argument(self, name: str, position: int, default: Any = None) -> Any:
-        """Return an argument by its name or position."""
-        return argument_of(self.node, name, position, default)
-
     def bound(self) -> dict[str, Any] | None:
         """Return all arguments by name, if the function has a signature."""
         try:
@@ -138,7 +134,7 @@ def of_reduced(operation: Operation, term_powers: dict[tuple[str, str], int]) ->
     name, facts = operation.name, [fact for _, fact in operation.read]
     means = [fact for fact in facts if isinstance(fact, Mean)]
     if name in _SUMS:
-        condition = operation.argument("condition", 0) if name == "where" else None
+        condition = argument_of(operation.node, "condition", 0) if name == "where" else None
         if isinstance(operation.facts.get(condition), Mean):  # type: ignore[arg-type]
             return operation.coupled("chooses by a value of each microbatch")
         powers = {fact.power for fact in facts if isinstance(fact, (Mean, Same))}
@@ -261,12 +257,12 @@ def _mixes(operation: Operation, rows: dict[fx.Node, Rows]) -> str | None:
     if name in _ALONG and not (name in _ORDERS and not example.is_floating_point()):
         default: Any = {"normalize": 1, "sort": -1, "argsort": -1}.get(name)
         name_of_dims = "dims" if name in {"flip", "roll"} else "dim"
-        given = operation.argument(name_of_dims, _ALONG[name], default)
+        given = argument_of(operation.node, name_of_dims, _ALONG[name], default)
         dims = given if isinstance(given, (tuple, list)) else [given]
         if any(d is None or d % example.ndim == fact.dim for d in dims):
             return "runs along the batch"
     if name in {"layer_norm", "rms_norm"}:
-        shape = operation.argument("normalized_shape", 1)
+        shape = argument_of(operation.node, "normalized_shape", 1)
         if fact.dim >= example.ndim - len(shape):
             return "normalizes along the batch"
     if name == "scaled_dot_product_attention" and fact.dim >= example.ndim - 2:
@@ -329,7 +325,7 @@ def _dim_of_pieces(operation: Operation) -> int:
     if operation.name in {"hsplit", "vsplit"}:
         return int(operation.name == "hsplit")
     position = 1 if operation.name in {"unbind", "narrow"} else 2
-    return int(operation.argument("dim", position, 0))
+    return int(argument_of(operation.node, "dim", position, 0))
 
 
 def _slice_of(index: Any, dim: int, ndim: int) -> slice | None:

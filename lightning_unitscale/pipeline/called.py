@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -64,17 +65,15 @@ def first_called(
 ) -> tuple[str, Arguments] | None:
     """Return which of the modules at ``paths`` a step calls first, and with which arguments."""
 
-    def reach(path: str) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            raise _ReachedError(path, (args, kwargs))
-
-        return forward
+    def reach(path: str, *args: Any, **kwargs: Any) -> Any:
+        raise _ReachedError(path, (args, kwargs))
 
     try:
         with contextlib.ExitStack() as stack:
             for path in paths:
-                submodule = module.get_submodule(path)
-                stack.enter_context(shadowed(submodule, forward=reach(path)))
+                stack.enter_context(
+                    shadowed(module.get_submodule(path), forward=partial(reach, path))
+                )
             run()
     except _ReachedError as reached:
         return reached.path, reached.call

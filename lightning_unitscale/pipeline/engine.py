@@ -167,11 +167,8 @@ class PipelineRunner:
         self._finish, self._replaced = finish, replaced or {}
         for index, stage in zip(self.stage_indices, self._trained, strict=True):
             stage.whole = index in self._replaced
-        self.shared.put_aside()
-        with torch.enable_grad():
-            result = self._run(self._training, microbatches)
-        self.shared.combine()
-        return result
+        with self.shared.summed(), torch.enable_grad():
+            return self._run(self._training, microbatches)
 
     def eval_flat(self, microbatches: list[list[Any]]) -> list[Any] | None:
         """Run :meth:`eval` for the flat inputs of any number of microbatches."""

@@ -277,10 +277,8 @@ def _of_called(
         if found is None:
             raise failure
         path, (args, kwargs) = found
-        name = forward_of(path)
+        step = CalledSteps(module, (forward_of(path),)).steps[forward_of(path)]
         try:
-            call = CalledSteps(module, (name,)).steps[name].graph_call(*args, **kwargs)
+            return step.graph_call(*args, **kwargs), as_attribute(path)
         except NotOneGraphError:
             paths = without(paths, path)
-        else:
-            return call, as_attribute(path)

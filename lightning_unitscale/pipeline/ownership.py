@@ -8,8 +8,9 @@ stay the same, too.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -188,25 +189,20 @@ class SharedGradients:
         self.parameters = {name: parameters[name] for name in self.owners if name in parameters}
         self._group = group
         self._rank = dist.get_rank(group)
-        self._aside: dict[str, Tensor | None] = {}
 
-    def put_aside(self) -> None:
-        """Keep the gradients accumulated so far, which are summed already, before a step."""
-        self._aside = {name: param.grad for name, param in self.parameters.items()}
+    @contextlib.contextmanager
+    def summed(self) -> Iterator[None]:
+        """Sum the gradients of a step over their ranks, and add them to the earlier ones."""
+        # The earlier ones are summed already.
+        earlier = {name: param.grad for name, param in self.parameters.items()}
         for param in self.parameters.values():
             param.grad = None
-
-    def combine(self) -> None:
-        """Sum the new gradients over their ranks and add the earlier ones, after a step."""
+        yield
         # All ranks go through the names in one order, so that no two wait for each other.
-        for name, parameter in self.parameters.items():
-            self._sum(parameter, self.owners[name])
-        for name, earlier in self._aside.items():
-            parameter = self.parameters[name]
-            if earlier is not None:
-                new = parameter.grad
-                parameter.grad = earlier if new is None else earlier + new
-        self._aside = {}
+        for name, param in self.parameters.items():
+            self._sum(param, self.owners[name])
+            if (before := earlier[name]) is not None:
+                param.grad = before if param.grad is None else before + param.grad
 
     def _sum(self, parameter: nn.Parameter, ranks: tuple[int, ...]) -> None:
         """Sum a gradient over its owners, in the order of their ranks: the same bits on all."""

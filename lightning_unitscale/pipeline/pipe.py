@@ -75,6 +75,7 @@ class Pipe(nn.Module):
         aliases: Other names of tied parameters and buffers, with their names in the stages.
 
     Attributes:
+        stages: The stages in order.
         batch_loss: How the loss of a batch follows from those of its microbatches.
     """
 
@@ -84,18 +85,13 @@ class Pipe(nn.Module):
         super().__init__()
         self.batch_loss = BatchLoss()
         self.program = program
-        self._stages = stages
+        self.stages = tuple(stages)
         self._aliases = dict(aliases or {})
 
     @property
     def num_stages(self) -> int:
-        """Number of stages."""
-        return len(self._stages)
-
-    @property
-    def stages(self) -> tuple[StageModule, ...]:
-        """The stages in order."""
-        return tuple(self._stages)
+        """Return the number of stages."""
+        return len(self.stages)
 
     def get_stage_module(self, stage_index: int) -> StageModule:
         """Return one stage.
@@ -108,7 +104,7 @@ class Pipe(nn.Module):
                 f"stage_index={stage_index!r}: the pipeline has {self.num_stages} stages; expected "
                 f"an index from 0 to {self.num_stages - 1}."
             )
-        return self._stages[stage_index]
+        return self.stages[stage_index]
 
     def build_stage(
         self,
@@ -164,7 +160,7 @@ class Pipe(nn.Module):
 
     def info(self) -> PipeInfo:
         """Return the inputs, parameters and outputs of every stage."""
-        stages = tuple(stage.info for stage in self._stages)
+        stages = tuple(stage.info for stage in self.stages)
         return PipeInfo(
             num_stages=len(stages),
             stages=stages,
@@ -176,7 +172,7 @@ class Pipe(nn.Module):
     def shared_parameters(self) -> dict[str, tuple[int, ...]]:
         """Return the parameters that several stages have, with the indices of the stages."""
         users: dict[str, list[int]] = {}
-        for index, stage in enumerate(self._stages):
+        for index, stage in enumerate(self.stages):
             for name in stage.info.parameters:
                 users.setdefault(name, []).append(index)
         return {name: tuple(stages) for name, stages in users.items() if len(stages) > 1}
@@ -192,7 +188,7 @@ class Pipe(nn.Module):
         values: tuple[Any, ...] = ()
         # An error within a captured no_grad must not change the caller's mode.
         with torch.set_grad_enabled(torch.is_grad_enabled()):
-            for stage in self._stages:
+            for stage in self.stages:
                 values = stage(*values, *(flat[position] for position in stage.info.inputs))
         return self.program.unflatten(list(values))
 
@@ -202,7 +198,7 @@ class Pipe(nn.Module):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of all stages under the module's names; a shared one once."""
         seen: set[str] = set()
-        for stage in self._stages:
+        for stage in self.stages:
             for name, param in stage.named_parameters(prefix, recurse, remove_duplicate):
                 if name not in seen or not remove_duplicate:
                     seen.add(name)
@@ -212,7 +208,7 @@ class Pipe(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:  # type: ignore[override]
         """Return parameters and buffers of all stages, tied ones under each of their names."""
         state: dict[str, Tensor] = {}
-        for stage in self._stages:
+        for stage in self.stages:
             state |= stage.state_dict(*args, **kwargs)
         prefix = kwargs.get("prefix", "")
         for alias, name in self._aliases.items():

@@ -23,9 +23,8 @@ from lightning_unitscale.capture.steps import steps_of
 from lightning_unitscale.dispatch.attach import run_in_session
 from lightning_unitscale.ranks import any_rank
 from lightning_unitscale.strategies.grid import GridStrategy
-from lightning_unitscale.strategies.method import NotPipelinedError
+from lightning_unitscale.strategies.method import NotPipelinedError, PipelinedEvaluation
 from lightning_unitscale.strategies.owners import Owners, Watch
-from lightning_unitscale.strategies.steps import PipelinedEvaluation
 
 # The hooks that run before the batches of a validation.
 _HOOKS = (

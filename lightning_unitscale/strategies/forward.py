@@ -172,15 +172,12 @@ class PipelinedForward:
         self._candidates = with_most_parameters(module)
         # The method that runs as the pipeline, once the step has called it.
         self._method: PipelinedMethod | None = None
+        self._path = ""
 
     @property
     def called(self) -> str:
         """Return the name of the module that the step calls, for messages."""
         return as_attribute(self._path)
-
-    @property
-    def _path(self) -> str:
-        return "" if self._method is None else self._method.name.rpartition(".")[0]
 
     @property
     def _called(self) -> nn.Module:
@@ -220,6 +217,7 @@ class PipelinedForward:
                 ) from error
             if self._method is None:
                 self._method = PipelinedMethod(forward_of(path), self.strategy)
+                self._path = path
             # Before the call, the step may have done something else on another rank.
             check_equal(arguments, self._group, what=f"arguments of {self.called}")
             call.arguments = arguments

@@ -130,22 +130,14 @@ def _change(before: MetricState, metric: Metric) -> MetricState:
     appended = set()
     for name, value in metric.metric_state.items():
         old = before.values[name]
-        if _extends(value, old):
-            appended.add(name)
-            value = value[len(old) :]
+        if isinstance(value, list) and len(value) >= len(old):
+            # Numbers as well as objects: a metric's forward copies its states.
+            pairs = zip(old, value, strict=False)
+            if all(ours is theirs or torch.equal(ours, theirs) for ours, theirs in pairs):
+                appended.add(name)
+                value = value[len(old) :]
         values[name] = tree_map(lambda tensor: tensor.detach().cpu(), value)
     return MetricState(metric.update_count, values, frozenset(appended))
-
-
-def _extends(value: Tensor | list[Tensor], beginning: Tensor | list[Tensor]) -> bool:
-    """Return whether both are lists, and one begins with the tensors of the other."""
-    if not isinstance(value, list) or len(value) < len(beginning):
-        return False
-    # Compare numbers, not objects: a metric's forward copies its states.
-    return all(
-        theirs is other or torch.equal(theirs, other)
-        for theirs, other in zip(beginning, value, strict=False)
-    )
 
 
 def _set(metric: Metric, update_count: int, values: Mapping[str, Tensor | list[Tensor]]) -> None:

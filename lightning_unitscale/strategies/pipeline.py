@@ -41,12 +41,9 @@ from lightning_unitscale.strategies.checks import (
 )
 from lightning_unitscale.strategies.evaluation import SavingStrategy
 from lightning_unitscale.strategies.forward import PipelinedForward
-from lightning_unitscale.strategies.method import NotPipelinedError
+from lightning_unitscale.strategies.method import NotPipelinedError, PipelinedStep
 from lightning_unitscale.strategies.owners import Owners, give_first_weights
-from lightning_unitscale.strategies.steps import PipelinedStep
 
-_CAPTURES = ("auto", "step", "forward")
-_EVALUATIONS = ("auto", "pipeline", "whole")
 _SPLITS: Any = (str, Mapping, Callable)
 
 
@@ -141,8 +138,9 @@ class PipelineStrategy(SavingStrategy):
             name, expected = "process_group_backend", "the name of a backend, such as 'gloo'"
             check_instance(name, process_group_backend, str, expected, "leave it out")
         advice = "leave it out for 'auto'"
-        check_choice("capture", capture, _CAPTURES, "nothing that can be captured", advice)
-        check_choice("evaluation", evaluation, _EVALUATIONS, "no way to evaluate", advice)
+        captures, evaluations = ("auto", "step", "forward"), ("auto", "pipeline", "whole")
+        check_choice("capture", capture, captures, "nothing that can be captured", advice)
+        check_choice("evaluation", evaluation, evaluations, "no way to evaluate", advice)
         if evaluation == "whole" and num_eval_microbatches != 1:
             raise ValueError(
                 f"num_eval_microbatches={num_eval_microbatches} with evaluation='whole': the "
