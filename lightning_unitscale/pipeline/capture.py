@@ -1,4 +1,4 @@
-"""Capture a module's ``forward``, or a captured ``training_step``, as a program.
+"""Capture a module's ``forward``, a ``training_step``, or the module that it calls, as a program.
 
 In the graph of a step the parameters are inputs; in a program they are its attributes, under their
 names. Inputs that a pass adds (factors, keys of random roundings) are made on every rank, like the
@@ -14,20 +14,23 @@ import inspect
 import operator
 import types
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch._dynamo.config
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unflatten
+from typing_extensions import override
 
 from lightning_unitscale.arguments import check_instance
 from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.compiled_graph import GraphCall
 from lightning_unitscale.capture.export import export_forward
 from lightning_unitscale.capture.rollback import restoring
+from lightning_unitscale.capture.steps import ModuleSteps, steps_of
 from lightning_unitscale.dynamo.capture import is_compiled
 from lightning_unitscale.dynamo.graphs import copy_graph_module, fake_mode_of
 from lightning_unitscale.graph.aliasing import memory_roots, written_arguments
@@ -52,6 +55,10 @@ if TYPE_CHECKING:
 _EXAMPLE = "example_value"
 # Types that a captured graph can return.
 _RETURNABLE = (Tensor, int, float, bool, str, type(None), tuple, list)
+# The log methods of a LightningModule.
+LOGS = ("log", "log_dict")
+# Positional and keyword arguments of one call.
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def capture_program(
@@ -299,3 +306,73 @@ def loss_position(
         result = step.rehearse(lambda graph, inputs: outputs, *args, **kwargs)
     loss = returned_loss(result)
     return next((index for index, output in enumerate(outputs) if output is loss), None)
+
+
+class CalledSteps(ModuleSteps):
+    """Captures the user's own methods of a module, and of the modules in it: ``"net.forward"``."""
+
+    @override
+    def original(self, name: str) -> Callable[..., Any]:
+        """Return the user's own method, even if callbacks have put a captured one over it."""
+        path, _, method = name.rpartition(".")
+        if path:
+            return returnable_method(self.module.get_submodule(path), method)
+        steps = steps_of(self.module)
+        if steps is not None and name in steps.steps:
+            return steps.original(name)
+        return super().original(name)
+
+
+class _ReachedError(BaseException):
+    """A step has called a module. Not an ``Exception``, which the step could catch."""
+
+    def __init__(self, path: str, call: Arguments) -> None:
+        self.path = path
+        self.call = call
+
+
+def with_most_parameters(module: nn.Module) -> list[str]:
+    """Return the paths of the modules with more than half of the parameters, outermost first."""
+    total = sum(parameter.numel() for parameter in module.parameters())
+    return [
+        path
+        for path, submodule in module.named_modules()
+        if 2 * sum(parameter.numel() for parameter in submodule.parameters()) > total
+    ]
+
+
+def without(paths: Sequence[str], path: str) -> list[str]:
+    """Return the paths without ``path`` and the modules around it."""
+    return [
+        other for other in paths if other and other != path and not path.startswith(f"{other}.")
+    ]
+
+
+def first_called(
+    module: nn.Module, paths: Sequence[str], run: Callable[[], Any]
+) -> tuple[str, Arguments] | None:
+    """Return which of the modules at ``paths`` a step calls first, and with which arguments."""
+
+    def reach(path: str, *args: Any, **kwargs: Any) -> Any:
+        raise _ReachedError(path, (args, kwargs))
+
+    try:
+        with contextlib.ExitStack() as stack:
+            for path in paths:
+                stack.enter_context(
+                    shadowed(module.get_submodule(path), forward=partial(reach, path))
+                )
+            run()
+    except _ReachedError as reached:
+        return reached.path, reached.call
+    return None
+
+
+def forward_of(path: str) -> str:
+    """Return the name of a module's forward as a step of :class:`CalledSteps`."""
+    return f"{path}.forward" if path else "forward"
+
+
+def as_attribute(path: str) -> str:
+    """Return a path as an expression in the module's code: ``self.net``."""
+    return f"self.{path}" if path else "self"

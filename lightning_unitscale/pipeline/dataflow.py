@@ -233,14 +233,6 @@ def find_sources(graph: fx.Graph, nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def parameters_behind(graph_module: fx.GraphModule, outputs: Iterable[fx.Node]) -> set[str]:
-    """Return the names of the parameters that may get a gradient from one of the outputs."""
-    reached = frozenset[fx.Node]().union(
-        *(find_gradients(graph_module, output) for output in outputs)
-    )
-    return {str(node.target) for node in reached if node.op == "get_attr"}
-
-
 def _differentiable(node: fx.Node) -> bool:
     if node.op == "placeholder" and "example_value" not in node.meta:
         return False

@@ -23,16 +23,18 @@ from lightning_unitscale.pipeline.balance import (
     seconds_of,
     sending_rate,
 )
-from lightning_unitscale.pipeline.called import (
+from lightning_unitscale.pipeline.capture import (
     LOGS,
     CalledSteps,
     as_attribute,
     first_called,
     forward_of,
+    loss_position,
+    program_of_step,
+    static_shapes,
     with_most_parameters,
     without,
 )
-from lightning_unitscale.pipeline.capture import loss_position, program_of_step, static_shapes
 from lightning_unitscale.pipeline.cuts import LOSS, cut_by, num_marks
 from lightning_unitscale.pipeline.pipe import Pipe, build_pipe, pipeline
 from lightning_unitscale.pipeline.program import split_evenly

@@ -49,7 +49,19 @@ def refuse_unsupported(
     trains = trainer.state.fn == TrainerFn.FITTING
     steps = steps_of(module)
     if steps is not None and trains:
-        _refuse_steps(steps, capture, schedule)
+        if capture == "forward":
+            raise MisconfigurationException(
+                f"PipelineStrategy(capture='forward') with {_names(steps)}: they need "
+                "training_step as one graph, but only forward is captured. Use capture='auto' or "
+                "'step', or leave the callbacks out."
+            )
+        if isinstance(steps.partition_fn, StepPartitioner):
+            check_schedule(steps.partition_fn.budget, schedule)
+        if steps.executor == "inductor":
+            raise MisconfigurationException(
+                "PipelineStrategy with compile=True: the stages run operation by operation. Leave "
+                "compile=True out."
+            )
     if isinstance(precision, MixedPrecision) and precision.scaler:
         raise MisconfigurationException(
             "PipelineStrategy: precision='16-mixed' scales the loss after the step, but the "
@@ -83,23 +95,6 @@ def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
                 "only the gradients of its stages. Use an optimizer that steps each parameter by "
                 "itself, such as AdamW."
             )
-
-
-def _refuse_steps(steps: ModuleSteps, capture: str, schedule: Schedule) -> None:
-    """Refuse options of callbacks that cannot run as a pipeline, before anything has run."""
-    if capture == "forward":
-        raise MisconfigurationException(
-            f"PipelineStrategy(capture='forward') with {_names(steps)}: they need training_step "
-            "as one graph, but only forward is captured. Use capture='auto' or 'step', or leave "
-            "the callbacks out."
-        )
-    if isinstance(steps.partition_fn, StepPartitioner):
-        check_schedule(steps.partition_fn.budget, schedule)
-    if steps.executor == "inductor":
-        raise MisconfigurationException(
-            "PipelineStrategy with compile=True: the stages run operation by operation. Leave "
-            "compile=True out."
-        )
 
 
 def check_schedule(budget: Budget, schedule: Schedule) -> None:

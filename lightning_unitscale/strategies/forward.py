@@ -18,23 +18,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map, tree_map_only
 from typing_extensions import override
 
 from lightning_unitscale.graph.nodes import requires_grad, returned_loss
 from lightning_unitscale.patching import nothing, shadowed
-from lightning_unitscale.pipeline.called import (
+from lightning_unitscale.pipeline.capture import (
     LOGS,
     Arguments,
     as_attribute,
     first_called,
     forward_of,
+    static_shapes,
     with_most_parameters,
     without,
 )
-from lightning_unitscale.pipeline.capture import static_shapes
-from lightning_unitscale.pipeline.dataflow import parameters_behind
+from lightning_unitscale.pipeline.dataflow import find_gradients
 from lightning_unitscale.pipeline.program import leaves_of, split_evenly
 from lightning_unitscale.ranks import broadcast
 from lightning_unitscale.strategies.checks import check_equal
@@ -382,9 +382,11 @@ class PipelinedForward:
         outputs = graph.step.program.outputs
         if all(not requires_grad(value) or index in used for index, value in enumerate(outputs)):
             return
-        reached = parameters_behind(graph.step.program.graph_module, [outputs[i] for i in used])
+        graph_module = graph.step.program.graph_module
+        reached = set[fx.Node]().union(*(find_gradients(graph_module, outputs[i]) for i in used))
+        names = {str(node.target) for node in reached if node.op == "get_attr"}
         for name, parameter in graph.runner.named_parameters().items():
-            if name not in reached:
+            if name not in names:
                 parameter.grad = None
 
 

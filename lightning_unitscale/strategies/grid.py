@@ -8,7 +8,6 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
@@ -143,28 +142,6 @@ class Grid:
     mesh: DeviceMesh
 
 
-def make_grid(num_pipelines: int, device_type: str, timeout: timedelta | None) -> Grid:
-    """Make the groups of this rank; every rank calls it."""
-    num_ranks = dist.get_world_size()
-    if num_ranks % num_pipelines:
-        raise MisconfigurationException(
-            f"PipelineStrategy(data_parallel={num_pipelines}): {num_ranks} devices (devices times "
-            "num_nodes) cannot be divided into as many pipelines. Change one of the two numbers."
-        )
-    if num_pipelines == 1:
-        world = dist.group.WORLD
-        assert world is not None
-        mesh = DeviceMesh.from_group(world, device_type, mesh_dim_names=("pipeline",))
-        return Grid(None, Replicas(None, 0, 1), mesh)
-    ranks = torch.arange(num_ranks).view(-1, num_pipelines)
-    column, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout=timeout)
-    row, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timeout)
-    mesh = DeviceMesh.from_group(
-        [column, row], device_type, ranks, mesh_dim_names=("pipeline", "data")
-    )
-    return Grid(column, Replicas(row, dist.get_rank(row), num_pipelines), mesh)
-
-
 class GridStrategy(DDPStrategy):
     """Treats pipelines as DDP treats ranks: divides data among them and averages over them."""
 
@@ -201,7 +178,25 @@ class GridStrategy(DDPStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        self._grid = make_grid(self.data_parallel, self.root_device.type, self._timeout)
+        count, num_ranks = self.data_parallel, dist.get_world_size()
+        if num_ranks % count:
+            raise MisconfigurationException(
+                f"PipelineStrategy(data_parallel={count}): {num_ranks} devices (devices times "
+                "num_nodes) cannot be divided into as many pipelines. Change one of the numbers."
+            )
+        device_type, world = self.root_device.type, dist.group.WORLD
+        if count == 1:
+            assert world is not None
+            mesh = DeviceMesh.from_group(world, device_type, mesh_dim_names=("pipeline",))
+            self._grid = Grid(None, Replicas(None, 0, 1), mesh)
+            return
+        ranks = torch.arange(num_ranks).view(-1, count)
+        column, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout=self._timeout)
+        row, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=self._timeout)
+        mesh = DeviceMesh.from_group(
+            [column, row], device_type, ranks, mesh_dim_names=("pipeline", "data")
+        )
+        self._grid = Grid(column, Replicas(row, dist.get_rank(row), count), mesh)
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:

@@ -35,8 +35,10 @@ from lightning_unitscale.capture.steps import steps_of
 from lightning_unitscale.dispatch.attach import begin_microbatch
 from lightning_unitscale.pipeline.batch_facts import Fact, joined
 from lightning_unitscale.pipeline.batchwise import compare_graphs
-from lightning_unitscale.pipeline.called import LOGS, Arguments, CalledSteps
 from lightning_unitscale.pipeline.capture import (
+    LOGS,
+    Arguments,
+    CalledSteps,
     StepProgram,
     example_outputs,
     loss_position,

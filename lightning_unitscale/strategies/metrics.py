@@ -40,7 +40,17 @@ class SharedMetrics:
 
     def states(self) -> dict[str, MetricState]:
         """Return the states of all metric objects, by their paths."""
-        return {path: _state(metric) for path, metric in self._metrics().items()}
+        # Metrics write into tensors in place, but not into the elements of lists.
+        return {
+            path: MetricState(
+                metric.update_count,
+                {
+                    name: value.detach().clone() if isinstance(value, Tensor) else list(value)
+                    for name, value in metric.metric_state.items()
+                },
+            )
+            for path, metric in self._metrics().items()
+        }
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
@@ -114,15 +124,6 @@ class SharedMetrics:
 def detached(value: Any) -> Any:
     """Return a tensor on the host without its gradient, and any other value as it is."""
     return value.detach().cpu() if isinstance(value, Tensor) else value
-
-
-def _state(metric: Metric) -> MetricState:
-    # Metrics write into tensors in place, but not into the elements of lists.
-    values = {
-        name: value.detach().clone() if isinstance(value, Tensor) else list(value)
-        for name, value in metric.metric_state.items()
-    }
-    return MetricState(metric.update_count, values)
 
 
 def _change(before: MetricState, metric: Metric) -> MetricState:
