@@ -138,8 +138,10 @@ def of_reduced(operation: Operation, term_powers: dict[tuple[str, str], int]) ->
         if isinstance(operation.facts.get(condition), Mean):  # type: ignore[arg-type]
             return operation.coupled("chooses by a value of each microbatch")
         powers = {fact.power for fact in facts if isinstance(fact, (Mean, Same))}
-        is_plain = len(powers) == 1 and len(facts) == len(means) and not any(_numbers_in(operation))
-        if is_plain:
+        has_number = name not in _CONCATENATIONS | {"stack"} and any(
+            isinstance(a, (int, float)) and not isinstance(a, bool) for a, _ in operation.numbers()
+        )
+        if len(powers) == 1 and len(facts) == len(means) and not has_number:
             return Mean(powers.pop())
         if _align(operation, term_powers):
             return Mean()
@@ -156,14 +158,6 @@ def of_reduced(operation: Operation, term_powers: dict[tuple[str, str], int]) ->
     if name in _LINEAR and len(facts) == 1:
         return means[0]
     return operation.coupled("is not linear in the mean over the batch")
-
-
-def _numbers_in(operation: Operation) -> list[bool]:
-    """Return, for each constant of a sum, whether it is a number."""
-    kinds = (int, float)
-    if operation.name in {"stack", "cat", "concat", "hstack"}:
-        return []
-    return [isinstance(a, kinds) and not isinstance(a, bool) for a, _ in operation.numbers()]
 
 
 def of_reduction(operation: Operation) -> Fact:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch._dynamo.config
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_map_only, tree_unflatten
 from typing_extensions import override
 
 from lightning_unitscale.arguments import check_instance
@@ -125,14 +125,15 @@ def capture_program(
 
 def _distinct(value: Any) -> Any:
     """Copy tensors that occur twice (``labels=input_ids``): they would be captured as one input."""
-    flat, spec = tree_flatten(value)
     seen: set[int] = set()
-    for index, value in enumerate(flat):
-        if isinstance(value, Tensor):
-            if id(value) in seen:
-                flat[index] = value.detach().clone().requires_grad_(value.requires_grad)
-            seen.add(id(value))
-    return tree_unflatten(flat, spec)
+
+    def distinct(tensor: Tensor) -> Tensor:
+        if id(tensor) in seen:
+            return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        seen.add(id(tensor))
+        return tensor
+
+    return tree_map_only(Tensor, distinct, value)
 
 
 def _describe(

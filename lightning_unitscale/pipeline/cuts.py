@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -79,7 +78,7 @@ def annotate_split_points(
         target = module.get_submodule(path)
         begins = edge is SplitPoint.BEGINNING
         register = target.register_forward_pre_hook if begins else target.register_forward_hook
-        handles.append(register(_split))
+        handles.append(register(lambda *_: pipe_split()))
     return tuple(handles)
 
 
@@ -92,10 +91,6 @@ def marked(module: nn.Module, spec: Mapping[str, SplitPoint] | None) -> Iterator
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _split(*_: Any) -> None:
-    pipe_split()
 
 
 def num_marks(program: Program) -> int:

@@ -132,11 +132,8 @@ class Ownership:
             self._share_steps()
 
     def _share_steps(self) -> None:
-        """Give each parameter without a stepper the pipeline whose ranks have the least to step.
-
-        A parameter with several owners is stepped by those in one pipeline. All ranks come to the
-        same result, by the sizes and the order of the module.
-        """
+        """Give each parameter without a stepper the pipeline whose ranks have the least to step."""
+        # All ranks get the same result, by the sizes and the order of the module.
         new = {
             name: tensor.numel() * tensor.element_size()
             for name, tensor in self._tensors.items()

@@ -135,10 +135,7 @@ def split_batch(
     flat = program.flatten(args, kwargs)
     microbatches: list[list[Any]] = [[] for _ in range(num_microbatches)]
     for value, example in zip(flat, program.inputs, strict=True):
-        if example.tensor is None:
-            pieces = [value] * num_microbatches
-        else:
-            pieces = _pieces(value, example.name, example.tensor, num_microbatches)
+        pieces = _pieces(value, example, num_microbatches)
         for microbatch, piece in zip(microbatches, pieces, strict=True):
             microbatch.append(piece)
     return microbatches
@@ -192,7 +189,10 @@ def _map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
     return tree_map(visit, batch)
 
 
-def _pieces(value: Any, name: str, example: TensorInfo, count: int) -> list[Tensor]:
+def _pieces(value: Any, described: ProgramInput, count: int) -> list[Any]:
+    name, example = described.name, described.tensor
+    if example is None:
+        return [value] * count
     if not isinstance(value, Tensor):
         raise ValueError(f"{name}={value!r}: expected a tensor {example}.")
     given = TensorInfo.of(value)

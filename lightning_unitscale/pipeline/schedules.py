@@ -86,10 +86,8 @@ def simulate_1f1b(
 
 
 def order_of_1f1b(stage: int, num_stages: int, num_microbatches: int) -> list[tuple[int, bool]]:
-    """Return the passes of a stage under 1F1B: each microbatch, and whether it goes forward.
-
-    First one forward pass for this and each later stage, then backward and forward in turn.
-    """
+    """Return the passes of a stage under 1F1B: each microbatch, and whether it goes forward."""
+    # First one forward pass for this and each later stage, then backward and forward in turn.
     ahead = min(num_microbatches, num_stages - stage)
     order = [(microbatch, True) for microbatch in range(ahead)]
     for microbatch in range(num_microbatches):
@@ -134,11 +132,7 @@ class Schedule:
         return num_microbatches if self.name == "GPipe" else None
 
     def check(self, num_stages: int, num_ranks: int, num_microbatches: int) -> None:
-        """Check that the schedule can run.
-
-        Raises:
-            ValueError: If a number does not fit.
-        """
+        """Check that the schedule can run; raise a ``ValueError`` for a number that does not fit."""
         check_count("num_microbatches", num_microbatches)
         expected = {"single": num_ranks, "v": 2 * num_ranks}.get(self.placement)
         if expected is not None and num_stages != expected:

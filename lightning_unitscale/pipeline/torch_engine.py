@@ -16,13 +16,9 @@ too, and one is sent back for each. A missing gradient is an error. The results 
 must look like what it sends, which is nothing. A rank with two neighbouring stages connects to
 itself, which gloo refuses.
 
-Undocumented names, checked on torch 2.13 and 2.11: ``forward_maybe_with_nosync`` and
-``backward_maybe_with_nosync`` of ``PipelineStage``; ``_PipelineScheduleRuntime`` with its
-``pipeline_order_with_comms``, ``_add_send_recv``, ``_Action`` and ``_ComputationType``. On torch
-2.11: ``_prepare_forward_infra``,
-``_create_grad_recv_info``, ``_create_grad_send_info``, ``_get_recv_ops``,
-``_retrieve_recv_activations``,
-``_validate_fwd_outputs`` and ``_get_init_p2p_neighbors_ops`` of ``PipelineStage``.
+Undocumented names, checked on torch 2.13 and 2.11: the methods of ``PipelineStage`` that are
+overridden here, ``_PipelineScheduleRuntime`` with its ``pipeline_order_with_comms``,
+``_add_send_recv``, ``_Action`` and ``_ComputationType``.
 """
 
 from __future__ import annotations

@@ -39,11 +39,7 @@ from lightning_unitscale.pipeline.program import leaves_of, split_evenly
 from lightning_unitscale.ranks import broadcast
 from lightning_unitscale.strategies.checks import check_equal
 from lightning_unitscale.strategies.grid import GridStrategy
-from lightning_unitscale.strategies.method import (
-    NotPipelinedError,
-    PipelinedGraph,
-    PipelinedMethod,
-)
+from lightning_unitscale.strategies.method import NotPipelinedError, PipelinedGraph, PipelinedMethod
 from lightning_unitscale.strategies.metrics import (
     LoggedMetric,
     MetricState,

@@ -99,11 +99,7 @@ class Replicas:
 def _buckets(
     parameters: Mapping[str, nn.Parameter], steppers: Mapping[str, int]
 ) -> Iterator[tuple[int | None, list[nn.Parameter]]]:
-    """Yield buckets of parameters and the pipeline that steps them, ``None`` for all.
-
-    Each bucket is in order, of one type and device, and has at most ``_BUCKET_BYTES`` or one
-    parameter.
-    """
+    """Yield buckets of one type and device with the pipeline that steps them, ``None`` for all."""
     open_buckets: dict[Any, list[nn.Parameter]] = {}
     sizes: Counter[Any] = Counter()
     for name, param in parameters.items():
@@ -226,26 +222,20 @@ class GridStrategy(DDPStrategy):
         return bool(count == self.world_size) if all else bool(count)
 
     @override
-    @contextlib.contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
+    def block_backward_sync(self) -> Any:
         """Accumulate gradients within this context, without averaging over the pipelines."""
-        self._is_accumulating = True
-        try:
-            yield
-        finally:
-            self._is_accumulating = False
+        return shadowed(self, _is_accumulating=True)
 
     @contextlib.contextmanager
     def metrics_over_pipelines(self, module: nn.Module) -> Iterator[None]:
         """Let metric objects count the samples of a pipeline once, within this context."""
+        attributes: dict[str, Any] = {"process_group": self.grid.replicas.group}
+        if self.data_parallel == 1:
+            attributes = {"distributed_available_fn": lambda: False}
         with contextlib.ExitStack() as stack:
             for metric in module.modules():
-                if not isinstance(metric, torchmetrics.Metric) or metric.process_group is not None:
-                    continue
-                if self.data_parallel == 1:
-                    stack.enter_context(shadowed(metric, distributed_available_fn=lambda: False))
-                else:
-                    stack.enter_context(shadowed(metric, process_group=self.grid.replicas.group))
+                if isinstance(metric, torchmetrics.Metric) and metric.process_group is None:
+                    stack.enter_context(shadowed(metric, **attributes))
             yield
 
     @contextlib.contextmanager

@@ -122,12 +122,7 @@ class PipelinedMethod:
     """A method of a module whose graphs run on several ranks."""
 
     def __init__(
-        self,
-        name: str,
-        strategy: GridStrategy,
-        *,
-        defer: tuple[str, ...] = (),
-        plain: bool = False,
+        self, name: str, strategy: GridStrategy, *, defer: tuple[str, ...] = (), plain: bool = False
     ) -> None:
         self.module = module = strategy.own_module
         self.name = name
@@ -258,9 +253,17 @@ class PipelinedStep(PipelinedMethod):
             calls, whole = self.graph_calls(
                 [((part, *args), kwargs) for part in parts], ((batch, *args), kwargs)
             )
-            graph = self.pipelined(
-                calls, whole, lambda: self._loss(calls[0], parts[0], args, kwargs)
-            )
+
+            def loss() -> int:
+                position = loss_position(step, calls[0], (parts[0], *args), kwargs)
+                if position is None:
+                    raise RuntimeError(
+                        f"{type(self.module).__name__}.{_NAME} returns no result of its captured "
+                        "graph. Return the loss, or a dict with the key 'loss'."
+                    )
+                return position
+
+            graph = self.pipelined(calls, whole, loss)
             for graph_pass in self.steps.passes:
                 graph_pass.before_step(self.module)
             inputs = graph.inputs(calls)
@@ -298,17 +301,6 @@ class PipelinedStep(PipelinedMethod):
                 graph.runner, microbatch, self.steps, self.strategy, self._granted
             )
         return graph.planned or {}
-
-    def _loss(
-        self, call: GraphCall, part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> int:
-        position = loss_position(self.steps.steps[_NAME], call, (part, *args), kwargs)
-        if position is None:
-            raise RuntimeError(
-                f"{type(self.module).__name__}.{_NAME} returns no result of its captured graph. "
-                "Return the loss, or a dict with the key 'loss'."
-            )
-        return position
 
 
 class PipelinedEvaluation(PipelinedMethod):

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
@@ -174,16 +173,12 @@ def resident_bytes(strategy: GridStrategy, stage: StageModule, accumulates: bool
     # Lightning clears the gradients of the last step after this one. Gradients of accumulated
     # batches are not averaged yet, and whole in every pipeline.
     gradients = whole + (whole if accumulates else stepped)
-    return max(0, everything - own) + gradients + int(stepped * _state_share(module))
-
-
-def _state_share(module: pl.LightningModule) -> float:
-    """Return the bytes of the optimizers' state per byte of a parameter."""
-    optimizers = module.trainer.optimizers
     # Optimizers have no state of parameters that are freed here.
-    stepped = [param for each in optimizers for param in each.state]
-    trained = storage_bytes(stepped) if stepped else gradient_bytes(module)
-    return optimizer_state_bytes(optimizers) / max(1, trained)
+    optimizers = module.trainer.optimizers
+    with_state = [param for optimizer in optimizers for param in optimizer.state]
+    with_state_bytes = storage_bytes(with_state) if with_state else gradient_bytes(module)
+    state_share = optimizer_state_bytes(optimizers) / max(1, with_state_bytes)
+    return max(0, everything - own) + gradients + int(stepped * state_share)
 
 
 def _lifted(stage: StageModule) -> tuple[fx.GraphModule, list[Tensor]]:
