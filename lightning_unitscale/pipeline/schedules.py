@@ -132,7 +132,7 @@ class Schedule:
         return num_microbatches if self.name == "GPipe" else None
 
     def check(self, num_stages: int, num_ranks: int, num_microbatches: int) -> None:
-        """Check that the schedule can run; raise a ``ValueError`` for a number that does not fit."""
+        """Check that the schedule can run; raise a ``ValueError`` for a wrong number."""
         check_count("num_microbatches", num_microbatches)
         expected = {"single": num_ranks, "v": 2 * num_ranks}.get(self.placement)
         if expected is not None and num_stages != expected:
