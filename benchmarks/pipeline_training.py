@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.model_zoo import BATCH, ZOO
 from lightning_unitscale import PipelineStrategy
-from lightning_unitscale.strategies.steps import PipelinedStep
+from lightning_unitscale.strategies.method import PipelinedStep
 from tests.strategies.pipeline_run import Recorder
 from tests.strategies.trainers import quiet_trainer
 

@@ -36,6 +36,15 @@ def gathered(own: _Value, group: dist.ProcessGroup | None = None) -> list[_Value
     return values
 
 
+def gathered_on(
+    rank: int, own: _Value, group: dist.ProcessGroup | None = None
+) -> list[_Value] | None:
+    """Return the object of every rank of a group on one of them, and ``None`` on the others."""
+    values = [own] * dist.get_world_size(group) if dist.get_rank(group) == rank else None
+    dist.gather_object(own, values, group=group, group_dst=rank)
+    return values
+
+
 def any_rank(flag: bool) -> bool:
     """Tell whether a flag is set on any rank."""
     return any(gathered(flag))
@@ -69,11 +78,25 @@ def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
         raise ValueError(problem)
 
 
+def broadcast_tensor(
+    tensor: Tensor, source: int = 0, group: dist.ProcessGroup | None = None
+) -> None:
+    """Give all ranks of a group the values of the rank ``source``, in place."""
+    # Only contiguous tensors can be sent and received.
+    dense = tensor.contiguous()
+    dist.broadcast(dense, group=group, group_src=source)
+    if dense is not tensor:
+        tensor.copy_(dense)
+
+
 def hand_out(tensor: Tensor, ranks: Sequence[int], group: dist.ProcessGroup | None) -> None:
-    """Give ranks the tensor of the first of them; each of them calls it."""
+    """Give ranks the values of the first of them, in place; each of them calls it."""
     first, *others = ranks
-    if dist.get_rank(group) != first:
-        dist.recv(tensor, group=group, group_src=first)
+    dense = tensor.contiguous()
+    if dist.get_rank(group) == first:
+        for other in others:
+            dist.send(dense, group=group, group_dst=other)
         return
-    for other in others:
-        dist.send(tensor, group=group, group_dst=other)
+    dist.recv(dense, group=group, group_src=first)
+    if dense is not tensor:
+        tensor.copy_(dense)

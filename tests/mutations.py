@@ -389,7 +389,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a pipeline's losses are not weighted by their targets",
-        "pipeline/batch_loss.py",
+        "pipeline/whole_batch.py",
         "            weights = len(microbatches) * counts / counts.sum()",
         "            weights = torch.ones_like(counts)",
         "pipeline/test_batch_loss.py -k tokens",
@@ -1266,8 +1266,8 @@ MUTATIONS = (
     Mutation(
         "every stage may lie where the first one may",
         "pipeline/search.py",
-        "np.where(allowed(stage), costs, np.inf)",
-        "np.where(allowed(0), costs, np.inf)",
+        "np.where(allowed[stage], costs, np.inf)",
+        "np.where(allowed[0], costs, np.inf)",
         "pipeline/test_search.py",
     ),
     Mutation(
@@ -1314,10 +1314,10 @@ MUTATIONS = (
     ),
     Mutation(
         "memory that two parameters share is freed",
-        "strategies/ownership.py",
+        "strategies/owners.py",
         "if held[_storage(param)] == 1",
         "if held[_storage(param)]",
-        "strategies/test_ownership.py",
+        "strategies/test_owners.py",
     ),
     Mutation(
         "a mean over tokens divides by those of its microbatch",
@@ -1343,8 +1343,8 @@ MUTATIONS = (
     Mutation(
         "terms of a sum are added as they are",
         "pipeline/batch_rules.py",
-        "                self.powers[operation.node.name, node.name] = fact.power",
-        "                pass",
+        "            powers[operation.node.name, node.name] = fact.power",
+        "            pass",
         "pipeline/test_batchwise.py::test_the_loss_and_the_gradients_of_the_batch[mixture-4]",
     ),
     Mutation(
@@ -1363,35 +1363,35 @@ MUTATIONS = (
     ),
     Mutation(
         "the joint step forgets accumulation",
-        "strategies/joint.py",
+        "strategies/forward.py",
         " / self._graph.runner.num_accumulated).backward()",
         ").backward()",
         "strategies/test_around.py::test_the_training_of_one_device[tokens]",
     ),
     Mutation(
         "gradients of what another rank owns are kept",
-        "strategies/ownership.py",
+        "strategies/owners.py",
         "            param.grad = None\n            if not",
         "            if not",
-        "strategies/test_ownership.py",
+        "strategies/test_owners.py",
     ),
     Mutation(
         "tied weights are two in a state that outlives its memory",
-        "strategies/ownership.py",
+        "strategies/owners.py",
         "key = (_storage(leaf), leaf.storage_offset(), leaf.shape, leaf.stride())",
         "key = id(leaf)",
-        "strategies/test_ownership.py",
+        "strategies/test_owners.py",
     ),
     Mutation(
         "values that were lost are zeros",
-        "strategies/ownership.py",
+        "strategies/owners.py",
         "lost.fill_(torch.nan)",
         "lost.zero_()",
-        "strategies/test_ownership.py",
+        "strategies/test_owners.py",
     ),
     Mutation(
         "hooks that read weights are not noticed",
-        "strategies/validation_hooks.py",
+        "strategies/owners.py",
         "            cls.is_read = True\n",
         "            pass\n",
         "strategies/test_validation_hooks.py -k counts_as_read",
@@ -1433,10 +1433,10 @@ MUTATIONS = (
     ),
     Mutation(
         "views of a freed parameter are handed out",
-        "strategies/ownership.py",
+        "strategies/owners.py",
         "return bool(attribute) and attribute not in _VIEWS",
         "return bool(attribute)",
-        "strategies/test_ownership.py",
+        "strategies/test_owners.py",
     ),
     Mutation(
         "one pipeline takes all steps",
@@ -1447,14 +1447,14 @@ MUTATIONS = (
     ),
     Mutation(
         "what another pipeline has stepped stays as it was",
-        "strategies/ownership.py",
+        "strategies/owners.py",
         "if self._steppers:\n            self._replicas.share(trained, self._steppers)",
         "pass",
         "strategies/test_sharded.py -k training",
     ),
     Mutation(
         "a sharded optimizer clips by the norm of its pipeline",
-        "strategies/ownership.py",
+        "strategies/owners.py",
         "dist.all_reduce(norms, group=self._together)",
         "dist.all_reduce(norms, group=self._group)",
         "strategies/test_sharded.py -k bits",
@@ -1468,10 +1468,10 @@ MUTATIONS = (
     ),
     Mutation(
         "the norm over all ranks is the sum of their norms",
-        "strategies/ownership.py",
+        "strategies/owners.py",
         "total = torch.linalg.vector_norm(norms)",
         "total = norms.sum()",
-        "strategies/test_ownership.py",
+        "strategies/test_owners.py",
     ),
     Mutation(
         "under autocast a captured step's backward pass is traced within it",

@@ -73,15 +73,13 @@ TORCH_ADAPTERS = (
     "functional/scale.py",
     "graph/after_backward.py",
     "graph/decompose.py",
-    "pipeline/breadth_first.py",
     "pipeline/capture.py",
-    "pipeline/torch_2_11.py",
     "pipeline/dataflow.py",
+    "pipeline/torch_engine.py",
     "profiler/fake_device.py",
     "profiler/sharded.py",
     "remat/partitioner.py",
-    "strategies/ownership.py",
-    "strategies/validation_hooks.py",
+    "strategies/owners.py",
     "watching/torch_state.py",
 )
 

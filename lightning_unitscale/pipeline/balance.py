@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import fx, nn
 
 from lightning_unitscale.arguments import check_callable, check_count, check_positive
@@ -38,16 +37,16 @@ def balanced_split(
     rank_of: Callable[[int], int] | None = None,
     num_microbatches: int | None = None,
 ) -> BalancedSplit:
-    """A split policy that gives every device the same work, by the profiler's costs.
+    """Return a split policy that gives every device the same work, by the profiler's costs.
 
-    Sending counts as well: the cuts are those for which a step is shortest.
+    Transfers count as well: the cuts are those for which a step is shortest.
 
     Args:
-        num_stages: How many stages; with 1 nothing is cut.
+        num_stages: Number of stages; with 1 nothing is cut.
         bytes_per_second: Rate at which a boundary's tensors are sent; by default 2e9 between
             processes on CPUs and 2e10 between GPUs.
-        rank_of: The rank of a stage, if one has several: their sums are balanced then.
-        num_microbatches: Microbatches of a step; the fewer, the more the sum of what is sent
+        rank_of: Returns the rank of a stage, if a rank has several; their sums are balanced.
+        num_microbatches: Microbatches of a step; the fewer, the more the sum of the transfers
             counts. By default twice the stages.
 
     Raises:
@@ -62,17 +61,13 @@ def balanced_split(
 
 @dataclass(frozen=True)
 class BalancedSplit:
-    """The policy of :func:`balanced_split`: call it with a captured graph.
-
-    Attributes:
-        stages_of: By the ``id`` of a tensor the stages that have it, in one of which whatever reads
-            it stays; others may be anywhere.
-    """
+    """The policy of :func:`balanced_split`: call it with a captured graph."""
 
     num_stages: int
     bytes_per_second: float | None = None
     rank_of: Callable[[int], int] | None = None
     num_microbatches: int | None = None
+    # By the ``id`` of a tensor, the stages in which it may be read; other tensors may be anywhere.
     stages_of: Mapping[int, frozenset[int]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -90,7 +85,7 @@ class BalancedSplit:
         graph = graph_module.graph
         keep_items_with_their_tuples(graph)
         cuts, total = possible_cuts(graph_module)
-        # Of tensors that stay where they are, a cut that sends more may be the only one.
+        # If tensors have to stay in their stages, a cut that sends more may be the only one.
         fewer = cuts if self.stages_of else thinned(cuts, total, _MOST_CUTS)
         cuts = fewer if len(fewer) >= self.num_stages - 1 else cuts
         try:
@@ -114,8 +109,7 @@ class BalancedSplit:
             raise RuntimeError(
                 "the step was recaptured (another batch size, or Python state that it reads has "
                 "changed), and its graph uses the parameters in another order, so that no cuts "
-                "leave them on the ranks that own them; expected the same parameters in the same "
-                "stages of every graph; mark the cuts with pipe_split() or "
+                "leave them on the ranks that own them. Mark the cuts with pipe_split() or "
                 "split={path: SplitPoint.BEGINNING}."
             ) from error
         nodes = {node.name: node for node in graph.nodes}
@@ -125,13 +119,10 @@ class BalancedSplit:
         return graph_module
 
     def _allowed(self, graph_module: fx.GraphModule, cuts: Sequence[CutCandidate]) -> Allowed:
-        """A stage may reach over operations that read nothing of other stages.
-
-        For each stage and each end of a stage it is counted how many operations before that end may
-        not be in the stage.
-        """
+        """Allow stages without reads of other stages' tensors."""
         tensors = named_tensors(graph_module, remove_duplicate=False)
         ends = {cut.before for cut in cuts}
+        # For each stage and end, the operations just before the end that must not be in the stage.
         counts = np.zeros((self.num_stages, len(cuts) + 2), dtype=int)
         end = 1
         for node in filter(is_operation, graph_module.graph.nodes):
@@ -140,16 +131,11 @@ class BalancedSplit:
                 tensor = tensors.get(str(read.target)) if read.op == "get_attr" else None
                 stages = self.stages_of.get(id(tensor), range(self.num_stages))
                 counts[[stage not in stages for stage in range(self.num_stages)], end] += 1
-        before = counts.cumsum(axis=1)
-
-        def allowed(stage: int) -> NDArray[np.bool_]:
-            return before[stage][:, None] == before[stage][None, :]
-
-        return allowed
+        return [row[:, None] == row[None, :] for row in counts.cumsum(axis=1)]
 
 
 def note_costs(graph_module: fx.GraphModule) -> GraphProfile:
-    """Profile a graph, backward from its loss, and note the costs in its nodes."""
+    """Profile a graph, with its backward pass from the loss, and note the costs in its nodes."""
     graph, loss = graph_module.graph, graph_module.meta.get(LOSS)
     inputs = [node.meta.get("example_value") for node in graph.find_nodes(op="placeholder")]
     device = device_type_of(graph_module)
@@ -164,15 +150,14 @@ def note_costs(graph_module: fx.GraphModule) -> GraphProfile:
         reason = str(error).strip().partition("\n")[0]
         reason = f"it calls {op_name(branches[0])}" if branches else reason
         raise RuntimeError(
-            f"the costs by which a graph is cut cannot be found ({reason}); expected operations "
-            "that run on tensors without data, which transforms of torch.func and torch.cond, scan "
-            "and while_loop may not; say where to cut with split_spec={path: "
-            "SplitPoint.BEGINNING} or pipe_split()."
+            f"the costs by which a graph is cut cannot be estimated ({reason}). Transforms of "
+            "torch.func, and torch.cond, scan and while_loop, may not run on tensors without data. "
+            "Mark the cuts with split_spec={path: SplitPoint.BEGINNING} or pipe_split()."
         ) from error
 
 
 def possible_cuts(graph_module: fx.GraphModule) -> tuple[list[CutCandidate], float]:
-    """All possible cuts, and the seconds of the whole graph."""
+    """Return all possible cuts, and the seconds of the whole graph."""
     graph = graph_module.graph
     profile = note_costs(graph_module)
     model = default_cost_model(device_type_of(graph_module))
@@ -183,7 +168,7 @@ def possible_cuts(graph_module: fx.GraphModule) -> tuple[list[CutCandidate], flo
     legal = set(legal_cuts(graph))
     cuts, passed = [], 0.0
     for node in graph.nodes:
-        # Behind the input operations something must cross, or the stages have nothing in common.
+        # Something must cross a cut, or the stages would have nothing in common.
         if node in legal and crossing[node]:
             cuts.append(CutCandidate(node.name, passed, crossing[node]))
         passed += seconds.get(node.name, 0.0)
@@ -191,23 +176,22 @@ def possible_cuts(graph_module: fx.GraphModule) -> tuple[list[CutCandidate], flo
 
 
 def device_type_of(module: nn.Module) -> str:
-    """Type of the device that a module's parameters are on."""
+    """Return the type of the device of a module's parameters."""
     return next((param.device.type for param in module.parameters()), "cpu")
 
 
 def sending_rate(device_type: str) -> float:
-    """Bytes per second from one rank to the next: gloo on one machine, or a link of 200 Gb/s."""
+    """Return bytes per second between ranks: gloo on one machine, or a link of 200 Gb/s."""
     return 2e9 if device_type == "cpu" else 2e10
 
 
 def seconds_of(costs: NodeCosts, model: CostModel) -> tuple[float, float]:
-    """Forward and backward, each bound by what it computes or by what it moves."""
-    both = (
-        (costs.fwd_flops, costs.fwd_bytes_moved),
-        (costs.bwd_flops, costs.bwd_bytes_moved),
+    """Return seconds forward and backward, each bound by computation or by memory traffic."""
+
+    def seconds(flops: float, moved: int) -> float:
+        return model.seconds("", flops, moved, fusible=False) if flops or moved else 0.0
+
+    return (
+        seconds(costs.fwd_flops, costs.fwd_bytes_moved),
+        seconds(costs.bwd_flops, costs.bwd_bytes_moved),
     )
-    forward, backward = (
-        model.seconds("", flops, moved, fusible=False) if flops or moved else 0.0
-        for flops, moved in both
-    )
-    return forward, backward

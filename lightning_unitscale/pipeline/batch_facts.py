@@ -1,4 +1,4 @@
-"""What the value of a whole batch is, given those of its microbatches.
+"""Relations between the values of microbatches and the value of the whole batch.
 
 A step is captured twice, for a microbatch and for the whole batch. Sizes that differ between the
 two graphs are sizes of the batch, and so are numbers that differ. Each tensor then has one of four
@@ -18,50 +18,35 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Same:
-    """A value of the batch is one of a microbatch, times ``count ** power``.
-
-    Attributes:
-        power: Power of the number of microbatches.
-    """
+    """A value of the batch is one of a microbatch, times ``count ** power``."""
 
     power: int = 0
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Each sample has rows of its own, in the order of the batch.
-
-    Attributes:
-        dim: The dimension with the samples.
-        blocks: How often the samples follow each other there, as in ``torch.cat([first, second])``;
-            0 for a tensor that is the same for all samples.
-        power: As in :class:`Same`.
-    """
+    """Each sample has rows of its own, in the order of the batch, times ``count ** power``."""
 
     dim: int
+    # How often all samples follow each other, as in ``torch.cat([first, second])``; 0 for a tensor
+    # that is the same for all samples.
     blocks: int = 1
     power: int = 0
 
 
 @dataclass(frozen=True)
 class Mean:
-    """A value of the batch is the mean of those of the microbatches, times ``count ** power``.
+    """A value of the batch is the mean of those of the microbatches, times ``count ** power``."""
 
-    Attributes:
-        power: 0 for a mean over samples, 1 for a sum over them.
-    """
-
+    # 0 for a mean over samples, 1 for a sum over them.
     power: int = 0
 
 
 @dataclass(frozen=True)
 class Coupled:
-    """The values of the microbatches do not tell that of the batch.
+    """The value of the batch does not follow from those of the microbatches."""
 
-    Attributes:
-        reason: The operation that couples the samples, and why.
-    """
-
+    # The operation that couples the samples, and why.
     reason: str
 
 
@@ -96,19 +81,22 @@ def joined(values: Sequence[Any], fact: Fact | None) -> Any:
     if not isinstance(first, Tensor) or count == 1:
         return first
     if isinstance(fact, Same):
-        return first if not fact.power else first * float(count) ** fact.power
+        return _times(first, count, fact.power)
     if isinstance(fact, Rows):
-        rows = _in_order(values, fact)
-        return rows if not fact.power else rows * float(count) ** fact.power
+        return _times(_in_order(values, fact), count, fact.power)
     if isinstance(fact, Mean) or not first.ndim:
         is_whole = not (first.is_floating_point() or first.is_complex())
         power = fact.power if isinstance(fact, Mean) else int(is_whole)
         stacked = torch.stack(list(values))
         if is_whole and power == 1:
             return stacked.sum(0)
-        mean = (stacked.double() if is_whole else stacked).mean(0)
-        return mean if not power else mean * float(count) ** power
+        return _times((stacked.double() if is_whole else stacked).mean(0), count, power)
     return torch.cat(list(values))
+
+
+def _times(value: Tensor, count: int, power: int) -> Tensor:
+    # Whole numbers stay whole without a power.
+    return value * float(count) ** power if power else value
 
 
 def _in_order(values: Sequence[Tensor], rows: Rows) -> Tensor:

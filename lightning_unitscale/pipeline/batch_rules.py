@@ -1,4 +1,4 @@
-"""Rules of operations: how a result follows from samples, sums and means of a batch."""
+"""Rules of operations: the relation of a result to the batch, from those of the operands."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SUMS = frozenset(
 _PRODUCTS = frozenset({"mul", "imul", "rmul", "multiply"})
 _QUOTIENTS = frozenset({"div", "truediv", "itruediv", "divide", "true_divide"})
 ARITHMETIC = _SUMS | _PRODUCTS | _QUOTIENTS | {"pow", "ipow", "rpow"}
-# Linear in their one tensor, whatever else they are given.
+# Linear in their only tensor, for any other arguments.
 _LINEAR = frozenset(
     {"neg", "negative", "positive", "pos", "to", "float", "double", "half", "bfloat16", "type",
      "type_as", "cpu", "cuda", "detach", "clone", "contiguous", "view", "reshape", "view_as",
@@ -47,7 +47,7 @@ _ALONG = {
     "cumsum": 1, "cumprod": 1, "cummax": 1, "cummin": 1, "logcumsumexp": 1, "flip": 1, "roll": 2,
     "normalize": 2, "sort": 1, "argsort": 1, "diff": 2, "renorm": 2, "fft": 2, "ifft": 2,
 }  # fmt: skip
-# Whole numbers may be ordered along the batch: experts sort their tokens, and put them back.
+# Integers may be sorted along the batch: experts sort their tokens, and put them back.
 _ORDERS = frozenset({"sort", "argsort"})
 _BY_STATISTICS = frozenset({"batch_norm", "instance_norm", "sync_batch_norm"})
 _WEIGHTED_BY_ELEMENT = frozenset({"mse_loss", "l1_loss", "huber_loss", "smooth_l1_loss"})
@@ -59,50 +59,37 @@ _ELEMENTWISE_LOSSES = frozenset(
 )  # fmt: skip
 
 
-def _line_of(node: fx.Node) -> str:
-    """Where the code is that made a node."""
-    line = line_of(node)
-    return f" (in {Path(line[0]).name}:{line[1]})" if line else ""
-
-
 @dataclass(frozen=True)
 class Operation:
-    """An operation in the graphs of a microbatch and of the whole batch.
-
-    Attributes:
-        node: In the graph of a microbatch.
-        whole: In that of the batch.
-        facts: Relations to the batch of the tensors that it reads.
-        count: Number of microbatches.
-    """
+    """An operation in the graphs of a microbatch (``node``) and of the batch (``whole``)."""
 
     node: fx.Node
     whole: fx.Node
+    # Relations to the batch of the tensors that it reads.
     facts: dict[fx.Node, Fact]
+    # The number of microbatches.
     count: int
 
     @property
     def name(self) -> str:
-        """The operation's short name."""
+        """Return the operation's short name."""
         return op_name(self.node)
 
     @property
     def read(self) -> list[tuple[fx.Node, Fact]]:
-        """The tensors that it reads, each as often as it does, with their relations."""
+        """Return the tensors that it reads with their relations, one for each read."""
         leaves = tree_leaves((self.node.args, dict(self.node.kwargs)))
         nodes = [leaf for leaf in leaves if isinstance(leaf, fx.Node) and leaf in self.facts]
         return [(node, self.facts[node]) for node in nodes]
 
     def coupled(self, why: str) -> Coupled:
-        """The relation of a result to the batch that is not known."""
-        return Coupled(f"{tensor_name(self.node)} {why}{_line_of(self.node)}")
-
-    def argument(self, name: str, position: int, default: Any = None) -> Any:
-        """An argument by its name or position."""
-        return argument_of(self.node, name, position, default)
+        """Return the relation of a result that does not follow from the microbatches."""
+        line = line_of(self.node)
+        place = f" (in {Path(line[0]).name}:{line[1]})" if line else ""
+        return Coupled(f"{tensor_name(self.node)} {why}{place}")
 
     def bound(self) -> dict[str, Any] | None:
-        """All arguments by name, of a function that has a signature."""
+        """Return all arguments by name, if the function has a signature."""
         try:
             signature = inspect.signature(self.node.target)  # type: ignore[arg-type]
             bound = signature.bind(*self.node.args, **self.node.kwargs)
@@ -112,13 +99,13 @@ class Operation:
         return dict(bound.arguments)
 
     def numbers(self) -> Iterator[tuple[Any, Any]]:
-        """Constants among the arguments, for a microbatch and for the batch."""
+        """Return the constants among the arguments, for a microbatch and for the batch."""
         part = tree_leaves((self.node.args, dict(self.node.kwargs)))
         whole = tree_leaves((self.whole.args, dict(self.whole.kwargs)))
         return ((a, b) for a, b in zip(part, whole, strict=True) if not isinstance(a, fx.Node))
 
     def factors(self) -> int | None:
-        """The power of the number of microbatches in the constants of a product."""
+        """Return the power of the number of microbatches in the constants of a product."""
         powers = [power_of(a, b, self.count) for a, b in self.numbers()]
         return None if None in powers else sum(power for power in powers if power)
 
@@ -132,35 +119,31 @@ def argument_of(node: fx.Node, name: str, position: int, default: Any = None) ->
     return node.args[position] if position < len(node.args) else default
 
 
-@dataclass
-class Alignment:
-    """Where a sum adds up terms of different powers: each is multiplied first."""
-
-    powers: dict[tuple[str, str], int]
-
-    def align(self, operation: Operation) -> bool:
-        """Note that all tensors of a sum are to have the power 0; constants must be the same."""
-        if any(power_of(a, b, operation.count) != 0 for a, b in operation.numbers()):
-            return False
-        for node, fact in operation.facts.items():
-            if isinstance(fact, (Mean, Same)) and fact.power:
-                self.powers[operation.node.name, node.name] = fact.power
-        return True
+def _align(operation: Operation, powers: dict[tuple[str, str], int]) -> bool:
+    """Note the powers of a sum's terms, by which they are multiplied; constants must be equal."""
+    if any(power_of(a, b, operation.count) != 0 for a, b in operation.numbers()):
+        return False
+    for node, fact in operation.facts.items():
+        if isinstance(fact, (Mean, Same)) and fact.power:
+            powers[operation.node.name, node.name] = fact.power
+    return True
 
 
-def of_reduced(operation: Operation, alignment: Alignment) -> Fact:
-    """The relation of a result without samples that is made of means and of what all share."""
+def of_reduced(operation: Operation, term_powers: dict[tuple[str, str], int]) -> Fact:
+    """Return the relation of a result without samples, made of means and shared values."""
     name, facts = operation.name, [fact for _, fact in operation.read]
     means = [fact for fact in facts if isinstance(fact, Mean)]
     if name in _SUMS:
-        condition = operation.argument("condition", 0) if name == "where" else None
+        condition = argument_of(operation.node, "condition", 0) if name == "where" else None
         if isinstance(operation.facts.get(condition), Mean):  # type: ignore[arg-type]
             return operation.coupled("chooses by a value of each microbatch")
         powers = {fact.power for fact in facts if isinstance(fact, (Mean, Same))}
-        is_plain = len(powers) == 1 and len(facts) == len(means) and not any(_numbers_in(operation))
-        if is_plain:
+        has_number = name not in _CONCATENATIONS | {"stack"} and any(
+            isinstance(a, (int, float)) and not isinstance(a, bool) for a, _ in operation.numbers()
+        )
+        if len(powers) == 1 and len(facts) == len(means) and not has_number:
             return Mean(powers.pop())
-        if alignment.align(operation):
+        if _align(operation, term_powers):
             return Mean()
         return operation.coupled("adds a number that depends on the size of the batch")
     power = operation.factors()
@@ -177,16 +160,8 @@ def of_reduced(operation: Operation, alignment: Alignment) -> Fact:
     return operation.coupled("is not linear in the mean over the batch")
 
 
-def _numbers_in(operation: Operation) -> list[bool]:
-    """For each number that is added, whether there is one."""
-    kinds = (int, float)
-    if operation.name in {"stack", "cat", "concat", "hstack"}:
-        return []
-    return [isinstance(a, kinds) and not isinstance(a, bool) for a, _ in operation.numbers()]
-
-
 def of_reduction(operation: Operation) -> Fact:
-    """The relation of a result without samples that is made of samples."""
+    """Return the relation of a result without samples that is made of samples."""
     name, facts = operation.name, [fact for _, fact in operation.read]
     rows = [fact for fact in facts if isinstance(fact, Rows)]
     power = max(fact.power for fact in rows)
@@ -215,12 +190,12 @@ def _of_loss(operation: Operation, given: dict[str, Any]) -> Fact:
         return operation.coupled("compares each sample with each other one: shapes differ")
     if reduction == "sum":
         return Mean(1)
-    # What a mean of classes divides by is seen to by the caller.
+    # The caller handles the divisor of a mean over classes.
     return Mean() if reduction in {"mean", "batchmean"} else operation.coupled("has no reduction")
 
 
 def _is_aligned(operation: Operation) -> bool:
-    """Whether the samples of two tensors meet each other when they are broadcast."""
+    """Return whether broadcasting two tensors combines each sample with itself."""
     from_right = set()
     for node, fact in operation.facts.items():
         example = example_tensor(node)
@@ -230,7 +205,7 @@ def _is_aligned(operation: Operation) -> bool:
 
 
 def of_rows(operation: Operation, dim: int, result: Tensor) -> Fact:
-    """The relation of a result with samples in one of its dimensions."""
+    """Return the relation of a result with samples in one of its dimensions."""
     name = operation.name
     rows = {node: fact for node, fact in operation.facts.items() if isinstance(fact, Rows)}
     powers = [fact.power for _, fact in operation.read if isinstance(fact, Rows)]
@@ -252,37 +227,36 @@ def of_rows(operation: Operation, dim: int, result: Tensor) -> Fact:
 
 def _power_of_rows(operation: Operation, powers: list[int], same: int) -> int | None:
     name = operation.name
-    if name in _PRODUCTS:
+    if name in _PRODUCTS | _QUOTIENTS:
         numbers = operation.factors()
-        return None if numbers is None else sum(powers) + same + numbers
-    if name in _QUOTIENTS:
-        numbers = operation.factors()
-        first = operation.node.args[0]
-        fact = operation.facts.get(first) if isinstance(first, fx.Node) else None
-        above = fact.power if isinstance(fact, (Rows, Same)) else 0
         if numbers is None:
             return None
-        below = sum(powers) + same - above + numbers
-        return above - below
+        product = sum(powers) + same + numbers
+        if name in _PRODUCTS:
+            return product
+        first = operation.node.args[0]
+        fact = operation.facts.get(first) if isinstance(first, fx.Node) else None
+        # ``product`` includes the dividend.
+        return (2 * fact.power if isinstance(fact, (Rows, Same)) else 0) - product
     if name in _LINEAR and len(powers) == 1:
         return powers[0]
     return 0 if not any(powers) and not same else None
 
 
 def _mixes(operation: Operation, rows: dict[fx.Node, Rows]) -> str | None:
-    """Why samples of one microbatch depend on each other there."""
+    """Return why samples of one microbatch depend on each other."""
     name, first = operation.name, next(iter(rows))
     example, fact = example_tensor(first), rows[first]
     assert example is not None
     if name in _ALONG and not (name in _ORDERS and not example.is_floating_point()):
         default: Any = {"normalize": 1, "sort": -1, "argsort": -1}.get(name)
         name_of_dims = "dims" if name in {"flip", "roll"} else "dim"
-        given = operation.argument(name_of_dims, _ALONG[name], default)
+        given = argument_of(operation.node, name_of_dims, _ALONG[name], default)
         dims = given if isinstance(given, (tuple, list)) else [given]
         if any(d is None or d % example.ndim == fact.dim for d in dims):
             return "runs along the batch"
     if name in {"layer_norm", "rms_norm"}:
-        shape = operation.argument("normalized_shape", 1)
+        shape = argument_of(operation.node, "normalized_shape", 1)
         if fact.dim >= example.ndim - len(shape):
             return "normalizes along the batch"
     if name == "scaled_dot_product_attention" and fact.dim >= example.ndim - 2:
@@ -303,7 +277,7 @@ def _mixes(operation: Operation, rows: dict[fx.Node, Rows]) -> str | None:
 def _blocks(
     operation: Operation, rows: dict[fx.Node, Rows], dim: int, result: Tensor
 ) -> int | None:
-    """How often the samples follow each other in a result; ``None`` if in another order."""
+    """Return how often all samples follow each other, or ``None`` if in another order."""
     name, first = operation.name, next(iter(rows))
     fact, example = rows[first], example_tensor(first)
     assert example is not None
@@ -345,11 +319,11 @@ def _dim_of_pieces(operation: Operation) -> int:
     if operation.name in {"hsplit", "vsplit"}:
         return int(operation.name == "hsplit")
     position = 1 if operation.name in {"unbind", "narrow"} else 2
-    return int(operation.argument("dim", position, 0))
+    return int(argument_of(operation.node, "dim", position, 0))
 
 
 def _slice_of(index: Any, dim: int, ndim: int) -> slice | None:
-    """What a subscript takes of a dimension; ``None`` for a tensor of places."""
+    """Return the slice that a subscript takes of a dimension, or ``None`` for indices."""
     entries = list(index) if isinstance(index, (tuple, list)) else [index]
     used = sum(entry is not None and entry is not Ellipsis for entry in entries)
     expanded: list[Any] = []

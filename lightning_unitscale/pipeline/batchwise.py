@@ -1,9 +1,9 @@
-"""Compare the graphs of a microbatch and of the whole batch: what is the batch's own loss?
+"""Compare the graphs of a microbatch and of the whole batch, to get the loss of the batch.
 
-A loss over tokens is a mean over a different number of tokens in each microbatch. What it divides
-by follows from the batch alone (its labels, its mask), so every rank can compute it for the whole
-batch before the step. In place of each such value the stages are given the batch's, and then the
-mean over the microbatches of what a stage computes is the loss of the batch, and so are gradients.
+A loss over tokens is a mean over a different number of tokens in each microbatch. Its divisor
+depends only on the batch (its labels, its mask), so every rank can compute it for the whole batch
+before the step. The stages get the batch's value in place of their own. Then the mean of the
+microbatches' losses is the loss of the batch, and so it is for the gradients.
 """
 
 from __future__ import annotations
@@ -21,18 +21,10 @@ from lightning_unitscale.capture.compiled_graph import GraphCall
 from lightning_unitscale.dynamo.graphs import is_checkpoint
 from lightning_unitscale.graph.aliasing import memory_roots, written_arguments
 from lightning_unitscale.graph.nodes import example_tensor, op_name, tensor_name
-from lightning_unitscale.pipeline.batch_facts import (
-    Coupled,
-    Fact,
-    Mean,
-    Rows,
-    Same,
-    batch_dims,
-)
+from lightning_unitscale.pipeline.batch_facts import Coupled, Fact, Mean, Rows, Same, batch_dims
 from lightning_unitscale.pipeline.batch_rules import (
     ARITHMETIC,
     COUNTED,
-    Alignment,
     Operation,
     argument_of,
     of_reduced,
@@ -44,7 +36,7 @@ _RANDOM = re.compile(
     r"rand\w*|\w*dropout\w*|bernoulli|multinomial|normal|uniform|exponential|poisson|gumbel_softmax"
     r"|rrelu|geometric|cauchy|log_normal"
 )
-# Their arguments are sizes, which differ where the batch's do.
+# Operations that take sizes, which differ for the batch.
 _TAKES_SIZES = frozenset(
     {"view", "reshape", "expand", "expand_as", "unflatten", "repeat", "tile", "broadcast_to",
      "new_zeros", "new_ones", "new_full", "new_empty", "zeros", "ones", "full", "empty", "arange",
@@ -52,7 +44,7 @@ _TAKES_SIZES = frozenset(
      "pad", "setitem", "getattr", "index_select", "flatten"}
 )  # fmt: skip
 _FILLS = {"full": 1, "full_like": 1, "new_full": 2}
-# They read no value of their tensor.
+# Operations that read no value of their tensor.
 _OF_SHAPES = frozenset(
     {"new_zeros", "new_ones", "new_full", "new_empty", "zeros_like", "ones_like", "full_like",
      "empty_like"}
@@ -61,50 +53,41 @@ _OF_SHAPES = frozenset(
 
 @dataclass(frozen=True)
 class CountedMean:
-    """A mean over classes that divides by the number, or the weights, of those that count.
-
-    Attributes:
-        node: The loss.
-        target: The classes.
-        weight: Weights of the classes, if there are any.
-        ignore_index: The class that does not count.
-    """
+    """A mean over classes that divides by the number, or the weights, of those that count."""
 
     node: fx.Node
+    # The classes, and weights for them.
     target: fx.Node
     weight: fx.Node | None
+    # The class that does not count.
     ignore_index: int
 
     @property
     def counts_by(self) -> list[fx.Node]:
-        """The nodes that tell by what it divides."""
+        """Return the nodes that determine the divisor."""
         return [self.target] if self.weight is None else [self.target, self.weight]
 
 
 @dataclass
 class BatchFacts:
-    """How the tensors of a microbatch's graph relate to those of the batch.
+    """Relations of the tensors of a microbatch's graph to those of the batch."""
 
-    Attributes:
-        count: Number of microbatches.
-        graph: The graph of the whole batch.
-        outputs: The relation of each output; ``None`` for what is no tensor.
-        of_batch: Nodes whose value for the batch takes the place of the microbatch's, with their
-            counterparts in the batch's graph.
-        counted: Means over classes, by the node's name, with the batch's counterparts.
-        alignment: Terms that are multiplied before they are added to others.
-    """
-
+    # The number of microbatches.
     count: int
+    # The graph of the whole batch.
     graph: fx.GraphModule
+    # ``None`` for an output that is no tensor.
     outputs: list[Fact | None] = field(default_factory=list)
+    # Nodes whose value for the batch replaces that of the microbatch, with those of ``graph``.
     of_batch: dict[str, tuple[fx.Node, fx.Node]] = field(default_factory=dict)
+    # Means over classes, with those of ``graph``.
     counted: dict[str, tuple[CountedMean, CountedMean]] = field(default_factory=dict)
-    alignment: Alignment = field(default_factory=lambda: Alignment({}))
+    # Powers of terms, which are multiplied before they are added: by names of sum and term.
+    term_powers: dict[tuple[str, str], int] = field(default_factory=dict)
 
 
 def compare_graphs(part: GraphCall, whole: GraphCall, count: int) -> BatchFacts:
-    """Find how the values of a microbatch relate to those of the batch."""
+    """Find the relations of a microbatch's values to those of the batch."""
     ours, theirs = (call.graph.out_of_place().graph_module for call in (part, whole))
     are_data = [given.kind in {"input", "buffer"} for given in part.graph.inputs]
     return compare_graph_modules(ours, theirs, count, are_data)
@@ -113,7 +96,7 @@ def compare_graphs(part: GraphCall, whole: GraphCall, count: int) -> BatchFacts:
 def compare_graph_modules(
     ours: fx.GraphModule, theirs: fx.GraphModule, count: int, are_data: Sequence[bool]
 ) -> BatchFacts:
-    """Find how the values of a microbatch relate to those of the batch."""
+    """Find the relations of a microbatch's values to those of the batch."""
     found = BatchFacts(count, theirs)
     facts = _Comparison(found, are_data).walk(ours, theirs)
     returned: Any = ours.graph.output_node().args[0]
@@ -130,25 +113,27 @@ class _Comparison:
     def __init__(self, found: BatchFacts, are_data: Sequence[bool]) -> None:
         self._found = found
         self._count = found.count
-        self._are_data = are_data
+        self._data_inputs = {index for index, is_data in enumerate(are_data) if is_data}
 
     def walk(
         self, part: fx.GraphModule, whole: fx.GraphModule, given: list[Any] | None = None
     ) -> dict[fx.Node, Any]:
-        """The relations of all nodes."""
+        """Return the relations of all nodes."""
         pairs = _pairs(part.graph, whole.graph)
         if isinstance(pairs, str):
             return dict.fromkeys(part.graph.nodes, Coupled(pairs))
         facts: dict[fx.Node, Any] = {}
-        # What follows from the batch alone, so that it can be computed before the step.
+        # Nodes that depend only on the batch, so that they can be computed before the step.
         data = set[fx.Node]()
         roots = memory_roots(part.graph)
         written = {roots[node] for each in part.graph.nodes for node in written_arguments(each)}
         inputs = {node: i for i, node in enumerate(part.graph.find_nodes(op="placeholder"))}
         for node, other in pairs:
             if node in inputs:
-                facts[node] = self._of_input(node, other) if given is None else given[inputs[node]]
-                if given is None and roots[node] not in written and self._is_data(inputs[node]):
+                position = inputs[node]
+                facts[node] = self._of_input(node, other) if given is None else given[position]
+                is_data = given is None and position in self._data_inputs
+                if is_data and roots[node] not in written:
                     data.add(node)
                 continue
             if node.op == "get_attr":
@@ -170,7 +155,10 @@ class _Comparison:
             facts[node] = self._of_results(operation)
             for target in written_arguments(node):
                 _spoil(operation, target, roots, facts, data)
-            if given is None and node in data and _is_of_batch(operation, facts[node]):
+            ours, theirs = example_tensor(node), example_tensor(other)
+            has_one_shape = ours is not None and theirs is not None and ours.shape == theirs.shape
+            # A result of the same size that has another value for the batch.
+            if given is None and node in data and has_one_shape and facts[node] != Same():
                 facts[node] = Same()
                 self._found.of_batch[node.name] = (node, other)
             if operation.name in COUNTED and isinstance(facts[node], Mean):
@@ -183,9 +171,6 @@ class _Comparison:
         if dims is None or len(dims) > 1:
             return Coupled(f"{tensor_name(node)} has other sizes for the batch")
         return Rows(dims[0]) if dims else Same()
-
-    def _is_data(self, position: int) -> bool:
-        return position < len(self._are_data) and self._are_data[position]
 
     def _of_checkpoint(
         self,
@@ -227,7 +212,7 @@ class _Comparison:
         known: dict[fx.Node, Fact] = {}
         for node, fact in operation.facts.items():
             if isinstance(fact, tuple):
-                # All of a tuple's tensors, which an operation takes at once.
+                # The operation takes all tensors of a tuple at once.
                 fact = next((each for each in fact if not isinstance(each, Same)), Same())
             if dims and isinstance(fact, (Coupled, Mean)) and _only_places(operation, node, part):
                 continue
@@ -249,7 +234,7 @@ class _Comparison:
         if Rows in kinds:
             return of_reduction(operation)
         if Mean in kinds:
-            return of_reduced(operation, self._found.alignment)
+            return of_reduced(operation, self._found.term_powers)
         if operation.name in ARITHMETIC and operation.factors() != 0:
             return operation.coupled("computes with the size of the batch")
         if any(isinstance(fact, Same) and fact.power for fact in known.values()):
@@ -262,14 +247,14 @@ class _Comparison:
             return fact
         if not data.issuperset(ours.counts_by):
             return operation.coupled(
-                "divides by the number of targets that count, and the batch alone does not tell it"
+                "divides by the number of targets that count, which depends on more than the batch"
             )
         self._found.counted[operation.node.name] = (ours, theirs)
         return fact
 
 
 def _pairs(part: fx.Graph, whole: fx.Graph) -> list[tuple[fx.Node, fx.Node]] | str:
-    """The nodes of both graphs side by side, without the outputs; or why they do not correspond."""
+    """Return the nodes of both graphs side by side, or why they do not correspond."""
     if len(part.nodes) != len(whole.nodes):
         return "the step has other operations for the whole batch than for a microbatch"
     pairs = dict(zip(part.nodes, whole.nodes, strict=True))
@@ -305,7 +290,7 @@ def _spoil(
     facts: dict[fx.Node, Any],
     data: set[fx.Node],
 ) -> None:
-    """Note what a write makes of a tensor and of all its views."""
+    """Note the effect of a write on a tensor and all its views."""
     views = [node for node in facts if roots[node] is roots[target]]
     others = [node for node in operation.facts if node is not target]
     if not data.issuperset(others):
@@ -319,16 +304,8 @@ def _spoil(
         facts.update(dict.fromkeys(views, reason))
 
 
-def _is_of_batch(operation: Operation, fact: Any) -> bool:
-    """Whether a result of the same size is another one for the batch."""
-    part, whole = (each.meta.get("example_value") for each in (operation.node, operation.whole))
-    if not isinstance(part, Tensor) or not isinstance(whole, Tensor):
-        return False
-    return part.shape == whole.shape and fact != Same()
-
-
 def _only_places(operation: Operation, node: fx.Node, result: Tensor) -> bool:
-    """Whether whole numbers that all samples share only say where values are: experts' offsets."""
+    """Return whether integers that all samples share are only offsets, such as those of experts."""
     example = example_tensor(node)
     if example is None or example.is_floating_point() or example.is_complex():
         return False
@@ -351,7 +328,7 @@ def _takes_same_numbers(operation: Operation) -> bool:
 
 
 def _counted_mean(node: fx.Node) -> CountedMean | None:
-    """The loss, if it is a mean over classes that may not all count."""
+    """Return the loss, if it is a mean over classes that may not all count."""
     given = Operation(node, node, {}, 1).bound()
     if given is None or given["reduction"] != "mean":
         return None

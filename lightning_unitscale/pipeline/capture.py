@@ -1,8 +1,8 @@
-"""Capture a module's ``forward``, or a captured ``training_step``, as a program.
+"""Capture a module's ``forward``, a ``training_step``, or the module that it calls, as a program.
 
 In the graph of a step the parameters are inputs; in a program they are its attributes, under their
-names. What a pass adds as an input (the factors of a gauge, keys of random roundings) every rank
-makes for itself, like the batch, and it is never sent.
+names. Inputs that a pass adds (factors, keys of random roundings) are made on every rank, like the
+batch, and never sent.
 
 Dynamo's own names are used in :func:`static_shapes` (checked on torch 2.13).
 """
@@ -14,30 +14,27 @@ import inspect
 import operator
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch._dynamo.config
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_map_only, tree_unflatten
+from typing_extensions import override
 
 from lightning_unitscale.arguments import check_instance
 from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.compiled_graph import GraphCall
 from lightning_unitscale.capture.export import export_forward
 from lightning_unitscale.capture.rollback import restoring
+from lightning_unitscale.capture.steps import ModuleSteps, steps_of
 from lightning_unitscale.dynamo.capture import is_compiled
 from lightning_unitscale.dynamo.graphs import copy_graph_module, fake_mode_of
 from lightning_unitscale.graph.aliasing import memory_roots, written_arguments
-from lightning_unitscale.graph.nodes import (
-    MODULE,
-    NAME,
-    example_tensor,
-    returned_loss,
-    tensor_name,
-)
+from lightning_unitscale.graph.nodes import MODULE, NAME, example_tensor, returned_loss, tensor_name
 from lightning_unitscale.graph.nodes import call as call_of
 from lightning_unitscale.graph.passes import StepGraph
 from lightning_unitscale.patching import shadowed
@@ -50,12 +47,18 @@ from lightning_unitscale.pipeline.program import (
     loss_index,
     named_tensors,
 )
-from lightning_unitscale.pipeline.whole_batch import WholeBatch
 from lightning_unitscale.profiler.api import refuse_lazy, refuse_without_forward
+
+if TYPE_CHECKING:
+    from lightning_unitscale.pipeline.whole_batch import WholeBatch
 
 _EXAMPLE = "example_value"
 # Types that a captured graph can return.
 _RETURNABLE = (Tensor, int, float, bool, str, type(None), tuple, list)
+# The log methods of a LightningModule.
+LOGS = ("log", "log_dict")
+# Positional and keyword arguments of one call.
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def capture_program(
@@ -66,10 +69,17 @@ def capture_program(
     loss_spec: LossSpec = None,
 ) -> Program:
     """Capture ``module.forward`` for example arguments. Nothing is computed."""
-    _check_module(module)
+    check_instance("module", module, nn.Module, "a torch.nn.Module", "pass the model itself")
+    if is_compiled(module):
+        raise ValueError(
+            f"module={type(module).__name__}: it is compiled already; expected a plain module; "
+            "leave out your torch.compile."
+        )
+    refuse_without_forward(module, "pass the model inside of it, or see explain_step for a step")
+    refuse_lazy(module)
     args, kwargs = _distinct((tuple(args), dict(kwargs)))
     left_out: list[str] = []
-    with _returnable(module, left_out):
+    with shadowed(module, forward=returnable_method(module, "forward", left_out)):
         graph_module = export_forward(module, args, dict(kwargs), expand=False, plain=True)
     graph = graph_module.graph
     structure = graph._codegen.pytree_info  # type: ignore[attr-defined]
@@ -79,92 +89,80 @@ def capture_program(
     placeholders = graph.find_nodes(op="placeholder")
     if len(placeholders) != len(inputs):
         raise RuntimeError(
-            f"{type(module).__name__}: its graph has {len(placeholders)} inputs where the call has "
-            f"{len(inputs)}; expected tensors and plain values as arguments; pass tensors."
+            f"{type(module).__name__}: its graph has {len(placeholders)} inputs, but the call has "
+            f"{len(inputs)}. Pass only tensors and plain values as arguments."
         )
     _name_by_origin(graph)
-    _refuse_written_inputs(module, graph)
+    roots = memory_roots(graph)
+    for node in graph.nodes:
+        for target in written_arguments(node):
+            if roots[target].op == "placeholder":
+                raise ValueError(
+                    f"{type(module).__name__}: {tensor_name(node)} writes into the argument "
+                    f"{tensor_name(roots[target])}. Every stage reads its own copy of the "
+                    "arguments. Clone the argument first."
+                )
     outputs: Any = graph.output_node().args[0]
     structured = tree_unflatten(list(outputs), out_spec)
-    scalars = [_can_be_loss(output) for output in outputs]
+    scalars = [
+        (example := example_tensor(output)) is not None
+        and example.numel() == 1
+        and example.is_floating_point()
+        and example.requires_grad
+        for output in outputs
+    ]
     is_loss = isinstance(module, LossWrapper)
     loss = loss_index(structured, scalars, loss_spec, is_loss=is_loss)
     left_out = list(dict.fromkeys(left_out))
     if left_out:
         warnings.warn(
-            f"{type(module).__name__}: its outputs {left_out} are no tensors and are left out of "
-            "the pipeline's results; expected tensors and containers of them; switch them off "
-            "(use_cache=False) to silence this.",
+            f"{type(module).__name__}: its outputs {left_out} are no tensors, so the pipeline does "
+            "not return them. Switch them off (use_cache=False) to silence this.",
             stacklevel=3,
         )
     return Program(graph_module, inputs, in_spec, out_spec, loss, tuple(left_out))
 
 
-def _check_module(module: nn.Module) -> None:
-    check_instance("module", module, nn.Module, "a torch.nn.Module", "pass the model itself")
-    if is_compiled(module):
-        raise ValueError(
-            f"module={type(module).__name__}: it is compiled already; expected a plain module; "
-            "leave out your torch.compile."
-        )
-    refuse_without_forward(module, "pass the model inside of it, or see explain_step for a step")
-    refuse_lazy(module)
-
-
 def _distinct(value: Any) -> Any:
-    """Copies of tensors that occur twice (``labels=input_ids``), else captured as one input."""
-    flat, spec = tree_flatten(value)
+    """Copy tensors that occur twice (``labels=input_ids``): they would be captured as one input."""
     seen: set[int] = set()
-    for index, value in enumerate(flat):
-        if isinstance(value, Tensor):
-            if id(value) in seen:
-                flat[index] = value.detach().clone().requires_grad_(value.requires_grad)
-            seen.add(id(value))
-    return tree_unflatten(flat, spec)
+
+    def distinct(tensor: Tensor) -> Tensor:
+        if id(tensor) in seen:
+            return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        seen.add(id(tensor))
+        return tensor
+
+    return tree_map_only(Tensor, distinct, value)
 
 
 def _describe(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[ProgramInput, ...]:
-    try:
-        names = list(inspect.signature(module.forward).parameters)
-    except (TypeError, ValueError):
-        names = []
+    names: dict[int, str] = {}
+    with contextlib.suppress(TypeError, ValueError):
+        names = dict(enumerate(inspect.signature(module.forward).parameters))
     inputs = []
     for path, value in tree_flatten_with_path((args, dict(kwargs)))[0]:
-        entries: tuple[Any, ...] = path
-        side, first, *rest = entries
-        name = first.key if side.idx else f"argument {first.idx}"
-        if not side.idx and first.idx < len(names):
-            name = names[first.idx]
-        name = f"{name}{''.join(str(entry) for entry in rest)}"
-        inputs.append(ProgramInput.of(name, value))
+        side, first, *rest = cast(tuple[Any, ...], path)
+        name = first.key if side.idx else names.get(first.idx, f"argument {first.idx}")
+        inputs.append(ProgramInput.of(f"{name}{''.join(map(str, rest))}", value))
     return tuple(inputs)
-
-
-@contextlib.contextmanager
-def _returnable(module: nn.Module, left_out: list[str]) -> Iterator[None]:
-    """Within this context ``forward`` leaves out of a mapping what no graph can return."""
-    if "forward" in module.__dict__:
-        yield
-        return
-    with shadowed(module, forward=returnable_method(module, "forward", left_out)):
-        yield
 
 
 def returnable_method(
     module: nn.Module, name: str, left_out: list[str] | None = None
 ) -> Callable[..., Any]:
-    """Return a method that leaves out of a mapping what no graph can return.
+    """Return a method that returns only those values of a mapping that a graph can return.
 
-    Hugging Face models return a cache object by default, which is of no use in training.
+    Hugging Face models return a cache object by default, which training does not need.
     """
     if name in module.__dict__:
         own: Callable[..., Any] = module.__dict__[name]
         return own
     method = getattr(type(module), name)
 
-    # Called while Dynamo traces: what traced code appends to a list is lost in an export.
+    # Called while Dynamo traces: an export loses what traced code appends to a list.
     @torch.compiler.assume_constant_result
     def leave_out(key: str) -> bool:
         if left_out is not None:
@@ -190,39 +188,16 @@ def returnable_method(
 def _name_by_origin(graph: fx.Graph) -> None:
     """Remove the replaced ``forward`` from module paths, and name attributes by their paths."""
     for node in graph.nodes:
-        for key in (MODULE, NAME):
-            if key in node.meta:
-                node.meta[key] = str(node.meta[key]).removeprefix("forward.")
+        for key in {MODULE, NAME} & node.meta.keys():
+            node.meta[key] = str(node.meta[key]).removeprefix("forward.")
         if node.meta.get(MODULE) == "forward":
             node.meta[MODULE] = ""
         if node.op == "get_attr":
             node.meta[NAME] = str(node.target)
 
 
-def _refuse_written_inputs(module: nn.Module, graph: fx.Graph) -> None:
-    roots = memory_roots(graph)
-    for node in graph.nodes:
-        for target in written_arguments(node):
-            if roots[target].op == "placeholder":
-                raise ValueError(
-                    f"{type(module).__name__}: {tensor_name(node)} writes into the argument "
-                    f"{tensor_name(roots[target])}; expected a forward that leaves its arguments "
-                    "as they are: every stage reads its own copy; clone the argument first."
-                )
-
-
-def _can_be_loss(value: object) -> bool:
-    tensor = example_tensor(value)
-    return (
-        tensor is not None
-        and tensor.numel() == 1
-        and tensor.is_floating_point()
-        and tensor.requires_grad
-    )
-
-
 def static_shapes() -> contextlib.AbstractContextManager[Any]:
-    """Within this context a batch of another size is recaptured, with sizes as numbers."""
+    """Recapture a batch of another size with sizes as numbers, within this context."""
     context: contextlib.AbstractContextManager[Any] = torch._dynamo.config.patch(
         automatic_dynamic_shapes=False
     )
@@ -231,20 +206,16 @@ def static_shapes() -> contextlib.AbstractContextManager[Any]:
 
 @dataclass(frozen=True)
 class StepProgram:
-    """The program of a captured step.
-
-    Attributes:
-        program: The program, with the passes of the step over its graph.
-        step_graph: What the passes have made of the captured graph.
-        positions: Which of that graph's inputs are the program's.
-    """
+    """The program of a captured step."""
 
     program: Program
+    # The captured graph, as the passes have rewritten it.
     step_graph: StepGraph
+    # The positions of the program's inputs among those of the graph.
     positions: list[int]
 
     def inputs(self, call: GraphCall) -> list[Any]:
-        """The program's inputs in a call: the user's, and those of the passes."""
+        """Return the program's inputs in a call: the user's, and those of the passes."""
         values = [*call.inputs, *(supply() for _, supply in self.step_graph.states)]
         return [values[position] for position in self.positions]
 
@@ -252,13 +223,13 @@ class StepProgram:
 def program_of_step(
     call: GraphCall, module: nn.Module, loss: int | None, batch: WholeBatch | None = None
 ) -> StepProgram:
-    """The program of a step's graph."""
+    """Make the program of a step's graph."""
     step_graph = call.graph.rewritten()
     if step_graph.results:
         raise RuntimeError(
-            f"{step_graph.step}: a pass takes results out of the whole graph, and a pipeline "
-            "has none; expected UnitScaleCallback, ScaleMonitor and RematCallback alone; take "
-            "other transforms off the module."
+            f"{step_graph.step}: a pass needs results of the whole graph, which a pipeline does "
+            "not have. Only UnitScaleCallback, ScaleMonitor and RematCallback work in a pipeline. "
+            "Take other transforms off the module."
         )
     if batch is not None:
         batch.rewrite(step_graph, loss)
@@ -273,13 +244,12 @@ def program_of_step(
     placeholders = list(graph.find_nodes(op="placeholder"))
     examples = step_graph.example_inputs(call.inputs)
     for position, (node, example) in enumerate(zip(placeholders, examples, strict=True)):
-        # Behind the user's inputs are those of the passes.
-        known = position < len(call.graph.inputs)
-        fqn = call.graph.inputs[position].fqn if known else None
+        # The inputs of the passes follow those of the user.
+        given = call.graph.inputs[position] if position < len(call.graph.inputs) else None
+        fqn = given.fqn if given else None
         if fqn is None:
-            name = call.graph.inputs[position].source if known else node.name
             positions.append(position)
-            described.append(ProgramInput.of(name, example))
+            described.append(ProgramInput.of(given.source if given else node.name, example))
             continue
         attributes[fqn] = tensors[fqn]
         with graph.inserting_after(placeholders[-1]):
@@ -301,7 +271,7 @@ def program_of_step(
 def fill_examples(graph: fx.Graph) -> None:
     """Give an example to every operation that a pass has inserted without one, by fake tensors."""
     for node in graph.nodes:
-        # Whatever was captured has a name.
+        # All captured operations have a name.
         if not is_operation(node) or {NAME, _EXAMPLE} & node.meta.keys():
             continue
         read = node.all_input_nodes
@@ -312,24 +282,23 @@ def fill_examples(graph: fx.Graph) -> None:
 
 
 def example_outputs(base: fx.GraphModule) -> list[Any]:
-    """Tensors of zeros, and constants, such as the graph returns."""
+    """Return tensors of zeros like the graph's results, and its constant results."""
     returned: Any = base.graph.output_node().args[0]
-    examples: list[Any] = []
-    for value in returned:
-        example = example_tensor(value)
-        if example is None:
-            examples.append(value)
-        else:
-            examples.append(torch.zeros(example.shape, dtype=example.dtype, device=example.device))
-    return examples
+    return [
+        value
+        if (example := example_tensor(value)) is None
+        else torch.zeros(example.shape, dtype=example.dtype, device=example.device)
+        for value in returned
+    ]
 
 
 def loss_position(
     step: CapturedStep, call: GraphCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> int | None:
-    """Position of the loss among the outputs of a step's graph: the only one with a gradient.
+    """Return the position of the loss among the outputs of a step's graph.
 
-    Among several it is what the step returns, which then runs once on stand-ins for them.
+    It is the only output with a gradient. If there are several, the step runs once on stand-ins
+    for them, and returns the loss.
     """
     if len(call.differentiable) == 1:
         return call.differentiable[0]
@@ -338,3 +307,73 @@ def loss_position(
         result = step.rehearse(lambda graph, inputs: outputs, *args, **kwargs)
     loss = returned_loss(result)
     return next((index for index, output in enumerate(outputs) if output is loss), None)
+
+
+class CalledSteps(ModuleSteps):
+    """Captures the user's own methods of a module, and of the modules in it: ``"net.forward"``."""
+
+    @override
+    def original(self, name: str) -> Callable[..., Any]:
+        """Return the user's own method, even if callbacks have put a captured one over it."""
+        path, _, method = name.rpartition(".")
+        if path:
+            return returnable_method(self.module.get_submodule(path), method)
+        steps = steps_of(self.module)
+        if steps is not None and name in steps.steps:
+            return steps.original(name)
+        return super().original(name)
+
+
+class _ReachedError(BaseException):
+    """A step has called a module. Not an ``Exception``, which the step could catch."""
+
+    def __init__(self, path: str, call: Arguments) -> None:
+        self.path = path
+        self.call = call
+
+
+def with_most_parameters(module: nn.Module) -> list[str]:
+    """Return the paths of the modules with more than half of the parameters, outermost first."""
+    total = sum(parameter.numel() for parameter in module.parameters())
+    return [
+        path
+        for path, submodule in module.named_modules()
+        if 2 * sum(parameter.numel() for parameter in submodule.parameters()) > total
+    ]
+
+
+def without(paths: Sequence[str], path: str) -> list[str]:
+    """Return the paths without ``path`` and the modules around it."""
+    return [
+        other for other in paths if other and other != path and not path.startswith(f"{other}.")
+    ]
+
+
+def first_called(
+    module: nn.Module, paths: Sequence[str], run: Callable[[], Any]
+) -> tuple[str, Arguments] | None:
+    """Return which of the modules at ``paths`` a step calls first, and with which arguments."""
+
+    def reach(path: str, *args: Any, **kwargs: Any) -> Any:
+        raise _ReachedError(path, (args, kwargs))
+
+    try:
+        with contextlib.ExitStack() as stack:
+            for path in paths:
+                stack.enter_context(
+                    shadowed(module.get_submodule(path), forward=partial(reach, path))
+                )
+            run()
+    except _ReachedError as reached:
+        return reached.path, reached.call
+    return None
+
+
+def forward_of(path: str) -> str:
+    """Return the name of a module's forward as a step of :class:`CalledSteps`."""
+    return f"{path}.forward" if path else "forward"
+
+
+def as_attribute(path: str) -> str:
+    """Return a path as an expression in the module's code: ``self.net``."""
+    return f"self.{path}" if path else "self"

@@ -1,7 +1,6 @@
-"""Cuts of a graph: marks of the user's or of a split policy, moved to where a cut is possible.
+"""Cuts of a graph: marks by the user or a split policy, moved to the next possible cut.
 
-Every mark is the same node of the captured graph, torch's own, which has neither arguments nor a
-result.
+A mark is torch's own operator in the captured graph, without arguments and a result.
 """
 
 from __future__ import annotations
@@ -11,35 +10,34 @@ import contextlib
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.distributed.pipelining import SplitPoint, pipe_split
 from torch.utils.hooks import RemovableHandle
 
-from lightning_unitscale.arguments import nearest
+from lightning_unitscale.arguments import check_instance, nearest
 from lightning_unitscale.graph.aliasing import memory_roots, written_arguments
 from lightning_unitscale.graph.nodes import op_name
 from lightning_unitscale.pipeline.dataflow import is_operation, is_switch
 from lightning_unitscale.pipeline.program import Program
 
-# A capture records the operator, and a split policy may insert the function or the operator.
+# A capture records the operator. A split policy may insert the function or the operator.
 _MARKS = (pipe_split, torch.ops.pippy._pipe_split, torch.ops.pippy._pipe_split.default)
 
 # Puts marks into a captured graph.
 SplitPolicy = Callable[[fx.GraphModule], fx.GraphModule]
-# In ``meta`` of a graph module: the position of the loss among what it returns, if one is known.
+# In ``meta`` of a graph module: the position of the loss among its results, if it is known.
 LOSS = "loss"
 
 
 def is_mark(node: fx.Node) -> bool:
-    """Whether the node marks a cut."""
+    """Return whether a node marks a cut."""
     return node.op == "call_function" and node.target in _MARKS
 
 
 def insert_mark(graph: fx.Graph, before: fx.Node) -> fx.Node:
-    """Put a cut in front of a node; for split policies."""
+    """Put a cut before a node; for split policies."""
     with graph.inserting_before(before):
         return graph.call_function(pipe_split)
 
@@ -65,32 +63,6 @@ def annotate_split_points(
         >>> handles = annotate_split_points(model, {"1": SplitPoint.BEGINNING})
         >>> handles[0].remove()
     """
-    _check(module, spec)
-    handles = []
-    for path, edge in spec.items():
-        target = module.get_submodule(path)
-        begins = edge is SplitPoint.BEGINNING
-        register = target.register_forward_pre_hook if begins else target.register_forward_hook
-        handles.append(register(_split))
-    return tuple(handles)
-
-
-@contextlib.contextmanager
-def marked(module: nn.Module, spec: Mapping[str, SplitPoint] | None) -> Iterator[None]:
-    """Within this context the edges of ``spec`` are cuts."""
-    handles = annotate_split_points(module, spec) if spec else ()
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _split(*_: Any) -> None:
-    pipe_split()
-
-
-def _check(module: nn.Module, spec: Mapping[str, SplitPoint]) -> None:
     paths = dict(module.named_modules())
     for path, edge in spec.items():
         if not path or path not in paths:
@@ -99,14 +71,30 @@ def _check(module: nn.Module, spec: Mapping[str, SplitPoint]) -> None:
                 f"split_spec={dict(spec)!r}: {type(module).__name__} has no submodule {path!r}; "
                 f"expected paths of named_modules(), such as {example!r}; correct the path."
             )
-        if not isinstance(edge, SplitPoint):
-            raise TypeError(
-                f"split_spec[{path!r}]={edge!r}: expected SplitPoint.BEGINNING or SplitPoint.END."
-            )
+        expected = "SplitPoint.BEGINNING or SplitPoint.END"
+        check_instance(f"split_spec[{path!r}]", edge, SplitPoint, expected, "pass one of them")
+    handles = []
+    for path, edge in spec.items():
+        target = module.get_submodule(path)
+        begins = edge is SplitPoint.BEGINNING
+        register = target.register_forward_pre_hook if begins else target.register_forward_hook
+        handles.append(register(lambda *_: pipe_split()))
+    return tuple(handles)
+
+
+@contextlib.contextmanager
+def marked(module: nn.Module, spec: Mapping[str, SplitPoint] | None) -> Iterator[None]:
+    """Mark the edges of ``spec`` as cuts within this context."""
+    handles = annotate_split_points(module, spec) if spec else ()
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def num_marks(program: Program) -> int:
-    """Marks to cut at that a program has."""
+    """Return the number of marks in a program."""
     return sum(map(is_mark, program.graph_module.graph.nodes))
 
 
@@ -134,12 +122,18 @@ def cut_by(program: Program, policy: SplitPolicy | None) -> None:
 
 
 def assign_stages(graph_module: fx.GraphModule) -> tuple[dict[fx.Node, int], int]:
-    """The stage of each operation, and how many stages there are.
+    """Return the stage of each operation, and the number of stages.
 
-    A mark inside a region that cannot be cut (between the first and the last write into a tensor,
-    inside a ``vmap``) takes effect behind the region.
+    A mark in a region that cannot be cut (between the first and the last write into a tensor, or
+    in a ``vmap``) takes effect after the region.
     """
-    _refuse_nested_marks(graph_module)
+    for name, nested in graph_module.named_modules():
+        is_graph = name and isinstance(nested, fx.GraphModule)
+        if is_graph and any(map(is_mark, nested.graph.nodes)):
+            raise ValueError(
+                f"pipe_split(): a cut is inside {name} (a checkpoint or a branch), which runs as a "
+                "whole. Move the cut out of it."
+            )
     graph = graph_module.graph
     keep_items_with_their_tuples(graph)
     closed = _closed_positions(graph)
@@ -149,21 +143,19 @@ def assign_stages(graph_module: fx.GraphModule) -> tuple[dict[fx.Node, int], int
     stages: dict[fx.Node, int] = {}
     for node, position in positions.items():
         if is_operation(node) and not is_mark(node):
-            # A cut in front of position p leaves p to the next stage.
+            # A cut before position p leaves p to the next stage.
             stages[node] = bisect.bisect_right(cuts, position)
-    used = set(stages.values())
-    for index in range(len(cuts) + 1):
-        if index not in used:
-            raise ValueError(
-                f"the pipeline's stage {index} of {len(cuts) + 1} would be empty: two cuts, or a "
-                "cut and an end of the module, have nothing between them; expected operations in "
-                "every stage; remove one of the cuts."
-            )
-    return stages, len(cuts) + 1
+    num_stages = len(cuts) + 1
+    if empty := set(range(num_stages)).difference(stages.values()):
+        raise ValueError(
+            f"the pipeline's stage {min(empty)} of {num_stages} would be empty. There are no "
+            "operations between two cuts, or a cut and an end of the module. Remove one cut."
+        )
+    return stages, num_stages
 
 
 def legal_cuts(graph: fx.Graph) -> list[fx.Node]:
-    """Operations in front of which a cut is possible."""
+    """Return the operations before which a cut is possible."""
     first = next(filter(is_operation, graph.nodes), None)
     return [
         node
@@ -177,7 +169,7 @@ def legal_cuts(graph: fx.Graph) -> list[fx.Node]:
 
 
 def keep_items_with_their_tuples(graph: fx.Graph) -> None:
-    """Move the items of a tuple right behind it: only tensors can be handed on."""
+    """Move the items of a tuple right after it: only tensors can be sent."""
     for node in list(graph.nodes):
         if not is_operation(node) or isinstance(node.meta.get("example_value"), Tensor):
             continue
@@ -189,7 +181,7 @@ def keep_items_with_their_tuples(graph: fx.Graph) -> None:
 
 
 def _closed_positions(graph: fx.Graph) -> list[bool]:
-    """For each position whether a cut in front of it is impossible."""
+    """Return, for each position, whether a cut before it is impossible."""
     nodes = list(graph.nodes)
     changes = [0] * (len(nodes) + 1)
     for start, end in _closed_regions(graph, {node: index for index, node in enumerate(nodes)}):
@@ -199,7 +191,7 @@ def _closed_positions(graph: fx.Graph) -> list[bool]:
 
 
 def _closed_regions(graph: fx.Graph, positions: dict[fx.Node, int]) -> Iterator[tuple[int, int]]:
-    """First and last position of the regions that must not be cut."""
+    """Yield the first and last position of the regions that must not be cut."""
     roots = memory_roots(graph)
     depth, start = 0, 0
     for node, position in positions.items():
@@ -216,17 +208,7 @@ def _closed_regions(graph: fx.Graph, positions: dict[fx.Node, int]) -> Iterator[
                 yield start, position
         is_tensor = isinstance(node.meta.get("example_value"), Tensor)
         if is_operation(node) and not is_tensor and not is_switch(node):
-            # A tuple, or a symbol: its readers are in its stage.
+            # The readers of a tuple or a symbol stay in its stage.
             for user in node.users:
                 if user.op != "output":
                     yield position, positions[user]
-
-
-def _refuse_nested_marks(graph_module: fx.GraphModule) -> None:
-    for name, nested in graph_module.named_modules():
-        is_graph = name and isinstance(nested, fx.GraphModule)
-        if is_graph and any(map(is_mark, nested.graph.nodes)):
-            raise ValueError(
-                f"pipe_split(): a cut is inside {name}, which runs as a whole (a checkpoint or a "
-                "branch); expected cuts between such regions; move it out."
-            )

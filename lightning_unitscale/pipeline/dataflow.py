@@ -1,8 +1,8 @@
 """The inputs of each stage: from the stage before it, the call's arguments and the module.
 
-A later stage recomputes masks, positions and rotary tables rather than receive them: they depend on
-nothing but the call's arguments and constant buffers, and the operations cost next to nothing and
-give the same bits again.
+A later stage recomputes masks, positions and rotary tables instead of receiving them. They depend
+only on the call's arguments and constant buffers, cost almost nothing, and have the same bits
+again.
 
 A stage that begins inside a region of autocast or ``no_grad`` enters it again. Private names of
 torch (checked on 2.13 and 2.11): ``_enter_autocast``, ``_exit_autocast``, ``_set_grad_enabled``.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -27,39 +28,33 @@ from lightning_unitscale.pipeline.program import TensorInfo
 
 @dataclass(frozen=True)
 class StageReads:
-    """Inputs and outputs of one stage; nodes of the whole graph, in its order.
+    """Inputs and outputs of one stage; nodes of the whole graph, in its order."""
 
-    Attributes:
-        received: Values that the stage before hands over, those that it only passes on included.
-        sent: Values that it hands to the next stage.
-        inputs: Arguments of the call.
-        attributes: Parameters, buffers, constants and nested graphs.
-        written: Names of the attributes that it writes into.
-        recomputed: Cheap operations of earlier stages that it runs again.
-        operations: Its own operations.
-    """
-
+    # From the stage before and for the next one, relayed values included.
     received: list[fx.Node]
     sent: list[fx.Node]
+    # Arguments of the call.
     inputs: list[fx.Node]
+    # Parameters, buffers, constants and nested graphs, and the names of those that it writes.
     attributes: list[fx.Node]
     written: set[str]
+    # Cheap operations of earlier stages that it runs again.
     recomputed: list[fx.Node]
     operations: list[fx.Node]
 
 
 def is_operation(node: fx.Node) -> bool:
-    """Whether the node computes something, or marks a cut."""
+    """Return whether a node computes something, or marks a cut."""
     return node.op not in {"placeholder", "get_attr", "output"}
 
 
 def is_switch(node: fx.Node) -> bool:
-    """Whether the node only switches a mode."""
+    """Return whether a node only switches a mode."""
     return node.target in (_enter_autocast, _exit_autocast, torch._C._set_grad_enabled)
 
 
 def open_switches(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
-    """In front of each node the switches of the regions that it is in, outermost first."""
+    """Return, for each node, the switches of the regions that it is in, outermost first."""
     opened: dict[fx.Node, tuple[fx.Node, ...]] = {}
     switches: tuple[fx.Node, ...] = ()
     for node in graph.nodes:
@@ -74,7 +69,7 @@ def open_switches(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
 
 
 def close(graph: fx.Graph, switch: fx.Node) -> None:
-    """Append what ends the region that a switch began."""
+    """Append the switch that ends the region of another one."""
     if switch.target is _enter_autocast:
         graph.call_function(_exit_autocast, (switch,))
     else:
@@ -86,7 +81,7 @@ def _switch_grad(enabled: bool, callers: bool) -> None:
 
 
 def respect_callers_grad_mode(graph: fx.Graph) -> None:
-    """Let the end of ``no_grad`` in a graph bring back the mode in which the graph was called."""
+    """Let the end of ``no_grad`` in a graph restore the mode in which the graph was called."""
     switches = graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled)
     if not switches:
         return
@@ -96,58 +91,51 @@ def respect_callers_grad_mode(graph: fx.Graph) -> None:
         switch.target, switch.args = _switch_grad, (switch.args[0], callers)
 
 
-class _Dataflow:
-    """What each stage takes, and the values that are handed on.
+def _find_flow(
+    graph_module: fx.GraphModule, stages: Mapping[fx.Node, int], num_stages: int
+) -> tuple[list[set[fx.Node]], dict[fx.Node, tuple[int, int]]]:
+    """Return each stage's inputs and recomputed nodes, and first and last stage of sent values."""
+    recomputable = find_recomputable(graph_module)
+    taken: list[set[fx.Node]] = [set() for _ in range(num_stages)]
+    spans: dict[fx.Node, tuple[int, int]] = {}
 
-    Attributes:
-        taken: For each stage the arguments, attributes and recomputed operations that it has.
-        spans: First and last stage of each value that is handed on.
-    """
-
-    def __init__(
-        self, graph_module: fx.GraphModule, stages: Mapping[fx.Node, int], num_stages: int
-    ) -> None:
-        self._home = stages
-        self._recomputable = find_recomputable(graph_module)
-        self.taken: list[set[fx.Node]] = [set() for _ in range(num_stages)]
-        self.spans: dict[fx.Node, tuple[int, int]] = {}
-        for node, stage in stages.items():
-            self._read_by(node, stage)
-        self._read_by(graph_module.graph.output_node(), num_stages - 1)
-
-    def _read_by(self, reader: fx.Node, stage: int) -> None:
+    def read_by(reader: fx.Node, stage: int) -> None:
         if is_switch(reader):
-            return  # every stage that a region reaches into enters it again
+            return  # every stage that a region extends into enters it again
         for node in reader.all_input_nodes:
-            home = self._home.get(node)
-            if home == stage or node in self.taken[stage]:
+            home = stages.get(node)
+            if home == stage or node in taken[stage]:
                 continue
-            if home is None or node in self._recomputable:
-                self.taken[stage].add(node)
+            if home is None or node in recomputable:
+                taken[stage].add(node)
                 if home is not None:
-                    self._read_by(node, stage)
+                    read_by(node, stage)
             else:
-                _, last = self.spans.get(node, (home, home))
-                self.spans[node] = home, max(last, stage)
+                _, last = spans.get(node, (home, home))
+                spans[node] = home, max(last, stage)
+
+    for node, stage in stages.items():
+        read_by(node, stage)
+    read_by(graph_module.graph.output_node(), num_stages - 1)
+    return taken, spans
 
 
 def find_reads(
     graph_module: fx.GraphModule, stages: Mapping[fx.Node, int], num_stages: int
 ) -> list[StageReads]:
-    """The inputs of every stage; values for later stages are relayed through those in between."""
+    """Return the inputs of every stage; stages in between relay values for later stages."""
     graph = graph_module.graph
-    flow = _Dataflow(graph_module, stages, num_stages)
-    for node in flow.spans:
+    taken_by_stage, spans_of = _find_flow(graph_module, stages, num_stages)
+    for node in spans_of:
         if not isinstance(node.meta.get("example_value"), Tensor):
             raise RuntimeError(
-                f"{tensor_name(node)} of {node.meta.get(MODULE)!r} is no tensor "
-                f"({op_name(node)}) and is needed after a cut; expected tensors there; move "
-                "the cut."
+                f"{tensor_name(node)} of {node.meta.get(MODULE)!r} is needed after a cut, but it "
+                f"is no tensor ({op_name(node)}). Only tensors can be sent. Move the cut."
             )
     roots = memory_roots(graph)
-    spans = [(node, *flow.spans[node]) for node in graph.nodes if node in flow.spans]
+    spans = [(node, *spans_of[node]) for node in graph.nodes if node in spans_of]
     reads = []
-    for index, taken in enumerate(flow.taken):
+    for index, taken in enumerate(taken_by_stage):
         in_order = [node for node in graph.nodes if node in taken]
         operations = [node for node, stage in stages.items() if stage == index]
         written = {roots[target] for node in operations for target in written_arguments(node)}
@@ -162,30 +150,27 @@ def find_reads(
                 operations=operations,
             )
         )
-    _refuse_shared_writes(reads)
-    return reads
-
-
-def _refuse_shared_writes(reads: list[StageReads]) -> None:
     names = [{str(node.target) for node in stage_reads.attributes} for stage_reads in reads]
     for stage, stage_reads in enumerate(reads):
         for fqn in stage_reads.written:
             users = [index for index, of_stage in enumerate(names) if fqn in of_stage]
             if users != [stage]:
                 raise ValueError(
-                    f"buffer {fqn}: stage {stage} writes into it and stages {users} use it; "
-                    "expected one stage; move the cuts so that its uses lie together."
+                    f"buffer {fqn}: stage {stage} writes into it and stages {users} use it. A "
+                    "buffer that is written must be in one stage. Move the cuts."
                 )
+    return reads
 
 
 def crossing_bytes(graph_module: fx.GraphModule, loss: fx.Node | None) -> dict[fx.Node, int]:
-    """Bytes that a cut in front of each operation would hand on, and back as gradients."""
+    """Return the bytes that a cut before each operation would send, and back as gradients."""
     operations = [node for node in graph_module.graph.nodes if is_operation(node)]
     stages = {node: position for position, node in enumerate(operations)}
     gradients = find_gradients(graph_module, loss)
     changes = [0] * (len(operations) + 1)
-    # As if every operation were a stage.
-    for node, (first, last) in _Dataflow(graph_module, stages, len(stages)).spans.items():
+    # The dataflow as if every operation were a stage.
+    _, spans = _find_flow(graph_module, stages, len(stages))
+    for node, (first, last) in spans.items():
         example = node.meta.get("example_value")
         if isinstance(example, Tensor):
             directions = 2 if can_have_gradient(example) and node in gradients else 1
@@ -196,15 +181,12 @@ def crossing_bytes(graph_module: fx.GraphModule, loss: fx.Node | None) -> dict[f
 
 
 def can_have_gradient(tensor: Tensor) -> bool:
-    """Whether its type has gradients."""
+    """Return whether a tensor's type has gradients."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def find_gradients(graph_module: fx.GraphModule, loss: fx.Node | None) -> frozenset[fx.Node]:
-    """Nodes that the loss's gradient flows back to; without a known loss that of any result.
-
-    In doubt a gradient flows.
-    """
+    """Return the nodes that may get a gradient from the loss, or from any result without one."""
     graph = graph_module.graph
     roots = memory_roots(graph)
     writers: dict[fx.Node, list[fx.Node]] = {}
@@ -213,31 +195,42 @@ def find_gradients(graph_module: fx.GraphModule, loss: fx.Node | None) -> frozen
             writers.setdefault(roots[target], []).append(node)
     parameters = graph_module.named_parameters(remove_duplicate=False)
     trainable = {name for name, param in parameters if param.requires_grad}
+
+    def writers_of(node: fx.Node) -> list[fx.Node]:
+        return writers.get(roots[node], []) if is_operation(node) else []
+
+    def takes_gradient(node: fx.Node) -> bool:
+        if node.op == "get_attr":
+            return str(node.target) in trainable
+        return bool(writers_of(node)) or _differentiable(node)
+
     returned = filter(_differentiable, graph.output_node().all_input_nodes)
-    reached = set(returned if loss is None else [loss])
-    count = -1
-    # A second round where a tensor is written into after it was made: the writer comes later.
-    while count != len(reached):
-        count = len(reached)
-        for node in reversed(list(graph.nodes)):
-            if node not in reached and not any(user in reached for user in node.users):
-                continue
-            if node.op == "get_attr":
-                if str(node.target) in trainable:
-                    reached.add(node)
-                continue
-            written_by = writers.get(roots[node], []) if node.op != "placeholder" else []
-            if node in reached or written_by or _differentiable(node):
-                reached.update((node, *written_by))
+    reached = set[fx.Node]()
+    pending = list(returned) if loss is None else [loss]
+    while pending:
+        node = pending.pop()
+        if node not in reached:
+            reached.add(node)
+            pending += writers_of(node)
+            pending += filter(takes_gradient, node.all_input_nodes)
     return frozenset(reached)
 
 
-def parameters_behind(graph_module: fx.GraphModule, outputs: Iterable[fx.Node]) -> set[str]:
-    """Return names of the parameters that a gradient of one of the outputs flows back to."""
-    reached = frozenset[fx.Node]().union(
-        *(find_gradients(graph_module, output) for output in outputs)
-    )
-    return {str(node.target) for node in reached if node.op == "get_attr"}
+def find_sources(graph: fx.Graph, nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return nodes with all nodes that their values depend on, writes into memory included."""
+    roots = memory_roots(graph)
+    writers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    sources: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        reads = node.all_input_nodes
+        sources[node] = [*reads, *(writer for read in reads for writer in writers[roots[read]])]
+        for target in written_arguments(node):
+            writers[roots[target]].append(node)
+    found = set(nodes)
+    for node in reversed(graph.nodes):
+        if node in found:
+            found.update(sources[node])
+    return found
 
 
 def _differentiable(node: fx.Node) -> bool:
@@ -247,7 +240,7 @@ def _differentiable(node: fx.Node) -> bool:
     return not tensors or any(tensor.requires_grad for tensor in tensors)
 
 
-# Chains of more operations are relayed: their kernels' launches would cost more than the transfer.
+# Results of longer chains are relayed: launching their kernels would cost more than the transfer.
 _LONGEST_CHAIN = 48
 
 _CHEAP = frozenset(
@@ -266,7 +259,7 @@ _CHEAP = frozenset(
 
 
 def find_recomputable(graph_module: fx.GraphModule) -> set[fx.Node]:
-    """Operations that a later stage recomputes rather than receives, with all that they need."""
+    """Return the operations that a later stage recomputes, with all that they depend on."""
     graph = graph_module.graph
     buffers = {name for name, _ in graph_module.named_buffers(remove_duplicate=False)}
     autocast, switches = autocast_dtypes(graph), open_switches(graph)
@@ -278,7 +271,7 @@ def find_recomputable(graph_module: fx.GraphModule) -> set[fx.Node]:
             node.op == "get_attr" and str(node.target) in buffers and node not in written
         ):
             chains[node] = frozenset()
-        # At the start of a stage the caller's autocast is on, and none of the graph's regions.
+        # A stage starts under the caller's autocast, outside of the graph's regions.
         in_region = any(switch.target is _enter_autocast for switch in switches[node])
         if in_region or node in autocast or node in written or not _is_cheap(node):
             continue

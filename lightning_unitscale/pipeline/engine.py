@@ -9,49 +9,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import (
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed.pipelining.schedules import get_schedule_class
 
 from lightning_unitscale.patching import nothing
-from lightning_unitscale.pipeline.breadth_first import AscendingBFS, BreadthFirst
-from lightning_unitscale.pipeline.engine_stage import EngineStage
 from lightning_unitscale.pipeline.ownership import SharedGradients
 from lightning_unitscale.pipeline.pipe import Pipe
 from lightning_unitscale.pipeline.program import split_batch
 from lightning_unitscale.pipeline.schedules import find_schedule
 from lightning_unitscale.pipeline.stage import StageModule
+from lightning_unitscale.pipeline.torch_engine import BreadthFirst, EngineStage
 
-_ENGINES: dict[str, Callable[..., Any]] = {
-    "GPipe": ScheduleGPipe,
-    "1F1B": Schedule1F1B,
-    "Interleaved1F1B": ScheduleInterleaved1F1B,
-    "LoopedBFS": AscendingBFS,
-    "InterleavedZeroBubble": ScheduleInterleavedZeroBubble,
-    "ZBVZeroBubble": ScheduleZBVZeroBubble,
-    "DualPipeV": ScheduleDualPipeV,
-}
-
-
-# The loss of a microbatch, by its index, from the outputs of the last stage.
+# Returns the loss of a microbatch from its index and the outputs of the last stage.
 Finish = Callable[[int, tuple[Any, ...]], Tensor]
-# What runs in the place of some stages, by their indices.
+# The functions that run in place of some stages, by the stages' indices.
 Replaced = Mapping[int, Callable[..., Any]]
 
 
 class PipelineRunner:
     """This rank's part of a pipeline.
 
-    Every rank makes one for the same pipeline and calls :meth:`step` with the same batch. A step is
-    microbatch accumulation: the gradients are those of the mean of the microbatches' losses, and
-    are added to what is in ``.grad``. If a loss is a mean over the targets that count, the losses
-    are weighted by their numbers, so that their mean is the loss of the batch. A warning reports
-    any other loss of which the mean is not that of the batch.
+    Every rank makes one for the same pipeline and calls :meth:`step` with the same batch. A step
+    adds the gradients of the mean of the microbatches' losses to ``.grad``. If a loss is a mean
+    over the targets that count, the losses are weighted by their numbers, so that their mean is the
+    loss of the batch. A warning reports any other loss whose mean is not that of the batch.
 
     Args:
         pipe: The pipeline; with a loss, if it is to be trained.
@@ -64,7 +44,7 @@ class PipelineRunner:
     Attributes:
         stage_indices: This rank's stages, in ascending order.
         stages: Their modules.
-        num_accumulated: Batches whose gradients are added up: each has so much less of a share.
+        num_accumulated: Batches whose gradients are added up; each loss is divided by it.
         last_rank: The rank of the last stage, and so of every result.
         is_last: Whether that is this rank.
         before_stage: Called with the index of a microbatch before a stage runs it.
@@ -120,7 +100,7 @@ class PipelineRunner:
         self._forward: dict[int, Any] = {}
 
     def step(self, *args: Any, **kwargs: Any) -> list[Any] | None:
-        """Forward and backward of one batch.
+        """Run forward and backward of one batch.
 
         Args:
             *args: The module's arguments for the whole batch.
@@ -136,11 +116,18 @@ class PipelineRunner:
         """
         if self.is_last and self.num_microbatches > 1 and not self._has_warned:
             self._has_warned = True
-            self._warn_of_other_loss()
+            if reason := self.pipe.batch_loss.reason:
+                warnings.warn(
+                    f"PipelineRunner: the mean of the losses of {self.num_microbatches} "
+                    f"microbatches, which is trained, is not the loss of the batch: {reason}. "
+                    "Reduce the loss by a mean over samples or over targets that count, or train "
+                    "with PipelineStrategy.",
+                    stacklevel=2,
+                )
         return self.step_flat(split_batch(self.pipe.program, args, kwargs, self.num_microbatches))
 
     def eval(self, *args: Any, **kwargs: Any) -> list[Any] | None:
-        """Forward of one batch, without gradients; arguments and result as in :meth:`step`."""
+        """Run forward of one batch without gradients; arguments and result as in :meth:`step`."""
         return self.eval_flat(split_batch(self.pipe.program, args, kwargs, self.num_microbatches))
 
     def step_flat(
@@ -149,35 +136,42 @@ class PipelineRunner:
         finish: Finish | None = None,
         replaced: Replaced | None = None,
     ) -> list[Any] | None:
-        """:meth:`step` for the flat inputs of each microbatch.
+        """Run :meth:`step` for the flat inputs of each microbatch.
 
         Args:
             microbatches: The inputs.
-            finish: Makes the loss where the graph has none; given to all steps or to none. It is
-                called for all microbatches before the first backward pass, whatever the schedule.
-            replaced: What runs in the place of some of this rank's stages, with their arguments and
-                results; its backward passes are not taken apart.
+            finish: Makes the loss if the graph has none; given to all steps or to none. It is
+                called for all microbatches before the first backward pass, under any schedule.
+            replaced: Functions with the arguments and results of some of this rank's stages, which
+                run in place of them. Their backward passes are not split.
         """
         if self.pipe.program.loss is None and finish is None:
             raise ValueError(
-                "PipelineRunner.step: the pipeline has no loss to differentiate; expected a module "
-                "that returns one; wrap it in TrivialLossWrapper, or name the output with "
-                "loss_spec."
+                "PipelineRunner.step: the pipeline has no loss to differentiate. Wrap the module "
+                "in TrivialLossWrapper, or name the output with loss_spec."
             )
         if self._training is None:
             self._trained = self._engine_stages(True)
-            self._training = self._new_schedule(is_joint=finish is not None)
+            if finish is not None or self.schedule.name == "LoopedBFS":
+                self._training = BreadthFirst(
+                    self.schedule, self._trained, self.num_microbatches, self._mean_part
+                )
+            else:
+                engine: Any = get_schedule_class(self.schedule.name)
+                self._training = engine(
+                    self._trained[0] if self.schedule.placement == "single" else self._trained,
+                    self.num_microbatches,
+                    loss_fn=self._mean_part,
+                    scale_grads=False,
+                )
         self._finish, self._replaced = finish, replaced or {}
         for index, stage in zip(self.stage_indices, self._trained, strict=True):
             stage.whole = index in self._replaced
-        self.shared.put_aside()
-        with torch.enable_grad():
-            result = self._run(self._training, microbatches)
-        self.shared.combine()
-        return result
+        with self.shared.summed(), torch.enable_grad():
+            return self._run(self._training, microbatches)
 
     def eval_flat(self, microbatches: list[list[Any]]) -> list[Any] | None:
-        """:meth:`eval` for the flat inputs of each microbatch, of which there may be any number."""
+        """Run :meth:`eval` for the flat inputs of any number of microbatches."""
         count = len(microbatches)
         if count not in self._forward:
             self._forward[count] = BreadthFirst(self.schedule, self._engine_stages(False), count)
@@ -185,13 +179,13 @@ class PipelineRunner:
             return self._run(self._forward[count], microbatches)
 
     def named_parameters(self) -> Mapping[str, nn.Parameter]:
-        """Parameters of this rank's stages, by name."""
+        """Return the parameters of this rank's stages, by name."""
         return {name: param for stage in self.stages for name, param in stage.named_parameters()}
 
     def _run(self, schedule: Any, microbatches: list[list[Any]]) -> list[Any] | None:
         count = len(microbatches)
         self._microbatches, self._outputs = microbatches, {}
-        # All that the engine hands to a stage is which microbatch it is.
+        # The engine passes only the index of a microbatch to a stage.
         indices = torch.arange(count)
         if self.is_last and count > 1:
             self._weigh = self.pipe.batch_loss.weighted(microbatches)
@@ -205,28 +199,6 @@ class PipelineRunner:
             return None
         return [self.pipe.program.unflatten(list(values)) for values in outputs]
 
-    def _warn_of_other_loss(self) -> None:
-        if reason := self.pipe.batch_loss.reason:
-            warnings.warn(
-                f"PipelineRunner: the mean of the losses of {self.num_microbatches} microbatches, "
-                f"which is trained, is not the loss of the batch: {reason}. Expected a mean over "
-                "samples or over targets that count. Reduce the loss in that way, or train with "
-                "PipelineStrategy.",
-                stacklevel=3,
-            )
-
-    def _new_schedule(self, *, is_joint: bool) -> Any:
-        if is_joint:
-            count = self.num_microbatches
-            return BreadthFirst(self.schedule, self._trained, count, self._mean_part)
-        is_single = self.schedule.placement == "single"
-        return _ENGINES[self.schedule.name](
-            self._trained[0] if is_single else self._trained,
-            self.num_microbatches,
-            loss_fn=self._mean_part,
-            scale_grads=False,
-        )
-
     def _engine_stages(self, has_backward: bool) -> list[EngineStage]:
         return [
             EngineStage(stage, self._run_stage, self.device, self.group, has_backward=has_backward)
@@ -234,7 +206,7 @@ class PipelineRunner:
         ]
 
     def _run_stage(self, stage: StageModule, *received: Tensor, microbatch: Tensor) -> Any:
-        """The outputs of a stage for one microbatch; of the last one the loss, if it is known."""
+        """Run a stage for one microbatch; the last stage returns the loss, if it is known."""
         info, index = stage.info, int(microbatch)
         inputs = self._microbatches[index]
         self.before_stage(index)
@@ -255,5 +227,5 @@ class PipelineRunner:
         return next(value for value in outputs if isinstance(value, Tensor))
 
     def _mean_part(self, loss: Tensor, microbatch: Tensor) -> Tensor:
-        # Dividing here rather than the gradients afterwards leaves alone what was accumulated.
+        # Dividing the gradients afterwards would also divide those accumulated before.
         return loss / (self.num_microbatches * self.num_accumulated)

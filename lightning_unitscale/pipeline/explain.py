@@ -1,8 +1,8 @@
-"""Costs, cuts, bytes sent and the bubble of a pipeline, estimated before it runs."""
+"""Estimate costs, cuts, bytes sent and the bubble of a pipeline before it runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +13,7 @@ from torch import nn
 from lightning_unitscale.capture.compiled_graph import GraphCall, NotOneGraphError
 from lightning_unitscale.capture.rollback import restoring
 from lightning_unitscale.capture.step_messages import CaptureError
-from lightning_unitscale.capture.steps import ModuleSteps
+from lightning_unitscale.dynamo.capture import unmarked
 from lightning_unitscale.graph.nodes import ELSEWHERE, MODULE
 from lightning_unitscale.patching import nothing, shadowed
 from lightning_unitscale.pipeline.balance import (
@@ -23,15 +23,18 @@ from lightning_unitscale.pipeline.balance import (
     seconds_of,
     sending_rate,
 )
-from lightning_unitscale.pipeline.called import (
+from lightning_unitscale.pipeline.capture import (
+    LOGS,
     CalledSteps,
     as_attribute,
     first_called,
     forward_of,
+    loss_position,
+    program_of_step,
+    static_shapes,
     with_most_parameters,
     without,
 )
-from lightning_unitscale.pipeline.capture import loss_position, program_of_step, static_shapes
 from lightning_unitscale.pipeline.cuts import LOSS, cut_by, num_marks
 from lightning_unitscale.pipeline.pipe import Pipe, build_pipe, pipeline
 from lightning_unitscale.pipeline.program import split_evenly
@@ -44,25 +47,18 @@ from lightning_unitscale.profiler.report import format_bytes
 
 @dataclass(frozen=True)
 class StageCosts:
-    """Costs of one stage for one microbatch.
+    """Costs of one stage for one microbatch."""
 
-    Attributes:
-        first_module: Path of the module whose operation is the stage's first.
-        forward_seconds: Estimated, on one core of a CPU or on a data-centre GPU.
-        backward_seconds: The same.
-        parameter_bytes: Parameters that the stage has.
-        saved_bytes: What one microbatch keeps for its backward pass.
-        peak_saved_bytes: The same for as many microbatches as 1F1B has in flight there.
-        sent_bytes: Sent to the next stage.
-        returned_bytes: Gradients that come back from it.
-    """
-
+    # Path of the module with the stage's first operation.
     first_module: str
+    # Estimates for one core of a CPU, or for a data-centre GPU.
     forward_seconds: float
     backward_seconds: float
     parameter_bytes: int
+    # For the backward pass of one microbatch, and of all that 1F1B has in flight in the stage.
     saved_bytes: int
     peak_saved_bytes: int
+    # To the next stage, and gradients back from it.
     sent_bytes: int
     returned_bytes: int
 
@@ -76,9 +72,9 @@ class PipelinePlan:
         stages: Costs of its stages.
         timeline: One step under 1F1B. Sending and receiving count on both sides.
         imbalance: Seconds that the slowest stage computes over their mean.
-        least_imbalance: What the largest operation alone makes of it: no cuts get below.
+        least_imbalance: Its lower bound for any cuts, given by the largest operation.
         ideal_seconds: The step of equal stages that send nothing.
-        only: What runs as the pipeline and why, where that is not the whole step.
+        only: The module that runs as the pipeline and why, if that is not the whole step.
     """
 
     pipe: Pipe
@@ -104,20 +100,17 @@ class PipelinePlan:
         ]
         headers = ("stage", "from", "forward", "backward", "parameters", "saved at most", "sent")
         aligned = ("right", "left", *["right"] * 5)
-        return "\n".join(
-            [
-                *([self.only] if self.only else []),
-                tabulate(rows, headers=headers, colalign=aligned, disable_numparse=True),
-                "forward, backward and sent: of one microbatch; saved at most: of those in flight",
-                f"step {_milliseconds(self.timeline.seconds)} (estimated), bubble "
-                f"{self.timeline.bubble:.1%} of it; slowest stage {self.imbalance:.3f} times the "
-                "mean",
-                f"at best: step {_milliseconds(self.ideal_seconds)} by equal stages that send "
-                f"nothing; slowest stage {self.least_imbalance:.3f} times the mean by the largest "
-                "operation",
-                self.timeline.picture(),
-            ]
-        )
+        lines = [
+            self.only,
+            tabulate(rows, headers=headers, colalign=aligned, disable_numparse=True),
+            "forward, backward and sent: of one microbatch; saved at most: of those in flight",
+            f"step {_milliseconds(self.timeline.seconds)} (estimated), bubble "
+            f"{self.timeline.bubble:.1%} of it; slowest stage {self.imbalance:.3f} times the mean",
+            f"at best: step {_milliseconds(self.ideal_seconds)} by equal stages that send nothing; "
+            f"slowest stage {self.least_imbalance:.3f} times the mean by the largest operation",
+            self.timeline.picture(),
+        ]
+        return "\n".join(filter(None, lines))
 
 
 def _milliseconds(seconds: float) -> str:
@@ -127,7 +120,7 @@ def _milliseconds(seconds: float) -> str:
 def explain_pipeline(
     module: nn.Module, batch: Any, num_stages: int, *, num_microbatches: int | None = None
 ) -> PipelinePlan:
-    """Balance a module over stages and say what they cost. Nothing is computed.
+    """Balance a module over stages and estimate their costs. Nothing is computed.
 
     Args:
         module: The module; with its loss, if the backward pass is to start there.
@@ -146,19 +139,17 @@ def explain_pipeline(
         >>> [one.parameter_bytes for one in plan.stages]
         [33280, 33280]
     """
-    args = batch if isinstance(batch, tuple) else (batch,)
-    kwargs = dict(batch) if isinstance(batch, Mapping) else None
-    pipe = pipeline(
-        module,
-        () if kwargs is not None else args,
-        kwargs,
-        split_policy=balanced_split(num_stages, num_microbatches=num_microbatches),
-    )
+    policy = balanced_split(num_stages, num_microbatches=num_microbatches)
+    if isinstance(batch, Mapping):
+        pipe = pipeline(module, (), batch, split_policy=policy)
+    else:
+        args = batch if isinstance(batch, tuple) else (batch,)
+        pipe = pipeline(module, args, split_policy=policy)
     return plan_of(pipe, module, num_microbatches)
 
 
 def plan_of(pipe: Pipe, module: nn.Module, num_microbatches: int | None) -> PipelinePlan:
-    """Estimate what the stages of a pipeline cost, and a step under 1F1B."""
+    """Estimate the costs of a pipeline's stages, and of a step under 1F1B."""
     count = 2 * pipe.num_stages if num_microbatches is None else num_microbatches
     SCHEDULES["1F1B"].check(pipe.num_stages, pipe.num_stages, count)
     device = device_type_of(module)
@@ -172,36 +163,25 @@ def plan_of(pipe: Pipe, module: nn.Module, num_microbatches: int | None) -> Pipe
         for node in stage.graph.nodes
         if COSTS in node.meta
     ]
-    rate = sending_rate(device)
-    timeline = simulate_1f1b(
-        _with_sending(
-            [costs.forward_seconds for costs in stages],
-            [costs.sent_bytes for costs in stages],
-            rate,
-        ),
-        _with_sending(
-            [costs.backward_seconds for costs in stages],
-            [costs.returned_bytes for costs in stages],
-            rate,
-        ),
-        count,
-    )
+    # A transfer takes time on both sides.
+    rate, edges = sending_rate(device), list(zip([None, *stages], stages, strict=False))
+    forward = [
+        own.forward_seconds + (own.sent_bytes + (before.sent_bytes if before else 0)) / rate
+        for before, own in edges
+    ]
+    backward = [
+        own.backward_seconds
+        + (own.returned_bytes + (before.returned_bytes if before else 0)) / rate
+        for before, own in edges
+    ]
     return PipelinePlan(
         pipe,
         stages,
-        timeline,
+        simulate_1f1b(forward, backward, count),
         imbalance=max(seconds) / mean,
         least_imbalance=max(1.0, max(operations) / mean),
         ideal_seconds=mean * (count + len(seconds) - 1),
     )
-
-
-def _with_sending(seconds: Sequence[float], behind: Sequence[int], rate: float) -> list[float]:
-    """Seconds of the stages' passes, with what goes over the boundary behind each stage."""
-    return [
-        own_seconds + (behind[index] + (behind[index - 1] if index else 0)) / rate
-        for index, own_seconds in enumerate(seconds)
-    ]
 
 
 def _costs(stage: StageModule, model: CostModel, num_microbatches: int) -> StageCosts:
@@ -228,9 +208,6 @@ def _costs(stage: StageModule, model: CostModel, num_microbatches: int) -> Stage
     )
 
 
-_OWNER = "explain_step"
-
-
 def explain_step(
     module: nn.Module,
     batch: Any,
@@ -241,13 +218,13 @@ def explain_step(
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     **kwargs: Any,
 ) -> PipelinePlan:
-    """Balance a step over stages, as a pipeline would, and say what they cost.
+    """Balance a step over stages, as a pipeline would, and estimate their costs.
 
     Args:
         module: The module; left as it is.
         batch: A whole batch.
         num_stages: Stages, each on a device of its own.
-        *args: What the step is called with behind the batch.
+        *args: Arguments of the step after the batch.
         num_microbatches: Equal parts of the batch; by default twice the stages.
         method: Name of the step.
         context: Entered around the step, such as ``lambda: torch.autocast("cpu", torch.bfloat16)``.
@@ -265,27 +242,22 @@ def explain_step(
     # The error names what the user has set.
     default = f"num_stages={num_stages}: num_microbatches is twice as many by default, and"
     part = split_evenly(batch, count, default if num_microbatches is None else "")[0]
-    steps = ModuleSteps(module, (method,), defer=("log", "log_dict"))
-    step = steps.steps[method]
+    step = CalledSteps(module, (method,), defer=LOGS).steps[method]
     only, loss = "", None
-    steps.attach(_OWNER)
-    try:
-        with static_shapes(), context():
-            try:
-                call = step.graph_call(part, *args, **kwargs)
-                loss = loss_position(step, call, (part, *args), kwargs)
-            except NotOneGraphError as error:
-                title = f"{type(module).__name__}.{method}"
-                only = f"{title} is not one graph ({error})"
-                failure = CaptureError.of(title, error.reasons, manner=" as one graph")
-    finally:
-        steps.detach(_OWNER)
-    if only:
-        with static_shapes(), context():
+    with static_shapes(), unmarked(module), context():
+        try:
+            call = step.graph_call(part, *args, **kwargs)
+            loss = loss_position(step, call, (part, *args), kwargs)
+        except NotOneGraphError as error:
+            title = f"{type(module).__name__}.{method}"
+            failure = CaptureError.of(title, error.reasons, manner=" as one graph")
             call, called = _of_called(
                 module, failure, lambda: step.__wrapped__(part, *args, **kwargs)
             )
-        only = f"{only}: only {called} runs as the pipeline, and the step around it"
+            only = (
+                f"{title} is not one graph ({error}): only {called} runs as the pipeline, and the "
+                "step around it"
+            )
     program = program_of_step(call, module, loss).program
     if num_marks(program):
         program.graph_module.meta[LOSS] = program.loss
@@ -298,19 +270,17 @@ def explain_step(
 def _of_called(
     module: nn.Module, failure: CaptureError, run: Callable[[], Any]
 ) -> tuple[GraphCall, str]:
-    """The graph of what a step calls, for its part of the batch, and its name."""
+    """Return the graph of the module that a step calls with a microbatch, and its name."""
     paths = with_most_parameters(module)
-    logs = {name: nothing for name in ("log", "log_dict") if hasattr(module, name)}
+    logs = {name: nothing for name in LOGS if hasattr(module, name)}
     while True:
         with restoring(module, parameters=False), shadowed(module, **logs):
             found = first_called(module, paths, run)
         if found is None:
             raise failure
         path, (args, kwargs) = found
-        name = forward_of(path)
+        step = CalledSteps(module, (forward_of(path),)).steps[forward_of(path)]
         try:
-            call = CalledSteps(module, (name,)).steps[name].graph_call(*args, **kwargs)
+            return step.graph_call(*args, **kwargs), as_attribute(path)
         except NotOneGraphError:
             paths = without(paths, path)
-        else:
-            return call, as_attribute(path)

@@ -1,21 +1,23 @@
 """Stages with probes, for the steps that are observed.
 
-A graph is rewritten before it is cut, and probed after: what a probe records stays on the rank that
-runs the stage. Every tensor is probed in one stage: the first that reads it, for a batch or a
-buffer; the one that computes it, for a value that is relayed or recomputed. For a parameter of
-several stages the parts of its gradient are kept, microbatch by microbatch, and added up on the
-rank of the first stage.
+A graph is rewritten before it is cut, and probed afterwards, so that the records of a probe stay on
+the rank that runs the stage. Every tensor is probed in one stage: a batch or a buffer in the first
+that reads it, and a relayed or recomputed value in the stage that computes it. For a parameter of
+several stages the parts of its gradient are kept for each microbatch, and added up on the rank of
+the first stage.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_map_only
 
 from lightning_unitscale.capture.compiled_graph import Variant
 from lightning_unitscale.dynamo.executors import execute_with
@@ -25,14 +27,11 @@ from lightning_unitscale.graph.passes import GraphPass, StepGraph
 from lightning_unitscale.graph.recorder import tap_gradient
 from lightning_unitscale.pipeline.pipe import Pipe
 from lightning_unitscale.pipeline.stage import StageModule
+from lightning_unitscale.ranks import gathered_on
 
 
 class ObservedStages:
-    """Variants of a rank's stages with the probes of all passes.
-
-    Attributes:
-        run: What runs in the place of each of this rank's stages.
-    """
+    """Variants of a rank's stages with the probes of all passes."""
 
     def __init__(
         self,
@@ -52,8 +51,10 @@ class ObservedStages:
         trainable = {name for name, param in pipe.named_parameters() if param.requires_grad}
         shared = pipe.shared_parameters()
         self._shared = {name: shared[name] for name in sorted(wanted & trainable & shared.keys())}
-        self._parts: dict[tuple[str, int], list[_GradientPart]] = {}
+        # The gradients of shared parameters in this rank's stages, one for each microbatch.
+        self._parts: dict[tuple[str, int], list[Tensor | None]] = {}
         self._parameters: dict[str, nn.Parameter] = {}
+        # The functions that run in place of this rank's stages.
         self.run: dict[int, Callable[..., Any]] = {}
         seen: set[str] = set()
         for index, stage in enumerate(pipe.stages):
@@ -62,20 +63,20 @@ class ObservedStages:
             seen |= {tensor_name(node) for node in stage.graph.nodes if _is_read(node)}
 
     def begin(self) -> None:
-        """Before a step."""
+        """Forget the gradients of the last step, before a step."""
         for parts in self._parts.values():
             parts.clear()
 
     def finish(self) -> None:
-        """After a step, on every rank: hand the passes the gradients of shared parameters."""
+        """Give the passes the gradients of shared parameters, after a step; all ranks call it."""
         for name, stages in self._shared.items():
-            first = self._rank_of(stages[0])
-            # As autograd adds them up: the last use first.
-            for stage in reversed(stages):
-                if self._rank_of(stage) != first:
-                    self._bring(name, stage, first)
-            if first == self._rank:
-                self._tell(name, stages)
+            own = {stage: parts for (key, stage), parts in self._parts.items() if key == name}
+            on_cpu = tree_map_only(Tensor, lambda gradient: gradient.cpu(), own)
+            gathered = gathered_on(self._rank_of(stages[0]), on_cpu, self._group)
+            if gathered is not None:
+                parts = {stage: own for each in gathered for stage, own in each.items()}
+                # As autograd adds them up: the last use first.
+                self._show(name, [parts[stage] for stage in reversed(stages)])
         self.begin()
 
     def _observed(
@@ -83,11 +84,12 @@ class ObservedStages:
     ) -> Callable[..., Any]:
         copy = copy_graph_module(stage)
         for node in copy.graph.nodes:
-            if _is_read(node) and tensor_name(node) in seen:
+            name = tensor_name(node)
+            if _is_read(node) and name in seen:
                 node.meta[ELSEWHERE] = True
-            if node.op == "get_attr" and tensor_name(node) in self._shared:
-                parts = self._parts[tensor_name(node), index] = []
-                self._parameters[tensor_name(node)] = stage.get_parameter(str(node.target))
+            if node.op == "get_attr" and name in self._shared:
+                self._parameters[name] = stage.get_parameter(str(node.target))
+                parts = self._parts[name, index] = []
                 _keep_gradient(copy.graph, node, parts)
         graph = StepGraph(copy, observed=True, step=step_graph.step)
         graph.notes.update(step_graph.notes)
@@ -96,52 +98,25 @@ class ObservedStages:
         graph.finish()
         return Variant(graph, execute_with("eager", graph.graph_module, ()))
 
-    def _bring(self, name: str, stage: int, first: int) -> None:
-        """Send a stage's parts to the first stage's rank."""
-        owner = self._rank_of(stage)
-        if self._rank not in (owner, first):
-            return
-        if self._rank == owner:
-            gradients = [
-                part.gradient if part.gradient is None else part.gradient.cpu()
-                for part in self._parts[name, stage]
-            ]
-            dist.send_object_list([gradients], group=self._group, group_dst=first)
-            return
-        received: list[Any] = [None]
-        dist.recv_object_list(received, group=self._group, group_src=owner)
-        device = self._parameters[name].device
-        self._parts[name, stage] = [
-            _GradientPart(gradient if gradient is None else gradient.to(device))
-            for gradient in received[0]
-        ]
-
-    def _tell(self, name: str, stages: tuple[int, ...]) -> None:
-        for parts in zip(*(self._parts[name, stage] for stage in reversed(stages)), strict=True):
-            total: Tensor | None = None
-            for part in parts:
-                if part.gradient is not None:
-                    total = part.gradient if total is None else total + part.gradient
+    def _show(self, name: str, parts: Sequence[Sequence[Tensor | None]]) -> None:
+        """Add up the parts of a gradient for each microbatch, and give it to the passes."""
+        parameter = self._parameters[name].detach()
+        for of_microbatch in zip(*parts, strict=True):
+            present = [part.to(parameter.device) for part in of_microbatch if part is not None]
+            total = functools.reduce(operator.add, present) if present else None
             for graph_pass in self._passes:
-                graph_pass.see_shared(name, self._parameters[name].detach(), total)
+                graph_pass.see_shared(name, parameter, total)
 
 
-@dataclass
-class _GradientPart:
-    """One stage's part of the gradient of a parameter, for one microbatch."""
-
-    gradient: Tensor | None = None
-
-
-def _keep_gradient(graph: fx.Graph, node: fx.Node, parts: list[_GradientPart]) -> None:
+def _keep_gradient(graph: fx.Graph, node: fx.Node, parts: list[Tensor | None]) -> None:
     def keep(tensor: Tensor) -> Tensor:
-        part = _GradientPart()
-        parts.append(part)
+        index = len(parts)
+        parts.append(None)
 
         def see(gradient: Tensor) -> None:
-            # Dense, and a copy: autograd may add to the tensor that it hands on.
+            # Dense, and a copy: autograd may add to the tensor that it passes on.
             dense = gradient.to_dense() if gradient.layout != torch.strided else gradient
-            part.gradient = dense.clone()
+            parts[index] = dense.clone()
 
         return tap_gradient(tensor, None, see)
 
@@ -153,5 +128,5 @@ def _keep_gradient(graph: fx.Graph, node: fx.Node, parts: list[_GradientPart]) -
 
 
 def _is_read(node: fx.Node) -> bool:
-    """Whether the node is an input of the call, or an attribute."""
+    """Return whether a node is an input of the call, or an attribute."""
     return node.op in {"placeholder", "get_attr"} and ELSEWHERE not in node.meta

@@ -1,15 +1,16 @@
-"""Which stages, and so which ranks, own a parameter: decided once, kept by every later graph.
+"""The stages, and so the ranks, that own a parameter: decided once, kept by every later graph.
 
 A step is recaptured for another batch size and when Python state that it reads has changed. The
 parameters, their optimizer state and their current values stay on the ranks that have them, so the
-cuts of a later graph follow the owners. So it is with the pipelines that divide optimizer steps
-among themselves.
+cuts of a later graph follow the owners. The pipelines that divide optimizer steps among themselves
+stay the same, too.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -25,27 +26,19 @@ _Stages = dict[str, frozenset[int]]
 
 
 class Ownership:
-    """The owners of a module's parameters and of the buffers that its steps write.
-
-    Attributes:
-        rank_of: The rank of a stage.
-        steppers: The pipeline that steps each parameter with an owner, by name; empty if all do.
-    """
+    """The owners of a module's parameters and of the buffers that its steps write."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        num_ranks: int,
-        rank_of: Callable[[int], int],
-        num_shares: int = 1,
+        self, module: nn.Module, num_ranks: int, rank_of: Callable[[int], int], num_shares: int = 1
     ) -> None:
         self._num_ranks = num_ranks
         self.rank_of = rank_of
         self._num_shares = num_shares
+        # The pipeline that steps a parameter with an owner; empty if all pipelines step all.
         self.steppers: dict[str, int] = {}
-        # Bytes that a rank of a pipeline steps; of frozen parameters apart.
+        # Bytes that a rank of a pipeline steps, frozen parameters counted apart.
         self._loads: Counter[tuple[bool, int, int]] = Counter()
-        # The first of a tied tensor's names, whichever of them a graph knows it by.
+        # A tied tensor has its first name here; a graph may use another one.
         self._tensors = named_tensors(module)
         self._names = {id(tensor): name for name, tensor in self._tensors.items()}
         self._stages: _Stages = {}
@@ -55,23 +48,23 @@ class Ownership:
 
     @property
     def is_settled(self) -> bool:
-        """Whether a graph has been noted."""
+        """Return whether a graph has been noted."""
         return self._num_stages is not None
 
     @property
     def stages(self) -> tuple[int, _Stages]:
-        """Number of stages, and the stages of each parameter; for :meth:`adopt`."""
+        """Return the number of stages, and the stages of each parameter; for :meth:`adopt`."""
         assert self._num_stages is not None
         return self._num_stages, self._stages
 
     def adopt(self, settled: tuple[int, _Stages]) -> None:
-        """Settle on what another pipeline of the same module has settled on."""
+        """Take over the owners of another pipeline of the same module."""
         assert not self.is_settled
         self._num_stages, self._stages = settled
 
     @property
     def names(self) -> list[set[str]]:
-        """For each rank, the names of what it owns; a tensor of several names under its first."""
+        """Return the names of what each rank owns; a tied tensor has its first name."""
         owned: list[set[str]] = [set() for _ in range(self._num_ranks)]
         for name, stages in self._stages.items():
             for rank in self._ranks(stages):
@@ -79,18 +72,16 @@ class Ownership:
         return owned
 
     def replicas(self) -> dict[str, tuple[int, ...]]:
-        """Parameters of several ranks, with those."""
-        ranks_of = {
-            name: tuple(sorted(self._ranks(stages))) for name, stages in self._stages.items()
-        }
+        """Return the ranks of each parameter that several ranks own."""
         return {
-            name: ranks
-            for name, ranks in ranks_of.items()
-            if len(ranks) > 1 and isinstance(self._tensors[name], nn.Parameter)
+            name: tuple(sorted(ranks))
+            for name, stages in self._stages.items()
+            if len(ranks := self._ranks(stages)) > 1
+            and isinstance(self._tensors[name], nn.Parameter)
         }
 
     def parameters_of(self, rank: int) -> dict[str, nn.Parameter]:
-        """The parameters of a rank, by name."""
+        """Return the parameters of a rank, by name."""
         owned = self.names[rank]
         return {
             name: tensor
@@ -99,20 +90,20 @@ class Ownership:
         }
 
     def policy(self) -> BalancedSplit:
-        """The split policy of later graphs."""
+        """Return the split policy of later graphs."""
         assert self._num_stages is not None
         stages = {id(self._tensors[name]): stages for name, stages in self._stages.items()}
         return BalancedSplit(self._num_stages, stages_of=stages)
 
     def note(self, pipe: Pipe) -> None:
-        """Note the parameters of a graph's stages; those not seen before get their owners."""
+        """Note the parameters of a graph's stages, and give new ones their owners."""
         used, readers, written = self._uses(pipe)
         moved = [
             name
             for name, stages in used.items()
             if name in self._stages and not self._ranks(stages) <= self._ranks(self._stages[name])
         ]
-        # What nobody writes is the same everywhere, whoever reads it.
+        # A buffer that no stage writes is the same everywhere, so any rank may read it.
         all_written = self._written | written
         all_readers = {
             name: self._readers.get(name, frozenset()) | self._ranks(readers.get(name, ()))
@@ -121,10 +112,10 @@ class Ownership:
         moved += [name for name in all_written if len(all_readers[name]) > 1]
         if moved:
             raise RuntimeError(
-                f"the step was recaptured (another batch size, or Python state that it reads "
-                f"has changed) and {sorted(moved)[:3]} would be used by other ranks than those "
-                "that own them; expected the same parameters in the same stages of every graph; "
-                "mark the cuts with pipe_split() or split={path: SplitPoint.BEGINNING}."
+                f"the step was recaptured (another batch size, or Python state that it reads has "
+                f"changed), and {sorted(moved)[:3]} would be used by other ranks than those that "
+                "own them. Every graph needs the same parameters in the same stages. Mark the cuts "
+                "with pipe_split() or split={path: SplitPoint.BEGINNING}."
             )
         self._stages = {**used, **self._stages}
         for name in all_written:
@@ -135,17 +126,14 @@ class Ownership:
             self._share_steps()
 
     def own(self, names: Iterable[str], stage: int) -> None:
-        """Give parameters that no graph uses to the rank of a stage, whose code uses them."""
+        """Give parameters that no graph uses to the rank of a stage."""
         self._stages = {**dict.fromkeys(names, frozenset({stage})), **self._stages}
         if self._num_shares > 1:
             self._share_steps()
 
     def _share_steps(self) -> None:
-        """Give each parameter without a stepper the pipeline whose ranks have the least to step.
-
-        A parameter with several owners is stepped by those in one pipeline. Every rank decides
-        alike: by sizes and by the order of the module.
-        """
+        """Give each parameter without a stepper the pipeline whose ranks have the least to step."""
+        # All ranks get the same result, by the sizes and the order of the module.
         new = {
             name: tensor.numel() * tensor.element_size()
             for name, tensor in self._tensors.items()
@@ -164,7 +152,7 @@ class Ownership:
                 self._loads[is_trained, rank, share] += new[name]
 
     def _uses(self, pipe: Pipe) -> tuple[_Stages, _Stages, frozenset[str]]:
-        """Stages of the parameters, stages of the buffers, and the buffers that are written."""
+        """Return the stages of parameters and of buffers, and the buffers that are written."""
         tensors = named_tensors(pipe.program.graph_module, remove_duplicate=False)
         used: _Stages = {}
         readers: _Stages = {}
@@ -177,7 +165,7 @@ class Ownership:
         return used, readers, frozenset(written)
 
     def _first_names(self, names: Iterable[str], tensors: Mapping[str, Tensor]) -> set[str]:
-        """The module's names of what a graph knows by other names, where it is the module's."""
+        """Return the module's names of a graph's tensors, of those that the module has."""
         ids = (id(tensors[name]) for name in names)
         return {self._names[key] for key in ids if key in self._names}
 
@@ -198,31 +186,26 @@ class SharedGradients:
         self.parameters = {name: parameters[name] for name in self.owners if name in parameters}
         self._group = group
         self._rank = dist.get_rank(group)
-        self._aside: dict[str, Tensor | None] = {}
 
-    def put_aside(self) -> None:
-        """Before a step: keep the gradients accumulated so far, which are summed already."""
-        self._aside = {name: param.grad for name, param in self.parameters.items()}
+    @contextlib.contextmanager
+    def summed(self) -> Iterator[None]:
+        """Sum the gradients of a step over their ranks, and add them to the earlier ones."""
+        # The earlier ones are summed already.
+        earlier = {name: param.grad for name, param in self.parameters.items()}
         for param in self.parameters.values():
             param.grad = None
-
-    def combine(self) -> None:
-        """After a step: sum the new gradients over their ranks and add the earlier ones."""
+        yield
         # All ranks go through the names in one order, so that no two wait for each other.
-        for name, parameter in self.parameters.items():
-            parameter.grad = self._sum(parameter, self.owners[name])
-        for name, earlier in self._aside.items():
-            parameter = self.parameters[name]
-            if earlier is not None:
-                new = parameter.grad
-                parameter.grad = earlier if new is None else earlier + new
-        self._aside = {}
+        for name, param in self.parameters.items():
+            self._sum(param, self.owners[name])
+            if (before := earlier[name]) is not None:
+                param.grad = before if param.grad is None else before + param.grad
 
-    def _sum(self, parameter: nn.Parameter, ranks: tuple[int, ...]) -> Tensor | None:
-        """The sum over the owners, in the order of their ranks: the same bits on all of them."""
+    def _sum(self, parameter: nn.Parameter, ranks: tuple[int, ...]) -> None:
+        """Sum a gradient over its owners, in the order of their ranks: the same bits on all."""
         first, *others = ranks
         own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
-        # A parameter that no rank has a gradient of keeps none, as on one device.
+        # If no rank has a gradient, the parameter gets none, as on one device.
         present = torch.tensor([parameter.grad is not None], device=own.device).int()
         for rank in others:
             for total in (present, own):
@@ -232,6 +215,17 @@ class SharedGradients:
                     part = torch.empty_like(total)
                     dist.recv(part, group=self._group, group_src=rank)
                     total += part
-        for total in (present, own):
-            hand_out(total, ranks, self._group)
-        return own if present.item() else None
+        parameter.grad = own if present.item() else None
+        hand_out_gradient(parameter, ranks, self._group)
+
+
+def hand_out_gradient(
+    parameter: nn.Parameter, ranks: Sequence[int], group: dist.ProcessGroup | None
+) -> None:
+    """Give ranks the gradient of the first of them, or none; each of them calls it."""
+    present = torch.tensor([parameter.grad is not None], device=parameter.device).int()
+    hand_out(present, ranks, group)
+    if dist.get_rank(group) != ranks[0]:
+        parameter.grad = torch.empty_like(parameter).contiguous() if present.item() else None
+    if parameter.grad is not None:
+        hand_out(parameter.grad, ranks, group)

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, SplitPoint
 from typing_extensions import override
 
-from lightning_unitscale.arguments import check_callable, check_instance, shown
-from lightning_unitscale.pipeline.batch_loss import BatchLoss, batch_loss_of
+from lightning_unitscale.arguments import check_callable, check_instance
 from lightning_unitscale.pipeline.capture import capture_program
 from lightning_unitscale.pipeline.cuts import SplitPolicy, cut_by, marked, num_marks
-from lightning_unitscale.pipeline.engine_stage import EngineStage
 from lightning_unitscale.pipeline.program import LossSpec, Program, split_batch
 from lightning_unitscale.pipeline.stage import StageInfo, StageModule, build_stages
+from lightning_unitscale.pipeline.torch_engine import EngineStage
+from lightning_unitscale.pipeline.whole_batch import BatchLoss, batch_loss_of
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class PipeInfo:
     """Inputs, parameters and outputs of the stages of a pipeline.
 
     Attributes:
-        num_stages: How many.
-        stages: Each of them.
+        num_stages: Number of stages.
+        stages: Their descriptions.
         has_loss: Whether one of the outputs is known to be the loss.
         shared_parameters: Parameters that several stages have, with the stages.
         left_out: Outputs of the module that the pipeline does not return.
@@ -65,53 +65,46 @@ class PipeInfo:
 class Pipe(nn.Module):
     """The stages of a module, in order.
 
-    Calling it runs all stages in this process, one after the other, forward and, by autograd,
-    backward: the same bits as the module's own. The stages have the module's own parameters, the
-    same objects, under their own names.
+    Calling it runs all stages in this process, one after the other, with the same bits as the
+    module itself, forward and, by autograd, backward. The stages share the module's parameters,
+    under the same names.
 
     Args:
         program: The captured module.
         stages: Its stages.
-        aliases: Other names of tied parameters and buffers to the names that the stages know.
+        aliases: Other names of tied parameters and buffers, with their names in the stages.
 
     Attributes:
+        stages: The stages in order.
         batch_loss: How the loss of a batch follows from those of its microbatches.
     """
 
     def __init__(
-        self,
-        program: Program,
-        stages: list[StageModule],
-        aliases: Mapping[str, str] | None = None,
+        self, program: Program, stages: list[StageModule], aliases: Mapping[str, str] | None = None
     ) -> None:
         super().__init__()
         self.batch_loss = BatchLoss()
         self.program = program
-        self._stages = stages
+        self.stages = tuple(stages)
         self._aliases = dict(aliases or {})
 
     @property
     def num_stages(self) -> int:
-        """Number of stages."""
-        return len(self._stages)
-
-    @property
-    def stages(self) -> tuple[StageModule, ...]:
-        """The stages in order."""
-        return tuple(self._stages)
+        """Return the number of stages."""
+        return len(self.stages)
 
     def get_stage_module(self, stage_index: int) -> StageModule:
-        """One stage.
+        """Return one stage.
 
         Raises:
-            ValueError: If there is none of this index.
+            ValueError: If there is no such stage.
         """
         if not isinstance(stage_index, int) or not 0 <= stage_index < self.num_stages:
             raise ValueError(
                 f"stage_index={stage_index!r}: the pipeline has {self.num_stages} stages; expected "
                 f"an index from 0 to {self.num_stages - 1}."
             )
-        return self._stages[stage_index]
+        return self.stages[stage_index]
 
     def build_stage(
         self,
@@ -119,18 +112,18 @@ class Pipe(nn.Module):
         device: torch.device | str = "cpu",
         group: dist.ProcessGroup | None = None,
     ) -> PipelineStage:
-        """One stage for a schedule of ``torch.distributed.pipelining``.
+        """Return one stage for a schedule of ``torch.distributed.pipelining``.
 
-        Give the module's arguments to ``schedule.step`` by name, on every rank. Results are the
-        loss, if it is known, which the engine cannot put together: ``return_outputs=False``. Pass
-        ``scale_grads=False`` to the schedule and divide the loss by the number of microbatches.
-        These losses are not weighted: a mean over targets counts each microbatch alike.
-        Gradients of parameters in stages of several ranks
-        (``info().shared_parameters``) are not summed; :class:`PipelineRunner` does all of that.
+        Give the module's arguments to ``schedule.step`` by name, on every rank. The result is the
+        loss, if it is known, which the engine cannot concatenate: pass ``return_outputs=False``.
+        Pass ``scale_grads=False`` to the schedule and divide the loss by the number of
+        microbatches. These losses are not weighted, and the gradients of parameters in stages of
+        several ranks (``info().shared_parameters``) are not summed. :class:`PipelineRunner` does
+        all of that.
 
         Args:
-            stage_index: Which stage.
-            device: Where it runs; it is moved there.
+            stage_index: Index of the stage.
+            device: Device to which it is moved.
             group: The pipeline's process group; all ranks by default.
 
         Raises:
@@ -140,15 +133,15 @@ class Pipe(nn.Module):
         stage = self.get_stage_module(stage_index)
         if not dist.is_initialized():
             raise RuntimeError(
-                "Pipe.build_stage: there is no process group; expected one rank per device; call "
-                "torch.distributed.init_process_group first."
+                "Pipe.build_stage: there is no process group. Call "
+                "torch.distributed.init_process_group first, with one rank per device."
             )
         device = torch.device(device)
         stage.on_device(device)
         return EngineStage(stage, self._run_by_name, device, group, has_backward=True)
 
     def _run_by_name(self, stage: StageModule, *received: Tensor, **inputs: Any) -> Any:
-        """The outputs of a stage; of the last one the loss, if it is known."""
+        """Run a stage; the last stage returns the loss, if it is known."""
         info = stage.info
         names = info.input_names
         if len(received) != len(info.received) or any(name not in inputs for name in names):
@@ -166,8 +159,8 @@ class Pipe(nn.Module):
         return tensors[0] if len(tensors) == 1 else tensors
 
     def info(self) -> PipeInfo:
-        """Inputs, parameters and outputs of every stage."""
-        stages = tuple(stage.info for stage in self._stages)
+        """Return the inputs, parameters and outputs of every stage."""
+        stages = tuple(stage.info for stage in self.stages)
         return PipeInfo(
             num_stages=len(stages),
             stages=stages,
@@ -177,36 +170,25 @@ class Pipe(nn.Module):
         )
 
     def shared_parameters(self) -> dict[str, tuple[int, ...]]:
-        """Parameters that several stages have, with the indices of those."""
+        """Return the parameters that several stages have, with the indices of the stages."""
         users: dict[str, list[int]] = {}
-        for index, stage in enumerate(self._stages):
+        for index, stage in enumerate(self.stages):
             for name in stage.info.parameters:
                 users.setdefault(name, []).append(index)
         return {name: tuple(stages) for name, stages in users.items() if len(stages) > 1}
 
-    def print_readable(self, print_output: bool = True) -> str:
-        """The code of all stages; printed, unless ``print_output`` is false."""
-        parts = []
-        for index, stage in enumerate(self._stages):
-            code = stage.print_readable(print_output=False)
-            parts.append(f"# stage {index} of {self.num_stages}\n{code}")
-        text = "\n".join(parts)
-        if print_output:
-            print(text)
-        return text
-
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs all stages; the result has the module's own structure.
+        """Run all stages, and return the result in the module's own structure.
 
         Raises:
-            ValueError: If the arguments are not like those that the pipeline was captured with.
+            ValueError: If the arguments differ in structure or shape from the captured ones.
         """
         (flat,) = split_batch(self.program, args, kwargs, 1)
         values: tuple[Any, ...] = ()
-        # Even after an error within a captured no_grad the caller's mode is as it was.
+        # An error within a captured no_grad must not change the caller's mode.
         with torch.set_grad_enabled(torch.is_grad_enabled()):
-            for stage in self._stages:
+            for stage in self.stages:
                 values = stage(*values, *(flat[position] for position in stage.info.inputs))
         return self.program.unflatten(list(values))
 
@@ -214,9 +196,9 @@ class Pipe(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters of all stages under the module's names; a shared one once."""
+        """Yield the parameters of all stages under the module's names; a shared one once."""
         seen: set[str] = set()
-        for stage in self._stages:
+        for stage in self.stages:
             for name, param in stage.named_parameters(prefix, recurse, remove_duplicate):
                 if name not in seen or not remove_duplicate:
                     seen.add(name)
@@ -224,9 +206,9 @@ class Pipe(nn.Module):
 
     @override
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:  # type: ignore[override]
-        """Parameters and buffers of all stages under the module's names, tied ones under each."""
+        """Return parameters and buffers of all stages, tied ones under each of their names."""
         state: dict[str, Tensor] = {}
-        for stage in self._stages:
+        for stage in self.stages:
             state |= stage.state_dict(*args, **kwargs)
         prefix = kwargs.get("prefix", "")
         for alias, name in self._aliases.items():
@@ -240,16 +222,9 @@ def build_pipe(program: Program, module: nn.Module) -> Pipe:
     buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
     state = module.state_dict(keep_vars=True)
     stages = build_stages(program, buffers & state.keys())
-    names = {
-        id(tensor): name
-        for stage in stages
-        for name, tensor in stage.state_dict(keep_vars=True).items()
-    }
-    aliases = {
-        name: names[id(tensor)]
-        for name, tensor in state.items()
-        if id(tensor) in names and names[id(tensor)] != name
-    }
+    states = [stage.state_dict(keep_vars=True) for stage in stages]
+    names = {id(tensor): name for own in states for name, tensor in own.items()}
+    aliases = {name: names[id(tensor)] for name, tensor in state.items() if id(tensor) in names}
     return Pipe(program, stages, aliases)
 
 
@@ -264,19 +239,19 @@ def pipeline(
 ) -> Pipe:
     """Cut a module into stages that run one after the other.
 
-    The module's ``forward`` is captured for one microbatch, with nothing computed, and cut at the
-    calls of ``pipe_split()`` in its code, at the edges in ``split_spec``, or where ``split_policy``
-    says. The module itself stays as it is, and the stages have its own parameters.
+    The module's ``forward`` is captured for one microbatch, with nothing computed. It is cut at the
+    calls of ``pipe_split()`` in its code, at the edges in ``split_spec``, or by ``split_policy``.
+    The module itself does not change, and the stages share its parameters.
 
     Args:
         module: The module, in the mode (training or not) in which it is to run.
         mb_args: Example arguments for one microbatch.
         mb_kwargs: Example keyword arguments for one microbatch.
-        split_spec: Paths of submodules to the edge that is a cut.
-        split_policy: Takes the captured graph and puts cuts into it, such as
+        split_spec: Paths of submodules, with the edge that is a cut.
+        split_policy: Function that puts cuts into the captured graph, such as
             ``balanced_split(4)``.
-        loss_spec: Which output is the loss: its key, or the structure of the output with ``True``
-            there. By default the key ``"loss"``, or an output that is one scalar.
+        loss_spec: The output that is the loss: its key, or the structure of the output with
+            ``True`` there. By default the key ``"loss"``, or an output that is one scalar.
 
     Raises:
         ValueError: If an argument is wrong, no cut is given, or a stage would be empty.
@@ -303,16 +278,11 @@ def pipeline(
             "cut; expected one of them; leave one out."
         )
     args = (mb_args,) if isinstance(mb_args, Tensor) else mb_args
-    if not isinstance(args, (tuple, list)):
-        raise TypeError(
-            f"mb_args={shown(mb_args)}: no arguments; expected a tuple of the arguments of one "
-            "microbatch; pass (x,) for one argument."
-        )
-    if mb_kwargs is not None and not isinstance(mb_kwargs, Mapping):
-        raise TypeError(
-            f"mb_kwargs={shown(mb_kwargs)}: no keyword arguments; expected a dict of them; pass "
-            "several positional arguments as one tuple, mb_args."
-        )
+    expected = "a tuple of the arguments of one microbatch"
+    check_instance("mb_args", args, (tuple, list), expected, "pass (x,) for one argument")
+    if mb_kwargs is not None:
+        advice = "pass several positional arguments as one tuple, mb_args"
+        check_instance("mb_kwargs", mb_kwargs, Mapping, "a dict of keyword arguments", advice)
     with marked(module, split_spec):
         example = tuple(args), dict(mb_kwargs or {})
         program = capture_program(module, *example, loss_spec=loss_spec)

@@ -1,4 +1,4 @@
-"""A graph of flat inputs and outputs, which the pipeline cuts: its microbatches and its loss."""
+"""A graph of flat inputs and outputs that the pipeline cuts, its microbatches and its loss."""
 
 from __future__ import annotations
 
@@ -27,24 +27,19 @@ LossSpec = Any
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Shape and type of a tensor.
-
-    Attributes:
-        shape: Sizes of the dimensions.
-        dtype: Type of the elements.
-    """
+    """Shape and type of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorInfo:
-        """The description of a tensor, fake ones too."""
+        """Describe a tensor, which may be fake."""
         return cls(tuple(map(int, tensor.shape)), tensor.dtype)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the elements, each once."""
+        """Return the bytes of the elements, each once."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -53,21 +48,17 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class ProgramInput:
-    """One leaf of a program's arguments.
+    """One leaf of a program's arguments."""
 
-    Attributes:
-        name: Where it is in the arguments, such as ``input_ids`` or ``batch[0]``.
-        tensor: What the graph was captured for, if it is a tensor.
-        value: The value that the graph was captured for, if it is no tensor.
-    """
-
+    # Its place in the arguments, such as ``input_ids`` or ``batch[0]``.
     name: str
+    # The tensor, or the other value, for which the graph was captured.
     tensor: TensorInfo | None = None
     value: Any = None
 
     @classmethod
     def of(cls, name: str, value: Any) -> ProgramInput:
-        """The description of an argument."""
+        """Describe an argument."""
         if isinstance(value, Tensor):
             return cls(name, tensor=TensorInfo.of(value))
         return cls(name, value=value)
@@ -75,34 +66,29 @@ class ProgramInput:
 
 @dataclass(frozen=True)
 class Program:
-    """One graph with parameters and buffers under their names, and flat inputs and outputs.
+    """One graph with flat inputs and outputs."""
 
-    Attributes:
-        graph_module: The graph. Its placeholders are the inputs in their order, its output is a
-            tuple; parameters, buffers and constants are ``get_attr`` nodes.
-        inputs: What the placeholders are.
-        in_spec: Structure of ``(args, kwargs)``.
-        out_spec: Structure of the result.
-        loss: Position of the loss among the flat outputs.
-        left_out: Outputs of the module that no graph can return.
-    """
-
+    # Its placeholders are the inputs in their order, its output is a tuple. Parameters, buffers and
+    # constants are ``get_attr`` nodes under their names.
     graph_module: fx.GraphModule
     inputs: tuple[ProgramInput, ...]
+    # Structures of ``(args, kwargs)`` and of the result.
     in_spec: TreeSpec
     out_spec: TreeSpec
+    # The position of the loss among the flat outputs.
     loss: int | None
+    # Outputs of the module that no graph can return.
     left_out: tuple[str, ...] = ()
 
     @property
     def outputs(self) -> tuple[Any, ...]:
-        """Nodes and constants that are returned."""
+        """Return the nodes and constants that the graph returns."""
         returned: Any = self.graph_module.graph.output_node().args[0]
         return tuple(returned)
 
     def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The flat inputs of a call."""
-        # The order of keyword arguments carries no meaning.
+        """Flatten the arguments of a call."""
+        # The order of keyword arguments has no meaning.
         template = tree_unflatten(list(range(len(self.inputs))), self.in_spec)
         names = list(template[1])
         ordered = {name: kwargs[name] for name in names if name in kwargs}
@@ -125,12 +111,12 @@ class Program:
         return flat
 
     def unflatten(self, outputs: list[Any]) -> Any:
-        """The result in the module's own structure."""
+        """Return the result in the module's own structure."""
         return tree_unflatten(outputs, self.out_spec)
 
 
 def named_tensors(module: nn.Module, *, remove_duplicate: bool = True) -> dict[str, Tensor]:
-    """Parameters and buffers by name; tied ones under the first name, or under each."""
+    """Return parameters and buffers by name; tied ones under the first name, or under each."""
     return {
         **dict(module.named_parameters(remove_duplicate=remove_duplicate)),
         **dict(module.named_buffers(remove_duplicate=remove_duplicate)),
@@ -140,28 +126,25 @@ def named_tensors(module: nn.Module, *, remove_duplicate: bool = True) -> dict[s
 def split_batch(
     program: Program, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_microbatches: int
 ) -> list[list[Any]]:
-    """The flat inputs of each microbatch.
+    """Return the flat inputs of each microbatch.
 
-    A tensor whose first dimension is ``num_microbatches`` times the example's is cut along it; one
-    of the example's own shape is for all microbatches. Every rank keeps its own copy of all inputs,
-    so that none is ever sent.
+    A tensor whose first dimension is ``num_microbatches`` times the example's is cut along it. A
+    tensor of the example's shape is for all microbatches. Every rank keeps its own copy of all
+    inputs, so that none is ever sent.
     """
     flat = program.flatten(args, kwargs)
     microbatches: list[list[Any]] = [[] for _ in range(num_microbatches)]
     for value, example in zip(flat, program.inputs, strict=True):
-        if example.tensor is None:
-            pieces = [value] * num_microbatches
-        else:
-            pieces = _pieces(value, example.name, example.tensor, num_microbatches)
+        pieces = _pieces(value, example, num_microbatches)
         for microbatch, piece in zip(microbatches, pieces, strict=True):
             microbatch.append(piece)
     return microbatches
 
 
 def split_evenly(batch: Any, num_microbatches: int, given: str = "") -> list[Any]:
-    """The batch in equal parts along the first dimension of its tensors.
+    """Divide a batch into equal parts along the first dimension of its tensors.
 
-    Tensors of another first dimension than the first tensor, and what is no tensor, are for all.
+    Values without this dimension, or with another size there than the first tensor, are for all.
     """
     sizes = [len(leaf) for leaf in leaves_of(batch) if isinstance(leaf, Tensor) and leaf.ndim]
     if not sizes or sizes[0] % num_microbatches:
@@ -181,7 +164,7 @@ def split_evenly(batch: Any, num_microbatches: int, given: str = "") -> list[Any
 
 
 def leaves_of(batch: Any) -> list[Any]:
-    """Return what a batch consists of: tensors, and anything that is no container.
+    """Return the tensors and other values of a batch, without its containers.
 
     Containers are also dataclasses and mappings such as the ``BatchEncoding`` of Hugging Face.
     """
@@ -206,7 +189,10 @@ def _map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
     return tree_map(visit, batch)
 
 
-def _pieces(value: Any, name: str, example: TensorInfo, count: int) -> list[Tensor]:
+def _pieces(value: Any, described: ProgramInput, count: int) -> list[Any]:
+    name, example = described.name, described.tensor
+    if example is None:
+        return [value] * count
     if not isinstance(value, Tensor):
         raise ValueError(f"{name}={value!r}: expected a tensor {example}.")
     given = TensorInfo.of(value)
@@ -238,33 +224,20 @@ class LossWrapper(nn.Module):
         self.module = module
         self.loss_fn = loss_fn
 
-    @override
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Computes the loss.
-
-        Raises:
-            NotImplementedError: Always; a subclass says how the loss is computed.
-        """
-        raise NotImplementedError(
-            f"{type(self).__name__}: it does not say how the loss is computed; expected a forward "
-            "that calls self.module and self.loss_fn; use TrivialLossWrapper for "
-            "loss_fn(module(x), targets)."
-        )
-
 
 class TrivialLossWrapper(LossWrapper):
     """Computes ``loss_fn(module(x), targets)``."""
 
     @override
     def forward(self, x: Any, targets: Any) -> Tensor:
-        """Returns the loss of the model's output for ``x``."""
+        """Return the loss of the model's output for ``x``."""
         return self.loss_fn(self.module(x), targets)
 
 
 def loss_index(
     outputs: Any, is_scalar: Sequence[bool], spec: LossSpec, *, is_loss: bool = False
 ) -> int | None:
-    """Position of the loss among the flattened outputs, or ``None`` where there is none."""
+    """Return the position of the loss among the flattened outputs, or ``None`` without one."""
     paths = [_keys(path) for path, _ in tree_flatten_with_path(outputs)[0]]
     keys = [path[-1] if path else None for path in paths]
     if spec is None:
@@ -303,7 +276,7 @@ def loss_index(
 
 
 def _keys(path: Any) -> tuple[Any, ...]:
-    """The keys, indices and names of a path of pytree."""
+    """Return the keys, indices and names of a path of pytree."""
     return tuple(
         next(getattr(entry, kind) for kind in ("key", "idx", "name") if hasattr(entry, kind))
         for entry in path

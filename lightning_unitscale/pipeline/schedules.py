@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -13,69 +14,49 @@ _WIDTH = 96
 
 @dataclass(frozen=True)
 class Work:
-    """One pass of one microbatch through one stage.
-
-    Attributes:
-        stage: The stage.
-        microbatch: The microbatch.
-        forward: Whether it is the forward pass.
-        start: Seconds from the start of the step.
-        end: Seconds from the start of the step.
-    """
+    """One pass of one microbatch through one stage."""
 
     stage: int
     microbatch: int
     forward: bool
+    # Seconds from the start of the step.
     start: float
     end: float
 
 
 @dataclass(frozen=True)
 class PipelineTimeline:
-    """A step of the pipeline.
-
-    Attributes:
-        work: All passes.
-        num_stages: Stages, each on a device of its own.
-    """
+    """All passes of a step, with each stage on its own device."""
 
     work: tuple[Work, ...]
     num_stages: int
 
     @property
     def seconds(self) -> float:
-        """Length of the step."""
+        """Return the length of the step."""
         return max(work.end for work in self.work)
 
     @property
     def bubble(self) -> float:
-        """Fraction of the devices' time in which they wait."""
+        """Return the fraction of the devices' time in which they wait."""
         busy = sum(work.end - work.start for work in self.work)
         return 1 - busy / (self.num_stages * self.seconds)
 
     def picture(self) -> str:
-        """A row per stage: a digit where a microbatch goes forward, a letter where backward."""
-        rows = []
-        for stage in range(self.num_stages):
-            row = ["."] * _WIDTH
-            for work in self.work:
-                if work.stage == stage:
-                    first = round(work.start / self.seconds * _WIDTH)
-                    last = max(first + 1, round(work.end / self.seconds * _WIDTH))
-                    mark = (
-                        str(work.microbatch % 10)
-                        if work.forward
-                        else chr(ord("a") + work.microbatch % 26)
-                    )
-                    row[first:last] = mark * (min(last, _WIDTH) - first)
-            rows.append(f"stage {stage} |{''.join(row)}|")
-        return "\n".join(rows)
+        """Draw a row per stage: digits are forward passes and letters backward passes."""
+        rows = [["."] * _WIDTH for _ in range(self.num_stages)]
+        for work in self.work:
+            first = round(work.start / self.seconds * _WIDTH)
+            last = min(_WIDTH, max(first + 1, round(work.end / self.seconds * _WIDTH)))
+            marks = string.digits if work.forward else string.ascii_lowercase
+            rows[work.stage][first:last] = marks[work.microbatch % len(marks)] * (last - first)
+        return "\n".join(f"stage {stage} |{''.join(row)}|" for stage, row in enumerate(rows))
 
 
 def simulate_1f1b(
     forward_seconds: Sequence[float], backward_seconds: Sequence[float], num_microbatches: int
 ) -> PipelineTimeline:
-    """The timeline of one step, with nothing lost between the stages.
+    """Return the timeline of one step, with nothing lost between the stages.
 
     References:
         Narayanan et al. (2019), "PipeDream: Generalized Pipeline Parallelism for DNN Training",
@@ -105,10 +86,8 @@ def simulate_1f1b(
 
 
 def order_of_1f1b(stage: int, num_stages: int, num_microbatches: int) -> list[tuple[int, bool]]:
-    """The passes of a stage under 1F1B: each microbatch, and whether it goes forward.
-
-    As many forward passes as stages follow, then backward and forward in turn.
-    """
+    """Return the passes of a stage under 1F1B: each microbatch, and whether it goes forward."""
+    # First one forward pass for this and each later stage, then backward and forward in turn.
     ahead = min(num_microbatches, num_stages - stage)
     order = [(microbatch, True) for microbatch in range(ahead)]
     for microbatch in range(num_microbatches):
@@ -135,46 +114,25 @@ class Schedule:
     placement: Placement
 
     def stages_of(self, rank: int, num_ranks: int, num_stages: int) -> tuple[int, ...]:
-        """Stages of a rank, in ascending order.
-
-        Args:
-            rank: The rank.
-            num_ranks: Ranks of the pipeline.
-            num_stages: Stages of the pipeline.
-        """
+        """Return the stages of a rank, in ascending order."""
         if self.placement == "v":
             return (rank, 2 * num_ranks - 1 - rank)
         return tuple(range(rank, num_stages, num_ranks))
 
     def rank_of(self, stage: int, num_ranks: int) -> int:
-        """Rank of a stage."""
+        """Return the rank of a stage."""
         if self.placement == "v" and stage >= num_ranks:
             return 2 * num_ranks - 1 - stage
         return stage % num_ranks
 
     def num_in_flight(self, stage: int, num_stages: int, num_microbatches: int) -> int | None:
-        """Microbatches whose saved values a stage holds at once; ``None`` if that is not known.
-
-        Args:
-            stage: The stage's index.
-            num_stages: Stages of the pipeline.
-            num_microbatches: Microbatches of a step.
-        """
+        """Return how many microbatches' saved values a stage has at once; ``None`` if unknown."""
         if self.name == "1F1B":
             return min(num_microbatches, num_stages - stage)
         return num_microbatches if self.name == "GPipe" else None
 
     def check(self, num_stages: int, num_ranks: int, num_microbatches: int) -> None:
-        """Check that the schedule can run.
-
-        Args:
-            num_stages: Stages of the pipeline.
-            num_ranks: Ranks of the pipeline.
-            num_microbatches: Microbatches of a step.
-
-        Raises:
-            ValueError: Naming the number that does not fit.
-        """
+        """Check that the schedule can run; raise a ``ValueError`` for a wrong number."""
         check_count("num_microbatches", num_microbatches)
         expected = {"single": num_ranks, "v": 2 * num_ranks}.get(self.placement)
         if expected is not None and num_stages != expected:
@@ -203,23 +161,21 @@ class Schedule:
             )
 
 
-SCHEDULES = {
-    schedule.name: schedule
-    for schedule in (
-        Schedule("GPipe", "single"),
-        Schedule("1F1B", "single"),
-        Schedule("Interleaved1F1B", "loop"),
-        Schedule("LoopedBFS", "loop"),
-        Schedule("InterleavedZeroBubble", "loop"),
-        Schedule("ZBVZeroBubble", "v"),
-        Schedule("DualPipeV", "v"),
-    )
+_PLACEMENTS: dict[str, Placement] = {
+    "GPipe": "single",
+    "1F1B": "single",
+    "Interleaved1F1B": "loop",
+    "LoopedBFS": "loop",
+    "InterleavedZeroBubble": "loop",
+    "ZBVZeroBubble": "v",
+    "DualPipeV": "v",
 }
-"""The schedules by torch's own names, each with how it spreads stages over the ranks."""
+SCHEDULES = {name: Schedule(name, placement) for name, placement in _PLACEMENTS.items()}
+"""The schedules by torch's own names, each with its placement of stages on the ranks."""
 
 
 def find_schedule(name: str) -> Schedule:
-    """The schedule of this name, in any case."""
+    """Return the schedule of this name, in upper or lower case."""
     for schedule_name, schedule in SCHEDULES.items():
         if str(name).lower() == schedule_name.lower():
             return schedule

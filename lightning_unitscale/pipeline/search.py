@@ -1,14 +1,13 @@
 """The search for balanced cuts, for one stage or several on each rank. Pure.
 
-A stage costs the estimated seconds of its operations, forward and backward, and of sending and
-receiving what crosses its edges.
+A stage costs the estimated seconds of its operations, forward and backward, and of its transfers.
 
-With one stage per rank, dynamic programming finds the shortest step: for a limit on the slowest
-stage the cuts that send least, and the best of these limits. With several, each of those cuts is
-moved in turn to where the ranks are most equal, until none moves: where one stage of a rank costs
-more than the others (an output layer that is one product), the rank's other stages get less. Moving
-single cuts gets stuck, so this is done from many starting points; the random numbers start from the
-same seed, so that all ranks find the same cuts.
+With one stage per rank, dynamic programming finds the shortest step: the cuts that send least for a
+limit on the slowest stage, and the best of these limits. With several stages per rank, each of
+these cuts is moved in turn to the place where the ranks are most equal, until none moves. So if one
+stage of a rank costs more than the others (an output layer that is one matmul), the rank's other
+stages get less. Moving single cuts gets stuck, so the search begins from many starting points. All
+ranks use the same seed, so that they find the same cuts.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-# By this fraction two sums may differ in their last bits.
+# Two sums may differ by this fraction in their last bits.
 _ROUNDING = 1e-9
 
-# Of the moves for several stages per rank: sweeps over the cuts, and starting points.
+# For several stages per rank: sweeps over the cuts, and starting points.
 _SWEEPS = 50
 _STARTS = 300
-# Every second start draws all cuts again; the others move about this fraction of the cuts.
+# Every second start draws all cuts again. The others move about this fraction of the cuts.
 _REDRAW = 2
 _MOVED = 0.6
 
-# For a stage, whether it may reach from one end (row) to another (column).
-Allowed = Callable[[int], NDArray[np.bool_]]
+# For each stage, whether it may extend from one end (row) to another (column).
+Allowed = Sequence[NDArray[np.bool_]]
 _Costs = NDArray[np.float64]
 # The slowest rank, then how unequal they are.
 _Key = tuple[float, float]
@@ -40,16 +39,13 @@ _Key = tuple[float, float]
 
 @dataclass(frozen=True)
 class CutCandidate:
-    """A possible place of a cut.
+    """A possible place of a cut."""
 
-    Attributes:
-        before: Name of the operation behind it.
-        seconds_before: Estimated seconds of all operations in front of it, both directions.
-        boundary_bytes: Bytes that cross it, both directions together.
-    """
-
+    # Name of the operation after it.
     before: str
+    # Estimated seconds of all operations before it, forward and backward.
     seconds_before: float
+    # Bytes that cross it, forward and backward.
     boundary_bytes: int
 
 
@@ -63,14 +59,14 @@ def choose_cuts(
     rank_of: Callable[[int], int] | None = None,
     allowed: Allowed | None = None,
 ) -> list[int]:
-    """The cuts, as positions in ``cuts``, for which a step is short.
+    """Return the cuts, as positions in ``cuts``, for which a step is short.
 
-    With one stage per rank the result is proven best. With n microbatches a step takes
+    With one stage per rank the result is an optimum: with n microbatches a step takes
     ``(n - 1) * slowest + sum`` of the seconds of the stages. Under 1F1B, where forward and backward
     passes of different stages overlap, it takes no longer, and as long if the stages are equal.
 
-    With several stages per rank those cuts are moved until the slowest rank is fast, which is no
-    proven optimum.
+    With several stages per rank these cuts are moved until the slowest rank is fast, which need not
+    be an optimum.
     """
     ends = np.array([0.0, *(cut.seconds_before for cut in cuts), total])
     sends = np.array([0.0, *(cut.boundary_bytes / bytes_per_second for cut in cuts), 0.0])
@@ -78,7 +74,7 @@ def choose_cuts(
     costs: _Costs = ends[None, :] - ends[:, None] + sends[:, None] + sends[None, :]
     costs[np.tril_indices(len(ends))] = np.inf
     stage_costs = [
-        costs if allowed is None else np.where(allowed(stage), costs, np.inf)
+        costs if allowed is None else np.where(allowed[stage], costs, np.inf)
         for stage in range(num_stages)
     ]
     chosen = _shortest_step(stage_costs, sends, total, num_microbatches)
@@ -89,12 +85,9 @@ def choose_cuts(
 
 
 def _shortest_step(
-    stage_costs: Sequence[_Costs],
-    sends: NDArray[np.float64],
-    total: float,
-    num_microbatches: int,
+    stage_costs: Sequence[_Costs], sends: NDArray[np.float64], total: float, num_microbatches: int
 ) -> list[int]:
-    """The ends of the stages for which a step is shortest, with one stage per rank."""
+    """Return the ends of the stages of the shortest step, with one stage per rank."""
     num_stages = len(stage_costs)
     slowest = np.full(len(sends), np.inf)
     slowest[0] = 0.0
@@ -102,10 +95,10 @@ def _shortest_step(
         slowest = np.maximum(slowest[:, None], costs).min(axis=0)
     if not np.isfinite(slowest[-1]):
         raise ValueError(
-            f"num_stages={num_stages}: none of the {len(sends) - 2} possible cuts will do."
+            f"num_stages={num_stages}: none of the {len(sends) - 2} possible cuts is allowed."
         )
     fastest = float(slowest[-1])
-    # The more a stage may take, the less is sent. Behind this limit that no longer pays.
+    # The more a stage may take, the less is sent. Above this limit the step gets longer.
     least, _ = _fewest_sent(stage_costs, sends, np.inf)
     most, best = _fewest_sent(stage_costs, sends, fastest * (1 + _ROUNDING))
     others = num_microbatches - 1
@@ -116,8 +109,9 @@ def _shortest_step(
         sent, ends = _fewest_sent(stage_costs, sends, limit)
         if others * fastest + total + 2 * sent >= shortest:
             break
-        slow = max(map(float, _seconds(stage_costs, ends)))
-        # What is sent costs both sides.
+        pairs = zip(stage_costs, pairwise(ends), strict=True)
+        slow = max(float(costs[start, end]) for costs, (start, end) in pairs)
+        # A transfer takes time on both sides.
         seconds = others * slow + total + 2 * sent
         if seconds <= shortest * (1 + _ROUNDING):
             shortest, best = seconds, ends
@@ -125,17 +119,11 @@ def _shortest_step(
     return best
 
 
-def _seconds(stage_costs: Sequence[_Costs], ends: Sequence[int]) -> list[float]:
-    """Seconds of each stage."""
-    pairs = zip(stage_costs, pairwise(ends), strict=True)
-    return [float(costs[start, end]) for costs, (start, end) in pairs]
-
-
 def thinned(cuts: Sequence[CutCandidate], total: float, most: int) -> list[CutCandidate]:
-    """About ``most`` of the cuts at most: of cuts close to each other the one that sends least.
+    """Reduce cuts to about ``most``: of cuts close to each other keep the one that sends least.
 
-    Cuts are close if nothing between them takes time; if more than ``most`` are left, those that
-    are less than ``total / most`` apart.
+    Cuts are close if nothing between them takes time. If more than ``most`` are left, cuts less
+    than ``total / most`` apart are close, too.
     """
     kept = _best_of_each(cuts, [cut.seconds_before for cut in cuts])
     if len(kept) > most:
@@ -154,7 +142,7 @@ def _best_of_each(cuts: Sequence[CutCandidate], groups: Sequence[float]) -> list
 def _fewest_sent(
     stage_costs: Sequence[_Costs], sends: NDArray[np.float64], limit: float
 ) -> tuple[float, list[int]]:
-    """Of all choices with no stage above the limit, the one that sends least: seconds, and ends."""
+    """Return seconds of sending, and ends, of the choice below a limit that sends least."""
     sent = np.full(len(sends), np.inf)
     sent[0] = 0.0
     before: list[NDArray[np.intp]] = []
@@ -170,7 +158,7 @@ def _fewest_sent(
 
 
 def _fastest_ranks(stage_costs: Sequence[_Costs], ranks: list[int], ends: list[int]) -> list[int]:
-    """The ends of the stages, moved from ``ends`` until the slowest rank is fast."""
+    """Move the ends of the stages until the slowest rank is fast."""
     last = ends[-1]
     key, best = _settled(stage_costs, ranks, ends)
     chance = random.Random(0)
@@ -178,7 +166,7 @@ def _fastest_ranks(stage_costs: Sequence[_Costs], ranks: list[int], ends: list[i
         if start % _REDRAW == 0:
             candidate = [0, *sorted(chance.sample(range(1, last), len(best) - 2)), last]
         else:
-            # Some cuts somewhere between the one before, which may have moved, and the one behind.
+            # Move some cuts between the one before, which may have moved, and the one after.
             candidate = list(best)
             for index in range(1, len(best) - 1):
                 if chance.random() < _MOVED:
@@ -192,7 +180,7 @@ def _fastest_ranks(stage_costs: Sequence[_Costs], ranks: list[int], ends: list[i
 def _settled(
     stage_costs: Sequence[_Costs], ranks: list[int], ends: list[int]
 ) -> tuple[_Key, list[int]]:
-    """The cuts after moving each until none moves, behind their key; a smaller one is better."""
+    """Move each cut until none moves; return a key, for which smaller is better, and the cuts."""
     ends = list(ends)
     key = (np.inf, np.inf)
     for _ in range(_SWEEPS):
@@ -207,13 +195,13 @@ def _settled(
 
 
 def _best_end(stage_costs: Sequence[_Costs], ranks: list[int], ends: list[int], index: int) -> int:
-    """The best position for one cut between the two beside it."""
+    """Return the best position of one cut between its two neighbours."""
     free = np.arange(ends[index - 1] + 1, ends[index + 1])
     loads = _loads(stage_costs, ranks, ends, (index - 1, index))[:, None].repeat(len(free), axis=1)
     loads[ranks[index - 1]] += stage_costs[index - 1][ends[index - 1], free]
     loads[ranks[index]] += stage_costs[index][free, ends[index + 1]]
     slowest, squares = loads.max(axis=0), np.square(loads).sum(axis=0)
-    # Of equally good positions (the last bits of a sum do not count) the most equal.
+    # Of positions that differ only in the last bits of a sum, take the most equal ranks.
     squares[slowest > slowest.min() * (1 + _ROUNDING)] = np.inf
     return int(free[squares.argmin()])
 
@@ -221,7 +209,7 @@ def _best_end(stage_costs: Sequence[_Costs], ranks: list[int], ends: list[int], 
 def _loads(
     stage_costs: Sequence[_Costs], ranks: list[int], ends: list[int], without: tuple[int, ...]
 ) -> NDArray[np.float64]:
-    """Seconds of each rank, some stages left out."""
+    """Return the seconds of each rank, without some stages."""
     loads = np.zeros(max(ranks) + 1)
     for stage, rank in enumerate(ranks):
         if stage not in without:

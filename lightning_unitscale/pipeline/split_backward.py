@@ -1,19 +1,19 @@
 """A stage's backward pass in two halves: the gradients of what it received, then of its weights.
 
-Zero-bubble schedules send the results of the first half to the stage before as soon as there are
-any, and fill their bubbles with second halves. Together the halves do what the whole pass does:
+Zero-bubble schedules send the results of the first half to the stage before at once, and fill their
+bubbles with second halves. Together the halves do the same as the whole pass:
 
-- An operation whose result depends on what was received runs in the first half. Where it alone
-  leads to a parameter, that gradient waits: in the second half the operation runs again, from the
-  gradients that all of its results had in the first, and for this gradient only.
+- An operation whose result depends on received values runs in the first half. If it alone leads to
+  a parameter, that gradient waits: in the second half the operation runs again for this gradient
+  only, from the gradients that all of its results had in the first half.
 - The gradients of other parameters, such as those that several operations read, are computed in
   the first half. So no sum is divided, and every gradient has the bits of the whole pass.
-- An ``autograd.Function``, fused attention and a recurrent kernel compute the gradients of all of
-  their arguments whenever they run, which is in the first half only.
-- What depends on parameters alone (an embedding that is handed on) runs in the second half.
+- An ``autograd.Function``, fused attention and a recurrent kernel always compute the gradients of
+  all their arguments, so they run in the first half only.
+- Operations that depend only on parameters (a relayed embedding) run in the second half.
 
 A hook on the result of an operation that runs twice would be called twice, and ``checkpoint`` would
-recompute its region for each such operation: :func:`is_separable` tells stages without either.
+recompute its region for each such operation. :func:`is_separable` finds stages without either.
 """
 
 from __future__ import annotations
@@ -33,40 +33,29 @@ from lightning_unitscale.graph.nodes import op_name
 _RUN_WHOLE = frozenset({"checkpoint", "register_hook"})
 # Parts of the names of autograd's nodes for fused kernels.
 _FUSED = (
-    "ScaledDotProduct",
-    "FlashAttention",
-    "EfficientAttention",
-    "Rnn",
-    "FusedLstm",
-    "FusedGru",
-)
+    "ScaledDotProduct", "FlashAttention", "EfficientAttention", "Rnn", "FusedLstm", "FusedGru",
+)  # fmt: skip
 
 
 @dataclass
 class WeightGradients:
-    """Gradients that wait for the second half.
-
-    Attributes:
-        parameters: The parameters.
-        starts: The results that lead to them, with the gradients of these.
-    """
+    """Gradients that wait for the second half."""
 
     parameters: list[Tensor] = field(default_factory=list)
+    # The results that lead to the parameters, with their gradients.
     starts: list[tuple[GradientEdge, Tensor]] = field(default_factory=list)
 
 
 def is_separable(graph: fx.Graph) -> bool:
-    """Whether the backward pass of a stage's graph may run in two halves."""
+    """Return whether the backward pass of a stage's graph may run in two halves."""
     calls = (node for node in graph.nodes if node.op in {"call_function", "call_method"})
     return not any(op_name(node) in _RUN_WHOLE for node in calls)
 
 
 def backward_inputs(
-    outputs: Sequence[Tensor],
-    gradients: Sequence[Tensor | None] | None,
-    received: Sequence[Tensor],
+    outputs: Sequence[Tensor], gradients: Sequence[Tensor | None] | None, received: Sequence[Tensor]
 ) -> tuple[tuple[Tensor | None, ...], list[WeightGradients]]:
-    """The first half."""
+    """Run the first half; return the gradients of ``received``, and those that wait."""
     if gradients is None:
         gradients = [torch.ones_like(output) for output in outputs]
     starts = [
@@ -77,14 +66,18 @@ def backward_inputs(
     asked = [tensor for tensor in received if tensor.requires_grad]
     roots = [edge.node for edge, _ in starts]
     nodes = _in_order(roots)
-    dependent = _leading_to({get_gradient_edge(tensor).node for tensor in asked}, nodes)
+    # The nodes whose gradients lead to a received tensor.
+    dependent = {get_gradient_edge(tensor).node for tensor in asked}
+    for node, targets in reversed(nodes.items()):
+        if not dependent.isdisjoint(targets):
+            dependent.add(node)
     waiting, at_once = _parameters(nodes, dependent, roots)
     handles = []
-    for node, part in waiting.items():
-        if node is None:
+    for source, part in waiting.items():
+        if source is None:
             part.starts += [start for start in starts if start[0].node not in dependent]
         else:
-            handles.append(node.register_prehook(partial(_start_from, part, node)))
+            handles.append(source.register_prehook(partial(_start_from, part, source)))
     try:
         _run(starts, [*asked, *at_once], retain_graph=bool(waiting))
     finally:
@@ -99,7 +92,7 @@ def backward_inputs(
 
 
 def backward_weights(waiting: Iterable[WeightGradients]) -> None:
-    """The second half: adds the gradients that wait to what the parameters have."""
+    """Run the second half, which adds the waiting gradients to ``.grad``."""
     for part in waiting:
         _run(part.starts, part.parameters)
 
@@ -122,7 +115,7 @@ def _start_from(part: WeightGradients, node: Node, gradients: Sequence[Tensor | 
 
 
 def _in_order(roots: Iterable[Node]) -> dict[Node, list[Node]]:
-    """Where each node's gradients go; a node comes before all that it leads to."""
+    """Return the targets of each node's gradients; a node comes before all its targets."""
     targets: dict[Node, list[Node]] = {}
     finished: list[Node] = []
     pending = [(root, False) for root in roots]
@@ -137,25 +130,16 @@ def _in_order(roots: Iterable[Node]) -> dict[Node, list[Node]]:
     return {node: targets[node] for node in reversed(finished)}
 
 
-def _leading_to(goals: Collection[Node], nodes: Mapping[Node, Sequence[Node]]) -> set[Node]:
-    """The goals, and the nodes whose gradients go on to one."""
-    leading = set(goals)
-    for node in reversed(list(nodes)):
-        if any(target in leading for target in nodes[node]):
-            leading.add(node)
-    return leading
-
-
 def _parameters(
     nodes: Mapping[Node, Sequence[Node]], dependent: Collection[Node], roots: Iterable[Node]
 ) -> tuple[dict[Node | None, WeightGradients], list[Tensor]]:
-    """Parameters whose gradients wait, by the dependent operation to run again, and all others.
+    """Return the waiting parameters by the operation that runs again, and all others.
 
-    Under ``None`` are those that no dependent operation leads to.
+    Parameters to which no dependent operation leads are under ``None``.
     """
     waiting: dict[Node | None, WeightGradients] = defaultdict(WeightGradients)
     at_once: list[Tensor] = []
-    # The dependent operations that lead to each other node.
+    # For each node, the dependent operations that lead to it.
     sources: dict[Node, set[Node | None]] = defaultdict(set)
     for root in roots:
         sources[root].add(None)
@@ -174,7 +158,7 @@ def _parameters(
 
 
 def _computes_all(node: Node | None) -> bool:
-    """Whether the node computes all of its gradients even if a part of them is asked for."""
+    """Return whether a node always computes all of its gradients."""
     if node is None or isinstance(node, BackwardCFunction):
         return node is not None
     return any(part in node.name() for part in _FUSED)

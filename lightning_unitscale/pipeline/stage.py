@@ -33,16 +33,13 @@ from lightning_unitscale.profiler.api import COSTS
 
 @dataclass(frozen=True)
 class Passed:
-    """A tensor that one stage hands to the next.
+    """A tensor that one stage sends to the next."""
 
-    Attributes:
-        name: Module path and operation that made it.
-        tensor: As it is sent: contiguous, its dimensions in the order of its memory.
-        feeds_loss: Whether the loss's gradient flows back to it.
-    """
-
+    # The module path and operation that made it.
     name: str
+    # As it is sent: contiguous, with its dimensions in the order of its memory.
     tensor: TensorInfo
+    # Whether it gets a gradient from the loss.
     feeds_loss: bool
 
 
@@ -59,9 +56,9 @@ class StageInfo:
         sent: Tensors for the next stage; the last stage returns the module's outputs instead.
         parameters: Names of its parameters.
         buffers: Names of its buffers.
-        written: Names of those that it writes into.
-        recomputed: Values that it makes again rather than receive them.
-        num_operations: Operations of its own.
+        written: Names of the buffers that it writes into.
+        recomputed: Values that it recomputes instead of receiving them.
+        num_operations: Number of its own operations.
     """
 
     index: int
@@ -78,12 +75,12 @@ class StageInfo:
 
     @property
     def is_last(self) -> bool:
-        """Whether it returns the module's outputs."""
+        """Return whether it returns the module's outputs."""
         return self.index == self.num_stages - 1
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that it sends forward for each microbatch."""
+        """Return the bytes that it sends forward for each microbatch."""
         return sum(passed.tensor.num_bytes for passed in self.sent)
 
 
@@ -94,9 +91,9 @@ class StageModule(fx.GraphModule):
     or moved. Pickling keeps the graph as data, so that it can be sent to another process.
 
     Args:
-        attributes: What the graph reads, by name.
+        attributes: Parameters, buffers and constants of the graph, by name.
         graph: The stage's operations.
-        info: What they take and hand on.
+        info: Their inputs and outputs.
         persistent: Names of buffers that belong into a state dict.
     """
 
@@ -116,7 +113,7 @@ class StageModule(fx.GraphModule):
         execute_with("eager", self, ())
 
     def on_device(self, device: torch.device | str) -> StageModule:
-        """This stage on another device, operations that name a device included. In place."""
+        """Move this stage and the operations that name a device to another device, in place."""
         device = torch.device(device)
         for graph_module in (self, *self.children()):
             if isinstance(graph_module, fx.GraphModule):
@@ -137,13 +134,11 @@ class StageModule(fx.GraphModule):
 
 def retarget(graph: fx.Graph, device: torch.device) -> None:
     """Let operations that name a device (``arange``, ``zeros``, ``rand``, ``to``) name this one."""
-
-    def moved(value: Any) -> Any:
-        return device if isinstance(value, torch.device) else value
-
     for node in graph.nodes:
-        node.args = map_aggregate(node.args, moved)
-        node.kwargs = map_aggregate(node.kwargs, moved)
+        node.args, node.kwargs = map_aggregate(
+            (node.args, node.kwargs),
+            lambda value: device if isinstance(value, torch.device) else value,
+        )
         if isinstance(node.kwargs.get("device"), str):
             node.kwargs = {**node.kwargs, "device": str(device)}
         if node.op != "call_method":
@@ -158,18 +153,18 @@ class _Reference(str):
     """The name of a node, in the arguments of another."""
 
 
-# The operations of a graph in their order, and what they read; nested graphs in the same form.
+# The operations of a graph in their order, and its attributes; nested graphs in the same form.
 _Data = tuple[list[tuple[Any, ...]], dict[str, Any]]
 
 
 def _as_data(graph_module: fx.GraphModule) -> _Data:
-    def referred(value: Any) -> Any:
-        return _Reference(value.name) if isinstance(value, fx.Node) else value
-
     operations, attributes = [], {}
     for node in graph_module.graph.nodes:
-        args, kwargs = map_aggregate(node.args, referred), map_aggregate(node.kwargs, referred)
-        operations.append((node.op, node.target, tuple(args), dict(kwargs), node.name))
+        arguments = map_aggregate(
+            (node.args, node.kwargs),
+            lambda value: _Reference(value.name) if isinstance(value, fx.Node) else value,
+        )
+        operations.append((node.op, node.target, *arguments, node.name))
         if node.op == "get_attr":
             value = attrgetter(node.target)(graph_module)
             is_graph = isinstance(value, fx.GraphModule)
@@ -182,11 +177,10 @@ def _graph_of(data: _Data) -> tuple[fx.Graph, dict[str, Any]]:
     graph = fx.Graph()
     nodes: dict[str, fx.Node] = {}
 
-    def resolved(value: Any) -> Any:
-        return nodes[value] if isinstance(value, _Reference) else value
-
-    for op, target, args, kwargs, name in operations:
-        args, kwargs = map_aggregate(args, resolved), map_aggregate(kwargs, resolved)
+    for op, target, *arguments, name in operations:
+        args, kwargs = map_aggregate(
+            arguments, lambda value: nodes[value] if isinstance(value, _Reference) else value
+        )
         nodes[name] = graph.create_node(op, target, args, kwargs, name)
     for name, value in attributes.items():
         if isinstance(value, tuple):
@@ -202,10 +196,7 @@ def _restored(data: _Data, info: StageInfo, persistent: set[str], training: bool
     return stage
 
 
-def build_stages(
-    program: Program,
-    persistent: Container[str],
-) -> list[StageModule]:
+def build_stages(program: Program, persistent: Container[str]) -> list[StageModule]:
     """Cut a program at its marks."""
     graph_module = program.graph_module
     stages, num_stages = assign_stages(graph_module)
@@ -213,7 +204,7 @@ def build_stages(
     loss = program.outputs[program.loss] if program.loss is not None else None
     gradients = find_gradients(graph_module, loss)
     opened = open_switches(graph_module.graph)
-    # The regions that reach over the edges of the stages.
+    # The regions that extend over the edges of the stages.
     edges = [opened[stage_reads.operations[0]] for stage_reads in reads]
     edges.append(opened[graph_module.graph.output_node()])
     built = []
@@ -237,7 +228,7 @@ def _stage_graph(
     *,
     is_last: bool,
 ) -> fx.Graph:
-    """One stage's operations in a graph of their own, within the regions that begin before it."""
+    """Copy a stage's operations into their own graph, in the regions that begin before it."""
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
     received = [graph.placeholder(node.name) for node in reads.received]
@@ -249,7 +240,7 @@ def _stage_graph(
         if order is not None:
             back = tuple(order.index(dim) for dim in range(len(order)))
             value = graph.call_method("permute", (value, back))
-        # Its costs are those of the stage that makes it.
+        # Its costs belong to the stage that makes it.
         value.meta.update({**node.meta, ELSEWHERE: True})
         value.meta.pop(COSTS, None)
         new[node] = value
@@ -272,7 +263,7 @@ def _stage_graph(
 
 
 def _sent(graph: fx.Graph, value: fx.Node, example: Tensor) -> fx.Node:
-    """A copy: the engine cuts what is sent out of the graph, and refuses to do so to views."""
+    """Copy a sent tensor: the engine detaches it from the graph, which it refuses for views."""
     order = _memory_order(example)
     if order is not None:
         value = graph.call_method("permute", (value, order))
@@ -281,11 +272,7 @@ def _sent(graph: fx.Graph, value: fx.Node, example: Tensor) -> fx.Node:
 
 
 def _info(
-    program: Program,
-    reads: StageReads,
-    gradients: frozenset[fx.Node],
-    index: int,
-    num_stages: int,
+    program: Program, reads: StageReads, gradients: frozenset[fx.Node], index: int, num_stages: int
 ) -> StageInfo:
     graph_module = program.graph_module
     names = {str(node.target) for node in reads.attributes}
@@ -317,9 +304,9 @@ def _info(
 
 
 def _memory_order(example: Tensor) -> tuple[int, ...] | None:
-    """The dimensions in the order of memory, for a dense tensor of which that is not the own one.
+    """Return the dimensions of a dense, transposed tensor in the order of its memory.
 
-    A transposed tensor arrives transposed: products of another layout have other last bits.
+    A transposed tensor arrives transposed: matmuls of another layout have other last bits.
     """
     if example.is_contiguous():
         return None

@@ -1,17 +1,26 @@
-"""Make the mean over the microbatches of a step's loss the loss of the whole batch."""
+"""Make the mean of the microbatches' losses the loss of the whole batch.
+
+The stages of a step get values of the whole batch (:class:`WholeBatch`). In a pipeline of a plain
+module, a mean over classes that may not all count, such as tokens with labels of -100, gets weights
+(:class:`BatchLoss`). For any other loss whose mean is not that of the batch, the reason is
+reported. ``forward`` is captured for one microbatch, and for two of them as the batch.
+"""
 
 from __future__ import annotations
 
+import itertools
 import operator
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_unitscale.capture.compiled_graph import GraphCall
-from lightning_unitscale.graph.aliasing import memory_roots, written_arguments
 from lightning_unitscale.graph.nodes import (
     INTERNAL,
     example_tensor,
@@ -19,13 +28,18 @@ from lightning_unitscale.graph.nodes import (
     tensor_name,
 )
 from lightning_unitscale.graph.passes import StepGraph
-from lightning_unitscale.pipeline.batch_facts import Coupled, Fact, Mean
+from lightning_unitscale.pipeline.batch_facts import Coupled, Fact, Mean, Rows
 from lightning_unitscale.pipeline.batch_rules import Operation
-from lightning_unitscale.pipeline.batchwise import BatchFacts, CountedMean
+from lightning_unitscale.pipeline.batchwise import BatchFacts, CountedMean, compare_graph_modules
+from lightning_unitscale.pipeline.capture import capture_program, static_shapes
+from lightning_unitscale.pipeline.dataflow import find_sources
+from lightning_unitscale.pipeline.program import LossSpec, Program
+
+_COUNT = 2
 
 
 class WholeBatch:
-    """What the stages need to know of the whole batch, and what is made of their results."""
+    """Values of the whole batch that the stages of a step need."""
 
     def __init__(self, facts: BatchFacts) -> None:
         self.facts = facts
@@ -46,7 +60,7 @@ class WholeBatch:
         return facts
 
     def note(self, call: GraphCall) -> None:
-        """Compute what the stages need of a batch."""
+        """Compute the values of a batch that the stages need."""
         if self._compute is not None:
             with torch.no_grad():
                 self._values = self._compute(*call.inputs)
@@ -76,7 +90,7 @@ class WholeBatch:
                 given = state(name, whole, example)
                 node.replace_all_uses_with(given)
                 _remove(graph.graph, node)
-        for (sum_name, term), power in self.facts.alignment.powers.items():
+        for (sum_name, term), power in self.facts.term_powers.items():
             node = nodes[sum_name]
             scaled = _times(graph.graph, nodes[term], float(self.facts.count) ** power, node)
             node.replace_input_with(nodes[term], scaled)
@@ -112,14 +126,14 @@ def _remove(graph: fx.Graph, node: fx.Node) -> None:
 def _divide_by(
     loss: fx.Node, count: fx.Node, of_loss: Sequence[fx.Node], mean: CountedMean
 ) -> None:
-    """Let a mean over classes divide by another number than that of its own microbatch."""
+    """Let a mean over classes divide by ``count`` instead of its microbatch's own number."""
     function = _COUNTED.get(loss.target)
     if function is not None:
         given = Operation(loss, loss, {}, 1).bound()
         assert given is not None
         loss.target, loss.args, loss.kwargs = function, (count,), given
         return
-    # Rules have put another function there, which computes the same loss.
+    # Rules have replaced the function by another one, which computes the same loss.
     with loss.graph.inserting_after(loss):
         weighted = loss.graph.call_function(_reweighted, (loss, count, mean.ignore_index, *of_loss))
     weighted.meta[INTERNAL] = True
@@ -139,7 +153,7 @@ def counted_nll_loss(count: Tensor, **kwargs: Any) -> Tensor:
 def _counted(function: Callable[..., Tensor], count: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
     total = function(**{**kwargs, "reduction": "sum"})
     if total.dtype in {torch.float16, torch.bfloat16}:
-        # A sum of many losses is more than such a type can hold.
+        # A sum of many losses overflows or loses precision in these types.
         losses = function(**{**kwargs, "reduction": "none"})
         return (losses.float().sum() / count).to(losses.dtype)
     return total / count
@@ -154,9 +168,9 @@ _COUNTED: Mapping[Any, Callable[..., Tensor]] = {
 def _reweighted(
     loss: Tensor, count: Tensor, ignore_index: int, target: Tensor, weight: Tensor | None = None
 ) -> Tensor:
-    """Return the mean of a microbatch as its part of the batch's; gradients are those of ``loss``.
+    """Return the mean of a microbatch as its part of the batch's, with the gradients of ``loss``.
 
-    A rule scales the gradient of every target alike, however many there are.
+    A rule scales the gradient of every target by the same factor, however many there are.
     """
     with torch.no_grad():
         own = number_of_targets(target, weight, ignore_index)
@@ -172,34 +186,15 @@ def number_of_targets(target: Tensor, weight: Tensor | None, ignore_index: int) 
     return (weight[target.where(counts, 0)] * counts).sum()
 
 
-def _part_of(total: Tensor, count: int) -> Tensor:
-    return total / count
-
-
 def values_of_batch(
     graph_module: fx.GraphModule, wanted: Sequence[fx.Node | CountedMean], count: int
 ) -> Callable[..., tuple[Tensor, ...]]:
-    """Return what computes some values of a graph from its inputs."""
-    source = graph_module.graph
-    roots = memory_roots(source)
-    order = {node: index for index, node in enumerate(source.nodes)}
-    writes: dict[fx.Node, list[fx.Node]] = {}
-    for node in source.nodes:
-        for target in written_arguments(node):
-            writes.setdefault(roots[target], []).append(node)
-    needed: set[fx.Node] = set()
-    pending: list[fx.Node] = []
-    for want in wanted:
-        pending += want.counts_by if isinstance(want, CountedMean) else [want]
-    while pending:
-        node = pending.pop()
-        if node not in needed:
-            needed.add(node)
-            pending += node.all_input_nodes
-            pending += [each for each in writes.get(roots[node], []) if order[each] < order[node]]
+    """Return a function that computes some values of a graph from its inputs."""
+    outputs_of = [want.counts_by if isinstance(want, CountedMean) else [want] for want in wanted]
+    needed = find_sources(graph_module.graph, itertools.chain(*outputs_of))
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    for node in source.nodes:
+    for node in graph_module.graph.nodes:
         if node in needed or node.op == "placeholder":
             copies[node] = graph.node_copy(node, copies.__getitem__)
     outputs = []
@@ -208,9 +203,87 @@ def values_of_batch(
             weight = None if want.weight is None else copies[want.weight]
             arguments = (copies[want.target], weight, want.ignore_index)
             total = graph.call_function(number_of_targets, arguments)
-            outputs.append(graph.call_function(_part_of, (total, count)))
+            outputs.append(graph.call_function(operator.truediv, (total, count)))
         else:
             outputs.append(copies[want])
     graph.output(tuple(outputs))
     compute: Callable[..., tuple[Tensor, ...]] = fx.GraphModule(graph_module, graph)
     return compute
+
+
+@dataclass(frozen=True)
+class BatchLoss:
+    """How the loss of a batch follows from those of its microbatches."""
+
+    # Why it is not their mean, with or without weights; empty if it is.
+    reason: str = ""
+    # Computes the loss's divisor from a microbatch's flat inputs, if the divisors differ.
+    counts: Callable[..., tuple[Tensor, ...]] | None = None
+
+    def weighted(self, microbatches: Sequence[Sequence[Any]]) -> Callable[[int, Tensor], Tensor]:
+        """Return a function that weights a microbatch's loss, given its index."""
+        if self.counts is None:
+            return lambda index, loss: loss
+        with torch.no_grad():
+            counts = torch.stack([self.counts(*inputs)[0] for inputs in microbatches])
+            weights = len(microbatches) * counts / counts.sum()
+
+        def weigh(index: int, loss: Tensor) -> Tensor:
+            weight = weights[index].to(loss)
+            # Without targets the mean is NaN and the weight 0, or NaN if no microbatch has any.
+            return torch.where(weight > 0, loss * weight, weight)
+
+        return weigh
+
+
+def batch_loss_of(
+    module: nn.Module,
+    program: Program,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    loss_spec: LossSpec,
+) -> BatchLoss:
+    """Compare a captured module with a capture for two microbatches."""
+    tensors = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]
+    sizes = [len(tensor) for tensor in tensors if tensor.ndim]
+    if program.loss is None or not sizes:
+        return BatchLoss()
+
+    def doubled(leaf: Any) -> Any:
+        is_divided = isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == sizes[0]
+        return torch.cat([leaf.detach()] * _COUNT) if is_divided else leaf
+
+    twice_args, twice_kwargs = tree_map(doubled, (tuple(args), dict(kwargs)))
+    try:
+        with warnings.catch_warnings(), static_shapes():
+            warnings.simplefilter("ignore")  # the first capture has raised them
+            whole = capture_program(module, twice_args, twice_kwargs, loss_spec=loss_spec)
+    except (RuntimeError, ValueError):
+        return BatchLoss("it cannot be captured for a batch of another size")
+    are_data = [True] * len(program.inputs)
+    facts = compare_graph_modules(program.graph_module, whole.graph_module, _COUNT, are_data)
+    return _of_facts(facts, program, program.loss)
+
+
+def _of_facts(facts: BatchFacts, program: Program, position: int) -> BatchLoss:
+    loss, fact = program.outputs[position], facts.outputs[position]
+    if isinstance(fact, Coupled):
+        return BatchLoss(fact.reason)
+    if isinstance(fact, Rows):
+        return BatchLoss("each sample has a loss of its own")
+    if not isinstance(fact, Mean):
+        return BatchLoss()
+    above = {node.name for node in find_sources(program.graph_module.graph, [loss])}
+    of_batch = [name for name in facts.of_batch if name in above]
+    counted = [name for name in facts.counted if name in above]
+    if of_batch or any(sum_name in above for sum_name, _ in facts.term_powers):
+        what = of_batch[0] if of_batch else loss.name
+        return BatchLoss(f"{what} is another number for the batch")
+    if fact.power:
+        return BatchLoss("it is no mean over samples or tokens")
+    if not counted:
+        return BatchLoss()
+    if counted != [loss.name]:
+        return BatchLoss(f"{counted[0]}, a mean over the targets that count, is only a part of it")
+    ours, _ = facts.counted[loss.name]
+    return BatchLoss(counts=values_of_batch(program.graph_module, [ours], 1))

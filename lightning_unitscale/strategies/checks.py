@@ -1,4 +1,4 @@
-"""Refuse what cannot run as a pipeline, and compare what all ranks must have alike."""
+"""Refuse what cannot run as a pipeline, and compare stages and batches between ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_unitscale.pipeline.program import leaves_of
 from lightning_unitscale.pipeline.schedules import Schedule
 from lightning_unitscale.ranks import differing_ranks
 from lightning_unitscale.remat.api import StepPartitioner
-from lightning_unitscale.strategies.remat import check_schedule
+from lightning_unitscale.remat.planner import Budget
 
 
 def refuse_unsupported(
@@ -35,26 +35,37 @@ def refuse_unsupported(
     """Refuse what cannot run as a pipeline."""
     if not module.automatic_optimization:
         raise MisconfigurationException(
-            "PipelineStrategy: automatic_optimization=False; expected automatic optimization: "
-            "the strategy runs forward and backward together."
+            "PipelineStrategy: automatic_optimization=False is not supported, because the strategy "
+            "runs forward and backward together. Use automatic optimization."
         )
     sharded = [name for name, param in module.named_parameters() if isinstance(param, DTensor)]
     if sharded:
         raise MisconfigurationException(
-            f"PipelineStrategy: {sharded[0]} is a DTensor, of fully_shard or parallelize_module: a "
-            "rank has a part of each parameter, and stages are cut between whole ones; expected "
-            "plain parameters; leave configure_model out and take data_parallel=... for more "
-            "devices than stages, with shard_optimizer=True to divide gradients and optimizer "
-            "states among them, or shard parameters under ModelParallelStrategy."
+            f"PipelineStrategy: {sharded[0]} is a DTensor, made by fully_shard or "
+            "parallelize_module. Stages are cut between whole parameters. Leave configure_model "
+            "out and use data_parallel=... for more devices than stages (shard_optimizer=True "
+            "divides gradients and optimizer states), or shard under ModelParallelStrategy."
         )
     trains = trainer.state.fn == TrainerFn.FITTING
     steps = steps_of(module)
     if steps is not None and trains:
-        _refuse_steps(steps, capture, schedule)
+        if capture == "forward":
+            raise MisconfigurationException(
+                f"PipelineStrategy(capture='forward') with {_names(steps)}: they need "
+                "training_step as one graph, but only forward is captured. Use capture='auto' or "
+                "'step', or leave the callbacks out."
+            )
+        if isinstance(steps.partition_fn, StepPartitioner):
+            check_schedule(steps.partition_fn.budget, schedule)
+        if steps.executor == "inductor":
+            raise MisconfigurationException(
+                "PipelineStrategy with compile=True: the stages run operation by operation. Leave "
+                "compile=True out."
+            )
     if isinstance(precision, MixedPrecision) and precision.scaler:
         raise MisconfigurationException(
-            "PipelineStrategy: precision='16-mixed' scales the loss outside of the step, where "
-            "the pipeline's backward has run already; expected '32-true' or 'bf16-mixed'."
+            "PipelineStrategy: precision='16-mixed' scales the loss after the step, but the "
+            "backward pass runs within the step. Use '32-true' or 'bf16-mixed'."
         )
     normalized = [
         name
@@ -63,82 +74,66 @@ def refuse_unsupported(
     ]
     if normalized and trains:
         raise MisconfigurationException(
-            f"PipelineStrategy: {normalized[0]} takes its statistics over each microbatch, not "
-            "over the batch; expected normalization of single samples; use GroupNorm or "
-            "LayerNorm."
+            f"PipelineStrategy: {normalized[0]} takes its statistics over each microbatch instead "
+            "of the batch. Normalize single samples: use GroupNorm or LayerNorm."
         )
 
 
 def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
-    """Refuse optimizers that must see all parameters, of which a rank steps a part."""
+    """Refuse optimizers that must see all parameters: a rank steps a part of them."""
     for optimizer in optimizers:
         names = {cls.__name__ for cls in type(optimizer).__mro__}
         if "ZeroRedundancyOptimizer" in names:
             raise MisconfigurationException(
                 "PipelineStrategy: ZeroRedundancyOptimizer divides all parameters among all ranks, "
-                "and a rank has those of its stages; expected the optimizer that it wraps; return "
-                "that from configure_optimizers, and pass shard_optimizer=True."
+                "but a rank has only those of its stages. Return the optimizer that it wraps from "
+                "configure_optimizers, and pass shard_optimizer=True."
             )
         if "LBFGS" in names:
             raise MisconfigurationException(
-                "PipelineStrategy: LBFGS takes one direction for all parameters, and a rank has "
-                "the gradients of its stages; expected an optimizer that steps each parameter by "
-                "itself; use AdamW, say."
+                "PipelineStrategy: LBFGS takes one direction for all parameters, but a rank has "
+                "only the gradients of its stages. Use an optimizer that steps each parameter by "
+                "itself, such as AdamW."
             )
 
 
-def _refuse_steps(steps: ModuleSteps, capture: str, schedule: Schedule) -> None:
-    """Refuse what callbacks have asked of the steps, before anything has run."""
-    if capture == "forward":
+def check_schedule(budget: Budget, schedule: Schedule) -> None:
+    """Refuse a budget that cannot be kept under a schedule."""
+    if budget != "min_cut" and schedule.num_in_flight(0, 1, 1) is None:
         raise MisconfigurationException(
-            f"PipelineStrategy(capture='forward') with {_names(steps)}: they rewrite and observe "
-            "training_step as one graph, and forward alone is captured here; expected "
-            "capture='auto' or 'step'; change it, or leave the callbacks out."
-        )
-    if isinstance(steps.partition_fn, StepPartitioner):
-        check_schedule(steps.partition_fn.budget, schedule)
-    if steps.executor == "inductor":
-        raise MisconfigurationException(
-            "PipelineStrategy with compile=True: the stages run operation by operation; expected "
-            "compile=False; leave it out."
+            f"budget={budget!r} with PipelineStrategy({schedule.name!r}): the ranks alternate "
+            "between several stages, so the number of microbatches that each stage keeps at the "
+            "peak is unknown. Use budget='min_cut', or the schedule '1F1B' or 'GPipe'."
         )
 
 
 def not_one_graph(steps: ModuleSteps, reason: Exception) -> MisconfigurationException:
-    """The error for a step that callbacks want whole and of which only ``forward`` can be cut."""
+    """Return the error for a step that callbacks need whole, but that cannot be cut."""
     return MisconfigurationException(
-        f"PipelineStrategy with {_names(steps)}: the step cannot be cut, and of forward alone "
-        f"the callbacks would see a part: {reason}"
+        f"PipelineStrategy with {_names(steps)}: the callbacks need the whole step, which cannot "
+        f"be cut: {reason}"
     )
 
 
 def _names(steps: ModuleSteps) -> str:
-    return (
-        ", ".join(owner for owner in steps.owners if owner != "PipelinedStep") or "captured steps"
-    )
+    owners = (owner for owner in steps.owners if owner != "PipelinedStep")
+    return ", ".join(owners) or "captured steps"
 
 
 def check_same_cuts(pipe: Pipe, group: dist.ProcessGroup | None) -> None:
     """Compare the stages of all ranks; every rank calls it."""
+    # Only targets that are names: the address of a function differs between processes.
+    named = {"call_method", "get_attr"}
     stages = [
-        (
-            stage.info,
-            [(node.op, str(node.target)) for node in stage.graph.nodes if _named(node)],
-        )
+        (stage.info, [(node.op, node.target) for node in stage.graph.nodes if node.op in named])
         for stage in pipe.stages
     ]
     if others := differing_ranks(hashlib.sha256(repr(stages).encode()).hexdigest(), group):
         raise RuntimeError(
-            f"rank(s) {others} of the pipeline have other stages than the first: their steps were "
-            "captured or cut differently; expected the same code, versions and Python state on "
-            "all ranks; keep what depends on the rank out of the step, or mark the cuts with "
-            "pipe_split() or split={path: SplitPoint.BEGINNING}."
+            f"rank(s) {others} of the pipeline have other stages than the first. All ranks need "
+            "the same code, versions and Python state. Keep code that depends on the rank out of "
+            "the step, or mark the cuts with pipe_split() or split={path: SplitPoint.BEGINNING}."
         )
-
-
-def _named(node: Any) -> bool:
-    """Whether the target is a name: the address of a function differs between processes."""
-    return node.op in {"call_method", "get_attr"}
 
 
 def check_equal(batch: Any, group: dist.ProcessGroup | None, *, what: str = "batches") -> None:
@@ -148,13 +143,12 @@ def check_equal(batch: Any, group: dist.ProcessGroup | None, *, what: str = "bat
         if not isinstance(tensor, Tensor):
             continue
         digest.update(str(tuple(tensor.shape)).encode())
-        # A copy: NumPy's view would fix the size of the batch's memory for good.
+        # A copy: after NumPy's view the batch's own storage could not be resized.
         as_bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).clone()
         digest.update(as_bytes.numpy().tobytes())
     if differing_ranks(digest.hexdigest(), group):
         raise RuntimeError(
-            f"the ranks of the pipeline were given different {what}; expected the same on each: "
-            "every stage reads the inputs that it needs from its own; call "
-            "seed_everything(..., workers=True) before the data is shuffled, and shard no data by "
-            "rank."
+            f"the ranks of the pipeline were given different {what}. Every stage reads its inputs "
+            "from its own rank's batch. Call seed_everything(..., workers=True) before the data is "
+            "shuffled, and do not shard data by rank."
         )

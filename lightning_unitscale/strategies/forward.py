@@ -1,50 +1,152 @@
 """Run the module that a step calls as a pipeline, and the step around it unchanged.
 
-For a step that is no single graph: one that prints, or that branches on the loss. Every rank runs
-the step up to its call of the module (the LightningModule itself, as ``self(...)``, or the
-submodule that has most of its parameters), which gives the pipeline's inputs. All microbatches then
-run forward. The rank of the last stage joins their outputs and runs the whole step once, the module
-returning the joined outputs. So the loss is the batch's own, whatever the step makes of the
-outputs. What it logs and returns is given to all ranks.
+For a step that is not one graph: one that prints, or that branches on the loss. Every rank runs the
+step up to its call of the module (the LightningModule itself, as ``self(...)``, or the submodule
+that has most of its parameters), which gives the pipeline's inputs. All microbatches then run
+forward. The rank of the last stage joins their outputs and runs the whole step once, in which the
+module returns the joined outputs. So the loss is that of the batch, whatever the step does with the
+outputs. Its result and its calls of the log methods are given to all ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map
-from torchmetrics import Metric, MetricCollection
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_map, tree_map_only
+from typing_extensions import override
 
-from lightning_unitscale.graph.nodes import requires_grad
-from lightning_unitscale.patching import shadowed
-from lightning_unitscale.pipeline.called import (
+from lightning_unitscale.graph.nodes import requires_grad, returned_loss
+from lightning_unitscale.patching import nothing, shadowed
+from lightning_unitscale.pipeline.capture import (
+    LOGS,
     Arguments,
     as_attribute,
     first_called,
     forward_of,
+    static_shapes,
     with_most_parameters,
     without,
 )
-from lightning_unitscale.pipeline.capture import static_shapes
-from lightning_unitscale.pipeline.dataflow import parameters_behind
+from lightning_unitscale.pipeline.dataflow import find_gradients
 from lightning_unitscale.pipeline.program import leaves_of, split_evenly
 from lightning_unitscale.ranks import broadcast
 from lightning_unitscale.strategies.checks import check_equal
-from lightning_unitscale.strategies.joint import JointStep, Logged, StepCall, detached
-from lightning_unitscale.strategies.method import (
-    NotPipelinedError,
-    PipelinedGraph,
-    PipelinedMethod,
-    Pipelining,
+from lightning_unitscale.strategies.grid import GridStrategy
+from lightning_unitscale.strategies.method import NotPipelinedError, PipelinedGraph, PipelinedMethod
+from lightning_unitscale.strategies.metrics import (
+    LoggedMetric,
+    MetricState,
+    SharedMetrics,
+    detached,
 )
-from lightning_unitscale.strategies.metrics import LoggedMetric, MetricState, SharedMetrics
 
-_LOGS = ("log", "log_dict")
+# A call of ``self.log`` or ``self.log_dict``: method, positional and keyword arguments.
+Logged = tuple[str, tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass
+class StepCall:
+    """A call of a step, which runs up to the pipeline and once more as a whole."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    # Gives the same random numbers each time, on every rank.
+    seed: int
+    device: torch.device
+    # The arguments with which the step calls the pipeline.
+    arguments: Arguments = ((), {})
+
+    @contextlib.contextmanager
+    def seeded(self) -> Iterator[None]:
+        """Seed the random numbers within this context, in which the step runs."""
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(self.seed)
+            yield
+
+
+# Runs the step, and returns its result and its calls of the log methods.
+Around = Callable[[PipelinedGraph, StepCall, list[Any]], tuple[Any, list[Logged]]]
+
+
+class JointStep:
+    """Runs the step on the rank of the last stage, when it has the outputs of all microbatches."""
+
+    def __init__(self, graph: PipelinedGraph, call: StepCall, around: Around) -> None:
+        self._graph = graph
+        self._call = call
+        self._around = around
+        self._outputs: dict[int, list[Any]] = {}
+        # The result of the step without gradients, and its calls of the log methods.
+        self.result: Any = None
+        self.logged: list[Logged] = []
+        # Positions of the outputs that the loss uses.
+        self.used: tuple[int, ...] = ()
+        # The error of the user's code.
+        self.failed: Exception | None = None
+
+    def finish(self, index: int, outputs: Sequence[Any]) -> Tensor:
+        """Take the outputs of a microbatch, and return the tensor that begins its backward pass."""
+        leaves = tree_map_only(
+            Tensor, lambda value: value.detach().requires_grad_(value.requires_grad), list(outputs)
+        )
+        self._outputs[index] = leaves
+        if len(self._outputs) == self._graph.runner.num_microbatches:
+            try:
+                self._run()
+            except Exception as error:
+                self.failed = error
+                raise
+        pairs = zip(leaves, outputs, strict=True)
+        needed = [pair for pair in pairs if isinstance(pair[0], Tensor) and pair[0].requires_grad]
+        start: Tensor = _StartOfBackward.apply(
+            [leaf for leaf, _ in needed], *(output for _, output in needed)
+        )
+        return start
+
+    def _run(self) -> None:
+        parts = [self._outputs[index] for index in sorted(self._outputs)]
+        with self._call.seeded():
+            result, self.logged = self._around(self._graph, self._call, self._graph.joined(parts))
+        loss = returned_loss(result)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise RuntimeError(
+                f"training_step returned {type(loss).__name__}. Return a loss of one number with a "
+                "gradient, or a dict with the key 'loss'."
+            )
+        # The caller's autocast is for forward passes.
+        with torch.autocast(self._call.device.type, enabled=False):
+            (loss / self._graph.runner.num_accumulated).backward()
+        self.used = tuple(
+            place
+            for place, leaves in enumerate(zip(*parts, strict=True))
+            if any(isinstance(leaf, Tensor) and leaf.grad is not None for leaf in leaves)
+        )
+        self.result = tree_map(detached, result)
+
+
+class _StartOfBackward(torch.autograd.Function):
+    """Begins a microbatch's backward pass with the gradients that the joint step has left."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, leaves: list[Tensor], *outputs: Tensor) -> Tensor:
+        """Return zero: the gradients come later."""
+        ctx.leaves = leaves
+        return outputs[0].new_zeros(())
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Return the gradients, and zeros for an output that the loss does not use."""
+        found = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in ctx.leaves]
+        return None, *found
 
 
 class PipelinedForward:
@@ -52,74 +154,76 @@ class PipelinedForward:
 
     def __init__(
         self,
-        module: nn.Module,
-        pipelining: Pipelining,
+        strategy: GridStrategy,
         plain: Callable[[], contextlib.AbstractContextManager[Any]],
         because: Exception | None = None,
     ) -> None:
-        self.module = module
-        self.pipelining = pipelining
+        self.module = module = strategy.own_module
+        self.strategy, self._group = strategy, strategy.grid.pipeline
         self._plain = plain
-        # Why the step, or a module that it calls, is no pipeline.
+        # The reasons why the step, or a module that it calls, cannot be the pipeline.
         self._reasons = [] if because is None else [str(because)]
         self._metrics = SharedMetrics(module)
         self._name = f"{type(module).__name__}.training_step"
         self._candidates = with_most_parameters(module)
-        # The method that runs as a pipeline, once the step has called it.
+        # The method that runs as the pipeline, once the step has called it.
         self._method: PipelinedMethod | None = None
+        self._path = ""
 
     @property
     def called(self) -> str:
-        """What the step calls, for messages."""
-        return as_attribute("" if self._method is None else self._method.name.rpartition(".")[0])
+        """Return the name of the module that the step calls, for messages."""
+        return as_attribute(self._path)
+
+    @property
+    def _called(self) -> nn.Module:
+        return self.module.get_submodule(self._path)
 
     def __call__(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Forward and backward of one batch; the result of the step for it, without gradients."""
-        seed = self._common_seed()
-        call = StepCall((batch, *args), kwargs, seed, self.pipelining.device)
+        """Run forward and backward of one batch, and return the step's result, detached."""
+        seed = broadcast(int(torch.randint(2**62, (1,))), 0, self._group)
+        call = StepCall((batch, *args), kwargs, seed, self.strategy.root_device)
         with static_shapes():
             graph, inputs = self._captured(call)
             counted = self._metrics.states()
-            joint = JointStep(graph, call, self.pipelining.device, self._around)
+            joint = JointStep(graph, call, self._around)
             try:
                 graph.runner.step_flat(inputs, joint.finish)
             except RuntimeError:
                 # The engine reports an error of the user's step as one of its own.
-                if joint.failed:
-                    raise joint.failed[0] from None
+                if joint.failed is not None:
+                    raise joint.failed from None
                 raise
-        changes: dict[str, MetricState] = {}
-        outside: list[str] = []
-        if graph.runner.is_last:
-            outside = self._used_outside()
-            changes = self._metrics.changes(counted)
+        outside = self._used_outside() if graph.runner.is_last else []
+        changes = self._metrics.changes(counted) if graph.runner.is_last else {}
         return self._share(graph, joint, outside, changes)
 
     def _captured(self, call: StepCall) -> tuple[PipelinedGraph, list[list[Any]]]:
-        """The pipeline of what the step calls, with its inputs for each microbatch."""
+        """Return the pipeline of the module that the step calls, and its inputs."""
         while True:
             try:
                 with call.seeded():
                     path, arguments = self._arguments(call)
             except RuntimeError as error:
-                if not self._reasons or self.pipelining.ownership.is_settled:
+                if not self._reasons or self.strategy.ownership.is_settled:
                     raise
-                # Those of what is within a module say little of it.
+                # The first reason: those of inner modules say little about the step.
                 raise RuntimeError(
                     f"PipelineStrategy: {self._reasons[0]} Besides, {error}"
                 ) from error
             if self._method is None:
-                self._method = PipelinedMethod(self.module, forward_of(path), self.pipelining)
-            # Before its call the step may do something else on another rank.
-            check_equal(arguments, self.pipelining.group, what=f"arguments of {self.called}")
+                self._method = PipelinedMethod(forward_of(path), self.strategy)
+                self._path = path
+            # Before the call, the step may have done something else on another rank.
+            check_equal(arguments, self._group, what=f"arguments of {self.called}")
             call.arguments = arguments
             try:
                 with self._plain():
                     found = self._pipelined(self._method, arguments)
             except NotPipelinedError as error:
-                if self.pipelining.ownership.is_settled:
+                if self.strategy.ownership.is_settled:
                     raise
-                # Perhaps what it calls in turn can be one. All ranks come here.
+                # Perhaps a module within it can be the pipeline. All ranks get here.
                 self._candidates = without(self._candidates, path)
                 self._method = None
                 self._reasons.append(str(error))
@@ -130,78 +234,73 @@ class PipelinedForward:
     def _pipelined(
         self, method: PipelinedMethod, arguments: Arguments
     ) -> tuple[PipelinedGraph, list[list[Any]]]:
-        parts = split_evenly(arguments, self.pipelining.num_microbatches)
+        parts = split_evenly(arguments, self.strategy.num_microbatches)
         (whole,) = split_evenly(arguments, 1)
-        calls = method.graph_calls(parts)
-        graph = method.pipelined(calls, method.whole_call(whole, calls))
+        calls, whole_call = method.graph_calls(parts, whole)
+        graph = method.pipelined(calls, whole_call)
         if not any(map(requires_grad, graph.step.program.outputs)):
             raise NotPipelinedError(
-                f"{self.called} returns no tensor with a gradient; expected the loss, or what the "
-                "loss is computed of; return it."
+                f"{self.called} returns no tensor with a gradient. Return the loss, or the tensors "
+                "from which it is computed."
             )
         return graph, graph.inputs(calls)
 
     def _arguments(self, call: StepCall) -> tuple[str, Arguments]:
-        """What the step calls first of what may be the pipeline, and with which arguments."""
+        """Return which of the candidates the step calls first, and with which arguments."""
         tensors = [*self.module.parameters(), *self.module.buffers()]
         before = [tensor._version for tensor in tensors]
-        ignored = dict.fromkeys(_LOGS, lambda *a, **k: None)
-        with self._metrics.unchanged(), shadowed(self.module, **ignored):
+        with self._metrics.unchanged(), shadowed(self.module, **dict.fromkeys(LOGS, nothing)):
             found = first_called(
                 self.module,
                 self._candidates,
-                lambda: self._training_step(*call.args, **call.kwargs),
+                lambda: self.module.training_step(*call.args, **call.kwargs),
             )
         if found is None:
             raise RuntimeError(
-                f"{self._name} calls no module that has most of its parameters; expected a step "
-                "that calls self(...), or such a submodule, once, which then runs as a pipeline "
-                "(capture='forward')."
+                f"{self._name} calls no module that has most of its parameters. With "
+                "capture='forward' that module is the pipeline. Call self(...), or such a "
+                "submodule, once in the step."
             )
         path, arguments = found
         if before != [tensor._version for tensor in tensors]:
             raise RuntimeError(
                 f"{self._name} changes parameters or buffers before it calls {as_attribute(path)}, "
-                "and with capture='forward' that code runs more often than the step; expected no "
-                "such change; make it in on_train_batch_start or on_train_batch_end."
+                "but with capture='forward' that code runs more than once. Make the change in "
+                "on_train_batch_start or on_train_batch_end."
             )
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves_of(arguments)):
             raise RuntimeError(
-                f"{self._name} calls {as_attribute(path)} with a tensor that needs a gradient; "
-                "expected every parameter before it to be used within it; move what makes the "
-                "tensor there."
+                f"{self._name} calls {as_attribute(path)} with a tensor that needs a gradient. "
+                "Parameters must be used within the module. Move the code that makes the tensor "
+                "there."
             )
         return path, arguments
 
     def _around(
         self, graph: PipelinedGraph, call: StepCall, values: list[Any]
     ) -> tuple[Any, list[Logged]]:
-        """The result of the step and what it logs, for the values of the pipeline's graph."""
+        """Return the step's result and its logs, for the results of the pipeline's graph."""
         logged: list[Logged] = []
 
         def recorder(method: str) -> Callable[..., None]:
-            return lambda *a, **k: logged.append((method, *self._loggable(a, k)))
+            return lambda *a, **k: logged.append(
+                (method, *tree_map(self._metrics.loggable, (a, k)))
+            )
 
-        calls: list[None] = []
+        num_calls = itertools.count()
 
         def once(*args: Any, **kwargs: Any) -> Any:
-            calls.append(None)
-            if len(calls) > 1:
+            if next(num_calls):
                 raise RuntimeError(
-                    f"{self._name} calls {self.called} more than once; expected one call "
-                    "(capture='forward'); put both into one forward."
+                    f"{self._name} calls {self.called} more than once. With capture='forward' a "
+                    "step can call it once. Put both calls into one forward."
                 )
             return self._replayed(graph, call.arguments, values, args, kwargs)
 
-        logs = {method: recorder(method) for method in _LOGS}
-        with shadowed(self.module, **logs), shadowed(self._called_module, forward=once):
-            result = self._training_step(*call.args, **call.kwargs)
+        logs = {method: recorder(method) for method in LOGS}
+        with shadowed(self.module, **logs), shadowed(self._called, forward=once):
+            result = self.module.training_step(*call.args, **call.kwargs)
         return result, logged
-
-    @property
-    def _called_module(self) -> nn.Module:
-        assert self._method is not None
-        return self.module.get_submodule(self._method.name.rpartition(".")[0])
 
     def _replayed(
         self,
@@ -211,60 +310,40 @@ class PipelinedForward:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """The result of ``forward`` for the values of its graph."""
+        """Return the result of ``forward`` for the results of its graph."""
         if not _equal(before, (args, kwargs)):
             raise RuntimeError(
-                f"{self._name} calls {self.called} with other arguments the second time; expected "
-                "the same: with capture='forward' the step runs twice, with the same random "
-                "numbers of torch; use those, and count calls in on_train_batch_end."
+                f"{self._name} calls {self.called} with other arguments the second time. With "
+                "capture='forward' the step runs twice, with the same random numbers of torch. Use "
+                "those, and count calls in on_train_batch_end."
             )
         assert self._method is not None
         step = self._method.steps.steps[self._method.name]
-        # The method was captured without what stands in for it, and for logging, now.
-        below, logs = vars(self._called_module), {}
-        own = below.pop("forward")
-        for name in _LOGS:
-            if name in vars(self.module):
-                logs[name] = vars(self.module).pop(name)
+        # The method was captured without the functions that now stand in for it and for logging.
+        below, above = vars(self._called), vars(self.module)
+        forward = below.pop("forward")
+        logs = {name: above.pop(name) for name in LOGS if name in above}
         (whole,) = split_evenly((args, kwargs), 1)
         try:
             with self._plain():
                 return step.rehearse(graph.replaying(values), *whole[0], **whole[1])
         finally:
-            below["forward"] = own
-            vars(self.module).update(logs)
+            below["forward"] = forward
+            above.update(logs)
 
     def _used_outside(self) -> list[str]:
-        """Names of the parameters without an owner that have a gradient."""
-        owned = set[str]().union(*self.pipelining.ownership.names)
+        """Return the names of the parameters without an owner that have a gradient."""
+        names = self.strategy.ownership.names
+        owned, own = set[str]().union(*names), names[dist.get_rank(self._group)]
         used = [name for name, one in self.module.named_parameters() if one.grad is not None]
-        others = [name for name in used if name in owned - self.pipelining.owned]
+        others = [name for name in used if name in owned - own]
         if others:
             raise RuntimeError(
-                f"{self._name} uses {others[:3]} outside of {self.called}, which the rank of the "
-                "last stage does not own; expected the parameters of a stage to be used within "
-                f"{self.called} (capture='forward'); move the use there."
+                f"{self._name} uses {others[:3]} outside of {self.called}. With capture='forward' "
+                "the rank of the last stage runs the step, and it does not own them. Move the use "
+                f"into {self.called}."
             )
         return [name for name in used if name not in owned]
-
-    def _loggable(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        def loggable(value: Any) -> Any:
-            if isinstance(value, MetricCollection):
-                named = value.items(keep_base=False, copy_state=False)
-                return {name: loggable(metric) for name, metric in named}
-            if isinstance(value, Metric):
-                return tree_map(detached, self._metrics.logged(value))
-            if isinstance(value, nn.Module):
-                raise RuntimeError(
-                    f"{self._name} logs {value!r}; expected tensors, numbers and metrics; log "
-                    "one of those."
-                )
-            return detached(value)
-
-        values: tuple[tuple[Any, ...], dict[str, Any]] = tree_map(loggable, (args, kwargs))
-        return values
 
     def _share(
         self,
@@ -273,21 +352,21 @@ class PipelinedForward:
         outside: list[str],
         changes: dict[str, MetricState],
     ) -> Any:
-        """The result for the batch, on all ranks; all log the same, and their metrics agree."""
+        """Return the result for the batch on all ranks, log it there, and share the metrics."""
         runner = graph.runner
         own = (joint.result, joint.logged, outside, joint.used, changes)
-        result, logged, outside, used, changes = broadcast(
-            own, runner.last_rank, self.pipelining.group
-        )
+        result, logged, outside, used, changes = broadcast(own, runner.last_rank, self._group)
         if not runner.is_last:
             self._metrics.apply(changes)
         if outside:
-            self.pipelining.ownership.own(outside, runner.pipe.num_stages - 1)
+            self.strategy.ownership.own(outside, runner.pipe.num_stages - 1)
         self._leave_without(graph, used)
-        result, logged = tree_map(self._here, (result, logged))
+        result, logged = tree_map_only(
+            Tensor, lambda tensor: tensor.to(self.strategy.root_device), (result, logged)
+        )
         for method, args, kwargs in logged:
             args, kwargs = tree_map(
-                self._with_metrics,
+                self._metrics.logged,
                 (args, kwargs),
                 is_leaf=lambda leaf: isinstance(leaf, LoggedMetric),
             )
@@ -295,29 +374,16 @@ class PipelinedForward:
         return result
 
     def _leave_without(self, graph: PipelinedGraph, used: tuple[int, ...]) -> None:
-        """Take the gradients of parameters that lead only to outputs that the loss does not use."""
+        """Remove the gradients of parameters that lead only to outputs without use in the loss."""
         outputs = graph.step.program.outputs
         if all(not requires_grad(value) or index in used for index, value in enumerate(outputs)):
             return
-        reached = parameters_behind(graph.step.program.graph_module, [outputs[i] for i in used])
+        graph_module = graph.step.program.graph_module
+        reached = set[fx.Node]().union(*(find_gradients(graph_module, outputs[i]) for i in used))
+        names = {str(node.target) for node in reached if node.op == "get_attr"}
         for name, parameter in graph.runner.named_parameters().items():
-            if name not in reached:
+            if name not in names:
                 parameter.grad = None
-
-    def _with_metrics(self, value: Any) -> Any:
-        return self._metrics.metric_of(value) if isinstance(value, LoggedMetric) else value
-
-    def _here(self, value: Any) -> Any:
-        return value.to(self.pipelining.device) if isinstance(value, Tensor) else value
-
-    def _training_step(self, *args: Any, **kwargs: Any) -> Any:
-        step: Callable[..., Any] = getattr(self.module, "training_step")  # noqa: B009
-        return step(*args, **kwargs)
-
-    def _common_seed(self) -> int:
-        seed = torch.randint(2**62, (1,)).to(self.pipelining.device)
-        dist.broadcast(seed, group=self.pipelining.group, group_src=0)
-        return int(seed.item())
 
 
 def _equal(first: Arguments, second: Arguments) -> bool:

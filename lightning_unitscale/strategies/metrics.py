@@ -1,4 +1,4 @@
-"""Share the state of metric objects, of a step that runs on one rank, with all ranks."""
+"""Give all ranks the state of metric objects of a step that runs on one rank."""
 
 from __future__ import annotations
 
@@ -14,29 +14,21 @@ from torchmetrics import Metric, MetricCollection
 
 
 class LoggedMetric(NamedTuple):
-    """Stands for a metric object that a step logs; a tuple, so that its value is averaged.
-
-    Attributes:
-        path: Where the metric is in the module.
-        value: What its last call returned, for one microbatch or, averaged, for all.
-    """
+    """Stands for a metric object that a step logs; a tuple, so that its value is averaged."""
 
     path: str
+    # The result of its last call.
     value: Any
 
 
 @dataclass(frozen=True)
 class MetricState:
-    """The state of a metric object, or how a step has changed it.
-
-    Attributes:
-        update_count: How often it was updated in all.
-        values: Its states by name, tensors copied; of a list that only grew what was appended.
-        appended: Names of those lists.
-    """
+    """The state of a metric object, or how a step has changed it."""
 
     update_count: int
+    # Its states by name.
     values: Mapping[str, Tensor | list[Tensor]]
+    # The lists that only grew; their values are the new elements.
     appended: frozenset[str] = frozenset()
 
 
@@ -47,12 +39,22 @@ class SharedMetrics:
         self._module = module
 
     def states(self) -> dict[str, MetricState]:
-        """The states of all metric objects, by their paths."""
-        return {path: _state(metric) for path, metric in self._metrics().items()}
+        """Return the states of all metric objects, by their paths."""
+        # Metrics write into tensors in place, but not into the elements of lists.
+        return {
+            path: MetricState(
+                metric.update_count,
+                {
+                    name: value.detach().clone() if isinstance(value, Tensor) else list(value)
+                    for name, value in metric.metric_state.items()
+                },
+            )
+            for path, metric in self._metrics().items()
+        }
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Within this context metric objects count nothing that stays."""
+        """Restore the metric objects at the end of this context."""
         before = self.states()
         try:
             yield
@@ -62,7 +64,7 @@ class SharedMetrics:
                     _set(metric, before[path].update_count, before[path].values)
 
     def changes(self, before: Mapping[str, MetricState]) -> dict[str, MetricState]:
-        """How the metric objects have changed since ``before``, as tensors on the host."""
+        """Return the changes of the metric objects since ``before``, as tensors on the host."""
         return {
             path: _change(before[path], metric)
             for path, metric in self._metrics().items()
@@ -70,7 +72,7 @@ class SharedMetrics:
         }
 
     def apply(self, changes: Mapping[str, MetricState]) -> None:
-        """Change the metric objects of this rank in the same way."""
+        """Apply another rank's changes to the metric objects of this rank."""
         metrics = self._metrics()
         for path, change in changes.items():
             metric = metrics[path]
@@ -81,42 +83,47 @@ class SharedMetrics:
                 values[name] = [*before, *value] if name in change.appended else value
             _set(metric, change.update_count, values)
 
-    def logged(self, metric: Metric) -> LoggedMetric:
-        """The stand-in for a metric object that a step logs."""
+    def loggable(self, value: Any) -> Any:
+        """Return a value that a step logs as it is sent to the other ranks."""
+        if isinstance(value, MetricCollection):
+            named = value.items(keep_base=False, copy_state=False)
+            return {name: self.loggable(metric) for name, metric in named}
+        if not isinstance(value, nn.Module):
+            return detached(value)
+        step = f"{type(self._module).__name__}.training_step"
+        if not isinstance(value, Metric):
+            raise RuntimeError(f"{step} logs {value!r}. Log tensors, numbers and metrics only.")
         for path, submodule in self._module.named_modules():
-            if submodule is metric:
-                return LoggedMetric(path, metric._forward_cache)
+            if submodule is value:
+                return LoggedMetric(path, tree_map(detached, value._forward_cache))
         raise RuntimeError(
-            f"{type(self._module).__name__}.training_step logs {metric!r}, which is no submodule; "
-            "expected a metric that is an attribute of the module, so that every rank has it; "
-            "make it in __init__."
+            f"{step} logs {value!r}, which is no submodule. Every rank needs the metric. Make it "
+            "an attribute of the module in __init__."
         )
 
-    def metric_of(self, logged: LoggedMetric) -> Metric:
-        """The metric object that was logged, with the value of the whole batch."""
-        metric = self._module.get_submodule(logged.path)
+    def logged(self, value: Any) -> Any:
+        """Return the metric object that was logged, with the value of the whole batch."""
+        if not isinstance(value, LoggedMetric):
+            return value
+        metric = self._module.get_submodule(value.path)
         assert isinstance(metric, Metric)
-        metric._forward_cache = logged.value
+        metric._forward_cache = value.value
         return metric
 
     def _metrics(self) -> dict[str, Metric]:
         metrics = {}
         for path, module in self._module.named_modules():
             if isinstance(module, MetricCollection):
-                # Metrics of one compute group are updated once; this gives all of them the state.
+                # Metrics of one compute group are updated once; this gives the state to all.
                 module.items(keep_base=True, copy_state=False)
             elif isinstance(module, Metric):
                 metrics[path] = module
         return metrics
 
 
-def _state(metric: Metric) -> MetricState:
-    # A tensor may be added to in place; what a list has is not written into.
-    values = {
-        name: value.detach().clone() if isinstance(value, Tensor) else list(value)
-        for name, value in metric.metric_state.items()
-    }
-    return MetricState(metric.update_count, values)
+def detached(value: Any) -> Any:
+    """Return a tensor on the host without its gradient, and any other value as it is."""
+    return value.detach().cpu() if isinstance(value, Tensor) else value
 
 
 def _change(before: MetricState, metric: Metric) -> MetricState:
@@ -124,22 +131,14 @@ def _change(before: MetricState, metric: Metric) -> MetricState:
     appended = set()
     for name, value in metric.metric_state.items():
         old = before.values[name]
-        if _extends(value, old):
-            appended.add(name)
-            value = value[len(old) :]
+        if isinstance(value, list) and len(value) >= len(old):
+            # Numbers as well as objects: a metric's forward copies its states.
+            pairs = zip(old, value, strict=False)
+            if all(ours is theirs or torch.equal(ours, theirs) for ours, theirs in pairs):
+                appended.add(name)
+                value = value[len(old) :]
         values[name] = tree_map(lambda tensor: tensor.detach().cpu(), value)
     return MetricState(metric.update_count, values, frozenset(appended))
-
-
-def _extends(value: Tensor | list[Tensor], beginning: Tensor | list[Tensor]) -> bool:
-    """Whether both are lists, and one begins with the tensors of the other."""
-    if not isinstance(value, list) or len(value) < len(beginning):
-        return False
-    # Other objects may have the same numbers: a metric's own forward copies its states.
-    return all(
-        theirs is other or torch.equal(theirs, other)
-        for theirs, other in zip(beginning, value, strict=False)
-    )
 
 
 def _set(metric: Metric, update_count: int, values: Mapping[str, Tensor | list[Tensor]]) -> None:

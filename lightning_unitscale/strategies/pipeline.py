@@ -25,7 +25,7 @@ from lightning_unitscale.arguments import (
     check_positive,
 )
 from lightning_unitscale.capture.steps import steps_of
-from lightning_unitscale.dispatch.attach import begin_microbatch, run_in_session
+from lightning_unitscale.dispatch.attach import run_in_session
 from lightning_unitscale.dynamo.capture import unmarked
 from lightning_unitscale.loops.leaving import leaving_after
 from lightning_unitscale.patching import Replacement, shadowed
@@ -39,15 +39,11 @@ from lightning_unitscale.strategies.checks import (
     refuse_optimizers,
     refuse_unsupported,
 )
+from lightning_unitscale.strategies.evaluation import SavingStrategy
 from lightning_unitscale.strategies.forward import PipelinedForward
-from lightning_unitscale.strategies.method import NotPipelinedError, Pipelining
-from lightning_unitscale.strategies.ownership import Owners, give_first_weights
-from lightning_unitscale.strategies.saving import SavingStrategy
-from lightning_unitscale.strategies.steps import PipelinedStep
-from lightning_unitscale.strategies.validation_hooks import BeforeValidation
+from lightning_unitscale.strategies.method import NotPipelinedError, PipelinedStep
+from lightning_unitscale.strategies.owners import Owners, give_first_weights
 
-_CAPTURES = ("auto", "step", "forward")
-_EVALUATIONS = ("auto", "pipeline", "whole")
 _SPLITS: Any = (str, Mapping, Callable)
 
 
@@ -142,8 +138,9 @@ class PipelineStrategy(SavingStrategy):
             name, expected = "process_group_backend", "the name of a backend, such as 'gloo'"
             check_instance(name, process_group_backend, str, expected, "leave it out")
         advice = "leave it out for 'auto'"
-        check_choice("capture", capture, _CAPTURES, "nothing that can be captured", advice)
-        check_choice("evaluation", evaluation, _EVALUATIONS, "no way to evaluate", advice)
+        captures, evaluations = ("auto", "step", "forward"), ("auto", "pipeline", "whole")
+        check_choice("capture", capture, captures, "nothing that can be captured", advice)
+        check_choice("evaluation", evaluation, evaluations, "no way to evaluate", advice)
         if evaluation == "whole" and num_eval_microbatches != 1:
             raise ValueError(
                 f"num_eval_microbatches={num_eval_microbatches} with evaluation='whole': the "
@@ -173,9 +170,9 @@ class PipelineStrategy(SavingStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        """Gives all ranks the same weights, and makes the optimizers."""
-        module = self.lightning_module
-        assert module is not None and self.model is not None and self.accelerator is not None
+        """Give all ranks the same weights, and make the optimizers."""
+        module = self.own_module
+        assert self.model is not None and self.accelerator is not None
         refuse_unsupported(trainer, module, self.precision_plugin, self.capture, self.schedule)
         self._owners, self._has_weights = None, True
         self.accelerator.setup(trainer)
@@ -188,36 +185,44 @@ class PipelineStrategy(SavingStrategy):
         self._changes.close()
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         self._changes.enter_context(leaving_after(callbacks, self._release, always=False))
-        # What only evaluates, and ``forward``, is captured without being put on the module.
+        # Evaluations, and ``forward``, are captured without being put on the module.
         self._changes.enter_context(unmarked(module))
         self._prepare_step(module, trains=trainer.state.fn == TrainerFn.FITTING)
         self.setup_precision_plugin()
-        # To it leads ``clip_gradients`` (Lightning 2.6), and a rank's own gradients are not all.
+        # ``clip_gradients`` calls this method (Lightning 2.6). A rank has a part of the gradients.
         plugin = self.precision_plugin
         clip = Replacement(plugin.clip_grad_by_norm, self._clip_by_norm)
         self._changes.enter_context(shadowed(plugin, clip_grad_by_norm=clip))
-        first = BeforeValidation(module.on_validation_model_eval, self.before_validation)
-        self._changes.enter_context(shadowed(module, on_validation_model_eval=first))
+        first_hook = module.on_validation_model_eval
+
+        def begin_validation() -> None:
+            self.before_validation()
+            first_hook()
+
+        begin = Replacement(first_hook, begin_validation)
+        self._changes.enter_context(shadowed(module, on_validation_model_eval=begin))
         self._hooks_read = None
         self._changes.enter_context(self.metrics_over_pipelines(module))
         self._changes.enter_context(self.order_of_loaders(trainer))
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs forward and backward of all microbatches; the gradients wait for ``backward``."""
-        assert self._step is not None and self.lightning_module is not None
+        """Run forward and backward of all microbatches; the gradients wait for ``backward``."""
+        module = self.own_module
         if not self._steps_done:
-            # Hooks such as on_train_start may have drawn weights, on each rank its own.
-            give_first_weights(self.lightning_module)
+            # Hooks such as on_train_start may have drawn other weights on each rank.
+            give_first_weights(module)
         if self._steps_done < self.check_batches:
             check_equal(args[0], self.grid.pipeline)
-        parameters = list(self.lightning_module.parameters())
+        parameters = list(module.parameters())
         earlier = [param.grad for param in parameters]
         for param in parameters:
             param.grad = None
         try:
             with self.precision_plugin.train_step_context():
-                result = self._run_step(*args, **kwargs)
+                result = run_in_session(
+                    module, "training_step", self._run_pipelined, *args, **kwargs
+                )
             self._stash = {param: param.grad for param in parameters if param.grad is not None}
         finally:
             # Lightning clears the gradients between here and backward.
@@ -231,12 +236,11 @@ class PipelineStrategy(SavingStrategy):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Adds the gradients that the step has made."""
-        module = self.lightning_module
-        assert module is not None
+        """Add the gradients that the step has made."""
+        module = self.own_module
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         if self._has_means and self.shard_optimizer:
-            # What was not cleared is on one of the pipelines alone, and will be divided again.
+            # Gradients that were not cleared are on one pipeline only, and will be divided again.
             for parameter in module.parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(self.data_parallel)
@@ -253,76 +257,52 @@ class PipelineStrategy(SavingStrategy):
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Steps the parameters of this rank, of which each pipeline may have a share."""
+        """Step the parameters of this rank, of which each pipeline may have a share."""
         result = super().optimizer_step(*args, **kwargs)
         if self._owners is not None:
             self._owners.share_steps()
         return result
 
     def num_gradient_elements(self, parameters: Iterable[Tensor]) -> int:
-        """Elements with a gradient among these parameters, on all ranks together."""
+        """Return the number of elements with a gradient among the parameters of all ranks."""
         assert self._owners is not None
         return self._owners.num_gradient_elements(parameters)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Gives the module its own step back."""
         self._release()
 
     @override
     def teardown(self) -> None:
-        """Gives the module its own step back."""
         self._release()
         super().teardown()
 
     def _prepare_step(self, module: pl.LightningModule, *, trains: bool) -> None:
-        group = self.grid.pipeline
-        num_ranks = dist.get_world_size(group)
+        num_ranks = dist.get_world_size(self.grid.pipeline)
         per_rank = self.stages_per_rank
         if per_rank == "auto":
             per_rank = 1 if self.schedule.placement == "single" else 2
         num_stages = int(per_rank) * num_ranks
         self.schedule.check(num_stages, num_ranks, self.num_microbatches)
-
-        def rank_of(stage: int) -> int:
-            return self.schedule.rank_of(stage, num_ranks)
-
-        policy: SplitPolicy = balanced_split(
+        rank_of = partial(self.schedule.rank_of, num_ranks=num_ranks)
+        self.policy = balanced_split(
             num_stages, rank_of=rank_of, num_microbatches=self.num_microbatches
         )
         if isinstance(self.split, Mapping):
             self._changes.enter_context(marked(module, self.split))
         elif not isinstance(self.split, str):
-            policy = self.split
+            self.policy = self.split
         num_shares = self.data_parallel if self.shard_optimizer else 1
-        ownership = Ownership(module, num_ranks, rank_of, num_shares)
-        self._pipelining = Pipelining(
-            schedule=self.schedule.name,
-            num_microbatches=self.num_microbatches,
-            policy=policy,
-            device=self.root_device,
-            group=group,
-            ownership=ownership,
-            replicas=self.grid.replicas,
-            num_accumulated=lambda: int(module.trainer.accumulate_grad_batches),
-            free_unowned=self.free_unowned,
-            before_stage=partial(begin_microbatch, module, "training_step"),
-        )
+        self.ownership = Ownership(module, num_ranks, rank_of, num_shares)
         self._evaluations = {}
         self._steps_done, self._is_training = 0, trains
         if not trains:
             return
         if self.capture == "forward":
-            self._step = PipelinedForward(module, self._pipelining, self._plain_parameters)
+            self._step = PipelinedForward(self, self._plain_parameters)
         else:
-            self._step = PipelinedStep(module, self._pipelining, self._own_first)
+            self._step = PipelinedStep(self, self._own_first)
             self._step.attach()
-
-    def _run_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
-        return run_in_session(
-            self.lightning_module, "training_step", self._run_pipelined, *args, **kwargs
-        )
 
     def _run_pipelined(self, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self._step, PipelinedStep):
@@ -333,24 +313,23 @@ class PipelineStrategy(SavingStrategy):
                 if self.capture == "step":
                     raise
                 reason = error
-            # All ranks come here: they have captured the same step for the same batch.
-            module = self.lightning_module
-            assert module is not None
+            # All ranks get here: they have captured the same step for the same batch.
+            module = self.own_module
             self._step.detach()
             steps = steps_of(module)
             if steps is not None:
                 raise not_one_graph(steps, reason) from reason
             rank_zero_warn(
-                "PipelineStrategy: only the module that the step calls runs as a pipeline from "
-                "here on, all forward passes before all backward passes, and the step around it "
-                f"on the rank of the last stage: {reason}"
+                "PipelineStrategy: from here on, only the module that the step calls runs as a "
+                "pipeline, with all forward passes before the backward passes. The rank of the "
+                f"last stage runs the step around it: {reason}"
             )
-            self._step = PipelinedForward(module, self._pipelining, self._plain_parameters, reason)
+            self._step = PipelinedForward(self, self._plain_parameters, reason)
         assert self._step is not None
         return self._step(*args, **kwargs)
 
     def _own_first(self) -> contextlib.AbstractContextManager[Any]:
-        """Before the first step runs: free the parameters of others first, to make room for it."""
+        """Free the parameters of other ranks before the first step runs, to make room for it."""
         if self._owners is not None:
             return contextlib.nullcontext()
         self._own()
@@ -358,13 +337,12 @@ class PipelineStrategy(SavingStrategy):
 
     def _own(self) -> None:
         """Note the owners after a step; a recaptured step may use more parameters."""
-        module, ownership, grid = self.lightning_module, self._pipelining.ownership, self.grid
-        assert module is not None
+        ownership, grid = self.ownership, self.grid
         if self._owners is None or ownership.names != self._owners.names:
             if self._owners is not None:
                 self._owners.freed.take()
             self._owners = Owners(
-                module, ownership, grid.pipeline, grid.replicas, frees=self.free_unowned
+                self.own_module, ownership, grid.pipeline, grid.replicas, frees=self.free_unowned
             )
         self._owners.free(self.optimizers)
         self._has_weights = False
@@ -375,7 +353,7 @@ class PipelineStrategy(SavingStrategy):
         if self._watch is not None:
             self._watch.end()
             self._watch = None
-        with contextlib.ExitStack() as leaving:  # all of it, if one part raises
+        with contextlib.ExitStack() as leaving:  # runs all callbacks, even if one raises
             if isinstance(step, PipelinedStep):
                 leaving.callback(step.detach)
             leaving.callback(self._changes.close)

@@ -1,27 +1,26 @@
-"""Rematerialization within a stage, planned for the number of microbatches that it keeps.
+"""Rematerialization within a stage, planned for the number of microbatches in flight.
 
-A rank keeps what the backward passes read of every microbatch in flight; the earlier its stage, the
-more there are. So a rank's budget covers parameters, gradients and the optimizer's state, one pass,
-and for each microbatch in flight what the stage saves.
+A rank keeps the saved values of every microbatch in flight, and the earlier its stage, the more
+there are. So a rank's budget covers parameters, gradients and the optimizer's state, one pass, and
+the values that the stage saves, once for each microbatch in flight.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch import Tensor, fx, nn
+import torch.distributed as dist
+from torch import Tensor, fx
 
+from lightning_unitscale.capture.steps import ModuleSteps
 from lightning_unitscale.dynamo.executors import GraphRewriter, execute_with
 from lightning_unitscale.dynamo.graphs import add_placeholder, copy_graph_module
 from lightning_unitscale.pipeline.engine import PipelineRunner
-from lightning_unitscale.pipeline.schedules import Schedule
-from lightning_unitscale.pipeline.stage import Passed, StageModule
+from lightning_unitscale.pipeline.stage import StageModule
 from lightning_unitscale.profiler.measure import (
     gradient_bytes,
     optimizer_state_bytes,
@@ -29,27 +28,17 @@ from lightning_unitscale.profiler.measure import (
 )
 from lightning_unitscale.profiler.report import format_bytes
 from lightning_unitscale.ranks import failing_together
-from lightning_unitscale.remat.api import Granted, StepPartitioner
+from lightning_unitscale.remat.api import Granted
 from lightning_unitscale.remat.partitioner import RematPartitioner
 from lightning_unitscale.remat.planner import Budget, Planner, RematPlan
 from lightning_unitscale.remat.problem import NodeRegion
 from lightning_unitscale.remat.report import RematReport
+from lightning_unitscale.strategies.grid import GridStrategy
 
 _NUM_PLANS = 40
 
-# Runs in the place of a stage.
+# Runs in place of a stage.
 StageRun = Callable[..., Any]
-
-
-def check_schedule(budget: Budget, schedule: Schedule) -> None:
-    """Refuse a budget that cannot be kept under a schedule."""
-    if budget != "min_cut" and schedule.num_in_flight(0, 1, 1) is None:
-        raise MisconfigurationException(
-            f"budget={budget!r} with PipelineStrategy({schedule.name!r}): its ranks have several "
-            "stages, whose passes alternate, and how many microbatches each of them keeps at the "
-            "peak is not known here; expected budget='min_cut', or the schedule '1F1B' or 'GPipe'; "
-            "change one of the two."
-        )
 
 
 class StagePartitioner(RematPartitioner):
@@ -75,40 +64,36 @@ class StagePartitioner(RematPartitioner):
         self._granted = granted
 
     def resident_bytes(self, static_bytes: int) -> tuple[int, int]:
-        """What is alive throughout, whatever the stage's own parameters take."""
+        """Return the bytes that are alive throughout, without the stage's own parameters."""
         return self._resident_bytes, 0
 
     def choose(self, planner: Planner) -> RematPlan:
-        """The fastest plan with which the rank stays within the budget."""
-        plan = self._chosen(planner)
+        """Return the fastest plan with which the rank stays within the budget."""
+        plan = planner.min_cut if self.budget == "min_cut" else self._fastest(planner)
         self._reports.append(replace(RematReport.of(plan), peak_bytes=self.peak_bytes(plan)))
         return plan
 
     def peak_bytes(self, plan: RematPlan) -> int:
-        """Bytes of the rank at its peak: one pass, and what earlier ones have saved."""
+        """Return the bytes of the rank at its peak: one pass, and the saved values of others."""
         problem = plan.problem
         computed = plan.saved & (problem.region != NodeRegion.INPUT)
         earlier = (self._num_in_flight - 1) * problem.saved_bytes(computed)
         return plan.peak_bytes + earlier + self._num_in_flight * self._sent_bytes
 
-    def _chosen(self, planner: Planner) -> RematPlan:
-        if self.budget == "min_cut":
-            return planner.min_cut
+    def _fastest(self, planner: Planner) -> RematPlan:
         default = self.peak_bytes(planner.default)
         plans = [planner.default, *planner.front(_NUM_PLANS)]
         least = min(map(self.peak_bytes, plans))
+        limit = int(self.budget)
         if isinstance(self.budget, float):
             limit = self._granted.limit(int(self.budget * default), lambda: least)
-        else:
-            limit = int(self.budget)
         fitting = [plan for plan in plans if self.peak_bytes(plan) <= limit]
         if not fitting:
             raise ValueError(
-                f"budget={format_bytes(limit)} ({limit} bytes): stage {self._stage} keeps "
-                f"{self._num_in_flight} microbatches at once, and no plan of it needs so little; "
-                f"expected at least {format_bytes(least)} ({least} bytes); without "
-                f"rematerialization its rank has {format_bytes(default)} at the peak. Raise the "
-                "budget, or use more and smaller microbatches."
+                f"budget={format_bytes(limit)} ({limit} bytes) is too small. Stage {self._stage} "
+                f"keeps {self._num_in_flight} microbatches at once and needs at least "
+                f"{format_bytes(least)} ({least} bytes); without rematerialization its rank needs "
+                f"{format_bytes(default)}. Raise the budget, or use more and smaller microbatches."
             )
         return min(fitting, key=lambda plan: (plan.seconds, self.peak_bytes(plan)))
 
@@ -116,42 +101,32 @@ class StagePartitioner(RematPartitioner):
 def remat_stages(
     runner: PipelineRunner,
     microbatch: Sequence[Any],
-    partitioner: StepPartitioner,
-    module: nn.Module,
-    elsewhere: Collection[str],
-    stepped_elsewhere: Collection[str],
+    steps: ModuleSteps,
+    strategy: GridStrategy,
     granted: dict[int, Granted],
-    rewriter: GraphRewriter | None = None,
 ) -> dict[int, StageRun]:
-    """Plan a rank's stages; every rank calls it. Returns what runs in their place, by index."""
-    share = _state_share(module)
+    """Plan a rank's stages, and return what runs in their place; every rank calls it."""
+    partitioner, num_microbatches = steps.partition_fn, runner.num_microbatches
     runs = {}
     with failing_together(runner.group):
         for index, stage in zip(runner.stage_indices, runner.stages, strict=True):
             info = stage.info
-            in_flight = runner.schedule.num_in_flight(
-                index, info.num_stages, runner.num_microbatches
-            )
+            in_flight = runner.schedule.num_in_flight(index, info.num_stages, num_microbatches)
+            # The engine has a buffer to receive in for every microbatch, in both directions.
+            received_bytes = sum(passed.tensor.num_bytes for passed in info.received)
+            buffer_bytes = num_microbatches * (received_bytes + info.sent_bytes)
             planner = StagePartitioner(
                 partitioner.budget,
                 stage=index,
-                num_in_flight=in_flight or runner.num_microbatches,
-                resident_bytes=resident_bytes(
-                    module,
-                    stage,
-                    elsewhere,
-                    stepped_elsewhere,
-                    share,
-                    accumulates=runner.num_accumulated > 1,
-                )
-                # The engine has a buffer to receive in for every microbatch, in both directions.
-                + runner.num_microbatches * (_num_bytes(info.received) + info.sent_bytes),
+                num_in_flight=in_flight or num_microbatches,
+                resident_bytes=buffer_bytes
+                + resident_bytes(strategy, stage, runner.num_accumulated > 1),
                 sent_bytes=info.sent_bytes,
                 reports=partitioner.reports,
                 granted=granted.setdefault(index, Granted()),
             )
             inputs = [microbatch[position] for position in info.inputs]
-            runs[index] = planned_stage(stage, inputs, planner, runner.device, rewriter)
+            runs[index] = planned_stage(stage, inputs, planner, runner.device, steps.rewriter)
     return runs
 
 
@@ -162,9 +137,8 @@ def planned_stage(
     device: torch.device,
     rewriter: GraphRewriter | None = None,
 ) -> StageRun:
-    """Plan a stage. Returns a function of the stage's arguments and results that runs the plan."""
+    """Return a function with the stage's arguments and results that runs it by a plan."""
     graph_module, attributes = _lifted(stage)
-    # As the engine hands them over.
     received = [
         torch.zeros(passed.tensor.shape, dtype=passed.tensor.dtype, device=device).requires_grad_(
             passed.feeds_loss
@@ -172,55 +146,43 @@ def planned_stage(
         for passed in stage.info.received
     ]
     with torch.enable_grad():
-        examples = (*received, *inputs, *attributes)
         compiled = execute_with(
             "aot_eager",
             graph_module,
-            examples,
+            (*received, *inputs, *attributes),
             partition_fn=partitioner,
             rewriter=rewriter,
         )
-
     return lambda *values: compiled(*values, *attributes)
 
 
-def resident_bytes(
-    module: nn.Module,
-    stage: StageModule,
-    elsewhere: Collection[str],
-    stepped_elsewhere: Collection[str],
-    state_share: float,
-    *,
-    accumulates: bool,
-) -> int:
-    """Bytes of a rank beside its stage's parameters and its activations."""
-    params = {name: param for name, param in module.named_parameters() if name not in elsewhere}
+def resident_bytes(strategy: GridStrategy, stage: StageModule, accumulates: bool) -> int:
+    """Return the bytes of a rank beside its stage's parameters and its activations."""
+    module, ownership, grid = strategy.own_module, strategy.ownership, strategy.grid
+    freed = set[str]().union(*ownership.names) - ownership.names[dist.get_rank(grid.pipeline)]
+    if not strategy.free_unowned:
+        freed = set()
+    steppers = ownership.steppers.items()
+    stepped_elsewhere = {name for name, rank in steppers if rank != grid.replicas.rank}
+    params = {name: param for name, param in module.named_parameters() if name not in freed}
     own = storage_bytes([*stage.parameters(), *stage.buffers()])
     trained = {name: param for name, param in params.items() if param.requires_grad}
     whole = storage_bytes([*trained.values()])
     stepped = storage_bytes([p for name, p in trained.items() if name not in stepped_elsewhere])
     everything = storage_bytes([*params.values(), *module.buffers()])
-    # The gradients of the step before are alive until Lightning clears them, behind this one. Those
-    # of earlier batches are not averaged yet, and whole in every pipeline.
+    # Lightning clears the gradients of the last step after this one. Gradients of accumulated
+    # batches are not averaged yet, and whole in every pipeline.
     gradients = whole + (whole if accumulates else stepped)
+    # Optimizers have no state of parameters that are freed here.
+    optimizers = module.trainer.optimizers
+    with_state = [param for optimizer in optimizers for param in optimizer.state]
+    with_state_bytes = storage_bytes(with_state) if with_state else gradient_bytes(module)
+    state_share = optimizer_state_bytes(optimizers) / max(1, with_state_bytes)
     return max(0, everything - own) + gradients + int(stepped * state_share)
 
 
-def _state_share(module: nn.Module) -> float:
-    """Bytes of the optimizers' state per byte of a parameter."""
-    optimizers = module.trainer.optimizers if isinstance(module, pl.LightningModule) else []
-    # Once there is state, there is none of what is freed here.
-    stepped = [param for each in optimizers for param in each.state]
-    trained = storage_bytes(stepped) if stepped else gradient_bytes(module)
-    return optimizer_state_bytes(optimizers) / max(1, trained)
-
-
-def _num_bytes(passed: Sequence[Passed]) -> int:
-    return sum(value.tensor.num_bytes for value in passed)
-
-
 def _lifted(stage: StageModule) -> tuple[fx.GraphModule, list[Tensor]]:
-    """The stage's graph with its parameters and buffers as its last arguments."""
+    """Return the stage's graph with its parameters and buffers as its last arguments."""
     copy = copy_graph_module(stage)
     graph = copy.graph
     attributes: list[Tensor] = []

@@ -71,6 +71,12 @@ def _pooled(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(logits[torch.arange(len(logits)), last], batch["classes"])
 
 
+def _without_first(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    mask = batch["mask"].clone()
+    mask[:, 0] = 0
+    return (_each(logits, batch) * mask).sum() / mask.sum()
+
+
 def _balanced(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
     losses = F.cross_entropy(logits.mean(1), batch["classes"], reduction="none")
     weights = torch.where(batch["binary"] > 0, 1 / batch["binary"].mean(), torch.ones(()))
@@ -99,6 +105,7 @@ FOLLOW: dict[str, Loss] = {
     "masked, clamped": lambda s, z, b: (
         (_each(z, b) * b["mask"]).sum() / b["mask"].sum().clamp(min=1)
     ),
+    "a mask with a write": lambda s, z, b: _without_first(z, b),
     "normalized mask": lambda s, z, b: (_each(z, b) * (b["mask"] / b["mask"].sum())).sum(),
     "mean of sentences": lambda s, z, b: (
         (_each(z, b) * b["mask"]).sum(1) / b["mask"].sum(1).clamp(min=1)

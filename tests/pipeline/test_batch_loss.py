@@ -27,7 +27,7 @@ WEIGHTED = {"tokens", "another class ignored", "classes second", "class weights"
 WARNED = {
     "sum", "sum / tokens", "masked", "masked, clamped", "normalized mask", "guarded",
     "times a share", "by class", "weights of the batch", "and another mean", "mixture", "stacked",
-    "squares", "centered targets", "scaled targets", "and decay",
+    "squares", "centered targets", "scaled targets", "and decay", "a mask with a write",
 }  # fmt: skip
 
 

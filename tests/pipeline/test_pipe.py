@@ -27,7 +27,7 @@ from lightning_unitscale.pipeline import (
 from lightning_unitscale.pipeline.stage import retarget
 from tests.pipeline.models import MODELS, Odd
 
-LEFT_OUT = "ignore:.*are left out of the pipeline's results:UserWarning"
+LEFT_OUT = "ignore:.*the pipeline does not return them:UserWarning"
 pytestmark = pytest.mark.filterwarnings(
     LEFT_OUT,
     # What third parties say while a model is traced.

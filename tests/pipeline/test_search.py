@@ -80,16 +80,12 @@ def test_operations_that_cost_nothing() -> None:
 def test_only_allowed_stages() -> None:
     cuts, total = _graph(0)
 
-    def allowed(stage: int) -> object:
-        table = torch.zeros(10, 10, dtype=torch.bool)
-        # The first of two stages ends behind the third cut, or nowhere.
-        table[0, 3] = stage == 0
-        table[3, 9] = stage == 1
-        return table.numpy()
-
-    assert choose_cuts(cuts, total, 2, RATE, 4, allowed=allowed) == [2]  # type: ignore[arg-type]
+    # The first of two stages ends after the third cut, or nowhere.
+    allowed = torch.zeros(3, 10, 10, dtype=torch.bool).numpy()
+    allowed[0, 0, 3] = allowed[1, 3, 9] = True
+    assert choose_cuts(cuts, total, 2, RATE, 4, allowed=allowed) == [2]
     with pytest.raises(ValueError, match="num_stages=3: none of the 8 possible cuts"):
-        choose_cuts(cuts, total, 3, RATE, 4, allowed=allowed)  # type: ignore[arg-type]
+        choose_cuts(cuts, total, 3, RATE, 4, allowed=allowed)
 
 
 def test_of_cuts_close_to_each_other_the_one_that_sends_least_is_kept() -> None:

@@ -81,11 +81,11 @@ def test_a_metric_is_found_by_its_path() -> None:
     module = Measured()
     module.mean(torch.tensor(3.0))
     metrics = SharedMetrics(module)
-    logged = metrics.logged(module.mean)
+    logged = metrics.loggable(module.mean)
     assert logged.path == "mean"
-    metric = metrics.metric_of(logged._replace(value=torch.tensor(5.0)))
+    metric = metrics.logged(logged._replace(value=torch.tensor(5.0)))
     assert metric is module.mean
     assert metric._forward_cache == 5.0
     stray: Metric = MulticlassAccuracy(3)
     with pytest.raises(RuntimeError, match="no submodule"):
-        metrics.logged(stray)
+        metrics.loggable(stray)

@@ -357,7 +357,7 @@ def test_what_cannot_be_pipelined_is_refused(
         (Twice, "forward", "more than once"),
         (Counts, "forward", "with other arguments the second time"),
         (Halves, "forward", "calls no module that has most of its parameters"),
-        (Logs, "forward", "expected tensors, numbers and metrics"),
+        (Logs, "forward", "Log tensors, numbers and metrics only"),
     ],
 )
 def test_what_cannot_be_captured_is_refused(

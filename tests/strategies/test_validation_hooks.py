@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_unitscale import ScaleMonitor, UnitScaleCallback
-from lightning_unitscale.strategies.validation_hooks import Watch, has_validation_hooks
+from lightning_unitscale.strategies.evaluation import has_validation_hooks
+from lightning_unitscale.strategies.owners import Watch
 from tests.distributed.launch import run_ranks
 from tests.helpers import assert_same_bits
 

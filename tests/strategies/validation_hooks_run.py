@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_unitscale.strategies import PipelineStrategy
-from lightning_unitscale.strategies.ownership import FreedParameter
+from lightning_unitscale.strategies.owners import FreedParameter
 from tests.distributed.launch import quiet_rank
 from tests.strategies.trainers import quiet_trainer
 

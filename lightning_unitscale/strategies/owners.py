@@ -1,9 +1,14 @@
-"""The owners of parameters among the ranks, and parameters without memory on the others.
+"""The owners of parameters among the ranks, and parameters without memory on the other ranks.
 
 A tensor whose storage is gone crashes the process when an operation reads it (a segmentation fault
 on a CPU, torch 2.13). So while a parameter is freed its class is one that raises instead.
 
-Private names, checked on torch 2.13: ``torch._C.DisableTorchFunctionSubclass``, ``_cdata``.
+Stages validate without the weights of other ranks, but a hook may merge adapters into weights, or
+swap in averages. All ranks run the same hooks, so that each needs the values. During the first
+validation of a training every rank has them, and they are watched.
+
+Private names, checked on torch 2.13 and 2.11: ``torch._C.DisableTorchFunctionSubclass`` and
+``_cdata``.
 """
 
 from __future__ import annotations
@@ -19,12 +24,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map, tree_map_only
 
-from lightning_unitscale.pipeline.ownership import Ownership
+from lightning_unitscale.pipeline.ownership import Ownership, hand_out_gradient
 from lightning_unitscale.pipeline.program import named_tensors
-from lightning_unitscale.ranks import hand_out
+from lightning_unitscale.ranks import broadcast_tensor, gathered, gathered_on, hand_out
 from lightning_unitscale.strategies.grid import Replicas
 
-# What asks for no value of the tensor.
+# Functions that need no value of the tensor.
 _DESCRIBES = frozenset(
     {"__hash__", "__len__", "__reversed__", "data_ptr", "dim", "element_size", "get_device",
      "is_complex", "is_contiguous", "is_floating_point", "is_shared", "nelement", "numel",
@@ -34,15 +39,8 @@ _DESCRIBES = frozenset(
 _VIEWS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 
 
-@torch.no_grad()
-def give_first_weights(module: nn.Module) -> None:
-    """Give all ranks the first one's parameters and buffers; every rank calls it."""
-    for tensor in (*module.parameters(), *module.buffers()):
-        dist.broadcast(tensor.data, src=0)
-
-
 def describes(func: Any) -> bool:
-    """Return whether a function of a tensor asks for no value of it."""
+    """Return whether a function of a tensor needs no value of it."""
     attribute = _attribute(func)
     if attribute is not None:
         return bool(attribute) and attribute not in _VIEWS
@@ -57,21 +55,20 @@ def _attribute(func: Any) -> str | None:
 
 
 class FreedParameter(nn.Parameter):
-    """A parameter whose storage is freed: it has a shape, a type and a device, and no values."""
+    """A parameter whose storage is freed: it has a shape, a type and a device, but no values."""
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Lets through functions that only describe the tensor."""
+        """Run functions that only describe the tensor, and refuse all others."""
         if describes(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         raise RuntimeError(
             f"{_attribute(func) or getattr(func, '__name__', func)}: the values of this parameter "
-            "are on another rank of the pipeline (free_unowned=True); expected reads of weights in "
-            "hooks of the validation and after the training, when every rank has all of them; read "
-            "it there, pass free_unowned=False, or save a checkpoint."
+            "are on another rank of the pipeline (free_unowned=True). Read weights in hooks of the "
+            "validation or after the training, pass free_unowned=False, or save a checkpoint."
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -80,7 +77,7 @@ class FreedParameter(nn.Parameter):
 
 
 class FreedStorage:
-    """Frees the memory of parameters, and takes it again."""
+    """Frees the memory of parameters, and allocates it again."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], kept: Iterable[Tensor]) -> None:
         held = Counter(_storage(tensor) for tensor in (*kept, *parameters.values()))
@@ -101,14 +98,14 @@ class FreedStorage:
         for param in self.parameters.values():
             param.grad = None
             if not param.untyped_storage().resizable():
-                # Weights that were mapped from a file, as from_pretrained does.
+                # Weights that are mapped from a file, as from_pretrained does.
                 param.data = param.detach().clone()
             param.untyped_storage().resize_(0)
             param.__class__ = FreedParameter
         self.is_free = True
 
     def take(self) -> None:
-        """Take memory again, of any values: the caller fills it. Idempotent."""
+        """Allocate the memory again, which the caller fills with values. Idempotent."""
         if not self.is_free:
             return
         for param in self.parameters.values():
@@ -117,7 +114,7 @@ class FreedStorage:
         self.is_free = False
 
     def lose(self) -> None:
-        """After an error, when no rank can send the values: make them NaN, on the CPU."""
+        """Make the values NaN, on the CPU: after an error no rank can send them."""
         if not self.is_free:
             return
         for param in self.parameters.values():
@@ -126,8 +123,8 @@ class FreedStorage:
             param.data = lost.fill_(torch.nan) if lost.is_floating_point() else lost.zero_()
         self.is_free = False
 
-    def copied(self, state: Any) -> Any:
-        """The structure, with CPU copies of the tensors in memory that will be freed."""
+    def copied(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Replace tensors of a state dict in memory that will be freed by copies on the CPU."""
         own = {_storage(param) for param in self.parameters.values()}
         copies: dict[Any, Tensor] = {}
 
@@ -140,39 +137,73 @@ class FreedStorage:
                 copies[key] = leaf.detach().to("cpu", copy=True)
             return copies[key]
 
-        if not isinstance(state, dict):
-            return tree_map(copy, state)
-        for key, value in state.items():  # in place: a state dict carries versions with it
+        for key, value in state.items():  # in place: a state dict has versions as metadata
             state[key] = tree_map(copy, value)
         return state
 
     @contextlib.contextmanager
     def plain(self) -> Iterator[None]:
-        """Within this context freed parameters are of the usual class, for captures and guards."""
-        freed = self.is_free
-        if freed:
-            for param in self.parameters.values():
-                param.__class__ = nn.Parameter
+        """Give freed parameters their usual class within this context, for captures and guards."""
+        freed = list(self.parameters.values()) if self.is_free else []
+        for param in freed:
+            param.__class__ = nn.Parameter
         try:
             yield
         finally:
-            if freed and self.is_free:
-                for param in self.parameters.values():
-                    param.__class__ = FreedParameter
+            for param in freed if self.is_free else ():
+                param.__class__ = FreedParameter
 
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+class WatchedParameter(nn.Parameter):
+    """A parameter that notes whether its values are read."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run a function, and note whether it does more than describe the tensor."""
+        if not describes(func):
+            cls.is_read = True
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    is_read = False
+
+
+class Watch:
+    """Watches the parameters of a module until it ends."""
+
+    def __init__(self, module: nn.Module) -> None:
+        # A class of its own: other modules may be watched at the same time.
+        self._kind = type("WatchedParameter", (WatchedParameter,), {})
+        self._parameters = [one for one in module.parameters() if type(one) is nn.Parameter]
+        for parameter in self._parameters:
+            parameter.__class__ = self._kind
+
+    def end(self) -> bool:
+        """Restore the parameters, and return whether some were read. Idempotent."""
+        for parameter in self._parameters:
+            if type(parameter) is self._kind:
+                parameter.__class__ = nn.Parameter
+        self._parameters = []
+        return bool(self._kind.is_read)  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def give_first_weights(module: nn.Module) -> None:
+    """Give all ranks the parameters and buffers of the first one; every rank calls it."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        broadcast_tensor(tensor.data)
+
+
 class Owners:
     """The owners of a module's parameters and buffers.
 
-    What no stage has is the same on all ranks and counts as the first rank's.
-
-    Attributes:
-        names: Names of what each rank of the group has in its stages.
-        freed: The parameters that are others'.
+    Tensors of no stage are the same on all ranks and count as the first rank's.
     """
 
     def __init__(
@@ -184,34 +215,33 @@ class Owners:
         *,
         frees: bool = False,
     ) -> None:
-        self._group = group
-        self._rank = dist.get_rank(group)
-        self._replicas = replicas
-        self._steppers = ownership.steppers
+        self._group, self._rank = group, dist.get_rank(group)
+        self._replicas, self._steppers = replicas, ownership.steppers
         # The ranks that have all gradients and optimizer states together.
         self._together = None if self._steppers else group
-        tensors = named_tensors(module)
+        self._tensors = tensors = named_tensors(module)
+        self._name_of = {id(tensor): name for name, tensor in tensors.items()}
+        self._device = next(iter(tensors.values())).device
+        # For each rank of the group, the names of the tensors in its stages.
         self.names = names = ownership.names
         self._owned = ownership.parameters_of(self._rank)
-        self._device = next(iter(tensors.values())).device
         self._first = {
             name: next((rank for rank, own in enumerate(names) if name in own), 0)
             for name in tensors
         }
-        self._tensors = tensors
-        self._by_id = {id(tensor): name for name, tensor in tensors.items()}
         others = {
-            name: param
-            for rank in range(len(names))
-            for name, param in ownership.parameters_of(rank).items()
-            if name not in self._owned
+            name: tensor
+            for name, tensor in tensors.items()
+            if isinstance(tensor, nn.Parameter)
+            and name not in self._owned
+            and any(name in own for own in names)
         }
         kept = [tensor for name, tensor in tensors.items() if name not in others]
         self.freed = FreedStorage(others if frees else {}, kept)
 
     def counts_here(self, tensor: Tensor) -> bool:
-        """Whether this rank is the first owner that steps it, and so the one that counts it."""
-        name = self._by_id[id(tensor)]
+        """Return whether this rank is the first owner that steps a tensor, and so counts it."""
+        name = self._name_of[id(tensor)]
         is_of_pipeline = not self._steppers or self._steppers.get(name, 0) == self._replicas.rank
         return is_of_pipeline and self._first[name] == self._rank
 
@@ -220,10 +250,10 @@ class Owners:
         """Give every rank the owners' values of all parameters and buffers."""
         self.freed.take()
         for name, tensor in self._tensors.items():
-            self._broadcast(tensor.data, self._first[name])
+            broadcast_tensor(tensor.data, self._first[name], self._group)
 
     def free(self, optimizers: Iterable[Optimizer]) -> None:
-        """Free values and gradients of what other ranks own, and what they step of the state."""
+        """Free values, gradients and optimizer states that are on other ranks."""
         elsewhere = [
             self._tensors[name]
             for name, stepper in self._steppers.items()
@@ -236,68 +266,53 @@ class Owners:
 
     @torch.no_grad()
     def state_on_first(self, state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """On the first rank the result of ``state`` with the owners' values; ``{}`` on the others.
+        """Return ``state()`` with the owners' values on the first rank, ``{}`` on the others.
 
-        Nothing in it lies in memory that is freed later.
+        None of its tensors lies in memory that is freed later.
         """
         was_free = self.freed.is_free
         if self._rank == 0:
             self.freed.take()
         for name, tensor in self._tensors.items():
             owner = self._first[name]
-            if owner and self._rank == owner:
-                dist.send(tensor.data.contiguous(), group=self._group, group_dst=0)
-            elif owner and self._rank == 0:
-                received = tensor.data.contiguous()
-                dist.recv(received, group=self._group, group_src=owner)
-                if received.data_ptr() != tensor.data_ptr():
-                    tensor.data.copy_(received)
+            if owner and self._rank in (owner, 0):
+                hand_out(tensor.data, (owner, 0), self._group)
         if self._rank:
             return {}
         try:
-            on_first: dict[str, Any] = self.freed.copied(state())
+            return self.freed.copied(state())
         finally:
             if was_free:
                 self.freed.free()
-        return on_first
 
     @torch.no_grad()
     def average_gradients(self) -> None:
-        """Average the gradients over the pipelines, for those that step with them.
+        """Average the gradients over the pipelines that step with them.
 
-        The first owner of a tied weight does it for the others: sums over the pipelines, made by
-        each owner for itself, could differ in their last bits, and the owners with them.
+        The first owner of a tied weight does it for the others. If each owner summed for itself,
+        the sums could differ in their last bits, and then the weights would.
         """
         if self._replicas.count == 1:
             return
         averaged = {
             name: param for name, param in self._owned.items() if self._first[name] == self._rank
         }
-        self._replicas.average(averaged, self._tensors, self._device, self._steppers)
+        self._replicas.average(averaged, self._steppers)
         for name, param in self._owned.items():
             ranks = [rank for rank, owned in enumerate(self.names) if name in owned]
             if self._steppers.get(name, self._replicas.rank) != self._replicas.rank:
                 param.grad = None
             elif len(ranks) > 1:
-                self._hand_out_gradient(param, ranks)
+                hand_out_gradient(param, ranks, self._group)
 
     def share_steps(self) -> None:
-        """After an optimizer's step: what each pipeline has stepped, for all of them."""
+        """Give all pipelines what each has stepped; called after an optimizer's step."""
         trained = {name: param for name, param in self._owned.items() if param.requires_grad}
         if self._steppers:
             self._replicas.share(trained, self._steppers)
 
-    def _hand_out_gradient(self, parameter: nn.Parameter, ranks: list[int]) -> None:
-        """The first rank's gradient for the other owners."""
-        present = torch.tensor([parameter.grad is not None], device=self._device).int()
-        hand_out(present, ranks, self._group)
-        if self._rank != ranks[0]:
-            parameter.grad = torch.empty_like(parameter).contiguous() if present.item() else None
-        if parameter.grad is not None:
-            hand_out(parameter.grad.contiguous(), ranks, self._group)
-
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state dict that one device would have, on the first rank; ``{}`` on the others."""
+        """Return the state dict of a single device on the first rank, ``{}`` on the others."""
         state_dict = optimizer.state_dict()
         parameters = [param for group in optimizer.param_groups for param in group["params"]]
         own = {
@@ -305,22 +320,17 @@ class Owners:
             for index, state in state_dict["state"].items()
             if self.counts_here(parameters[index])
         }
-        parts: list[Any] | None = None
-        if dist.get_rank(self._together) == 0:
-            parts = [None] * dist.get_world_size(self._together)
         on_cpu = tree_map_only(Tensor, lambda tensor: tensor.cpu(), own)
-        dist.gather_object(on_cpu, parts, group=self._together, group_dst=0)
+        parts = gathered_on(0, on_cpu, self._together)
         if parts is None:
             return {}
         together = {index: state for part in parts for index, state in part.items()}
         return {**state_dict, "state": dict(sorted(together.items()))}
 
     def num_gradient_elements(self, parameters: Iterable[Tensor]) -> int:
-        """Elements with a gradient among the parameters of all ranks."""
+        """Return the number of elements with a gradient among the parameters of all ranks."""
         own = [param for param in parameters if param.grad is not None and self.counts_here(param)]
-        count = torch.tensor(sum(param.numel() for param in own), device=self._device)
-        dist.all_reduce(count, group=self._together)
-        return int(count)
+        return sum(gathered(sum(param.numel() for param in own), self._together))
 
     @torch.no_grad()
     def clip_norm(self, parameters: Iterable[Tensor], limit: float) -> None:
@@ -330,17 +340,11 @@ class Owners:
         for norm, param in zip(norms, parameters, strict=True):
             if param.grad is not None and self.counts_here(param):
                 norm.copy_(torch.linalg.vector_norm(param.grad))
-        # Each is added to zeros, so that the norm does not depend on which rank has what. Another
-        # one in another pipeline would part their weights.
+        # Every norm is added to zeros, so that the total has the same bits on all ranks and does
+        # not depend on the owners. Otherwise the weights of the pipelines would drift apart.
         dist.all_reduce(norms, group=self._together)
         total = torch.linalg.vector_norm(norms)
         factor = (limit / (total + 1e-6)).clamp(max=1.0)
         for param in parameters:
             if param.grad is not None:
                 param.grad.mul_(factor.to(param.grad.dtype))
-
-    def _broadcast(self, tensor: Tensor, rank: int) -> None:
-        sent = tensor.contiguous()
-        dist.broadcast(sent, group=self._group, group_src=rank)
-        if sent is not tensor:
-            tensor.copy_(sent)

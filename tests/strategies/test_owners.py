@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_unitscale.pipeline.ownership import Ownership
 from lightning_unitscale.strategies.grid import Replicas
-from lightning_unitscale.strategies.ownership import FreedParameter, FreedStorage, Owners
+from lightning_unitscale.strategies.owners import FreedParameter, FreedStorage, Owners
 
 READS: dict[str, Callable[[nn.Module, nn.Parameter], Any]] = {
     "an operation": lambda module, one: one + 1,
