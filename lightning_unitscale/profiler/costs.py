@@ -12,10 +12,9 @@ operation costs is the bytes that it moves.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -68,12 +67,6 @@ class CostModel:
     random_seconds: float = 4e-9
     fused: bool = False
     measured: Mapping[str, float] = field(default_factory=dict)
-
-    def key(self) -> str:
-        """A string that two equal models share, for hashes of plans."""
-        values = {attribute.name: getattr(self, attribute.name) for attribute in fields(self)}
-        values["measured"] = sorted(self.measured.items())
-        return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
 
     def seconds(self, name: str, flops: float, num_bytes: int, *, fusible: bool = False) -> float:
         """Estimated seconds of a node: bound by what it computes or by what it moves.

@@ -1,4 +1,4 @@
-"""Reads AOTAutograd's joint graph into a :class:`RematProblem`."""
+"""Read AOTAutograd's joint graph into a :class:`RematProblem`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
@@ -21,7 +22,7 @@ from lightning_unitscale.profiler.costs import (
     concrete,
     size_hint,
 )
-from lightning_unitscale.remat.problem import NodeRegion, RematNode, RematProblem
+from lightning_unitscale.remat.problem import NodeRegion, RematNode, RematProblem, leading_to
 
 Symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
 Recomputable = Collection[Callable[..., Any]]
@@ -30,15 +31,15 @@ Recomputable = Collection[Callable[..., Any]]
 _RNG_STATE_BYTES = 5056
 # A smaller result is saved rather than its generator's state.
 _REPLAY_FROM_BYTES = 16 * _RNG_STATE_BYTES
-# Operators that are known to depend on nothing but their arguments; collectives are not.
-# Of our own operators, one that must not run again says so in its node's ``recompute``.
+# Operators that depend on nothing but their arguments, unlike collectives. One of ours that must
+# not run again has that in its node's ``recompute``.
 _PURE_NAMESPACES = ("aten", "prims", "prim", "lightning_unitscale")
-# Sums in an order that no two runs share, where threads add to one place atomically.
+# Threads add to one place atomically, so the order of the sum differs from run to run.
 _ATOMIC = ("index_add", "scatter_add", "scatter_reduce", "index_put", "cumsum", "histc", "bincount")
 
 
 def changing_sizes(graph: fx.Graph) -> tuple[torch.SymInt, ...]:
-    """The sizes that are inputs of a graph because they change from call to call."""
+    """Return the sizes that are inputs of a graph because they change from call to call."""
     values = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
     return tuple(
         size for size in values if isinstance(size, torch.SymInt) and bool(size.node.expr.is_Symbol)
@@ -46,12 +47,11 @@ def changing_sizes(graph: fx.Graph) -> tuple[torch.SymInt, ...]:
 
 
 def is_tangent(node: fx.Node) -> bool:
-    """Whether a placeholder exists in the backward pass only."""
-    if node.op != "placeholder":
-        return False
+    """Whether a node is a placeholder of the backward pass only."""
     name = str(node.target)
     of_backward = any(part in name for part in ("tangents", "bwd_seed", "bwd_base_offset"))
-    return of_backward or type(node.meta.get("val")).__name__ == "BackwardState"
+    is_state = type(node.meta.get("val")).__name__ == "BackwardState"
+    return node.op == "placeholder" and (of_backward or is_state)
 
 
 def is_random(node: fx.Node) -> bool:
@@ -66,7 +66,7 @@ def is_mutable(node: fx.Node) -> bool:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a node returns what lies in the storage of an argument."""
+    """Whether a node returns a view of an argument."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or schema.is_mutable:
         return False
@@ -74,7 +74,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def must_recompute(node: fx.Node) -> bool:
-    """Whether the user's checkpoint says that a node runs again."""
+    """Whether the user's checkpoint runs a node again."""
     return node.meta.get("recompute") in (
         CheckpointPolicy.MUST_RECOMPUTE,
         CheckpointPolicy.PREFER_RECOMPUTE,
@@ -82,22 +82,17 @@ def must_recompute(node: fx.Node) -> bool:
 
 
 def kind_of(node: fx.Node) -> str:
-    """The operation of a node as it is called in reports."""
+    """Return the name of a node's operator for reports."""
     if node.op != "call_function":
         return node.op
-    packet = getattr(node.target, "overloadpacket", None)
-    if packet is not None:
-        return str(packet)
+    if hasattr(node.target, "overloadpacket"):
+        return str(node.target.overloadpacket)
     return getattr(node.target, "__name__", str(node.target))
 
 
 @dataclass(eq=False)
 class JointGraphReader:
-    """Makes the planner's view of a joint graph.
-
-    Attributes:
-        nodes: The graph's nodes in the order of the problem's.
-    """
+    """Makes the planner's view of a joint graph, whose ``nodes`` are in the problem's order."""
 
     graph: fx.Graph
     num_fwd_outputs: int
@@ -115,15 +110,12 @@ class JointGraphReader:
         self.sizes = changing_sizes(graph)
         self.inputs = [[self.index[i] for i in node.all_input_nodes] for node in self.nodes]
         self.storages = [_storages(node.meta.get("val")) for node in self.nodes]
-        self.mutated = {self.index[node] for node in self.mutated_inputs}
-        for node in self.nodes:
-            if is_mutable(node):
-                written = node.args[0] if node.args else None
-                if isinstance(written, fx.Node):
-                    self.mutated.add(self.index[written])
+        written = [node.args[0] for node in self.nodes if is_mutable(node) and node.args]
+        mutated = [*self.mutated_inputs, *written]
+        self.mutated = {self.index[node] for node in mutated if isinstance(node, fx.Node)}
 
     def read(self) -> RematProblem:
-        """The problem, with the sizes that are assumed now for those that are symbols."""
+        """Return the problem, with the numbers that are assumed now for symbolic sizes."""
         regions = self._regions()
         forward_outputs = self._output_indices(0, self.num_fwd_outputs)
         backward_outputs = self._output_indices(self.num_fwd_outputs, len(self.outputs))
@@ -173,56 +165,44 @@ class JointGraphReader:
         return regions
 
     def _in_forward(self, regions: Sequence[NodeRegion], outputs: Sequence[int]) -> list[bool]:
-        in_forward = [False] * len(self.nodes)
-        pending = list(outputs)
-        pending += [
+        acts = [
             i
             for i, node in enumerate(self.nodes)
             if regions[i] is NodeRegion.FORWARD and (is_mutable(node) or is_random(node))
         ]
-        while pending:
-            i = pending.pop()
-            if not in_forward[i]:
-                in_forward[i] = True
-                pending.extend(self.inputs[i])
+        nothing = np.zeros(len(self.nodes), dtype=np.bool_)
+        in_forward: list[bool] = leading_to([*outputs, *acts], self.inputs, nothing).tolist()
         for i, node in enumerate(self.nodes):
-            # An operation makes all of its outputs, whoever takes them.
+            # An operator makes all of its outputs, even those that are not read.
             if node.target is operator.getitem and regions[i] is NodeRegion.FORWARD:
                 in_forward[i] |= in_forward[self.inputs[i][0]]
         return in_forward
 
     def _bases(self, regions: Sequence[NodeRegion]) -> list[tuple[int, int]]:
-        """(base, owner) of each node: views share their input's."""
+        """Return (base, owner) of each node: views share their input's."""
         bases: list[tuple[int, int]] = []
         first_with: dict[frozenset[int], int] = {}
         for i, node in enumerate(self.nodes):
             own: tuple[int, int] = (i, i)
-            if regions[i] is not NodeRegion.INPUT and self.inputs[i]:
-                is_item = node.target is operator.getitem
-                viewed = self._viewed(i, bases, through_tuple=is_item)
-                if viewed is not None:
-                    own = bases[viewed]
-                elif is_item:
-                    own = (i, self.inputs[i][0])
-            elif regions[i] is NodeRegion.INPUT:
+            if regions[i] is NodeRegion.INPUT:
                 first = first_with.setdefault(self.storages[i] or frozenset({-1 - i}), i)
                 own = (first, first)
+            elif (viewed := self._viewed(i, bases)) is not None:
+                own = bases[viewed]
+            elif node.target is operator.getitem:
+                own = (i, self.inputs[i][0])
             bases.append(own)
         return bases
 
-    def _viewed(
-        self, i: int, bases: Sequence[tuple[int, int]], *, through_tuple: bool
-    ) -> int | None:
-        mine = self.storages[i]
+    def _viewed(self, i: int, bases: Sequence[tuple[int, int]]) -> int | None:
+        node, mine = self.nodes[i], self.storages[i]
         if not mine:
             return None
         for j in self.inputs[i]:
-            if self.storages[j] and mine <= self.storages[j] and not through_tuple:
+            is_of_views = node.target is operator.getitem and bases[j][0] != j
+            if is_of_views or (node.target is not operator.getitem and mine <= self.storages[j]):
                 return j
-            if through_tuple and bases[j][0] != j:
-                return j  # of a tuple of views
-        # Rewritten graphs may hold examples whose storage is nobody's any more.
-        node = self.nodes[i]
+        # In rewritten graphs no node may have the storage of an example any more.
         if is_view(node) and node.args and isinstance(node.args[0], fx.Node):
             return self.index[node.args[0]]
         return None
@@ -253,15 +233,14 @@ class JointGraphReader:
     def _choices(
         self, node: fx.Node, bases: Sequence[tuple[int, int]], regions: Sequence[NodeRegion]
     ) -> tuple[bool, bool]:
-        """(whether its value can be saved, whether it may run again)."""
+        """Return whether its value can be saved, and whether it may run again."""
         i = self.index[node]
         value = node.meta.get("val")
         if isinstance(value, Symbolic):
             # Autograd keeps integers; other symbols are computed from them again.
             return isinstance(value, torch.SymInt), not isinstance(value, torch.SymInt)
         is_view = bases[i][0] != i
-        single = isinstance(value, Tensor) or not isinstance(value, (tuple, list))
-        can_save = single and not is_view
+        can_save = not is_view and not isinstance(value, (tuple, list))
         if must_recompute(node) and regions[i] is NodeRegion.FORWARD:
             return False, True
         if node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE:
@@ -322,7 +301,7 @@ def _element_bytes(tensor: Tensor) -> int:
 
 
 def _storages(value: Any) -> frozenset[int]:
-    """Identities of the storages of a value; by storage and never by an address."""
+    """Return the identities of a value's storages, never their addresses."""
     try:
         return frozenset(tensor.untyped_storage()._cdata for tensor in tensors_in(value))
     except (NotImplementedError, RuntimeError):
@@ -330,7 +309,7 @@ def _storages(value: Any) -> frozenset[int]:
 
 
 def _untaken_bytes(node: fx.Node) -> int:
-    """Bytes of those outputs of an operation with several that nobody takes."""
+    """Return the bytes of those of several outputs of an operator that are not read."""
     value = node.meta.get("val")
     if node.op != "call_function" or not isinstance(value, (tuple, list)):
         return 0
