@@ -1,4 +1,4 @@
-"""A mode that notes every operator of a step and every storage's life."""
+"""A dispatch mode that records every operator of a step and the life of every storage."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from lightning_unitscale.patching import shadowed
 from lightning_unitscale.profiler.costs import operator_costs
 from lightning_unitscale.profiler.fake_device import (
     DispatchMode,
-    FakeScalars,
     current_autograd_function,
     run_operator,
 )
@@ -34,32 +33,26 @@ from lightning_unitscale.profiler.record import (
 )
 from lightning_unitscale.profiler.sharded import is_distributed, local_tensor
 
-# Keys of what is noted on autograd's functions: the forward node that made it, and when it ran.
+# Keys in the metadata of autograd's functions: the forward node that made it, and when it ran.
 _NODE, _TASK = "lightning_unitscale_node", "lightning_unitscale_task"
 # FSDP's operator whose second argument is the buffer that a layer's parameters are gathered in.
 _GATHERING = "fsdp.all_gather_copy_in.default"
 
 
 class StorageRecorder(DispatchMode):
-    """Notes every operator, and when each storage of the device is allocated and released.
+    """Records every operator, and when each storage of the device is allocated and released.
 
-    Storages are told apart by identity and their release is seen by a weak reference, so what is
-    recorded is what reference counts did: those of Python, of autograd's graph and of its engine.
-
-    Attributes:
-        phase: The part of the step that runs.
-        node: Index of the forward node that runs.
-        last_node: Index of the last node of the user's code.
-        running: Name of the last node that was begun.
-        record: What was seen so far, the events in the order in which they happened.
+    A weak reference to each storage reports its release. So the record shows the reference counts
+    of Python, of autograd's graph and of its engine.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.device = device
         self.phase: Phase = "forward"
+        # Index of the forward node that runs, and of the last node of the user's code.
         self.node = self.last_node = OUTSIDE
-        self.running = ""
+        self.running = ""  # name of the last node that was begun
         self.record = StepRecord(device.type)
         # The present size of each storage, and the task of the backward pass that allocated it.
         self._sizes: list[int] = []
@@ -75,7 +68,7 @@ class StorageRecorder(DispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if is_distributed(types):
-            # It calls this again with the shards. The engine sums such gradients into new tensors.
+            # This is called again with the shards. The engine sums such gradients into new tensors.
             self._sums_anew = func
             return NotImplemented
         kwargs = kwargs or {}
@@ -85,8 +78,6 @@ class StorageRecorder(DispatchMode):
             self._sums_anew = None
         if func is torch.ops.prim.device.default or func.namespace == "profiler":
             return func(*args, **kwargs)
-        if func is torch.ops.aten._local_scalar_dense.default and self.phase == "optimizer":
-            return FakeScalars.answer(args[0])
         node = self._current_node()
         inputs = tensors_in((args, kwargs))
         for tensor in inputs:
@@ -97,7 +88,9 @@ class StorageRecorder(DispatchMode):
         self.record.operators.append(OperatorCall(str(func), self.phase, node, costs))
         num_storages = len(self._sizes)
         for tensor in outputs:
-            self._follow(tensor, node)
+            index = self.storage_of(tensor, node, len(self.record.operators) - 1)
+            if index != OUTSIDE:
+                self._resize(index, tensor.untyped_storage().nbytes())  # by ``resize_``
         if str(func) == _GATHERING:
             self.declare(args[1], "unsharded")
         is_sum = self.phase == "backward" and func is torch.ops.aten.add.Tensor and not sums_anew
@@ -106,13 +99,13 @@ class StorageRecorder(DispatchMode):
         return result
 
     def paused(self) -> AbstractContextManager[None]:
-        """Within this context nothing is noted."""
+        """Within this context record nothing."""
         return shadowed(self, _is_paused=True)
 
     # -- nodes
 
     def begin_node(self, name: str) -> None:
-        """What follows belongs to the next node of the forward graph."""
+        """Let all following operators belong to the next node of the forward graph."""
         self.node, self.running = len(self.record.nodes), name
 
     def add_node(
@@ -139,45 +132,28 @@ class StorageRecorder(DispatchMode):
 
     # -- storages
 
-    def storage_of(self, tensor: Tensor) -> int:
-        """Index of the tensor's storage; :data:`OUTSIDE` if it is on another device.
+    def storage_of(self, tensor: Tensor, node: int = OUTSIDE, born: int = OUTSIDE) -> int:
+        """Return the index of the tensor's storage; :data:`OUTSIDE` if it is on another device.
 
-        A storage that was not seen before has been there from the beginning.
+        An unknown storage is one of this node and operator, by default from before the step.
         """
         tensor = local_tensor(tensor)
-        if not self._counts(tensor):
+        if tensor.device.type != self.device.type or tensor.layout != torch.strided:
             return OUTSIDE
-        storage = tensor.untyped_storage()
-        index = self._indices.get(storage._cdata)
-        return self._register(storage, OUTSIDE, OUTSIDE) if index is None else index
+        return self._index(tensor.untyped_storage(), node, born)
 
     def declare(self, tensor: Tensor, kind: Kind) -> None:
-        """Say what a tensor is that is there before the step, or stays after it."""
+        """Set the kind of a tensor that exists before the step, or stays after it."""
         index = self.storage_of(tensor)
         if index != OUTSIDE:
             self.record.storages[index].kind = kind
 
-    def _counts(self, tensor: Tensor) -> bool:
-        return tensor.device.type == self.device.type and tensor.layout == torch.strided
-
-    def _follow(self, tensor: Tensor, node: int) -> None:
-        if not self._counts(tensor):
-            return
-        storage = tensor.untyped_storage()
-        index = self._indices.get(storage._cdata)
-        if index is None:
-            self._register(storage, node, len(self.record.operators) - 1)
-            return
-        self._resize(index, storage.nbytes())  # by ``resize_``
-
     def resizing(self, storage: Any, num_bytes: int) -> None:
-        """Say that a storage is about to get another size, below the dispatcher.
+        """Record that a storage gets another size below the dispatcher.
 
-        So does FSDP allocate and free what it gathers.
+        FSDP allocates and frees gathered parameters like this.
         """
-        index = self._indices.get(storage._cdata)
-        if index is None:
-            index = self._register(storage, OUTSIDE, OUTSIDE)
+        index = self._index(storage)
         self.record.storages[index].kind = "unsharded"
         self._resize(index, num_bytes)
 
@@ -189,9 +165,11 @@ class StorageRecorder(DispatchMode):
             life.num_bytes = max(life.num_bytes, num_bytes)
             self.record.events.append(Event(index, change, len(self.record.operators) - 1))
 
-    def _register(self, storage: Any, node: int, born: int) -> int:
-        index, key = len(self._sizes), storage._cdata
-        size = storage.nbytes()
+    def _index(self, storage: Any, node: int = OUTSIDE, born: int = OUTSIDE) -> int:
+        key = storage._cdata
+        if key in self._indices:
+            return self._indices[key]
+        index, size = len(self._sizes), storage.nbytes()
         self._sizes.append(size)
         self.record.storages.append(StorageLife(size, node=node, born=born))
         self._tasks.append(self._task)
@@ -208,11 +186,11 @@ class StorageRecorder(DispatchMode):
         return index
 
     def _accumulated_in_place(self, inputs: Sequence[Tensor], is_new: bool) -> None:
-        """Note a sum that the engine of autograd would have written into its first operand.
+        """Record a sum that the engine of autograd would have written into its first operand.
 
-        Where gradients meet, the engine adds the new one to the old in place if nobody else has
-        it and it is no view (whose base would be somebody else), but never into a tensor subclass,
-        as fake tensors are. A sum within one autograd function is its formula's.
+        The engine adds gradients in place if nothing else refers to the older one and it is no
+        view. It never does so for a tensor subclass, such as fake tensors. A sum within one
+        autograd function belongs to its formula.
         """
         if not is_new or len(inputs) < 2:
             return
@@ -225,21 +203,21 @@ class StorageRecorder(DispatchMode):
     # -- autograd
 
     def label(self, tensors: Sequence[Tensor], node: int) -> None:
-        """Say that the autograd functions behind ``tensors``, as far as new, are of ``node``."""
+        """Assign the new ones of the autograd functions behind ``tensors`` to ``node``."""
         pending: list[Any] = [tensor.grad_fn for tensor in tensors]
         while pending:
             function = pending.pop()
-            if function is None or _NODE in _notes(function):
+            if function is None or _NODE in function.metadata:
                 continue
-            _notes(function)[_NODE] = node
+            function.metadata[_NODE] = node
             if not hasattr(function, "variable"):  # a leaf's
                 pending += [following for following, _ in function.next_functions]
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """Hook of autograd: ``tensor`` is saved for the backward pass."""
+        """Record that autograd saves ``tensor`` for the backward pass; a hook of it."""
         index = self.storage_of(plain_tensor(tensor))
         if index != OUTSIDE and self.phase == "forward":
-            # An autograd function of the user's saves after its last node.
+            # An autograd function of the user saves after its last node.
             node = self.last_node if self.node == OUTSIDE else self.node
             self.record.saved.append((index, node))
             if self.record.storages[index].kind == "temporary":
@@ -252,28 +230,22 @@ class StorageRecorder(DispatchMode):
         function = current_autograd_function()
         if function is None:
             return OUTSIDE
-        self._task = _notes(function).setdefault(_TASK, len(self.record.operators))
-        return int(_notes(function).get(_NODE, OUTSIDE))
+        self._task = function.metadata.setdefault(_TASK, len(self.record.operators))
+        return int(function.metadata.get(_NODE, OUTSIDE))
 
     # -- the end
 
     def finished(self) -> StepRecord:
-        """The record, with events in the order in which they happen on real tensors."""
-        # What was seen late and had been there from the beginning comes first.
+        """Return the record, with events in the order of real tensors."""
+        # Storages from before the step come first, even if they were seen later.
         events = sorted(self.record.events, key=lambda event: event.operator != OUTSIDE)
         born = {event.storage: order for order, event in enumerate(events) if event.change > 0}
         for old, new, operator in self._sums:
             start = born[new]
             for order in range(start + 1, len(events)):
                 if events[order].operator != operator:
-                    break  # somebody still reads the old gradient: it was not overwritten
+                    break  # the old gradient is still read, so it was not overwritten
                 if events[order].storage == old:
                     events[start], events[order] = events[order], events[start]
                     break
         return replace(self.record, events=events)
-
-
-def _notes(function: Any) -> dict[Any, Any]:
-    """What Python code may note on a function of autograd; it lives as long as that."""
-    notes: dict[Any, Any] = function.metadata
-    return notes

@@ -1,16 +1,18 @@
-"""The nodes of a step that runs on fake tensors: of a module's own code, or of an existing graph.
+"""Nodes of a step that runs on fake tensors: of a module's own code, or of an existing graph.
 
-A module is not traced by Dynamo: its own Python code runs, so what breaks its graphs does not
-matter here, and tensors live exactly as long as that code holds them. The values of a graph live
-until their last reader has run, as in the code that FX generates.
+A module's own Python code runs, not Dynamo: graph breaks do not matter, and tensors live exactly as
+long as that code holds them. The values of a graph live until their last reader has run, as in the
+code that FX generates.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
@@ -20,7 +22,7 @@ from lightning_unitscale.functional.scale import plain_tensor
 from lightning_unitscale.graph.decompose import open_function
 from lightning_unitscale.graph.nodes import module_path, op_name, tensors_in
 from lightning_unitscale.profiler.fake_device import (
-    Call,
+    calls_of,
     forgetting_control_flow,
     is_control_flow,
     run_control_flow,
@@ -29,7 +31,7 @@ from lightning_unitscale.profiler.record import OUTSIDE
 from lightning_unitscale.profiler.recorder import StorageRecorder
 
 _CALLS = frozenset({"call_function", "call_method", "call_module"})
-# What Python calls when the tensor is on the right; a graph has the function itself.
+# Python's names of functions if the tensor is on the right; a graph has the function itself.
 _REFLECTED = {"radd": "add", "rsub": "sub", "rmul": "mul", "rmatmul": "matmul", "rpow": "pow",
               "rtruediv": "truediv", "rdiv": "truediv", "rfloordiv": "floordiv",
               "rmod": "mod"}  # fmt: skip
@@ -38,39 +40,34 @@ _REFLECTED = {"radd": "add", "rsub": "sub", "rmul": "mul", "rmatmul": "matmul", 
 class ModuleTrace(TorchFunctionMode):
     """Makes a node of every torch function that a module's forward pass calls."""
 
-    def __init__(self, module: nn.Module, recorder: StorageRecorder, call: Call) -> None:
+    def __init__(self, module: nn.Module, recorder: StorageRecorder) -> None:
         super().__init__()
         self._paths = {submodule: path for path, submodule in module.named_modules()}
-        # Of the modules whose ``forward`` is running.
-        self._running: list[str] = []
+        self._running: list[str] = []  # paths of the modules whose ``forward`` runs
         self._recorder = recorder
-        self._call = call
+        self._call = calls_of(recorder.device)
         self._names: dict[str, int] = {}
-        # Names of tensors by identity, which is theirs only as long as they live.
-        self._name_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._name_of: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of tensors
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Within this context every torch function becomes a node."""
-        handles = []
-        for module, path in self._paths.items():
-            handles.append(module.register_forward_pre_hook(self._enter(path), prepend=True))
-            handles.append(module.register_forward_hook(self._leave, always_call=True))
-        try:
-            with forgetting_control_flow(), self:
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
-    def _enter(self, path: str) -> Callable[..., None]:
-        return lambda *_: self._running.append(path)
+        def leave(*_: Any) -> None:
+            self._running.pop()
 
-    def _leave(self, *_: Any) -> None:
-        self._running.pop()
+        with contextlib.ExitStack() as hooks, forgetting_control_flow(), self:
+            for module, path in self._paths.items():
+                enter = partial(self._enter, path)
+                hooks.enter_context(module.register_forward_pre_hook(enter, prepend=True))
+                hooks.enter_context(module.register_forward_hook(leave, always_call=True))
+            yield
+
+    def _enter(self, path: str, *_: Any) -> None:
+        self._running.append(path)
 
     def name_input(self, tensor: Tensor, name: str) -> None:
-        """Say what a tensor that the graph starts from is called."""
+        """Name a tensor that the graph starts from."""
         self._name_of[tensor] = name
 
     def __torch_function__(
@@ -79,14 +76,14 @@ class ModuleTrace(TorchFunctionMode):
         kwargs = kwargs or {}
         recorder = self._recorder
         if func is F.multi_head_attention_forward:
-            # Opened, as in a captured graph: what is inside depends on the device too.
+            # Opened, as in a captured graph: its parts depend on the device too.
             with self:
                 return open_function(func)(*args, **kwargs)
         if is_control_flow(func):
             with self:
                 return run_control_flow(func, args, kwargs)
         if recorder.phase != "forward":
-            # What a checkpoint runs again is part of the backward pass.
+            # A checkpoint's recomputation belongs to the backward pass.
             return self._call(func, args, kwargs)
         op, path = function_name(func), self._running[-1] if self._running else ""
         inputs = list(map(plain_tensor, tensors_in((args, kwargs))))
@@ -117,17 +114,16 @@ class ModuleTrace(TorchFunctionMode):
 class GraphTrace(fx.Interpreter):
     """Runs a graph and records each of its calls as a node."""
 
-    def __init__(self, graph_module: fx.GraphModule, recorder: StorageRecorder, call: Call) -> None:
+    def __init__(self, graph_module: fx.GraphModule, recorder: StorageRecorder) -> None:
         super().__init__(graph_module)
         self._recorder = recorder
-        self._call = call
 
     def name_input(self, tensor: Tensor, name: str) -> None:
-        """Inputs have the names of their placeholders."""
+        """Do nothing: inputs have the names of their placeholders."""
 
     def watching(self) -> TorchFunctionMode:
-        """Within this context functions are called as the device would have them called."""
-        return _DeviceCalls(self._call)
+        """Within this context call functions as on the device."""
+        return _DeviceCalls(self._recorder.device)
 
     def run_node(self, n: fx.Node) -> Any:
         """Run one node and record it."""
@@ -146,9 +142,9 @@ class GraphTrace(fx.Interpreter):
 
 
 class _DeviceCalls(TorchFunctionMode):
-    def __init__(self, call: Call) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self._call = call
+        self._call = calls_of(device)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -157,7 +153,7 @@ class _DeviceCalls(TorchFunctionMode):
 
 
 def function_name(function: Any) -> str:
-    """Short name of a torch function, as a captured graph has it."""
+    """Return the short name of a torch function, as a captured graph has it."""
     name = getattr(function, "__name__", str(function))
     if name == "__get__":
         name = getattr(function.__self__, "__name__", name)

@@ -222,12 +222,13 @@ class StepPartitioner(RematPartitioner):
         graphs = super().__call__(gm, *args, **kwargs)
         self._num_planned_steps += not self._has_planned
         if not self._has_planned and self._num_planned_steps == _MANY_STEPS:
+            seconds = time.perf_counter() - start
             fixed = "" if self.reports[-1].sizes else ", and its code fixes the sizes"
             warnings.warn(
                 f"budget={self.budget!r}: {type(self._module).__name__} has been captured and "
-                f"planned in {_MANY_STEPS} steps, the last time in {time.perf_counter() - start:.1f}"
-                f" s. Its input has changed each time{fixed}. TORCH_LOGS=recompiles,dynamic names "
-                "the line that depends on it: change it, or pad the batches to a few sizes.",
+                f"planned in {_MANY_STEPS} steps, the last time in {seconds:.1f} s. Its input has "
+                f"changed each time{fixed}. TORCH_LOGS=recompiles,dynamic names the line that "
+                "depends on it: change it, or pad the batches to a few sizes.",
                 stacklevel=2,
             )
         self._has_planned = True

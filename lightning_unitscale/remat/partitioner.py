@@ -322,9 +322,7 @@ def split(
     return graphs[0], graphs[1]
 
 
-def _drop_dead(
-    graph: fx.Graph, plan: RematPlan, number: dict[str, int], other: NodeRegion
-) -> None:
+def _drop_dead(graph: fx.Graph, plan: RematPlan, number: dict[str, int], other: NodeRegion) -> None:
     """Erase the random nodes of the other region that nothing in this graph reads."""
     for node in reversed(graph.nodes):
         if node.op == "call_function" and not node.users and is_random(node):

@@ -64,7 +64,7 @@ def _column(attribute: str, dtype: type[Number]) -> cached_property[npt.NDArray[
 
 @dataclass(frozen=True)
 class RematProblem:
-    """A joint graph in topological order, forward nodes before the backward nodes that need them."""
+    """A joint graph in topological order, forward nodes before the backward nodes they feed."""
 
     nodes: tuple[RematNode, ...]
     forward_outputs: tuple[int, ...] = ()  # returned to the caller
