@@ -155,16 +155,6 @@ class MetaInfoProp:
                 node.meta[COSTS] = costs[node.name]
         return self.profile
 
-    def summary(self, limit: int | None = None) -> str:
-        """Return totals, the peak, and a row per node, the largest first.
-
-        Raises:
-            RuntimeError: If nothing was run yet.
-        """
-        if self.profile is None:
-            raise RuntimeError("MetaInfoProp.summary(): nothing was profiled yet; call run() first")
-        return self.profile.summary(limit)
-
 
 def _checked_device(device: str | torch.device) -> torch.device:
     """Return the device of this type; raise if its kernels are not known."""

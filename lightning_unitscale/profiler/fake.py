@@ -31,9 +31,8 @@ from lightning_unitscale.profiler.fake_device import (
     simulating,
 )
 from lightning_unitscale.profiler.record import Kind, StepRecord
-from lightning_unitscale.profiler.recorder import StorageRecorder
 from lightning_unitscale.profiler.sharded import is_sharded, take_over, watching_shards
-from lightning_unitscale.profiler.trace import GraphTrace, ModuleTrace
+from lightning_unitscale.profiler.trace import GraphTrace, ModuleTrace, StorageRecorder
 
 OptimizerLike = Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
 # Attributes of a module that are neither part of it nor copied with it: Lightning's Trainer.

@@ -83,12 +83,6 @@ def run_control_flow(function: Any, args: Any, kwargs: Mapping[str, Any]) -> Any
     return _CONTROL_FLOW.get(function.name(), function)(*args, **kwargs)
 
 
-def _cond(
-    predicate: Any, taken: Callable[..., Any], other: Callable[..., Any], operands: Any
-) -> Any:
-    return taken(*operands)
-
-
 def _while_loop(
     goes_on: Callable[..., Any], body: Callable[..., Any], carried: Any, constants: Any
 ) -> tuple[Any, ...]:
@@ -105,7 +99,11 @@ def _scan(combine: Callable[..., Any], initial: Any, rows: Any, constants: Any =
     return [*carried, *(torch.stack(column) for column in zip(*results, strict=True))]
 
 
-_CONTROL_FLOW = {"cond": _cond, "while_loop": _while_loop, "scan": _scan}
+_CONTROL_FLOW: dict[str, Callable[..., Any]] = {
+    "cond": lambda predicate, taken, other, operands: taken(*operands),
+    "while_loop": _while_loop,
+    "scan": _scan,
+}
 
 
 def current_autograd_function() -> Any:

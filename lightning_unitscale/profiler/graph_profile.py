@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -224,7 +225,8 @@ class GraphProfile:
 
     def to_json(self) -> str:
         """Return the profile as JSON."""
-        return report.dump(self)
+        values = {name: value for name, value in asdict(self).items() if name != "_profile_at"}
+        return json.dumps({"version": report.VERSION, **values})
 
     @staticmethod
     def from_json(text: str) -> GraphProfile:

@@ -157,22 +157,15 @@ def draw(timeline: MemoryTimeline, peak: Peak, phases: Sequence[Phase]) -> Figur
 
 
 T = TypeVar("T")
-_VERSION = 4
-
-
-def dump(profile: Any) -> str:
-    """Return a dataclass as JSON, without fields that start with an underscore."""
-    values = dataclasses.asdict(profile)
-    public = {name: value for name, value in values.items() if not name.startswith("_")}
-    return json.dumps({"version": _VERSION, **public})
+VERSION = 4  # of profiles as JSON
 
 
 def load(text: str, kind: type[T]) -> T:
     """Return a dataclass from JSON."""
     try:
         content = json.loads(text)
-        if content.pop("version", None) != _VERSION:
-            raise ValueError(f"expected version {_VERSION}")
+        if content.pop("version", None) != VERSION:
+            raise ValueError(f"expected version {VERSION}")
         return typing.cast(T, _typed(content, kind))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -55,7 +54,7 @@ def plan_remat(
         *args: Its inputs; it is run once on them, without a backward pass.
         budget: Bytes (an int, or a string such as ``"600MiB"``), a fraction in (0, 1] of the peak
             without rematerialization, or ``"min_cut"``.
-        cost_model: What running an operation costs; by default that of the graph's device.
+        cost_model: Cost of running an operator; by default that of the graph's device.
         resident_bytes: Bytes alive beside the graph's inputs, such as the optimizer's state.
         **kwargs: Further inputs.
 
@@ -82,8 +81,8 @@ def pareto_front(
         function: A module or function that Dynamo captures as one graph.
         *args: Its inputs; it is run once on them, without a backward pass.
         num_plans: Budgets to plan for.
-        cost_model: What running an operation costs; by default that of the graph's device.
-        resident_bytes: Bytes alive beside the graph's inputs, such as the optimizer's state.
+        cost_model: As for :func:`plan_remat`.
+        resident_bytes: As for :func:`plan_remat`.
         path: Where to write a plot, if one is wanted; needs matplotlib.
         **kwargs: Further inputs.
 
@@ -218,11 +217,11 @@ class StepPartitioner(RematPartitioner):
         self, gm: fx.GraphModule, *args: Any, **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Return the forward and the backward graph of a joint graph."""
-        start = time.perf_counter()
+        before = self.planning_seconds
         graphs = super().__call__(gm, *args, **kwargs)
         self._num_planned_steps += not self._has_planned
         if not self._has_planned and self._num_planned_steps == _MANY_STEPS:
-            seconds = time.perf_counter() - start
+            seconds = self.planning_seconds - before
             fixed = "" if self.reports[-1].sizes else ", and its code fixes the sizes"
             warnings.warn(
                 f"budget={self.budget!r}: {type(self._module).__name__} has been captured and "

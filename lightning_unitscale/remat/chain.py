@@ -176,7 +176,7 @@ def _option(local: _Local, saved: Mask, kept: Mask | None) -> Option:
     problem = local.problem
     segments = None if kept is None else local.segments
     order = backward_order(problem, saved, segments=segments, kept=kept)
-    timeline = simulate_plan(problem, saved, order=order)
+    timeline = simulate_plan(problem, saved, order)
     chosen = saved & (local.positions >= 0) & (problem.region == NodeRegion.FORWARD)
     dropped = np.zeros(0, dtype=np.int64) if kept is None else local.positions[~kept]
     return Option(

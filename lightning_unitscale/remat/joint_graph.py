@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +25,13 @@ from lightning_unitscale.profiler.costs import (
 from lightning_unitscale.remat.problem import NodeRegion, RematNode, RematProblem, leading_to
 
 Symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
-Recomputable = Collection[Callable[..., Any]]
 
 # The state of a generator that a replayed operation starts from: a CPU's Mersenne twister.
 _RNG_STATE_BYTES = 5056
 # A smaller result is saved rather than its generator's state.
 _REPLAY_FROM_BYTES = 16 * _RNG_STATE_BYTES
+# In the names of placeholders of the backward pass only.
+_BACKWARD_INPUTS = ("tangents", "bwd_seed", "bwd_base_offset")
 # Operators that depend on nothing but their arguments, unlike collectives. One of ours that must
 # not run again has that in its node's ``recompute``.
 _PURE_NAMESPACES = ("aten", "prims", "prim", "lightning_unitscale")
@@ -44,14 +45,6 @@ def changing_sizes(graph: fx.Graph) -> tuple[torch.SymInt, ...]:
     return tuple(
         size for size in values if isinstance(size, torch.SymInt) and bool(size.node.expr.is_Symbol)
     )
-
-
-def is_tangent(node: fx.Node) -> bool:
-    """Whether a node is a placeholder of the backward pass only."""
-    name = str(node.target)
-    of_backward = any(part in name for part in ("tangents", "bwd_seed", "bwd_base_offset"))
-    is_state = type(node.meta.get("val")).__name__ == "BackwardState"
-    return node.op == "placeholder" and (of_backward or is_state)
 
 
 def is_random(node: fx.Node) -> bool:
@@ -98,7 +91,6 @@ class JointGraphReader:
     num_fwd_outputs: int
     cost_model: CostModel
     mutated_inputs: Collection[fx.Node] = ()
-    recomputable_ops: Recomputable | None = None
     replay_random: bool = True
 
     def __post_init__(self) -> None:
@@ -113,26 +105,44 @@ class JointGraphReader:
         written = [node.args[0] for node in self.nodes if is_mutable(node) and node.args]
         mutated = [*self.mutated_inputs, *written]
         self.mutated = {self.index[node] for node in mutated if isinstance(node, fx.Node)}
+        self.regions: list[NodeRegion] = []
+        # Node whose storage each one's tensor lies in, and the node that allocates it.
+        self.bases: list[tuple[int, int]] = []
+        first_with: dict[frozenset[int], int] = {}
+        for i, node in enumerate(self.nodes):
+            self.regions.append(self._region(node))
+            own = (i, i)
+            if self.regions[i] is NodeRegion.INPUT:
+                first = first_with.setdefault(self.storages[i] or frozenset({-1 - i}), i)
+                own = (first, first)
+            elif (viewed := self._viewed(i)) is not None:
+                own = self.bases[viewed]
+            elif node.target is operator.getitem:
+                own = (i, self.inputs[i][0])
+            self.bases.append(own)
 
     def read(self) -> RematProblem:
         """Return the problem, with the numbers that are assumed now for symbolic sizes."""
-        regions = self._regions()
-        forward_outputs = self._output_indices(0, self.num_fwd_outputs)
-        backward_outputs = self._output_indices(self.num_fwd_outputs, len(self.outputs))
-        in_forward = self._in_forward(regions, forward_outputs)
-        bases = self._bases(regions)
+        forward_outputs, backward_outputs = (
+            tuple(dict.fromkeys(i for i in outputs if i is not None))
+            for outputs in (
+                self.outputs[: self.num_fwd_outputs],
+                self.outputs[self.num_fwd_outputs :],
+            )
+        )
+        in_forward = self._in_forward(forward_outputs)
         read: list[RematNode] = []
         for i, node in enumerate(self.nodes):
-            base, owner = bases[i]
-            # A view computes nothing, and what it shows was made by another operation.
+            base, owner = self.bases[i]
+            # A view computes nothing, and another operator has made its memory.
             costs = aten_node_costs(node) if base == i else OperatorCosts()
-            can_save, can_recompute = self._choices(node, bases, regions)
+            can_save, can_recompute = self._choices(i)
             read.append(
                 RematNode(
                     name=node.name,
                     kind=kind_of(node),
                     inputs=tuple(sorted(self.inputs[i])),
-                    region=regions[i],
+                    region=self.regions[i],
                     base=base,
                     owner=owner,
                     num_bytes=self._bytes(node) if base == i else 0,
@@ -148,59 +158,37 @@ class JointGraphReader:
         sizes = tuple(map(size_hint, self.sizes))
         return RematProblem(tuple(read), forward_outputs, backward_outputs, sizes)
 
-    def _output_indices(self, start: int, stop: int) -> tuple[int, ...]:
-        return tuple(dict.fromkeys(i for i in self.outputs[start:stop] if i is not None))
+    def _region(self, node: fx.Node) -> NodeRegion:
+        if node.op in ("placeholder", "get_attr"):
+            is_state = type(node.meta.get("val")).__name__ == "BackwardState"
+            is_tangent = any(part in str(node.target) for part in _BACKWARD_INPUTS)
+            is_input = node.op == "get_attr" or not (is_state or is_tangent)
+            return NodeRegion.INPUT if is_input else NodeRegion.BACKWARD
+        tag = node.meta.get("partitioner_tag")
+        acts = is_mutable(node) or is_random(node) or is_higher_order(node)
+        reads = (self.regions[self.index[read]] for read in node.all_input_nodes)
+        if tag == "must_be_in_backward" or (tag == "is_backward" and acts):
+            return NodeRegion.BACKWARD
+        return NodeRegion.BACKWARD if NodeRegion.BACKWARD in reads else NodeRegion.FORWARD
 
-    def _regions(self) -> list[NodeRegion]:
-        regions: list[NodeRegion] = []
-        for node, inputs in zip(self.nodes, self.inputs, strict=True):
-            if is_tangent(node):
-                regions.append(NodeRegion.BACKWARD)
-            elif node.op in ("placeholder", "get_attr"):
-                regions.append(NodeRegion.INPUT)
-            elif _runs_in_backward(node) or any(regions[i] is NodeRegion.BACKWARD for i in inputs):
-                regions.append(NodeRegion.BACKWARD)
-            else:
-                regions.append(NodeRegion.FORWARD)
-        return regions
-
-    def _in_forward(self, regions: Sequence[NodeRegion], outputs: Sequence[int]) -> list[bool]:
-        acts = [
-            i
-            for i, node in enumerate(self.nodes)
-            if regions[i] is NodeRegion.FORWARD and (is_mutable(node) or is_random(node))
-        ]
+    def _in_forward(self, outputs: Sequence[int]) -> list[bool]:
+        forward = [i for i, region in enumerate(self.regions) if region is NodeRegion.FORWARD]
+        acts = [i for i in forward if is_mutable(self.nodes[i]) or is_random(self.nodes[i])]
         nothing = np.zeros(len(self.nodes), dtype=np.bool_)
         in_forward: list[bool] = leading_to([*outputs, *acts], self.inputs, nothing).tolist()
-        for i, node in enumerate(self.nodes):
+        for i in forward:
             # An operator makes all of its outputs, even those that are not read.
-            if node.target is operator.getitem and regions[i] is NodeRegion.FORWARD:
+            if self.nodes[i].target is operator.getitem:
                 in_forward[i] |= in_forward[self.inputs[i][0]]
         return in_forward
 
-    def _bases(self, regions: Sequence[NodeRegion]) -> list[tuple[int, int]]:
-        """Return (base, owner) of each node: views share their input's."""
-        bases: list[tuple[int, int]] = []
-        first_with: dict[frozenset[int], int] = {}
-        for i, node in enumerate(self.nodes):
-            own: tuple[int, int] = (i, i)
-            if regions[i] is NodeRegion.INPUT:
-                first = first_with.setdefault(self.storages[i] or frozenset({-1 - i}), i)
-                own = (first, first)
-            elif (viewed := self._viewed(i, bases)) is not None:
-                own = bases[viewed]
-            elif node.target is operator.getitem:
-                own = (i, self.inputs[i][0])
-            bases.append(own)
-        return bases
-
-    def _viewed(self, i: int, bases: Sequence[tuple[int, int]]) -> int | None:
+    def _viewed(self, i: int) -> int | None:
         node, mine = self.nodes[i], self.storages[i]
         if not mine:
             return None
+        is_item = node.target is operator.getitem
         for j in self.inputs[i]:
-            is_of_views = node.target is operator.getitem and bases[j][0] != j
-            if is_of_views or (node.target is not operator.getitem and mine <= self.storages[j]):
+            if self.bases[j][0] != j if is_item else mine <= self.storages[j]:
                 return j
         # In rewritten graphs no node may have the storage of an example any more.
         if is_view(node) and node.args and isinstance(node.args[0], fx.Node):
@@ -211,8 +199,8 @@ class JointGraphReader:
         value = node.meta.get("val")
         if not isinstance(value, Tensor):
             return 0
-        if self.cost_model.fused and _stays_in_registers(node):
-            return 0
+        if self.cost_model.fused and node.users and all(map(is_fusible, (node, *node.users))):
+            return 0  # it stays in registers
         try:
             return size_hint(value.untyped_storage().nbytes())
         except (NotImplementedError, RuntimeError):
@@ -230,46 +218,39 @@ class JointGraphReader:
             seconds += elements * self.cost_model.random_seconds
         return seconds
 
-    def _choices(
-        self, node: fx.Node, bases: Sequence[tuple[int, int]], regions: Sequence[NodeRegion]
-    ) -> tuple[bool, bool]:
-        """Return whether its value can be saved, and whether it may run again."""
-        i = self.index[node]
+    def _choices(self, i: int) -> tuple[bool, bool]:
+        """Return whether a node's value can be saved, and whether it may run again."""
+        node, is_view = self.nodes[i], self.bases[i][0] != i
         value = node.meta.get("val")
         if isinstance(value, Symbolic):
             # Autograd keeps integers; other symbols are computed from them again.
             return isinstance(value, torch.SymInt), not isinstance(value, torch.SymInt)
-        is_view = bases[i][0] != i
         can_save = not is_view and not isinstance(value, (tuple, list))
-        if must_recompute(node) and regions[i] is NodeRegion.FORWARD:
+        if must_recompute(node) and self.regions[i] is NodeRegion.FORWARD:
             return False, True
+        is_part = is_view or node.target is operator.getitem
         if node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE:
-            # Several outputs are saved one by one, and a view by saving what it lies in.
-            return can_save, not can_save and (is_view or node.target is operator.getitem)
-        return can_save, self._may_run_again(node, is_view, bases)
+            # Several outputs are saved one by one, and a view by saving its base.
+            return can_save, not can_save and is_part
+        if is_part:
+            return can_save, not is_mutable(node)
+        return can_save, self._may_run_again(node)
 
-    def _may_run_again(
-        self, node: fx.Node, is_view: bool, bases: Sequence[tuple[int, int]]
-    ) -> bool:
-        if node.target is operator.getitem or is_view:
-            return not is_mutable(node)
+    def _may_run_again(self, node: fx.Node) -> bool:
         if not hasattr(node.target, "overloadpacket"):
-            return node.op == "call_function" and _is_plain_python(node)
-        name = node.target.overloadpacket.__name__
+            # Arithmetic on symbolic sizes.
+            is_number = isinstance(node.meta.get("val"), (*Symbolic, int, float, bool))
+            return node.op == "call_function" and is_number
         if getattr(node.target, "namespace", None) not in _PURE_NAMESPACES or is_mutable(node):
             return False
-        if self.recomputable_ops is not None:
-            packets = (node.target, node.target.overloadpacket)
-            if not any(packet in self.recomputable_ops for packet in packets):
-                return False
-        device = next((x.device.type for x in tensors_in(node.meta.get("val"))), "cpu")
-        if device != "cpu" and name.startswith(_ATOMIC):
+        tensors = tensors_in(node.meta.get("val"))
+        is_on_cpu = not tensors or tensors[0].device.type == "cpu"
+        if not is_on_cpu and node.target.overloadpacket.__name__.startswith(_ATOMIC):
             return False
         if is_random(node):
-            num_bytes = sum(map(_element_bytes, tensors_in(node.meta.get("val"))))
-            return self.replay_random and num_bytes >= _REPLAY_FROM_BYTES
+            return self.replay_random and sum(map(_element_bytes, tensors)) >= _REPLAY_FROM_BYTES
         # By the time of the backward pass a mutated input holds its new value.
-        return not any(bases[j][0] in self.mutated for j in self.inputs[self.index[node]])
+        return not any(self.bases[j][0] in self.mutated for j in self.inputs[self.index[node]])
 
 
 def is_fusible(node: fx.Node) -> bool:
@@ -289,10 +270,6 @@ _FUSIBLE = frozenset(
      "permute", "t", "transpose", "unsqueeze", "squeeze", "reshape", "alias", "detach",
      "as_strided", "_unsafe_view"}
 )  # fmt: skip
-
-
-def _stays_in_registers(node: fx.Node) -> bool:
-    return is_fusible(node) and bool(node.users) and all(is_fusible(user) for user in node.users)
 
 
 def _element_bytes(tensor: Tensor) -> int:
@@ -320,15 +297,3 @@ def _untaken_bytes(node: fx.Node) -> int:
         for position, output in enumerate(value)
         if isinstance(output, Tensor) and position not in taken and not read & _storages(output)
     )
-
-
-def _runs_in_backward(node: fx.Node) -> bool:
-    tag = node.meta.get("partitioner_tag")
-    if tag == "must_be_in_backward":
-        return True
-    return tag == "is_backward" and (is_mutable(node) or is_random(node) or is_higher_order(node))
-
-
-def _is_plain_python(node: fx.Node) -> bool:
-    """Arithmetic on symbolic sizes."""
-    return isinstance(node.meta.get("val"), (*Symbolic, int, float, bool))

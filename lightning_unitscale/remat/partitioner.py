@@ -37,7 +37,6 @@ from lightning_unitscale.profiler.costs import (
 from lightning_unitscale.profiler.measure import storage_bytes
 from lightning_unitscale.remat.joint_graph import (
     JointGraphReader,
-    Recomputable,
     Symbolic,
     changing_sizes,
     is_random,
@@ -153,7 +152,6 @@ class RematPartitioner(CustomPartitionerFn):
     Args:
         budget: Bytes, a fraction of the default plan's peak, ``"min_cut"``, or ``"default"``.
         cost_model: Cost of running an operator; by default that of the graph's device.
-        recomputable_ops: Operators that may run again; by default all pure ones.
         on_plan: Called with every plan.
 
     Attributes:
@@ -169,12 +167,10 @@ class RematPartitioner(CustomPartitionerFn):
         budget: Budget = "min_cut",
         *,
         cost_model: CostModel | None = None,
-        recomputable_ops: Recomputable | None = None,
         on_plan: Callable[[RematPlan], None] | None = None,
     ) -> None:
         self.budget = budget if budget == "default" else check_budget(budget)
         self.cost_model = cost_model
-        self.recomputable_ops = recomputable_ops
         self.on_plan = on_plan
         # The tensors behind inputs of the graph that is planned, as far as they are known.
         self.inputs: dict[str, Tensor] = {}
@@ -202,13 +198,15 @@ class RematPartitioner(CustomPartitionerFn):
         prepare(gm)
         self.inputs = real_inputs(gm.graph)
         is_fused = compiler == "inductor"
-        model = self.cost_model or default_cost_model(_device_type(gm), fused=is_fused)
+        values = tensors_in([node.meta.get("val") for node in gm.graph.nodes])
+        types = (value.device.type for value in values)
+        device = next((kind for kind in types if kind not in ("cpu", "meta")), "cpu")
+        model = self.cost_model or default_cost_model(device, fused=is_fused)
         reader = JointGraphReader(
             gm.graph,
             num_fwd_outputs,
             model,
             mutated_inputs=mutated_inputs(gm),
-            recomputable_ops=self.recomputable_ops,
             # Inductor has no kernel that starts from a saved state, but for a user's checkpoint.
             replay_random=not is_fused,
         )
@@ -256,8 +254,7 @@ class RematPartitioner(CustomPartitionerFn):
         """Return the key in Inductor's cache, or ``None`` for no caching if it does not suffice."""
         if type(self) is not RematPartitioner or self.on_plan is not None:
             return None
-        ops = sorted(map(str, self.recomputable_ops)) if self.recomputable_ops is not None else None
-        return f"remat-{PLANNER_VERSION}-{self.budget!r}-{self.cost_model!r}-{ops}"
+        return f"remat-{PLANNER_VERSION}-{self.budget!r}-{self.cost_model!r}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RematPartitioner:
         return self  # it keeps no state of a module
@@ -265,12 +262,6 @@ class RematPartitioner(CustomPartitionerFn):
     def __reduce__(self) -> Any:
         # Inductor pickles its settings into the key of its cache, this one among them.
         return (str, (repr(self.uuid()),))
-
-
-def _device_type(joint_module: fx.GraphModule) -> str:
-    values = tensors_in([node.meta.get("val") for node in joint_module.graph.nodes])
-    types = (value.device.type for value in values)
-    return next((kind for kind in types if kind not in ("cpu", "meta")), "cpu")
 
 
 def aot_backend(partition_fn: PartitionFn) -> Callable[..., Any]:
@@ -340,12 +331,11 @@ def _reordered(module: fx.GraphModule, plan: RematPlan, number: dict[str, int]) 
     is_placed = [node.op in ("placeholder", "output") for node in old]
     # A renamed node is a replayed random operator, or passes on a generator: never run twice.
     is_backward = [j is not None and nodes[j].region is NodeRegion.BACKWARD for j in of_joint]
-    anchors = [
-        i
-        for i, node in enumerate(old)
-        if not is_placed[i] and (is_backward[i] or _has_effect(node))
+    # Effects keep their place relative to the operators of the backward pass.
+    has_effect = [
+        node.op == "call_function" and node.is_impure() and not is_random(node) for node in old
     ]
-    # Effects keep their place relative to the operations of the backward pass.
+    anchors = [i for i in range(len(old)) if not is_placed[i] and (is_backward[i] or has_effect[i])]
     order = lazy_order(
         [[index[read] for read in node.all_input_nodes] for node in old],
         anchors,
@@ -356,17 +346,9 @@ def _reordered(module: fx.GraphModule, plan: RematPlan, number: dict[str, int]) 
     )
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    for node in old:
-        if node.op == "placeholder":
-            copies[node] = graph.node_copy(node)
-    for i in order.nodes:
-        # A later copy takes over: what comes after it reads it.
-        copies[old[i]] = graph.node_copy(old[i], copies.__getitem__)
-    output = module.graph.output_node()
-    copies[output] = graph.node_copy(output, copies.__getitem__)
+    placeholders = module.graph.find_nodes(op="placeholder")
+    for node in (*placeholders, *(old[i] for i in order.nodes), module.graph.output_node()):
+        # A later copy of a node replaces the earlier one for all that follows.
+        copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.lint()
     return fx.GraphModule(module, graph)
-
-
-def _has_effect(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.is_impure() and not is_random(node)

@@ -178,7 +178,7 @@ class Planner:
         elements = np.maximum(own / 4, 1)
         is_matmul = problem.flops > _MATMUL_FLOPS_PER_ELEMENT * elements
         seconds = np.where(is_matmul & ~problem.tagged, math.inf, problem.seconds)
-        return self._fewest_bytes("min_cut", seconds, problem.num_bytes.sum())
+        return _fewest_bytes(self, "min_cut", seconds, problem.num_bytes.sum())
 
     @cached_property
     def candidates(self) -> list[RematPlan]:
@@ -191,7 +191,7 @@ class Planner:
             ends = set(self.blocks.separators[stride - 1 :: stride])
             again[[i for i in ends if self.problem.nodes[i].can_save]] = math.inf
             num_bytes = self.default.saved_bytes
-            plans.append(self._fewest_bytes("checkpoint_blocks", again, num_bytes))
+            plans.append(_fewest_bytes(self, "checkpoint_blocks", again, num_bytes))
         return plans
 
     def plan(self, budget: Budget) -> RematPlan:
@@ -214,7 +214,12 @@ class Planner:
             fitting.append(chosen)
         if not fitting:
             if self.floor.peak_bytes > limit:
-                raise refusal(budget, self.floor.peak_bytes, self.default.peak_bytes, self._where)
+                (direction, node), fixed = self.floor.timeline.peak_at, _fixed_bytes(self)
+                where = (
+                    f"in the {direction} pass, at {self.problem.nodes[node].name}; "
+                    f"{format_bytes(fixed)} of it are parameters, inputs and optimizer state"
+                )
+                raise refusal(budget, self.floor.peak_bytes, self.default.peak_bytes, where)
             fitting.append(self.floor)
         return min(fitting, key=lambda plan: (plan.seconds, plan.peak_bytes))
 
@@ -222,7 +227,7 @@ class Planner:
     def floor(self) -> RematPlan:
         """The plan with the lowest peak that the planner finds."""
         best = min(self.candidates, key=lambda plan: plan.peak_bytes)
-        low, high = self._fixed_bytes, best.peak_bytes
+        low, high = _fixed_bytes(self), best.peak_bytes
         for _ in range(12):
             if high - low < max(high // 200, 1):
                 break
@@ -264,45 +269,17 @@ class Planner:
         plan = self._plans.get(key)
         if plan is None:
             order = backward_order(self.problem, saved, segments=segments, kept=kept)
-            timeline = self._simulated(self.problem, saved, order)
+            beside = self.resident_bytes, self.forward_bytes
+            timeline = simulate_plan(self.problem, saved, order, *beside)
             plan = RematPlan(self.problem, name, saved, kept, segments, order, timeline)
             self._plans[key] = plan
         return plan
 
     def in_problem(self, plan: RematPlan, problem: RematProblem) -> RematPlan:
         """Return the same plan for the same graph with other sizes."""
-        timeline = self._simulated(problem, plan.saved, plan.order)
+        beside = self.resident_bytes, self.forward_bytes
+        timeline = simulate_plan(problem, plan.saved, plan.order, *beside)
         return replace(plan, problem=problem, timeline=timeline)
-
-    def _simulated(self, problem: RematProblem, saved: Mask, order: BackwardOrder) -> PlanTimeline:
-        return simulate_plan(
-            problem,
-            saved,
-            order=order,
-            resident_bytes=self.resident_bytes,
-            forward_bytes=self.forward_bytes,
-        )
-
-    @property
-    def _fixed_bytes(self) -> int:
-        return self.resident_bytes + input_bytes(self.problem)
-
-    @property
-    def _where(self) -> str:
-        """Where the floor is reached, for a message."""
-        direction, node = self.floor.timeline.peak_at
-        return (
-            f"in the {direction} pass, at {self.problem.nodes[node].name}; "
-            f"{format_bytes(self._fixed_bytes)} of it are parameters, inputs and optimizer state"
-        )
-
-    def _fewest_bytes(self, name: str, seconds: Floats, num_bytes: float) -> RematPlan:
-        """Return the plan that keeps the least if only what has finite ``seconds`` runs again.
-
-        All operations together are worth as much as a ten-thousandth of ``num_bytes``.
-        """
-        price = 1e4 * float(self.problem.seconds.sum() + 1e-9) / max(float(num_bytes), 1.0)
-        return self.plan_of(name, CutNetwork(self.problem, seconds).cut(price).saved)
 
     def _of_blocks(self, limit: int) -> RematPlan | None:
         """Return the fastest choice of options whose simulated peak is within the limit."""
@@ -316,19 +293,33 @@ class Planner:
 
     def _chosen_for(self, aim: int) -> RematPlan | None:
         if aim not in self._plans:
-            budget_bytes = aim - self._fixed_bytes
+            budget_bytes = aim - _fixed_bytes(self)
             choice = choose_options(self._runs, budget_bytes, forward_bytes=self.forward_bytes)
-            self._plans[aim] = None if choice is None else self._of_choice(choice)
+            self._plans[aim] = None if choice is None else _of_choice(self, choice)
         return self._plans[aim]
 
-    def _of_choice(self, choice: Sequence[Run]) -> RematPlan:
-        saved = self.problem.region == NodeRegion.INPUT
-        kept = np.ones(len(self.problem), dtype=np.bool_)
-        for start, stop, option in choice:
-            members = segment_members(self.blocks, start, stop)
-            saved[members[list(option.saved)]] = True
-            kept[members[[position for position in option.dropped if position >= 0]]] = False
-        return self.plan_of("blocks", saved, None if kept.all() else kept)
+
+def _fixed_bytes(planner: Planner) -> int:
+    return planner.resident_bytes + input_bytes(planner.problem)
+
+
+def _fewest_bytes(planner: Planner, name: str, seconds: Floats, num_bytes: float) -> RematPlan:
+    """Return the plan that keeps the least if only nodes with finite ``seconds`` run again.
+
+    All operations together are worth as much as a ten-thousandth of ``num_bytes``.
+    """
+    price = 1e4 * float(planner.problem.seconds.sum() + 1e-9) / max(float(num_bytes), 1.0)
+    return planner.plan_of(name, CutNetwork(planner.problem, seconds).cut(price).saved)
+
+
+def _of_choice(planner: Planner, choice: Sequence[Run]) -> RematPlan:
+    saved = planner.problem.region == NodeRegion.INPUT
+    kept = np.ones(len(planner.problem), dtype=np.bool_)
+    for start, stop, option in choice:
+        members = segment_members(planner.blocks, start, stop)
+        saved[members[list(option.saved)]] = True
+        kept[members[[place for place in option.dropped if place >= 0]]] = False
+    return planner.plan_of("blocks", saved, None if kept.all() else kept)
 
 
 class BudgetError(Refusal, ValueError):

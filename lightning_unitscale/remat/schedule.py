@@ -145,7 +145,6 @@ def input_bytes(problem: RematProblem) -> int:
 def simulate_plan(
     problem: RematProblem,
     saved: Mask,
-    *,
     order: BackwardOrder,
     resident_bytes: int = 0,
     forward_bytes: int = 0,
