@@ -8,13 +8,7 @@ from lightning_unitscale.profiler.costs import (
     default_cost_model,
 )
 from lightning_unitscale.profiler.graph_profile import GraphProfile
-from lightning_unitscale.profiler.record import (
-    Costs,
-    MemoryTimeline,
-    ModuleCosts,
-    NodeCosts,
-    Peak,
-)
+from lightning_unitscale.profiler.record import Costs, MemoryTimeline, ModuleCosts, NodeCosts, Peak
 from lightning_unitscale.profiler.reserved import AllocatorPeak
 from lightning_unitscale.profiler.sharded import fake_process_group
 

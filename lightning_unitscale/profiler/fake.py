@@ -30,7 +30,7 @@ from lightning_unitscale.profiler.fake_device import (
     run_backward,
     simulating,
 )
-from lightning_unitscale.profiler.record import Kind, StepRecord
+from lightning_unitscale.profiler.record import StepRecord
 from lightning_unitscale.profiler.sharded import is_sharded, take_over, watching_shards
 from lightning_unitscale.profiler.trace import GraphTrace, ModuleTrace, StorageRecorder
 
@@ -93,11 +93,7 @@ class FakeStep:
     """A fake module, its fake inputs and optimizer, and the recording of one step."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        inputs: Any,
-        device: torch.device,
-        optimizer: OptimizerLike | None,
+        self, module: nn.Module, inputs: Any, device: torch.device, optimizer: OptimizerLike | None
     ) -> None:
         self.recorder = StorageRecorder(device)
         if is_sharded(module):
@@ -153,20 +149,16 @@ class FakeStep:
 
     def _declare(self, trace: ModuleTrace | GraphTrace) -> None:
         """Register the tensors from before the step, and their names."""
-        inputs = [
-            ("input" + "".join(map(str, path[1:])), value)
-            for path, value in tree_flatten_with_path(self.inputs)[0]
-            if isinstance(value, Tensor)
-        ]
-        named: tuple[tuple[Kind, Iterable[tuple[str, Tensor]]], ...] = (
-            ("parameter", self.module.named_parameters()),
-            ("buffer", self.module.named_buffers()),
-            ("input", inputs),
-        )
-        for kind, tensors in named:
-            for name, tensor in tensors:
-                self.recorder.declare(tensor, kind)
-                trace.name_input(tensor, name)
+        for name, param in self.module.named_parameters():
+            self.recorder.declare(param, "parameter")
+            trace.name_input(param, name)
+        for name, buffer in self.module.named_buffers():
+            self.recorder.declare(buffer, "buffer")
+            trace.name_input(buffer, name)
+        for path, value in tree_flatten_with_path(self.inputs)[0]:
+            if isinstance(value, Tensor):
+                self.recorder.declare(value, "input")
+                trace.name_input(value, "input" + "".join(map(str, path[1:])))
         for tensor in state_tensors(self.optimizer) if self.optimizer is not None else ():
             self.recorder.declare(tensor, "optimizer")
 
@@ -228,14 +220,18 @@ def _fake_optimizer(
 ) -> Optimizer:
     """Return an optimizer like the given one for fake parameters that has its state already."""
     if isinstance(optimizer, Optimizer):
-        groups = [
-            [_fake_of(param, fakes) for param in group["params"]]
-            for group in optimizer.param_groups
-        ]
+        for tensor in (tensor for group in optimizer.param_groups for tensor in group["params"]):
+            if id(tensor) not in fakes:
+                raise ValueError(
+                    f"`optimizer`: it updates a tensor of shape {tuple(tensor.shape)} that is no "
+                    "parameter of the module; expected an optimizer of the module's own "
+                    "parameters; make a new one if the module was copied or converted since."
+                )
+        groups = [[fakes[id(each)] for each in group["params"]] for group in optimizer.param_groups]
         fake = optimizer_for(optimizer, groups)
         # Some have state before the first step.
         for param, state in optimizer.state.items():
-            fake.state[_fake_of(param, fakes)] = _fake_state(state, device)
+            fake.state[fakes[id(param)]] = _fake_state(state, device)
     else:
         fake = optimizer([param for param in params if param.requires_grad])
         if not isinstance(fake, Optimizer):
@@ -303,13 +299,3 @@ def _fake_state(state: Mapping[str, Any], device: torch.device) -> dict[str, Any
         return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=target)
 
     return tree_map_only(Tensor, fake, dict(state))
-
-
-def _fake_of(param: Tensor, fakes: Mapping[int, Tensor]) -> Tensor:
-    if id(param) not in fakes:
-        raise ValueError(
-            f"`optimizer`: it updates a tensor of shape {tuple(param.shape)} that is no "
-            "parameter of the module; expected an optimizer of the module's own parameters; make "
-            "a new one if the module was copied or converted since."
-        )
-    return fakes[id(param)]

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import fx, nn
 
-from lightning_unitscale.arguments import (
-    check_callable,
-    check_count,
-    check_file,
-    check_instance,
-)
+from lightning_unitscale.arguments import check_callable, check_count, check_file, check_instance
 from lightning_unitscale.capture.attach import captured_forward
 from lightning_unitscale.dynamo.breaks import num_graph_breaks
 from lightning_unitscale.dynamo.capture import compile_function, forget, frame_being_captured
@@ -134,6 +129,7 @@ def _planner(
     return Planner(plans[0].problem, resident_bytes=resident_bytes)
 
 
+@dataclass
 class Granted:
     """The most bytes that a fraction has granted to a graph of a run.
 
@@ -141,14 +137,13 @@ class Granted:
     gets the bytes that an earlier graph was granted, which the run takes anyway.
     """
 
-    def __init__(self) -> None:
-        self._bytes = 0
+    num_bytes: int = 0
 
     def limit(self, own: int, floor: Callable[[], int]) -> int:
         """Return the limit of a graph, and note it for later ones."""
-        if own < self._bytes and own < floor():
-            return self._bytes
-        self._bytes = max(self._bytes, own)
+        if own < self.num_bytes and own < floor():
+            return self.num_bytes
+        self.num_bytes = max(self.num_bytes, own)
         return own
 
 

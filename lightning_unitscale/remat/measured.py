@@ -93,15 +93,10 @@ def _peaks(plan: RematPlan) -> tuple[int, int]:
 
 
 class MeasuredStep:
-    """A step as it was measured, and its peak with other plans.
-
-    Attributes:
-        graphs: The graphs that the step ran.
-        calls: How often it ran each of them.
-    """
+    """A step as it was measured, and its peak with other plans."""
 
     def __init__(self, parts: Parts, graphs: Mapping[str, GraphChoices]) -> None:
-        self.calls: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()  # of each graph
         peaks: dict[tuple[Any, ...], int] = {}
         # Graphs whose backward pass is still to come, and the one that runs.
         waiting: Counter[str] = Counter()
@@ -119,6 +114,10 @@ class MeasuredStep:
             elif not is_end and direction == "backward":
                 waiting[graph] -= 1
         self.graphs = {name: graph for name, graph in graphs.items() if name in self.calls}
+        # The plans with which it was measured, those that run nothing again, and all.
+        self.measured = {name: graph.least for name, graph in self.graphs.items()}
+        self.default = {name: graph.default for name, graph in self.graphs.items()}
+        self._all = [(name, each) for name, graph in self.graphs.items() for each in graph.all]
         names = list(self.graphs)
         self._peaks = np.array(list(peaks.values()), dtype=np.int64)
         # How often what a plan adds is there: held, in the forward pass, in the backward pass.
@@ -137,22 +136,12 @@ class MeasuredStep:
         peaks: Ints = self._peaks + (self._times * added).sum((1, 2))
         return int(peaks.max(initial=0))
 
-    @property
-    def measured(self) -> dict[str, Choice]:
-        """The plans with which the step was measured."""
-        return {name: graph.least for name, graph in self.graphs.items()}
-
-    @property
-    def default(self) -> dict[str, Choice]:
-        """The plans that run nothing again."""
-        return {name: graph.default for name, graph in self.graphs.items()}
-
     @cached_property
     def lowest(self) -> dict[str, Choice]:
         """The plans with the lowest peak that is found."""
         chosen = self.measured
         while True:
-            others = ({**chosen, name: choice} for name, choice in self._alternatives)
+            others = ({**chosen, name: choice} for name, choice in self._all)
             best = min(others, key=self.peak_bytes, default=chosen)
             if self.peak_bytes(best) >= self.peak_bytes(chosen):
                 return chosen
@@ -170,17 +159,13 @@ class MeasuredStep:
             peak = self.peak_bytes(chosen)
             faster = [
                 (self.calls[name] * saved / max(grown - peak, 1), {**chosen, name: choice})
-                for name, choice in self._alternatives
+                for name, choice in self._all
                 if (saved := chosen[name].plan.seconds - choice.plan.seconds) > 0
                 and (grown := self.peak_bytes({**chosen, name: choice})) <= limit
             ]
             if not faster:
                 return chosen
             _, chosen = max(faster, key=lambda found: found[0])
-
-    @property
-    def _alternatives(self) -> list[tuple[str, Choice]]:
-        return [(name, choice) for name, graph in self.graphs.items() for choice in graph.all]
 
 
 class _Mark(nn.Module):
@@ -264,23 +249,22 @@ class MeasuredPartitioner(RematPartitioner):
     def plan(self, parts: Parts) -> None:
         """Plan all graphs that were captured, by a measured step."""
         step = MeasuredStep(parts, self.graphs)
-        chosen = step.measured if self.budget == "min_cut" else self._chosen(step)
+        if self.budget == "min_cut":
+            chosen = step.measured
+        else:
+            default, floor = step.peak_bytes(step.default), step.peak_bytes(step.lowest)
+            limit = limit_of(self.budget, default)
+            if floor > limit:
+                where = "of a step that was measured with the plans that keep the least"
+                raise refusal(self.budget, floor, default, where)
+            chosen = step.fastest(limit)
         peak = step.peak_bytes(chosen)
         for name, choice in chosen.items():
             self._plans[name.split()[0]].append(choice.plan)
             self.reports.append(replace(RematReport.of(choice.plan), peak_bytes=peak))
-        defaults = (graph.default.plan.peak_bytes for graph in step.graphs.values())
-        self._largest = max(defaults, default=0)
+        self._largest = max((each.plan.peak_bytes for each in step.default.values()), default=0)
         self.graphs.clear()
         self.is_planned = True
-
-    def _chosen(self, step: MeasuredStep) -> dict[str, Choice]:
-        default, floor = step.peak_bytes(step.default), step.peak_bytes(step.lowest)
-        limit = limit_of(self.budget, default)
-        if floor > limit:
-            where = "of a step that was measured with the plans that keep the least"
-            raise refusal(self.budget, floor, default, where)
-        return step.fastest(limit)
 
     def _note_later(self, planner: Planner) -> None:
         self._num_later += 1

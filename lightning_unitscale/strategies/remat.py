@@ -1,8 +1,8 @@
 """Rematerialization within a stage, planned for the number of microbatches that it keeps.
 
-A rank keeps what the backward passes read of every microbatch in flight; the earlier its stage, the
-more there are. So a rank's budget covers parameters, gradients and the optimizer's state, one pass,
-and for each microbatch in flight what the stage saves.
+A rank keeps the saved values of every microbatch in flight; the earlier its stage, the more there
+are. So a rank's budget covers parameters, gradients and the optimizer's state, one pass, and the
+values that the stage saves for each microbatch in flight.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lightning_unitscale.profiler.report import format_bytes
 from lightning_unitscale.ranks import failing_together
 from lightning_unitscale.remat.api import Granted, StepPartitioner
 from lightning_unitscale.remat.partitioner import RematPartitioner
-from lightning_unitscale.remat.planner import Budget, Planner, RematPlan
+from lightning_unitscale.remat.planner import Budget, Planner, RematPlan, limit_of
 from lightning_unitscale.remat.problem import NodeRegion
 from lightning_unitscale.remat.report import RematReport
 
@@ -45,10 +45,9 @@ def check_schedule(budget: Budget, schedule: Schedule) -> None:
     """Refuse a budget that cannot be kept under a schedule."""
     if budget != "min_cut" and schedule.num_in_flight(0, 1, 1) is None:
         raise MisconfigurationException(
-            f"budget={budget!r} with PipelineStrategy({schedule.name!r}): its ranks have several "
-            "stages, whose passes alternate, and how many microbatches each of them keeps at the "
-            "peak is not known here; expected budget='min_cut', or the schedule '1F1B' or 'GPipe'; "
-            "change one of the two."
+            f"budget={budget!r} with PipelineStrategy({schedule.name!r}): its ranks run several "
+            "stages in turn, so the number of microbatches that each keeps at the peak is unknown; "
+            "expected budget='min_cut', or the schedule '1F1B' or 'GPipe'; change one of the two."
         )
 
 
@@ -75,17 +74,17 @@ class StagePartitioner(RematPartitioner):
         self._granted = granted
 
     def resident_bytes(self, static_bytes: int) -> tuple[int, int]:
-        """What is alive throughout, whatever the stage's own parameters take."""
+        """Return the bytes alive throughout beside the stage's own parameters."""
         return self._resident_bytes, 0
 
     def choose(self, planner: Planner) -> RematPlan:
-        """The fastest plan with which the rank stays within the budget."""
+        """Return the fastest plan with which the rank stays within the budget."""
         plan = self._chosen(planner)
         self._reports.append(replace(RematReport.of(plan), peak_bytes=self.peak_bytes(plan)))
         return plan
 
     def peak_bytes(self, plan: RematPlan) -> int:
-        """Bytes of the rank at its peak: one pass, and what earlier ones have saved."""
+        """Return the bytes of the rank at its peak: one pass, and values saved by earlier ones."""
         problem = plan.problem
         computed = plan.saved & (problem.region != NodeRegion.INPUT)
         earlier = (self._num_in_flight - 1) * problem.saved_bytes(computed)
@@ -97,18 +96,17 @@ class StagePartitioner(RematPartitioner):
         default = self.peak_bytes(planner.default)
         plans = [planner.default, *planner.front(_NUM_PLANS)]
         least = min(map(self.peak_bytes, plans))
+        limit = limit_of(self.budget, default)
         if isinstance(self.budget, float):
-            limit = self._granted.limit(int(self.budget * default), lambda: least)
-        else:
-            limit = int(self.budget)
+            limit = self._granted.limit(limit, lambda: least)
         fitting = [plan for plan in plans if self.peak_bytes(plan) <= limit]
         if not fitting:
             raise ValueError(
-                f"budget={format_bytes(limit)} ({limit} bytes): stage {self._stage} keeps "
-                f"{self._num_in_flight} microbatches at once, and no plan of it needs so little; "
-                f"expected at least {format_bytes(least)} ({least} bytes); without "
-                f"rematerialization its rank has {format_bytes(default)} at the peak. Raise the "
-                "budget, or use more and smaller microbatches."
+                f"budget={format_bytes(limit)} ({limit} bytes) is too small. Stage {self._stage} "
+                f"keeps {self._num_in_flight} microbatches at once, and the smallest achievable "
+                f"peak of its rank is {format_bytes(least)} ({least} bytes). Without "
+                f"rematerialization it is {format_bytes(default)}. Raise the budget, or use more "
+                "and smaller microbatches."
             )
         return min(fitting, key=lambda plan: (plan.seconds, self.peak_bytes(plan)))
 
@@ -123,7 +121,7 @@ def remat_stages(
     granted: dict[int, Granted],
     rewriter: GraphRewriter | None = None,
 ) -> dict[int, StageRun]:
-    """Plan a rank's stages; every rank calls it. Returns what runs in their place, by index."""
+    """Plan a rank's stages, on all ranks together; return the plans' functions by stage index."""
     share = _state_share(module)
     runs = {}
     with failing_together(runner.group):
@@ -162,7 +160,7 @@ def planned_stage(
     device: torch.device,
     rewriter: GraphRewriter | None = None,
 ) -> StageRun:
-    """Plan a stage. Returns a function of the stage's arguments and results that runs the plan."""
+    """Plan a stage, and return a function of its arguments that runs the plan."""
     graph_module, attributes = _lifted(stage)
     # As the engine hands them over.
     received = [
@@ -174,11 +172,7 @@ def planned_stage(
     with torch.enable_grad():
         examples = (*received, *inputs, *attributes)
         compiled = execute_with(
-            "aot_eager",
-            graph_module,
-            examples,
-            partition_fn=partitioner,
-            rewriter=rewriter,
+            "aot_eager", graph_module, examples, partition_fn=partitioner, rewriter=rewriter
         )
 
     return lambda *values: compiled(*values, *attributes)
@@ -193,23 +187,23 @@ def resident_bytes(
     *,
     accumulates: bool,
 ) -> int:
-    """Bytes of a rank beside its stage's parameters and its activations."""
+    """Return the bytes of a rank beside its stage's parameters and its activations."""
     params = {name: param for name, param in module.named_parameters() if name not in elsewhere}
     own = storage_bytes([*stage.parameters(), *stage.buffers()])
     trained = {name: param for name, param in params.items() if param.requires_grad}
     whole = storage_bytes([*trained.values()])
     stepped = storage_bytes([p for name, p in trained.items() if name not in stepped_elsewhere])
     everything = storage_bytes([*params.values(), *module.buffers()])
-    # The gradients of the step before are alive until Lightning clears them, behind this one. Those
-    # of earlier batches are not averaged yet, and whole in every pipeline.
+    # Gradients of the step before live until Lightning clears them, after this one. Those of
+    # earlier batches are not averaged yet, and whole in every pipeline.
     gradients = whole + (whole if accumulates else stepped)
     return max(0, everything - own) + gradients + int(stepped * state_share)
 
 
 def _state_share(module: nn.Module) -> float:
-    """Bytes of the optimizers' state per byte of a parameter."""
+    """Return the bytes of the optimizers' state per byte of a parameter."""
     optimizers = module.trainer.optimizers if isinstance(module, pl.LightningModule) else []
-    # Once there is state, there is none of what is freed here.
+    # Once there is state, parameters that are freed here have none.
     stepped = [param for each in optimizers for param in each.state]
     trained = storage_bytes(stepped) if stepped else gradient_bytes(module)
     return optimizer_state_bytes(optimizers) / max(1, trained)
@@ -220,7 +214,7 @@ def _num_bytes(passed: Sequence[Passed]) -> int:
 
 
 def _lifted(stage: StageModule) -> tuple[fx.GraphModule, list[Tensor]]:
-    """The stage's graph with its parameters and buffers as its last arguments."""
+    """Return the stage's graph with its parameters and buffers as its last arguments."""
     copy = copy_graph_module(stage)
     graph = copy.graph
     attributes: list[Tensor] = []
