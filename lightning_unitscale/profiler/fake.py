@@ -220,7 +220,8 @@ def _fake_optimizer(
 ) -> Optimizer:
     """Return an optimizer like the given one for fake parameters that has its state already."""
     if isinstance(optimizer, Optimizer):
-        for tensor in (tensor for group in optimizer.param_groups for tensor in group["params"]):
+        updated = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        for tensor in (*updated, *optimizer.state):
             if id(tensor) not in fakes:
                 raise ValueError(
                     f"`optimizer`: it updates a tensor of shape {tuple(tensor.shape)} that is no "
