@@ -65,10 +65,7 @@ class CostModel:
     measured: Mapping[str, float] = field(default_factory=dict)
 
     def seconds(self, name: str, flops: float, num_bytes: int, *, fusible: bool = False) -> float:
-        """Return the seconds of a node, which computing or moving bytes limits.
-
-        ``fusible`` is for one that a compiler computes in a loop with its neighbours.
-        """
+        """Return the seconds of a node; a compiler fuses a ``fusible`` one with its neighbours."""
         if name in self.measured:
             return self.measured[name]
         if self.fused and fusible:
@@ -215,10 +212,8 @@ def _grouped_matmul(args: Sequence[Any], result: Any) -> int:
 
 
 def _attention(args: Sequence[Any], result: Any) -> int:
-    """Return the operations of ``(..., S, E) (..., E, L)`` and ``(..., S, L) (..., L, Ev)``.
-
-    A causal mask does not lower the count, as in torch's own formulas.
-    """
+    """Return the operations of ``(..., S, E) (..., E, L)`` and ``(..., S, L) (..., L, Ev)``."""
+    # A causal mask does not lower the count, as in torch's own formulas.
     (*batch, length, depth), (*_, keys, _), (*_, value_depth) = map(_shape, args[:3])
     return 2 * prod(batch) * length * keys * (depth + value_depth)
 

@@ -64,11 +64,7 @@ def is_control_flow(function: Any) -> bool:
 
 @contextlib.contextmanager
 def forgetting_control_flow() -> Iterator[None]:
-    """On leaving, let Dynamo forget how it ran ``torch.cond`` and similar functions.
-
-    They compile themselves when they are called. Under a mode Dynamo skips them, and would do so
-    from then on.
-    """
+    """On leaving, let Dynamo forget that it skipped ``torch.cond`` and its like under a mode."""
     try:
         yield
     finally:
@@ -165,11 +161,9 @@ def simulating(device: torch.device) -> Iterator[None]:
 
 
 def run_backward(roots: Sequence[Tensor]) -> None:
-    """Run the backward pass with gradients of one.
-
-    Torch function modes are off within ``torch.autograd.backward``, but a checkpoint must call its
-    functions as in the forward pass.
-    """
+    """Run the backward pass with gradients of one."""
+    # Torch function modes are off within ``torch.autograd.backward``, but a checkpoint must call
+    # its functions as in the forward pass.
     gradients = tuple(torch.ones_like(root) for root in roots)
     torch.autograd.Variable._execution_engine.run_backward(
         tuple(roots), gradients, False, False, (), allow_unreachable=True, accumulate_grad=True

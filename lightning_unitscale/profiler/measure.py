@@ -55,10 +55,8 @@ def optimizer_state_bytes(optimizers: Iterable[Optimizer]) -> int:
 
 
 def _first_state(optimizer: Optimizer) -> int:
-    """Return the bytes of the state after a first step on fake parameters.
-
-    One parameter stands for all of its shape and type in its group.
-    """
+    """Return the bytes of the state after a first step on fake parameters."""
+    # One parameter stands for all of its shape and type in its group.
     alike: dict[tuple[int, torch.Size, torch.dtype], list[nn.Parameter]] = defaultdict(list)
     for index, group in enumerate(optimizer.param_groups):
         for param in group["params"]:

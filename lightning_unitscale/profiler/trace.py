@@ -153,10 +153,7 @@ class StorageRecorder(DispatchMode):
     # -- storages
 
     def storage_of(self, tensor: Tensor, node: int = OUTSIDE, born: int = OUTSIDE) -> int:
-        """Return the index of the tensor's storage; :data:`OUTSIDE` if it is on another device.
-
-        An unknown storage is one of this node and operator, by default from before the step.
-        """
+        """Return the index of the tensor's storage; :data:`OUTSIDE` if it is on another device."""
         tensor = local_tensor(tensor)
         if tensor.device.type != self.device.type or tensor.layout != torch.strided:
             return OUTSIDE
@@ -169,10 +166,7 @@ class StorageRecorder(DispatchMode):
             self.record.storages[index].kind = kind
 
     def resizing(self, storage: Any, num_bytes: int) -> None:
-        """Record that a storage gets another size below the dispatcher.
-
-        FSDP allocates and frees gathered parameters like this.
-        """
+        """Record that FSDP resizes a storage below the dispatcher, to gather or free parameters."""
         index = self._index(storage)
         self.record.storages[index].kind = "unsharded"
         self._resize(index, num_bytes)

@@ -15,7 +15,7 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -168,20 +168,6 @@ class MeasuredStep:
             _, chosen = max(faster, key=lambda found: found[0])
 
 
-class _Mark(nn.Module):
-    """A node of a graph that notes where a pass of it begins or ends."""
-
-    def __init__(self, note: Callable[[], None]) -> None:
-        super().__init__()
-        self._note = note
-
-    def forward(self) -> None:
-        self._note()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Mark:
-        return self
-
-
 class MeasuredPartitioner(RematPartitioner):
     """Plans the graphs of a step together once one whole step has been measured.
 
@@ -281,27 +267,21 @@ class MeasuredPartitioner(RematPartitioner):
     def _add_boundaries(self, module: fx.GraphModule, direction: Direction) -> None:
         graph = module.graph
         first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
-        for name, is_end, place in (
-            ("boundary_begin", False, first),
-            ("boundary_end", True, graph.output_node()),
-        ):
-            module.add_submodule(name, _Mark(partial(self._note, (self._name, direction, is_end))))
+        for is_end, place in ((False, first), (True, graph.output_node())):
             with graph.inserting_before(place):
-                graph.call_module(name)
+                graph.call_function(self._note, (self._name, direction, is_end))
         module.recompile()
 
-    def _note(self, boundary: Boundary) -> None:
+    def _note(self, *boundary: Any) -> None:
         if self.meter is not None:
             self.meter.note(boundary)
 
 
 def _digest(problem: RematProblem, parameters: Mask) -> str:
-    """Return a digest that is equal for similar graphs, on all ranks, so that they share a plan.
-
-    If the sizes of a graph change, only those of its parameters count.
-    """
+    """Return a digest that is equal for similar graphs, on all ranks, so that they share a plan."""
     digest = hashlib.sha256()
     for node, is_parameter in zip(problem.nodes, parameters.tolist(), strict=True):
+        # If the sizes of a graph change, only those of its parameters count.
         size = node.num_bytes if is_parameter or not problem.sizes else 0
         digest.update(f"{node.name} {node.kind} {node.inputs} {size};".encode())
     return digest.hexdigest()[:16]

@@ -106,10 +106,8 @@ def real_inputs(graph: fx.Graph) -> dict[str, Tensor]:
 
 
 def keep_old_data(joint_module: fx.GraphModule) -> None:
-    """Copy the data of a reassigned parameter if the backward pass reads the old data.
-
-    A saved input is the caller's own tensor, which has the new data by then.
-    """
+    """Copy the data of a reassigned parameter if the backward pass reads the old data."""
+    # A saved input is the caller's own tensor, which has the new data by then.
     graph = joint_module.graph
     for node in graph.find_nodes(op="call_function", target=_SET):
         param = node.args[0]
@@ -227,10 +225,7 @@ class RematPartitioner(CustomPartitionerFn):
         return graphs
 
     def resident_bytes(self, static_bytes: int) -> tuple[int, int]:
-        """Return bytes beside a graph's inputs: throughout a step, and in its forward pass only.
-
-        A subclass may know of some; the graph's parameters and buffers take ``static_bytes``.
-        """
+        """Return bytes beside a graph's inputs: throughout a step, and in its forward pass only."""
         return 0, 0
 
     def choose(self, planner: Planner) -> RematPlan:
