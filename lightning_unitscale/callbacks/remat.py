@@ -45,28 +45,29 @@ class RematCallback(StepsCallback):
     """Trains a LightningModule within a memory budget: same losses, same weights, fewer bytes.
 
     ``training_step`` is captured, and its forward and backward graph are planned together: what is
-    kept between them and what runs again, at the least estimated time within the budget. Random
-    operations are kept or replayed from their generator's state, checkpoints of the user's own are
-    honoured, and the plan changes no bit of a gradient. Batches of changing sizes share a plan. At
-    the end of a run the predicted and the measured peak are logged as
-    ``remat/predicted_peak_bytes`` and ``remat/measured_peak_bytes``.
+    kept between them and what runs again, at the least estimated time within the budget. The plan
+    changes no bit of a gradient. Random operators are kept or replayed from their generator's
+    state, and your own checkpoints still run again. Batches of changing sizes share a plan. At the
+    end of a run the predicted and the measured peak are logged as ``remat/predicted_peak_bytes``
+    and ``remat/measured_peak_bytes``.
 
     Under FSDP2 the budget is for the peak on each rank. The first three steps keep as little as
-    they can, and the third is measured: the graphs of all modules are planned together by it.
+    they can. The third is measured, and the graphs of all modules are planned together from it.
 
     Args:
         budget: Limit on all tensor bytes alive at once in a training step: parameters, buffers,
             batch, activations, gradients and the optimizer's state. An int or a string such as
             ``"600MiB"`` is in bytes, a float in (0, 1] a fraction of the peak without
-            rematerialization; ``"min_cut"`` keeps as little as no further matrix product allows.
-        compile: Run the captured graphs by Inductor, in a mode of ``torch.compile`` if it is the
-            name of such. Results then are those of ``torch.compile`` up to its rounding, with the
-            plain step's random numbers, and the prediction is an estimate: what it fuses is not
+            rematerialization; ``"min_cut"`` keeps as little as possible without running a matmul
+            again.
+        compile: Run the captured graphs by Inductor, optionally in a mode of ``torch.compile``
+            given by name. Results are then those of ``torch.compile`` up to its rounding, with the
+            plain step's random numbers. The prediction is an estimate, since fused values are not
             stored. Not under FSDP2.
 
     Raises:
-        ValueError: If the budget is malformed; at the first batch, or when it is measured, if it is
-            below the floor, which the message names.
+        ValueError: If the budget is malformed, or, at the first batch or when it is measured, too
+            small. The message names the smallest achievable peak.
         MisconfigurationException: At ``setup``, if the module is compiled already, the callback is
             given twice or beside ``UnitScaleCallback(remat=...)``, or the strategy is
             ``FSDPStrategy`` or one of tensor parallelism.
@@ -96,7 +97,7 @@ class RematCallback(StepsCallback):
 
     @property
     def reports(self) -> list[RematReport]:
-        """What was planned for each graph of the training step, in the order of capture."""
+        """The report of each graph of the training step, in the order of capture."""
         return self._reports if self._partitioner is None else list(self._partitioner.reports)
 
     @property
@@ -105,7 +106,7 @@ class RematCallback(StepsCallback):
         return max((report.peak_bytes for report in self.reports), default=None)
 
     def explain(self) -> Explanation:
-        """The plans and, after a run, the measured peak beside the predicted one."""
+        """Return the plans and, after a run, the measured peak beside the predicted one."""
         if self._partitioner is not None:
             self._explanation = self._partitioner.table()
         measured = "" if self.measured_peak_bytes is None else self._summary()
@@ -119,7 +120,7 @@ class RematCallback(StepsCallback):
 
     @override
     def captures_steps(self, trainer: pl.Trainer) -> bool:
-        """Whether the module's steps run as captured graphs: what they keep is planned on them."""
+        """Whether the module's steps run as captured graphs, which plans need."""
         return True
 
     @override
@@ -129,7 +130,7 @@ class RematCallback(StepsCallback):
         enter(trainer, self)
         self.measured_peak_bytes = None
         self._gradients_seen = 0
-        self._partitioner = self._new_partitioner(trainer, pl_module)
+        self._partitioner = _partitioner(trainer, pl_module, self.budget, compile=self.compile)
         self._steps = capture_run(
             trainer,
             pl_module,
@@ -186,7 +187,7 @@ class RematCallback(StepsCallback):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.predicted_peak_bytes is None:
-            if self._num_waiting:
+            if _waits(self._partitioner):
                 rank_zero_info(
                     f"RematCallback: the run ended before a step was measured, with the plans that "
                     f"keep the least; budget={self.budget!r} was not checked"
@@ -199,27 +200,8 @@ class RematCallback(StepsCallback):
             logger.log_metrics(metrics, step=trainer.global_step)
         rank_zero_info(f"RematCallback: {self._summary()}")
 
-    def _new_partitioner(
-        self, trainer: pl.Trainer, module: pl.LightningModule
-    ) -> StepPartitioner | MeasuredPartitioner:
-        refuse_distributed_tensors(trainer, f"budget={self.budget!r}")
-        if not is_lightning(trainer.strategy, "ModelParallelStrategy"):
-            return step_partitioner(trainer, module, self.budget)
-        if self.compile:
-            raise misconfigured(
-                "compile=True: with ModelParallelStrategy a step is measured from graph to graph, "
-                "which run op by op then; expected compile=False for RematCallback; leave it out."
-            )
-        if _is_profiled(trainer):
-            raise misconfigured(
-                f"budget={self.budget!r}: with ModelParallelStrategy a step is measured, on a CPU "
-                "by torch's profiler, of which there is only one at a time; expected a Trainer "
-                "without PyTorchProfiler; leave it out."
-            )
-        return MeasuredPartitioner(self.budget)
-
     def _plan_by(self, parts: Parts) -> bool:
-        """Plan the graphs of sharded modules by a measured step; whether that changes them."""
+        """Plan the graphs of sharded modules by a measured step; return whether they change."""
         partitioner = self._partitioner
         if not isinstance(partitioner, MeasuredPartitioner) or partitioner.is_planned:
             return False
@@ -227,19 +209,19 @@ class RematCallback(StepsCallback):
         partitioner.meter = None
         with failing_together():
             partitioner.plan(parts)
-        # Without what tells where they begin and end.
+        # Capture them without marks where they begin and end.
         self._steps.reset()
         return True
 
     def _warn_if_unplanned(self, module: pl.LightningModule) -> None:
-        """Warn if a step has made gradients without a plan: the budget means nothing."""
+        """Warn if a step has made gradients without a plan, so that the budget does not hold."""
         steps, partitioner = self._steps, self._partitioner
         if (
             self._has_warned
             or steps is None
             or partitioner is None
             or self.reports
-            or self._num_waiting
+            or _waits(partitioner)
             or all(param.grad is None for param in module.parameters())
         ):
             return
@@ -258,11 +240,6 @@ class RematCallback(StepsCallback):
             f"it is{partitioner.loss_without_plan} ({reasons}). Keep printing, .item() and shapes "
             "that depend on values out of its loops, or leave RematCallback out."
         )
-
-    @property
-    def _num_waiting(self) -> int:
-        partitioner = self._partitioner
-        return len(partitioner.graphs) if isinstance(partitioner, MeasuredPartitioner) else 0
 
     def _warn_of_breaks(self) -> None:
         if isinstance(self._partitioner, MeasuredPartitioner):
@@ -301,7 +278,7 @@ class RematCallback(StepsCallback):
     def leave(self) -> None:
         self._steps = None
         meter, self._meter = self._meter, None
-        with ExitStack() as leaving:  # all of it, if one part raises; the last part comes first
+        with ExitStack() as leaving:  # run all parts, in reverse order, even if one raises
             leaving.callback(self._captured.close)
             if meter is not None:
                 leaving.callback(meter.stop)
@@ -311,25 +288,54 @@ class RematCallback(StepsCallback):
 
 
 def budget_claim(setting: str) -> Claim:
-    """The memory budget of a step, of which there is one even if it is given twice."""
+    """Return the claim to the memory budget of a step, which may be set only once."""
     return Claim("the memory budget of a step", setting)
 
 
 def compile_claim(setting: str, mode: CompileMode) -> Claim:
-    """The mode in which Inductor compiles the graphs that callbacks share."""
+    """Return the claim to the mode in which Inductor compiles the graphs that callbacks share."""
     return Claim("the mode in which Inductor compiles", setting, mode)
 
 
 def _is_profiled(trainer: pl.Trainer) -> bool:
-    """Whether a meter's profiler would take over the user's own."""
+    """Whether a meter's profiler would replace the user's own."""
     on_cpu = trainer.strategy.root_device.type == "cpu"
     return on_cpu and is_lightning(trainer.profiler, "PyTorchProfiler")  # type: ignore[attr-defined]
+
+
+def _waits(partitioner: StepPartitioner | MeasuredPartitioner | None) -> bool:
+    """Whether graphs were captured that a measured step is going to plan."""
+    return isinstance(partitioner, MeasuredPartitioner) and bool(partitioner.graphs)
+
+
+def _partitioner(
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    budget: Budget,
+    *,
+    compile: bool | CompileMode,
+) -> StepPartitioner | MeasuredPartitioner:
+    refuse_distributed_tensors(trainer, f"budget={budget!r}")
+    if not is_lightning(trainer.strategy, "ModelParallelStrategy"):
+        return step_partitioner(trainer, module, budget)
+    if compile:
+        raise misconfigured(
+            "compile=True: with ModelParallelStrategy a step is measured graph by graph, so they "
+            "run op by op; expected compile=False for RematCallback; leave it out."
+        )
+    if _is_profiled(trainer):
+        raise misconfigured(
+            f"budget={budget!r}: with ModelParallelStrategy a step is measured, on a CPU by "
+            "torch's profiler, which can run only once at a time; expected a Trainer without "
+            "PyTorchProfiler; leave it out."
+        )
+    return MeasuredPartitioner(budget)
 
 
 def step_partitioner(
     trainer: pl.Trainer, module: pl.LightningModule, budget: Budget
 ) -> StepPartitioner:
-    """The partitioner of a LightningModule's steps: counts what its Trainer keeps in memory."""
+    """Return the partitioner of a LightningModule's steps, which counts its Trainer's memory."""
     refuse_sharded_parameters(
         trainer,
         f"budget={budget!r}",
@@ -346,7 +352,7 @@ def step_partitioner(
 
 
 def _trainer_bytes(trainer: pl.Trainer) -> tuple[int, int]:
-    """Bytes beside the module's own: throughout a step, and in its forward pass only."""
+    """Return the bytes beside the module's: throughout a step, and in its forward pass only."""
     gradients = gradient_bytes(trainer.lightning_module)
     always = optimizer_state_bytes(trainer.optimizers) + _bucket_bytes(trainer)
     if trainer.accumulate_grad_batches > 1:
@@ -356,7 +362,7 @@ def _trainer_bytes(trainer: pl.Trainer) -> tuple[int, int]:
 
 
 def _bucket_bytes(trainer: pl.Trainer) -> int:
-    """Bytes of the buckets in which DDP reduces gradients, beside the gradients."""
+    """Return the bytes of the buckets in which DDP reduces gradients, beside the gradients."""
     model = trainer.strategy.model
     if not isinstance(model, DistributedDataParallel) or model.gradient_as_bucket_view:
         return 0

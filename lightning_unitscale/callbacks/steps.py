@@ -1,4 +1,4 @@
-"""The steps of a LightningModule, as all callbacks see them, and the hooks that these share."""
+"""The steps of a LightningModule for all callbacks, and the hooks that callbacks share."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ if TYPE_CHECKING:
 
 _LOGGER = frozenset({"logger", "loggers"})
 _EXPERIMENT = frozenset({"experiment"})
-# As loggers and what is behind them (TensorBoard's writer, a run of Weights & Biases) name them.
+# Prefixes of the methods that log: of loggers, TensorBoard's writer, a run of Weights & Biases.
 _PREFIXES = ("log", "add_")
 
 
 def logging_calls(module: nn.Module, trainer: pl.Trainer) -> Iterator[tuple[Any, str]]:
-    """The calls, as pairs of an object and the name of its method.
+    """Yield pairs of an object and the name of its method that logs.
 
-    Only of loggers that the module's code mentions, and of what is behind them only if that is
-    mentioned too: to look there makes files.
+    Only of loggers the module refers to. ``logger.experiment`` is read only if the module does,
+    since reading it creates files.
     """
     kind: Any = type(module)
     names = _names_in_code(kind)
@@ -67,7 +67,7 @@ def logging_calls(module: nn.Module, trainer: pl.Trainer) -> Iterator[tuple[Any,
 
 @functools.cache
 def _names_in_code(kind: type) -> frozenset[str]:
-    """Names that the methods of a user's class and its bases mention."""
+    """Return the names that the methods of a user's class and its bases mention."""
     own = (base for base in kind.__mro__ if base.__module__.partition(".")[0] not in PACKAGES)
     functions = (function for base in own for function in functions_of(base))
     return frozenset(name for function in functions for name in names_in(function))
@@ -83,10 +83,7 @@ def _methods(kind: type) -> tuple[str, ...]:
 
 
 def captures_steps(trainer: pl.Trainer) -> bool:
-    """Whether the steps of a Trainer's module run as captured graphs.
-
-    A strategy that cuts them, or a callback that rewrites them, says so.
-    """
+    """Whether a strategy or a callback runs the steps of a Trainer's module as captured graphs."""
     if pipeline_of(trainer) is not None:
         return True
     return any(
@@ -96,7 +93,7 @@ def captures_steps(trainer: pl.Trainer) -> bool:
 
 
 def enter(trainer: pl.Trainer, owner: pl.Callback) -> None:
-    """Begin the setup of a callback: it leaves an earlier run, and this one after any error."""
+    """Begin the setup of a callback, which leaves an earlier run, and this one after any error."""
     check_callbacks(all_callbacks(trainer))
     if isinstance(owner, StepsCallback):
         owner.end()
@@ -110,7 +107,7 @@ def enter(trainer: pl.Trainer, owner: pl.Callback) -> None:
 def attach_steps(
     trainer: pl.Trainer, module: pl.LightningModule, owner: pl.Callback
 ) -> ModuleSteps:
-    """The captured steps of a module, put in place of its own by the first callback that asks."""
+    """Return the captured steps of a module; the first callback puts them in place of its own."""
     if not isinstance(owner, StepsCallback) or owner.guards is None:
         enter(trainer, owner)
     name = type(owner).__name__
@@ -135,7 +132,7 @@ def attach_steps(
 def step_arguments(
     module: pl.LightningModule, step: str, batch: Any, batch_idx: int, dataloader_idx: int = 0
 ) -> tuple[Any, ...]:
-    """Positional arguments with which Lightning calls a step, or a hook of a batch."""
+    """Return the positional arguments with which Lightning calls a step, or a hook of a batch."""
     hook = getattr(module, step)
     arguments: list[Any] = [batch]
     if is_param_in_hook_signature(hook, "batch_idx", min_args=2):
@@ -153,8 +150,8 @@ def starting_batch(
 ) -> Iterator[None]:
     """Within this context a rehearsal of the step runs the module's hook for the batch first.
 
-    Lightning calls the callbacks before the module, so ``on_train_batch_start`` of the module has
-    not set yet what the step is going to read.
+    Lightning calls the callbacks before the module, whose ``on_train_batch_start`` may set values
+    that the step reads.
     """
     name = f"on_{step.name.removesuffix('_step').replace('training', 'train')}_batch_start"
 
@@ -172,7 +169,7 @@ def starting_batch(
 
 
 def step_context(trainer: pl.Trainer, name: str) -> AbstractContextManager[None]:
-    """The precision plugin's context of a step: ``train_step_context`` and so on."""
+    """Return the precision plugin's context of a step: ``train_step_context`` and so on."""
     short = name.removesuffix("_step").replace("validation", "val").replace("training", "train")
     context: AbstractContextManager[None] = getattr(
         trainer.precision_plugin, f"{short}_step_context"
@@ -186,12 +183,12 @@ def takes_iterator(module: pl.LightningModule) -> bool:
 
 
 def loss_scale(trainer: pl.Trainer) -> float:
-    """Factor that the precision plugin puts on the loss, 1 without a gradient scaler."""
+    """Return the precision plugin's factor of the loss, 1 without a gradient scaler."""
     return scale_of(getattr(trainer.precision_plugin, "scaler", None))
 
 
 def _untraced(module: nn.Module) -> Iterator[Any]:
-    """What a step calls beside its model: its logger, and optimizers under manual optimization."""
+    """Yield calls of a step outside its model: of loggers, and of manual optimization."""
     trainer: Any = getattr(module, "_trainer", None)
     if trainer is None:
         return
@@ -209,19 +206,19 @@ def _untraced(module: nn.Module) -> Iterator[Any]:
 
 
 def _own_optimizers(module: nn.Module) -> Iterator[Optimizer]:
-    """Optimizers that are attributes of the module, alone or several in a container."""
+    """Yield optimizers that are attributes of the module, alone or several in a container."""
     for value in vars(module).values():
         if isinstance(value, dict):
             items: Iterable[Any] = value.values()
         else:
             items = value if isinstance(value, (list, tuple)) else (value,)
-        # Of one kind, as a rule: a list of a million samples is not walked at every step.
+        # Only the first item is checked, so that a list of a million samples costs nothing.
         if isinstance(next(iter(items), None), Optimizer):
             yield from (item for item in items if isinstance(item, Optimizer))
 
 
 def existing_steps(module: pl.LightningModule) -> list[str]:
-    """Names of the steps that a module has."""
+    """Return the names of the steps that a module has."""
     # The default predict_step calls forward, which is worth capturing as well.
     return [
         name
@@ -232,7 +229,7 @@ def existing_steps(module: pl.LightningModule) -> list[str]:
 
 
 def all_callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
-    """Callbacks of a Trainer."""
+    """Return the callbacks of a Trainer."""
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return callbacks
 
@@ -264,15 +261,10 @@ def _batch_end(
 
 
 class StepsCallback(Callback, LoopCallback):
-    """What the callbacks share: hooks around batches and at the end of a run.
+    """Base of the callbacks: hooks around batches and at the end of a run."""
 
-    Attributes:
-        attachments: In Lightning Fabric: what it works in, one for each module that was set up.
-        guards: What lets it leave the run of a Trainer after an error.
-    """
-
-    attachments: tuple[Attachment, ...] = ()
-    guards: contextlib.ExitStack | None = None
+    attachments: tuple[Attachment, ...] = ()  # in Lightning Fabric, one for each module set up
+    guards: contextlib.ExitStack | None = None  # leave the run of a Trainer after an error
 
     _loop: Loop | None = None
     _arguments: Mapping[str, Any] = {}
@@ -282,7 +274,7 @@ class StepsCallback(Callback, LoopCallback):
         guard_hooks(cls)
 
     def _remember(self, arguments: Mapping[str, Any]) -> None:
-        """Keep what ``__init__`` was given, for ``repr``: called there first, with ``locals()``."""
+        """Keep the arguments of ``__init__`` for ``repr``; call it first, with ``locals()``."""
         defaults = inspect.signature(arguments["__class__"].__init__).parameters
         self._arguments = {
             name: arguments[name]
@@ -291,15 +283,15 @@ class StepsCallback(Callback, LoopCallback):
         }
 
     def __repr__(self) -> str:
-        """The call that makes such a callback."""
+        """Return the call that makes such a callback."""
         shown = ", ".join(f"{name}={value!r}" for name, value in self._arguments.items())
         return f"{type(self).__name__}({shown})"
 
     @property
     def state_key(self) -> str:
         """The key of the callback's state in a checkpoint."""
-        # Lightning asks when a Trainer is made, to compare keys: of two that are alike it would say
-        # only that a key has to be unique.
+        # Lightning compares keys when a Trainer is made. For two equal callbacks it would only
+        # report that keys have to be unique.
         if self._loop is None:
             check_list_in(sys._getframe(1), self)
         return super().state_key
@@ -312,31 +304,29 @@ class StepsCallback(Callback, LoopCallback):
         return (Claim(f"what {own.__name__} sets", repr(self)),)
 
     def on_after_setup(self, fabric: Any, module: Any) -> None:
-        """Called by Lightning Fabric: work on a module that it has set up.
+        """Attach to a module that Lightning Fabric has set up.
 
-        Each further module gets a callback of its own, made of the same arguments; see
-        ``attachments``.
+        Each further module gets a callback of its own with the same arguments.
         """
         callback = type(self)(**self._arguments) if self.attachments else self
         self.attachments = (*self.attachments, attach_in_fabric(callback, fabric, module))
 
     def on_after_optimizer_step(self, strategy: Any, optimizer: Any) -> None:
-        """Called by Lightning Fabric.
+        """Raise if Lightning Fabric never passed a module to the callback.
 
         Raises:
-            RuntimeError: If the callback was never told of a module.
+            RuntimeError: If the module was set up by ``fabric.setup_module()``.
         """
         if not self.attachments:
             raise RuntimeError(
-                f"{type(self).__name__}: an optimizer has stepped, and Fabric has told of no "
-                "module, as setup_module() does not; expected fabric.setup(); write model = "
-                "fabric.setup(model), which takes a model without its optimizer too."
+                f"{type(self).__name__} never saw a module. Fabric does not notify callbacks from "
+                "setup_module(). Use model = fabric.setup(model), also without an optimizer."
             )
 
     def captures_steps(self, trainer: pl.Trainer) -> bool:
-        """Whether it adds passes to captured steps: the others then add theirs to the same graphs.
+        """Whether it adds passes to captured steps; the others then add theirs to the same graphs.
 
-        Where nobody does, a ``ScaleMonitor`` watches the step as it is written, and
+        If no callback does, a ``ScaleMonitor`` watches the step as it is written, and
         ``UnitScaleCallback`` works at the dispatcher.
         """
         return False

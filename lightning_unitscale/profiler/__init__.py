@@ -1,4 +1,4 @@
-"""Memory and operations of a training step, known before it runs."""
+"""Predict the memory and operations of a training step before it runs."""
 
 from lightning_unitscale.profiler.api import DeviceType, MetaInfoProp, profile_graph
 from lightning_unitscale.profiler.costs import (
@@ -8,8 +8,7 @@ from lightning_unitscale.profiler.costs import (
     default_cost_model,
 )
 from lightning_unitscale.profiler.graph_profile import GraphProfile
-from lightning_unitscale.profiler.node_costs import ModuleCosts
-from lightning_unitscale.profiler.record import Costs, MemoryTimeline, NodeCosts, Peak
+from lightning_unitscale.profiler.record import Costs, MemoryTimeline, ModuleCosts, NodeCosts, Peak
 from lightning_unitscale.profiler.reserved import AllocatorPeak
 from lightning_unitscale.profiler.sharded import fake_process_group
 

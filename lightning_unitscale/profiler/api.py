@@ -1,4 +1,4 @@
-"""Profiles a training step on fake tensors: a module's own code, or an existing graph."""
+"""Profile a training step on fake tensors: a module's own code, or an existing graph."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from torch.utils._pytree import tree_map
 from lightning_unitscale.arguments import check_callable, check_choice, check_instance, shown
 from lightning_unitscale.graph.nodes import tensors_in
 from lightning_unitscale.profiler.fake import FakeStep, OptimizerLike
-from lightning_unitscale.profiler.fake_device import calls_of
 from lightning_unitscale.profiler.graph_profile import GraphProfile, make_profile
 from lightning_unitscale.profiler.sharded import is_sharded, local_tensor, num_ranks
 from lightning_unitscale.profiler.trace import GraphTrace, ModuleTrace
 
 DeviceType = Literal["cpu", "cuda"]
-"""Type of a device that a profile is of, whether the machine has it or not."""
+"""Type of a profiled device, which this machine need not have."""
 COSTS = "node_costs"
 
 
@@ -34,33 +33,32 @@ def profile_graph(
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     **kwargs: Any,
 ) -> GraphProfile:
-    """Memory and operations of one training step of ``module``, of which nothing is run for real.
+    """Return memory and operations of one training step of ``module`` without computing it.
 
-    The module's own code runs on fake tensors that claim to be on ``device``, which need not exist,
-    forward, backward and through the optimizer; what autograd keeps and when reference counts let
-    go of it is recorded storage by storage. The module may be on any device, on ``meta`` too, and
-    is not changed. One that FSDP2 or tensor parallelism has sharded cannot be copied: it must be on
-    ``meta``, within :func:`fake_process_group`, and is left with fake parameters. Its profile is
-    that of rank 0.
+    The module's own code runs on fake tensors that claim to be on ``device``, which need not exist:
+    forward, backward and the optimizer. Every storage is recorded from its allocation to its
+    release. The module may be on any device, also on ``meta``, and is not changed. A module that
+    FSDP2 or tensor parallelism has sharded cannot be copied: it must be on ``meta``, within
+    :func:`fake_process_group`, and is left with fake parameters. Its profile is that of rank 0.
 
-    What is differentiated is ``loss(output)`` if it is given, else the output's ``loss`` (attribute
-    or key), else every result that needs a gradient. The output is alive until the backward pass is
-    over, as in ``output = module(...); output.loss.backward()``.
+    The backward pass starts from ``loss(output)`` if ``loss`` is given, else from the output's
+    ``loss`` (attribute or key), else from every result that needs a gradient. The output lives
+    until the backward pass is over, as in ``output = module(...); output.loss.backward()``.
 
     Args:
         module: The module.
-        *args: What the method is called with; tensors on any device, ``meta`` too.
+        *args: Arguments of the method; tensors on any device, also on ``meta``.
         device: Whose kernels and allocator are simulated.
         optimizer: An optimizer of the module's parameters, or a class or function that makes one;
             ``None`` ends the step after the backward pass.
         method: Name of the method to call, such as ``training_step``.
-        loss: Makes the loss from what the method returns.
+        loss: Makes the loss from the method's result.
         context: Entered around the forward pass, such as ``lambda: torch.autocast("cuda")``.
         **kwargs: Keyword arguments of the method.
 
     Raises:
-        ValueError: If ``device`` is none that is known, there is no such method, parameters are on
-            several devices, or those of a sharded module are not on ``meta``.
+        ValueError: If ``device`` is unknown, there is no such method, parameters are on several
+            devices, or those of a sharded module are not on ``meta``.
         TypeError: If another argument has the wrong type, or a tensor is not one dense storage
             (quantized, sparse).
         RuntimeError: If the step cannot be run without data, naming the node.
@@ -82,7 +80,7 @@ def profile_graph(
     def profile_at(batch_size: int | None) -> GraphProfile:
         inputs = (args, kwargs) if batch_size is None else resized((args, kwargs), batch_size)
         step = FakeStep(module, inputs, target, optimizer)
-        trace = ModuleTrace(step.module, step.recorder, calls_of(target))
+        trace = ModuleTrace(step.module, step.recorder)
         # FSDP gathers the parameters of the module itself in a hook, which only its call runs.
         hooked = method == "forward" and is_sharded(module)
         call = step.module if hooked else getattr(step.module, method)
@@ -95,15 +93,14 @@ def profile_graph(
         )
 
     if is_sharded(module):
-        profile_at(None)  # FSDP makes in the first step what it keeps, as in no later one
+        profile_at(None)  # the first step alone makes what FSDP keeps
     return profile_at(None)
 
 
 class MetaInfoProp:
     """Runs a graph on fake tensors and gives each of its nodes its costs.
 
-    For graphs at the level of torch functions, such as ``fx.symbolic_trace`` and Dynamo make, and
-    of ATen.
+    For graphs of torch functions, such as ``fx.symbolic_trace`` and Dynamo make, and of ATen.
 
     Args:
         graph_module: The graph; only ``meta["node_costs"]`` of its nodes is written.
@@ -111,7 +108,7 @@ class MetaInfoProp:
         optimizer: As in :func:`profile_graph`.
 
     Attributes:
-        profile: What :meth:`run` returned; ``None`` before.
+        profile: The result of :meth:`run`; ``None`` before.
 
     Examples:
         >>> import torch
@@ -139,7 +136,7 @@ class MetaInfoProp:
 
         Args:
             *inputs: A value per placeholder; of tensors only the metadata is read.
-            loss: Makes the loss from what the graph returns.
+            loss: Makes the loss from the graph's result.
 
         Returns:
             The profile, whose nodes have the names of the graph's.
@@ -149,7 +146,7 @@ class MetaInfoProp:
         """
         step = FakeStep(self.graph_module, (inputs, {}), self._device, self._optimizer)
         assert isinstance(step.module, fx.GraphModule)
-        trace = GraphTrace(step.module, step.recorder, calls_of(self._device))
+        trace = GraphTrace(step.module, step.recorder)
         record = step.run(trace, trace.run, loss)
         self.profile = make_profile(record, step.module, batch_size=batch_size_of(inputs))
         costs = {node.name: node for node in self.profile.nodes}
@@ -158,27 +155,17 @@ class MetaInfoProp:
                 node.meta[COSTS] = costs[node.name]
         return self.profile
 
-    def summary(self, limit: int | None = None) -> str:
-        """Totals, the peak, and a row per node, the largest first.
-
-        Raises:
-            RuntimeError: If nothing was run yet.
-        """
-        if self.profile is None:
-            raise RuntimeError("MetaInfoProp.summary(): nothing was profiled yet; call run() first")
-        return self.profile.summary(limit)
-
 
 def _checked_device(device: str | torch.device) -> torch.device:
-    """The device of this type; an error if its kernels are not known."""
-    advice = "profile for the one of the two that is more like it, whether it is there or not"
+    """Return the device of this type; raise if its kernels are not known."""
+    advice = "profile for the more similar one of the two, which need not exist"
     named = str(device) if isinstance(device, torch.device) else device
     check_choice("device", named, get_args(DeviceType), "its kernels are not known", advice)
     return torch.device(device)
 
 
 def _check_calls(module: nn.Module, optimizer: Any, method: Any, loss: Any, context: Any) -> None:
-    """Raise if an argument of :func:`profile_graph` is not what a step calls."""
+    """Raise if :func:`profile_graph` cannot call one of its arguments."""
     if not isinstance(method, str) or not callable(getattr(module, method, None)):
         raise ValueError(
             f"method={shown(method)}: {type(module).__name__} has no such method; expected the "
@@ -190,8 +177,7 @@ def _check_calls(module: nn.Module, optimizer: Any, method: Any, loss: Any, cont
     if loss is not None:
         expected = "a function from the output to the loss"
         check_callable("loss", loss, expected, "leave it out for the output's own")
-    expected = "a function that makes a context"
-    check_callable("context", context, expected, "leave it out for none")
+    check_callable("context", context, "a function that makes a context", "leave it out for none")
 
 
 def refuse_without_forward(module: nn.Module, advice: str) -> None:
@@ -229,13 +215,13 @@ def _check_parameters(module: nn.Module) -> None:
 
 
 def batch_size_of(inputs: Any) -> int | None:
-    """The first dimension that most of the input tensors have; ``None`` without one."""
+    """Return the first dimension that most input tensors have; ``None`` without one."""
     sizes = [int(tensor.shape[0]) for tensor in tensors_in(inputs) if tensor.dim()]
     return Counter(sizes).most_common(1)[0][0] if sizes else None
 
 
 def resized(inputs: Any, batch_size: int) -> Any:
-    """The inputs with another batch size, as tensors without memory."""
+    """Return the inputs with another batch size, as tensors without memory."""
     before = batch_size_of(inputs)
 
     def resize(value: Any) -> Any:

@@ -1,21 +1,16 @@
-"""What one ATen operator costs: products, bytes moved, its kernel's own memory, and seconds.
+"""Cost of one ATen operator: operations of matmuls, bytes moved, kernel workspace, and seconds.
 
-The one place for it: the profiler asks while a step runs on fake tensors, the planner of
-rematerialization for every node of AOTAutograd's joint graph, and the balance of a pipeline for the
-seconds of its nodes.
-
-A multiplication with an addition counts as two operations. Only products are counted (matrix
-products, convolutions, attention), as `torch.utils.flop_counter` does; what an elementwise
-operation costs is the bytes that it moves.
+The profiler, the planner of rematerialization and the balance of a pipeline all use these. A
+multiply-add counts as two operations. Only matmuls, convolutions and attention have operations, as
+in `torch.utils.flop_counter`; an elementwise operator costs the bytes that it moves.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -28,19 +23,19 @@ from lightning_unitscale.graph.nodes import tensors_in
 from lightning_unitscale.profiler.workspace import by_operator, workspace_bytes
 
 aten = torch.ops.aten
-# A size that nothing is known of, such as a number of rows that depends on values.
+# Assumed for an unknown size, such as a number of rows that depends on values.
 _UNKNOWN_SIZE = 4096
 _assumed_sizes: ContextVar[Mapping[Any, int]] = ContextVar("assumed_sizes")
 
 
 @dataclass(frozen=True)
 class OperatorCosts:
-    """What one call of an operator costs.
+    """Costs of one call of an operator.
 
     Attributes:
-        flops: Floating-point operations of its products.
+        flops: Floating-point operations of its matmuls.
         bytes_moved: Bytes that it reads and writes; 0 for a view.
-        workspace_bytes: What its kernel allocates for itself, beside its results.
+        workspace_bytes: Bytes that its kernel allocates beside its results.
     """
 
     flops: int = 0
@@ -50,15 +45,15 @@ class OperatorCosts:
 
 @dataclass(frozen=True)
 class CostModel:
-    """How fast a device is, to compare plans with; constants, so that all ranks plan the same.
+    """Speed of a device, to compare plans. Constants, so that all ranks plan the same.
 
     Attributes:
-        flops_per_second: Rate of matrix products and convolutions.
-        bytes_per_second: Rate at which the other operations read and write.
-        overhead_seconds: Time to launch an operation.
+        flops_per_second: Rate of matmuls and convolutions.
+        bytes_per_second: Rate at which the other operators read and write.
+        overhead_seconds: Time to launch an operator.
         random_seconds: Additional time per random element.
-        fused: Whether a compiler fuses chains of pointwise operations, which then cost little and
-            whose intermediate values are never stored.
+        fused: Whether a compiler fuses chains of pointwise operators, which then cost little and
+            never store their intermediate values.
         measured: Seconds of nodes by name, in place of the estimate.
     """
 
@@ -69,21 +64,8 @@ class CostModel:
     fused: bool = False
     measured: Mapping[str, float] = field(default_factory=dict)
 
-    def key(self) -> str:
-        """A string that two equal models share, for hashes of plans."""
-        values = {attribute.name: getattr(self, attribute.name) for attribute in fields(self)}
-        values["measured"] = sorted(self.measured.items())
-        return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
-
     def seconds(self, name: str, flops: float, num_bytes: int, *, fusible: bool = False) -> float:
-        """Estimated seconds of a node: bound by what it computes or by what it moves.
-
-        Args:
-            name: The node, as in ``measured``.
-            flops: Floating-point operations of its products.
-            num_bytes: Bytes that it reads and writes.
-            fusible: Whether a compiler computes it in a loop with its neighbours.
-        """
+        """Return the seconds of a node; a compiler fuses a ``fusible`` one with its neighbours."""
         if name in self.measured:
             return self.measured[name]
         if self.fused and fusible:
@@ -94,7 +76,7 @@ class CostModel:
 
 
 def default_cost_model(device_type: str, *, fused: bool = False) -> CostModel:
-    """The model for a kind of device: one core of a CPU, or a data-centre GPU."""
+    """Return the model of one core of a CPU, or of a data-centre GPU."""
     if device_type == "cpu":
         return CostModel(fused=fused)
     return CostModel(1e14, 1.5e12, 6e-6, 2e-12, fused=fused)
@@ -108,7 +90,7 @@ def operator_costs(
     *,
     device: str = "cpu",
 ) -> OperatorCosts:
-    """Costs of one call of an ATen operator."""
+    """Return the costs of one call of an ATen operator."""
     return OperatorCosts(
         operator_flops(function, args, kwargs, result),
         _bytes_moved(function, (args, kwargs), result),
@@ -117,9 +99,9 @@ def operator_costs(
 
 
 def aten_node_costs(node: fx.Node) -> OperatorCosts:
-    """Costs of a node of a graph at the level of ATen, whose values are in ``meta["val"]``.
+    """Return the costs of a node of an ATen graph, whose values are in ``meta["val"]``.
 
-    Sizes that are symbols count with the values they were traced with, and are not fixed by it.
+    Symbolic sizes count with the values they were traced with, and stay symbolic.
     """
     if node.op != "call_function":
         return OperatorCosts()
@@ -131,7 +113,7 @@ def aten_node_costs(node: fx.Node) -> OperatorCosts:
 
 
 def size_hint(size: Any) -> int:
-    """The number behind a symbolic size, without a guard on it; 4096 if there is none."""
+    """Return the number behind a symbolic size, without a guard on it; 4096 if there is none."""
     if isinstance(size, int):
         return size
     assumed, expression = _assumed_sizes.get({}), size.node.expr
@@ -153,7 +135,7 @@ def assuming_sizes(sizes: Sequence[torch.SymInt], numbers: Sequence[int]) -> Ite
 
 
 def concrete(value: Any) -> Any:
-    """An example value with numbers for symbolic sizes; asking these for ints would fix them."""
+    """Return an example value with numbers for symbolic sizes, which stay symbolic."""
     if isinstance(value, Tensor):
         if all(isinstance(size, int) for size in (*value.shape, *value.stride())):
             return value
@@ -169,17 +151,16 @@ def concrete(value: Any) -> Any:
 def operator_flops(
     function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> int:
-    """Floating-point operations of the products of one call; a multiply-add is two.
+    """Return the floating-point operations of the matmuls of one call; a multiply-add is two.
 
     References:
         The formulas of `torch.utils.flop_counter`, and those below for what it leaves out: the
-        attention kernel of the CPU, products with vectors, grouped products, recurrent layers, and
+        attention kernel of the CPU, matrix times vector, grouped matmuls, recurrent layers, and
         the backward pass of a convolution in groups, which it counts once per group.
     """
     packet = getattr(function, "overloadpacket", function)
-    own_formula = _FORMULAS.get(packet)
-    if own_formula is not None:
-        return own_formula(args, result)
+    if packet in _FORMULAS:
+        return _FORMULAS[packet](args, result)
     formula = flop_registry.get(packet)
     if formula is None:
         return 0
@@ -191,70 +172,60 @@ def operator_flops(
 
 
 def _bytes_moved(function: Any, inputs: Any, result: Any) -> int:
-    """Bytes that one call reads and writes: each tensor once, what is broadcast in its own size."""
-    if _is_view(function) or getattr(function, "overloadpacket", function) in _UNWRITTEN:
+    """Return the bytes that one call reads and writes, each tensor once."""
+    schema = getattr(function, "_schema", None)
+    if schema is None:
+        is_view = getattr(function, "__name__", "") == "getitem"
+    else:
+        aliases = [each.alias_info for each in schema.arguments if each.alias_info is not None]
+        is_view = bool(aliases) and not any(alias.is_write for alias in aliases)
+    if is_view or getattr(function, "overloadpacket", function) in _UNWRITTEN:
         return 0
     read = {id(tensor): tensor for tensor in tensors_in(inputs)}
     return sum(map(_touched_bytes, [*read.values(), *tensors_in(result)]))
 
 
 def _touched_bytes(tensor: Tensor) -> int:
-    """Bytes of memory that reading the whole tensor touches: its elements, a broadcast one once."""
-    sizes: Sequence[Any] = tensor.shape
-    if tensor.layout == torch.strided:
-        strides = tensor.stride()
-        if 0 in strides:
-            sizes = [size for size, stride in zip(sizes, strides, strict=True) if stride != 0]
+    """Return the bytes of a tensor's elements in memory, a broadcast one once."""
+    strides = tensor.stride() if tensor.layout == torch.strided else [1] * tensor.dim()
+    sizes = (size for size, stride in zip(tensor.shape, strides, strict=True) if stride != 0)
     return prod(map(int, sizes)) * tensor.element_size()
 
 
 def _shapes_in(value: Any) -> Any:
-    """Tensors as their shapes in plain integers, which is all that the formulas look at."""
+    """Replace tensors by their shapes in plain integers, all that the formulas read."""
     if isinstance(value, Tensor):
-        return torch.Size(map(int, value.shape))
+        return torch.Size(_shape(value))
     return tuple(map(_shapes_in, value)) if isinstance(value, (tuple, list)) else value
-
-
-def _is_view(function: Any) -> bool:
-    schema = getattr(function, "_schema", None)
-    if schema is None:
-        return getattr(function, "__name__", "") == "getitem"
-    aliases = [
-        argument.alias_info for argument in schema.arguments if argument.alias_info is not None
-    ]
-    return bool(aliases) and not any(alias.is_write for alias in aliases)
 
 
 def _shape(value: Any) -> tuple[int, ...]:
     return tuple(map(int, value.shape))
 
 
-def _grouped_product(args: Sequence[Any], result: Any) -> int:
-    """Rows of all groups times one matrix each, whichever of the two is cut into groups."""
+def _grouped_matmul(args: Sequence[Any], result: Any) -> int:
+    """Return the operations of the rows of all groups times one matrix each."""
     left, right = _shape(args[0]), _shape(args[1])
     if len(left) == 2 and len(right) == 2:  # the contracted dimension is cut
         return 2 * left[0] * left[1] * right[1]
-    rows = prod(left[:-1])
-    return 2 * rows * left[-1] * _shape(result)[-1]
+    return 2 * prod(left) * _shape(result)[-1]
 
 
 def _attention(args: Sequence[Any], result: Any) -> int:
-    """Two products, ``(..., S, E) (..., E, L)`` and ``(..., S, L) (..., L, Ev)``.
-
-    A causal mask does not lower the count, as in torch's own formulas.
-    """
+    """Return the operations of ``(..., S, E) (..., E, L)`` and ``(..., S, L) (..., L, Ev)``."""
+    # A causal mask does not lower the count, as in torch's own formulas.
     (*batch, length, depth), (*_, keys, _), (*_, value_depth) = map(_shape, args[:3])
     return 2 * prod(batch) * length * keys * (depth + value_depth)
 
 
 def _attention_backward(args: Sequence[Any], result: Any) -> int:
-    """Five products: the scores anew, and the gradients of weights, query, key and value."""
+    """Return the operations of the scores and the gradients of weights, query, key and value."""
     (*batch, length, depth), (*_, keys, _), (*_, value_depth) = map(_shape, args[1:4])
     return 2 * prod(batch) * length * keys * (3 * depth + 2 * value_depth)
 
 
 def _convolution_backward(args: Sequence[Any], result: Any) -> int:
-    """Each gradient takes as many operations as the forward pass."""
+    """Return the operations of the gradients, for each as many as in the forward pass."""
     grad, images, weight, transposed, mask = args[0], args[1], args[2], args[7], args[10]
     positions = _shape(images if transposed else grad)
     # The weight is (out, in / groups, *kernel), or (in, out / groups, *kernel) if transposed.
@@ -278,7 +249,7 @@ _FORMULAS = by_operator(
     {
         **dict.fromkeys(("mv", "dot", "vdot"), lambda args, _: 2 * prod(_shape(args[0]))),
         **dict.fromkeys(("addmv", "addmv_"), lambda args, _: 2 * prod(_shape(args[1]))),
-        "_grouped_mm": _grouped_product,
+        "_grouped_mm": _grouped_matmul,
         "convolution_backward": _convolution_backward,
         "_scaled_dot_product_flash_attention_for_cpu": _attention,
         "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
@@ -289,7 +260,7 @@ _FORMULAS = by_operator(
     }
 )
 
-# Memory that is handed out and not written to.
+# They allocate memory and do not write to it.
 _UNWRITTEN = frozenset(
     {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
 )

@@ -1,9 +1,7 @@
-"""Run a step on fake tensors: on copies of the module, its optimizer and what it is called with.
+"""Run a step on fake tensors: on copies of the module, its optimizer and its inputs.
 
-Optimizers are not looked up in a table: any class that keeps tensors in ``state`` is copied and
-steps by its own code, the user's too.
-
-Checked on torch 2.13 and 2.11: the arguments that these operators are dispatched with.
+There is no table of optimizers: any class that keeps tensors in ``state`` is copied and steps by
+its own code.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks as saving
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten_with_path, tree_map
+from torch.utils._pytree import tree_flatten_with_path, tree_map_only
 
 from lightning_unitscale.dynamo.breaks import reason_raised
 from lightning_unitscale.functional.scale import hooks_in_transforms
@@ -33,14 +31,13 @@ from lightning_unitscale.profiler.fake_device import (
     simulating,
 )
 from lightning_unitscale.profiler.record import StepRecord
-from lightning_unitscale.profiler.recorder import StorageRecorder
 from lightning_unitscale.profiler.sharded import is_sharded, take_over, watching_shards
-from lightning_unitscale.profiler.trace import GraphTrace, ModuleTrace
+from lightning_unitscale.profiler.trace import GraphTrace, ModuleTrace, StorageRecorder
 
 OptimizerLike = Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
-# What a module may refer to that is neither part of it nor copied with it: Lightning's Trainer.
+# Attributes of a module that are neither part of it nor copied with it: Lightning's Trainer.
 _SHARED = ("_trainer", "_fabric")
-# How fake tensors say it in torch 2.11 and 2.13.
+# Messages of fake tensors in torch 2.11 and 2.13.
 _MIXED_DEVICES = (
     "Unhandled FakeTensor Device Propagation",
     "Expected all tensors to be on the same device",
@@ -50,21 +47,17 @@ _MIXED_DEVICES = (
 class FakeCopies:
     """Fake tensors on one device in place of real (or fake, or meta) ones: only metadata is read.
 
-    Tensors that share a storage get fakes that do; the same tensor always gets the same fake.
-
-    Attributes:
-        fakes: The fakes so far, by the identity of what they stand for.
+    Tensors that share a storage get fakes that do. A tensor always gets the same fake.
     """
 
     def __init__(self, mode: SimulatedDevice) -> None:
         self._mode = mode
         self._bases: dict[int, Tensor] = {}
-        self.fakes: dict[int, Tensor] = {}
-        # Identities are of living objects only.
-        self._alive: list[Any] = []
+        self.fakes: dict[int, Tensor] = {}  # by the identity of the original
+        self._alive: list[Any] = []  # identities are of living objects only
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The fake of ``tensor``, a parameter if it is one."""
+        """Return the fake of ``tensor``, a parameter if it is one."""
         if id(tensor) not in self.fakes:
             self._alive.append(tensor)
             self.fakes[id(tensor)] = self._make(tensor)
@@ -91,20 +84,16 @@ class FakeCopies:
             fake = flat.as_strided(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
             if isinstance(tensor, nn.Parameter):
                 return nn.Parameter(fake, requires_grad=tensor.requires_grad)
-            # No view: autograd regenerates a view's function under a lock, which a mode that looks
-            # at the operators of this would wait for without end.
+            # Not a view: autograd regenerates a view's function under a lock, and a mode that
+            # watches the operators of that would wait for the lock forever.
             return fake.data.requires_grad_(tensor.requires_grad)
 
 
 class FakeStep:
-    """A module, its inputs and its optimizer, all of them fake, and the recording of one step."""
+    """A fake module, its fake inputs and optimizer, and the recording of one step."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        inputs: Any,
-        device: torch.device,
-        optimizer: OptimizerLike | None,
+        self, module: nn.Module, inputs: Any, device: torch.device, optimizer: OptimizerLike | None
     ) -> None:
         self.recorder = StorageRecorder(device)
         if is_sharded(module):
@@ -116,15 +105,12 @@ class FakeStep:
             self.mode = SimulatedDevice(device)
             copies = FakeCopies(self.mode)
             self.module = _fake_copy(module, copies)
-        self.inputs = tree_map(
-            lambda value: copies.of(value) if isinstance(value, Tensor) else value, inputs
-        )
+        self.inputs = tree_map_only(Tensor, copies.of, inputs)
         self.optimizer: Optimizer | None = None
         if optimizer is not None:
             with self.mode:
-                self.optimizer = _fake_optimizer(
-                    optimizer, self.module.parameters(), copies.fakes, device
-                )
+                params = self.module.parameters()
+                self.optimizer = _fake_optimizer(optimizer, params, copies.fakes, device)
 
     def run(
         self,
@@ -133,7 +119,7 @@ class FakeStep:
         loss: Callable[[Any], Tensor] | None = None,
         context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> StepRecord:
-        """Forward, backward and the optimizer's step."""
+        """Record forward, backward and the optimizer's step."""
         recorder = self.recorder
         with (
             self.mode,
@@ -157,11 +143,12 @@ class FakeStep:
                     recorder.declare(param.grad, "gradient")
             if self.optimizer is not None:
                 recorder.phase = "optimizer"
-                self.optimizer.step()
+                with FakeScalars():
+                    self.optimizer.step()
         return recorder.finished()
 
     def _declare(self, trace: ModuleTrace | GraphTrace) -> None:
-        """Say what is there before the step, and what it is called."""
+        """Register the tensors from before the step, and their names."""
         for name, param in self.module.named_parameters():
             self.recorder.declare(param, "parameter")
             trace.name_input(param, name)
@@ -171,20 +158,19 @@ class FakeStep:
         for path, value in tree_flatten_with_path(self.inputs)[0]:
             if isinstance(value, Tensor):
                 self.recorder.declare(value, "input")
-                trace.name_input(value, "input" + "".join(str(key) for key in path[1:]))
+                trace.name_input(value, "input" + "".join(map(str, path[1:])))
         for tensor in state_tensors(self.optimizer) if self.optimizer is not None else ():
             self.recorder.declare(tensor, "optimizer")
 
 
 def _fake_copy(module: nn.Module, copies: FakeCopies) -> nn.Module:
-    """A copy of the module, made of fake tensors, so that the user's own stays as it is."""
+    """Copy the module with fake tensors, so that the user's own stays as it is."""
     shared: dict[int, Any] = {}
     for submodule in module.modules():
-        tensors = tensors_in(list(submodule.__dict__.values()))
-        tensors += [*submodule.parameters(recurse=False), *submodule.buffers(recurse=False)]
-        for tensor in tensors:
+        # Its parameters and buffers are in dictionaries of its own.
+        for tensor in tensors_in(list(vars(submodule).values())):
             copies.of(tensor)
-        values = [submodule.__dict__.get(name) for name in _SHARED]
+        values = [vars(submodule).get(name) for name in _SHARED]
         shared.update({id(value): value for value in values})
     try:
         return copy.deepcopy(module, memo={**shared, **copies.fakes})
@@ -196,23 +182,22 @@ def _fake_copy(module: nn.Module, copies: FakeCopies) -> nn.Module:
 
 
 def _roots(output: Any, loss: Callable[[Any], Tensor] | None) -> list[Tensor]:
-    """The tensors that the backward pass starts from; none if nothing needs a gradient."""
+    """Return the tensors that the backward pass starts from; none if nothing needs a gradient."""
     if loss is not None:
         output = loss(output)
-    elif isinstance(getattr(output, "loss", None), Tensor):
-        output = output.loss
-    elif isinstance(output, dict) and isinstance(output.get("loss"), Tensor):
-        output = output["loss"]
+    else:
+        own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+        output = own if isinstance(own, Tensor) else output
     return [tensor for tensor in tensors_in(output) if tensor.requires_grad]
 
 
 @contextlib.contextmanager
 def _named_errors(recorder: StorageRecorder) -> Iterator[None]:
-    """Within this context what cannot be run on fake tensors is an error that names the node."""
+    """Within this context name the node that cannot run on fake tensors."""
     try:
         yield
     except DATA_DEPENDENT as error:
-        where = reason_raised(error).where or "what it does"
+        where = reason_raised(error).where or "it"
         raise RuntimeError(
             f"node {recorder.running}: {where} depends on the values of a tensor ({error}). A "
             "profile runs on shapes without values. Take .item(), boolean indexing and branches on "
@@ -222,9 +207,8 @@ def _named_errors(recorder: StorageRecorder) -> Iterator[None]:
         if not any(message in str(error) for message in _MIXED_DEVICES):
             raise
         raise RuntimeError(
-            f"node {recorder.running}: it mixes devices ({error}); expected all tensors of the "
-            "step on the profiled device; make new tensors on the device of an input or of a "
-            "parameter."
+            f"node {recorder.running}: it mixes devices ({error}). All tensors of the step must be "
+            "on the profiled device. Make new tensors on the device of an input or a parameter."
         ) from error
 
 
@@ -234,18 +218,21 @@ def _fake_optimizer(
     fakes: Mapping[int, Tensor],
     device: torch.device,
 ) -> Optimizer:
-    """An optimizer like the given one that updates fake parameters and has its state already."""
+    """Return an optimizer like the given one for fake parameters that has its state already."""
     if isinstance(optimizer, Optimizer):
-        groups = [
-            [_fake_of(param, fakes) for param in group["params"]]
-            for group in optimizer.param_groups
-        ]
+        updated = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        for tensor in (*updated, *optimizer.state):
+            if id(tensor) not in fakes:
+                raise ValueError(
+                    f"`optimizer`: it updates a tensor of shape {tuple(tensor.shape)} that is no "
+                    "parameter of the module; expected an optimizer of the module's own "
+                    "parameters; make a new one if the module was copied or converted since."
+                )
+        groups = [[fakes[id(each)] for each in group["params"]] for group in optimizer.param_groups]
         fake = optimizer_for(optimizer, groups)
-        # What it holds already: some make their state before the first step.
+        # Some have state before the first step.
         for param, state in optimizer.state.items():
-            fake.state[_fake_of(param, fakes)] = {
-                name: _fake_state(value, device) for name, value in state.items()
-            }
+            fake.state[fakes[id(param)]] = _fake_state(state, device)
     else:
         fake = optimizer([param for param in params if param.requires_grad])
         if not isinstance(fake, Optimizer):
@@ -258,13 +245,13 @@ def _fake_optimizer(
 
 
 def optimizer_for(optimizer: Optimizer, groups: Iterable[list[Tensor]]) -> Optimizer:
-    """A copy of an optimizer, settings and all, without state, for other parameters."""
+    """Copy an optimizer with its settings, without its state, for other parameters."""
     other: Optimizer = object.__new__(type(optimizer))
-    other.__dict__.update(optimizer.__dict__)
-    # A scheduler leaves its own ``step`` on the object, which would move the schedule.
-    other.__dict__.pop("step", None)
-    for name in [name for name in other.__dict__ if name.endswith("_hooks")]:
-        other.__dict__[name] = OrderedDict()
+    vars(other).update(vars(optimizer))
+    # A scheduler puts a ``step`` of its own on the object, which would advance the schedule.
+    vars(other).pop("step", None)
+    for name in [name for name in vars(other) if name.endswith("_hooks")]:
+        vars(other)[name] = OrderedDict()
     other.state = defaultdict(dict)
     other.param_groups = [
         {**group, "params": params}
@@ -277,7 +264,7 @@ def make_state(optimizer: Optimizer, device: torch.device) -> None:
     """Let an optimizer of fake parameters make the state that it has from the first step on."""
     for group in optimizer.param_groups:
         # On a GPU torch takes the implementation over lists of tensors, which has other
-        # temporaries; for fake tensors it would not choose it by itself, nor does it for shards.
+        # temporaries. It does not choose it for fake tensors, nor for shards.
         is_open = group.get("foreach", True) is None and not group.get("fused")
         if device.type == "cuda" and is_open and not any(map(is_several_tensors, group["params"])):
             group["foreach"] = True
@@ -300,28 +287,16 @@ def _no_rows(param: Tensor) -> Tensor:
 
 
 def state_tensors(optimizer: Optimizer) -> list[Tensor]:
-    """Every tensor that the optimizer keeps between steps."""
+    """Return every tensor that the optimizer keeps between steps."""
     return tensors_in([dict(state) for state in optimizer.state.values()])
 
 
-def _fake_state(value: Any, device: torch.device) -> Any:
-    def fake(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
+def _fake_state(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    def fake(leaf: Tensor) -> Tensor:
         # Counts of steps stay on the CPU.
         target = device if leaf.dim() else "cpu"
         if is_several_tensors(leaf):
             return torch.empty_like(leaf, device=target)
         return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=target)
 
-    return tree_map(fake, value)
-
-
-def _fake_of(param: Tensor, fakes: Mapping[int, Tensor]) -> Tensor:
-    if id(param) not in fakes:
-        raise ValueError(
-            f"`optimizer`: it updates a tensor of shape {tuple(param.shape)} that is no "
-            "parameter of the module; expected an optimizer of the module's own parameters; make "
-            "it anew if the module was copied or converted since."
-        )
-    return fakes[id(param)]
+    return tree_map_only(Tensor, fake, dict(state))

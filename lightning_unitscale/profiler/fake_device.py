@@ -1,15 +1,14 @@
 """A device that need not exist, for fake tensors, and the operators that it would run.
 
-The CPU and a GPU save different things for the backward pass: of a dropout the CPU keeps the
-scaled mask in the type of the input, a GPU a mask of booleans; attention has other kernels, and a
-GPU fuses the RMS norm. On fake tensors torch decides as for the CPU (see
-:class:`SimulatedDevice`), so what a GPU would take is chosen here, and what its autocast does
-otherwise than the CPU's.
+The CPU and a GPU save different tensors for the backward pass: a dropout's mask is scaled and has
+the input's type on the CPU, and is boolean on a GPU. Attention has other kernels, and a GPU fuses
+the RMS norm. On fake tensors torch decides as for the CPU (see :class:`SimulatedDevice`), so this
+file chooses a GPU's kernels, and the types of its autocast.
 
-The file of the profiler that touches torch's own names. Checked on torch 2.13 and 2.11:
-``FakeTensorMode`` and its exceptions, ``_current_autograd_node``, ``_execution_engine``,
-``_IncludeDispatchKeyGuard``, ``HigherOrderOperator``, ``reset_code``, and that C++ asks a fake
-tensor for its device through the operator ``prim::device``.
+Private names of torch, checked on 2.13 and 2.11: ``FakeTensorMode`` and its exceptions,
+``_current_autograd_node``, ``_execution_engine``, ``_IncludeDispatchKeyGuard``,
+``HigherOrderOperator``, ``reset_code``, and that C++ asks a fake tensor for its device through the
+operator ``prim::device``.
 """
 
 from __future__ import annotations
@@ -35,6 +34,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+from lightning_unitscale.graph.nodes import call
 from lightning_unitscale.patching import shadowed
 
 DATA_DEPENDENT = (
@@ -46,9 +46,9 @@ DispatchMode = TorchDispatchMode
 is_several_tensors = is_traceable_wrapper_subclass
 Call = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 aten = torch.ops.aten
-# What C++ is told of the simulated device. Python's own is without an index.
+# The simulated device as C++ sees it. Python's own is without an index.
 _STAND_IN = torch.device("cpu", 0)
-# What code is told that asks for the GPU's generation where there is none: Ampere's.
+# The simulated GPU's generation: Ampere.
 _COMPUTE_CAPABILITY = (8, 0)
 _HALF = (torch.float16, torch.bfloat16)
 # The largest head that the flash kernel takes.
@@ -64,11 +64,7 @@ def is_control_flow(function: Any) -> bool:
 
 @contextlib.contextmanager
 def forgetting_control_flow() -> Iterator[None]:
-    """Has Dynamo forget how it ran ``torch.cond`` and its like within this context.
-
-    They compile themselves when they are called; under a mode Dynamo passes over them, and would
-    from then on.
-    """
+    """On leaving, let Dynamo forget that it skipped ``torch.cond`` and its like under a mode."""
     try:
         yield
     finally:
@@ -79,15 +75,8 @@ def forgetting_control_flow() -> Iterator[None]:
 
 
 def run_control_flow(function: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """The first branch of a ``cond``, every step of a ``scan``, one round of a ``while_loop``."""
-    run = _CONTROL_FLOW.get(function.name())
-    return function(*args, **kwargs) if run is None else run(*args, **kwargs)
-
-
-def _cond(
-    predicate: Any, taken: Callable[..., Any], other: Callable[..., Any], operands: Any
-) -> Any:
-    return taken(*operands)
+    """Run the first branch of a ``cond``, all of a ``scan``, one round of a ``while_loop``."""
+    return _CONTROL_FLOW.get(function.name(), function)(*args, **kwargs)
 
 
 def _while_loop(
@@ -106,22 +95,25 @@ def _scan(combine: Callable[..., Any], initial: Any, rows: Any, constants: Any =
     return [*carried, *(torch.stack(column) for column in zip(*results, strict=True))]
 
 
-_CONTROL_FLOW = {"cond": _cond, "while_loop": _while_loop, "scan": _scan}
+_CONTROL_FLOW: dict[str, Callable[..., Any]] = {
+    "cond": lambda predicate, taken, other, operands: taken(*operands),
+    "while_loop": _while_loop,
+    "scan": _scan,
+}
 
 
 def current_autograd_function() -> Any:
-    """The function of autograd's graph whose backward is running, or ``None``."""
+    """Return the function of autograd's graph whose backward is running, or ``None``."""
     return torch._C._current_autograd_node()
 
 
 class SimulatedDevice(FakeTensorMode):
-    """The mode in which nothing is computed; constants of the user's become fake by themselves.
+    """The mode in which nothing is computed; the user's constants become fake by themselves.
 
     C++ looks up a stream and a queue for the device of every tensor that takes part in autograd,
-    and ends the process where the device has no driver. So C++ is told that the device is
-    ``cpu:0``, and what it wants to make there is made on the device; Python code sees the device
-    itself. A CPU's queue also means that the backward pass runs in the calling thread, where
-    dispatch modes can see it.
+    and ends the process if the device has no driver. So it gets ``cpu:0`` as the device, and
+    tensors that it makes there are made on the simulated one, which Python code sees. With a CPU's
+    queue the backward pass runs in the calling thread, where dispatch modes see it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -146,9 +138,9 @@ class SimulatedDevice(FakeTensorMode):
 def simulating(device: torch.device) -> Iterator[None]:
     """Within this context Python code finds the simulated device as it would be.
 
-    Where there is no GPU, torch switches its autocast off with a warning; and its kernels look for
-    tensors on a GPU, which C++ sees none of. So autocast of the CPU stands in for it, with the
-    type that was asked for; :func:`calls_of` does what the two do differently.
+    Without a GPU, torch switches its autocast off with a warning, and C++ sees no tensors on it. So
+    the CPU's autocast runs instead, with the requested type. :func:`calls_of` makes up for the
+    differences.
     """
     if device.type == "cpu":
         yield
@@ -169,11 +161,9 @@ def simulating(device: torch.device) -> Iterator[None]:
 
 
 def run_backward(roots: Sequence[Tensor]) -> None:
-    """``torch.autograd.backward`` with gradients of one.
-
-    The function itself would be seen by torch function modes as one call, within which they are
-    off; but what a checkpoint runs again must be called as in the forward pass.
-    """
+    """Run the backward pass with gradients of one."""
+    # Torch function modes are off within ``torch.autograd.backward``, but a checkpoint must call
+    # its functions as in the forward pass.
     gradients = tuple(torch.ones_like(root) for root in roots)
     torch.autograd.Variable._execution_engine.run_backward(
         tuple(roots), gradients, False, False, (), allow_unreachable=True, accumulate_grad=True
@@ -181,28 +171,23 @@ def run_backward(roots: Sequence[Tensor]) -> None:
 
 
 class FakeScalars(TorchDispatchMode):
-    """Answers a program that asks a fake tensor for its value.
+    """Makes up the value of a fake tensor: optimizers read their step count.
 
-    Optimizers look at their step count; what they allocate does not depend on it.
+    Their allocations do not depend on it. It is neither 0 nor 1, since they may divide by it.
     """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is aten._local_scalar_dense.default:
-            return self.answer(args[0])
+            return 0.5 if args[0].is_floating_point() else 2
         return func(*args, **(kwargs or {}))
-
-    @staticmethod
-    def answer(tensor: Tensor) -> float | int:
-        """The value of a tensor that has none; neither 0 nor 1, which may be divided by."""
-        return 0.5 if tensor.is_floating_point() else 2
 
 
 def run_operator(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """The operator on fake tensors, where they are wrong with what the kernels do."""
+    """Run an operator on fake tensors, corrected where they differ from the kernels."""
     packet = getattr(func, "overloadpacket", func)
-    if packet is getattr(torch.ops.aten, "_grouped_mm", None) and args[0].dtype != torch.bfloat16:
+    if packet is getattr(aten, "_grouped_mm", None) and args[0].dtype != torch.bfloat16:
         # Fake tensors know the shapes for BF16 only, the kernels also other types (torch 2.13).
         in_bf16 = [
             value.bfloat16() if isinstance(value, Tensor) and value.is_floating_point() else value
@@ -211,43 +196,28 @@ def run_operator(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return func(*in_bf16, **kwargs).to(args[0].dtype)
     if packet is aten.native_layer_norm and args[0].device.type == "cpu":
         result, *statistics = func(*args, **kwargs)
-        # Of 16-bit inputs with FP32 gains the CPU keeps them in FP32, which fake tensors do not.
+        # For 16-bit inputs with FP32 gains the CPU keeps them in FP32, unlike fake tensors.
         dtype = args[0].dtype if args[2] is None else args[2].dtype
         return (result, *(statistic.to(dtype) for statistic in statistics))
     return func(*args, **kwargs)
 
 
 def calls_of(device: torch.device) -> Call:
-    """How functions are called on a device: ``call(function, args, kwargs)``."""
-    return _call_on_gpu if device.type == "cuda" else _call_as_is
-
-
-def _call_as_is(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return function(*args, **kwargs)
+    """Return ``call(function, args, kwargs)``, which calls functions as on a device."""
+    return _call_on_gpu if device.type == "cuda" else call
 
 
 def _call_on_gpu(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if torch.is_autocast_enabled("cpu"):
-        args, kwargs = _autocast(function, args, kwargs)
-    kernel = _GPU_KERNELS.get(function)
-    return function(*args, **kwargs) if kernel is None else kernel(*args, **kwargs)
+    # The names are those of "Automatic Mixed Precision package", CUDA Ops that can autocast to
+    # float32; the CPU's autocast does not cast their arguments.
+    if torch.is_autocast_enabled("cpu") and getattr(function, "__name__", "") in _FP32_ON_GPU:
+        args = tuple(map(_widened, args))
+        kwargs = {name: _widened(value) for name, value in kwargs.items()}
+    return _GPU_KERNELS.get(function, function)(*args, **kwargs)
 
 
-def _autocast(
-    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments in FP32 where a GPU's autocast computes in it and the CPU's does not.
-
-    References:
-        "Automatic Mixed Precision package", CUDA Ops that can autocast to float32.
-    """
-    if getattr(function, "__name__", "") not in _FP32_ON_GPU:
-        return args, kwargs
-
-    def cast(value: Any) -> Any:
-        return value.float() if isinstance(value, Tensor) and value.dtype in _HALF else value
-
-    return tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}
+def _widened(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in _HALF else value
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -255,10 +225,6 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
         return F.dropout(input, p, training, inplace)
     result: Tensor = torch.native_dropout(input, p, True)[0]
     return result
-
-
-def _torch_dropout(input: Tensor, p: float, train: bool) -> Tensor:
-    return _dropout(input, p, train)
 
 
 def _rms_norm(
@@ -284,10 +250,10 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The kernel that torch takes on a GPU of compute capability 8.0 or later.
+    """Run the kernel that torch takes on a GPU of compute capability 8.0 or later.
 
-    In torch's order: flash for 16 bits without a mask, then the memory-efficient kernel, then plain
-    products. The third is also what shared heads with a mask, or in FP32, come to.
+    In torch's order: flash for 16 bits without a mask, the memory-efficient kernel, plain matmuls.
+    The last also for shared heads with a mask, or in FP32.
     """
     is_plain = query.dim() == key.dim() == value.dim() == 4 and query.dtype == key.dtype
     depth = value.shape[-1]
@@ -317,7 +283,7 @@ def _attention(
 
 
 def _aligned(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """A mask as the memory-efficient kernel reads it: numbers, in rows of an aligned length."""
+    """Convert a mask for the memory-efficient kernel: numbers, in rows of an aligned length."""
     if mask.dtype == torch.bool:
         zeros = torch.zeros((), dtype=query.dtype, device=query.device)
         mask = torch.where(mask, zeros, -torch.inf)
@@ -336,7 +302,7 @@ _FP32_ON_GPU = frozenset(
 
 _GPU_KERNELS: dict[Any, Callable[..., Any]] = {
     F.dropout: _dropout,
-    torch.dropout: _torch_dropout,
+    torch.dropout: lambda input, p, train: _dropout(input, p, train),
     F.rms_norm: _rms_norm,
     torch.rms_norm: _rms_norm,
     F.scaled_dot_product_attention: _attention,

@@ -1,10 +1,11 @@
-"""What profiling a step gives: costs of nodes and modules, bytes by purpose, and the peak."""
+"""Profile of a step: costs of nodes and modules, bytes by purpose, and the peak."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,20 +14,18 @@ from tabulate import tabulate
 from torch import nn
 
 from lightning_unitscale.profiler import report
-from lightning_unitscale.profiler.node_costs import (
-    ALWAYS_THERE,
-    ModuleCosts,
-    module_costs,
-    node_costs,
-)
 from lightning_unitscale.profiler.record import (
+    ALWAYS_THERE,
     Kind,
     MemoryTimeline,
+    ModuleCosts,
     NodeCosts,
     Peak,
     Phase,
     StepRecord,
     memory_timeline,
+    module_costs,
+    node_costs,
     peak_of,
 )
 from lightning_unitscale.profiler.report import format_bytes, format_flops
@@ -40,11 +39,10 @@ if TYPE_CHECKING:
 class GraphProfile:
     """Memory and operations of one training step.
 
-    All sizes are bytes of whole storages, each counted once. :meth:`summary` shows it, :meth:`plot`
-    draws it, :meth:`save` and :meth:`load` keep it as JSON.
+    All sizes are bytes of whole storages, each counted once.
 
     Attributes:
-        device: Type of the device that was simulated.
+        device: Type of the simulated device.
         batch_size: First dimension of most inputs; ``None`` if they have none.
         nodes: Costs of the forward graph's nodes, in their order.
         modules: Costs of the modules, each with those in it, in the order of definition.
@@ -55,14 +53,15 @@ class GraphProfile:
         optimizer_bytes: State of the optimizer between steps.
         unsharded_bytes: The most bytes at once of parameters that FSDP has gathered, and of the
             buffers that it gathers them in.
-        saved_bytes: What autograd saves for the backward pass, beyond parameters and buffers.
+        saved_bytes: Bytes that autograd saves for the backward pass, without parameters and
+            buffers.
         peak: The moment at which the most bytes are alive.
         timeline: Live bytes over the step.
         phases: Part of the step that each moment of the timeline belongs to.
         num_ranks: Processes that the module is sharded over. Sizes are those of rank 0, which has
-            the largest shard where they are not equal.
+            the largest shard.
         allocator: What the caching allocator of a GPU takes for the step; ``None`` for a CPU.
-        batch_fit: Live bytes as lines over the batch size, once they have been asked for.
+        batch_fit: Live bytes as lines over the batch size, after :meth:`fit_batch`.
     """
 
     device: str
@@ -93,16 +92,16 @@ class GraphProfile:
 
     @property
     def fwd_flops(self) -> int:
-        """Floating-point operations of the products of the forward pass."""
+        """Floating-point operations of the matmuls of the forward pass."""
         return sum(node.fwd_flops for node in self.nodes)
 
     @property
     def bwd_flops(self) -> int:
-        """Floating-point operations of the products of the backward pass."""
+        """Floating-point operations of the matmuls of the backward pass."""
         return sum(node.bwd_flops for node in self.nodes)
 
     def node(self, name: str) -> NodeCosts:
-        """Costs of one node.
+        """Return the costs of one node.
 
         Raises:
             KeyError: If there is no node of this name.
@@ -113,7 +112,7 @@ class GraphProfile:
         raise KeyError(f"`name={name!r}`: no node has it; expected one of profile.nodes")
 
     def fit_batch(self) -> GraphProfile:
-        """This profile with its ``batch_fit``: profiles the step at twice the batch size.
+        """Profile the step at twice the batch size, and return this profile with ``batch_fit``.
 
         Raises:
             ValueError: If the inputs have no batch size, or the profile came from a file that was
@@ -123,24 +122,24 @@ class GraphProfile:
             return self
         if self._profile_at is None or not self.batch_size:
             raise ValueError(
-                "`max_batch_size`: the module or the batch is not there to be profiled again; "
-                "expected a profile that profile_graph returned for inputs with a batch dimension; "
-                "call fit_batch() before you save it."
+                "`max_batch_size`: the step cannot be profiled again; expected a profile that "
+                "profile_graph returned for inputs with a batch dimension; call fit_batch() before "
+                "you save it."
             )
-        low, high = self, self._profile_at(2 * self.batch_size)
+        sizes = (self.batch_size, 2 * self.batch_size)
+        low, high = self, self._profile_at(sizes[1])
         if len(low.phases) != len(high.phases):
-            # Other operators run at this size (one sample needs no copies): look above it.
-            low, high = high, self._profile_at(3 * self.batch_size)
-        assert low.batch_size is not None and high.batch_size is not None
-        sizes = (low.batch_size, high.batch_size)
+            # Other operators run at this size (one sample needs no copies): compare larger ones.
+            sizes = (sizes[1], 3 * self.batch_size)
+            low, high = high, self._profile_at(sizes[1])
         lines = fit(sizes, low.timeline.live_bytes, high.timeline.live_bytes)
         return replace(self, batch_fit=lines)
 
     def max_batch_size(self, budget_bytes: int) -> int:
-        """The largest batch whose peak is within the budget; 0 if none is.
+        """Return the largest batch whose peak is within the budget; 0 if none is.
 
-        Every input tensor whose first dimension is the batch size is taken to grow. The answer of
-        the fit is profiled before it is given, where the module is still there.
+        Every input tensor whose first dimension is the batch size is assumed to grow. If the module
+        is still there, the answer is checked by profiling the step at that size.
 
         Args:
             budget_bytes: Bytes that may be alive at once.
@@ -155,14 +154,11 @@ class GraphProfile:
         lines = self.fit_batch().batch_fit
         assert lines is not None
         again = self._profile_at
-        return largest_batch(
-            lines,
-            budget_bytes,
-            lines.peak_bytes if again is None else lambda size: again(size).peak_bytes,
-        )
+        peak_at = lines.peak_bytes if again is None else lambda size: again(size).peak_bytes
+        return largest_batch(lines, budget_bytes, peak_at)
 
     def table(self, sort_by: str = "saved_bytes", limit: int | None = 20) -> str:
-        """The nodes as a table, the largest first.
+        """Return the nodes as a table, the largest first.
 
         Args:
             sort_by: A field of :class:`NodeCosts` that is a number, or ``"order"``.
@@ -174,25 +170,18 @@ class GraphProfile:
         return report.node_table(self.nodes, sort_by, limit)
 
     def module_table(self, depth: int | None = None) -> str:
-        """The modules as a table, down to a depth: 0 is the root alone, ``None`` for all."""
+        """Return the modules as a table, down to a depth: 0 is the root alone, ``None`` for all."""
         return report.module_table(self.modules, depth)
 
     def totals(self) -> str:
-        """Bytes by what they are for, over the step and at its peak, and operations."""
-        peak = self.peak
-        over_step = {
-            "parameter": self.parameter_bytes,
-            "buffer": self.buffer_bytes,
-            "optimizer": self.optimizer_bytes,
-            "input": self.input_bytes,
-            "gradient": self.gradient_bytes,
-            "unsharded": self.unsharded_bytes,
-            "activation": self.saved_bytes,
-        }
+        """Return the bytes by what they are for, over the step and at its peak, and operations."""
+        peak, names = self.peak, {"activation": "saved_bytes"}
         rows = [
-            (kind, format_bytes(over_step[kind]) if kind in over_step else "", format_bytes(size))
+            # Temporaries have no total over the step.
+            (kind, "" if total is None else format_bytes(total), format_bytes(size))
             for kind, size in peak.by_kind.items()
-            if kind != "unsharded" or self.unsharded_bytes
+            if (total := getattr(self, names.get(kind, f"{kind}_bytes"), None))
+            or kind != "unsharded"
         ]
         where = f" of {peak.node}" if peak.node else ""
         operator = f" ({peak.operator})" if peak.operator else ""
@@ -209,7 +198,7 @@ class GraphProfile:
                 f"{format_bytes(allocated)} in blocks, with cuBLAS's workspace"
             )
         lines += [
-            f"Products: {format_flops(self.fwd_flops)}FLOP forward, "
+            f"Matmuls: {format_flops(self.fwd_flops)}FLOP forward, "
             f"{format_flops(self.bwd_flops)}FLOP backward; {len(self.nodes)} nodes",
             "",
             tabulate(rows, headers=("bytes", "in the step", "at the peak"), disable_numparse=True),
@@ -217,11 +206,11 @@ class GraphProfile:
         return "\n".join(lines)
 
     def summary(self, limit: int | None = 20) -> str:
-        """Totals, the peak, and the nodes that matter most to it."""
+        """Return totals, the peak, and a row per node, the largest first."""
         return f"{self.totals()}\n\n{self.table(limit=limit)}"
 
     def plot(self, path: str | Path | None = None) -> Figure:
-        """Live bytes over the step, by what they are for, with the peak marked.
+        """Draw the live bytes over the step, by what they are for, with the peak marked.
 
         Args:
             path: Where to write the picture, if anywhere.
@@ -235,12 +224,13 @@ class GraphProfile:
         return figure
 
     def to_json(self) -> str:
-        """The profile as JSON."""
-        return report.dump(self)
+        """Return the profile as JSON."""
+        values = {name: value for name, value in asdict(self).items() if name != "_profile_at"}
+        return json.dumps({"version": report.VERSION, **values})
 
     @staticmethod
     def from_json(text: str) -> GraphProfile:
-        """A profile from what :meth:`to_json` gave.
+        """Return a profile from the JSON of :meth:`to_json`.
 
         Raises:
             ValueError: If the text is no profile.
@@ -261,24 +251,20 @@ class GraphProfile:
 class BatchFit:
     """Live bytes at every moment of a step as a line over the batch size.
 
-    The peak is the upper envelope of the lines, so it is right also where another moment becomes
-    the highest (at small batches the optimizer, at large ones the backward pass).
-
-    Attributes:
-        fixed_bytes: What each moment has at batch size 0.
-        bytes_per_sample: What each sample adds to each moment.
+    The peak is the upper envelope of the lines, so it may move to another moment: at small batches
+    the optimizer, at large ones the backward pass.
     """
 
-    fixed_bytes: tuple[float, ...] = field(repr=False)
+    fixed_bytes: tuple[float, ...] = field(repr=False)  # of each moment at batch size 0
     bytes_per_sample: tuple[float, ...] = field(repr=False)
 
     def peak_bytes(self, batch_size: int) -> int:
-        """The highest of all moments at a batch size."""
+        """Return the highest of all moments at a batch size."""
         lines = zip(self.fixed_bytes, self.bytes_per_sample, strict=True)
         return int(max(fixed + slope * batch_size for fixed, slope in lines))
 
     def largest(self, budget_bytes: int) -> int:
-        """The largest batch size whose peak is within the budget; 0 if there is none."""
+        """Return the largest batch size whose peak is within the budget; 0 if there is none."""
         fixed, slopes = np.array(self.fixed_bytes), np.array(self.bytes_per_sample)
         grows = slopes > 0
         if not grows.any():
@@ -293,7 +279,7 @@ class BatchFit:
 
 
 def fit(batch_sizes: tuple[int, int], first: Sequence[int], second: Sequence[int]) -> BatchFit:
-    """Lines through two profiles."""
+    """Return the lines through two profiles."""
     if len(first) != len(second):
         first, second = [max(first)], [max(second)]
     low, high = batch_sizes
@@ -303,10 +289,10 @@ def fit(batch_sizes: tuple[int, int], first: Sequence[int], second: Sequence[int
 
 
 def largest_batch(lines: BatchFit, budget_bytes: int, peak_at: Callable[[int], int]) -> int:
-    """The largest batch whose own profile is within the budget; 0 if there is none."""
+    """Return the largest batch whose own profile is within the budget; 0 if there is none."""
     size = lines.largest(budget_bytes)
     while size > 0 and (peak := peak_at(size)) > budget_bytes:
-        # Where the step is not linear in the batch, by the share that it is off.
+        # If the step is not linear in the batch, by the share that it is off.
         size = min(size - 1, int(size * budget_bytes / peak))
     return size
 
@@ -319,12 +305,16 @@ def make_profile(
     num_ranks: int = 1,
     profile_at: Callable[[int], GraphProfile] | None = None,
 ) -> GraphProfile:
-    """The profile of a recorded step."""
+    """Return the profile of a recorded step."""
     costs = node_costs(record)
     timeline, peak = memory_timeline(record)
     by_kind: Counter[Kind] = Counter()
     for life in record.storages:
         by_kind[life.kind] += life.num_bytes
+    # A loss outside of the graph makes autograd save as well, so nodes do not have it all.
+    saved = [record.storages[index] for index in {index for index, _ in record.saved}]
+    kinds = [life.kind for life in record.storages]
+    unsharded = (event for event in record.events if kinds[event.storage] == "unsharded")
     return GraphProfile(
         record.device,
         batch_size,
@@ -335,8 +325,8 @@ def make_profile(
         input_bytes=by_kind["input"],
         gradient_bytes=by_kind["gradient"],
         optimizer_bytes=by_kind["optimizer"],
-        unsharded_bytes=_unsharded_bytes(record),
-        saved_bytes=_saved_bytes(record),
+        unsharded_bytes=peak_of(unsharded),
+        saved_bytes=sum(life.num_bytes for life in saved if life.kind not in ALWAYS_THERE),
         peak=peak,
         timeline=timeline,
         phases=tuple(call.phase for call in record.operators),
@@ -344,15 +334,3 @@ def make_profile(
         allocator=allocator_peak(record) if record.device == "cuda" else None,
         _profile_at=profile_at,
     )
-
-
-def _saved_bytes(record: StepRecord) -> int:
-    """Of all storages that autograd keeps; a loss outside of the graph keeps some as well."""
-    saved = [record.storages[index] for index in {index for index, _ in record.saved}]
-    return sum(life.num_bytes for life in saved if life.kind not in ALWAYS_THERE)
-
-
-def _unsharded_bytes(record: StepRecord) -> int:
-    """Of all that is gathered at a time; each storage is freed when its layer has run."""
-    kinds = [life.kind for life in record.storages]
-    return peak_of(event for event in record.events if kinds[event.storage] == "unsharded")

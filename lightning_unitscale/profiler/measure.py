@@ -22,7 +22,7 @@ _MARK = "lightning_unitscale.peak_meter"
 
 
 def storages_of(values: Any) -> dict[int, int]:
-    """The storages of all tensors in a nested value, of shards this rank's, and their bytes."""
+    """Return the storages and bytes of all tensors in a nested value, of shards this rank's."""
     storages = (
         part.untyped_storage()
         for tensor in tensors_in(values)
@@ -32,22 +32,22 @@ def storages_of(values: Any) -> dict[int, int]:
 
 
 def storage_bytes(values: Any) -> int:
-    """Bytes of all tensors in a nested value, each storage once."""
+    """Return the bytes of all tensors in a nested value, each storage once."""
     return sum(storages_of(values).values())
 
 
 def module_bytes(module: nn.Module) -> int:
-    """Bytes of a module's parameters and buffers, tied ones once."""
+    """Return the bytes of a module's parameters and buffers, tied ones once."""
     return storage_bytes([*module.parameters(), *module.buffers()])
 
 
 def gradient_bytes(module: nn.Module) -> int:
-    """Bytes of the gradients of a module's parameters once all of them exist."""
+    """Return the bytes of the gradients of a module's parameters once all of them exist."""
     return storage_bytes([param for param in module.parameters() if param.requires_grad])
 
 
 def optimizer_state_bytes(optimizers: Iterable[Optimizer]) -> int:
-    """Bytes of the optimizers' states: as they are, or as they will be after the first step."""
+    """Return the bytes of the optimizers' states as they are, or will be after the first step."""
     return sum(
         storage_bytes(state_tensors(optimizer)) if optimizer.state else _first_state(optimizer)
         for optimizer in optimizers
@@ -55,10 +55,8 @@ def optimizer_state_bytes(optimizers: Iterable[Optimizer]) -> int:
 
 
 def _first_state(optimizer: Optimizer) -> int:
-    """Bytes of the state after the first step, by one on fake parameters.
-
-    Of parameters of a group that are alike one stands for all.
-    """
+    """Return the bytes of the state after a first step on fake parameters."""
+    # One parameter stands for all of its shape and type in its group.
     alike: dict[tuple[int, torch.Size, torch.dtype], list[nn.Parameter]] = defaultdict(list)
     for index, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
@@ -66,8 +64,7 @@ def _first_state(optimizer: Optimizer) -> int:
                 alike[index, param.shape, param.dtype].append(param)
     if not alike:
         return 0
-    device = torch.device(next(iter(alike.values()))[0].device.type)
-    mode = SimulatedDevice(device)
+    mode = SimulatedDevice(torch.device(next(iter(alike.values()))[0].device.type))
     copies = FakeCopies(mode)
     groups: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
     try:
@@ -75,11 +72,11 @@ def _first_state(optimizer: Optimizer) -> int:
             groups[index].append(copies.of(params[0]))
         fake = optimizer_for(optimizer, groups)
         with mode:
-            make_state(fake, device)
+            make_state(fake, mode.device)
     except Exception as error:  # a user's class may need, and raise, anything
         warnings.warn(
-            f"{type(optimizer).__name__}: its state could not be measured ({error}); expected one "
-            "that can step on fake tensors; two values per parameter are assumed.",
+            f"{type(optimizer).__name__}: its state could not be measured ({error}), so two values "
+            "per parameter are assumed. Make its step() work on fake tensors.",
             stacklevel=2,
         )
         return 2 * storage_bytes(list(alike.values()))
@@ -93,18 +90,14 @@ class PeakMeter:
     """Measures the most bytes alive at once between :meth:`mark` and :meth:`stop`.
 
     On a GPU that is the allocator's own maximum. A CPU's allocator keeps none, so its events are
-    recorded and summed up. It does not record that a tensor is freed which was there before
-    :meth:`start`: start a step early, so that the gradients of the measured step's predecessor are
-    known, and name what is alive at the mark.
-
-    Attributes:
-        parts: After :meth:`stop`, the peak of each part, with the label at its end; the last has
-            none.
+    recorded and summed up. They lack the release of tensors from before :meth:`start`: start one
+    step early, so that the gradients of the step before are known, and name what is alive at the
+    mark.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.parts: list[tuple[Any, int]] = []
+        self.parts: list[tuple[Any, int]] = []  # (label at the end, peak), the last without label
         self._labels: list[Any] = []
         self._peaks: list[int] = []
         self._alive: int | None = None
@@ -112,32 +105,31 @@ class PeakMeter:
 
     @property
     def is_marked(self) -> bool:
-        """Whether what is measured has begun."""
+        """Whether the measured part has begun."""
         return self._alive is not None
 
     def start(self) -> None:
         """Start to record."""
         if self.device.type == "cpu":
-            gc.collect()  # else garbage of a step that was recorded before is freed within this one
-            # That of torch.profiler would make a tree of the events as well, which takes longer
-            # than the step.
+            gc.collect()  # else garbage of an earlier recorded step is freed within this one
+            # torch.profiler's own also makes a tree of the events, which takes longer than the step
             self._profile = torch.autograd.profiler.profile(profile_memory=True)
             self._profile.__enter__()
 
     def mark(self, alive: Any, *, beside: int = 0) -> None:
-        """What follows is measured."""
+        """Begin to measure, with the tensors in ``alive`` and so many bytes beside them alive."""
         self._alive = storage_bytes(alive) + beside
         self._begin_part()
 
     def note(self, label: Any) -> None:
-        """A part of what is measured ends here, and another begins; nothing before the mark."""
+        """End a measured part, and begin another; do nothing before the mark."""
         if self.is_marked:
             self._end_part()
             self._labels.append(label)
             self._begin_part()
 
     def stop(self) -> int | None:
-        """Stop; returns the peak in bytes, or ``None`` if nothing was marked."""
+        """Stop, and return the peak in bytes, or ``None`` if nothing was marked."""
         if self.is_marked:
             self._end_part()
         if self._profile is not None:
@@ -162,7 +154,7 @@ class PeakMeter:
 
 
 def _peaks_after_marks(events: list[Any], alive: int) -> list[int]:
-    """The peak after each mark, up to the next one."""
+    """Return the peak after each mark, up to the next one."""
     marks = sorted(event.start_ns() for event in events if event.name() == _MARK)
     changes = [e for e in events if e.name() == "[memory]" and e.start_ns() >= marks[0]]
     peaks = [alive]

@@ -1,89 +1,74 @@
-"""What a step on fake tensors left behind, and the bytes alive over it.
+"""Record of a step on fake tensors, and the costs and live bytes that follow from it.
 
-Plain data, without a tensor in it. Everything that is said about memory is computed from it.
+Plain data without tensors.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
+from torch import nn
 
 from lightning_unitscale.profiler.costs import OperatorCosts
+from lightning_unitscale.profiler.sharded import local_tensor
 
 Phase = Literal["forward", "backward", "optimizer"]
 
-# What a storage is for. What is unsharded are parameters while a layer needs them whole, with the
-# buffers that they are gathered in. An activation is saved for the backward pass; the rest is
-# temporary.
+# What a storage is for. Unsharded are parameters while a layer needs them whole, and the buffers
+# that they are gathered in. An activation is saved for the backward pass.
 Kind = Literal[
     "parameter", "buffer", "optimizer", "input", "gradient", "unsharded", "activation", "temporary"
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+# They exist, or are gathered again, with or without the backward pass.
+ALWAYS_THERE = ("parameter", "buffer", "unsharded")
 
 OUTSIDE = -1  # instead of the index of a node or of an operator, where there is none
 
 
 @dataclass
 class StorageLife:
-    """One storage, from its allocation to its release.
+    """One storage, from its allocation to its release."""
 
-    Attributes:
-        num_bytes: Size of the whole storage, whatever part of it a tensor shows; the largest that
-            it had.
-        kind: What it is for.
-        node: Index of the forward node that allocated it, in its forward or its backward.
-        born: Index of the operator that allocated it; :data:`OUTSIDE` if it was there before.
-    """
-
-    num_bytes: int
+    num_bytes: int  # of the whole storage, at its largest
     kind: Kind = "temporary"
-    node: int = OUTSIDE
-    born: int = OUTSIDE
+    node: int = OUTSIDE  # the forward node that allocated it, in its forward or its backward
+    born: int = OUTSIDE  # the operator that allocated it; OUTSIDE if it was there before
 
 
 @dataclass(frozen=True)
 class OperatorCall:
-    """One ATen operator of the step.
+    """One ATen operator of the step."""
 
-    Attributes:
-        name: Such as ``aten.addmm.default``.
-        phase: Part of the step that it ran in.
-        node: Index of the forward node that it belongs to.
-        costs: Its products, the bytes it moves, and its kernel's own memory.
-    """
-
-    name: str
+    name: str  # such as ``aten.addmm.default``
     phase: Phase
-    node: int
+    node: int  # the forward node that it belongs to
     costs: OperatorCosts = field(default_factory=OperatorCosts)
 
 
 class Event(NamedTuple):
-    """An allocation, a release or a change of size: of a storage, by so many bytes.
-
-    ``operator`` is the index of the last operator that had run.
-    """
+    """An allocation, a release or a change of size of a storage."""
 
     storage: int
-    change: int
-    operator: int
+    change: int  # in bytes
+    operator: int  # the last operator that had run
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What adds up over the nodes of a module.
+    """Costs that add up over the nodes of a module.
 
     Attributes:
         saved_bytes: Bytes that autograd saves because of it: inputs, as in ``fwd_mem_in``, results
-            and intermediates. The sum over all nodes is what the backward pass waits for.
-        fwd_mem_out: Bytes of its results; 0 for a view and for an in-place operation.
+            and intermediates. Over all nodes, the bytes that wait for the backward pass.
+        fwd_mem_out: Bytes of its results; 0 for a view and for an in-place operator.
         param_grad_bytes: Bytes of gradients of parameters that its backward makes.
-        fwd_flops: Floating-point operations of products, forward; a multiply-add is two.
+        fwd_flops: Floating-point operations of matmuls, forward; a multiply-add is two.
         bwd_flops: The same, backward, with what a checkpoint runs again.
         fwd_bytes_moved: Bytes that its operators read and write.
         bwd_bytes_moved: The same, backward.
@@ -100,7 +85,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class NodeCosts(Costs):
-    """What one node of the forward graph costs, one call of a torch function; whole storages.
+    """Costs of one node of the forward graph, one call of a torch function; whole storages.
 
     It has the fields of :class:`Costs` as well.
 
@@ -133,6 +118,23 @@ class NodeCosts(Costs):
     bwd_mem_out: int = 0
 
 
+@dataclass(frozen=True)
+class ModuleCosts(Costs):
+    """Costs of a module together with the modules in it, in the fields of :class:`Costs`.
+
+    Attributes:
+        path: Path of the module; empty for the root.
+        kind: Name of its class.
+        num_nodes: Nodes of the forward graph.
+        parameter_bytes: Bytes of its parameters, shared ones once.
+    """
+
+    path: str
+    kind: str
+    num_nodes: int = 0
+    parameter_bytes: int = 0
+
+
 class NodeRecord(NamedTuple):
     """A node of the forward graph: its names, and the storages of its inputs and results."""
 
@@ -143,27 +145,19 @@ class NodeRecord(NamedTuple):
 
 @dataclass
 class StepRecord:
-    """A whole step: forward, backward and, if there is one, the optimizer.
+    """A whole step: forward, backward and, if there is one, the optimizer."""
 
-    Attributes:
-        device: Type of the device that was simulated; storages elsewhere are not in the record.
-        nodes: The forward graph.
-        storages: Every storage of the device.
-        operators: Every operator, in the order of execution.
-        events: Allocations and releases in their order; those of what was there before come first.
-        saved: What autograd kept, in the order in which it did: a storage, maybe repeatedly, and
-            the node that made autograd keep it.
-    """
-
-    device: str
-    nodes: list[NodeRecord] = field(default_factory=list)
+    device: str  # type of the simulated device; storages elsewhere are not in the record
+    nodes: list[NodeRecord] = field(default_factory=list)  # the forward graph
     storages: list[StorageLife] = field(default_factory=list)
-    operators: list[OperatorCall] = field(default_factory=list)
+    operators: list[OperatorCall] = field(default_factory=list)  # in the order of execution
+    # Allocations and releases in their order, those from before the step first.
     events: list[Event] = field(default_factory=list)
+    # Each storage that autograd kept, maybe repeatedly, and the node that made it do so, in order.
     saved: list[tuple[int, int]] = field(default_factory=list)
 
     def event_ends(self) -> list[int]:
-        """How many events there are before the first operator, and up to each one's end."""
+        """Return how many events come before the first operator, and up to each one's end."""
         operators = [event.operator for event in self.events]
         ends = np.searchsorted(operators, np.arange(OUTSIDE, len(self.operators)), "right")
         return [int(end) for end in ends]
@@ -174,9 +168,9 @@ class MemoryTimeline:
     """Live bytes over a step.
 
     Attributes:
-        before_bytes: What was there before the step.
-        after_bytes: What is left at the end.
-        live_bytes: The most that is alive during each operator, the kernel's own memory included.
+        before_bytes: Bytes before the step.
+        after_bytes: Bytes at its end.
+        live_bytes: The most that is alive during each operator, kernel workspaces included.
         live_by_kind: The same by kind, once the operator has its results; without workspaces.
     """
 
@@ -191,8 +185,8 @@ class Peak:
     """The moment at which the most bytes are alive.
 
     Attributes:
-        num_bytes: How many, the kernel's own memory included.
-        moment: Index of the operator that runs then; :data:`OUTSIDE` before the first.
+        num_bytes: How many, kernel workspaces included.
+        moment: Index of the operator that runs then; -1 before the first.
         phase: Part of the step.
         node: Name of the forward node that is running, in its forward or its backward; empty
             outside of all nodes.
@@ -209,7 +203,7 @@ class Peak:
 
 
 def memory_timeline(record: StepRecord) -> tuple[MemoryTimeline, Peak]:
-    """Live bytes over the step, every storage counted once, from its allocation to its release."""
+    """Return the live bytes over the step, each storage once, and their peak."""
     changes = np.zeros((len(record.events) + 1, len(KINDS)), dtype=np.int64)
     sizes: Counter[int] = Counter()
     for position, (storage, change, _) in enumerate(record.events, start=1):
@@ -220,9 +214,9 @@ def memory_timeline(record: StepRecord) -> tuple[MemoryTimeline, Peak]:
     by_kind = changes.cumsum(axis=0)
     live = by_kind.sum(axis=1)
     ends = record.event_ends()
-    # The moment within each operator at which the most is alive, of several the last.
+    # The last moment within each operator at which the most is alive.
     moments = [end - int(live[start : end + 1][::-1].argmax()) for start, end in pairwise(ends)]
-    # A kernel's own memory comes on top of that of its results.
+    # A kernel's workspace comes on top of its results.
     workspaces = [call.costs.workspace_bytes for call in record.operators]
     tops = live[moments] + np.array(workspaces, dtype=np.int64)
     timeline = MemoryTimeline(
@@ -243,7 +237,7 @@ def memory_timeline(record: StepRecord) -> tuple[MemoryTimeline, Peak]:
 
 
 def peak_of(events: Iterable[Event]) -> int:
-    """The most bytes that a sequence of allocations and releases holds at once."""
+    """Return the most bytes that a sequence of allocations and releases holds at once."""
     live = top = 0
     for event in events:
         live += event.change
@@ -256,5 +250,99 @@ BLOCK_BYTES = 512
 
 
 def allocated_bytes(num_bytes: int, device: str) -> int:
-    """What the device's allocator takes for a storage of ``num_bytes``."""
+    """Return what the device's allocator takes for a storage of ``num_bytes``."""
     return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES if device == "cuda" else num_bytes
+
+
+def node_costs(record: StepRecord) -> tuple[NodeCosts, ...]:
+    """Return the costs of every node of the forward graph, in its order."""
+    storages, operators = record.storages, record.operators
+    calls: dict[tuple[Phase, int], list[int]] = defaultdict(list)
+    for index, call in enumerate(operators):
+        calls[call.phase, call.node].append(index)
+    born: dict[tuple[Phase, int], set[int]] = defaultdict(set)
+    for index, storage in enumerate(storages):
+        if storage.born != OUTSIDE:
+            born[operators[storage.born].phase, storage.node].add(index)
+    events: dict[int, list[tuple[int, Event]]] = defaultdict(list)
+    released: dict[int, int] = {}
+    for order, event in enumerate(record.events):
+        events[event.storage].append((order, event))
+        if event.change < 0:
+            released[event.storage] = event.operator
+    first_saver: dict[int, int] = {}
+    saved_by: dict[int, set[int]] = defaultdict(set)
+    for index, node in record.saved:
+        first_saver.setdefault(index, node)
+        saved_by[node].add(index)
+
+    def size(indices: Iterable[int]) -> int:
+        return sum(storages[index].num_bytes for index in indices)
+
+    def temporary_bytes(indices: Iterable[int], running: Sequence[int]) -> int:
+        """The most bytes at once within operators: of their storages and a workspace."""
+        last = running[-1] if running else OUTSIDE
+        ordered = sorted(entry for index in indices for entry in events[index])
+        workspaces = (operators[index].costs.workspace_bytes for index in running)
+        alive = peak_of(event for _, event in ordered if event.operator <= last)
+        return alive + max(workspaces, default=0)
+
+    def costs_of(index: int, node: NodeRecord) -> NodeCosts:
+        forward, backward = calls["forward", index], calls["backward", index]
+        inputs, outputs, saved = (
+            set(node.input_storages),
+            set(node.output_storages),
+            saved_by[index],
+        )
+        saved_first = {
+            storage
+            for storage in saved
+            if first_saver[storage] == index and storages[storage].kind not in ALWAYS_THERE
+        }
+        allocated, grads = born["forward", index], born["backward", index]
+        last = backward[-1] if backward else OUTSIDE
+        # What outlives the node's last operator is handed on; the rest was for its own use.
+        handed_on = {grad for grad in grads if released.get(grad, last + 1) > last}
+        of_parameters = {grad for grad in grads if storages[grad].kind == "gradient"}
+        read = zip(node.names.inputs, node.input_storages, strict=True)
+        return replace(
+            node.names,
+            fwd_mem_in=size(saved_first & inputs),
+            fwd_mem_tmp=temporary_bytes(allocated - outputs, forward),
+            fwd_mem_out=size(allocated & outputs),
+            save_fwd_in=tuple(name for name, storage in read if storage in saved),
+            saved_bytes=size(saved_first),
+            bwd_mem_tmp=temporary_bytes(grads - handed_on - of_parameters, backward),
+            bwd_mem_out=size(handed_on - of_parameters),
+            param_grad_bytes=size(of_parameters),
+            fwd_flops=sum(operators[call].costs.flops for call in forward),
+            bwd_flops=sum(operators[call].costs.flops for call in backward),
+            fwd_bytes_moved=sum(operators[call].costs.bytes_moved for call in forward),
+            bwd_bytes_moved=sum(operators[call].costs.bytes_moved for call in backward),
+        )
+
+    return tuple(costs_of(index, node) for index, node in enumerate(record.nodes))
+
+
+def module_costs(nodes: Iterable[NodeCosts], module: nn.Module) -> tuple[ModuleCosts, ...]:
+    """Return the costs of every module that has nodes or parameters, from those of all nodes."""
+    totals: dict[str, Counter[str]] = defaultdict(Counter)
+    for node in nodes:
+        parts = node.module.split(".") if node.module else []
+        for path in (".".join(parts[:count]) for count in range(len(parts) + 1)):
+            totals[path]["num_nodes"] += 1
+            for name in field_names(Costs):
+                totals[path][name] += getattr(node, name)
+    costs = []
+    for path, submodule in module.named_modules():
+        shards = map(local_tensor, submodule.parameters())
+        size = sum(shard.numel() * shard.element_size() for shard in shards)
+        if totals[path] or size:
+            kind = type(submodule).__name__
+            costs.append(ModuleCosts(path, kind, parameter_bytes=size, **totals[path]))
+    return tuple(costs)
+
+
+def field_names(costs: type[Costs]) -> tuple[str, ...]:
+    """Return the names of the fields that hold numbers."""
+    return tuple(each.name for each in fields(costs) if each.type == "int")

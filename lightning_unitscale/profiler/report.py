@@ -1,4 +1,4 @@
-"""Profiles as text, as a plot and as JSON."""
+"""Show profiles as text, as a plot and as JSON."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from tabulate import tabulate
 
 from lightning_unitscale.arguments import check_choice
-from lightning_unitscale.profiler.node_costs import ModuleCosts, field_names
 from lightning_unitscale.profiler.record import (
     KINDS,
     Costs,
     MemoryTimeline,
+    ModuleCosts,
     NodeCosts,
     Peak,
     Phase,
+    field_names,
 )
 
 if TYPE_CHECKING:
@@ -28,27 +29,26 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-_PREFIXES = ("", "K", "M", "G", "T", "P", "E")
+_PREFIXES = "KMGTPE"
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Bytes with a binary prefix: ``"1.50 MiB"``."""
+    """Return bytes with a binary prefix: ``"1.50 MiB"``."""
     return _scaled(num_bytes, 1024, "i", "B")
 
 
 def format_flops(flops: float) -> str:
-    """Operations with a decimal prefix: ``"1.50 G"``."""
+    """Return operations with a decimal prefix: ``"1.50 G"``."""
     return _scaled(flops, 1000, "", "").strip()
 
 
 def _scaled(value: float, base: int, infix: str, unit: str) -> str:
-    exponent = 0
-    while abs(value) >= base and exponent < len(_PREFIXES) - 1:
-        value /= base
-        exponent += 1
-    if exponent == 0:
+    if abs(value) < base:
         return f"{int(value)} {unit}"
-    return f"{value:.2f} {_PREFIXES[exponent]}{infix}{unit}"
+    exponent = 0
+    while abs(value) >= base and exponent < len(_PREFIXES):
+        value, exponent = value / base, exponent + 1
+    return f"{value:.2f} {_PREFIXES[exponent - 1]}{infix}{unit}"
 
 
 _NODE_COLUMNS = {
@@ -63,7 +63,7 @@ _MODULE_COLUMNS = {
 
 
 def _cells(costs: Costs, columns: Mapping[str, str]) -> dict[str, str]:
-    """Fields of costs as text, by the titles of their columns."""
+    """Return fields of costs as text, by the titles of their columns."""
     return {
         title: (format_flops if name.endswith("flops") else format_bytes)(getattr(costs, name))
         for title, name in columns.items()
@@ -71,19 +71,19 @@ def _cells(costs: Costs, columns: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_sort_by(sort_by: object) -> None:
-    """Refuse what nodes cannot be sorted by."""
+    """Raise if nodes cannot be sorted by this."""
     choices = (*field_names(NodeCosts), "order")
     advice = "leave it out for 'saved_bytes'"
     check_choice("sort_by", sort_by, choices, "nodes have no such number", advice)
 
 
 def node_table(nodes: Sequence[NodeCosts], sort_by: str, limit: int | None) -> str:
-    """A row for each node."""
+    """Return a table with a row for each node."""
     check_sort_by(sort_by)
     ordered = list(nodes)
     if sort_by != "order":
         ordered.sort(key=lambda node: -getattr(node, sort_by))
-    shown = ordered if limit is None else ordered[:limit]
+    shown = ordered[:limit]
     rows = [
         {
             "node": node.name,
@@ -99,7 +99,7 @@ def node_table(nodes: Sequence[NodeCosts], sort_by: str, limit: int | None) -> s
 
 
 def module_table(modules: Sequence[ModuleCosts], depth: int | None) -> str:
-    """The modules, each with those in it, down to a depth."""
+    """Return a table of the modules, each with those in it, down to a depth."""
     rows = [
         {
             "module": module.path or "(root)",
@@ -114,47 +114,35 @@ def module_table(modules: Sequence[ModuleCosts], depth: int | None) -> str:
 
 
 _MIB = 2**20
-_COLORS = {
-    "parameter": "#08306b",
-    "buffer": "#6baed6",
-    "optimizer": "#2166ac",
-    "input": "#b9bcc2",
-    "gradient": "#d95f0e",
-    "unsharded": "#807dba",
-    "activation": "#41ab5d",
-    "temporary": "#fdae61",
-}
+_COLORS = {"parameter": "#08306b", "buffer": "#6baed6", "optimizer": "#2166ac", "input": "#b9bcc2",
+           "gradient": "#d95f0e", "unsharded": "#807dba", "activation": "#41ab5d",
+           "temporary": "#fdae61"}  # fmt: skip
 
 
 def new_figure(width: float = 7.0, height: float = 4.5) -> tuple[Figure, Axes]:
-    """A figure without a window, and its axes."""
+    """Return a figure without a window, and its axes."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "matplotlib: not installed, so nothing can be drawn; expected the extra `report`; run: "
-            "pip install 'lightning-unitscale[report]'"
+            "matplotlib is not installed, so nothing can be drawn. Run: pip install "
+            "'lightning-unitscale[report]'"
         ) from error
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.add_subplot()
 
 
 def draw(timeline: MemoryTimeline, peak: Peak, phases: Sequence[Phase]) -> Figure:
-    """Areas of live bytes by kind over the operators of the step, the peak marked."""
+    """Draw areas of live bytes by kind over the operators of the step, the peak marked."""
     moments = range(len(timeline.live_bytes))
     figure, axes = new_figure(11.0, 5.0)
     rows = [[value / _MIB for value in timeline.live_by_kind[kind]] for kind in KINDS]
     axes.stackplot(moments, rows, labels=KINDS, colors=[_COLORS[kind] for kind in KINDS])
     axes.plot(moments, [value / _MIB for value in timeline.live_bytes], color="black", lw=0.6)
-    top = (max(peak.moment, 0), peak.num_bytes / _MIB)
+    top, text = (max(peak.moment, 0), peak.num_bytes / _MIB), format_bytes(peak.num_bytes)
     axes.plot(*([value] for value in top), "v", color="#c40a8f")
-    axes.annotate(
-        f"{format_bytes(peak.num_bytes)}\n{peak.node}",
-        top,
-        textcoords="offset points",
-        xytext=(6, 6),
-        fontsize=8,
-    )
+    text = f"{text}\n{peak.node}"
+    axes.annotate(text, top, xytext=(6, 6), textcoords="offset points", fontsize=8)
     start = 0
     for phase, group in groupby(phases):
         axes.axvline(start, color="black", lw=0.6, ls=":")
@@ -169,35 +157,25 @@ def draw(timeline: MemoryTimeline, peak: Peak, phases: Sequence[Phase]) -> Figur
 
 
 T = TypeVar("T")
-_VERSION = 4
-
-
-def dump(profile: Any) -> str:
-    """A dataclass as JSON; fields that start with an underscore stay out."""
-    values = {
-        name: value
-        for name, value in dataclasses.asdict(profile).items()
-        if not name.startswith("_")
-    }
-    return json.dumps({"version": _VERSION, **values})
+VERSION = 4  # of profiles as JSON
 
 
 def load(text: str, kind: type[T]) -> T:
-    """A dataclass from JSON."""
+    """Return a dataclass from JSON."""
     try:
         content = json.loads(text)
-        if content.pop("version", None) != _VERSION:
-            raise ValueError(f"expected version {_VERSION}")
+        if content.pop("version", None) != VERSION:
+            raise ValueError(f"expected version {VERSION}")
         return typing.cast(T, _typed(content, kind))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
-            f"`text`: it is no profile ({error}); expected what GraphProfile.to_json() gave "
-            "in this version; profile again."
+            f"`text`: it is no profile ({error}). Pass what GraphProfile.to_json() returned in "
+            "this version."
         ) from error
 
 
 def _typed(value: Any, kind: Any) -> Any:
-    """A value from JSON as what a field's annotation says."""
+    """Convert a value from JSON to the type of a field's annotation."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
         return None if value is None else _typed(value, arguments[0])

@@ -1,4 +1,4 @@
-"""What CUDA's caching allocator takes from the device for a step: segments, cut into blocks. Pure.
+"""Memory that CUDA's caching allocator takes from the device: segments, cut into blocks.
 
 The rules are those of torch 2.13's ``c10/cuda/CUDACachingAllocator.cpp`` for one stream and without
 ``PYTORCH_ALLOC_CONF``.
@@ -16,17 +16,17 @@ from typing import NamedTuple
 from lightning_unitscale.profiler.record import BLOCK_BYTES, Event, StepRecord, allocated_bytes
 
 _MIB = 2**20
-# Up to it a block comes from the pool of small ones, whose segments have a size of their own.
+# Blocks up to this size come from the pool of small ones, whose segments have their own size.
 _SMALL_BYTES = _MIB
 _SMALL_SEGMENT_BYTES = 2 * _MIB
-# Below it a segment is larger than what is asked for; above, it is rounded up.
+# From this size on a block gets a segment of its own, rounded up.
 _OWN_SEGMENT_BYTES = 10 * _MIB
 _LARGE_SEGMENT_BYTES = 20 * _MIB
 _SEGMENT_ROUNDING = 2 * _MIB
 # Between the addresses of segments, so that the parts of two never touch.
 _SEGMENT_DISTANCE = 2**50
 CUBLAS_WORKSPACE_BYTES = 2 * 4096 * 1024 + 8 * 16 * 1024
-"""What torch allocates before the first product of a stream; 32 MiB on Hopper and later."""
+"""Allocated before the first matmul of a stream; 32 MiB on Hopper and later."""
 
 
 class Block(NamedTuple):
@@ -40,27 +40,20 @@ class Block(NamedTuple):
 class CachingAllocator:
     """Hands out blocks as torch does on a GPU.
 
-    ``torch.cuda.memory_reserved()`` counts segments, which the allocator keeps, and
-    ``memory_allocated()`` the blocks in use: a block that is not worth cutting is handed out whole,
-    so that both exceed the bytes of the tensors.
-
-    Attributes:
-        reserved_bytes: Segments.
-        allocated_bytes: Blocks in use.
-        max_allocated_bytes: The most that was in use at once.
+    Segments, which it keeps, count as reserved, blocks in use as allocated. A block that is not
+    worth cutting is handed out whole, so both exceed the bytes of the tensors.
     """
 
     def __init__(self) -> None:
         self.reserved_bytes = self.allocated_bytes = self.max_allocated_bytes = 0
         self._num_segments = 0
-        # Free blocks of the large and of the small pool; the smallest is found first, and of one
-        # size that of the lowest address.
+        # Free blocks of the large and of the small pool, by size and then by address.
         self._free: tuple[list[Block], list[Block]] = ([], [])
         self._free_from: dict[int, Block] = {}
         self._free_up_to: dict[int, Block] = {}
 
     def allocate(self, num_bytes: int) -> Block:
-        """The smallest free block that is large enough, or one of a new segment."""
+        """Return the smallest free block that is large enough, or one of a new segment."""
         size = allocated_bytes(max(num_bytes, 1), "cuda")
         is_small = size <= _SMALL_BYTES
         pool = self._free[is_small]
@@ -75,7 +68,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Take a block back; it is one with the free parts beside it."""
+        """Take a block back, and join it with the free parts beside it."""
         self.allocated_bytes -= block.size
         size, address, is_small = block
         if after := self._free_from.get(address + size):
@@ -120,9 +113,9 @@ class AllocatorPeak:
 
 
 def allocator_peak(record: StepRecord) -> AllocatorPeak:
-    """Let the caching allocator serve a step: what was there before it, and then each operator.
+    """Let the caching allocator serve a step: storages from before it, then each operator.
 
-    cuBLAS's workspace is there from the first product on, a kernel's own memory while it runs.
+    cuBLAS's workspace exists from the first matmul on, a kernel's workspace while it runs.
     """
     allocator = CachingAllocator()
     blocks: dict[int, Block] = {}

@@ -1,9 +1,9 @@
-"""Modules that FSDP2 or tensor parallelism has sharded over ranks that are not there.
+"""Modules that FSDP2 or tensor parallelism has sharded over ranks that do not exist.
 
-FSDP allocates and frees what it gathers by the size of a storage, below the dispatcher, and on a
-GPU it works on streams, of which there are none without one.
+FSDP allocates and frees gathered parameters by resizing a storage, below the dispatcher. On a GPU
+it uses streams, which do not exist without one.
 
-An adapter, checked on torch 2.13 and 2.11: ``FakeStore``, ``AsyncCollectiveTensor``,
+Private names of torch, checked on 2.13 and 2.11: ``FakeStore``, ``AsyncCollectiveTensor``,
 ``ShardingPropagator``, ``is_rng_supported_mesh`` and ``_rng_tracker``, the state of an FSDP
 module, ``unset_fake_temporarily``, the method ``resize_`` of a storage, and that FSDP asks
 ``torch.cuda`` for its streams and its device.
@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from functools import cache
 from typing import Any
 
 import torch
@@ -31,13 +30,12 @@ from lightning_unitscale.profiler.fake_device import SimulatedDevice, is_several
 def fake_process_group(world_size: int, *, device: str = "cpu") -> Iterator[None]:
     """Within this context the process is rank 0 of a group whose other ranks do not exist.
 
-    For :func:`~lightning_unitscale.profiler.profile_graph` of a module that is sharded: make its
-    mesh, shard it and profile it within the context, since collectives return at once and
-    communicate nothing.
+    For :func:`~lightning_unitscale.profiler.profile_graph` of a sharded module: make its mesh,
+    shard it and profile it within the context. Collectives return at once and communicate nothing.
 
     Args:
         world_size: Ranks of the group.
-        device: Type of the device of each; a GPU need not be there.
+        device: Type of the device of each; a GPU need not exist.
 
     Raises:
         ValueError: If the process is in a group already, or there would be no rank.
@@ -75,7 +73,7 @@ def fake_process_group(world_size: int, *, device: str = "cpu") -> Iterator[None
 
 @contextlib.contextmanager
 def _streams_of(device: torch.device) -> Iterator[None]:
-    """Within this context FSDP finds streams of the device; those of the CPU have no queue."""
+    """Within this context FSDP finds streams of the device, which are those of the CPU."""
     if device.type == "cpu":
         yield
         return
@@ -97,18 +95,16 @@ def _streams_of(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_random_states() -> Iterator[None]:
-    """Within this context distributed tensors draw as others do: a rank has no state to share."""
+    """Within this context distributed tensors draw like others: a rank has no state to share."""
     from torch.distributed.tensor import _dispatch, _random
 
-    def supported(mesh: Any) -> bool:
-        return False
-
-    with shadowed(_random, _rng_tracker=None), shadowed(_dispatch, is_rng_supported_mesh=supported):
+    unsupported = {"is_rng_supported_mesh": lambda mesh: False}
+    with shadowed(_random, _rng_tracker=None), shadowed(_dispatch, **unsupported):
         yield
 
 
 class _NewOnDevice(TorchFunctionMode):
-    """Tensors that FSDP makes on the device while it shards are fake: they are empty."""
+    """Makes the empty tensors fake that FSDP creates on the device while it shards."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -132,7 +128,7 @@ def watching_shards(
     resizing: Callable[[Any, int], None],
     unseen: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> Iterator[None]:
-    """Within this context a recorder learns what sharded modules do beside operators."""
+    """Within this context a recorder sees resized storages, and no propagation of shardings."""
     original = torch.UntypedStorage.resize_
 
     def resize_(self: torch.UntypedStorage, size: int) -> Any:
@@ -156,12 +152,9 @@ def watching_shards(
 
 
 def _distributed_classes() -> tuple[type, ...]:
-    # Who has such a tensor has imported its class, which takes a while.
-    return _imported_classes() if "torch.distributed.tensor" in sys.modules else ()
-
-
-@cache
-def _imported_classes() -> tuple[type, ...]:
+    # A program with such tensors has imported their classes, which takes a while.
+    if "torch.distributed.tensor" not in sys.modules:
+        return ()
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.distributed.tensor import DTensor
 
@@ -169,12 +162,12 @@ def _imported_classes() -> tuple[type, ...]:
 
 
 def is_distributed(kinds: Any) -> bool:
-    """Whether one of these classes of tensors is that of a shard, or of a result under way."""
+    """Whether one of these classes is that of a shard, or of a pending collective's result."""
     return any(issubclass(kind, _distributed_classes()) for kind in kinds)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """What this rank has of a distributed tensor; other tensors as they are."""
+    """Return this rank's part of a distributed tensor; other tensors as they are."""
     while isinstance(tensor, _distributed_classes()):
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         tensor = getattr(tensor, names[0])
@@ -182,15 +175,12 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors that have the memory of a tensor; those of a sparse one have its values.
-
-    Such are the gradients of ``nn.Embedding(sparse=True)``, and what a step multiplies by.
-    """
+    """Return the tensors that have the memory of a tensor; a sparse one has several."""
     is_fake = isinstance(tensor, FakeTensor)
-    # A plan is made under fake tensors, which let nothing be asked of a real one.
+    # Plans are made under a fake tensor mode, which forbids access to a real tensor.
     with contextlib.nullcontext() if is_fake else unset_fake_temporarily():
         if tensor.layout is torch.sparse_coo:
-            # The public names are those of coalesced ones, which have other memory.
+            # The public names are for coalesced ones, which have other memory.
             return tensor._indices(), tensor._values()
         if tensor.layout in {torch.sparse_csr, torch.sparse_bsr}:
             return tensor.crow_indices(), tensor.col_indices(), tensor.values()
@@ -205,12 +195,12 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def num_ranks(module: nn.Module) -> int:
-    """Processes that the module is sharded over; 1 if it is whole."""
+    """Return the number of processes that the module is sharded over; 1 if it is whole."""
     return dist.get_world_size() if is_sharded(module) else 1
 
 
 def take_over(module: nn.Module, device: torch.device) -> SimulatedDevice:
-    """Put fake tensors in the place of a sharded module's, which cannot be copied."""
+    """Replace the tensors of a sharded module, which cannot be copied, by fake ones."""
     name = type(module).__name__
     if not dist.is_initialized():
         raise ValueError(
@@ -246,7 +236,7 @@ def take_over(module: nn.Module, device: torch.device) -> SimulatedDevice:
 
 
 def _is_offloaded(module: nn.Module) -> bool:
-    """Whether FSDP keeps the parameters of this very module on the CPU."""
+    """Whether FSDP keeps the parameters of this module itself on the CPU."""
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
     if not isinstance(module, FSDPModule):
@@ -258,10 +248,7 @@ def _is_offloaded(module: nn.Module) -> bool:
 
 
 def emptied(module: nn.Module, device: torch.device | str) -> None:
-    """Move a module to a device without its values.
-
-    Its parameters are the same objects afterwards: modules share them, and optimizers have them.
-    """
+    """Move a module to a device without its values, keeping its parameters the same objects."""
     swaps = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:

@@ -1,9 +1,9 @@
-"""What a kernel allocates for itself while it runs, which no fake tensor shows.
+"""Memory that a kernel allocates for itself while it runs, which no fake tensor shows.
 
 Read off the allocator's events of single operators (torch 2.13, AVX-512). oneDNN blocks channels by
-the width of the machine's vectors and tiles 16-bit products as it sees fit, so its copies may be
-a little different elsewhere. For CUDA only the buffers of the attention kernels are known here; the
-workspace that cuBLAS keeps per stream is not a tensor of the step and is left out.
+the width of the machine's vectors and tiles 16-bit matmuls by its own rules, so its copies may
+differ a little elsewhere. For CUDA only the buffers of the attention kernels are known here.
+cuBLAS's workspace per stream is not a tensor of the step and is left out.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 
 aten = torch.ops.aten
 Formula = Callable[[Sequence[Any], Any], int]
-"""What is counted of one call, from its positional arguments and its result."""
+"""Counts one call from its positional arguments and its result."""
 # oneDNN puts as many channels beside each other as a vector register of AVX-512 has floats.
 _CHANNEL_BLOCK = 16
-# Fewer channels than this are read from the plain layout.
+# Up to this many channels are read from the plain layout.
 _PLAIN_CHANNELS = 3
 _SCRATCH_ALIGNMENT = 128
 # One filter per channel on channels-last images: with more taps in a row than this the gradient of
-# the weights is summed up from so many partial ones, whatever the batch and the number of threads.
+# the weights is summed up from so many partial ones, for any batch and number of threads.
 _DEPTHWISE_TAPS = 3
 _DEPTHWISE_COPIES = 257
 _REDUCED_TILES_BYTES = 258 * 1024
@@ -33,7 +33,7 @@ _KEY_BLOCK = 512
 
 
 def workspace_bytes(function: Any, args: Sequence[Any], result: Any, device: str) -> int:
-    """The most bytes alive inside one call of an operator beyond its arguments and results."""
+    """Return the most bytes alive in one call of an operator beyond its arguments and results."""
     table = _CPU if device == "cpu" else _CUDA if device == "cuda" else {}
     formula = table.get(getattr(function, "overloadpacket", function))
     return 0 if formula is None else max(0, int(formula(args, result)))
@@ -44,23 +44,23 @@ def _bytes(tensor: Tensor | None) -> int:
 
 
 def _copy_of(tensor: Tensor) -> int:
-    """Bytes of the contiguous copy that the kernel makes; none if the tensor is contiguous."""
+    """Return the bytes of the kernel's contiguous copy; none if the tensor is contiguous."""
     return 0 if tensor.is_contiguous() else _bytes(tensor)
 
 
 def _copies_of(*positions: int) -> Formula:
-    """The contiguous copies of some arguments."""
+    """Count the contiguous copies of some arguments."""
     return lambda args, _: sum(_copy_of(args[position]) for position in positions)
 
 
 def _layer_norm_backward(args: Sequence[Any], result: Any) -> int:
-    """Sums of the gradients of gain and bias, one pair per thread."""
+    """Count sums of the gradients of gain and bias, one pair per thread."""
     sums = 2 * prod(args[2]) * args[0].element_size() * torch.get_num_threads()
     return sums + _copy_of(args[0]) + _copy_of(args[1])
 
 
 def _safe_softmax(args: Sequence[Any], result: Any) -> int:
-    """A mask of what is minus infinity, and which rows are nothing else."""
+    """Count a mask of minus infinity, and one of rows with nothing else."""
     (scores, dim) = args[:2]
     count = prod(map(int, scores.shape))
     return count + count // max(1, int(scores.shape[dim]))
@@ -75,7 +75,7 @@ def _is_channels_last(tensor: Tensor) -> bool:
 
 
 def _blocked(tensor: Tensor) -> int:
-    """Bytes of an image in oneDNN's own layout; 0 for one that it reads as it is."""
+    """Return the bytes of an image in oneDNN's own layout; 0 for one that it reads as it is."""
     batch, channels, *positions = map(int, tensor.shape)
     if channels <= _PLAIN_CHANNELS:
         return 0
@@ -94,7 +94,7 @@ def _convolution(args: Sequence[Any], result: Any) -> int:
 
 
 def _thinned(stride: Sequence[int], weight: Tensor, output: Tensor) -> int:
-    """Per thread the positions of one image that a strided convolution with 1 x 1 taps reads."""
+    """Count, per thread, the positions of one image that a strided 1 x 1 convolution reads."""
     if max(stride) == 1 or prod(map(int, weight.shape[2:])) > 1:
         return 0
     positions = prod(map(int, output.shape[2:]))
@@ -103,7 +103,7 @@ def _thinned(stride: Sequence[int], weight: Tensor, output: Tensor) -> int:
 
 
 def _convolution_backward(args: Sequence[Any], result: Any) -> int:
-    """First the gradient of the input, then those of weight and bias, then their plain copies."""
+    """Count the gradient of the input, then those of weight and bias, then their plain copies."""
     grad, images, weight, mask = args[0], args[1], args[2], args[10]
     if _is_channels_last(images):
         is_depthwise = args[9] > 1 and int(weight.shape[1]) == 1
@@ -127,38 +127,36 @@ def _convolution_backward(args: Sequence[Any], result: Any) -> int:
     return max(first, second, third) - returned
 
 
-def _reduced_product(args: Sequence[Any], result: Any) -> int:
-    """Tiles of a 16-bit product in oneDNN's own layout; about this size for large operands."""
+def _reduced_matmul(args: Sequence[Any], result: Any) -> int:
+    """Count tiles of a 16-bit matmul in oneDNN's own layout, roughly for large operands."""
     if result.element_size() >= 4:
         return 0
     operands = [value for value in args if isinstance(value, Tensor) and value.dim() > 1]
     return min(sum(map(_bytes, operands)) + 2 * _bytes(result), _REDUCED_TILES_BYTES)
 
 
-def _query_block(length: int) -> int:
-    return 256 if length >= 768 else 64 if length >= 192 else 32
+def _score_tile(query: Tensor, key: Tensor) -> tuple[int, int]:
+    length, keys = int(query.shape[2]), int(key.shape[2])
+    block = 256 if length >= 768 else 64 if length >= 192 else 32
+    return min(block, length), min(_KEY_BLOCK, keys)
 
 
 def _cpu_attention(args: Sequence[Any], result: Any) -> int:
-    """Per thread a tile of scores, its maxima and sums, and a tile of the result, in FP32."""
-    query, key = args[0], args[1]
-    length, keys, depth = int(query.shape[2]), int(key.shape[2]), int(query.shape[3])
-    rows, columns = min(_query_block(length), length), min(_KEY_BLOCK, keys)
-    numbers = rows * columns + 2 * rows + rows * depth
+    """Count, per thread, tiles of scores and of the result, maxima and sums, in FP32."""
+    query, (rows, columns) = args[0], _score_tile(args[0], args[1])
+    numbers = rows * columns + 2 * rows + rows * int(query.shape[3])
     reduced = rows * columns * query.element_size() if query.element_size() < 4 else 0
     return (4 * numbers + reduced) * torch.get_num_threads()
 
 
 def _cpu_attention_backward(args: Sequence[Any], result: Any) -> int:
-    """Per thread two tiles of scores and a row sum."""
-    query, key = args[1], args[2]
-    length, keys = int(query.shape[2]), int(key.shape[2])
-    rows, columns = min(_query_block(length), length), min(_KEY_BLOCK, keys)
+    """Count, per thread, two tiles of scores and a row sum."""
+    rows, columns = _score_tile(args[1], args[2])
     return 4 * (2 * rows * columns + rows) * torch.get_num_threads()
 
 
 def _flash_backward(args: Sequence[Any], result: Any) -> int:
-    """The gradient of the query in FP32, a number per row, and what grouped heads share.
+    """Count the gradient of the query in FP32, a number per row, and copies for grouped heads.
 
     References:
         Dao (2023), "FlashAttention-2", section 3.1.2; lengths are rounded to the kernel's tiles.
@@ -175,7 +173,7 @@ def _flash_backward(args: Sequence[Any], result: Any) -> int:
 
 
 def by_operator(formulas: Mapping[str, Formula]) -> dict[Any, Formula]:
-    """Formulas by ATen operator, from those by name; not every version of torch has them all."""
+    """Key formulas by ATen operator; not every version of torch has them all."""
     return {
         getattr(aten, name): formula for name, formula in formulas.items() if hasattr(aten, name)
     }
@@ -183,7 +181,7 @@ def by_operator(formulas: Mapping[str, Formula]) -> dict[Any, Formula]:
 
 _CPU = by_operator(
     {
-        **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm"), _reduced_product),
+        **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm"), _reduced_matmul),
         "convolution": _convolution,
         "convolution_backward": _convolution_backward,
         # Two more statistics per channel.
@@ -193,9 +191,9 @@ _CPU = by_operator(
         ),
         # A second gradient of the input.
         "native_batch_norm_backward": lambda args, result: _bytes(result[0]) if args[7] else 0,
-        # The product with the mask, before it is scaled.
+        # The input times the mask, before it is scaled.
         "native_dropout": lambda _, result: _bytes(result[0]),
-        # The mask as numbers, then the product with it; and the scale twice.
+        # The mask as numbers, then the gradient times it; and the scale twice.
         "native_dropout_backward": lambda _, result: _bytes(result) + 8 + result.element_size(),
         "native_layer_norm": _copies_of(0),
         "native_layer_norm_backward": _layer_norm_backward,

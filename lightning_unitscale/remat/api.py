@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import fx, nn
 
-from lightning_unitscale.arguments import (
-    check_callable,
-    check_count,
-    check_file,
-    check_instance,
-)
+from lightning_unitscale.arguments import check_callable, check_count, check_file, check_instance
 from lightning_unitscale.capture.attach import captured_forward
 from lightning_unitscale.dynamo.breaks import num_graph_breaks
 from lightning_unitscale.dynamo.capture import compile_function, forget, frame_being_captured
@@ -30,12 +24,13 @@ from lightning_unitscale.remat.planner import (
     Planner,
     RematPlan,
     check_budget,
+    limit_of,
 )
 from lightning_unitscale.remat.problem import NodeRegion
 from lightning_unitscale.remat.report import RematReport, plot_front, reports_table
 
-# Steps that were planned, after which somebody should know: the first batch, another size of it,
-# and a smaller last batch are usual.
+# Planned steps after which we warn: the first batch, another size of it, and a smaller last batch
+# are usual.
 _MANY_STEPS = 5
 
 
@@ -47,14 +42,14 @@ def plan_remat(
     resident_bytes: int = 0,
     **kwargs: Any,
 ) -> RematPlan:
-    """The fastest plan of a training step whose peak is within the budget.
+    """Return the fastest plan of a training step whose peak is within the budget.
 
     Args:
         function: A module or function that Dynamo captures as one graph.
         *args: Its inputs; it is run once on them, without a backward pass.
         budget: Bytes (an int, or a string such as ``"600MiB"``), a fraction in (0, 1] of the peak
             without rematerialization, or ``"min_cut"``.
-        cost_model: What running an operation costs; by default that of the graph's device.
+        cost_model: Cost of running an operator; by default that of the graph's device.
         resident_bytes: Bytes alive beside the graph's inputs, such as the optimizer's state.
         **kwargs: Further inputs.
 
@@ -75,14 +70,14 @@ def pareto_front(
     path: str | Path | None = None,
     **kwargs: Any,
 ) -> list[RematPlan]:
-    """Plans of a training step from the fastest to the smallest, none beaten in time and peak.
+    """Return plans of a training step from the fastest to the smallest, none beaten in both.
 
     Args:
         function: A module or function that Dynamo captures as one graph.
         *args: Its inputs; it is run once on them, without a backward pass.
         num_plans: Budgets to plan for.
-        cost_model: What running an operation costs; by default that of the graph's device.
-        resident_bytes: Bytes alive beside the graph's inputs, such as the optimizer's state.
+        cost_model: As for :func:`plan_remat`.
+        resident_bytes: As for :func:`plan_remat`.
         path: Where to write a plot, if one is wanted; needs matplotlib.
         **kwargs: Further inputs.
 
@@ -110,17 +105,17 @@ def _planner(
     check_callable("function", function, expected, "pass what computes the loss")
     check_count("resident_bytes", resident_bytes, least=0)
     if cost_model is not None:
-        kind, expected = CostModel, "a CostModel"
-        check_instance("cost_model", cost_model, kind, expected, "leave it out for the device's")
+        advice = "leave it out for the device's"
+        check_instance("cost_model", cost_model, CostModel, "a CostModel", advice)
     plans: list[RematPlan] = []
     partitioner = RematPartitioner("default", cost_model=cost_model, on_plan=plans.append)
     target = function.forward if isinstance(function, nn.Module) else function
 
-    # A function of its own: Dynamo's cache of the user's stays as it is.
+    # A function of its own leaves Dynamo's cache of the user's as it is.
     def step(*args: Any, **kwargs: Any) -> Any:
         return target(*args, **kwargs)
 
-    # All such functions have one code, which Dynamo gives up on after a few.
+    # All such functions share one code object, which Dynamo gives up on after a few captures.
     forget(step)
     outputs = compile_function(step, aot_backend(partitioner))(*args, **kwargs)
     if len(plans) != 1:
@@ -134,30 +129,26 @@ def _planner(
     return Planner(plans[0].problem, resident_bytes=resident_bytes)
 
 
+@dataclass
 class Granted:
-    """The most bytes that the graphs of a run were granted of a fraction.
+    """The most bytes that a fraction has granted to a graph of a run.
 
-    Of a fraction a smaller last batch would have fewer bytes than its parameters leave: it gets
-    those that an earlier graph was granted, which the run takes anyway.
+    A smaller last batch may need more than its fraction, because its parameters are no smaller. It
+    gets the bytes that an earlier graph was granted, which the run takes anyway.
     """
 
-    def __init__(self) -> None:
-        self._bytes = 0
+    num_bytes: int = 0
 
     def limit(self, own: int, floor: Callable[[], int]) -> int:
-        """The limit of a graph; noted for later ones."""
-        if own < self._bytes and own < floor():
-            return self._bytes
-        self._bytes = max(self._bytes, own)
+        """Return the limit of a graph, and note it for later ones."""
+        if own < self.num_bytes and own < floor():
+            return self.num_bytes
+        self.num_bytes = max(self.num_bytes, own)
         return own
 
 
 class StepPartitioner(RematPartitioner):
-    """Plans every graph of a module's steps and keeps the reports.
-
-    Attributes:
-        reports: What was planned, graph by graph in the order of capture.
-    """
+    """Plans every graph of a module's steps and keeps the reports, in the order of capture."""
 
     def __init__(
         self,
@@ -176,7 +167,7 @@ class StepPartitioner(RematPartitioner):
         self.begin_step()
 
     def begin_step(self) -> None:
-        """What is captured from here on belongs to one step; called before each."""
+        """Begin a step, to which all graphs belong that are captured until the next call."""
         self._breaks_before = num_graph_breaks()
         self._kept_bytes = self._static_bytes = 0
         # What earlier graphs of the step were given and keep, by storage.
@@ -184,12 +175,11 @@ class StepPartitioner(RematPartitioner):
         self._has_planned = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepPartitioner:
-        """One for the copied module; what its callback knows is not taken along."""
-        module = memo.get(id(self._module), self._module)
-        return StepPartitioner(self.budget, module)
+        """Return one for the copied module, which its callback does not know."""
+        return StepPartitioner(self.budget, memo.get(id(self._module), self._module))
 
     def table(self) -> str:
-        """The reports as text."""
+        """Return the reports as text."""
         if not self.reports:
             return self.given_up or "Nothing has been planned yet: run a step with gradients."
         return reports_table(self.reports)
@@ -205,36 +195,44 @@ class StepPartitioner(RematPartitioner):
         self._granted = Granted()
 
     def put_off_refusals(self, puts_off: bool) -> None:
-        """Keep to the budget as far as the parts of a step allow, or raise an error at once."""
+        """Meet the budget as far as the parts of a step allow, or raise an error at once."""
         self._puts_off = puts_off
         self._refusal = None
 
     def refuse(self) -> None:
-        """Judge the parts of a step that stays in parts."""
+        """Raise the error that was put off for a step that stays in parts."""
         if self._refusal is not None:
             raise self._refusal
 
     def reports_so_far(self) -> list[RematReport]:
-        """What was planned for each graph, in the order of capture."""
+        """Return the report of each graph, in the order of capture."""
         return list(self.reports)
 
     def __call__(
         self, gm: fx.GraphModule, *args: Any, **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """The forward and the backward graph of a joint graph."""
-        start = time.perf_counter()
+        """Return the forward and the backward graph of a joint graph."""
+        before = self.planning_seconds
         graphs = super().__call__(gm, *args, **kwargs)
         self._num_planned_steps += not self._has_planned
         if not self._has_planned and self._num_planned_steps == _MANY_STEPS:
-            self._warn_of_plans(time.perf_counter() - start)
+            seconds = self.planning_seconds - before
+            fixed = "" if self.reports[-1].sizes else ", and its code fixes the sizes"
+            warnings.warn(
+                f"budget={self.budget!r}: {type(self._module).__name__} has been captured and "
+                f"planned in {_MANY_STEPS} steps, the last time in {seconds:.1f} s. Its input has "
+                f"changed each time{fixed}. TORCH_LOGS=recompiles,dynamic names the line that "
+                "depends on it: change it, or pad the batches to a few sizes.",
+                stacklevel=2,
+            )
         self._has_planned = True
         return graphs
 
     def choose(self, planner: Planner) -> RematPlan:
-        """The plan of one graph."""
+        """Return the plan of one graph."""
         try:
             if isinstance(self.budget, float):
-                own = int(self.budget * planner.default.peak_bytes)
+                own = limit_of(self.budget, planner.default.peak_bytes)
                 limit = self._granted.limit(own, lambda: planner.floor.peak_bytes)
                 if limit != own:
                     return planner.plan(limit)
@@ -244,15 +242,15 @@ class StepPartitioner(RematPartitioner):
             return planner.floor
 
     def resident_bytes(self, static_bytes: int) -> tuple[int, int]:
-        """What the module, earlier graphs of the step, and others have in memory."""
-        breaks = self._breaks
+        """Return the bytes of the module, of earlier graphs of the step, and of others."""
+        breaks = num_graph_breaks() > self._breaks_before
         if isinstance(self.budget, int) and breaks:
             self._refuse_parts(
                 BudgetError(
-                    f"budget={self.budget!r}: the step breaks into several graphs, which are "
-                    "planned one by one, so that bytes cannot be promised for all of them "
-                    "together; expected a step that is captured whole, or a fraction such as "
-                    "budget=0.6, which holds for each graph; explain() shows where it breaks."
+                    f"budget={self.budget!r}: the step breaks into several graphs. They are "
+                    "planned one by one, so a limit in bytes cannot be promised for all of them "
+                    "together. Remove the breaks that explain() shows, or pass a fraction such as "
+                    "budget=0.6, which holds for each graph."
                 )
             )
         always, forward = self._around()
@@ -270,46 +268,27 @@ class StepPartitioner(RematPartitioner):
             always, forward = always + later, forward - later
         return always + max(0, module_bytes(self._module) - static_bytes), forward
 
-    @property
-    def _breaks(self) -> bool:
-        """Whether the step that is captured is not one graph."""
-        return num_graph_breaks() > self._breaks_before
-
     def _refuse_parts(self, error: BudgetError) -> None:
         """Raise the error, or keep the first one of a step that may yet become one graph."""
-        if not (self._puts_off and self._breaks):
+        if not (self._puts_off and num_graph_breaks() > self._breaks_before):
             raise error
         self._refusal = self._refusal or error
-
-    def _warn_of_plans(self, seconds: float) -> None:
-        fixed = "" if self.reports[-1].sizes else ", whose sizes the code fixes when it is captured"
-        warnings.warn(
-            f"budget={self.budget!r}: {type(self._module).__name__} has been captured and planned "
-            f"in {_MANY_STEPS} steps, the last time within {seconds:.1f} s, which every further "
-            f"one will take too: what it is called with has changed{fixed}. Expected batches whose "
-            "sizes change freely or hardly ever; TORCH_LOGS=recompiles,dynamic names the line that "
-            "depends on them; change it, or pad the batches to a few sizes.",
-            stacklevel=2,
-        )
 
     def _keep(self, plan: RematPlan) -> None:
         self._kept_bytes += plan.saved_bytes
         problem = plan.problem
-        # The caller of the step holds its batch; later inputs are held by those who saved them.
+        # The step's caller holds its batch. Later inputs are held by the graphs that saved them.
         holds = (problem.region == NodeRegion.INPUT) & (plan.saved | (not self._has_planned))
         names = [problem.nodes[i].name for i in holds.nonzero()[0]]
         self._held |= storages_of([self.inputs[name] for name in names if name in self.inputs])
-        self.reports.append(replace(RematReport.of(plan), part=self._part()))
-
-    def _part(self) -> tuple[object, ...]:
-        """Frame and parameters of the graph that is planned."""
         read = {id(tensor) for tensor in self.inputs.values()}
-        names = (name for name, value in self._module.named_parameters() if id(value) in read)
-        return (frame_being_captured(), *names)
+        params = (name for name, value in self._module.named_parameters() if id(value) in read)
+        part = (frame_being_captured(), *params)
+        self.reports.append(replace(RematReport.of(plan), part=part))
 
 
 def remat(module: nn.Module, budget: Budget) -> nn.Module:
-    """A copy of ``module`` that computes the same bits in less memory.
+    """Return a copy of ``module`` that computes the same bits in less memory.
 
     Its forward and backward graph are planned together when it is first called with gradients: what
     is kept between them and what runs again, at the least estimated time within the budget::
@@ -323,7 +302,7 @@ def remat(module: nn.Module, budget: Budget) -> nn.Module:
         budget: Limit on all tensor bytes alive at once in a step of the module: parameters,
             buffers, inputs, activations and gradients. An int or a string such as ``"600MiB"`` is
             in bytes, a float in (0, 1] a fraction of the peak without rematerialization;
-            ``"min_cut"`` keeps as little as no further matrix product allows.
+            ``"min_cut"`` keeps as little as possible without running a matmul again.
 
     Returns:
         A new module with parameters of its own, ``remat_table()``, ``remat_reports()`` and

@@ -24,18 +24,11 @@ _MAX_BLOCKS = 100
 
 @dataclass(frozen=True)
 class Blocks:
-    """A joint graph as a chain of blocks.
-
-    Attributes:
-        problem: The graph.
-        separators: The tensor (its base) that leads from each block to the next; one fewer than
-            there are blocks.
-        block: Block of each node; -1 for inputs.
-    """
+    """A joint graph as a chain of blocks."""
 
     problem: RematProblem
-    separators: tuple[int, ...]
-    block: Ints
+    separators: tuple[int, ...]  # the base of the tensor that leads from each block to the next
+    block: Ints  # of each node; -1 for inputs
 
     def __len__(self) -> int:
         return len(self.separators) + 1
@@ -49,7 +42,7 @@ class Blocks:
 
     @cached_property
     def classes(self) -> tuple[int, ...]:
-        """A number for each block, the same for blocks that are the same but for their place."""
+        """A number for each block, the same for blocks that differ only in their place."""
         numbers: dict[object, int] = {}
         return tuple(numbers.setdefault(self._signature(i), len(numbers)) for i in range(len(self)))
 
@@ -64,11 +57,11 @@ class Blocks:
         return is_read
 
     def gradient_bytes(self) -> Ints:
-        """Bytes of the gradients that the backward pass of each block returns."""
+        """Return the bytes of the gradients that the backward pass of each block returns."""
+        bases = np.unique(self.problem.base[list(self.problem.backward_outputs)])
+        bases = bases[self.block[bases] >= 0]
         num_bytes = np.zeros(len(self), dtype=np.int64)
-        for base in {int(self.problem.base[output]) for output in self.problem.backward_outputs}:
-            if self.block[base] >= 0:
-                num_bytes[self.block[base]] += self.problem.num_bytes[base]
+        np.add.at(num_bytes, self.block[bases], self.problem.num_bytes[bases])
         return num_bytes
 
     def _signature(self, index: int) -> object:
@@ -108,7 +101,7 @@ def find_blocks(problem: RematProblem) -> Blocks:
 
 
 def _separators(problem: RematProblem, forward: Ints, time: Ints) -> list[tuple[int, int]]:
-    """(last operation before the cut, the tensor alive there) of every place to cut."""
+    """Return (last operation before the cut, the tensor alive there) of every place to cut."""
     count = len(forward)
     first = np.full(len(problem), -1, dtype=np.int64)
     last = np.full(len(problem), -1, dtype=np.int64)
@@ -128,9 +121,9 @@ def _separators(problem: RematProblem, forward: Ints, time: Ints) -> list[tuple[
     separators: list[tuple[int, int]] = []
     # An operation with several outputs stays together with these.
     is_whole = np.ones(count, dtype=np.bool_)
-    for producer, user in zip(producers[runs], users[runs], strict=True):
-        if problem.is_tuple[producer]:
-            is_whole[time[producer] : time[user]] = False
+    of_tuple = runs & problem.is_tuple[producers]
+    for producer, user in zip(producers[of_tuple], users[of_tuple], strict=True):
+        is_whole[time[producer] : time[user]] = False
     seen: set[int] = set()
     for now in range(count - 1):
         live = [base for base in live if ends[base] > now] + starting[now]
@@ -146,7 +139,7 @@ def _separators(problem: RematProblem, forward: Ints, time: Ints) -> list[tuple[
 
 
 def _thinned(separators: list[tuple[int, int]], work: Ints) -> list[tuple[int, int]]:
-    """Separators between which enough operations lie; ``work`` counts these over the forward."""
+    """Return separators with enough operations between them, which ``work`` counts."""
     least = _LEAST_OPERATIONS
     while True:
         kept: list[tuple[int, int]] = []
@@ -161,7 +154,7 @@ def _thinned(separators: list[tuple[int, int]], work: Ints) -> list[tuple[int, i
 
 
 def _place_others(problem: RematProblem, block: Ints, last_block: int) -> None:
-    """Blocks of nodes that only the backward pass runs."""
+    """Assign blocks to the nodes that only the backward pass runs."""
     # Lists: a step of these loops is too small for numpy.
     inputs = problem.inputs_of
     placed: list[int] = block.tolist()
@@ -195,5 +188,5 @@ def _shared(problem: RematProblem, block: Ints) -> Mask:
 
 
 def segment_members(blocks: Blocks, start: int, stop: int) -> Ints:
-    """Nodes of a segment of blocks, ascending."""
+    """Return the nodes of a segment of blocks, ascending."""
     return np.sort(np.concatenate(blocks.members[start:stop]))

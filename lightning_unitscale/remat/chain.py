@@ -1,4 +1,4 @@
-"""Ways to run each run of blocks, and the fastest choice of one for every run under a peak. Pure.
+"""Ways to run each run of blocks, and the fastest choice of one for every run under a peak.
 
 References:
     Feng, Huang, "Optimal Gradient Checkpoint Search" (2021), and Beaumont et al., "Optimal
@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
 
@@ -39,96 +38,66 @@ _BOUNDARY = 2**52
 
 @dataclass(frozen=True)
 class Option:
-    """One way to run a run of blocks; places are those among the run's nodes.
+    """One way to run a run of blocks; places are those among the run's nodes."""
 
-    Attributes:
-        saved: Places of the nodes whose values are kept, the last block's output among them.
-        dropped: Places of what runs again more than once, because it is not kept from one block of
-            the run to the next.
-        seconds: Time of what runs again.
-        saved_bytes: Bytes kept.
-        forward_bytes: The most that is alive during its forward pass, beyond what was before.
-        backward_bytes: The most that is alive during its backward pass, its kept bytes included.
-    """
-
-    saved: tuple[int, ...]
-    dropped: tuple[int, ...]
-    seconds: float
+    saved: tuple[int, ...]  # places of what is kept, the last block's output among them
+    dropped: tuple[int, ...]  # places of what is kept for one block only, and may run repeatedly
+    seconds: float  # of what runs again
     saved_bytes: int
-    forward_bytes: int
-    backward_bytes: int
+    forward_bytes: int  # the most alive in its forward pass, beyond what was before
+    backward_bytes: int  # the most alive in its backward pass, its kept bytes included
 
 
 @dataclass(frozen=True)
 class EndingRuns:
-    """The options of all runs of blocks that end at one boundary, and their numbers as arrays.
+    """The options of all runs of blocks that end at one boundary, and their numbers as arrays."""
 
-    Attributes:
-        options: The options, run after run, those of one run the fastest first.
-        starts: First block of the run of each option.
-        seconds: Time of each option.
-        saved_bytes: Bytes that each keeps.
-        forward_bytes: The most that is alive in its forward pass, beyond what was before.
-        backward_bytes: The most that is alive in its backward pass, with the gradients of all later
-            blocks.
-    """
-
-    options: tuple[Option, ...]
-    starts: Ints
+    options: tuple[Option, ...]  # run after run, those of one run the fastest first
+    starts: Ints  # first block of the run of each option
     seconds: Floats
     saved_bytes: Ints
     forward_bytes: Ints
-    backward_bytes: Ints
+    backward_bytes: Ints  # with the gradients of all later blocks
 
 
-class BlockOptions:
-    """The options of all runs of blocks; equal runs share them."""
-
-    def __init__(self, blocks: Blocks) -> None:
-        self.blocks = blocks
-        self._found: dict[tuple[int, ...], tuple[Option, ...]] = {}
-        self._multiplicity = Counter(blocks.classes)
-
-    @cached_property
-    def ending(self) -> list[EndingRuns]:
-        """The runs that end after the first, the second, ... and the last block."""
-        # Bytes of the gradients of all blocks after each.
-        after = np.append(np.cumsum(self.blocks.gradient_bytes()[::-1])[::-1], 0)
-        return [self._ending(stop, int(after[stop])) for stop in range(1, len(self.blocks) + 1)]
-
-    def _ending(self, stop: int, gradient_bytes: int) -> EndingRuns:
-        lengths = [n for n in _LENGTHS if n <= stop and self._may_join(stop - n, stop)]
-        runs = [(stop - n, option) for n in lengths for option in self.of(stop - n, stop)]
+def ending_runs(blocks: Blocks) -> list[EndingRuns]:
+    """Return the runs that end after the first, the second, ... and the last block."""
+    counts = Counter(blocks.classes)
+    found: dict[tuple[int, ...], tuple[Option, ...]] = {}  # equal runs share their options
+    # Bytes of the gradients of all blocks after each.
+    after = np.append(np.cumsum(blocks.gradient_bytes()[::-1])[::-1], 0)
+    ending = []
+    for stop in range(1, len(blocks) + 1):
+        runs: list[tuple[int, Option]] = []
+        for start in (stop - length for length in _LENGTHS if length <= stop):
+            classes = blocks.classes[start:stop]
+            # Long runs are worth their planning time only if they occur again.
+            if len(classes) > _ANY_BLOCKS and min(counts[kind] for kind in classes) == 1:
+                continue
+            if classes not in found:
+                found[classes] = _options(blocks, start, stop)
+            runs += [(start, option) for option in found[classes]]
         starts, options = zip(*runs, strict=True)
         sizes = [(o.saved_bytes, o.forward_bytes, o.backward_bytes) for o in options]
         saved_bytes, forward_bytes, backward_bytes = np.array(sizes, dtype=np.int64).T
         seconds = np.array([option.seconds for option in options])
-        backward_bytes = backward_bytes + gradient_bytes
-        return EndingRuns(
-            options, np.array(starts), seconds, saved_bytes, forward_bytes, backward_bytes
+        backward_bytes = backward_bytes + after[stop]
+        ending.append(
+            EndingRuns(
+                options, np.array(starts), seconds, saved_bytes, forward_bytes, backward_bytes
+            )
         )
+    return ending
 
-    def _may_join(self, start: int, stop: int) -> bool:
-        if stop - start <= _ANY_BLOCKS:
-            return True
-        # Long runs are worth their planning time where they are met again.
-        classes = self.blocks.classes
-        return all(self._multiplicity[kind] > 1 for kind in classes[start:stop])
 
-    def of(self, start: int, stop: int) -> tuple[Option, ...]:
-        """The options of blocks ``start`` to ``stop - 1``."""
-        key = self.blocks.classes[start:stop]
-        if key not in self._found:
-            self._found[key] = self._options(start, stop)
-        return self._found[key]
-
-    def _options(self, start: int, stop: int) -> tuple[Option, ...]:
-        local = _local_problem(self.blocks, start, stop)
-        cuts = CutNetwork(local.problem).hull(_MAX_CUTS)
-        options = [_option(local, cut.saved, None) for cut in cuts]
-        if stop - start > 1:
-            options += [_option(local, cut.saved, local.kept) for cut in cuts[-2:]]
-        return _non_dominated(options)
+def _options(blocks: Blocks, start: int, stop: int) -> tuple[Option, ...]:
+    """Return the options of blocks ``start`` to ``stop - 1``."""
+    local = _local_problem(blocks, start, stop)
+    cuts = CutNetwork(local.problem).hull(_MAX_CUTS)
+    options = [_option(local, cut.saved, None) for cut in cuts]
+    if stop - start > 1:
+        options += [_option(local, cut.saved, local.kept) for cut in cuts[-2:]]
+    return _non_dominated(options)
 
 
 Run = tuple[int, int, Option]
@@ -136,12 +105,12 @@ Run = tuple[int, int, Option]
 
 
 def choose_options(
-    options: BlockOptions, budget_bytes: int, *, forward_bytes: int = 0
+    runs_by_end: Sequence[EndingRuns], budget_bytes: int, *, forward_bytes: int = 0
 ) -> list[Run] | None:
-    """The fastest choice whose peak, run by run, stays within the budget; ``None`` if none does.
+    """Return the fastest choice whose peak, run by run, is within the budget, if there is one.
 
-    For every run: what was saved before it, what it needs at most, and the gradients of the runs
-    after it, which its backward pass finds there, are alive together.
+    For every run these are alive together: what was saved before it, what it needs at most, and the
+    gradients of the runs after it.
     """
     # States: ways to come to a boundary by the bytes saved on the way; fewer bytes take more time.
     # Those of all boundaries lie one after the other, those of one boundary by ascending bytes.
@@ -151,7 +120,7 @@ def choose_options(
     # Ascending over all boundaries, to search several of them at once.
     keys = np.zeros(1, dtype=np.int64)
     starts = np.array([0, 1])
-    for boundary, ending in enumerate(options.ending, start=1):
+    for boundary, ending in enumerate(runs_by_end, start=1):
         need = np.maximum(ending.backward_bytes, ending.forward_bytes + forward_bytes)
         # For each option, how many states of the boundary where its run starts it can follow.
         limits = (budget_bytes - need).clip(-1, _BOUNDARY - 1) + ending.starts * _BOUNDARY
@@ -166,13 +135,13 @@ def choose_options(
         before, option = np.append(before, origin[kept]), np.append(option, taken[kept])
         keys = np.append(keys, reached[kept] + boundary * _BOUNDARY)
         starts = np.append(starts, len(saved))
-    boundary = len(options.blocks)
+    boundary = len(runs_by_end)
     state = int(starts[boundary + 1]) - 1  # the last saves most, and so is the fastest
     if state < starts[boundary]:
         return None
     runs: list[Run] = []
     while boundary:
-        ending = options.ending[boundary - 1]
+        ending = runs_by_end[boundary - 1]
         start = int(ending.starts[option[state]])
         runs.append((start, boundary, ending.options[option[state]]))
         state, boundary = int(before[state]), start
@@ -180,7 +149,7 @@ def choose_options(
 
 
 def _improving(saved: Ints, seconds: Floats) -> Ints:
-    """The states, by ascending bytes, that are faster than all that save fewer; at most so many."""
+    """Return the states, by ascending bytes, that are faster than all that save fewer."""
     order = np.argsort(saved, kind="stable")
     best = np.minimum.accumulate(seconds[order])
     kept = order[np.concatenate([[True], best[1:] < best[:-1] - 1e-12])[: len(order)]]
@@ -188,33 +157,26 @@ def _improving(saved: Ints, seconds: Floats) -> Ints:
         # Of those that save nearly the same the fastest, which is the one that saves most.
         bins = saved[kept] * _MAX_STATES // max(int(saved[kept[-1]]), 1)
         last = np.concatenate([bins[1:] != bins[:-1], [True]])
-        last[0] = True  # nobody saves less
+        last[0] = True  # no state saves less
         kept = kept[last]
     return kept
 
 
 @dataclass(frozen=True)
 class _Local:
-    """A run of blocks as a problem of its own.
+    """A run of blocks as a problem of its own."""
 
-    Attributes:
-        problem: The run's nodes between what it reads and, for what others read, readers.
-        places: For each node of the problem its place among the run's nodes, -1 for the others.
-        segments: Block of each node.
-        kept: What outlives its block where the rest is dropped.
-    """
-
-    problem: RematProblem
-    positions: Ints
-    segments: tuple[int, ...]
-    kept: Mask
+    problem: RematProblem  # the run's nodes, what it reads before, and readers of what others read
+    positions: Ints  # place of each node among the run's nodes, -1 for the others
+    segments: tuple[int, ...]  # block of each node
+    kept: Mask  # what outlives its block where the rest is dropped
 
 
 def _option(local: _Local, saved: Mask, kept: Mask | None) -> Option:
     problem = local.problem
     segments = None if kept is None else local.segments
     order = backward_order(problem, saved, segments=segments, kept=kept)
-    timeline = simulate_plan(problem, saved, order=order)
+    timeline = simulate_plan(problem, saved, order)
     chosen = saved & (local.positions >= 0) & (problem.region == NodeRegion.FORWARD)
     dropped = np.zeros(0, dtype=np.int64) if kept is None else local.positions[~kept]
     return Option(
@@ -228,11 +190,11 @@ def _option(local: _Local, saved: Mask, kept: Mask | None) -> Option:
 
 
 def _local_problem(blocks: Blocks, start: int, stop: int) -> _Local:
-    """Blocks ``start`` to ``stop - 1`` alone.
+    """Return blocks ``start`` to ``stop - 1`` alone.
 
-    Values from before are inputs (and counted where they are made), gradients from after arrive at
-    the start of the backward pass, and the tensor that leads to the next block is kept. What later
-    blocks read of it has been read when the run's own backward pass begins.
+    Values from before are inputs (and counted where they are made). Gradients from after arrive at
+    the start of the backward pass. The tensor that leads to the next block is kept. Later blocks
+    have read their inputs when the run's own backward pass begins.
     """
     problem, outputs = blocks.problem, set(blocks.problem.backward_outputs)
     members: list[int] = segment_members(blocks, start, stop).tolist()
@@ -263,21 +225,20 @@ def _local_problem(blocks: Blocks, start: int, stop: int) -> _Local:
         if index not in inside:
             number[index] = len(rows)
             rows.append((_from_outside(problem, index, number), -1, stop))
-    is_backward = (problem.region[members] == NodeRegion.BACKWARD).tolist()
-    forward = [position for position, later in enumerate(is_backward) if not later]
-    backward = [position for position, later in enumerate(is_backward) if later]
-    for position in forward:
+    is_backward = problem.region[members] == NodeRegion.BACKWARD
+    for position in np.flatnonzero(~is_backward).tolist():
         add(position)
-    for member in [members[position] for position in forward]:
-        if is_read_after(member) or member == end:
+    for member in list(number):
+        if member in inside and (is_read_after(member) or member == end):
             name, index = f"read_{number[member]}", len(rows)
             reader = RematNode(name, "read", (number[member],), NodeRegion.BACKWARD, index, index)
             rows.append((reader, -1, stop))
+    backward = np.flatnonzero(is_backward).tolist()
     for position in backward:
         add(position)
     gradients = [
         number[member]
-        for member in [members[position] for position in backward]
+        for member in (members[position] for position in backward)
         if is_read_after(member) or member in outputs
     ]
     inner = {number.get(separator) for separator in blocks.separators[start : stop - 1]}

@@ -1,12 +1,13 @@
-"""Reads AOTAutograd's joint graph into a :class:`RematProblem`."""
+"""Read AOTAutograd's joint graph into a :class:`RematProblem`."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
@@ -21,37 +22,29 @@ from lightning_unitscale.profiler.costs import (
     concrete,
     size_hint,
 )
-from lightning_unitscale.remat.problem import NodeRegion, RematNode, RematProblem
+from lightning_unitscale.remat.problem import NodeRegion, RematNode, RematProblem, leading_to
 
 Symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
-Recomputable = Collection[Callable[..., Any]]
 
 # The state of a generator that a replayed operation starts from: a CPU's Mersenne twister.
 _RNG_STATE_BYTES = 5056
 # A smaller result is saved rather than its generator's state.
 _REPLAY_FROM_BYTES = 16 * _RNG_STATE_BYTES
-# Operators that are known to depend on nothing but their arguments; collectives are not.
-# Of our own operators, one that must not run again says so in its node's ``recompute``.
+# In the names of placeholders of the backward pass only.
+_BACKWARD_INPUTS = ("tangents", "bwd_seed", "bwd_base_offset")
+# Operators that depend on nothing but their arguments, unlike collectives. One of ours that must
+# not run again has that in its node's ``recompute``.
 _PURE_NAMESPACES = ("aten", "prims", "prim", "lightning_unitscale")
-# Sums in an order that no two runs share, where threads add to one place atomically.
+# Threads add to one place atomically, so the order of the sum differs from run to run.
 _ATOMIC = ("index_add", "scatter_add", "scatter_reduce", "index_put", "cumsum", "histc", "bincount")
 
 
 def changing_sizes(graph: fx.Graph) -> tuple[torch.SymInt, ...]:
-    """The sizes that are inputs of a graph because they change from call to call."""
+    """Return the sizes that are inputs of a graph because they change from call to call."""
     values = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
     return tuple(
         size for size in values if isinstance(size, torch.SymInt) and bool(size.node.expr.is_Symbol)
     )
-
-
-def is_tangent(node: fx.Node) -> bool:
-    """Whether a placeholder exists in the backward pass only."""
-    if node.op != "placeholder":
-        return False
-    name = str(node.target)
-    of_backward = any(part in name for part in ("tangents", "bwd_seed", "bwd_base_offset"))
-    return of_backward or type(node.meta.get("val")).__name__ == "BackwardState"
 
 
 def is_random(node: fx.Node) -> bool:
@@ -66,7 +59,7 @@ def is_mutable(node: fx.Node) -> bool:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a node returns what lies in the storage of an argument."""
+    """Whether a node returns a view of an argument."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or schema.is_mutable:
         return False
@@ -74,7 +67,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def must_recompute(node: fx.Node) -> bool:
-    """Whether the user's checkpoint says that a node runs again."""
+    """Whether the user's checkpoint runs a node again."""
     return node.meta.get("recompute") in (
         CheckpointPolicy.MUST_RECOMPUTE,
         CheckpointPolicy.PREFER_RECOMPUTE,
@@ -82,28 +75,22 @@ def must_recompute(node: fx.Node) -> bool:
 
 
 def kind_of(node: fx.Node) -> str:
-    """The operation of a node as it is called in reports."""
+    """Return the name of a node's operator for reports."""
     if node.op != "call_function":
         return node.op
-    packet = getattr(node.target, "overloadpacket", None)
-    if packet is not None:
-        return str(packet)
+    if hasattr(node.target, "overloadpacket"):
+        return str(node.target.overloadpacket)
     return getattr(node.target, "__name__", str(node.target))
 
 
 @dataclass(eq=False)
 class JointGraphReader:
-    """Makes the planner's view of a joint graph.
-
-    Attributes:
-        nodes: The graph's nodes in the order of the problem's.
-    """
+    """Makes the planner's view of a joint graph, whose ``nodes`` are in the problem's order."""
 
     graph: fx.Graph
     num_fwd_outputs: int
     cost_model: CostModel
     mutated_inputs: Collection[fx.Node] = ()
-    recomputable_ops: Recomputable | None = None
     replay_random: bool = True
 
     def __post_init__(self) -> None:
@@ -115,32 +102,47 @@ class JointGraphReader:
         self.sizes = changing_sizes(graph)
         self.inputs = [[self.index[i] for i in node.all_input_nodes] for node in self.nodes]
         self.storages = [_storages(node.meta.get("val")) for node in self.nodes]
-        self.mutated = {self.index[node] for node in self.mutated_inputs}
-        for node in self.nodes:
-            if is_mutable(node):
-                written = node.args[0] if node.args else None
-                if isinstance(written, fx.Node):
-                    self.mutated.add(self.index[written])
+        written = [node.args[0] for node in self.nodes if is_mutable(node) and node.args]
+        mutated = [*self.mutated_inputs, *written]
+        self.mutated = {self.index[node] for node in mutated if isinstance(node, fx.Node)}
+        self.regions: list[NodeRegion] = []
+        # Node whose storage each one's tensor lies in, and the node that allocates it.
+        self.bases: list[tuple[int, int]] = []
+        first_with: dict[frozenset[int], int] = {}
+        for i, node in enumerate(self.nodes):
+            self.regions.append(self._region(node))
+            own = (i, i)
+            if self.regions[i] is NodeRegion.INPUT:
+                first = first_with.setdefault(self.storages[i] or frozenset({-1 - i}), i)
+                own = (first, first)
+            elif (viewed := self._viewed(i)) is not None:
+                own = self.bases[viewed]
+            elif node.target is operator.getitem:
+                own = (i, self.inputs[i][0])
+            self.bases.append(own)
 
     def read(self) -> RematProblem:
-        """The problem, with the sizes that are assumed now for those that are symbols."""
-        regions = self._regions()
-        forward_outputs = self._output_indices(0, self.num_fwd_outputs)
-        backward_outputs = self._output_indices(self.num_fwd_outputs, len(self.outputs))
-        in_forward = self._in_forward(regions, forward_outputs)
-        bases = self._bases(regions)
+        """Return the problem, with the numbers that are assumed now for symbolic sizes."""
+        forward_outputs, backward_outputs = (
+            tuple(dict.fromkeys(i for i in outputs if i is not None))
+            for outputs in (
+                self.outputs[: self.num_fwd_outputs],
+                self.outputs[self.num_fwd_outputs :],
+            )
+        )
+        in_forward = self._in_forward(forward_outputs)
         read: list[RematNode] = []
         for i, node in enumerate(self.nodes):
-            base, owner = bases[i]
-            # A view computes nothing, and what it shows was made by another operation.
+            base, owner = self.bases[i]
+            # A view computes nothing, and another operator has made its memory.
             costs = aten_node_costs(node) if base == i else OperatorCosts()
-            can_save, can_recompute = self._choices(node, bases, regions)
+            can_save, can_recompute = self._choices(i)
             read.append(
                 RematNode(
                     name=node.name,
                     kind=kind_of(node),
                     inputs=tuple(sorted(self.inputs[i])),
-                    region=regions[i],
+                    region=self.regions[i],
                     base=base,
                     owner=owner,
                     num_bytes=self._bytes(node) if base == i else 0,
@@ -156,73 +158,39 @@ class JointGraphReader:
         sizes = tuple(map(size_hint, self.sizes))
         return RematProblem(tuple(read), forward_outputs, backward_outputs, sizes)
 
-    def _output_indices(self, start: int, stop: int) -> tuple[int, ...]:
-        return tuple(dict.fromkeys(i for i in self.outputs[start:stop] if i is not None))
+    def _region(self, node: fx.Node) -> NodeRegion:
+        if node.op in ("placeholder", "get_attr"):
+            is_state = type(node.meta.get("val")).__name__ == "BackwardState"
+            is_tangent = any(part in str(node.target) for part in _BACKWARD_INPUTS)
+            is_input = node.op == "get_attr" or not (is_state or is_tangent)
+            return NodeRegion.INPUT if is_input else NodeRegion.BACKWARD
+        tag = node.meta.get("partitioner_tag")
+        acts = is_mutable(node) or is_random(node) or is_higher_order(node)
+        reads = (self.regions[self.index[read]] for read in node.all_input_nodes)
+        if tag == "must_be_in_backward" or (tag == "is_backward" and acts):
+            return NodeRegion.BACKWARD
+        return NodeRegion.BACKWARD if NodeRegion.BACKWARD in reads else NodeRegion.FORWARD
 
-    def _regions(self) -> list[NodeRegion]:
-        regions: list[NodeRegion] = []
-        for node, inputs in zip(self.nodes, self.inputs, strict=True):
-            if is_tangent(node):
-                regions.append(NodeRegion.BACKWARD)
-            elif node.op in ("placeholder", "get_attr"):
-                regions.append(NodeRegion.INPUT)
-            elif _runs_in_backward(node) or any(regions[i] is NodeRegion.BACKWARD for i in inputs):
-                regions.append(NodeRegion.BACKWARD)
-            else:
-                regions.append(NodeRegion.FORWARD)
-        return regions
-
-    def _in_forward(self, regions: Sequence[NodeRegion], outputs: Sequence[int]) -> list[bool]:
-        in_forward = [False] * len(self.nodes)
-        pending = list(outputs)
-        pending += [
-            i
-            for i, node in enumerate(self.nodes)
-            if regions[i] is NodeRegion.FORWARD and (is_mutable(node) or is_random(node))
-        ]
-        while pending:
-            i = pending.pop()
-            if not in_forward[i]:
-                in_forward[i] = True
-                pending.extend(self.inputs[i])
-        for i, node in enumerate(self.nodes):
-            # An operation makes all of its outputs, whoever takes them.
-            if node.target is operator.getitem and regions[i] is NodeRegion.FORWARD:
+    def _in_forward(self, outputs: Sequence[int]) -> list[bool]:
+        forward = [i for i, region in enumerate(self.regions) if region is NodeRegion.FORWARD]
+        acts = [i for i in forward if is_mutable(self.nodes[i]) or is_random(self.nodes[i])]
+        nothing = np.zeros(len(self.nodes), dtype=np.bool_)
+        in_forward: list[bool] = leading_to([*outputs, *acts], self.inputs, nothing).tolist()
+        for i in forward:
+            # An operator makes all of its outputs, even those that are not read.
+            if self.nodes[i].target is operator.getitem:
                 in_forward[i] |= in_forward[self.inputs[i][0]]
         return in_forward
 
-    def _bases(self, regions: Sequence[NodeRegion]) -> list[tuple[int, int]]:
-        """(base, owner) of each node: views share their input's."""
-        bases: list[tuple[int, int]] = []
-        first_with: dict[frozenset[int], int] = {}
-        for i, node in enumerate(self.nodes):
-            own: tuple[int, int] = (i, i)
-            if regions[i] is not NodeRegion.INPUT and self.inputs[i]:
-                is_item = node.target is operator.getitem
-                viewed = self._viewed(i, bases, through_tuple=is_item)
-                if viewed is not None:
-                    own = bases[viewed]
-                elif is_item:
-                    own = (i, self.inputs[i][0])
-            elif regions[i] is NodeRegion.INPUT:
-                first = first_with.setdefault(self.storages[i] or frozenset({-1 - i}), i)
-                own = (first, first)
-            bases.append(own)
-        return bases
-
-    def _viewed(
-        self, i: int, bases: Sequence[tuple[int, int]], *, through_tuple: bool
-    ) -> int | None:
-        mine = self.storages[i]
+    def _viewed(self, i: int) -> int | None:
+        node, mine = self.nodes[i], self.storages[i]
         if not mine:
             return None
+        is_item = node.target is operator.getitem
         for j in self.inputs[i]:
-            if self.storages[j] and mine <= self.storages[j] and not through_tuple:
+            if self.bases[j][0] != j if is_item else mine <= self.storages[j]:
                 return j
-            if through_tuple and bases[j][0] != j:
-                return j  # of a tuple of views
-        # Rewritten graphs may hold examples whose storage is nobody's any more.
-        node = self.nodes[i]
+        # In rewritten graphs no node may have the storage of an example any more.
         if is_view(node) and node.args and isinstance(node.args[0], fx.Node):
             return self.index[node.args[0]]
         return None
@@ -231,8 +199,8 @@ class JointGraphReader:
         value = node.meta.get("val")
         if not isinstance(value, Tensor):
             return 0
-        if self.cost_model.fused and _stays_in_registers(node):
-            return 0
+        if self.cost_model.fused and node.users and all(map(is_fusible, (node, *node.users))):
+            return 0  # it stays in registers
         try:
             return size_hint(value.untyped_storage().nbytes())
         except (NotImplementedError, RuntimeError):
@@ -250,47 +218,39 @@ class JointGraphReader:
             seconds += elements * self.cost_model.random_seconds
         return seconds
 
-    def _choices(
-        self, node: fx.Node, bases: Sequence[tuple[int, int]], regions: Sequence[NodeRegion]
-    ) -> tuple[bool, bool]:
-        """(whether its value can be saved, whether it may run again)."""
-        i = self.index[node]
+    def _choices(self, i: int) -> tuple[bool, bool]:
+        """Return whether a node's value can be saved, and whether it may run again."""
+        node, is_view = self.nodes[i], self.bases[i][0] != i
         value = node.meta.get("val")
         if isinstance(value, Symbolic):
             # Autograd keeps integers; other symbols are computed from them again.
             return isinstance(value, torch.SymInt), not isinstance(value, torch.SymInt)
-        is_view = bases[i][0] != i
-        single = isinstance(value, Tensor) or not isinstance(value, (tuple, list))
-        can_save = single and not is_view
-        if must_recompute(node) and regions[i] is NodeRegion.FORWARD:
+        can_save = not is_view and not isinstance(value, (tuple, list))
+        if must_recompute(node) and self.regions[i] is NodeRegion.FORWARD:
             return False, True
+        is_part = is_view or node.target is operator.getitem
         if node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE:
-            # Several outputs are saved one by one, and a view by saving what it lies in.
-            return can_save, not can_save and (is_view or node.target is operator.getitem)
-        return can_save, self._may_run_again(node, is_view, bases)
+            # Several outputs are saved one by one, and a view by saving its base.
+            return can_save, not can_save and is_part
+        if is_part:
+            return can_save, not is_mutable(node)
+        return can_save, self._may_run_again(node)
 
-    def _may_run_again(
-        self, node: fx.Node, is_view: bool, bases: Sequence[tuple[int, int]]
-    ) -> bool:
-        if node.target is operator.getitem or is_view:
-            return not is_mutable(node)
+    def _may_run_again(self, node: fx.Node) -> bool:
         if not hasattr(node.target, "overloadpacket"):
-            return node.op == "call_function" and _is_plain_python(node)
-        name = node.target.overloadpacket.__name__
+            # Arithmetic on symbolic sizes.
+            is_number = isinstance(node.meta.get("val"), (*Symbolic, int, float, bool))
+            return node.op == "call_function" and is_number
         if getattr(node.target, "namespace", None) not in _PURE_NAMESPACES or is_mutable(node):
             return False
-        if self.recomputable_ops is not None:
-            packets = (node.target, node.target.overloadpacket)
-            if not any(packet in self.recomputable_ops for packet in packets):
-                return False
-        device = next((x.device.type for x in tensors_in(node.meta.get("val"))), "cpu")
-        if device != "cpu" and name.startswith(_ATOMIC):
+        tensors = tensors_in(node.meta.get("val"))
+        is_on_cpu = not tensors or tensors[0].device.type == "cpu"
+        if not is_on_cpu and node.target.overloadpacket.__name__.startswith(_ATOMIC):
             return False
         if is_random(node):
-            num_bytes = sum(map(_element_bytes, tensors_in(node.meta.get("val"))))
-            return self.replay_random and num_bytes >= _REPLAY_FROM_BYTES
+            return self.replay_random and sum(map(_element_bytes, tensors)) >= _REPLAY_FROM_BYTES
         # By the time of the backward pass a mutated input holds its new value.
-        return not any(bases[j][0] in self.mutated for j in self.inputs[self.index[node]])
+        return not any(self.bases[j][0] in self.mutated for j in self.inputs[self.index[node]])
 
 
 def is_fusible(node: fx.Node) -> bool:
@@ -312,17 +272,13 @@ _FUSIBLE = frozenset(
 )  # fmt: skip
 
 
-def _stays_in_registers(node: fx.Node) -> bool:
-    return is_fusible(node) and bool(node.users) and all(is_fusible(user) for user in node.users)
-
-
 def _element_bytes(tensor: Tensor) -> int:
     example: Tensor = concrete(tensor)
     return example.numel() * example.element_size()
 
 
 def _storages(value: Any) -> frozenset[int]:
-    """Identities of the storages of a value; by storage and never by an address."""
+    """Return the identities of a value's storages, never their addresses."""
     try:
         return frozenset(tensor.untyped_storage()._cdata for tensor in tensors_in(value))
     except (NotImplementedError, RuntimeError):
@@ -330,7 +286,7 @@ def _storages(value: Any) -> frozenset[int]:
 
 
 def _untaken_bytes(node: fx.Node) -> int:
-    """Bytes of those outputs of an operation with several that nobody takes."""
+    """Return the bytes of those of several outputs of an operator that are not read."""
     value = node.meta.get("val")
     if node.op != "call_function" or not isinstance(value, (tuple, list)):
         return 0
@@ -341,15 +297,3 @@ def _untaken_bytes(node: fx.Node) -> int:
         for position, output in enumerate(value)
         if isinstance(output, Tensor) and position not in taken and not read & _storages(output)
     )
-
-
-def _runs_in_backward(node: fx.Node) -> bool:
-    tag = node.meta.get("partitioner_tag")
-    if tag == "must_be_in_backward":
-        return True
-    return tag == "is_backward" and (is_mutable(node) or is_random(node) or is_higher_order(node))
-
-
-def _is_plain_python(node: fx.Node) -> bool:
-    """Arithmetic on symbolic sizes."""
-    return isinstance(node.meta.get("val"), (*Symbolic, int, float, bool))

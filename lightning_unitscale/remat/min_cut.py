@@ -1,4 +1,4 @@
-"""Minimum cuts, and all cuts between least time and least memory. Pure: numbers in, masks out.
+"""Minimum cuts of a problem, and all cuts between the least time and the least memory.
 
 References:
     Chen, Moreau, Jiang et al., "TVM", and Jain et al., "Checkmate" (arXiv 1910.02653), on
@@ -36,11 +36,11 @@ _FINITE_SUM = 2**29
 def source_side(
     num_nodes: int, tails: Ints, heads: Ints, capacities: Floats, source: int, sink: int
 ) -> Mask:
-    """The larger source side of a minimum cut: the cut lies as near to the sink as it can.
+    """Return the source side of the minimum cut that is nearest to the sink.
 
     References:
-        Ford, Fulkerson (1956): every maximum flow gives the cut nearest to the sink as the nodes
-        that cannot reach it in the residual graph.
+        Ford, Fulkerson (1956): every maximum flow gives this cut: the nodes that cannot reach the
+        sink in the residual graph.
     """
     infinite = np.isinf(capacities)
     finite = capacities[~infinite]
@@ -68,44 +68,49 @@ def source_side(
 
 @dataclass(frozen=True)
 class Cut:
-    """One way to split a problem.
+    """One way to split a problem."""
 
-    Attributes:
-        saved: Nodes whose values are kept for the backward pass.
-        seconds: Time of what runs a second time.
-        saved_bytes: Bytes kept, each storage once.
-    """
-
-    saved: Mask
-    seconds: float
-    saved_bytes: int
+    saved: Mask  # nodes whose values are kept for the backward pass
+    seconds: float  # of what runs a second time
+    saved_bytes: int  # each storage once
 
 
+@dataclass(frozen=True, eq=False)
 class CutNetwork:
     """The flow network of a problem; its capacities depend on what a byte is worth.
 
-    Every forward node is two: an arc from the source to the first costs the node's time (it is on
-    the sink's side and runs again), the arc between them costs its bytes (it is saved), and arcs to
-    its users' first halves cannot be cut: what runs again needs its inputs. Nodes that the backward
-    pass reads are tied to the sink.
+    Every forward node is split in two. The arc from the source to its first half costs the node's
+    time: cut there, it runs again. The arc between the halves costs its bytes: cut there, it is
+    saved. Arcs to its users' first halves cannot be cut, since what runs again needs its inputs.
+    Nodes that the backward pass reads are tied to the sink.
     """
 
-    def __init__(self, problem: RematProblem, seconds: Floats | None = None) -> None:
-        self.problem = problem
-        runs_once = problem.region != NodeRegion.FORWARD
-        again = problem.seconds if seconds is None else seconds
+    problem: RematProblem
+    again: Floats | None = None  # what running each node again costs; ``None`` for its seconds
+
+    @cached_property
+    def _seconds(self) -> Floats:
+        problem = self.problem
+        again = problem.seconds if self.again is None else self.again
         # What the forward pass does not need runs once wherever it is put.
         again = np.where(problem.in_forward, again, 0.0)
-        self._seconds = np.where(runs_once | ~problem.can_recompute, math.inf, again)
-        saves = problem.can_save | (problem.region == NodeRegion.INPUT)
-        free = np.zeros(len(problem), dtype=np.bool_)
-        free[problem.base[list(problem.forward_outputs)]] = True
-        free |= problem.region == NodeRegion.INPUT
-        size = problem.num_bytes[problem.base].astype(np.float64)
-        self._bytes = np.where(saves, np.where(free, 0.0, size), math.inf)
+        runs_once = (problem.region != NodeRegion.FORWARD) | ~problem.can_recompute
+        return np.where(runs_once, math.inf, again)
 
-        # Nodes that are in the network.
-        self._kept = np.flatnonzero(problem.needed & (problem.region != NodeRegion.BACKWARD))
+    @cached_property
+    def _bytes(self) -> Floats:
+        problem = self.problem
+        is_input = problem.region == NodeRegion.INPUT
+        size = problem.num_bytes[problem.base].astype(np.float64)
+        is_output = np.isin(np.arange(len(problem)), problem.base[list(problem.forward_outputs)])
+        return np.where(
+            problem.can_save | is_input, np.where(is_output | is_input, 0.0, size), math.inf
+        )
+
+    @cached_property
+    def _kept(self) -> Ints:
+        """Nodes that are in the network."""
+        return np.flatnonzero(self.problem.needed & (self.problem.region != NodeRegion.BACKWARD))
 
     @cached_property
     def _edges(self) -> tuple[Ints, Ints, int]:
@@ -120,50 +125,37 @@ class CutNetwork:
         source, sink = 2 * count, 2 * count + 1
         firsts = 2 * np.arange(count)
         pairs = np.unique(number[producers[inner]] * count + number[users[inner]])
-        # What the backward pass reads itself, inputs too.
-        is_root = problem.wanted.copy()
-        is_root[producers[problem.region[users] == NodeRegion.BACKWARD]] = True
-        roots = np.flatnonzero(is_root[kept])
+        roots = np.flatnonzero(problem.read_in_backward[kept])
         sources, sinks = np.full(count, source), np.full(len(roots), sink)
         tails = np.concatenate([sources, firsts, 2 * (pairs // count) + 1, 2 * roots + 1])
         heads = np.concatenate([firsts, firsts + 1, 2 * (pairs % count), sinks])
         return tails, heads, len(pairs) + len(roots)
 
     def cut(self, seconds_per_byte: float) -> Cut:
-        """The plan with the least time plus ``seconds_per_byte`` for each byte saved."""
+        """Return the plan with the least time plus ``seconds_per_byte`` for each byte saved."""
         kept = self._kept
         tails, heads, num_others = self._edges
-        size = self._bytes[kept]
-        bounded = np.isfinite(size)
-        weights = np.full(len(kept), math.inf)
-        weights[bounded] = seconds_per_byte * size[bounded]
         others = np.full(num_others, math.inf)
-        capacities = np.concatenate([self._seconds[kept], weights, others])
+        capacities = [self._seconds[kept], seconds_per_byte * self._bytes[kept], others]
         source, sink = 2 * len(kept), 2 * len(kept) + 1
-        side = source_side(sink + 1, tails, heads, capacities, source, sink)
+        side = source_side(sink + 1, tails, heads, np.concatenate(capacities), source, sink)
         firsts = 2 * np.arange(len(kept))
         saved = np.zeros(len(self.problem), dtype=np.bool_)
         saved[kept] = side[firsts] & ~side[firsts + 1]
         return self.priced(saved)
 
     def priced(self, saved: Mask) -> Cut:
-        """A plan with what it costs."""
-        problem = self.problem
-        runs = recomputed(problem, saved)
-        again = self._seconds[runs]
-        seconds = float(again[np.isfinite(again)].sum())
-        return Cut(saved, seconds, problem.saved_bytes(saved))
+        """Return a plan with what it costs."""
+        again = self._seconds[recomputed(self.problem, saved)]
+        return Cut(saved, _finite_sum(again), self.problem.saved_bytes(saved))
 
     def hull(self, max_cuts: int = 40) -> list[Cut]:
-        """The lower convex hull of all plans, from the least time to the fewest bytes.
+        """Return the lower convex hull of all plans, from the least time to the fewest bytes.
 
         Every plan that is best for some price of a byte is on it. Found by bisection: the price at
         which two neighbours cost the same either gives a plan between them or shows there is none.
         """
-        total_bytes = max(float(self._bytes[np.isfinite(self._bytes)].sum()), 1.0)
-        finite = self._seconds[np.isfinite(self._seconds)]
-        total_seconds = max(float(finite.sum()), 1e-12)
-        price = total_seconds / total_bytes
+        price = max(_finite_sum(self._seconds), 1e-12) / max(_finite_sum(self._bytes), 1.0)
         first, last = self.cut(price * 1e-5), self.cut(price * 1e5)
         cuts = [first, last]
         pending = [(first, last)]
@@ -186,8 +178,12 @@ class CutNetwork:
         return non_dominated(cuts, lambda cut: (cut.seconds, cut.saved_bytes))
 
 
+def _finite_sum(costs: Floats) -> float:
+    return float(costs[np.isfinite(costs)].sum())
+
+
 def non_dominated(plans: Iterable[T], costs: Callable[[T], tuple[float, float]]) -> list[T]:
-    """What nothing else beats in both costs, by ascending first and descending second cost."""
+    """Return the plans that no other beats in both costs, in ascending order of the first."""
     kept: list[T] = []
     for plan in sorted(plans, key=costs):
         if not kept or costs(plan)[1] < costs(kept[-1])[1]:

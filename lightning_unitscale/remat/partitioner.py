@@ -1,12 +1,10 @@
-"""The file that touches functorch's partitioner, AOTAutograd's and Dynamo's own names.
+"""Prepare a joint graph for planning, and split it by the plan.
 
-Planning is done on :class:`RematProblem`; here the joint graph is made ready for it, and split by
-the plan. Private names used here were checked on torch 2.13 and 2.11: ``TracingContext``, and the
-table in which its fake tensors are kept by the tensors they stand for; ``cleanup_recompute_tags``,
-``force_save_collectives``, ``force_save_effectful_ops``, ``force_save_bw_mutation_src``,
-``InputMutationAOTOutput``; ``_extract_fwd_bwd_modules``, ``functionalize_rng_ops``,
-``is_opaque_node``, ``thread_graphsafe_rng_from_hops``. Those that an older torch does not have are
-left out.
+Planning is done on :class:`RematProblem`. These private names of torch were checked on 2.13 and
+2.11, and are skipped where torch lacks them: ``TracingContext`` and its table of fake tensors;
+``cleanup_recompute_tags``, ``force_save_collectives``, ``force_save_effectful_ops``,
+``force_save_bw_mutation_src``, ``InputMutationAOTOutput``; ``_extract_fwd_bwd_modules``,
+``functionalize_rng_ops``, ``is_opaque_node``, ``thread_graphsafe_rng_from_hops``.
 """
 
 from __future__ import annotations
@@ -39,7 +37,6 @@ from lightning_unitscale.profiler.costs import (
 from lightning_unitscale.profiler.measure import storage_bytes
 from lightning_unitscale.remat.joint_graph import (
     JointGraphReader,
-    Recomputable,
     Symbolic,
     changing_sizes,
     is_random,
@@ -57,13 +54,13 @@ from lightning_unitscale.remat.problem import NodeRegion, recomputed
 from lightning_unitscale.remat.schedule import input_bytes, lazy_order
 
 PartitionFn = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
-# By how much the sizes may outgrow those that were planned for; the largest that fits is taken.
+# How far sizes may outgrow those that were planned for; the largest factor that fits is taken.
 _FACTORS = (8.0, 4.0, 2.0, 1.5, 1.25, 1.1)
 _SET = torch.ops.aten.set_.source_Tensor
 
 
 def prepare(joint_module: fx.GraphModule) -> None:
-    """Mark what a user's checkpoint, a collective, an effect or a mutation fixes. Idempotent."""
+    """Mark what a user's checkpoint, a collective, an effect or a mutation fixes."""
     keep_old_data(joint_module)
     if any(must_recompute(node) for node in joint_module.graph.nodes):
         partitioners.cleanup_recompute_tags(joint_module, is_default_partition=False)
@@ -75,7 +72,7 @@ def prepare(joint_module: fx.GraphModule) -> None:
 
 
 def limit_reach(sizes: Sequence[torch.SymInt], fits: Callable[[], bool]) -> None:
-    """Let a plan serve sizes only as far as it fits: beyond, the step is planned again."""
+    """Let a plan serve sizes only as far as it fits; for larger ones the step is planned again."""
     if not sizes:
         return
     limits = list(map(size_hint, sizes))
@@ -90,7 +87,7 @@ def limit_reach(sizes: Sequence[torch.SymInt], fits: Callable[[], bool]) -> None
 
 
 def real_inputs(graph: fx.Graph) -> dict[str, Tensor]:
-    """The tensors behind a graph's fake inputs; those that are not known are left out."""
+    """Return the tensors behind a graph's fake inputs, as far as they are known."""
     context = TracingContext.try_get()
     if context is None or context.fake_mode is None:
         return {}
@@ -100,19 +97,17 @@ def real_inputs(graph: fx.Graph) -> dict[str, Tensor]:
         for tensor, number in list(converter.describer.lookup_tensor.items())
         if isinstance(fake := converter.tensor_memo.get(number), FakeTensor)
     }
-    real: dict[str, Tensor] = {}
-    for node in graph.find_nodes(op="placeholder"):
-        value = node.meta.get("val")
-        if isinstance(value, Tensor) and (key := value.untyped_storage()._cdata) in fakes:
-            real[node.name] = fakes[key]
-    return real
+    return {
+        node.name: fakes[key]
+        for node in graph.find_nodes(op="placeholder")
+        if isinstance(value := node.meta.get("val"), Tensor)
+        and (key := value.untyped_storage()._cdata) in fakes
+    }
 
 
 def keep_old_data(joint_module: fx.GraphModule) -> None:
-    """Copy the data of a reassigned parameter where the backward pass reads what it was before.
-
-    A saved input is the caller's own tensor, which has the new data by then.
-    """
+    """Copy the data of a reassigned parameter if the backward pass reads the old data."""
+    # A saved input is the caller's own tensor, which has the new data by then.
     graph = joint_module.graph
     for node in graph.find_nodes(op="call_function", target=_SET):
         param = node.args[0]
@@ -135,7 +130,7 @@ def _is_kept(node: fx.Node) -> bool:
 
 
 def mutated_inputs(joint_module: fx.GraphModule) -> list[fx.Node]:
-    """Inputs that the step writes to after the graph has run, as its outputs' descriptions say."""
+    """Return the inputs that the step writes to after the graph has run."""
     output = joint_module.graph.output_node()
     written = [
         description.mutated_input
@@ -149,20 +144,16 @@ def mutated_inputs(joint_module: fx.GraphModule) -> list[fx.Node]:
 class RematPartitioner(CustomPartitionerFn):
     """A ``partition_fn`` that plans every joint graph to a budget.
 
-    Usable with ``aot_autograd(partition_fn=...)``, as Inductor's ``custom_partitioner_fn`` and with
+    Use it with ``aot_autograd(partition_fn=...)``, as Inductor's ``custom_partitioner_fn`` or with
     :func:`aot_backend`.
 
     Args:
         budget: Bytes, a fraction of the default plan's peak, ``"min_cut"``, or ``"default"``.
-        cost_model: What running an operation costs; by default that of the graph's device.
-        recomputable_ops: Operators that may run again; by default all that are pure.
+        cost_model: Cost of running an operator; by default that of the graph's device.
         on_plan: Called with every plan.
 
     Attributes:
-        inputs: The tensors behind inputs of the graph that is planned, as far as they are known.
-        planning_seconds: How long planning took so far.
-        loss_without_plan: What a step loses that is not captured, for a message.
-        given_up: Why nothing is planned, for a message; empty if something is.
+        planning_seconds: How long planning has taken so far.
 
     Raises:
         ValueError: If the budget is malformed; when a graph is partitioned, if it is below the
@@ -174,24 +165,20 @@ class RematPartitioner(CustomPartitionerFn):
         budget: Budget = "min_cut",
         *,
         cost_model: CostModel | None = None,
-        recomputable_ops: Recomputable | None = None,
         on_plan: Callable[[RematPlan], None] | None = None,
     ) -> None:
         self.budget = budget if budget == "default" else check_budget(budget)
         self.cost_model = cost_model
-        self.recomputable_ops = recomputable_ops
         self.on_plan = on_plan
+        # The tensors behind inputs of the graph that is planned, as far as they are known.
         self.inputs: dict[str, Tensor] = {}
         self.planning_seconds = 0.0
+        # For messages: what a step loses that is not captured, and why nothing is planned.
         self.loss_without_plan = f", and without a plan: budget={budget!r} may not hold"
         self.given_up = ""
 
     def give_up(self, reason: str) -> None:
-        """Plan nothing: the step is not captured.
-
-        Args:
-            reason: Why not.
-        """
+        """Plan nothing, since the step is not captured."""
         self.given_up = f"Nothing is planned: {reason}."
 
     def __call__(  # type: ignore[override]
@@ -204,25 +191,29 @@ class RematPartitioner(CustomPartitionerFn):
         static_lifetime_input_indices: list[int] | None = None,
         **kwargs: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """The forward and the backward graph of a joint graph."""
+        """Return the forward and the backward graph of a joint graph."""
         started = time.perf_counter()
         prepare(gm)
         self.inputs = real_inputs(gm.graph)
         is_fused = compiler == "inductor"
-        model = self.cost_model or default_cost_model(_device_type(gm), fused=is_fused)
+        values = tensors_in([node.meta.get("val") for node in gm.graph.nodes])
+        types = (value.device.type for value in values)
+        device = next((kind for kind in types if kind not in ("cpu", "meta")), "cpu")
+        model = self.cost_model or default_cost_model(device, fused=is_fused)
         reader = JointGraphReader(
             gm.graph,
             num_fwd_outputs,
             model,
             mutated_inputs=mutated_inputs(gm),
-            recomputable_ops=self.recomputable_ops,
             # Inductor has no kernel that starts from a saved state, but for a user's checkpoint.
             replay_random=not is_fused,
         )
         problem = reader.read()
-        # Unknown outside of torch.compile's own backends: then all inputs count for them.
-        static = _static_bytes(gm, static_lifetime_input_indices) or input_bytes(problem)
-        resident, forward = self.resident_bytes(static)
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        static = [placeholders[i].meta.get("val") for i in static_lifetime_input_indices or ()]
+        # Only torch.compile's own backends know parameters and buffers; else all inputs count.
+        static_bytes = storage_bytes(static) or input_bytes(problem)
+        resident, forward = self.resident_bytes(static_bytes)
         planner = Planner(problem, resident_bytes=resident, forward_bytes=forward)
         plan = self.choose(planner)
         self.limit_sizes(changing_sizes(gm.graph), lambda: planner.in_problem(plan, reader.read()))
@@ -234,38 +225,31 @@ class RematPartitioner(CustomPartitionerFn):
         return graphs
 
     def resident_bytes(self, static_bytes: int) -> tuple[int, int]:
-        """Bytes beside a graph's inputs: alive throughout a step, and in the forward pass only.
-
-        A subclass may know of some; the graph's parameters and buffers take ``static_bytes``.
-        """
+        """Return bytes beside a graph's inputs: throughout a step, and in its forward pass only."""
         return 0, 0
 
     def choose(self, planner: Planner) -> RematPlan:
-        """The plan of one graph; a subclass may choose another."""
+        """Return the plan of one graph; a subclass may choose another."""
         return planner.default if self.budget == "default" else planner.plan(self.budget)
 
     def limit_sizes(self, sizes: Sequence[torch.SymInt], enlarged: Callable[[], RematPlan]) -> None:
-        """Let a plan serve larger sizes only as far as a budget in bytes holds.
+        """Let a plan serve changing sizes only as far as a budget in bytes holds.
 
-        Args:
-            sizes: What changes from call to call.
-            enlarged: The plan for the sizes that are assumed when it is called.
+        ``enlarged`` returns the plan for the sizes that are assumed when it is called.
         """
         if isinstance(self.budget, int):
             limit = self.budget
             limit_reach(sizes, lambda: self.peak_bytes(enlarged()) <= limit)
 
     def peak_bytes(self, plan: RematPlan) -> int:
-        """What the budget limits."""
+        """Return the bytes that the budget limits."""
         return plan.peak_bytes
 
     def uuid(self) -> Any:
-        """What Inductor's cache keys graphs by; ``None``, no cache, if more than that decides."""
+        """Return the key in Inductor's cache, or ``None`` for no caching if it does not suffice."""
         if type(self) is not RematPartitioner or self.on_plan is not None:
             return None
-        ops = sorted(map(str, self.recomputable_ops)) if self.recomputable_ops is not None else None
-        model = None if self.cost_model is None else self.cost_model.key()
-        return f"remat-{PLANNER_VERSION}-{self.budget!r}-{model}-{ops}"
+        return f"remat-{PLANNER_VERSION}-{self.budget!r}-{self.cost_model!r}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RematPartitioner:
         return self  # it keeps no state of a module
@@ -275,20 +259,8 @@ class RematPartitioner(CustomPartitionerFn):
         return (str, (repr(self.uuid()),))
 
 
-def _device_type(joint_module: fx.GraphModule) -> str:
-    values = tensors_in([node.meta.get("val") for node in joint_module.graph.nodes])
-    types = (value.device.type for value in values)
-    return next((kind for kind in types if kind not in ("cpu", "meta")), "cpu")
-
-
-def _static_bytes(joint_module: fx.GraphModule, indices: Sequence[int] | None) -> int:
-    placeholders = joint_module.graph.find_nodes(op="placeholder")
-    values = [placeholders[index].meta.get("val") for index in indices or ()]
-    return storage_bytes(values)
-
-
 def aot_backend(partition_fn: PartitionFn) -> Callable[..., Any]:
-    """A backend of ``torch.compile`` that runs AOTAutograd's graphs op by op."""
+    """Return a backend of ``torch.compile`` that runs AOTAutograd's graphs op by op."""
 
     def run(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         return execute_with("aot_eager", graph_module, inputs, partition_fn)
@@ -299,69 +271,66 @@ def aot_backend(partition_fn: PartitionFn) -> Callable[..., Any]:
 def split(
     joint_module: fx.GraphModule, plan: RematPlan, nodes: Sequence[fx.Node], num_fwd_outputs: int
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The forward and the backward graph of a plan."""
+    """Return the forward and the backward graph of a plan."""
     problem, saved = plan.problem, plan.saved
     runs = recomputed(problem, saved)
     replays = False
     for index, node in enumerate(nodes):
         if runs[index] and is_random(node):
-            # functorch replays what is marked so, from the generator's state of the forward pass.
+            # functorch replays nodes with this mark from the generator's state of the forward pass.
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             replays = True
-    # The bodies of a torch.cond or scan are attributes of both graphs.
-    chosen = [node for i, node in enumerate(nodes) if saved[i] and node.op != "get_attr"]
-    values = [node for node in chosen if not isinstance(node.meta.get("val"), Symbolic)]
-    symbols = [node for node in chosen if isinstance(node.meta.get("val"), Symbolic)]
     is_opaque = getattr(partitioners, "is_opaque_node", lambda node: False)
-    opaque = [node for node in values if is_opaque(node)]
-    values = [node for node in values if not is_opaque(node)]
+    values: list[fx.Node] = []
+    symbols: list[fx.Node] = []
+    opaque: list[fx.Node] = []
+    for node in (node for node, is_saved in zip(nodes, saved, strict=True) if is_saved):
+        is_symbol = isinstance(node.meta.get("val"), Symbolic)
+        if node.op != "get_attr":  # the bodies of a torch.cond or scan are in both graphs
+            (symbols if is_symbol else opaque if is_opaque(node) else values).append(node)
     options: dict[str, Any] = {"saved_sym_nodes": symbols, "num_fwd_outputs": num_fwd_outputs}
     accepted = inspect.signature(partitioners._extract_fwd_bwd_modules).parameters
-    if "saved_opaque_nodes" in accepted:
-        options["saved_opaque_nodes"] = opaque
-    elif "saved_opaque_objects" in accepted:
-        options["saved_opaque_objects"] = opaque
+    for name in {"saved_opaque_nodes", "saved_opaque_objects"} & accepted.keys():
+        options[name] = opaque
     fwd_module, bwd_module = partitioners._extract_fwd_bwd_modules(joint_module, values, **options)
     if replays:
         fwd_module, bwd_module = partitioners.functionalize_rng_ops(
             joint_module, fwd_module, bwd_module, len(symbols)
         )
-    region = {node.name: problem.nodes[index].region for index, node in enumerate(nodes)}
-    # FX takes random operations for impure and keeps dead ones: each draws in its own pass only.
-    _drop_dead(fwd_module.graph, lambda node: region.get(node.name) is NodeRegion.BACKWARD)
-    _drop_dead(bwd_module.graph, lambda node: region.get(node.name) is NodeRegion.FORWARD)
     number = {node.name: index for index, node in enumerate(nodes)}
-    bwd_module = _reordered(bwd_module, plan, number)
-    fwd_module = raise_getitems(fwd_module)
-    bwd_module = raise_getitems(bwd_module)
+    # FX keeps dead random operators, which it considers impure: each draws in its own pass only.
+    _drop_dead(fwd_module.graph, plan, number, NodeRegion.BACKWARD)
+    _drop_dead(bwd_module.graph, plan, number, NodeRegion.FORWARD)
+    graphs = [raise_getitems(fwd_module), raise_getitems(_reordered(bwd_module, plan, number))]
     thread = getattr(partitioners, "thread_graphsafe_rng_from_hops", None)
     if thread is not None:
-        fwd_module = thread(fwd_module, is_backward=False)
-        bwd_module = thread(bwd_module, is_backward=True)
-    return fwd_module, bwd_module
+        graphs = [thread(graph, is_backward=bool(i)) for i, graph in enumerate(graphs)]
+    return graphs[0], graphs[1]
 
 
-def _drop_dead(graph: fx.Graph, is_foreign: Callable[[fx.Node], bool]) -> None:
+def _drop_dead(graph: fx.Graph, plan: RematPlan, number: dict[str, int], other: NodeRegion) -> None:
+    """Erase the random nodes of the other region that nothing in this graph reads."""
     for node in reversed(graph.nodes):
-        if node.op == "call_function" and not node.users and is_random(node) and is_foreign(node):
-            graph.erase_node(node)
+        if node.op == "call_function" and not node.users and is_random(node):
+            index = number.get(node.name)
+            if index is not None and plan.problem.nodes[index].region is other:
+                graph.erase_node(node)
 
 
 def _reordered(module: fx.GraphModule, plan: RematPlan, number: dict[str, int]) -> fx.GraphModule:
-    """The backward graph with what runs again where it is needed, as often as it is needed."""
+    """Return the backward graph with recomputation where, and as often as, it is needed."""
     nodes, segments, kept = plan.problem.nodes, plan.segments, plan.kept
     old = list(module.graph.nodes)
     index = {node: i for i, node in enumerate(old)}
     of_joint = [number.get(node.name) for node in old]
     is_placed = [node.op in ("placeholder", "output") for node in old]
-    # What was renamed is a replayed random operation, or hands on a generator: never run twice.
+    # A renamed node is a replayed random operator, or passes on a generator: never run twice.
     is_backward = [j is not None and nodes[j].region is NodeRegion.BACKWARD for j in of_joint]
-    anchors = [
-        i
-        for i, node in enumerate(old)
-        if not is_placed[i] and (is_backward[i] or _has_effect(node))
+    # Effects keep their place relative to the operators of the backward pass.
+    has_effect = [
+        node.op == "call_function" and node.is_impure() and not is_random(node) for node in old
     ]
-    # Effects keep their place relative to the operations of the backward pass.
+    anchors = [i for i in range(len(old)) if not is_placed[i] and (is_backward[i] or has_effect[i])]
     order = lazy_order(
         [[index[read] for read in node.all_input_nodes] for node in old],
         anchors,
@@ -372,17 +341,9 @@ def _reordered(module: fx.GraphModule, plan: RematPlan, number: dict[str, int]) 
     )
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    for node in old:
-        if node.op == "placeholder":
-            copies[node] = graph.node_copy(node)
-    for i in order.nodes:
-        # A later copy takes over: what comes after it reads it.
-        copies[old[i]] = graph.node_copy(old[i], copies.__getitem__)
-    output = module.graph.output_node()
-    copies[output] = graph.node_copy(output, copies.__getitem__)
+    placeholders = module.graph.find_nodes(op="placeholder")
+    for node in (*placeholders, *(old[i] for i in order.nodes), module.graph.output_node()):
+        # A later copy of a node replaces the earlier one for all that follows.
+        copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.lint()
     return fx.GraphModule(module, graph)
-
-
-def _has_effect(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.is_impure() and not is_random(node)

@@ -1,4 +1,4 @@
-"""From a joint graph and a budget to a plan: candidates, simulation, and the fastest that fits."""
+"""Plan a joint graph for a budget: candidates, their simulation, and the fastest that fits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_unitscale.arguments import shown
 from lightning_unitscale.capture.fallback import Refusal
 from lightning_unitscale.profiler.report import format_bytes
 from lightning_unitscale.remat.blocks import Blocks, find_blocks, segment_members
-from lightning_unitscale.remat.chain import BlockOptions, Run, choose_options
+from lightning_unitscale.remat.chain import EndingRuns, Run, choose_options, ending_runs
 from lightning_unitscale.remat.min_cut import CutNetwork, non_dominated
 from lightning_unitscale.remat.problem import (
     Floats,
@@ -40,19 +40,18 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _QUANTITY = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kKmMgGtT]?[iI]?[bB])\s*")
 # Changes whenever the same problem may get another plan.
 PLANNER_VERSION = 3
-# An operation with more operations per byte than this is a product: the classic cut keeps it.
-_PRODUCT_FLOPS_PER_ELEMENT = 4.0
+# An operator with more operations per element than this is a matmul: the classic cut keeps it.
+_MATMUL_FLOPS_PER_ELEMENT = 4.0
 _TIGHTENINGS = 6
 
 
 def check_budget(budget: Budget, *, name: str = "budget") -> Budget:
-    """``budget`` in its simplest form: an int of bytes, a float in (0, 1], or ``"min_cut"``."""
+    """Return ``budget`` as an int of bytes, a float in (0, 1], or ``"min_cut"``."""
     expected = (
         "expected bytes (an int, or a string such as '600MiB' or '2GB'), a fraction in (0, 1] of "
         "the peak without rematerialization, or 'min_cut'"
     )
-    is_cut = isinstance(budget, str) and budget == "min_cut"
-    if is_cut or (isinstance(budget, float) and 0 < budget <= 1):
+    if budget == "min_cut" or (isinstance(budget, float) and 0 < budget <= 1):
         return budget
     num_bytes = budget
     if isinstance(budget, str) and (match := _QUANTITY.fullmatch(budget)):
@@ -64,6 +63,11 @@ def check_budget(budget: Budget, *, name: str = "budget") -> Budget:
     if num_bytes < 1:
         raise ValueError(f"{name}={budget!r}: no bytes at all; {expected}; pass more.")
     return num_bytes
+
+
+def limit_of(budget: Budget, peak_bytes: int) -> int:
+    """Return a checked budget in bytes; a fraction is of ``peak_bytes``."""
+    return int(budget * peak_bytes if isinstance(budget, float) else budget)
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,7 @@ class RematPlan:
         return digest.hexdigest()[:16]
 
 
+@dataclass(frozen=True, eq=False)
 class Planner:
     """Plans one joint graph for any budget.
 
@@ -136,15 +141,9 @@ class Planner:
         forward_bytes: Bytes that are alive in the forward pass only: gradients of the last step.
     """
 
-    def __init__(
-        self, problem: RematProblem, *, resident_bytes: int = 0, forward_bytes: int = 0
-    ) -> None:
-        self.problem = problem
-        self.resident_bytes = resident_bytes
-        self.forward_bytes = forward_bytes
-        self._chosen: dict[int, RematPlan | None] = {}
-        # Different budgets often lead to the same plan.
-        self._plans: dict[object, RematPlan] = {}
+    problem: RematProblem
+    resident_bytes: int = 0
+    forward_bytes: int = 0
 
     @cached_property
     def blocks(self) -> Blocks:
@@ -152,9 +151,14 @@ class Planner:
         return find_blocks(self.problem)
 
     @cached_property
-    def options(self) -> BlockOptions:
-        """What can be done with each run of blocks."""
-        return BlockOptions(self.blocks)
+    def _runs(self) -> list[EndingRuns]:
+        """The options of all runs of blocks."""
+        return ending_runs(self.blocks)
+
+    @cached_property
+    def _plans(self) -> dict[object, RematPlan | None]:
+        """The plans so far; different budgets often lead to the same plan."""
+        return {}
 
     @cached_property
     def default(self) -> RematPlan:
@@ -168,24 +172,30 @@ class Planner:
 
     @cached_property
     def min_cut(self) -> RematPlan:
-        """The classic cut: the fewest bytes kept without running a matrix product again."""
+        """The classic cut: the fewest bytes kept without running a matmul again."""
         problem = self.problem
         own = np.bincount(problem.owner, problem.num_bytes, len(problem))
         elements = np.maximum(own / 4, 1)
-        product = problem.flops > _PRODUCT_FLOPS_PER_ELEMENT * elements
-        product &= ~problem.tagged
-        seconds = np.where(product, math.inf, problem.seconds)
-        return self._fewest_bytes("min_cut", seconds, problem.num_bytes.sum())
+        is_matmul = problem.flops > _MATMUL_FLOPS_PER_ELEMENT * elements
+        seconds = np.where(is_matmul & ~problem.tagged, math.inf, problem.seconds)
+        return _fewest_bytes(self, "min_cut", seconds, problem.num_bytes.sum())
 
     @cached_property
     def candidates(self) -> list[RematPlan]:
         """Plans without a budget: the default, cuts of the whole graph, checkpoints per block."""
         cuts = CutNetwork(self.problem).hull()
         plans = [self.default, self.min_cut, *(self.plan_of("cut", cut.saved) for cut in cuts)]
-        return [*plans, *self._checkpoints()]
+        # Keep only what leads from block to block, for blocks of one, two, ... separators.
+        for stride in (1, 2, 3, 4):
+            again = self.problem.seconds.copy()
+            ends = set(self.blocks.separators[stride - 1 :: stride])
+            again[[i for i in ends if self.problem.nodes[i].can_save]] = math.inf
+            num_bytes = self.default.saved_bytes
+            plans.append(_fewest_bytes(self, "checkpoint_blocks", again, num_bytes))
+        return plans
 
     def plan(self, budget: Budget) -> RematPlan:
-        """The plan with the least estimated time whose peak is within the budget.
+        """Return the plan with the least estimated time whose peak is within the budget.
 
         Args:
             budget: Bytes (an int or a string such as ``"600MiB"``) or a fraction of the default
@@ -197,15 +207,19 @@ class Planner:
         budget = check_budget(budget)
         if budget == "min_cut":
             return self.min_cut
-        is_share = isinstance(budget, float)
-        limit = int(budget * self.default.peak_bytes if is_share else budget)
+        limit = limit_of(budget, self.default.peak_bytes)
         fitting = [plan for plan in self.candidates if plan.peak_bytes <= limit]
         chosen = self._of_blocks(limit)
         if chosen is not None:
             fitting.append(chosen)
         if not fitting:
             if self.floor.peak_bytes > limit:
-                raise self._refusal(limit, budget)
+                (direction, node), fixed = self.floor.timeline.peak_at, _fixed_bytes(self)
+                where = (
+                    f"in the {direction} pass, at {self.problem.nodes[node].name}; "
+                    f"{format_bytes(fixed)} of it are parameters, inputs and optimizer state"
+                )
+                raise refusal(budget, self.floor.peak_bytes, self.default.peak_bytes, where)
             fitting.append(self.floor)
         return min(fitting, key=lambda plan: (plan.seconds, plan.peak_bytes))
 
@@ -213,7 +227,7 @@ class Planner:
     def floor(self) -> RematPlan:
         """The plan with the lowest peak that the planner finds."""
         best = min(self.candidates, key=lambda plan: plan.peak_bytes)
-        low, high = self._inputs(), best.peak_bytes
+        low, high = _fixed_bytes(self), best.peak_bytes
         for _ in range(12):
             if high - low < max(high // 200, 1):
                 break
@@ -227,7 +241,7 @@ class Planner:
         return best
 
     def front(self, num_plans: int = 20) -> list[RematPlan]:
-        """Plans from the fastest to the smallest, none beaten in both time and peak.
+        """Return plans from the fastest to the smallest, none beaten in both time and peak.
 
         Args:
             num_plans: Budgets to plan for, evenly between the default plan's peak and the floor.
@@ -235,21 +249,14 @@ class Planner:
         return non_dominated(self.tried(num_plans), lambda plan: (plan.seconds, plan.peak_bytes))
 
     def tried(self, num_plans: int) -> list[RematPlan]:
-        """All plans that :meth:`front` looks at; those that it leaves out may keep less.
-
-        Args:
-            num_plans: As of :meth:`front`.
-        """
+        """Return all plans that :meth:`front` compares; those that it drops may keep less."""
         plans = [*self.candidates, self.floor]
         top, bottom = self.default.peak_bytes, self.floor.peak_bytes
-        for step in range(1, num_plans):
-            chosen = self._of_blocks(top - (top - bottom) * step // num_plans)
-            if chosen is not None:
-                plans.append(chosen)
-        return plans
+        limits = (top - (top - bottom) * step // num_plans for step in range(1, num_plans))
+        return [*plans, *(plan for limit in limits if (plan := self._of_blocks(limit)))]
 
     def plan_of(self, name: str, saved: Mask, kept: Mask | None = None) -> RematPlan:
-        """A plan from what it keeps, without what nobody would read.
+        """Return a plan from what it keeps, without what would not be read.
 
         Args:
             name: Where it comes from.
@@ -259,50 +266,23 @@ class Planner:
         saved = _pruned(self.problem, saved)
         segments = None if kept is None else self.blocks.block.tolist()
         key = (name, saved.tobytes(), None if kept is None else kept.tobytes())
-        if key not in self._plans:
+        plan = self._plans.get(key)
+        if plan is None:
             order = backward_order(self.problem, saved, segments=segments, kept=kept)
-            timeline = self._simulated(self.problem, saved, order)
-            self._plans[key] = RematPlan(self.problem, name, saved, kept, segments, order, timeline)
-        return self._plans[key]
+            beside = self.resident_bytes, self.forward_bytes
+            timeline = simulate_plan(self.problem, saved, order, *beside)
+            plan = RematPlan(self.problem, name, saved, kept, segments, order, timeline)
+            self._plans[key] = plan
+        return plan
 
     def in_problem(self, plan: RematPlan, problem: RematProblem) -> RematPlan:
-        """The same plan for the same graph with other sizes."""
-        timeline = self._simulated(problem, plan.saved, plan.order)
+        """Return the same plan for the same graph with other sizes."""
+        beside = self.resident_bytes, self.forward_bytes
+        timeline = simulate_plan(problem, plan.saved, plan.order, *beside)
         return replace(plan, problem=problem, timeline=timeline)
 
-    def _simulated(self, problem: RematProblem, saved: Mask, order: BackwardOrder) -> PlanTimeline:
-        return simulate_plan(
-            problem,
-            saved,
-            order=order,
-            resident_bytes=self.resident_bytes,
-            forward_bytes=self.forward_bytes,
-        )
-
-    def _inputs(self) -> int:
-        return self.resident_bytes + input_bytes(self.problem)
-
-    def _checkpoints(self) -> list[RematPlan]:
-        """Only what leads from block to block is kept, for blocks of one, two, ... separators."""
-        plans = []
-        for stride in (1, 2, 3, 4):
-            again = self.problem.seconds.copy()
-            ends = set(self.blocks.separators[stride - 1 :: stride])
-            again[[i for i in ends if self.problem.nodes[i].can_save]] = math.inf
-            name, num_bytes = "checkpoint_blocks", self.default.saved_bytes
-            plans.append(self._fewest_bytes(name, again, num_bytes))
-        return plans
-
-    def _fewest_bytes(self, name: str, seconds: Floats, num_bytes: float) -> RematPlan:
-        """The plan that keeps the least where only what has finite ``seconds`` runs again.
-
-        All operations together are worth as much as a ten-thousandth of ``num_bytes``.
-        """
-        price = 1e4 * float(self.problem.seconds.sum() + 1e-9) / max(float(num_bytes), 1.0)
-        return self.plan_of(name, CutNetwork(self.problem, seconds).cut(price).saved)
-
     def _of_blocks(self, limit: int) -> RematPlan | None:
-        """The fastest choice of options whose simulated peak is within the limit."""
+        """Return the fastest choice of options whose simulated peak is within the limit."""
         aim = limit
         for _ in range(_TIGHTENINGS):
             plan = self._chosen_for(aim)
@@ -312,50 +292,55 @@ class Planner:
         return None
 
     def _chosen_for(self, aim: int) -> RematPlan | None:
-        if aim not in self._chosen:
-            choice = choose_options(
-                self.options, aim - self._inputs(), forward_bytes=self.forward_bytes
-            )
-            self._chosen[aim] = None if choice is None else self._of_choice(choice)
-        return self._chosen[aim]
+        if aim not in self._plans:
+            budget_bytes = aim - _fixed_bytes(self)
+            choice = choose_options(self._runs, budget_bytes, forward_bytes=self.forward_bytes)
+            self._plans[aim] = None if choice is None else _of_choice(self, choice)
+        return self._plans[aim]
 
-    def _of_choice(self, choice: Sequence[Run]) -> RematPlan:
-        saved = np.zeros(len(self.problem), dtype=np.bool_)
-        kept = np.ones(len(self.problem), dtype=np.bool_)
-        for start, stop, option in choice:
-            members = segment_members(self.blocks, start, stop)
-            saved[members[list(option.saved)]] = True
-            kept[members[[position for position in option.dropped if position >= 0]]] = False
-        saved |= self.problem.region == NodeRegion.INPUT
-        return self.plan_of("blocks", saved, None if kept.all() else kept)
 
-    def _refusal(self, limit: int, budget: Budget) -> ValueError:
-        floor = self.floor
-        where, node = floor.timeline.peak_at
-        reached = (
-            f"which the {where} pass reaches at {self.problem.nodes[node].name}; "
-            f"{format_bytes(self._inputs())} of it are parameters, inputs and optimizer state"
-        )
-        return refusal(budget, limit, floor.peak_bytes, self.default.peak_bytes, reached)
+def _fixed_bytes(planner: Planner) -> int:
+    return planner.resident_bytes + input_bytes(planner.problem)
+
+
+def _fewest_bytes(planner: Planner, name: str, seconds: Floats, num_bytes: float) -> RematPlan:
+    """Return the plan that keeps the least if only nodes with finite ``seconds`` run again.
+
+    All operations together are worth as much as a ten-thousandth of ``num_bytes``.
+    """
+    price = 1e4 * float(planner.problem.seconds.sum() + 1e-9) / max(float(num_bytes), 1.0)
+    return planner.plan_of(name, CutNetwork(planner.problem, seconds).cut(price).saved)
+
+
+def _of_choice(planner: Planner, choice: Sequence[Run]) -> RematPlan:
+    saved = planner.problem.region == NodeRegion.INPUT
+    kept = np.ones(len(planner.problem), dtype=np.bool_)
+    for start, stop, option in choice:
+        members = segment_members(planner.blocks, start, stop)
+        saved[members[list(option.saved)]] = True
+        kept[members[[place for place in option.dropped if place >= 0]]] = False
+    return planner.plan_of("blocks", saved, None if kept.all() else kept)
 
 
 class BudgetError(Refusal, ValueError):
     """A budget that no plan of a step keeps."""
 
 
-def refusal(budget: Budget, limit: int, floor: int, default: int, reached: str) -> BudgetError:
-    """The error of a budget that no plan meets."""
-    shown = f"{budget}, {format_bytes(limit)}" if budget != limit else format_bytes(limit)
+def refusal(budget: Budget, floor: int, default: int, where: str) -> BudgetError:
+    """Return the error of a budget that no plan meets."""
+    if isinstance(budget, float):
+        given = f"{budget} ({format_bytes(budget * default)})"
+    else:
+        given = format_bytes(int(budget))
     return BudgetError(
-        f"budget={shown} ({limit} bytes): no plan needs so little; expected at "
-        f"least {format_bytes(floor)} ({floor} bytes), the floor, {reached}. "
-        f"Without rematerialization the peak is {format_bytes(default)}. Raise the "
-        "budget, or make the batch, the sequence or the output layer smaller."
+        f"budget={given} is too small. The smallest achievable peak is {format_bytes(floor)} "
+        f"({floor} bytes), {where}. Without rematerialization it is {format_bytes(default)}. Raise "
+        "the budget, or make the batch, the sequence or the output layer smaller."
     )
 
 
 def _pruned(problem: RematProblem, saved: Mask) -> Mask:
-    """``saved`` without what neither the backward pass nor anything that runs again reads."""
+    """Return ``saved`` without what neither the backward pass nor what runs again reads."""
     read = problem.wanted.copy()
     producers, users = problem.edges
     reads = recomputed(problem, saved) | (problem.region == NodeRegion.BACKWARD)

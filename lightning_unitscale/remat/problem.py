@@ -1,8 +1,9 @@
-"""What a planner has to know of a joint forward and backward graph: numbers, and no tensors."""
+"""A joint forward and backward graph as the planner sees it: numbers, and no tensors."""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
@@ -25,40 +26,24 @@ class NodeRegion(enum.IntEnum):
 
 @dataclass(frozen=True)
 class RematNode:
-    """One node of the joint graph.
-
-    Attributes:
-        name: Name in the joint graph.
-        kind: Its operation, for reports and for telling equal blocks.
-        inputs: Indices of the nodes it reads, each smaller than its own.
-        region: Where it can be computed.
-        base: The node whose storage this one's tensor lies in: itself unless it is a view.
-        owner: The node whose execution allocates that storage: ``base``, or the operation of which
-            ``base`` is one of several outputs.
-        num_bytes: Size of the storage in bytes if ``base`` is the node itself, else 0.
-        workspace_bytes: What the operation allocates and frees while it runs.
-        seconds: Estimated time of running it once.
-        flops: Floating-point operations of its products; a multiply-add counts as two.
-        can_save: Whether its value may be kept from the forward for the backward pass.
-        can_recompute: Whether it may run again in the backward pass.
-        in_forward: Whether the forward pass computes it whatever the backward pass needs.
-        replay_bytes: What is kept instead of its value if it runs again: its generator's state.
-    """
+    """One node of the joint graph."""
 
     name: str
-    kind: str
-    inputs: tuple[int, ...]
+    kind: str  # its operator, for reports and to recognize equal blocks
+    inputs: tuple[int, ...]  # the nodes it reads, each before its own index
     region: NodeRegion
-    base: int
+    base: int  # the node whose storage its tensor lies in: itself unless it is a view
+    # The node that allocates that storage: ``base``, or the operator of which ``base`` is one of
+    # several outputs.
     owner: int
-    num_bytes: int = 0
-    workspace_bytes: int = 0
-    seconds: float = 0.0
-    flops: float = 0.0
-    can_save: bool = True
-    can_recompute: bool = True
-    in_forward: bool = True
-    replay_bytes: int = 0
+    num_bytes: int = 0  # of the storage if ``base`` is the node itself, else 0
+    workspace_bytes: int = 0  # allocated and freed while it runs
+    seconds: float = 0.0  # estimated
+    flops: float = 0.0  # of its matmuls; a multiply-add counts as two
+    can_save: bool = True  # from the forward for the backward pass
+    can_recompute: bool = True  # in the backward pass
+    in_forward: bool = True  # whether the forward pass computes it in every plan
+    replay_bytes: int = 0  # its generator's state, kept instead of its value if it runs again
 
     def moved(self, inputs: tuple[int, ...], base: int, owner: int) -> RematNode:
         """The same operation in another graph; ``dataclasses.replace`` is many times slower."""
@@ -79,19 +64,12 @@ def _column(attribute: str, dtype: type[Number]) -> cached_property[npt.NDArray[
 
 @dataclass(frozen=True)
 class RematProblem:
-    """A joint graph in topological order, forward nodes before the backward nodes that need them.
-
-    Attributes:
-        nodes: The nodes.
-        forward_outputs: Indices of what the forward pass returns to the caller.
-        backward_outputs: Indices of what the backward pass returns: the gradients.
-        sizes: The numbers assumed for sizes that change from call to call.
-    """
+    """A joint graph in topological order, forward nodes before the backward nodes they feed."""
 
     nodes: tuple[RematNode, ...]
-    forward_outputs: tuple[int, ...] = ()
-    backward_outputs: tuple[int, ...] = ()
-    sizes: tuple[int, ...] = ()
+    forward_outputs: tuple[int, ...] = ()  # returned to the caller
+    backward_outputs: tuple[int, ...] = ()  # the gradients
+    sizes: tuple[int, ...] = ()  # assumed for sizes that change from call to call
 
     # The attributes of the nodes as arrays.
     region = _column("region", np.int64)
@@ -142,55 +120,47 @@ class RematProblem:
     @cached_property
     def needed(self) -> Mask:
         """Nodes that the backward pass needs in some plan: backward nodes and what leads there."""
-        needed = np.zeros(len(self), dtype=np.bool_)
-        for index in self.backward_outputs:
-            needed[index] = True
-        for index in range(len(self) - 1, -1, -1):
-            node = self.nodes[index]
-            if node.region is NodeRegion.BACKWARD:
-                # The joint graph holds no dead nodes: what is in the backward pass is needed.
-                needed[index] = True
-            if needed[index]:
-                needed[list(node.inputs)] = True
-        return needed
+        backward = np.flatnonzero(self.region == NodeRegion.BACKWARD).tolist()
+        roots = [*backward, *self.backward_outputs]
+        return leading_to(roots, self.inputs_of, np.zeros(len(self), dtype=np.bool_))
 
     @cached_property
+    def read_in_backward(self) -> Mask:
+        """Nodes that the backward pass reads itself, in every plan."""
+        producers, users = self.edges
+        is_read = np.zeros(len(self), dtype=np.bool_)
+        is_read[producers[self.region[users] == NodeRegion.BACKWARD]] = True
+        is_read[list(self.backward_outputs)] = True
+        return is_read
+
+    @property
     def wanted(self) -> Mask:
         """Forward nodes that the backward pass reads itself, in every plan."""
-        wanted = np.zeros(len(self), dtype=np.bool_)
-        for node in self.nodes:
-            if node.region is NodeRegion.BACKWARD:
-                wanted[list(node.inputs)] = True
-        wanted[list(self.backward_outputs)] = True
-        return wanted & (self.region == NodeRegion.FORWARD)
+        return self.read_in_backward & (self.region == NodeRegion.FORWARD)
+
+    @cached_property
+    def _is_item(self) -> Mask:
+        """One of several outputs of an operator, which owns it."""
+        indices = np.arange(len(self))
+        return (self.owner != indices) & (self.base == indices)
 
     @cached_property
     def is_tuple(self) -> Mask:
-        """Operations with several outputs; each of these is a node that they own."""
-        indices = np.arange(len(self))
-        items = (self.owner != indices) & (self.base == indices)
-        is_tuple = np.zeros(len(self), dtype=np.bool_)
-        is_tuple[self.owner[items]] = True
-        return is_tuple
+        """Operators with several outputs."""
+        return np.bincount(self.owner[self._is_item], minlength=len(self)) > 0
 
     @cached_property
     def item_bytes(self) -> Ints:
-        """Bytes of the outputs of each operation that has several, 0 for the others."""
+        """Bytes of the outputs of each operator that has several, 0 for the others."""
         num_bytes = np.zeros(len(self), dtype=np.int64)
-        items = np.flatnonzero((self.owner != np.arange(len(self))) & (self.num_bytes > 0))
-        np.add.at(num_bytes, self.owner[items], self.num_bytes[items])
+        np.add.at(num_bytes, self.owner[self._is_item], self.num_bytes[self._is_item])
         return num_bytes
 
     @cached_property
     def tagged(self) -> Mask:
-        """What a user's checkpoint wants to run again, so that it cannot be saved."""
-        tagged = np.array(
-            [
-                node.base == i and not node.can_save and node.can_recompute and node.num_bytes > 0
-                for i, node in enumerate(self.nodes)
-            ],
-            dtype=np.bool_,
-        )
+        """What a user's checkpoint runs again, so that it cannot be saved."""
+        own = (self.base == np.arange(len(self))) & (self.num_bytes > 0)
+        tagged = own & ~self.can_save & self.can_recompute
         tagged[self.owner[tagged]] = True
         return tagged
 
@@ -205,12 +175,8 @@ class RematProblem:
 
     def replayed(self, saved: Mask) -> Ints:
         """Random operations that a plan runs again, from the generator's state that it keeps."""
-        random = self._random
+        random = np.flatnonzero(self.replay_bytes)
         return random[recomputed(self, saved)[random]] if len(random) else random
-
-    @cached_property
-    def _random(self) -> Ints:
-        return np.flatnonzero(self.replay_bytes)
 
     @cached_property
     def _recomputed(self) -> dict[bytes, Mask]:
@@ -218,31 +184,36 @@ class RematProblem:
         return {}
 
 
+def leading_to(roots: Iterable[int], inputs: Sequence[Sequence[int]], stops: Mask) -> Mask:
+    """Return the roots and all that leads to them; the search ends before ``stops``."""
+    # Lists: a step of this loop is too small for numpy.
+    is_seen: list[bool] = stops.tolist()
+    found: list[int] = []
+    pending = list(roots)
+    while pending:
+        index = pending.pop()
+        if not is_seen[index]:
+            is_seen[index] = True
+            found.append(index)
+            pending.extend(inputs[index])
+    reached = np.zeros(len(stops), dtype=np.bool_)
+    reached[found] = True
+    return reached
+
+
 def recomputed(problem: RematProblem, saved: Mask) -> Mask:
-    """Forward nodes that run in the backward pass when ``saved`` is kept."""
+    """Return the forward nodes that run in the backward pass when ``saved`` is kept."""
     known = problem._recomputed.get(saved.tobytes())
     if known is not None:
         return known
-    # Lists: a step of this loop is too small for numpy.
     ends = saved | (problem.region != NodeRegion.FORWARD)
-    reached = problem.wanted & ~ends
-    pending: list[int] = np.flatnonzero(reached).tolist()
-    seen: list[bool] = (reached | ends).tolist()
-    inputs = problem.inputs_of
-    for index in pending:  # which grows
-        for producer in inputs[index]:
-            if not seen[producer]:
-                seen[producer] = True
-                pending.append(producer)
-    runs = np.zeros(len(problem), dtype=np.bool_)
-    runs[pending] = True
+    runs = leading_to(np.flatnonzero(problem.wanted).tolist(), problem.inputs_of, ends)
     wrong = np.flatnonzero(runs & ~problem.can_recompute)
     if len(wrong):
         node = problem.nodes[wrong[-1]]
         raise ValueError(
-            f"saved: {node.name} ({node.kind}) must not run again in the backward pass and is not "
-            "saved; expected it, or all that leads from it to the backward pass, among the saved "
-            "values."
+            f"saved: {node.name} ({node.kind}) is not saved. It must not run again in the backward "
+            "pass. Save it, or all that leads from it to the backward pass."
         )
     problem._recomputed[saved.tobytes()] = runs
     return runs

@@ -1,4 +1,4 @@
-"""A plan in words, in numbers, as a curve of bytes and as a picture."""
+"""Show a plan as text, as a curve of bytes and as a picture."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import networkx as nx
 from tabulate import tabulate
 from torch import fx
 
@@ -26,7 +27,7 @@ class RematReport:
         peak_at: Pass and node of the peak.
         saved_bytes: Bytes kept for the backward pass, each storage once.
         recomputed: How often each kind of operation runs again.
-        recomputed_flops: Floating-point operations of their products.
+        recomputed_flops: Floating-point operations of their matmuls.
         recomputed_seconds: Their estimated time.
         sizes: The numbers that the plan assumes for sizes that change from call to call.
         part: Which part of the step the graph is: its Python frame and its parameters. It is the
@@ -73,7 +74,7 @@ class RematReport:
             (
                 "recomputed",
                 f"{sum(self.recomputed.values())} operations, {self.recomputed_flops / 1e9:.3f} "
-                f"GFLOP of products, {1e3 * self.recomputed_seconds:.2f} ms by estimate",
+                f"GFLOP of matmuls, {1e3 * self.recomputed_seconds:.2f} ms by estimate",
             ),
             *((f"  {kind}", count) for kind, count in self.recomputed.items()),
         ]
@@ -98,7 +99,7 @@ def reports_table(reports: Sequence[RematReport]) -> str:
 
 
 def plot_front(plans: Sequence[RematPlan], path: str | Path) -> None:
-    """Write the front as a picture: estimated time added to a step over its peak.
+    """Draw the front: estimated time added to a step over its peak.
 
     Raises:
         ModuleNotFoundError: If matplotlib is not installed.
@@ -112,7 +113,7 @@ def plot_front(plans: Sequence[RematPlan], path: str | Path) -> None:
 
 
 def plot_timeline(plan: RematPlan, path: str | Path) -> None:
-    """Write the bytes alive over the step as a picture.
+    """Draw the bytes alive over the step.
 
     Raises:
         ModuleNotFoundError: If matplotlib is not installed.
@@ -126,17 +127,12 @@ def plot_timeline(plan: RematPlan, path: str | Path) -> None:
     figure.savefig(path)
 
 
-_COLORS = {
-    "input": "lightgray",
-    "forward": "lightblue",
-    "saved": "gold",
-    "recomputed": "salmon",
-    "backward": "palegreen",
-}
+_COLORS = {"input": "lightgray", "forward": "lightblue", "saved": "gold", "recomputed": "salmon",
+           "backward": "palegreen"}  # fmt: skip
 
 
 def draw_joint_graph(plan: RematPlan, path: str | Path) -> None:
-    """Draw a joint graph with a plan's saved, recomputed and backward nodes; cut edges are bold.
+    """Draw a joint graph with a plan's saved, recomputed and backward nodes, cut edges in bold.
 
     Args:
         plan: The plan.
@@ -146,20 +142,17 @@ def draw_joint_graph(plan: RematPlan, path: str | Path) -> None:
     Raises:
         ModuleNotFoundError: If a picture is asked for and matplotlib is not installed.
     """
-    problem = plan.problem
+    problem, graph = plan.problem, nx.DiGraph()
     again = recomputed(problem, plan.saved)
     by_region = {NodeRegion.INPUT: "input", NodeRegion.BACKWARD: "backward"}
-    roles = {}
     for i, node in enumerate(problem.nodes):
         in_forward = "saved" if plan.saved[i] else "recomputed" if again[i] else "forward"
-        roles[node.name] = by_region.get(node.region, in_forward)
-    edges = [
-        (problem.nodes[i].name, node.name, bool(plan.saved[i]) and roles[node.name] != "forward")
-        for node in problem.nodes
-        for i in node.inputs
-    ]
-    labels = {node.name: f"{node.name}\\n{node.kind}" for node in problem.nodes}
-    _write(roles, labels, edges, path)
+        role = by_region.get(node.region, in_forward)
+        graph.add_node(node.name, role=role, label=f"{node.name}\\n{node.kind}")
+        for read in node.inputs:
+            is_cut = bool(plan.saved[read]) and role != "forward"
+            graph.add_edge(problem.nodes[read].name, node.name, width=3 if is_cut else 1)
+    _write(graph, path)
 
 
 def draw_graph(graph_module: fx.GraphModule, path: str | Path) -> None:
@@ -172,58 +165,40 @@ def draw_graph(graph_module: fx.GraphModule, path: str | Path) -> None:
     Raises:
         ModuleNotFoundError: If a picture is asked for and matplotlib is not installed.
     """
-    nodes = list(graph_module.graph.nodes)
-    roles = {node.name: "input" if node.op == "placeholder" else "forward" for node in nodes}
-    for node in graph_module.graph.output_node().all_input_nodes:
-        roles[node.name] = "saved"
-    edges = [(i.name, node.name, False) for node in nodes for i in node.all_input_nodes]
-    _write(roles, {node.name: node.name for node in nodes}, edges, path)
+    graph, results = nx.DiGraph(), graph_module.graph.output_node().all_input_nodes
+    for node in graph_module.graph.nodes:
+        is_input = node.op == "placeholder"
+        role = "saved" if node in results else "input" if is_input else "forward"
+        graph.add_node(node.name, role=role, label=node.name)
+        graph.add_edges_from(((read.name, node.name) for read in node.all_input_nodes), width=1)
+    _write(graph, path)
 
 
-def _write(
-    roles: Mapping[str, str],
-    labels: Mapping[str, str],
-    edges: list[tuple[str, str, bool]],
-    path: str | Path,
-) -> None:
+def _write(graph: nx.DiGraph, path: str | Path) -> None:
     if Path(path).suffix == ".dot":
         lines = ["digraph remat {", "  node [shape=box, style=filled];"]
         lines += [
-            f'  "{name}" [label="{labels[name]}", fillcolor={_COLORS[role]}];'
-            for name, role in roles.items()
+            f'  "{name}" [label="{data["label"]}", fillcolor={_COLORS[data["role"]]}];'
+            for name, data in graph.nodes.items()
         ]
         lines += [
-            f'  "{tail}" -> "{head}"{" [penwidth=3]" if is_cut else ""};'
-            for tail, head, is_cut in edges
+            f'  "{tail}" -> "{head}" [penwidth={width}];'
+            for tail, head, width in graph.edges(data="width")
         ]
         Path(path).write_text("\n".join([*lines, "}", ""]))
         return
-    _picture(roles, edges, path)
-
-
-def _picture(
-    roles: Mapping[str, str], edges: list[tuple[str, str, bool]], path: str | Path
-) -> None:
-    """Draw nodes in rows, each below all that it reads; ``roles`` are in topological order."""
-    depth = dict.fromkeys(roles, 0)
-    inputs: dict[str, list[str]] = {name: [] for name in roles}
-    for tail, head, _ in edges:
-        inputs[head].append(tail)
-    rows: Counter[int] = Counter()
-    positions: dict[str, tuple[float, float]] = {}
-    for name in roles:
-        depth[name] = 1 + max((depth[tail] for tail in inputs[name]), default=-1)
-        positions[name] = (float(rows[depth[name]]), -float(depth[name]))
-        rows[depth[name]] += 1
-    size = (max(6.0, 1.6 * max(rows.values(), default=1)), max(4.0, 0.35 * len(rows)))
+    # In rows, each node below all that it reads.
+    rows = list(nx.topological_generations(graph))
+    size = (max(6.0, 1.6 * max(map(len, rows))), max(4.0, 0.35 * len(rows)))
     figure, axes = new_figure(*size)
-    for tail, head, is_cut in edges:
-        arrow = {"arrowstyle": "->", "lw": 2.0 if is_cut else 0.4}
-        axes.annotate("", positions[head], positions[tail], arrowprops=arrow)
-    colors = [_COLORS[role] for role in roles.values()]
-    across, down = zip(*positions.values(), strict=True)
-    axes.scatter(across, down, s=120, c=colors, zorder=2)
-    for name, position in positions.items():
-        axes.annotate(name, position, ha="center", va="center", fontsize=5)
+    nx.draw_networkx(
+        graph,
+        {name: (x, -y) for y, row in enumerate(rows) for x, name in enumerate(row)},
+        ax=axes,
+        node_color=[_COLORS[role] for _, role in graph.nodes(data="role")],
+        width=[0.5 * width for *_, width in graph.edges(data="width")],
+        node_size=120,
+        font_size=5,
+    )
     axes.set_axis_off()
     figure.savefig(path)

@@ -1,6 +1,6 @@
-"""In which order a plan runs, and the bytes alive meanwhile.
+"""The order in which a plan runs, and the bytes alive meanwhile.
 
-The forward pass, then the backward pass with what runs again; each storage counts once, from its
+The forward pass, then the backward pass with what runs again. Each storage counts once, from its
 allocation to its last use.
 """
 
@@ -12,24 +12,27 @@ from typing import Literal
 
 import numpy as np
 
-from lightning_unitscale.remat.problem import Ints, Mask, NodeRegion, RematProblem, recomputed
+from lightning_unitscale.remat.problem import (
+    Ints,
+    Mask,
+    NodeRegion,
+    RematProblem,
+    leading_to,
+    recomputed,
+)
 
 
 @dataclass(frozen=True, eq=False)
 class BackwardOrder:
-    """The executions of a backward pass, in order; a node may be executed several times.
+    """The executions of a backward pass, in order; a node may be executed several times."""
 
-    Attributes:
-        nodes: Node of each execution.
-        sources: For each input of each execution, one after the other, the execution that it comes
-            from; -1 for what is there already.
-    """
-
-    nodes: Ints
+    nodes: Ints  # of each execution
+    # For each input of each execution in turn, the execution that it comes from; -1 for what is
+    # there already.
     sources: Ints
 
     def again(self, problem: RematProblem) -> Ints:
-        """Nodes that run a second time, once for each time."""
+        """Return the nodes that run a second time, once for each time."""
         nodes = self.nodes
         return nodes[(problem.region[nodes] == NodeRegion.FORWARD) & problem.in_forward[nodes]]
 
@@ -43,11 +46,11 @@ def lazy_order(
     segments: Sequence[int] | None = None,
     kept: Sequence[bool] | None = None,
 ) -> BackwardOrder:
-    """Anchors in their order, each preceded by what it needs and is not there yet.
+    """Order the anchors as given, each preceded by what it needs and is not there yet.
 
-    A value that runs again thus runs as late as it can, and lives as short. With segments, a value
-    that is not kept is forgotten where the anchors' segment changes, and runs once more where a
-    later anchor needs it.
+    So a value that runs again runs as late as possible, and lives as short as possible. With
+    ``segments``, a value that is not in ``kept`` is dropped where the segment of the anchors
+    changes. It runs once more where a later anchor needs it.
     """
     is_there = [not executed for executed in runs]
     latest = [-1] * len(inputs)
@@ -55,7 +58,7 @@ def lazy_order(
     sources: list[int] = []
 
     def execute(wanted: list[int]) -> list[int]:
-        """Execute nodes and what they need, in topological order; returns all of them."""
+        """Execute nodes and what they need, in topological order; return all of them."""
         needed: list[int] = []
         while wanted:
             node = wanted.pop()
@@ -70,19 +73,17 @@ def lazy_order(
             nodes.append(node)
         return needed
 
-    forgotten: list[int] = []
+    dropped: list[int] = []
     before = None
     for anchor in anchors:
-        if segments is not None and kept is not None:
-            if segments[anchor] != before:
-                for node in forgotten:
-                    is_there[node] = False
-                forgotten.clear()
+        if segments is not None and segments[anchor] != before:
+            for node in dropped:
+                is_there[node] = False
+            dropped.clear()
             before = segments[anchor]
-            needed = execute([anchor])
-            forgotten += [node for node in needed if node != anchor and not kept[node]]
-        else:
-            execute([anchor])
+        needed = execute([anchor])
+        if kept is not None:
+            dropped += [node for node in needed if node != anchor and not kept[node]]
     execute(list(wanted_at_end))
     return BackwardOrder(np.array(nodes, dtype=np.int64), np.array(sources, dtype=np.int64))
 
@@ -94,7 +95,7 @@ def backward_order(
     segments: Sequence[int] | None = None,
     kept: Mask | None = None,
 ) -> BackwardOrder:
-    """The backward pass of a plan."""
+    """Return the order of a plan's backward pass."""
     is_backward = problem.region == NodeRegion.BACKWARD
     return lazy_order(
         problem.inputs_of,
@@ -107,38 +108,27 @@ def backward_order(
 
 
 def forward_nodes(problem: RematProblem, saved: Mask) -> Ints:
-    """Nodes of the forward pass in order: what the caller gets, what is saved, what leads there."""
-    runs = problem.in_forward & (problem.region == NodeRegion.FORWARD)
-    extra = saved & (problem.region == NodeRegion.FORWARD) & ~runs
-    if extra.any():
-        runs = runs.copy()
-        pending = np.flatnonzero(extra).tolist()
-        while pending:
-            node = pending.pop()
-            if not runs[node] and problem.nodes[node].region is NodeRegion.FORWARD:
-                runs[node] = True
-                pending.extend(problem.nodes[node].inputs)
+    """Return the forward pass in order: what the caller gets, what is saved, what leads there."""
+    is_forward = problem.region == NodeRegion.FORWARD
+    runs = problem.in_forward & is_forward
+    extra = np.flatnonzero(saved & is_forward & ~runs)
+    if len(extra):
+        runs = runs | leading_to(extra.tolist(), problem.inputs_of, runs | ~is_forward)
     return np.flatnonzero(runs)
 
 
 @dataclass(frozen=True)
 class PlanTimeline:
-    """Bytes alive while each operation of a step runs.
+    """Bytes alive while each operation of a step runs."""
 
-    Attributes:
-        nodes: The operation's node, forward pass first.
-        live_bytes: Bytes alive while it runs: what was there, its outputs and its workspace.
-        num_forward: How many of them belong to the forward pass.
-    """
-
-    nodes: Ints
-    live_bytes: Ints
-    num_forward: int
+    nodes: Ints  # of each operation, forward pass first
+    live_bytes: Ints  # while it runs: what was there, its outputs and its workspace
+    num_forward: int  # operations of the forward pass
 
     @property
     def peak_bytes(self) -> int:
         """The most bytes alive at once."""
-        return int(self.live_bytes.max()) if len(self.live_bytes) else 0
+        return int(self.live_bytes.max(initial=0))
 
     @property
     def peak_at(self) -> tuple[Literal["forward", "backward"], int]:
@@ -148,23 +138,21 @@ class PlanTimeline:
 
 
 def input_bytes(problem: RematProblem) -> int:
-    """Bytes of the inputs of the joint graph, each storage once."""
+    """Return the bytes of the inputs of the joint graph, each storage once."""
     return int(problem.num_bytes[problem.region == NodeRegion.INPUT].sum())
 
 
 def simulate_plan(
     problem: RematProblem,
     saved: Mask,
-    *,
     order: BackwardOrder,
     resident_bytes: int = 0,
     forward_bytes: int = 0,
 ) -> PlanTimeline:
     """Follow every storage of a plan through the forward and the backward pass.
 
-    The inputs stay alive throughout, what the forward pass returns from there on, gradients to the
-    end of the step. A view keeps the whole storage that it lies in. The state of a generator is
-    kept from a random operation to its replay.
+    Inputs, what the forward pass returns, and gradients live to the end of the step. A view keeps
+    its whole storage. A generator's state is kept from a random operation to its replay.
     """
     forward = forward_nodes(problem, saved)
     num_forward = len(forward)

@@ -30,7 +30,7 @@ from lightning_unitscale.profiler.report import format_bytes
 from lightning_unitscale.ranks import failing_together
 from lightning_unitscale.remat.api import Granted
 from lightning_unitscale.remat.partitioner import RematPartitioner
-from lightning_unitscale.remat.planner import Budget, Planner, RematPlan
+from lightning_unitscale.remat.planner import Budget, Planner, RematPlan, limit_of
 from lightning_unitscale.remat.problem import NodeRegion
 from lightning_unitscale.remat.report import RematReport
 from lightning_unitscale.strategies.grid import GridStrategy
@@ -84,16 +84,17 @@ class StagePartitioner(RematPartitioner):
         default = self.peak_bytes(planner.default)
         plans = [planner.default, *planner.front(_NUM_PLANS)]
         least = min(map(self.peak_bytes, plans))
-        limit = int(self.budget)
+        limit = limit_of(self.budget, default)
         if isinstance(self.budget, float):
-            limit = self._granted.limit(int(self.budget * default), lambda: least)
+            limit = self._granted.limit(limit, lambda: least)
         fitting = [plan for plan in plans if self.peak_bytes(plan) <= limit]
         if not fitting:
             raise ValueError(
                 f"budget={format_bytes(limit)} ({limit} bytes) is too small. Stage {self._stage} "
-                f"keeps {self._num_in_flight} microbatches at once and needs at least "
-                f"{format_bytes(least)} ({least} bytes); without rematerialization its rank needs "
-                f"{format_bytes(default)}. Raise the budget, or use more and smaller microbatches."
+                f"keeps {self._num_in_flight} microbatches at once, and the smallest achievable "
+                f"peak of its rank is {format_bytes(least)} ({least} bytes). Without "
+                f"rematerialization it is {format_bytes(default)}. Raise the budget, or use more "
+                "and smaller microbatches."
             )
         return min(fitting, key=lambda plan: (plan.seconds, self.peak_bytes(plan)))
 

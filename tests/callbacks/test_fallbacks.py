@@ -328,5 +328,5 @@ def test_an_error_of_the_user_is_raised_as_it_is() -> None:
 
 
 def test_a_budget_below_the_floor_stays_an_error() -> None:
-    with pytest.raises(ValueError, match="the floor"):
+    with pytest.raises(ValueError, match="smallest achievable peak"):
         run(Regression, [RematCallback(10)])

@@ -106,7 +106,7 @@ def test_a_budget_in_bytes_is_kept() -> None:
 
 def test_a_budget_below_the_floor_names_the_floor() -> None:
     module = _gpt()
-    with pytest.raises(ValueError, match=r"expected at least .* bytes\), the floor"):
+    with pytest.raises(ValueError, match=r"smallest achievable peak is .* bytes\), in the"):
         _fit(module, _batches(), RematCallback("1MiB"))
     assert steps_of(module) is None
 
@@ -260,7 +260,7 @@ def test_a_smaller_last_batch_has_the_bytes_of_the_others() -> None:
     _assert_same_weights(plain, planned)
     assert len(callback.reports) == 2
     assert callback.predicted_peak_bytes == callback.reports[0].peak_bytes
-    with pytest.raises(ValueError, match=r"budget=0.7, .* the floor"):
+    with pytest.raises(ValueError, match=r"budget=0.7 .* smallest achievable peak"):
         _fit(_Whole(), DataLoader(_Wide(160), batch_size=40), RematCallback(0.7))
 
 

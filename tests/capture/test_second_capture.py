@@ -141,5 +141,5 @@ def test_a_step_that_stays_in_parts_is_refused_in_its_first_call(budget: float) 
 def test_the_whole_graph_is_refused_in_its_own_call() -> None:
     module = remat(Prepares(), 16)
     module(torch.randn(64, 4)).backward()
-    with pytest.raises(ValueError, match="no plan needs so little"):
+    with pytest.raises(ValueError, match="is too small"):
         module(torch.randn(64, 4))

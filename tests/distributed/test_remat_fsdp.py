@@ -97,8 +97,8 @@ def test_nothing_is_kept_of_what_is_gathered(results: Results) -> None:
 def test_a_budget_below_the_floor_of_a_rank_is_told_by_all(results: Results) -> None:
     first, second = results("ranks:too little for one")
     assert first["error"] == second["error"]
-    floor = int(first["error"].split("at least")[1].split("(")[1].split()[0])
-    assert "the floor" in first["error"]
+    floor = int(first["error"].split("achievable peak is")[1].split("(")[1].split()[0])
+    assert "of a step that was measured" in first["error"]
     assert floor <= results("ranks:0.7")[1]["peak"] < results("ranks:0.7")[0]["peak"]
 
 

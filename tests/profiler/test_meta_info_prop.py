@@ -32,7 +32,7 @@ def test_a_symbolic_trace_has_the_costs_of_the_module(device: str) -> None:
     fields = ("fwd_mem_in", "fwd_mem_tmp", "fwd_mem_out", "bwd_mem_out", "fwd_flops")
     for ours, theirs in zip(costs.values(), direct.nodes, strict=False):
         assert all(getattr(ours, name) == getattr(theirs, name) for name in fields)
-    assert next(iter(costs)) in info.summary()
+    assert info.profile is not None and next(iter(costs)) in info.profile.summary()
 
 
 def test_dynamos_graph_takes_its_parameters_as_inputs() -> None:
@@ -66,11 +66,6 @@ def test_values_live_until_their_last_reader() -> None:
     assert [node.fwd_mem_out for node in profile.nodes] == [400, 400, 400]
     assert profile.peak_bytes == 3 * 400  # the input, and two of the three at a time
     assert profile.timeline.after_bytes == 2 * 400 or profile.timeline.after_bytes == 400
-
-
-def test_before_it_has_run_there_is_nothing_to_show() -> None:
-    with pytest.raises(RuntimeError, match="call run"):
-        MetaInfoProp(fx.symbolic_trace(_module())).summary()
 
 
 def test_the_node_that_depends_on_data_is_named() -> None:

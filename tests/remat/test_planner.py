@@ -131,7 +131,7 @@ def test_a_plan_is_the_same_wherever_it_is_made(planner: Planner) -> None:
 
 
 def test_a_budget_below_the_floor_names_it(planner: Planner) -> None:
-    with pytest.raises(ValueError, match=rf"{planner.floor.peak_bytes} bytes\), the floor"):
+    with pytest.raises(ValueError, match=rf"{planner.floor.peak_bytes} bytes\), in the"):
         planner.plan(planner.floor.peak_bytes // 2)
 
 
@@ -155,7 +155,6 @@ def test_measured_times_decide() -> None:
     assert plan_remat(Net(2), x, budget=0.7, cost_model=fast).seconds < 1e-6
     named = CostModel(measured={"gelu": 0.5})
     assert named.seconds("gelu", 0, 0, fusible=False) == 0.5
-    assert named.key() != CostModel().key()
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -254,7 +254,7 @@ _STEPS = {"training_step", "validation_step", "_captured_steps"}
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "compile=False": ({"compile": True}, {}, {}),
     "'1F1B' or 'GPipe'": ({"remat": 0.5}, {"schedule": "ZBVZeroBubble"}, {}),
-    "needs so little": ({"remat": "1KiB"}, {}, {}),
+    "smallest achievable peak": ({"remat": "1KiB"}, {}, {}),
     "capture='auto' or 'step'": ({}, {"capture": "forward"}, {}),
     # A step that looks at its loss.
     "the step cannot be cut": ({}, {}, {"limit_train_batches": 2}),

@@ -109,7 +109,9 @@ def test_fewer_bytes_for_more_microbatches() -> None:
 
 
 def test_a_budget_below_the_floor_names_it() -> None:
-    with pytest.raises(ValueError, match=r"Stage 1 keeps 4 microbatches .* at least .* bytes"):
+    with pytest.raises(
+        ValueError, match=r"Stage 1 keeps 4 microbatches .* smallest achievable peak .* bytes"
+    ):
         _planned(_stage(), 1024, NUM_MICROBATCHES)
 
 
