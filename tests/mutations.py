@@ -888,8 +888,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a model that is trained in evaluation mode is never trained",
-        "loops/attach.py",
-        "self._trains_in_evaluation = self._has_evaluated and self._ends_with(optimizer)",
+        "loops/called_loop.py",
+        "self._trains_in_evaluation = self._optimizers.end_with(optimizer)",
         "pass",
         "loops/test_hooks.py",
     ),
@@ -909,14 +909,14 @@ MUTATIONS = (
     ),
     Mutation(
         "settings that contradict each other go together",
-        "loops/given.py",
+        "loops/loop.py",
         "if len(made) == 1 or (len(values) == 1 and None not in values):",
         "if made:",
         "callbacks/test_combinations.py",
     ),
     Mutation(
         "equal settings that may be given twice are refused",
-        "loops/given.py",
+        "loops/loop.py",
         " or (len(values) == 1 and None not in values)",
         "",
         "callbacks/test_combinations.py -k together",
@@ -937,7 +937,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a folder that nothing can be written to is taken",
-        "loops/given.py",
+        "loops/loop.py",
         'checked_folder("log_dir", log_dir)',
         "pass",
         "loops/test_attach.py -k bad_input",
@@ -1426,8 +1426,8 @@ MUTATIONS = (
     ),
     Mutation(
         "an attached callback meets optimizers of other models",
-        "loops/attach.py",
-        "if is_new and self._ends_with(optimizer):",
+        "loops/called_loop.py",
+        "if is_new and self._optimizers.end_with(optimizer):",
         "if is_new:",
         "callbacks/test_half_precision.py -k eps_in_other_loops",
     ),

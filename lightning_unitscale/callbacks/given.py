@@ -9,7 +9,7 @@ from types import FrameType, FunctionType, MethodType
 from typing import Any
 
 from lightning_unitscale.callbacks.packages import misconfigured
-from lightning_unitscale.loops.given import class_given, why_not_together
+from lightning_unitscale.loops.loop import class_given, why_not_together
 
 # The first hook that a Trainer or Fabric calls raises; what is called of an exception must not hide
 # that one.

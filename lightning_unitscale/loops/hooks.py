@@ -1,10 +1,9 @@
-"""How an attachment hears of a module's calls and of optimizers' steps."""
+"""Learn of a module's calls, and of the steps of the optimizers that train it."""
 
 from __future__ import annotations
 
-import abc
+import contextlib
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
@@ -23,24 +22,8 @@ from typing_extensions import override
 from lightning_unitscale.arguments import shown
 from lightning_unitscale.capture.steps import LIGHTNING_STEPS
 from lightning_unitscale.dispatch.torch_internals import is_recording
-from lightning_unitscale.loops.loop import Loop
-from lightning_unitscale.patching import StandIn, shadowed
-
-
-class CalledLoop(Loop):
-    """A loop that hears of a module's calls and of optimizers' steps."""
-
-    @abc.abstractmethod
-    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Run a call of the module."""
-
-    @abc.abstractmethod
-    def before_step(self, optimizer: Any, *, has_closure: bool = False) -> None:
-        """Note that an optimizer begins its step."""
-
-    @abc.abstractmethod
-    def after_step(self, optimizer: Any, *, has_closure: bool = False) -> None:
-        """Note that an optimizer has stepped."""
+from lightning_unitscale.loops.loop import Loop, StepCaller
+from lightning_unitscale.patching import Replacement, StandIn, shadowed
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -82,37 +65,91 @@ def _held_optimizer(wrapper: Any) -> Any:
     return next((value for value in values if isinstance(value, Optimizer)), None)
 
 
-def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an optimizer's step was given a closure."""
-    return callable(args[0] if args else kwargs.get("closure"))
+class OptimizerSteps:
+    """The optimizers whose steps train a module: those given, or all that share its parameters."""
 
+    def __init__(self, module: nn.Module, optimizer: Any) -> None:
+        self._module = module
+        self._given = None if optimizer is None else stepping_optimizers(optimizer)
+        # Where a parameter was found last: its group and index, its owner in the module, its name.
+        # It is asked in every step, and a large model has thousands of parameters.
+        self._found: weakref.WeakKeyDictionary[Any, tuple[int, int, nn.Module, str]] = (
+            weakref.WeakKeyDictionary()
+        )
 
-class _Step(StandIn):
-    """Stands in for the ``step`` of an optimizer that is none of torch's, which has no hooks."""
+    def end_with(self, optimizer: Any) -> bool:
+        """Return whether a step of an optimizer ends a training step."""
+        if self._given is None:
+            return self.share_parameters(optimizer)
+        return any(optimizer is known for known in self._given)
 
-    def __init__(self, attachment: CalledLoop, optimizer: Any) -> None:
-        super().__init__(optimizer.step)
-        self._attachment = weakref.ref(attachment)
-        self._optimizer = optimizer
+    def share_parameters(self, optimizer: Any) -> bool:
+        """Return whether an optimizer has a parameter of the module."""
+        groups = optimizer.param_groups
+        if (found := self._found.get(optimizer)) is not None:
+            group, index, owner, name = found
+            with contextlib.suppress(IndexError, KeyError):
+                if owner._parameters[name] is groups[group]["params"][index]:
+                    return True
+        places = {
+            id(parameter): (owner, name)
+            for owner in self._module.modules()
+            for name, parameter in owner._parameters.items()
+        }
+        for group, options in enumerate(groups):
+            for index, parameter in enumerate(options["params"]):
+                if (place := places.get(id(parameter))) is not None:
+                    self._found[optimizer] = group, index, *place
+                    return True
+        return False
 
-    @override
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        attachment = self._attachment()
-        if attachment is None:
-            return self._method(*args, **kwargs)
-        has_closure = _has_closure(args, kwargs)
-        attachment.before_step(self._optimizer, has_closure=has_closure)
-        result = self._method(*args, **kwargs)
-        attachment.after_step(self._optimizer, has_closure=has_closure)
-        return result
+    def hook(self, before: Callable[..., None], after: Callable[..., None]) -> ExitStack:
+        """Call two methods of a loop around every step, until what is returned is closed."""
+        methods = [weakref.WeakMethod(method) for method in (before, after)]
+
+        def call(which: int, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if (method := methods[which]()) is not None:
+                closure = args[0] if args else kwargs.get("closure")
+                method(optimizer, has_closure=callable(closure))
+
+        # Torch hands over all that the step was given, the optimizer first. Not to be compiled with
+        # a step that the user compiles.
+        @torch.compiler.disable
+        def pre_hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            call(0, optimizer, args[1:], kwargs)
+
+        @torch.compiler.disable
+        def post_hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            call(1, optimizer, args[1:], kwargs)
+
+        def hooked(optimizer: Any, step: Callable[..., Any]) -> Replacement:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                call(0, optimizer, args, kwargs)
+                result = step(*args, **kwargs)
+                call(1, optimizer, args, kwargs)
+                return result
+
+            return Replacement(step, run)
+
+        handles = ExitStack()
+        handles.callback(register_optimizer_step_pre_hook(pre_hook).remove)
+        handles.callback(register_optimizer_step_post_hook(post_hook).remove)
+        for optimizer in self._given or ():
+            if not isinstance(optimizer, Optimizer):  # it has no hooks
+                step = hooked(optimizer, optimizer.step)
+                handles.enter_context(shadowed(optimizer, step=step))
+        # A loop whose module is gone is never detached.
+        weakref.finalize(before.__self__, handles.close).atexit = False  # type: ignore[attr-defined]
+        return handles
 
 
 class _Forward(StandIn):
     """Stands in for what a loop calls of an attached module, such as its ``forward``."""
 
-    def __init__(self, attachment: CalledLoop, method: Any) -> None:
+    def __init__(self, method: Any, loop: Loop, run: StepCaller) -> None:
         super().__init__(method)
-        self.attachment = attachment
+        self.loop = loop
+        self._run = run
 
     @override
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -121,7 +158,7 @@ class _Forward(StandIn):
         called = self.called_by(sys._getframe(1).f_back)
         if not isinstance(called, _Forward):
             return called(*args, **kwargs)
-        return self.attachment.run(called._method, args, kwargs)
+        return self._run(called._method, args, kwargs)
 
 
 def called(module: nn.Module) -> str:
@@ -144,67 +181,16 @@ def called_methods(module: nn.Module, methods: str | Iterable[str]) -> tuple[str
     return called(module), *others
 
 
-def through(attachment: CalledLoop) -> AbstractContextManager[None]:
-    """Within this context calls of the module go through the attachment."""
-    module = attachment.module
-    methods = {name: _Forward(attachment, getattr(module, name)) for name in attachment.steps}
+def through(loop: Loop, run: StepCaller) -> AbstractContextManager[None]:
+    """Within this context ``run`` runs the calls of a loop's module."""
+    module = loop.module
+    methods = {name: _Forward(getattr(module, name), loop, run) for name in loop.steps}
     return shadowed(module, **methods)
 
 
-def on_optimizers(attachment: CalledLoop, optimizers: Iterable[Any]) -> ExitStack:
-    """Tell an attachment of optimizers' steps, until what is returned is closed."""
-    known = weakref.ref(attachment)
-
-    # Torch hands over all that the step was given, the optimizer first. Not to be compiled with a
-    # step that the user compiles.
-    @torch.compiler.disable
-    def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if (attachment := known()) is not None:
-            attachment.before_step(optimizer, has_closure=_has_closure(args[1:], kwargs))
-
-    @torch.compiler.disable
-    def after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if (attachment := known()) is not None:
-            attachment.after_step(optimizer, has_closure=_has_closure(args[1:], kwargs))
-
-    handles = ExitStack()
-    handles.callback(register_optimizer_step_pre_hook(before).remove)
-    handles.callback(register_optimizer_step_post_hook(after).remove)
-    for optimizer in optimizers:
-        if not isinstance(optimizer, Optimizer):
-            handles.enter_context(shadowed(optimizer, step=_Step(attachment, optimizer)))
-    # A module that is gone has nobody left to detach it.
-    weakref.finalize(attachment, handles.close).atexit = False
-    return handles
-
-
-def attachment_of(module: nn.Module) -> CalledLoop | None:
-    """What callbacks work in that are attached to a module."""
+def attachment_of(module: nn.Module) -> Loop | None:
+    """Return the loop that callbacks attached to a module work in."""
     forward = vars(module).get(called(module))
     if not isinstance(forward, _Forward) or forward.is_removed:
         return None
-    return forward.attachment
-
-
-def warn_of_no_call(module: nn.Module, num_steps: int) -> None:
-    """Warn that an optimizer steps, and no call was seen with gradients that it learns from."""
-    warnings.warn(
-        f"module={type(module).__name__}: an optimizer has stepped {num_steps} times, and no call "
-        "of the module that records gradients was seen, so that callbacks have seen no training "
-        "step. Expected such calls of the module that was given; if it was compiled or wrapped "
-        "afterwards, attach what is called; if the loop calls another method of it than forward, "
-        "name that in attach(..., methods=); if it calls parts of it, attach these.",
-        stacklevel=6,
-    )
-
-
-def warn_of_no_step(module: nn.Module) -> None:
-    """Warn that a module was called in training, and no optimizer has stepped."""
-    warnings.warn(
-        f"module={type(module).__name__}: it was called in training, and no step of an optimizer "
-        "was seen, so that callbacks have seen no training step. Expected steps of an optimizer of "
-        "torch with parameters of the module, or of the one that is given; pass the one whose "
-        "step() the loop calls as attach(module, optimizer, ...), or none if the loop makes its "
-        "own.",
-        stacklevel=4,
-    )
+    return forward.loop

@@ -1,19 +1,25 @@
-"""What callbacks ask of a training loop, and what a loop tells callbacks."""
+"""What callbacks ask of a training loop, what a loop reports to them, and which go together."""
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_unitscale.arguments import checked_folder, shown
+from lightning_unitscale.patching import Replacement, shadowed
+
 # Calls a step of a module with these arguments and keyword arguments.
 StepCaller = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+_EXPECTED = "expected UnitScaleCallback(), ScaleMonitor() or several in a list"
 
 
 class Loop(abc.ABC):
@@ -187,3 +193,104 @@ class LoopCallback:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from :meth:`state_dict`."""
+
+
+def why_not_together(callbacks: Iterable[Any]) -> str | None:
+    """Return why callbacks do not go together; ``None`` if they do."""
+    listed = list(callbacks)
+    for callback in listed:
+        if is_own_class(callback):
+            return class_given(callback)
+    own = [callback for callback in listed if isinstance(callback, LoopCallback)]
+    claims: defaultdict[str, list[tuple[LoopCallback, Claim]]] = defaultdict(list)
+    for callback in own:
+        for claim in callback.claims():
+            claims[claim.subject].append((callback, claim))
+    for subject, made in claims.items():
+        text = _why_not(subject, made)
+        if text is not None:
+            return text
+    return None
+
+
+def _why_not(subject: str, made: Sequence[tuple[LoopCallback, Claim]]) -> str | None:
+    values = {claim.value for _, claim in made}
+    if len(made) == 1 or (len(values) == 1 and None not in values):
+        return None
+    kinds = {type(callback).__name__ for callback, _ in made}
+    if len(kinds) == 1:
+        return (
+            f"callbacks: {kinds.pop()} is given {len(made)} times; expected it once; remove the "
+            "others."
+        )
+    settings = " and ".join(claim.setting for _, claim in made)
+    return (
+        f"callbacks: {settings} both set {subject}, and only one of them can be in force; expected "
+        "one such setting; leave the others out."
+    )
+
+
+def is_own_class(callback: Any) -> bool:
+    """Whether the class of a callback was given in place of an instance."""
+    return isinstance(callback, type) and issubclass(callback, LoopCallback)
+
+
+def class_given(kind: type) -> str:
+    """The error for a class that was given in place of an instance."""
+    name = kind.__name__
+    return (
+        f"callbacks={name}: it is the class; expected an instance; write {name}(), with its "
+        "arguments."
+    )
+
+
+def given_callbacks(callbacks: Any) -> tuple[LoopCallback, ...]:
+    """One callback or several, as a tuple."""
+    is_one = isinstance(callbacks, (LoopCallback, type, str, bytes, Mapping))
+    is_list = isinstance(callbacks, Iterable) and not is_one
+    listed: list[Any] = list(callbacks) if is_list else [callbacks]
+    for callback in listed:
+        if is_own_class(callback):
+            raise TypeError(class_given(callback))
+        if not isinstance(callback, LoopCallback):
+            raise TypeError(f"callbacks={shown(callback)}: {_what_it_is(callback)}")
+    text = why_not_together(listed)
+    if text is not None:
+        raise ValueError(text)
+    return tuple(listed)
+
+
+def check_log_dir(log_dir: Any) -> None:
+    """Refuse a folder that TensorBoard's event files cannot be written to; make it if need be."""
+    # TensorBoard writes to object stores too.
+    if not (isinstance(log_dir, str) and "://" in log_dir):
+        checked_folder("log_dir", log_dir)
+
+
+def _what_it_is(callback: Any) -> str:
+    # Lightning's, of whichever of its packages: none is imported here.
+    if hasattr(callback, "on_train_batch_start"):
+        return f"it works in a Lightning Trainer only; {_EXPECTED}; leave it out."
+    return f"it is no callback of lightning_unitscale; {_EXPECTED}; pass one of them."
+
+
+def leaving_after(owners: Iterable[Any], leave: Callable[[], None], *, always: bool) -> ExitStack:
+    """Call ``leave`` after ``on_exception`` of others, until what is returned is closed.
+
+    Lightning calls ``on_exception`` of one callback after the other, and none after one that
+    raises. Its searches for a learning rate and for a batch size take the callbacks out of the
+    Trainer for as long as they run, and the former does not put them back when it fails.
+    """
+
+    def run(method: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        with ExitStack() as leaving:
+            leaving.callback(leave)
+            method(*args, **kwargs)
+            if not always:
+                leaving.pop_all()
+
+    hooks = ExitStack()
+    for owner in owners:
+        method = owner.on_exception
+        hooks.enter_context(shadowed(owner, on_exception=Replacement(method, partial(run, method))))
+    return hooks
