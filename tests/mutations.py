@@ -361,14 +361,14 @@ MUTATIONS = (
     ),
     Mutation(
         "a checkpoint of depth 'all' keeps its gradient scale of 1",
-        "callbacks/half_precision.py",
+        "callbacks/checkpoints.py",
         "checkpoint.pop(name, None) is not None",
         "checkpoint.get(name) is not None",
         "callbacks/test_half_precision.py -k of_depth_all",
     ),
     Mutation(
         "an eps that is zero in the parameters' type is not warned of",
-        "callbacks/half_precision.py",
+        "callbacks/trainer_settings.py",
         "torch.tensor(eps, dtype=dtype) == 0",
         "eps == 0",
         "callbacks/test_half_precision.py -k warned_of",
@@ -629,7 +629,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an overflow that the sample has missed is none",
-        "scales/estimates.py",
+        "scales/reduce.py",
         "np.copyto(overflow, np.maximum(overflow, least), where=over)",
         "np.copyto(overflow, np.maximum(overflow, 0 * least), where=over)",
         "scales/test_statistics.py -k overflow",
@@ -657,7 +657,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a row of a compiled graph waits until its tensor was written",
-        "scales/joint_rows.py",
+        "scales/step_rows.py",
         " or _may_write(node)",
         "",
         "scales/test_joint_rows.py -k written",
@@ -748,7 +748,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a variable is not found where Python has called a function of its own",
-        "watching/how_made.py",
+        "watching/tracked_call.py",
         "found.update(dict.fromkeys(range(one.offset, after.offset, 2), entry))",
         "found[one.offset] = entry",
         "watching/test_track_scales.py -k however_often",
@@ -769,7 +769,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an operand that autocast has cast is not found",
-        "watching/operands.py",
+        "watching/rows.py",
         "argument = self._by_graph(operand)",
         "pass",
         "callbacks/test_agreement.py",
@@ -797,7 +797,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the step after the first is not sampled",
-        "callbacks/sampling.py",
+        "callbacks/schedules.py",
         "in (0, 1)",
         "in (0,)",
         "callbacks/test_sampling.py",

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_unitscale.callbacks.packages import is_lightning, misconfigured
 from lightning_unitscale.lossless.measured import Measured, combined_rms
-from lightning_unitscale.ranks import differing_ranks, gathered, is_distributed
+from lightning_unitscale.ranks import gathered, is_distributed
 from lightning_unitscale.scales.reduce import joined_rows, split_rows
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.scales.tensor_statistics import FloatArray
@@ -60,15 +60,14 @@ def joint_reasons(*reasons: Mapping[str, str]) -> tuple[dict[str, str], ...]:
 
 
 def joint_snapshot(snapshot: ScaleSnapshot, device: torch.device) -> ScaleSnapshot:
-    """Statistics of the joint batch of all ranks.
+    """Return the statistics of the joint batch of all ranks.
 
-    Ranks that ran different graphs (a branch on data) cannot be packed; they are merged by name
-    over the tensors that all of them have in the same units: what a product reads on one rank only
-    has its units there, and is counted in them.
+    If ranks ran different graphs (a branch on data), only tensors that all of them have in the same
+    units are merged, by name: a tensor that a matmul reads on one rank only has its unit there.
     """
     if not is_distributed():
         return snapshot
-    if not differing_ranks(hashlib.sha256("\n".join(snapshot.names).encode()).digest()):
+    if _is_same_on_all_ranks("\n".join(snapshot.names), device):
         rows = np.concatenate([snapshot.forward, snapshot.backward])
         forward, backward = np.split(_reduced(rows, snapshot, device), 2)
         return replace(snapshot, forward=forward, backward=backward)
@@ -81,6 +80,15 @@ def _joint(of_ranks: tuple[Mapping[str, float], ...]) -> dict[str, float]:
         name: combined_rms([values[name] for values in of_ranks if name in values])
         for name in names
     }
+
+
+def _is_same_on_all_ranks(text: str, device: torch.device) -> bool:
+    """Compare a text of all ranks by its hash, in one small collective."""
+    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+    extremes = torch.tensor([number, -number], device=device)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    largest, negated_smallest = extremes.tolist()
+    return bool(largest == -negated_smallest)
 
 
 def _reduced(rows: FloatArray, snapshot: ScaleSnapshot, device: torch.device) -> FloatArray:

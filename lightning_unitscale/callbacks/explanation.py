@@ -1,18 +1,21 @@
-"""What users are told: explanations, as HTML in a notebook, and what became of products."""
+"""Explanations for users: what became of matmuls and their units, as text or HTML."""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tabulate import tabulate
 
 from lightning_unitscale.callbacks.packages import rank_zero_info, rank_zero_warn
-from lightning_unitscale.dispatch.coverage import Coverage, CoverageCounter, lacking_line
+from lightning_unitscale.dispatch.coverage import Coverage, CoverageCounter, lacking_line, listed
 from lightning_unitscale.dispatch.formats import NO_UNIT
 from lightning_unitscale.dispatch.lost_formats import LostFormats
+from lightning_unitscale.lossless.fp8_range import Unrepresentable
 from lightning_unitscale.lossless.gauge import Gauge, GaugePair
+from lightning_unitscale.precision.fp8 import WIDE_GRADIENT
 from lightning_unitscale.tensorboard.table import STEP_ITSELF
 
 # In place of the unit of a tensor that was zero, or not finite, whenever it was measured.
@@ -21,12 +24,7 @@ _NONE_YET = "none yet"
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under headers; ``str`` of it is text.
-
-    Attributes:
-        headers: One for each column.
-        rows: Of texts.
-    """
+    """Rows of texts under headers; ``str`` of it is text."""
 
     headers: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -59,7 +57,7 @@ class Explanation(str):
 
 
 class CountedSteps:
-    """What became of the products of each step that was counted, by the step's name."""
+    """The coverage of each step that was counted, by the step's name."""
 
     def __init__(self, wanted: str = "") -> None:
         self._lost = LostFormats(wanted)
@@ -78,7 +76,7 @@ class CountedSteps:
     def add(self, name: str, coverage: Coverage, *, is_training: bool, when: str) -> None:
         """Keep a count, and report what it shows for the first time.
 
-        Of a step's first count one line is logged, with a warning if much of it ran plain. Whenever
+        A step's first count is logged as one line, with a warning if much was left unscaled. When
         matmuls leave the format of the step, a warning names them and the line is logged again.
         """
         is_first = name not in self._coverages
@@ -86,7 +84,7 @@ class CountedSteps:
             self._training_step = name
         self._coverages[name] = coverage
         warned = [self._lost.new_in(name, coverage, when)]
-        # An evaluation that rounds nothing has the same numbers in units and without.
+        # An evaluation that rounds nothing has the same results scaled and unscaled.
         if is_first and (is_training or coverage.format):
             warned.append(coverage.shortfall())
         text = " ".join(filter(None, warned))
@@ -110,6 +108,38 @@ class CountedSteps:
             for name, coverage in self._coverages.items()
         ]
         return ["\n".join(lines), self.main.table(), lacking_line(tuple(lacking.values()))]
+
+
+class UnitEvents:
+    """Records when new units were taken, and why, as lines for ``explain()``."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def new_units(self, num_changed: int, when: str, outside: Mapping[str, float]) -> None:
+        """Record that units have changed."""
+        worst = sorted(outside.items(), key=lambda item: -abs(math.log2(item[1])))[:3]
+        reason = ", ".join(f"{name} at RMS {rms:.3g}" for name, rms in worst)
+        event = f"New units for {num_changed} tensors at {when}"
+        self.lines.append(f"{event}: {reason}" if reason else event)
+        if outside:
+            rank_zero_info(f"UnitScaleCallback: {self.lines[-1]}")
+
+    def late_units(self, names: Sequence[str], when: str) -> None:
+        """Record that tensors that gave no unit before have one."""
+        if names:
+            self.lines.append(f"First units for {len(names)} tensors at {when}: {listed(names)}")
+
+    def unrepresentable(self, new: Unrepresentable, when: str) -> None:
+        """Record what left FP8, or its finer format."""
+        for what, reasons in (
+            ("Out of FP8", new.products),
+            (f"Gradients in {WIDE_GRADIENT}", new.gradients),
+        ):
+            if reasons:
+                text = "; ".join(f"{name}, since {why}" for name, why in reasons.items())
+                self.lines.append(f"{what} from {when} on: {text}")
+                rank_zero_info(f"UnitScaleCallback: {self.lines[-1]}")
 
 
 def units_table(gauge: Gauge, lacking: Iterable[str] = ()) -> Table | None:

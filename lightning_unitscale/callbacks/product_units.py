@@ -9,10 +9,14 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_unitscale.callbacks.distributed import joint_late, joint_measured, joint_reasons
-from lightning_unitscale.callbacks.explanation import CountedSteps, Explanation, units_table
+from lightning_unitscale.callbacks.explanation import (
+    CountedSteps,
+    Explanation,
+    UnitEvents,
+    units_table,
+)
 from lightning_unitscale.callbacks.packages import rank_zero_warn
-from lightning_unitscale.callbacks.recalibration import LateAgreement, RecalibrationSchedule
-from lightning_unitscale.callbacks.unit_events import UnitEvents
+from lightning_unitscale.callbacks.schedules import LateAgreement, RecalibrationSchedule
 from lightning_unitscale.dispatch.attach import AttachedSession
 from lightning_unitscale.dispatch.coverage import Coverage, CoverageCounter
 from lightning_unitscale.dispatch.fp8 import numerics_of

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,9 +13,9 @@ from lightning_unitscale.arguments import check_choice, shown
 from lightning_unitscale.callbacks.alerts import OnViolation, ScaleAlerts
 from lightning_unitscale.callbacks.distributed import joint_snapshot, pipeline_of
 from lightning_unitscale.callbacks.lightning_loop import LightningLoop
-from lightning_unitscale.callbacks.monitored_steps import MonitoredSteps, ProbedSteps, WatchedSteps
+from lightning_unitscale.callbacks.monitored_steps import ProbedSteps, WatchedSteps
 from lightning_unitscale.callbacks.packages import rank_zero_info, rank_zero_warn
-from lightning_unitscale.callbacks.sampling import Sampling
+from lightning_unitscale.callbacks.schedules import Sampling
 from lightning_unitscale.callbacks.steps import StepsCallback, captures_steps, enter
 from lightning_unitscale.formats import NumberFormat, get_format
 from lightning_unitscale.graph.name_patterns import NamePatterns
@@ -24,7 +23,7 @@ from lightning_unitscale.loops.loggers import Writer, writer_for
 from lightning_unitscale.loops.loop import Loop
 from lightning_unitscale.ranks import is_distributed
 from lightning_unitscale.scales.alerts import ScaleAlert
-from lightning_unitscale.scales.export import summarize, write_csv, write_json_lines
+from lightning_unitscale.scales.export import ScaleSummary, summarize, write_csv, write_json_lines
 from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.scales.violations import Limits
@@ -35,19 +34,6 @@ from lightning_unitscale.watching.torch_state import is_readable
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-
-@dataclass(frozen=True)
-class _Sample:
-    """A sampled step whose statistics are on their way from the device.
-
-    Attributes:
-        snapshot: Waits for the statistics.
-        num_merged: Rows that were merged into each of its rows, of batches and ranks.
-    """
-
-    snapshot: Callable[[], ScaleSnapshot]
-    num_merged: int
 
 
 class ScaleMonitor(StepsCallback):
@@ -149,7 +135,6 @@ class ScaleMonitor(StepsCallback):
             "no such choice",
             "leave it out for what products read",
         )
-        self._tabs = tensorboard_tabs
         self._patterns = NamePatterns(include, exclude)
         given = f"formats={shown(formats)}"
         listed = formats if isinstance(formats, (list, tuple)) else (formats,)
@@ -164,15 +149,17 @@ class ScaleMonitor(StepsCallback):
             None if is_exact else RowLayout.sample_size,
         )
         self.snapshots: list[ScaleSnapshot] = []
-        self._steps: MonitoredSteps | None = None
-        self._writers: dict[int, Writer] = {}
+        self._steps: WatchedSteps | ProbedSteps | None = None
+        self._writers = _Writers(tensorboard_tabs)
         self._start: int | None = None
         self._sampled_step = -1
         self._is_sampling = False
         self._names_all = True
         self._num_batches = 0
         self._loss_scale = 1.0
-        self._sent: _Sample | None = None
+        # A sampled step whose statistics are on their way from the device, and how many batches and
+        # ranks each of its rows is of.
+        self._sent: tuple[Callable[[], ScaleSnapshot], int] | None = None
 
     @property
     def alerts(self) -> tuple[ScaleAlert, ...]:
@@ -238,7 +225,7 @@ class ScaleMonitor(StepsCallback):
         self.leave()
         self._begin(loop, WatchedSteps(loop, self._layout, self._patterns))
 
-    def _begin(self, loop: Loop, steps: MonitoredSteps) -> None:
+    def _begin(self, loop: Loop, steps: WatchedSteps | ProbedSteps) -> None:
         self._loop, self._steps = loop, steps
         self._alerts.start()
         self._start, self._sampled_step, self._is_sampling = None, -1, False
@@ -292,9 +279,9 @@ class ScaleMonitor(StepsCallback):
     def finish(self) -> None:
         loop, _ = self._running()
         self._judge_sent(is_over=True)
-        self._write_last(loop)
+        self._writers.finish(self.snapshots)
         alerts = self._alerts.finish()
-        self._write_alerts(loop, alerts, self._sampled_step)
+        self._writers.write_alerts(loop, alerts, self._sampled_step)
         self._alerts.act(loop, alerts)
 
     @override
@@ -324,18 +311,18 @@ class ScaleMonitor(StepsCallback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.finish()
 
-    def _running(self) -> tuple[Loop, MonitoredSteps]:
+    def _running(self) -> tuple[Loop, WatchedSteps | ProbedSteps]:
         assert self._loop is not None
         assert self._steps is not None
         return self._loop, self._steps
 
-    def _take(self, loop: Loop, steps: MonitoredSteps) -> None:
+    def _take(self, loop: Loop, steps: WatchedSteps | ProbedSteps) -> None:
         sent = steps.take(self._sampled_step, grad_scale=self._loss_scale)
         for text in self._patterns.take_unmatched() if self._names_all else ():
             rank_zero_warn(f"ScaleMonitor: {text}")
         if sent is None:
             return
-        self._sent = _Sample(sent, self._num_batches * loop.num_parts)
+        self._sent = sent, self._num_batches * loop.num_parts
         # Ranks wait for each other anyway; and what need not travel is there.
         if is_distributed() or loop.device.type != "cuda":
             self._judge_sent()
@@ -344,41 +331,61 @@ class ScaleMonitor(StepsCallback):
         """Show and judge the sample that has been sent, if there is one."""
         if self._sent is None:
             return
-        sample, self._sent = self._sent, None
+        (arrived, num_merged), self._sent = self._sent, None
         loop, _ = self._running()
-        snapshot = joint_snapshot(sample.snapshot(), loop.device)
+        snapshot = joint_snapshot(arrived(), loop.device)
         self.snapshots = [*self.snapshots[-self._KEPT + 1 :], snapshot]
         alerts = self._alerts.judge(
-            snapshot,
-            has_loss_scaler=loop.has_loss_scaler,
-            num_merged=sample.num_merged,
+            snapshot, has_loss_scaler=loop.has_loss_scaler, num_merged=num_merged
         )
-        summary = summarize(snapshot, sample.num_merged, self._alerts.num_violations)
+        summary = summarize(snapshot, num_merged, self._alerts.num_violations)
         if not is_over:
             loop.keep_metrics(summary.numbers)
-        if loop.is_global_zero:
-            for writer in self._writers_of(loop):
-                writer.write(snapshot, summary, complete=bool(alerts))
-        self._write_alerts(loop, alerts, snapshot.step)
+        self._writers.write(loop, snapshot, summary, alerts)
         try:
             self._alerts.act(loop, alerts)
         except BaseException:
             # The run that ends here can be read.
-            self._write_last(loop)
+            self._writers.finish(self.snapshots)
             raise
 
-    def _write_alerts(self, loop: Loop, alerts: Sequence[ScaleAlert], step: int) -> None:
-        if alerts and loop.is_global_zero:
-            for writer in self._writers_of(loop):
-                writer.write_alerts(alerts, step)
 
-    def _write_last(self, loop: Loop) -> None:
-        if self.snapshots and loop.is_global_zero:
+class _Writers:
+    """The writers to the loggers of a loop, on the rank that writes."""
+
+    def __init__(self, tabs: TensorBoardTabs) -> None:
+        self._tabs = tabs
+        self._writers: dict[int, Writer] = {}
+
+    def write(
+        self,
+        loop: Loop,
+        snapshot: ScaleSnapshot,
+        summary: ScaleSummary,
+        alerts: Sequence[ScaleAlert],
+    ) -> None:
+        """Write a snapshot, and what is wrong in it, at its step."""
+        for writer in self._of(loop):
+            writer.write(snapshot, summary, complete=bool(alerts))
+        self.write_alerts(loop, alerts, snapshot.step)
+
+    def write_alerts(self, loop: Loop, alerts: Sequence[ScaleAlert], step: int) -> None:
+        """Write what is wrong at a step, if anything is."""
+        for writer in self._of(loop) if alerts else ():
+            writer.write_alerts(alerts, step)
+
+    def finish(self, snapshots: Sequence[ScaleSnapshot]) -> None:
+        """Write what was left out of the last snapshot."""
+        if snapshots:
             for writer in self._writers.values():
-                writer.finish(self.snapshots[-1])
+                writer.finish(snapshots[-1])
 
-    def _writers_of(self, loop: Loop) -> list[Writer]:
-        for logger in loop.loggers:
+    def clear(self) -> None:
+        """Forget the writers of a run that has ended."""
+        self._writers.clear()
+
+    def _of(self, loop: Loop) -> list[Writer]:
+        for logger in loop.loggers if loop.is_global_zero else ():
             if id(logger) not in self._writers:
                 writer = self._writers[id(logger)] = writer_for(logger, self._tabs)
                 if isinstance(writer, ScaleWriter):

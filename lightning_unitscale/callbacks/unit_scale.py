@@ -20,7 +20,6 @@ from lightning_unitscale.callbacks.checkpoints import (
 )
 from lightning_unitscale.callbacks.distributed import refuse_distributed_tensors
 from lightning_unitscale.callbacks.explanation import Explanation
-from lightning_unitscale.callbacks.half_precision import report_unprotected, warn_of_zero_eps
 from lightning_unitscale.callbacks.lightning_loop import LightningLoop
 from lightning_unitscale.callbacks.options import (
     FP8,
@@ -35,15 +34,17 @@ from lightning_unitscale.callbacks.options import (
 )
 from lightning_unitscale.callbacks.packages import rank_zero_warn
 from lightning_unitscale.callbacks.product_units import ProductUnits
-from lightning_unitscale.callbacks.recalibration import RecalibrationSchedule
 from lightning_unitscale.callbacks.remat import budget_claim, compile_claim, step_partitioner
 from lightning_unitscale.callbacks.ruled_steps import RuledSteps
 from lightning_unitscale.callbacks.rules import rules_of
+from lightning_unitscale.callbacks.schedules import RecalibrationSchedule
 from lightning_unitscale.callbacks.steps import StepsCallback, captures_steps, enter
 from lightning_unitscale.callbacks.trainer_settings import (
     check_fp8,
     check_fp8_device,
     check_simulation,
+    report_unprotected,
+    warn_of_zero_eps,
 )
 from lightning_unitscale.capture.steps import ModuleSteps, breaks_list
 from lightning_unitscale.dispatch.coverage import Coverage

@@ -134,7 +134,7 @@ _Maker: TypeAlias = Callable[[Any, TensorBoardTabs], Writer]
 
 
 def writer_for(logger: Any, tabs: TensorBoardTabs) -> Writer:
-    """The writer to a logger, whose run begins with it."""
+    """Return the writer to a logger, whose run begins with it."""
     return _maker(logger)(logger, tabs)
 
 

@@ -106,19 +106,14 @@ def finite(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class ScaleSummary:
-    """What loggers chart.
+    """What loggers chart."""
 
-    Attributes:
-        numbers: ``scales/log2_rms/min_forward`` (``median``, ``max``; ``backward``);
-            ``scales/log2_rms/worst``, how many powers of two the farthest RMS is away from 1; for
-            each format ``scales/FP16/overflow_forward`` and ``scales/FP16/underflow_forward``, the
-            share of the worst tensor's elements that overflow, and that become zero; and
-            ``scales/num_violations``, of this snapshot.
-        tensors: ``scales/FP16/overflow_forward_tensor``: the name of that tensor; empty where no
-            tensor loses anything.
-    """
-
+    # ``scales/log2_rms/min_forward`` (``median``, ``max``; ``backward``);
+    # ``scales/log2_rms/worst``, how many powers of two the farthest RMS is away from 1;
+    # ``scales/FP16/overflow_forward`` and ``underflow_forward``, the share of the worst tensor's
+    # elements that overflow or become zero; and ``scales/num_violations``.
     numbers: dict[str, float]
+    # ``scales/FP16/overflow_forward_tensor``: its name; empty if no tensor loses anything.
     tensors: dict[str, str]
 
 

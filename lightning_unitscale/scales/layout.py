@@ -4,8 +4,7 @@ A row is one vector per tensor, so that the rows of a whole training step are on
 transfer to the host, one collective across ranks. Standard library only, for TensorBoard's server
 reads rows too. ``statistics.py`` computes them, and so do ``host_rows.py`` and the kernels in
 ``triton_kernels.py``, whose columns have the same order: a new one is the last moment.
-``reduce.py`` combines rows and shifts them, ``estimates.py`` completes those of a sample, and
-``expected_row`` in the tests defines them.
+``reduce.py`` combines, shifts and completes rows, and ``expected_row`` in the tests defines them.
 """
 
 from __future__ import annotations
@@ -48,37 +47,29 @@ class RowLayout:
     finite elements ``sum``, ``abs_sum``, ``square_sum``, ``abs_max`` and ``abs_min`` (smallest
     magnitude above zero, ``inf`` when there is none). Then for every format the number of finite
     elements that ``overflow``, become ``subnormal``, or are ``flushed`` to zero without being zero.
-    Then, with ``histogram``, ``sampled`` (how many elements were looked at) and the number of
+    Then, with ``histogram``, ``sampled`` (how many elements were read) and the number of
     finite non-zero elements per binary exponent -150 to 128; the two end bins take all that lies
     beyond them, which only FP64 can.
 
     With ``sample_size`` the counts per format and per exponent, ``zeros``, ``abs_sum`` and
-    ``abs_min`` come from a strided sample of the tensor; ``measured`` is the row of that sample,
-    and ``completed_rows`` turns it into estimates of all elements. The other columns are exact.
-
-    Attributes:
-        formats: The formats whose out-of-range elements are counted.
-        histogram: Whether exponents are counted.
-        sample_size: Number of elements in a sample, at most; ``None`` reads all of them.
-        edges: Three FP64 numbers per format, such that a magnitude that does not exceed one is
-            flushed (or zero); subnormal or flushed; in range.
-        fp32_cuts: The first FP32 number above every edge: ``|x| < cut`` then tells the same of an
-            FP32 ``x`` without any rounding.
-        fp64_cuts: The same for FP64 ``x``.
-        measured: The columns that a device computes. Those of a sample hold for any unit and any
-            format, so there is one such row for all of them, the light row of a monitor.
-        columns: Name of every column: ``numel``, ..., ``FP16.overflow``, ..., ``2^-150``, ....
-        key: The layout as text (JSON), for what takes no objects: an operator, an event file.
+    ``abs_min`` come from a strided sample of the tensor. The other columns are exact.
     """
 
     formats: tuple[NumberFormat, ...] = (FP16, E4M3FN, E5M2)
     histogram: bool = True
+    # Most elements of a sample; ``None`` reads all of a tensor.
     sample_size: int | None = 16_384
+    # Three FP64 numbers per format: a magnitude that does not exceed one is flushed (or zero);
+    # subnormal or flushed; in range.
     edges: tuple[float, ...] = field(init=False, repr=False, compare=False)
+    # The first FP32 and FP64 number above every edge: ``|x| < cut`` compares without rounding.
     fp32_cuts: tuple[float, ...] = field(init=False, repr=False, compare=False)
     fp64_cuts: tuple[float, ...] = field(init=False, repr=False, compare=False)
+    # The columns that a device computes. One light row serves all units and formats of a sampled
+    # layout; ``completed_rows`` turns it into estimates of all elements.
     measured: RowLayout = field(init=False, repr=False, compare=False)
     columns: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    # The layout as JSON, for an operator or an event file.
     key: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -192,19 +192,11 @@ class ScaleSnapshot:
     def select(self, names: Sequence[str]) -> ScaleSnapshot:
         """Only the tensors of these names, in this order."""
         chosen = [self._position(name) for name in names]
-        return replace(
-            self,
-            names=tuple(names),
-            forward=self.forward[chosen],
-            backward=self.backward[chosen],
-            modules=tuple(self.modules[k] for k in chosen),
-            log2_sigma=self.log2_sigma[chosen],
-            log2_gamma=self.log2_gamma[chosen],
-            inputs=tuple(self.inputs[k] for k in chosen),
-            operands=tuple(self.operands[k] for k in chosen),
-            products=tuple(self.products[k] for k in chosen),
-            lacking_units=tuple(self.lacking_units[k] for k in chosen),
-        )
+        arrays = ("forward", "backward", "log2_sigma", "log2_gamma")
+        tuples = ("names", "modules", "inputs", "operands", "products", "lacking_units")
+        kept = {field: getattr(self, field)[chosen] for field in arrays}
+        kept |= {field: tuple(getattr(self, field)[k] for k in chosen) for field in tuples}
+        return replace(self, **kept)
 
     def merge(self, other: ScaleSnapshot) -> ScaleSnapshot:
         """Statistics of the same tensors on more data: another micro-batch or rank.

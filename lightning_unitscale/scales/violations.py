@@ -38,13 +38,7 @@ _VERBS: Final[dict[Kind, str]] = {
 
 @dataclass(frozen=True)
 class Threshold:
-    """Which fraction of a tensor's elements may be lost to one format in one way.
-
-    Attributes:
-        format: The format.
-        kind: The way.
-        fraction: More than this fraction is a violation.
-    """
+    """Which fraction of a tensor's elements may be lost to one format in one way."""
 
     format: NumberFormat
     kind: Kind

@@ -16,8 +16,7 @@ from lightning_unitscale.dispatch.torch_internals import current_node, is_record
 from lightning_unitscale.patching import Shadow, StandIn
 from lightning_unitscale.scales.layout import MOMENTS
 from lightning_unitscale.watching.names import Callers, StartNames
-from lightning_unitscale.watching.probes import ScaleProbes
-from lightning_unitscale.watching.records import ProbedCall, sent_snapshot
+from lightning_unitscale.watching.probes import ProbedCall, ScaleProbes, sent_snapshot
 from lightning_unitscale.watching.scales_graph import ScalesGraph
 from lightning_unitscale.watching.torch_state import wrapping_checkpoints
 from lightning_unitscale.watching.tracked_call import ExactMoments, State, TrackedCall

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dis
 import functools
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from types import FrameType
-from typing import Any
+from itertools import pairwise
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
+from torch.overrides import handle_torch_function
 from torch.utils._pytree import tree_map
 from typing_extensions import override
 
@@ -20,11 +24,9 @@ from lightning_unitscale.graph.nodes import tensors_in
 from lightning_unitscale.graph.recorder import stored_elements
 from lightning_unitscale.scales.layout import MOMENTS
 from lightning_unitscale.scales.statistics import functional_row
-from lightning_unitscale.watching.how_made import Made, how_made, use_of
 from lightning_unitscale.watching.input_gradients import GradientPath, InputGradients
 from lightning_unitscale.watching.names import ALIASES, Caller, Callers, StartNames, tensors_of
-from lightning_unitscale.watching.operands import RunningFunction
-from lightning_unitscale.watching.rows import Measuring, TensorRow
+from lightning_unitscale.watching.rows import Measuring, RunningFunction, TensorRow
 from lightning_unitscale.watching.torch_state import is_readable, plain_functions, unseen
 from lightning_unitscale.watching.watched_call import WatchedCall
 
@@ -79,6 +81,28 @@ class InUnits:
         return next(iter(self.operands)).partition(":")[0]
 
 
+@dataclass(frozen=True)
+class Made:
+    """How a tensor was made, as an FX node has it, with rows in place of tensors."""
+
+    op: str  # "call_function" or "call_method"
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    # What the caller has assigned the results to.
+    variables: tuple[str, ...] = ()
+    # Name of the call, if it returns several tensors, and which of them this is.
+    name: str = ""
+    index: int | None = None
+
+
+class Use(NamedTuple):
+    """What a caller does with a function."""
+
+    instruction: str
+    variables: tuple[str, ...]
+
+
 class TrackedCall(WatchedCall):
     """Makes a row of every tensor that a call of a step computes."""
 
@@ -131,9 +155,9 @@ class TrackedCall(WatchedCall):
             self._inputs([one for one in arguments if isinstance(one, nn.Parameter)], word)
             self._inputs(arguments, word)
             self._begin_paths(arguments)
-            use = use_of(function, sys._getframe(1).f_back, self.callers.top)
+            use = _use_of(function, sys._getframe(1).f_back, self.callers.top)
             rows = [tree_map(self._constant, each) for each in (args, kwargs)]
-            made = how_made(function, word, rows[0], rows[1], use)
+            made = _how_made(function, word, rows[0], rows[1], use)
             beside = self.inputs.run_beside(function, args, kwargs)
         known = len(self._made)
         result = super().run(function, args, kwargs, word, caller)
@@ -297,3 +321,64 @@ class _Attach(torch.autograd.Function):
         if grad_output is not None and not torch.is_grad_enabled():
             ctx.arrive(grad_output)
         return None, None, None
+
+
+def _how_made(
+    function: Any, word: str, args: tuple[Any, ...], kwargs: dict[str, Any], use: Use
+) -> Made:
+    """Describe a call of a torch function; operators and methods are those that the caller has."""
+    name = getattr(function, "__name__", word)
+    if name == "__get__":
+        return Made("call_function", getattr, (*args[:1], word), {}, use.variables)
+    if getattr(Tensor, name, None) is not function:
+        return Made("call_function", function, args, kwargs, use.variables)
+    if name[:2] == "__" or not use.instruction.startswith("CALL"):
+        target = getattr(operator, word, None) or getattr(operator, f"{word}_", None)
+        if target is not None:
+            args = args[::-1] if name.startswith("__r") and len(args) == 2 else args
+            return Made("call_function", target, args, kwargs, use.variables)
+    return Made("call_method", name, args, kwargs, use.variables)
+
+
+def _use_of(function: Any, frame: FrameType | None, top: CodeType) -> Use:
+    """Find out what a caller, below the code that calls the step, does with a torch function.
+
+    As Dynamo names the nodes of a graph, variables are the first ones, also of a caller to whom the
+    results are returned.
+    """
+    own, first = getattr(function, "__code__", None), ""
+    while frame is not None and frame.f_code is not top:
+        code = frame.f_code
+        if code is not own and code is not handle_torch_function.__code__:
+            instruction, following, variables = _instructions(code).get(frame.f_lasti, ("", "", ()))
+            first = first or instruction
+            if following != "RETURN_VALUE":
+                return Use(first, variables)
+        frame = frame.f_back
+    return Use(first, ())
+
+
+@functools.lru_cache(maxsize=1024)
+def _instructions(code: CodeType) -> dict[int, tuple[str, str, tuple[str, ...]]]:
+    """By its offset, each instruction, the one behind it, and the variables that it stores in."""
+    every = list(dis.get_instructions(code))
+    # Python 3.11 may run a call together with what prepares it.
+    kept = [one for one in every if one.opname != "PRECALL"]
+    found = {}
+    for index, (one, after) in enumerate(pairwise(kept)):
+        count = (after.arg or 0) if after.opname == "UNPACK_SEQUENCE" else 0
+        stores = kept[index + 2 : index + 2 + count] if count else [after]
+        names = [name for store in stores for name in _stored_by(store)]
+        found[one.offset] = one.opname, after.opname, tuple(names[: max(count, 1)])
+    for one, after in pairwise(every):
+        entry = found[after.offset if one.opname == "PRECALL" else one.offset]
+        # A call of Python's own has the caller's frame behind the instruction, in its cache.
+        found.update(dict.fromkeys(range(one.offset, after.offset, 2), entry))
+    return found
+
+
+def _stored_by(instruction: dis.Instruction) -> tuple[str, ...]:
+    if not instruction.opname.startswith("STORE_") or instruction.argval is None:
+        return ()
+    value = instruction.argval
+    return value if isinstance(value, tuple) else (str(value),)

@@ -14,8 +14,7 @@ from torch.utils._pytree import tree_map
 from lightning_unitscale.dynamo.graphs import rename_node
 from lightning_unitscale.graph.nodes import MODULE, NAME
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
-from lightning_unitscale.watching.how_made import Made
-from lightning_unitscale.watching.records import ProbedCall
+from lightning_unitscale.watching.probes import ProbedCall
 from lightning_unitscale.watching.rows import TensorRow
 from lightning_unitscale.watching.scales_graph import (
     CLEAN_NAME,
@@ -25,7 +24,7 @@ from lightning_unitscale.watching.scales_graph import (
     Metrics,
     ScalesGraph,
 )
-from lightning_unitscale.watching.tracked_call import State, TrackedCall
+from lightning_unitscale.watching.tracked_call import Made, State, TrackedCall
 
 
 def graph_of_call(call: TrackedCall) -> ScalesGraph:

@@ -27,9 +27,15 @@ from lightning_unitscale.watching.names import (
     StartNames,
     word_of,
 )
-from lightning_unitscale.watching.operands import RunningFunction, Unit
-from lightning_unitscale.watching.records import ProbedTensor
-from lightning_unitscale.watching.rows import Gradients, Measuring, TensorRow, shown_inputs
+from lightning_unitscale.watching.probes import ProbedTensor
+from lightning_unitscale.watching.rows import (
+    Gradients,
+    Measuring,
+    RunningFunction,
+    TensorRow,
+    Unit,
+    shown_inputs,
+)
 from lightning_unitscale.watching.torch_state import (
     is_readable,
     plain_functions,

@@ -20,7 +20,7 @@ from lightning_unitscale.lossless.gauge import Gauge
 from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.watching.names import Callers, StartNames, answers, word_of
-from lightning_unitscale.watching.records import snapshot_of
+from lightning_unitscale.watching.probes import snapshot_of
 from lightning_unitscale.watching.rows import Measuring
 from lightning_unitscale.watching.torch_state import (
     answering_as_without,

@@ -1,15 +1,56 @@
-"""When units are measured again, and when ranks agree on those that come late."""
+"""Schedules of optimizer steps: to sample, to measure units again, and to agree on units."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
-from lightning_unitscale.arguments import shown
+from lightning_unitscale.arguments import check_count, shown
 from lightning_unitscale.lossless.measured import is_late_look
 
 # Steps at which "auto" looks: often while the scales of a fresh model move, then rarely.
 _EARLY_LOOKS = frozenset({8, 16, 32, 64})
 _LOOK_EVERY = 128
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """A schedule of samples."""
+
+    every_n_steps: int
+    first_step: int = 0
+    last_step: int | None = None
+
+    def __post_init__(self) -> None:
+        check_count("every_n_steps", self.every_n_steps)
+        if not _is_step(self.first_step):
+            raise ValueError(
+                f"first_step={shown(self.first_step)}: not an optimizer step; expected a "
+                "whole number from 0; leave it out to sample from the first step on."
+            )
+        if self.last_step is None:
+            return
+        if not _is_step(self.last_step) or self.last_step < self.first_step:
+            raise ValueError(
+                f"last_step={shown(self.last_step)}: not a step from first_step={self.first_step} "
+                "on; expected a whole number of at least that, or None; leave it out to sample to "
+                "the end."
+            )
+
+    def covers(self, step: int) -> bool:
+        """Return whether a step is within the window."""
+        return self.first_step <= step and (self.last_step is None or step <= self.last_step)
+
+    def wants(self, step: int, start: int, *, is_last: bool) -> bool:
+        """Return whether a step is sampled.
+
+        Beside every n-th: both ends of the window or of the training, and the step after the first,
+        which is the first one that runs in measured units.
+        """
+        if not self.covers(step):
+            return False
+        is_second = step - max(start, self.first_step) in (0, 1)
+        return step % self.every_n_steps == 0 or is_second or is_last or step == self.last_step
 
 
 class RecalibrationSchedule:
@@ -72,3 +113,7 @@ class LateAgreement:
         """Count an optimizer step, and return whether ranks meet after it."""
         self._num_steps = (self._num_steps or 0) + 1
         return self.is_open and is_late_look(self._num_steps)
+
+
+def _is_step(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
