@@ -114,14 +114,7 @@ class ScaleViolation(RuntimeError):
 
 
 class ScaleAlerts:
-    """Judges snapshots.
-
-    Attributes:
-        alerts: The alerts so far, at most 10,000, newest last.
-        formats: The formats to count: the monitored ones and those of the thresholds.
-        num_violations: How many tensors, directions and formats were violations in the last
-            snapshot, told before or not; trends are none.
-    """
+    """Judges snapshots, and acts on what is wrong."""
 
     def __init__(
         self,
@@ -143,7 +136,9 @@ class ScaleAlerts:
         else:
             self._thresholds = parse_thresholds(thresholds)
         limited = tuple(dict.fromkeys(threshold.format for threshold in self._thresholds))
+        # Those to count.
         self.formats = tuple(dict.fromkeys((*formats, *limited)))
+        # At most 10,000, newest last.
         self.alerts: list[ScaleAlert] = []
         self._horizon = trend_steps
         self._limited = limited
@@ -157,6 +152,7 @@ class ScaleAlerts:
         self._known_infinite: set[str] = set()
         self._loss_watch = LossWatch()
         self._bad_loss: ScaleAlert | None = None
+        # Of the last snapshot, reported before or not; trends do not count.
         self.num_violations = 0
 
     @property

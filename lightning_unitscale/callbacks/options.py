@@ -132,12 +132,7 @@ class FP8:
         self.linears(is_lossless=True)  # which checks the others
 
     def linears(self, *, is_lossless: bool) -> FP8Linears:
-        """The pass that runs linear layers in FP8.
-
-        Args:
-            is_lossless: Whether the method leaves the model as it is, which decides what ``"auto"``
-                excludes.
-        """
+        """The pass that runs linear layers in FP8; ``"auto"`` excludes less if lossless."""
         exclude = self.exclude
         if isinstance(exclude, str) and exclude == "auto":
             exclude = READOUT_EXCLUDE if is_lossless else U_MUP_EXCLUDE

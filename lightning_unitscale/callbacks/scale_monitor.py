@@ -19,17 +19,19 @@ from lightning_unitscale.callbacks.schedules import Sampling
 from lightning_unitscale.callbacks.steps import StepsCallback, captures_steps, enter
 from lightning_unitscale.formats import NumberFormat, get_format
 from lightning_unitscale.graph.name_patterns import NamePatterns
-from lightning_unitscale.loops.loggers import Writer, writer_for
+from lightning_unitscale.loops.loggers import RunWriters
 from lightning_unitscale.loops.loop import Loop
 from lightning_unitscale.ranks import is_distributed
 from lightning_unitscale.scales.alerts import ScaleAlert
-from lightning_unitscale.scales.export import ScaleSummary, summarize, write_csv, write_json_lines
+from lightning_unitscale.scales.export import summarize, write_csv, write_json_lines
 from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.scales.violations import Limits
-from lightning_unitscale.tensorboard.command import SCALES_URL, tensorboard_command
 from lightning_unitscale.tensorboard.table import scale_table
-from lightning_unitscale.tensorboard.writer import TABS, ScaleWriter, TensorBoardTabs
+from lightning_unitscale.tensorboard.writer import (
+    TABS,
+    TensorBoardTabs,
+)
 from lightning_unitscale.watching.torch_state import is_readable
 
 if TYPE_CHECKING:
@@ -150,7 +152,7 @@ class ScaleMonitor(StepsCallback):
         )
         self.snapshots: list[ScaleSnapshot] = []
         self._steps: WatchedSteps | ProbedSteps | None = None
-        self._writers = _Writers(tensorboard_tabs)
+        self._writers = RunWriters(tensorboard_tabs, rank_zero_info)
         self._start: int | None = None
         self._sampled_step = -1
         self._is_sampling = False
@@ -348,49 +350,3 @@ class ScaleMonitor(StepsCallback):
             # The run that ends here can be read.
             self._writers.finish(self.snapshots)
             raise
-
-
-class _Writers:
-    """The writers to the loggers of a loop, on the rank that writes."""
-
-    def __init__(self, tabs: TensorBoardTabs) -> None:
-        self._tabs = tabs
-        self._writers: dict[int, Writer] = {}
-
-    def write(
-        self,
-        loop: Loop,
-        snapshot: ScaleSnapshot,
-        summary: ScaleSummary,
-        alerts: Sequence[ScaleAlert],
-    ) -> None:
-        """Write a snapshot, and what is wrong in it, at its step."""
-        for writer in self._of(loop):
-            writer.write(snapshot, summary, complete=bool(alerts))
-        self.write_alerts(loop, alerts, snapshot.step)
-
-    def write_alerts(self, loop: Loop, alerts: Sequence[ScaleAlert], step: int) -> None:
-        """Write what is wrong at a step, if anything is."""
-        for writer in self._of(loop) if alerts else ():
-            writer.write_alerts(alerts, step)
-
-    def finish(self, snapshots: Sequence[ScaleSnapshot]) -> None:
-        """Write what was left out of the last snapshot."""
-        if snapshots:
-            for writer in self._writers.values():
-                writer.finish(snapshots[-1])
-
-    def clear(self) -> None:
-        """Forget the writers of a run that has ended."""
-        self._writers.clear()
-
-    def _of(self, loop: Loop) -> list[Writer]:
-        for logger in loop.loggers if loop.is_global_zero else ():
-            if id(logger) not in self._writers:
-                writer = self._writers[id(logger)] = writer_for(logger, self._tabs)
-                if isinstance(writer, ScaleWriter):
-                    rank_zero_info(
-                        f"ScaleMonitor: to see the scales while the run goes on, run "
-                        f"{tensorboard_command(logger)} and open {SCALES_URL}"
-                    )
-        return list(self._writers.values())

@@ -88,16 +88,13 @@ class RecalibrationSchedule:
 class LateAgreement:
     """The optimizer steps at which ranks agree on the units of tensors that were zero at first.
 
-    Each rank counts the same steps. They meet at the steps 1, 2, 4, 8 and every 8th, while any rank
-    lacks a unit, and all of them learn that when they meet. Between, a rank waits for no other.
-    Ranks begin to meet when a training begins, and again after each look at all units.
-
-    Attributes:
-        is_open: Whether they go on to meet.
+    Each rank counts the same steps. They meet at the steps 1, 2, 4, 8 and every 8th, as long as any
+    rank lacks a unit. They begin when a training begins, and after each look at all units.
     """
 
     def __init__(self) -> None:
         self._num_steps: int | None = None
+        # Whether they go on to meet.
         self.is_open = False
 
     def start(self) -> None:

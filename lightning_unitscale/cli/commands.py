@@ -22,7 +22,7 @@ from lightning_unitscale.patching import nothing
 from lightning_unitscale.pipeline.explain import explain_step
 from lightning_unitscale.profiler import DeviceType, profile_graph
 from lightning_unitscale.profiler.report import check_sort_by
-from lightning_unitscale.tensorboard import command
+from lightning_unitscale.tensorboard import writer
 from lightning_unitscale.tensorboard.report import main as report_command
 
 # What a shell reports for a program that Ctrl-C ended.
@@ -197,7 +197,7 @@ class UnitScaleCLI(LightningCLI):
             lines.append(line)
         if opening := tensorboard_command(self.trainer):
             if table:
-                lines.append(f"Scales tab: {command.SCALES_URL} (while TensorBoard runs)")
+                lines.append(f"Scales tab: {writer.SCALES_URL} (while TensorBoard runs)")
             lines.append(f"TensorBoard: {opening}")
         print("\n".join(lines), flush=True)
 
@@ -383,4 +383,4 @@ def tensorboard_command(trainer: pl.Trainer) -> str | None:
     `None` if the trainer logs nothing to TensorBoard.
     """
     loggers = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
-    return command.tensorboard_command(loggers[0]) if loggers else None
+    return writer.tensorboard_command(loggers[0]) if loggers else None

@@ -34,22 +34,14 @@ _NO_REPLICAS = (DeepSpeedStrategy, XLAStrategy, GridStrategy)
 
 @dataclass(frozen=True)
 class ProfiledJob:
-    """What a device of a job has, and the Trainer to profile it with.
+    """What a device of a job has, and the Trainer to profile it with."""
 
-    Attributes:
-        kind: One device, the whole model on each of several, or a shard on each.
-        strategy: For the Trainer.
-        num_devices: For the Trainer, per node.
-        num_nodes: For the Trainer.
-        num_ranks: Devices of the job; ``None`` if it is not known.
-        options: Arguments of the strategy.
-    """
-
+    # One device, the whole model on each of several, or a shard on each.
     kind: Literal["one", "replicas", "shards"] = "one"
     strategy: Any = "auto"
     num_devices: int = 1
     num_nodes: int = 1
-    num_ranks: int | None = 1
+    num_ranks: int | None = 1  # ``None`` if it is not known
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @contextlib.contextmanager

@@ -170,11 +170,7 @@ class Attachment(CalledLoop):
         self._attached.enter_context(context)
 
     def follow(self, name: str) -> None:
-        """Let calls of one more method of the module be calls of the module.
-
-        Args:
-            name: Of the method.
-        """
+        """Let calls of one more method of the module be calls of the module."""
         self._forward.close()
         # Each stands aside for the methods that it is told of when it starts.
         for callback in reversed(self._callbacks):

@@ -23,20 +23,15 @@ _EXPECTED = "expected UnitScaleCallback(), ScaleMonitor() or several in a list"
 
 
 class Loop(abc.ABC):
-    """A training loop, as callbacks see it.
-
-    Attributes:
-        module: The module that is trained; names of tensors are paths in it.
-        steps: Names of its methods that a batch calls.
-        training_step: The one among them that a training batch calls.
-        has_loss_outside: Whether the loss is computed after that call, and not within it.
-        num_steps: How many optimizer steps there will have been at the end, where the loop tells.
-    """
+    """A training loop, as callbacks see it."""
 
     module: nn.Module
+    # Names of the methods that a batch calls, and the one among them of a training batch.
     steps: tuple[str, ...]
     training_step: str
+    # Whether the loss is computed after that call, and not within it.
     has_loss_outside: bool = False
+    # How many optimizer steps there will have been at the end, if the loop knows.
     num_steps: int | None = None
 
     def begin_batch(self) -> None:  # noqa: B027
@@ -116,17 +111,11 @@ def scale_of(scaler: Any) -> float:
 
 @dataclass(frozen=True)
 class Claim:
-    """A setting that one callback makes for a run, and no other can make beside it.
+    """A setting that one callback makes for a run, and no other can make beside it."""
 
-    Attributes:
-        subject: What is set, such as ``"the memory budget"``.
-        setting: How the user has asked for it, such as ``"UnitScaleCallback(remat=0.5)"``.
-        value: If it is given, equal values go together.
-    """
-
-    subject: str
-    setting: str
-    value: str | None = None
+    subject: str  # such as ``"the memory budget"``
+    setting: str  # how the user has asked for it, such as ``"UnitScaleCallback(remat=0.5)"``
+    value: str | None = None  # equal values go together
 
 
 class LoopCallback:
@@ -153,12 +142,7 @@ class LoopCallback:
         """An optimizer of torch is about to step for the first time, on the module's parameters."""
 
     def begin_batch(self, batch: Any = None, batch_idx: int = 0) -> None:
-        """A training batch begins, or the batches of one optimizer step.
-
-        Args:
-            batch: The batch; ``None`` in loops that do not tell.
-            batch_idx: Its index.
-        """
+        """A training batch begins, or the batches of one optimizer step; not all loops pass it."""
 
     def begin_backward(self, loss: Tensor | None) -> None:
         """A loss is there, if it is known."""
@@ -170,13 +154,7 @@ class LoopCallback:
         """A training batch has ended; ``loop.has_stepped`` says whether the optimizer stepped."""
 
     def begin_evaluation(self, name: str, batch: Any = None, *indices: int) -> None:
-        """A batch of an evaluation begins.
-
-        Args:
-            name: Of the step, such as ``"validation_step"``.
-            batch: The batch; ``None`` in loops that do not tell.
-            *indices: Of the batch, and of its loader.
-        """
+        """A batch of a step such as ``"validation_step"`` begins, the i-th of the j-th loader."""
 
     def end_evaluation(self, batch_idx: int = 0) -> None:
         """It has ended."""

@@ -51,18 +51,12 @@ _MOST_TICKS: Final = 7
 
 @dataclass(frozen=True)
 class Report:
-    """What was written.
-
-    Attributes:
-        page: The HTML file.
-        pictures: A PNG per run; none where matplotlib is not installed.
-        tables: The scales of the last step of every run and its alerts, by its name.
-        no_pictures: Why there are none; empty otherwise.
-    """
+    """What was written: an HTML file, a PNG per run, and tables of the runs' last steps."""
 
     page: Path
     pictures: tuple[Path, ...]
     tables: dict[str, str]
+    # Why there are no pictures, if matplotlib is not installed.
     no_pictures: str = ""
 
 

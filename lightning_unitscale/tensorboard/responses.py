@@ -41,19 +41,12 @@ def frame(header: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> 
 
 @dataclass(frozen=True)
 class ListedRun:
-    """A run that has scales.
-
-    Attributes:
-        name: Its name in TensorBoard.
-        started: When it began, in seconds since 1970; the page opens with the newest.
-        last_steps: The last step of each direction that was measured.
-        version: When it changes, there is news: a step, or what was written late about the last
-            one, such as its alerts.
-    """
+    """A run that has scales."""
 
     name: str
-    started: float
+    started: float  # in seconds since 1970; the page opens with the newest
     last_steps: Mapping[Direction, int]
+    # Changes with each step, and with what is written late about the last one, such as alerts.
     version: int = 0
 
 

@@ -50,16 +50,11 @@ QUANTITIES: Final[tuple[Quantity, ...]] = get_args(Quantity)
 
 @dataclass(frozen=True)
 class Series:
-    """One tag of the plugin.
-
-    Attributes:
-        direction: Values or gradients.
-        quantity: What it holds.
-        subject: The key of the set of tensors; of exponents, the name of the tensor.
-    """
+    """One tag of the plugin."""
 
     direction: Direction
     quantity: Quantity
+    # The key of the set of tensors; of exponents, the name of the tensor.
     subject: str
 
     @property
@@ -80,21 +75,13 @@ class Series:
 
 @dataclass(frozen=True)
 class TensorSet:
-    """The tensors that the vectors of one set are about.
-
-    Attributes:
-        names: Their names, in graph order.
-        modules: Path of the module that makes each.
-        formats: The formats of the fractions.
-        inputs: For each the names of those that it is computed from; of files of before there
-            were any, empty.
-        operands: For each whether a matrix product reads it; empty as well.
-        products: For each whether one makes it, so that products read its gradient.
-    """
+    """The tensors that the vectors of one set are about, in graph order."""
 
     names: tuple[str, ...]
     modules: tuple[str, ...]
     formats: tuple[NumberFormat, ...]
+    # What each is computed from, whether a matmul reads it, and whether one makes it and so reads
+    # its gradient; empty in older files.
     inputs: tuple[tuple[str, ...], ...] = ()
     operands: tuple[bool, ...] = ()
     products: tuple[bool, ...] = ()
@@ -156,17 +143,11 @@ def parse_content(data: bytes) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, eq=False)
 class ExponentCounts:
-    """How many elements of one tensor have which binary exponent, of its true values.
+    """How many elements of one tensor have which binary exponent, of its true values."""
 
-    Attributes:
-        counts: Finite non-zero elements per exponent -150 to 128, shape ``(279,)``.
-        num_sampled: How many elements were looked at.
-        log2_unit: log2 of the unit the tensor is stored in; stored exponents are lower by it.
-    """
-
-    counts: npt.NDArray[np.floating[Any]]
+    counts: npt.NDArray[np.floating[Any]]  # finite non-zero ones per exponent -150 to 128, (279,)
     num_sampled: int
-    log2_unit: int = 0
+    log2_unit: int = 0  # stored exponents are lower by it
 
     def to_vector(self) -> npt.NDArray[np.floating[Any]]:
         """Number sampled, unit, first exponent, and the counts up to the last non-zero one.

@@ -13,8 +13,13 @@ two runs side by side, with and without, show what unit scaling does.
 from __future__ import annotations
 
 import itertools
+import os
 import re
+import shlex
+import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -37,6 +42,7 @@ from lightning_unitscale.tensorboard.protobuf import (
 )
 from lightning_unitscale.tensorboard.schema import (
     ALERTS_TAG,
+    PLUGIN_NAME,
     ExponentCounts,
     Series,
     TensorSet,
@@ -47,6 +53,8 @@ from lightning_unitscale.tensorboard.table import scale_table
 # Where the tags of TensorBoard's own dashboards begin: behind everything that begins with a letter.
 NAMESPACE: Final = "~scales"
 
+# TensorBoard's own port, unless it is taken.
+SCALES_URL: Final = f"http://localhost:6006/#{PLUGIN_NAME}"
 # Of which tensors TensorBoard's own dashboards have scalars and histograms: of none, of those that
 # products read, of all.
 TensorBoardTabs: TypeAlias = Literal["scales", "operands", "all"]
@@ -67,11 +75,7 @@ _OF_EXPONENTS: Final = ("exponents", "histograms")
 
 
 class Thinning:
-    """Which parts of the samples of a run are written: in long runs at fewer and fewer of them.
-
-    Attributes:
-        last_step: Step of the last sample.
-    """
+    """Which parts of the samples of a run are written: in long runs at fewer and fewer of them."""
 
     def __init__(self, before: Mapping[str, int]) -> None:
         self.last_step: int | None = None
@@ -319,3 +323,31 @@ def custom_scalars_layout(
             chart = ["Multiline", [rf"^{start}[^/]+{ending}/log2_rms$"]]
             layout.setdefault(block or "(top level)", {})[f"{direction}: log2 RMS"] = chart
     return layout
+
+
+def tensorboard_command(logger: Any) -> str:
+    """Return the command that shows a run beside the others of its logger.
+
+    It works as it stands in a shell in the current folder, whether or not the environment is
+    activated.
+    """
+    save_dir = getattr(logger, "save_dir", None)
+    logdir = Path(logger.log_dir if save_dir is None else save_dir)
+    if logdir.resolve() == Path.cwd():  # TensorBoard would search everything that is here
+        logdir = Path(getattr(logger, "root_dir", logger.log_dir))
+    beside_python = Path(sys.executable).with_name("tensorboard")
+    on_path = shutil.which("tensorboard")
+    if on_path is not None and Path(on_path).resolve() == beside_python.resolve():
+        program = "tensorboard"
+    elif beside_python.exists():
+        program = shlex.quote(_relative_to_cwd(beside_python))
+    else:
+        program = f"{shlex.quote(sys.executable)} -m tensorboard.main"
+    return f"{program} --logdir {shlex.quote(_relative_to_cwd(logdir))}"
+
+
+def _relative_to_cwd(path: Path) -> str:
+    """The path as a person in the current folder would type it; absolute if it is elsewhere."""
+    absolute = Path(os.path.abspath(path))  # keeps symbolic links, which environments consist of
+    cwd = Path.cwd()
+    return str(absolute.relative_to(cwd) if absolute.is_relative_to(cwd) else absolute)

@@ -34,19 +34,12 @@ from lightning_unitscale.watching.torch_state import OPERATORS, unseen, version_
 
 @dataclass(eq=False)
 class GradientPath:
-    """How a gradient comes to a tensor that takes no part in the backward pass.
+    """How a gradient comes to a tensor that takes no part in the backward pass."""
 
-    Attributes:
-        tensor: What stands for it in the second graph.
-        version: How often it had been written into then.
-        parents: The paths that it was computed from.
-        is_lost: Whether something has read it whose gradient is not known.
-    """
-
-    tensor: Tensor
-    version: int
-    parents: tuple[GradientPath, ...] = ()
-    is_lost: bool = False
+    tensor: Tensor  # what stands for it in the second graph
+    version: int  # how often it had been written into then
+    parents: tuple[GradientPath, ...] = ()  # those that it was computed from
+    is_lost: bool = False  # whether something has read it whose gradient is not known
 
     def lose(self) -> None:
         """Note that its gradient, and those of what it was computed from, would lack a part."""

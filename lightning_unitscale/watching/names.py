@@ -31,25 +31,17 @@ _BACKWARD = frozenset({torch.autograd.backward.__code__, torch.autograd.grad.__c
 
 @dataclass(frozen=True)
 class Caller:
-    """Where in a step a torch function is called.
+    """Where in a step a torch function is called."""
 
-    Attributes:
-        path: Path of the innermost module; empty for the root.
-        checkpoints: The reentrant checkpoints around the call, innermost first, by identity.
-        again: The reentrant checkpoint that recomputes the call, for its gradients.
-    """
-
-    path: str
+    path: str  # of the innermost module; empty for the root
+    # The reentrant checkpoints around the call, innermost first, by identity.
     checkpoints: tuple[int, ...] = ()
+    # The reentrant checkpoint that recomputes the call, for its gradients.
     again: int | None = None
 
 
 class Callers:
-    """Finds the caller of a torch function.
-
-    Attributes:
-        top: The code that calls the step.
-    """
+    """Finds the caller of a torch function, below the code that calls the step."""
 
     def __init__(self, module: nn.Module, top: CodeType, ignored: Collection[CodeType]) -> None:
         self._paths = {id(child): own_path(path) for path, child in module.named_modules()}
