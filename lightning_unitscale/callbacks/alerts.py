@@ -89,17 +89,17 @@ class ScaleViolation(RuntimeError):
 
     @property
     def alert(self) -> ScaleAlert:
-        """The first of the alerts."""
+        """Return the first of the alerts."""
         return self.alerts[0]
 
     @property
     def step(self) -> int:
-        """The optimizer step of the first alert."""
+        """Return the optimizer step of the first alert."""
         return self.alert.step
 
     @property
     def tensor(self) -> str:
-        """The tensor of the first alert."""
+        """Return the tensor of the first alert."""
         return self.alert.tensor
 
     @property
@@ -157,7 +157,7 @@ class ScaleAlerts:
 
     @property
     def wants_sample(self) -> bool:
-        """Whether the next step should be sampled whatever the schedule says."""
+        """Return whether the next step should be sampled whatever the schedule says."""
         return self._bad_loss is not None
 
     def see_loss(self, step: int, loss: Tensor) -> None:
@@ -188,7 +188,7 @@ class ScaleAlerts:
         has_loss_scaler: bool,
         num_merged: int = 1,
     ) -> tuple[ScaleAlert, ...]:
-        """What is new and wrong in a snapshot, the same on all ranks."""
+        """Return what is new and wrong in a snapshot, the same on all ranks."""
         nonfinite = first_nonfinite(
             snapshot, known_infinite=self._known_infinite, gradients=not has_loss_scaler
         )

@@ -149,7 +149,7 @@ def _taken_mark(checkpoint: dict[str, Any]) -> str | None:
 
 
 def _mark_of_file(trainer: pl.Trainer) -> str | None:
-    """The mark of a checkpoint whose weights a strategy has loaded by itself, by names it knew."""
+    """Return the mark in a checkpoint file that a strategy has loaded by itself, by known names."""
     if not is_lightning(trainer.strategy, "ModelParallelStrategy") or trainer.ckpt_path is None:
         return None
     path = Path(trainer.ckpt_path)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -32,14 +32,10 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound=Measured)
 
 
-def joint_rms(*measured: Mapping[str, float]) -> tuple[dict[str, float], ...]:
-    """RMS over all ranks of named values; ranks may have measured different names."""
-    return tuple(_joint(values) for values in zip(*gathered(measured), strict=True))
-
-
 def joint_measured(measured: M) -> M:
-    """RMS over all ranks of what this one has measured; the rest is this rank's own."""
-    forward, backward, outside = joint_rms(measured.forward, measured.backward, measured.outside)
+    """Return the RMS over all ranks of what each has measured; the rest is this rank's own."""
+    own = measured.forward, measured.backward, measured.outside
+    forward, backward, outside = map(_joint, zip(*gathered(own), strict=True))
     return replace(measured, forward=forward, backward=backward, outside=outside)
 
 
@@ -52,7 +48,7 @@ def joint_late(measured: M, lacking: Iterable[str]) -> tuple[M, bool]:
 
 
 def joint_reasons(*reasons: Mapping[str, str]) -> tuple[dict[str, str], ...]:
-    """What any rank has found, by name; where several have, the words of the first."""
+    """Return what any rank has found, by name; if several have, the words of the first."""
     return tuple(
         {name: text for texts in reversed(of_ranks) for name, text in texts.items()}
         for of_ranks in zip(*gathered(reasons), strict=True)
@@ -74,7 +70,8 @@ def joint_snapshot(snapshot: ScaleSnapshot, device: torch.device) -> ScaleSnapsh
     return _merged_by_name(snapshot)
 
 
-def _joint(of_ranks: tuple[Mapping[str, float], ...]) -> dict[str, float]:
+def _joint(of_ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the RMS over all ranks of named values; ranks may have measured different names."""
     names = dict.fromkeys(name for values in of_ranks for name in values)
     return {
         name: combined_rms([values[name] for values in of_ranks if name in values])
@@ -114,7 +111,7 @@ def _in_units(snapshot: ScaleSnapshot) -> list[tuple[str, int, int]]:
 
 
 def pipeline_of(trainer: pl.Trainer) -> PipelineStrategy | None:
-    """The strategy, if it cuts training steps into stages."""
+    """Return the strategy, if it cuts training steps into stages."""
     # Not by its class: training on one device must not load the pipeline's engine.
     is_pipeline = hasattr(trainer.strategy, "num_microbatches")
     return cast("PipelineStrategy", trainer.strategy) if is_pipeline else None
@@ -129,7 +126,7 @@ def tensor_parallel_size(trainer: pl.Trainer) -> int:
 
 
 def joint_over_parts(trainer: pl.Trainer) -> Callable[[float], float] | None:
-    """What makes the RMS of a tensor out of those of its parts; ``None`` where steps are whole."""
+    """Return how the RMS of a tensor follows from its parts'; ``None`` if steps are whole."""
     if tensor_parallel_size(trainer) == 1:
         return None
     strategy: Any = trainer.strategy
@@ -171,7 +168,7 @@ def num_replicas(trainer: pl.Trainer) -> int:
 
 
 def rehearsed(trainer: pl.Trainer, batch: Any) -> Any:
-    """The part of a training batch on which a step is rehearsed: its first microbatch.
+    """Return the part of a training batch on which a step is rehearsed: its first microbatch.
 
     Every rank rehearses the whole step on it, before the first step frees what others own. A
     rehearsal on one rank alone would take as long, and the others would wait.

@@ -33,7 +33,7 @@ class Table:
         return tabulate(self.rows, headers=self.headers, disable_numparse=True)
 
     def html(self) -> str:
-        """The table for a page, with its texts escaped."""
+        """Return the table for a page, with its texts escaped."""
         return tabulate(self.rows, headers=self.headers, tablefmt="html", disable_numparse=True)
 
 
@@ -43,7 +43,7 @@ class Explanation(str):
     parts: tuple[str | Table, ...]
 
     def __new__(cls, *parts: str | Table) -> Explanation:
-        """The text of the parts, with a line between them."""
+        """Return the text of the parts, with a line between them."""
         shown = tuple(part for part in parts if str(part))
         text = super().__new__(cls, "\n\n".join(map(str, shown)))
         text.parts = shown
@@ -100,7 +100,7 @@ class CountedSteps:
         return lacked or not self._lost.are_known(name, counter)
 
     def explain(self, lacking: Mapping[str, str]) -> list[str]:
-        """A line for each step, and a table of the main one; empty before the first."""
+        """Return a line for each step, and a table of the main one; empty before the first."""
         if not self._coverages:
             return []
         lines = [
@@ -143,7 +143,7 @@ class UnitEvents:
 
 
 def units_table(gauge: Gauge, lacking: Iterable[str] = ()) -> Table | None:
-    """The units of a gauge, a row for each tensor, by the module that makes it.
+    """Return the units of a gauge, a row for each tensor, by the module that makes it.
 
     A matmul has units for its operands and for the gradient that arrives at its result.
     """

@@ -165,11 +165,11 @@ class ScaleMonitor(StepsCallback):
 
     @property
     def alerts(self) -> tuple[ScaleAlert, ...]:
-        """What was wrong so far, at most 10,000 alerts, newest last."""
+        """The alerts so far, at most 10,000, newest last."""
         return tuple(self._alerts.alerts)
 
     def table(self, *, full: bool = False) -> str:
-        """The last snapshot as a text table: of what products read, a line per block.
+        """Return the last snapshot as a text table: of what products read, a line per block.
 
         Args:
             full: A line for every tensor.

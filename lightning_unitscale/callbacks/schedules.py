@@ -8,7 +8,7 @@ from typing import Literal
 from lightning_unitscale.arguments import check_count, shown
 from lightning_unitscale.lossless.measured import is_late_look
 
-# Steps at which "auto" looks: often while the scales of a fresh model move, then rarely.
+# Steps at which "auto" measures: often while the scales of a fresh model move, then rarely.
 _EARLY_LOOKS = frozenset({8, 16, 32, 64})
 _LOOK_EVERY = 128
 
@@ -54,7 +54,7 @@ class Sampling:
 
 
 class RecalibrationSchedule:
-    """The optimizer steps at which units are looked at."""
+    """The optimizer steps at which units are measured again."""
 
     def __init__(self, recalibrate: Literal["auto"] | int | None) -> None:
         is_number = isinstance(recalibrate, int) and not isinstance(recalibrate, bool)
@@ -68,16 +68,11 @@ class RecalibrationSchedule:
 
     @property
     def is_automatic(self) -> bool:
-        """Whether units change only where they no longer fit."""
+        """Return whether units change only where they no longer fit."""
         return self._recalibrate == "auto"
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether units are never looked at."""
-        return self._recalibrate is None
-
     def looks_at(self, step: int) -> bool:
-        """Whether to look at this step."""
+        """Return whether units are measured again at a step."""
         if self._recalibrate is None or step <= 0:
             return False
         if self._recalibrate == "auto":

@@ -168,18 +168,14 @@ def _optimizers_within(optimizer: Optimizer) -> list[Optimizer]:
     return [one for one in held if one.param_groups is optimizer.param_groups]
 
 
-def searches_rate(trainer: pl.Trainer) -> bool:
-    """Whether a learning rate is looked for at the start of the fit, by whatever entry point."""
-    return any(is_lightning(callback, "LearningRateFinder") for callback in all_callbacks(trainer))
-
-
 def refuse_rate_search(trainer: pl.Trainer) -> None:
-    """Refuse to look for a rate where only the callbacks make the model that is to be trained.
+    """Refuse to search a rate if only the callbacks make the model that is trained.
 
     Weights, factors and rates are set when the first batch starts. A search runs that batch without
     the callbacks, so it would find a rate of the plain model, and give it to another one.
     """
-    if searches_rate(trainer):
+    callbacks = all_callbacks(trainer)
+    if any(is_lightning(callback, "LearningRateFinder") for callback in callbacks):
         raise misconfigured(
             "LearningRateFinder: it takes the callbacks out of the Trainer while it searches, so "
             "it would find the rate of the plain model and not of the one that is scaled by rules; "

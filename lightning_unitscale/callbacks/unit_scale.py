@@ -180,12 +180,12 @@ class UnitScaleCallback(StepsCallback):
 
     @property
     def gauge(self) -> Gauge:
-        """The units in force; empty before the first batch."""
+        """Return the units in force; empty before the first batch."""
         return self._products.gauge
 
     @property
     def coverage(self) -> Coverage:
-        """What became of the products of the last step that was counted.
+        """The coverage of the matmuls of the last step that was counted.
 
         These are the first step, those in which units are looked at, and those in which matmuls
         left the format.
@@ -194,7 +194,7 @@ class UnitScaleCallback(StepsCallback):
 
     @override
     def captures_steps(self, trainer: pl.Trainer) -> bool:
-        """Whether this needs the module's steps as captured graphs."""
+        """Return whether this needs the module's steps as captured graphs."""
         return any(self._captured_for().values())
 
     def _captured_for(self) -> dict[str, bool]:
@@ -206,7 +206,7 @@ class UnitScaleCallback(StepsCallback):
         }
 
     def explain(self) -> Explanation:
-        """What became of every product, when units were taken, and which; a notebook shows it."""
+        """Explain which matmuls were scaled, and when units were taken; a notebook shows it."""
         self._note_captured()
         *parts, units = self._products.explain().parts
         captured = self._what_was_captured

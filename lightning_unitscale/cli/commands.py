@@ -91,7 +91,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _help() -> str:
-    """The commands of all parsers: each of them knows only its own."""
+    """Return the commands of all parsers: each of them knows only its own."""
     width = max(map(len, _COMMANDS))
     lines = [f"  {name:{width}}  {what}" for name, what in _COMMANDS.items()]
     return "\n".join(
@@ -306,7 +306,7 @@ class ProfileCLI(UnitScaleCLI):
         return self.trainer.precision_plugin.convert_input(next(iter(loader)))
 
     def _optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer of the model; its schedule costs nothing."""
+        """Return the optimizer of the model; its schedule costs nothing."""
         optimizers = self.model.configure_optimizers()
         if isinstance(optimizers, Mapping):
             optimizers = optimizers["optimizer"]

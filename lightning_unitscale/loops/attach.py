@@ -128,7 +128,7 @@ class Attachment(CalledLoop):
 
     @property
     def callbacks(self) -> tuple[LoopCallback, ...]:
-        """The callbacks, in their order."""
+        """Return the callbacks, in their order."""
         return tuple(self._callbacks)
 
     def __enter__(self) -> Self:
@@ -199,7 +199,7 @@ class Attachment(CalledLoop):
             self._close()
 
     def state_dict(self) -> dict[str, Any]:
-        """What to go on from after a restart: the step, and the state of each callback."""
+        """Return what a restart needs: the step, and the state of each callback."""
         states = {type(callback).__name__: callback.state_dict() for callback in self._callbacks}
         return {"step": self.step_index, "callbacks": states}
 

@@ -159,7 +159,7 @@ class CalledLoop(Loop):
             callback.end_batch()
 
     def _end_backward(self, optimizer: Any) -> None:
-        """The gradients are there, if the optimizer's steps end a training step."""
+        """Report that the gradients are complete, if the optimizer's steps end a training step."""
         if not self._is_in_batch:
             if not self._trains_in_evaluation:
                 if self._has_evaluated:

@@ -27,7 +27,7 @@ from lightning_unitscale.patching import Replacement, StandIn, shadowed
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module that replicas of a module call."""
+    """Return the module that replicas of a module call."""
     # One that is compiled in place has all of its call compiled, what it calls included.
     while isinstance(module, DistributedDataParallel) and module._compiled_call_impl is None:
         module = module.module
@@ -35,7 +35,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def stepping_optimizers(optimizer: Any) -> list[Any]:
-    """The optimizers that step, of one or several, which other packages may have wrapped.
+    """Return the optimizers that step, of one or several, which other packages may have wrapped.
 
     Torch's own where there are any; else what has a ``step``.
     """
@@ -58,7 +58,7 @@ def stepping_optimizers(optimizer: Any) -> list[Any]:
 
 
 def _held_optimizer(wrapper: Any) -> Any:
-    """The optimizer within another: only that need be one that torch tells of."""
+    """Return the optimizer within another: only that need be one that torch tells of."""
     if hasattr(wrapper, "optimizer"):
         return wrapper.optimizer
     values = getattr(wrapper, "__dict__", {}).values()

@@ -173,7 +173,7 @@ def _log(package: Any, values: Mapping[str, Any], step: int) -> None:
 
 
 def _trained(model: Any, optimizer: Any) -> Any:
-    """The module whose parameters the optimizer has: some packages tell of what holds it."""
+    """Return the module whose parameters the optimizer has: some packages tell of what holds it."""
     if isinstance(model, nn.Module):
         return _compiled(model)
     params = {id(param) for group in optimizer.param_groups for param in group["params"]}
@@ -184,14 +184,14 @@ def _trained(model: Any, optimizer: Any) -> Any:
 
 
 def _compiled(model: nn.Module) -> nn.Module:
-    """What the Trainer has compiled of a model, and calls in its place; callbacks get the model."""
+    """Return what the Trainer has compiled of a model, and calls instead of the model."""
     trainer = _trainer()
     wrapped: Any = None if trainer is None else trainer.model_wrapped
     return wrapped if hasattr(wrapped, "_orig_mod") else model
 
 
 def _trainer() -> Trainer | None:
-    """The Trainer that calls a callback."""
+    """Return the Trainer that calls a callback."""
     kind = import_module("transformers").Trainer
     frame = sys._getframe()
     while frame.f_back is not None:

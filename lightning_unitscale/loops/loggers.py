@@ -215,10 +215,6 @@ def _wandb_run(run: Any) -> WandbWriter:
     return WandbWriter(log)
 
 
-def _trackio_run(run: Any) -> WandbWriter:
-    return WandbWriter(lambda values, step: run.log(dict(values), step=step), "trackio")
-
-
 def _metrics(logger: Any) -> Log:
     return lambda values, step: logger.log_metrics(dict(values), step=step)
 
@@ -233,7 +229,9 @@ _MAKERS: Final[Mapping[str, _Maker]] = {
     ),
     "SummaryWriter": lambda writer, tabs: ScaleWriter(writer, tabs=tabs),
     "wandb.Run": lambda run, _: _wandb_run(run),
-    "trackio.Run": lambda run, _: _trackio_run(run),
+    "trackio.Run": lambda run, _: WandbWriter(
+        lambda values, step: run.log(dict(values), step=step), "trackio"
+    ),
     "mlflow.ActiveRun": lambda run, _: mlflow_run(run),
 }
 

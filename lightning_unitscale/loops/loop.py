@@ -40,32 +40,32 @@ class Loop(abc.ABC):
     @property
     @abc.abstractmethod
     def step_index(self) -> int:
-        """How many optimizer steps there have been."""
+        """The number of optimizer steps so far."""
 
     @property
     @abc.abstractmethod
     def has_stepped(self) -> bool:
-        """Whether the batch that has just ended completed an optimizer step."""
+        """Return whether the batch that has just ended completed an optimizer step."""
 
     @property
     def is_last_step(self) -> bool:
-        """Whether the step that begins is known to be the last one."""
+        """Return whether the step that begins is known to be the last one."""
         return self.num_steps is not None and self.step_index + 1 >= self.num_steps
 
     @property
     @abc.abstractmethod
     def is_fitting(self) -> bool:
-        """Whether the loop trains, so that an evaluation is a part of a training."""
+        """Return whether the loop trains, so that an evaluation is a part of a training."""
 
     @property
     @abc.abstractmethod
     def device(self) -> torch.device:
-        """Where the module is."""
+        """The device of the module."""
 
     @property
     @abc.abstractmethod
     def scaler(self) -> Any:
-        """The ``GradScaler`` that the loss is multiplied by, if there is one."""
+        """Return the ``GradScaler`` that the loss is multiplied by, if there is one."""
 
     @property
     @abc.abstractmethod
@@ -75,12 +75,12 @@ class Loop(abc.ABC):
     @property
     @abc.abstractmethod
     def is_global_zero(self) -> bool:
-        """Whether this is the rank that writes."""
+        """Return whether this is the rank that writes."""
 
     @property
     @abc.abstractmethod
     def loggers(self) -> Sequence[Any]:
-        """What the loop logs to, as ``loops/loggers.py`` knows it."""
+        """The loggers of the loop, of the kinds in ``loops/loggers.py``."""
 
     @abc.abstractmethod
     def running_steps_by(self, call: StepCaller) -> AbstractContextManager[None]:
@@ -100,12 +100,12 @@ class Loop(abc.ABC):
 
     @property
     def has_loss_scaler(self) -> bool:
-        """Whether steps with infinite gradients are skipped by who scales the loss."""
+        """Return whether steps with infinite gradients are skipped by who scales the loss."""
         return self.scaler is not None and bool(self.scaler.is_enabled())
 
 
 def scale_of(scaler: Any) -> float:
-    """The factor of a ``GradScaler``, 1 without one."""
+    """Return the factor of a ``GradScaler``, 1 without one."""
     return 1.0 if scaler is None else float(scaler.get_scale())
 
 
@@ -122,7 +122,7 @@ class LoopCallback:
     """What a loop calls; a Lightning callback calls the same methods from its hooks."""
 
     def claims(self) -> Sequence[Claim]:
-        """What no other callback may set for the same module."""
+        """Return what no other callback may set for the same module."""
         name = type(self).__name__
         return (Claim(f"what {name} sets", f"{name}()"),)
 
@@ -145,16 +145,16 @@ class LoopCallback:
         """A training batch begins, or the batches of one optimizer step; not all loops pass it."""
 
     def begin_backward(self, loss: Tensor | None) -> None:
-        """A loss is there, if it is known."""
+        """A loss was computed; ``None`` if it is not known."""
 
     def end_backward(self) -> None:
-        """The gradients are there."""
+        """The gradients are complete."""
 
     def end_batch(self) -> None:
         """A training batch has ended; ``loop.has_stepped`` says whether the optimizer stepped."""
 
     def begin_evaluation(self, name: str, batch: Any = None, *indices: int) -> None:
-        """A batch of a step such as ``"validation_step"`` begins, the i-th of the j-th loader."""
+        """A batch of a step such as ``"validation_step"`` begins: its index, and its loader's."""
 
     def end_evaluation(self, batch_idx: int = 0) -> None:
         """It has ended."""
@@ -166,7 +166,7 @@ class LoopCallback:
         """Leave the module as it was. May be called more than once."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What to go on from after a restart; empty where there is nothing."""
+        """Return what a restart needs, if anything."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -209,12 +209,12 @@ def _why_not(subject: str, made: Sequence[tuple[LoopCallback, Claim]]) -> str | 
 
 
 def is_own_class(callback: Any) -> bool:
-    """Whether the class of a callback was given in place of an instance."""
+    """Return whether the class of a callback was given in place of an instance."""
     return isinstance(callback, type) and issubclass(callback, LoopCallback)
 
 
 def class_given(kind: type) -> str:
-    """The error for a class that was given in place of an instance."""
+    """Return the error for a class that was given in place of an instance."""
     name = kind.__name__
     return (
         f"callbacks={name}: it is the class; expected an instance; write {name}(), with its "

@@ -100,7 +100,7 @@ def write_json_lines(snapshots: Iterable[ScaleSnapshot], path: str | Path) -> No
 
 
 def finite(value: Any) -> Any:
-    """The value, or ``None`` for a number that is NaN or infinite."""
+    """Return the value, or ``None`` for a number that is NaN or infinite."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -120,7 +120,7 @@ class ScaleSummary:
 def summarize(
     snapshot: ScaleSnapshot, num_merged: int = 1, num_violations: int = 0
 ) -> ScaleSummary:
-    """The few numbers of a snapshot; a direction or a format without any is left out."""
+    """Return the few numbers of a snapshot; a direction or a format without any is left out."""
     summary = ScaleSummary({"scales/num_violations": float(num_violations)}, {})
     worst_distance = "scales/log2_rms/worst"
     for direction in DIRECTIONS:

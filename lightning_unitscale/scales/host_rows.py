@@ -155,7 +155,7 @@ class _Samples:
 
     @property
     def is_filled(self) -> bool:
-        """Whether a sample was kept."""
+        """Return whether a sample was kept."""
         return bool(self._kept)
 
     def has_room(self, length: int) -> bool:
@@ -332,7 +332,7 @@ def _squares(elements: Tensor) -> float:
 
 
 def _exact_row(tensor: Tensor) -> Tensor:
-    """The moments of all elements."""
+    """Return the moments of all elements."""
     elements = Elements.of(tensor)
     flat = elements.tensor.reshape(-1)
     if flat.dtype == torch.float64 or flat.numel() == 0:

@@ -92,6 +92,11 @@ class RowLayout:
                 math.nextafter(item.subnormal_threshold, 0.0),
                 overflow if item.finite_only else math.nextafter(overflow, 0.0),
             ]
+        columns = list(MOMENT_COLUMNS)
+        columns += [f"{item.name}.{kind}" for item in self.formats for kind in FORMAT_KINDS]
+        if self.histogram:
+            columns.append("sampled")
+            columns += [f"2^{e}" for e in range(MIN_EXPONENT, MAX_EXPONENT + 1)]
         is_whole = not self.is_sampled or (self.histogram and not self.formats)
         derived = {
             "measured": self if is_whole else RowLayout((), True, self.sample_size),
@@ -99,27 +104,21 @@ class RowLayout:
             "fp32_cuts": tuple(map(_next_fp32, edges)),
             "fp64_cuts": tuple(math.nextafter(edge, math.inf) for edge in edges),
             "key": json.dumps([formats, self.histogram, self.sample_size]),
-            "columns": self._columns(),
+            "columns": tuple(columns),
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
 
-    @classmethod
-    def from_key(cls, key: str) -> RowLayout:
-        """The layout whose ``key`` this is."""
-        return _from_key(key)
-
-    def _columns(self) -> tuple[str, ...]:
-        names = list(MOMENT_COLUMNS)
-        names += [f"{item.name}.{kind}" for item in self.formats for kind in FORMAT_KINDS]
-        if self.histogram:
-            names.append("sampled")
-            names += [f"2^{e}" for e in range(MIN_EXPONENT, MAX_EXPONENT + 1)]
-        return tuple(names)
+    @staticmethod
+    @functools.lru_cache(maxsize=64)
+    def from_key(key: str) -> RowLayout:
+        """Return the layout whose ``key`` this is."""
+        formats, histogram, sample_size = json.loads(key)
+        return RowLayout(tuple(NumberFormat(*item) for item in formats), histogram, sample_size)
 
     @property
     def is_sampled(self) -> bool:
-        """Whether some columns come from a sample of the elements."""
+        """Return whether some columns come from a sample of the elements."""
         return self.sample_size is not None and (self.histogram or bool(self.formats))
 
     @property
@@ -161,12 +160,6 @@ def _next_fp32(value: float) -> float:
     # The codes of positive FP32 numbers are in the order of the numbers; the last one is infinity.
     (above,) = struct.unpack("<f", struct.pack("<I", code + 1))
     return float(above)
-
-
-@functools.lru_cache(maxsize=64)
-def _from_key(key: str) -> RowLayout:
-    formats, histogram, sample_size = json.loads(key)
-    return RowLayout(tuple(NumberFormat(*item) for item in formats), histogram, sample_size)
 
 
 # The moments alone: no format is asked about and no exponent counted.

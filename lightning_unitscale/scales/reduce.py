@@ -55,7 +55,7 @@ def merge_rows(first: Tensor, second: Tensor, layout: RowLayout) -> Tensor:
 
 
 def split_rows(rows: Tensor, layout: RowLayout) -> tuple[Tensor, Tensor]:
-    """The columns of one rank's rows that ranks add up, and those of which the largest counts."""
+    """Return the columns that ranks add up, and those of which the largest counts."""
     there = ~rows[:, :1].isnan()
     filled = torch.where(rows[:, :1] > 0, rows, empty_rows(1, layout, rows.device).to(rows.dtype))
     largest, smallest = filled[:, layout.index("abs_max")], filled[:, layout.index("abs_min")]

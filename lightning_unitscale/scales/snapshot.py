@@ -88,7 +88,7 @@ class ScaleSnapshot:
         return len(self.names)
 
     def rows(self, direction: Direction) -> FloatArray:
-        """The rows of one direction, shape ``(len(self), layout.num_columns)``."""
+        """Return the rows of one direction, shape ``(len(self), layout.num_columns)``."""
         if direction not in ("forward", "backward"):
             raise ValueError(
                 f"direction={direction!r}: unknown; expected 'forward' or 'backward'; correct it"
@@ -128,7 +128,7 @@ class ScaleSnapshot:
         return self.column("nans", direction) + self.column("infs", direction)
 
     def read_by_products(self, direction: Direction) -> npt.NDArray[np.bool_]:
-        """Which tensors matrix products read, and which gradients; shape ``(len(self),)``."""
+        """Return which tensors, or gradients, matmuls read; shape ``(len(self),)``."""
         flags = self.operands if direction == "forward" else self.products
         return np.array(flags, dtype=bool)
 

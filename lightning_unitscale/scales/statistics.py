@@ -45,7 +45,7 @@ def statistics_row(tensor: Tensor, layout: RowLayout, *, factor: Tensor | None =
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether Triton is installed, which makes the kernels for CUDA; it is imported when used."""
+    """Return whether Triton is installed; it makes the kernels for CUDA."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -191,7 +191,7 @@ def _row_on_cuda(tensor: Tensor, factor: Tensor | None, key: str) -> Tensor:
 
 
 def _counts_all(layout: RowLayout) -> bool:
-    """Whether formats or exponents are counted of all elements."""
+    """Return whether formats or exponents are counted of all elements."""
     return not layout.is_sampled and (layout.histogram or bool(layout.formats))
 
 

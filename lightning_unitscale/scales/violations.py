@@ -103,7 +103,7 @@ class AlertMaker:
         threshold: float,
         format: str = "",
     ) -> ScaleAlert:
-        """An alert about the tensor at a position in ``snapshot.names``."""
+        """Return an alert about the tensor at a position in ``snapshot.names``."""
         snapshot = self._snapshot
         return ScaleAlert(
             kind=kind,
@@ -148,7 +148,7 @@ def first_nonfinite(
     known_infinite: Collection[str] = (),
     gradients: bool = True,
 ) -> ScaleAlert | None:
-    """The first tensor of a step that holds a NaN or an infinity.
+    """Return the first tensor of a step that holds a NaN or an infinity.
 
     Values come before gradients; of values the first one in graph order, of gradients the last,
     which the backward pass computes first. Infinities that nothing came of (no NaN, no infinite
@@ -177,7 +177,7 @@ def first_nonfinite(
 
 
 def infinite_names(snapshot: ScaleSnapshot) -> tuple[str, ...]:
-    """The tensors with infinite values and no NaN."""
+    """Return the tensors with infinite values and no NaN."""
     nans, infs = _nonfinite(snapshot, "forward")
     return tuple(snapshot.names[k] for k in np.flatnonzero((infs > 0) & (nans == 0)))
 
@@ -269,7 +269,7 @@ def format_violations(
 
 
 def percent(fraction: float) -> str:
-    """A fraction for people: small ones are not rounded to nothing."""
+    """Return a fraction for people: small ones are not rounded to nothing."""
     if fraction == 0.0:
         return "0 %"
     return "less than 0.001 %" if fraction < 1e-5 else f"{100 * fraction:.3g} %"

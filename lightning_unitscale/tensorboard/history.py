@@ -137,7 +137,7 @@ class RunScales:
         return {step: ExponentCounts.from_vector(vector) for step, vector in points}
 
     def alerts(self) -> tuple[ScaleAlert, ...]:
-        """Everything that was found wrong, in the order of the steps."""
+        """Return all alerts, in the order of the steps."""
         if ALERTS_TAG not in self._tags:
             return ()
         points = sorted(self._read(ALERTS_TAG), key=lambda point: point[0])
@@ -194,7 +194,7 @@ class LastStep:
         return _last(self._histories[direction].nonfinite)
 
     def read_by_products(self, direction: Direction) -> npt.NDArray[np.bool_]:
-        """Which tensors matrix products read, and which gradients; shape ``(tensors,)``."""
+        """Return which tensors matrix products read, and which gradients; shape ``(tensors,)``."""
         return np.array(self._histories[direction].operands, dtype=bool)
 
     def fractions(self, direction: Direction) -> npt.NDArray[Any]:
@@ -207,7 +207,7 @@ class LastStep:
 
 
 def _last(steps: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The last of several steps; NaN where there is none."""
+    """Return the last of several steps; NaN where there is none."""
     last: npt.NDArray[Any] = steps[-1] if len(steps) else np.full(steps.shape[1:], np.nan)
     return last
 
@@ -245,7 +245,7 @@ def merge_orders(orders: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
 
 
 def block_of(module: str) -> str:
-    """A module's path up to its first index, ``model.blocks.0``, or else its first two parts."""
+    """Return a module's path up to its first index, ``model.blocks.0``, or its first two parts."""
     parts = module.split(".")
     number = next((index for index, part in enumerate(parts) if part.isdecimal()), 1)
     return ".".join(parts[: number + 1])
@@ -255,7 +255,7 @@ EVENT_FILES = "*tfevents*"
 
 
 def read_run(directory: str | Path) -> RunScales:
-    """The scales in the event files of a folder, all of them read."""
+    """Return the scales in the event files of a folder, all of them read."""
     folder = Path(directory)
     if not folder.is_dir():
         raise FileNotFoundError(
@@ -286,7 +286,7 @@ def read_run(directory: str | Path) -> RunScales:
 
 
 def _hint(folder: Path) -> str:
-    """Where event files are instead."""
+    """Return where event files are instead."""
     below = sorted({path.parent for path in folder.rglob(EVENT_FILES) if path.is_file()})
     if not below:
         return "expected the folder that a TensorBoardLogger wrote (its log_dir); correct the path"

@@ -122,7 +122,7 @@ def _with_alerts(table: str, alerts: Sequence[ScaleAlert]) -> str:
 
 
 def _remove_pictures(folder: Path) -> None:
-    """Those of an earlier report, which had another number of runs."""
+    """Remove those of an earlier report, which had another number of runs."""
     if (folder / _PAGE).is_file():
         for path in folder.glob("scales*.png"):
             if _PICTURE.fullmatch(path.name):
@@ -176,7 +176,7 @@ def write_figure(run: RunScales, path: Path, title: str) -> None:
 
 
 def color_limit(history: ScaleHistory) -> float:
-    """Where the colours end: 98 % of all values are inside, true and stored ones."""
+    """Return where the colours end: 98 % of all values are inside, true and stored ones."""
     values = [history.values(stored=stored) for stored in (False, True)]
     magnitudes = np.abs(np.concatenate([array[np.isfinite(array)] for array in values]))
     if not magnitudes.size:
@@ -207,7 +207,7 @@ def _heat_map(
 
 
 def _mark(axes: Axes, history: ScaleHistory, alerts: Sequence[ScaleAlert]) -> None:
-    """A flag at the left of every cell that an alert is about."""
+    """Draw a flag at the left of every cell with an alert."""
     rows = {name: index for index, name in enumerate(history.names)}
     columns = {step: index for index, step in enumerate(history.steps.tolist())}
     cells = {

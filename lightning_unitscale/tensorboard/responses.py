@@ -30,7 +30,7 @@ _FORMAT_FIELDS = ("name", "smallest_normal", "flush_threshold", "subnormal_thres
 
 
 def frame(header: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> bytes:
-    """A header and arrays in one piece."""
+    """Return a header and arrays in one piece."""
     shapes = [{"name": name, "shape": array.shape} for name, array in arrays.items()]
     text = json.dumps({**header, "arrays": shapes}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 4)
@@ -51,7 +51,7 @@ class ListedRun:
 
 
 def runs_json(runs: Sequence[ListedRun]) -> bytes:
-    """The runs and the number formats to show."""
+    """Return the runs and the number formats to show."""
     content = {
         "runs": [dataclasses.asdict(run) for run in runs],
         "formats": [

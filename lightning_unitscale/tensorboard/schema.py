@@ -59,12 +59,12 @@ class Series:
 
     @property
     def tag(self) -> str:
-        """The tag in the event file."""
+        """Return the tag in the event file."""
         return f"{PLUGIN_NAME}/{self.direction}/{self.quantity}/{self.subject}"
 
     @classmethod
     def parse(cls, tag: str) -> Series | None:
-        """The series of a tag; ``None`` for a tag of another version or of nobody here."""
+        """Return the series of a tag; ``None`` if it is no tag of this version."""
         for direction in DIRECTIONS:
             for quantity in QUANTITIES:
                 prefix = cls(direction, quantity, "").tag
@@ -97,7 +97,7 @@ class TensorSet:
         return hashlib.sha256(self.to_content()).hexdigest()[:8]
 
     def to_content(self) -> bytes:
-        """The set as the metadata content of a tag."""
+        """Return the set as the metadata content of a tag."""
         formats = [astuple(item) for item in self.formats]
         position = {name: index for index, name in enumerate(self.names)}
         inputs = [[position[name] for name in group if name in position] for group in self.inputs]
@@ -112,7 +112,7 @@ class TensorSet:
 
     @classmethod
     def from_content(cls, data: bytes) -> TensorSet | None:
-        """The set in the metadata content of a tag; ``None`` for content of another kind."""
+        """Return the set in the metadata content of a tag; ``None`` for content of another kind."""
         fields = parse_content(data)
         if fields is None or "names" not in fields:
             return None
@@ -131,7 +131,7 @@ def content(**fields: Any) -> bytes:
 
 
 def parse_content(data: bytes) -> dict[str, Any] | None:
-    """The fields of metadata content; ``None`` when a later version of the schema wrote it."""
+    """Return the fields of metadata content; ``None`` if a later version wrote it."""
     try:
         fields = json.loads(data)
     except ValueError:

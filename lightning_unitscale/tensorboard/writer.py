@@ -84,7 +84,7 @@ class Thinning:
         self._left_out: set[str] = set()
 
     def due(self, step: int, *, complete: bool) -> set[str]:
-        """What is written of the next sample, which is of this step."""
+        """Return the parts to write of the next sample, which is of this step."""
         parts = {
             part
             for part, most in self._before.items()
@@ -95,7 +95,7 @@ class Thinning:
         return parts
 
     def left_out(self, step: int) -> set[str]:
-        """What was not written of a step, if it is the last one, to be written now."""
+        """Return the parts that were left out of a step, if it is the last one."""
         if step != self.last_step:
             return set()
         left_out, self._left_out = self._left_out, set()
@@ -284,7 +284,7 @@ def _tensor_set(snapshot: ScaleSnapshot) -> TensorSet:
 
 
 def stock_tags(snapshot: ScaleSnapshot, direction: Direction) -> list[str]:
-    """How the tags of each tensor begin in TensorBoard's own dashboards.
+    """Return the prefix of each tensor's tags in TensorBoard's own dashboards.
 
     ``~scales/blocks.0/mlp.up.linear``, and of its gradient ``~scales/blocks.0/mlp.up.linear.grad``.
     """
@@ -300,7 +300,7 @@ def stock_tags(snapshot: ScaleSnapshot, direction: Direction) -> list[str]:
 def _shown(
     snapshot: ScaleSnapshot, direction: Direction, tabs: TensorBoardTabs
 ) -> npt.NDArray[np.bool_]:
-    """Which tensors TensorBoard's own dashboards show."""
+    """Return which tensors TensorBoard's own dashboards show."""
     if tabs == "operands":
         return snapshot.read_by_products(direction)
     return np.full(len(snapshot), tabs == "all")
@@ -347,7 +347,7 @@ def tensorboard_command(logger: Any) -> str:
 
 
 def _relative_to_cwd(path: Path) -> str:
-    """The path as a person in the current folder would type it; absolute if it is elsewhere."""
+    """Return a path as you would type it in the current folder; absolute if it is elsewhere."""
     absolute = Path(os.path.abspath(path))  # keeps symbolic links, which environments consist of
     cwd = Path.cwd()
     return str(absolute.relative_to(cwd) if absolute.is_relative_to(cwd) else absolute)

@@ -71,7 +71,7 @@ class InputGradients:
         return path
 
     def path_of(self, tensor: Tensor) -> GradientPath | None:
-        """The path of a tensor, if it has one."""
+        """Return the path of a tensor, if it has one."""
         path: GradientPath | None = self._paths.get(tensor)
         if path is not None and path.version != version_of(tensor):
             path.lose()  # written into, through a view perhaps

@@ -49,7 +49,7 @@ class Callers:
         self._ignored = frozenset(ignored)
 
     def find(self, frame: FrameType | None) -> Caller | None:
-        """The caller whose code runs in ``frame``; ``None`` for what is no part of the step."""
+        """Return the caller whose code runs in ``frame``; ``None`` outside of the step."""
         path: str | None = None
         checkpoints: list[int] = []
         first = frame
@@ -79,7 +79,7 @@ def _context(frame: FrameType) -> int:
 
 
 def _is_below_closure(frame: FrameType | None, outer: FrameType) -> bool:
-    """Whether ``frame`` runs for a function that ``outer`` was given to call."""
+    """Return whether ``frame`` runs for a function that ``outer`` was given to call."""
     scope = outer.f_locals
     arguments = (scope.get("closure"), *scope.get("args", ()), *scope.get("kwargs", {}).values())
     closures = {code for code in map(_code_of, arguments) if code is not None}
@@ -91,7 +91,7 @@ def _is_below_closure(frame: FrameType | None, outer: FrameType) -> bool:
 
 
 def _code_of(value: Any) -> CodeType | None:
-    """The code of a function, a method, a partial call of them, or an object that is called."""
+    """Return the code of a function, method, partial call, or object that is called."""
     while isinstance(value, functools.partial):
         value = value.func
     if not isinstance(value, (FunctionType, MethodType)) and callable(value):
@@ -137,7 +137,7 @@ def word_of(function: Any) -> str:
 
 
 def answers(function: Any, word: str) -> bool:
-    """Whether the function only reads or sets a property of a tensor, and makes no tensor."""
+    """Return whether a function only reads or sets a property of a tensor."""
     name = getattr(function, "__name__", "")
     if name == "__get__":
         return word not in _TENSOR_ATTRIBUTES
@@ -194,7 +194,7 @@ def _arguments(
 
 
 def tensors_of(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in a nested value, with names for where they are in it."""
+    """Return the tensors in a nested value, with names for where they are in it."""
     if isinstance(value, Tensor):
         yield name, value
         return

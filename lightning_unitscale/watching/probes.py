@@ -95,17 +95,17 @@ class CutGraph:
         self._device = device
 
     def joined(self, other: CutGraph) -> CutGraph:
-        """The cut graph with the tensors of both."""
+        """Return the cut graph with the tensors of both."""
         tensors = {tensor.name: tensor for tensor in (*self._tensors, *other._tensors)}
         return CutGraph(tuple(tensors.values()), other._gauge, self._layout, self._device)
 
     def absent(self) -> ProbedCall:
-        """A call in which every tensor was absent: put first, it gives their order."""
+        """Return a call in which every tensor was absent: put first, it gives their order."""
         rows = absent_rows(len(self._tensors), self._layout.measured, self._device)
         return ProbedCall(self._tensors, CallRecord.of_rows(rows), self._gauge())
 
     def shared(self, name: str, value: Tensor, gradient: Tensor | None) -> ProbedCall:
-        """A call of one tensor to whose gradient several parts of the graph have contributed."""
+        """Return a call of one tensor whose gradient several parts of the graph contribute to."""
         (tensor,) = (tensor for tensor in self._tensors if tensor.name == name)
         gauge = self._gauge()
 
@@ -270,7 +270,7 @@ class ScaleProbes(GraphPass):
 
 
 def _is_gathered(node: fx.Node) -> bool:
-    """Whether the gradients of several readers of an input meet outside of the graph.
+    """Return whether the gradients of several readers of an input meet outside of the graph.
 
     A probe would add up those of this graph first: with a reader in another graph of the step, that
     is another order. The gradient of the whole is measured where the tensor was made.

@@ -146,7 +146,7 @@ class Gradients:
 
     @property
     def are_measured(self) -> bool:
-        """Whether any gradient will be measured."""
+        """Return whether any gradient will be measured."""
         return bool(self._hooks)
 
     def begin(self, module: nn.Module) -> None:
@@ -188,7 +188,7 @@ class Gradients:
         self._leaf_nodes.clear()
 
     def leaf_node(self, leaf: Tensor) -> Any:
-        """The autograd node of a leaf."""
+        """Return the autograd node of a leaf."""
         if id(leaf) not in self._leaf_nodes:
             # A helper may read a parameter in inference mode before the model does.
             with unseen(), torch.inference_mode(False):
@@ -228,7 +228,7 @@ class RunningFunction:
                 self.units.append((argument, unit, name))
 
     def gamma_of(self, result: Tensor) -> tuple[Unit] | None:
-        """The unit of the gradient that arrives at a matmul which has made a result."""
+        """Return the unit of the gradient that arrives at a matmul which has made a result."""
         if not self._ran:
             return None
         if result.grad_fn is None:
@@ -257,7 +257,7 @@ class RunningFunction:
         return found
 
     def _by_graph(self, operand: Tensor) -> Tensor | None:
-        """The argument that an operand was made from, by autograd's record of it."""
+        """Return the argument that an operand was made from, by autograd's record of it."""
         if operand.grad_fn is None:
             return None
         for node, output in _way(operand.grad_fn, operand.output_nr):
@@ -282,14 +282,14 @@ class RunningFunction:
 
 
 def _place(tensor: Tensor) -> tuple[int, int]:
-    """Where a tensor lies: its memory, and where it begins there."""
+    """Return the memory of a tensor, and where it begins there."""
     tensor = local_part(tensor)
     begin = int(tensor.storage_offset()) * tensor.element_size()
     return tensor.untyped_storage().data_ptr(), begin
 
 
 def _way(node: Any, output: int) -> Iterator[tuple[Any, int]]:
-    """The autograd nodes from one on, against the order of computation, and their outputs.
+    """Return the autograd nodes from one on, against the order of computation, and their outputs.
 
     It ends behind the first that is not on the way between an argument and a matmul. Where two
     tensors were added, the first has the shape of the matmul.

@@ -62,7 +62,7 @@ def _unseen_by_modes() -> Iterator[None]:
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Whether a tensor has statistics: real floating-point numbers, at hand, in one strided piece.
+    """Return whether a tensor has statistics: real floating-point numbers in strided memory.
 
     Not so what stands for tensors, such as fake ones, those below ``torch.func`` and gradients of
     which ``torch.autograd.grad`` makes a batch, and a graph that CUDA is recording.
@@ -83,17 +83,17 @@ def is_readable(tensor: Tensor) -> bool:
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor was written into; tensors of inference mode count no versions."""
+    """Return how often a tensor was written into; inference tensors do not count it."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def takes_part(tensor: Tensor) -> bool:
-    """Whether a gradient can arrive: at a node, or at a leaf that is no view of one."""
+    """Return whether a gradient can arrive: at a node, or at a leaf that is no view of one."""
     return tensor.requires_grad and (tensor.grad_fn is not None or tensor._base is None)
 
 
 def is_transformed() -> bool:
-    """Whether tensors stand for others: below ``torch.func``, or while torch traces."""
+    """Return whether tensors stand for others: below ``torch.func``, or while torch traces."""
     return is_transforming() or is_recording()
 
 

@@ -25,7 +25,7 @@ from lightning_unitscale.watching.watcher import StepWatcher, run_again
 
 
 def track_scales(module: nn.Module) -> nn.Module:
-    """A copy of ``module`` that computes the same bits and keeps metrics of its tensors.
+    """Return a copy of ``module`` that computes the same bits and keeps metrics of its tensors.
 
     Every floating-point tensor of each call is measured, and so is its gradient when a backward
     pass follows: intermediate tensors, parameters, and inputs, whether they ask for a gradient or
@@ -102,7 +102,7 @@ class CapturedScales(ScaleProbes):
         self._complete, self._calls = self._calls, []
 
     def scales_graph(self) -> ScalesGraph:
-        """The graph of the last complete call, with the gradients that have arrived."""
+        """Return the graph of the last complete call, with the gradients that have arrived."""
         if not self._complete:
             return ScalesGraph()
         snapshot = sent_snapshot(0, self._complete, MOMENTS, 1.0)()
@@ -177,7 +177,7 @@ class ScaleTracker(StepWatcher):
         return run
 
     def scales_graph(self) -> ScalesGraph:
-        """The graph of the last call that returned, with the gradients that have arrived."""
+        """Return the graph of the last call that returned, with the gradients that have arrived."""
         return ScalesGraph() if self._complete is None else graph_of_call(self._complete)
 
     def capture(self, steps: ModuleSteps) -> None:

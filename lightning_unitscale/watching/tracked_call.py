@@ -58,7 +58,7 @@ class State:
 
     @staticmethod
     def of(module: nn.Module) -> State:
-        """The state of a module."""
+        """Return the state of a module."""
         kinds = {own_path(name): "buffers" for name, _ in module.named_buffers()}
         parameters = {own_path(name): one for name, one in module.named_parameters()}
         kinds |= dict.fromkeys(parameters, "parameters")
@@ -119,23 +119,23 @@ class TrackedCall(WatchedCall):
 
     @property
     def given_rows(self) -> Sequence[TensorRow]:
-        """The tensors that the call starts from."""
+        """Return the tensors that the call starts from."""
         return self._given
 
     @property
     def made_rows(self) -> Sequence[TensorRow]:
-        """The tensors that it has made, in order."""
+        """Return the tensors that it has made, in order."""
         return self._made
 
     def rows_of(self, row: TensorRow) -> tuple[Any, Any]:
-        """The statistics of a tensor and of its gradient, ``None`` where there are none."""
+        """Return the statistics of a tensor and of its gradient, ``None`` where there are none."""
         row = self.same_as.get(row, row)
         path = self._paths.get(row)
         is_known = bool(row.backward) and not (path is not None and path.is_lost)
         return row.forward, row.backward[-1] if is_known else None
 
     def num_readers(self, row: TensorRow) -> int:
-        """How many functions read a tensor, with the caller if it is returned."""
+        """Return how many functions read a tensor, with the caller if it is returned."""
         return sum(row in one.inputs for one in self._made) + self.outputs.count(row)
 
     @override
@@ -298,7 +298,7 @@ class TrackedCall(WatchedCall):
             _Attach.apply(tensor, leaf, functools.partial(self.inputs.arrive, path.tensor))
 
     def _constant(self, value: Any) -> Any:
-        """What stands for an argument: the row of a tensor, or a constant that a graph may have."""
+        """Return the row of a tensor, or a constant that a graph may have."""
         if isinstance(value, Tensor):
             return self._only_row(value)
         if isinstance(value, slice):

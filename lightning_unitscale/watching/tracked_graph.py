@@ -28,7 +28,7 @@ from lightning_unitscale.watching.tracked_call import Made, State, TrackedCall
 
 
 def graph_of_call(call: TrackedCall) -> ScalesGraph:
-    """The graph of a call that was watched, with the gradients that have arrived."""
+    """Return the graph of a call that was watched, with the gradients that have arrived."""
     graph = ScalesGraph()
     metrics = _metrics(call, (*call.given_rows, *call.made_rows))
     nodes: dict[Any, fx.Node] = {}
@@ -51,7 +51,7 @@ def graph_of_call(call: TrackedCall) -> ScalesGraph:
 def graph_of_probes(
     snapshot: ScaleSnapshot, state: State, calls: Iterable[ProbedCall]
 ) -> ScalesGraph:
-    """The graph of a captured step: the tensors that its probes have seen."""
+    """Return the graph of a captured step: the tensors that its probes have seen."""
     graph = ScalesGraph()
     made_by = {tensor.name: tensor.made_by for call in calls for tensor in call.tensors}
     nodes: dict[str, fx.Node] = {}
@@ -90,7 +90,7 @@ def _metrics(call: TrackedCall, rows: Iterable[TensorRow]) -> dict[TensorRow, Me
 
 
 def _metrics_of(forward: Metrics.Data, backward: Metrics.Data | None) -> Metrics:
-    """The gradient of an empty tensor is none."""
+    """Return metrics without the gradient of an empty tensor, which has no numbers."""
     return Metrics(forward, backward if backward is not None and backward.numel else None)
 
 

@@ -119,7 +119,7 @@ class WatchedCall:
         return result
 
     def pass_by(self, arguments: Sequence[Any]) -> None:
-        """Note what a function reads whose results are not shown."""
+        """Note what a function reads if its results are not shown."""
 
     def see(self, ran: RanProduct) -> None:
         """Note a matmul of the function that runs."""
@@ -173,7 +173,7 @@ class WatchedCall:
         self.gradients.close()
 
     def measured(self) -> list[tuple[ProbedTensor, TakenRow, list[TakenRow]]]:
-        """The tensors that have rows: described, and the rows of their values and gradients."""
+        """Return the tensors that have rows, and the rows of their values and gradients."""
         inputs = shown_inputs((*self._given, *self._made))
         return [
             (row.described(inputs[row]), row.forward, row.backward)
@@ -246,7 +246,7 @@ class WatchedCall:
         return (row,)
 
     def _unseen_row(self, tensor: Tensor, path: str, inputs: tuple[TensorRow, ...]) -> TensorRow:
-        """The row of what an autograd function has made, a scripted module or an extension.
+        """Return the row of what an autograd function has made, a scripted module or an extension.
 
         It is made when the tensor is first read, and where that is, if nothing else is known.
         """
@@ -379,7 +379,7 @@ def _named(path: str, word: str) -> str:
 
 
 def _tensors_in(values: Iterable[Any]) -> list[Tensor]:
-    """The tensors among values, and in lists, tuples and dictionaries among them."""
+    """Return the tensors among values, and in lists, tuples and dictionaries among them."""
     tensors: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
