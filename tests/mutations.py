@@ -875,7 +875,7 @@ MUTATIONS = (
     Mutation(
         "an exception in Hugging Face's Trainer leaves the model attached",
         "loops/hugging_face.py",
-        "            self._callback.leave(error)\n",
+        "                self.attachment.__exit__(type(error), error, error.__traceback__)\n",
         "",
         "loops/test_leaving.py",
     ),
@@ -896,8 +896,8 @@ MUTATIONS = (
     Mutation(
         "weights by rules are saved without a word of it",
         "callbacks/checkpoints.py",
-        "after=mark_saved",
-        "after=nothing",
+        "        mark_saved(checkpoint)\n",
+        "",
         "callbacks/test_checkpoints.py",
     ),
     Mutation(
