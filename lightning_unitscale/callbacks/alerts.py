@@ -77,40 +77,23 @@ class ScaleViolation(RuntimeError):
 
     Attributes:
         alerts: Everything that was found at the step, the first in the order of computation first.
+        alert: The first of the alerts.
+        step: Its optimizer step.
+        tensor: Its tensor.
+        module: Path of the module that makes the tensor.
+        direction: Whether it is about the value or its gradient.
     """
 
     def __init__(self, alerts: Sequence[ScaleAlert]) -> None:
         self.alerts = tuple(alerts)
+        self.alert = first = self.alerts[0]
+        self.step, self.tensor = first.step, first.tensor
+        self.module, self.direction = first.module, first.direction
         super().__init__(alerts_text(self.alerts, _SHOWN))
 
     def __reduce__(self) -> tuple[type[ScaleViolation], tuple[tuple[ScaleAlert, ...]]]:
         # Lightning's launchers send exceptions from process to process.
         return type(self), (self.alerts,)
-
-    @property
-    def alert(self) -> ScaleAlert:
-        """Return the first of the alerts."""
-        return self.alerts[0]
-
-    @property
-    def step(self) -> int:
-        """Return the optimizer step of the first alert."""
-        return self.alert.step
-
-    @property
-    def tensor(self) -> str:
-        """Return the tensor of the first alert."""
-        return self.alert.tensor
-
-    @property
-    def module(self) -> str:
-        """Path of the module that makes the tensor."""
-        return self.alert.module
-
-    @property
-    def direction(self) -> Literal["forward", "backward"]:
-        """Of the first alert: of the value or of its gradient."""
-        return self.alert.direction
 
 
 class ScaleAlerts:

@@ -15,6 +15,7 @@ from lightning_unitscale.arguments import shown
 from lightning_unitscale.loops.called_loop import CalledLoop
 from lightning_unitscale.loops.hooks import attachment_of, called_methods, through, unwrapped
 from lightning_unitscale.loops.loop import LoopCallback, check_log_dir, given_callbacks
+from lightning_unitscale.patching import Replacement, shadowed
 
 
 def attach(
@@ -217,3 +218,30 @@ class Attachment(CalledLoop):
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+
+def attach_in_fabric(callback: LoopCallback, fabric: Any, module: Any) -> Attachment:
+    """Let a callback work on a module that Lightning Fabric has just set up."""
+    # What runs, under the wrapper that sets autocast (Lightning 2.6).
+    inner = unwrapped(module._forward_module)
+    attachment = attachment_of(inner)
+    if not isinstance(attachment, Attachment):
+        scaler = getattr(fabric.strategy.precision, "scaler", None)
+        attachment = Attachment(inner, None, (), loggers=fabric.loggers, scaler=scaler)
+        marking = _following(attachment, module.mark_forward_method)
+        attachment.keep(shadowed(module, mark_forward_method=marking))
+    attachment.add(callback)
+    return attachment
+
+
+def _following(attachment: Attachment, mark: Any) -> Replacement:
+    """Have a method that is marked as a forward method followed."""
+
+    def run(method: Any) -> None:
+        name = getattr(method, "__name__", method)
+        # A step of a LightningModule is marked already, and followed.
+        if name == "forward" or name not in attachment.steps:
+            mark(method)
+            attachment.follow(name)
+
+    return Replacement(mark, run)
