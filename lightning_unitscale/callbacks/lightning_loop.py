@@ -51,6 +51,7 @@ class LightningLoop(Loop):
             self._called = "_compiled_call_impl"
             self.steps = (*self.steps, self._called)
         self.trainer = trainer
+        self.is_fitting = trainer.state.fn == "fit"
         self._global_step_before = trainer.global_step
 
     @override
@@ -84,11 +85,6 @@ class LightningLoop(Loop):
         # optimizers in its own wrapping: every batch is one.
         has_counted = self.trainer.global_step != self._global_step_before
         return not self.module.automatic_optimization or has_counted
-
-    @property
-    @override
-    def is_fitting(self) -> bool:
-        return self.trainer.state.fn == "fit"
 
     @property
     @override

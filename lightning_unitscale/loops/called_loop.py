@@ -32,7 +32,6 @@ class CalledLoop(Loop):
 
     training_step = "forward"
     has_loss_outside = True
-    is_fitting = True
     step_index = 0
     has_stepped = False
     should_stop = False

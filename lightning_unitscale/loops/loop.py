@@ -33,6 +33,8 @@ class Loop(abc.ABC):
     has_loss_outside: bool = False
     # How many optimizer steps there will have been at the end, if the loop knows.
     num_steps: int | None = None
+    # Whether the loop trains, so that an evaluation is a part of a training.
+    is_fitting: bool = True
 
     def begin_batch(self) -> None:  # noqa: B027
         """A training batch begins."""
@@ -54,18 +56,13 @@ class Loop(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def is_fitting(self) -> bool:
-        """Return whether the loop trains, so that an evaluation is a part of a training."""
-
-    @property
-    @abc.abstractmethod
     def device(self) -> torch.device:
         """The device of the module."""
 
     @property
     @abc.abstractmethod
     def scaler(self) -> Any:
-        """Return the ``GradScaler`` that the loss is multiplied by, if there is one."""
+        """The ``GradScaler`` that the loss is multiplied by, if there is one."""
 
     @property
     @abc.abstractmethod

@@ -109,23 +109,13 @@ class TrackedCall(WatchedCall):
     def __init__(self, callers: Callers, start_names: StartNames, measuring: Measuring) -> None:
         super().__init__(callers, start_names, measuring, lambda *_: True, {})
         self.inputs = InputGradients(self.gradients.leaf_node)
-        self.made: dict[TensorRow, Made] = {}
+        self.how_made: dict[TensorRow, Made] = {}
         self.in_units: dict[TensorRow, InUnits] = {}
         self.outputs: list[TensorRow] = []
         # Of what a function has handed back as it was, whose tensor it is.
         self.same_as: dict[TensorRow, TensorRow] = {}
         self.state = State({}, frozenset())
         self._paths: dict[TensorRow, GradientPath] = {}
-
-    @property
-    def given_rows(self) -> Sequence[TensorRow]:
-        """Return the tensors that the call starts from."""
-        return self._given
-
-    @property
-    def made_rows(self) -> Sequence[TensorRow]:
-        """Return the tensors that it has made, in order."""
-        return self._made
 
     def rows_of(self, row: TensorRow) -> tuple[Any, Any]:
         """Return the statistics of a tensor and of its gradient, ``None`` where there are none."""
@@ -136,7 +126,7 @@ class TrackedCall(WatchedCall):
 
     def num_readers(self, row: TensorRow) -> int:
         """Return how many functions read a tensor, with the caller if it is returned."""
-        return sum(row in one.inputs for one in self._made) + self.outputs.count(row)
+        return sum(row in one.inputs for one in self.made) + self.outputs.count(row)
 
     @override
     def run(
@@ -159,7 +149,7 @@ class TrackedCall(WatchedCall):
             rows = [tree_map(self._constant, each) for each in (args, kwargs)]
             made = _how_made(function, word, rows[0], rows[1], use)
             beside = self.inputs.run_beside(function, args, kwargs)
-        known = len(self._made)
+        known = len(self.made)
         result = super().run(function, args, kwargs, word, caller)
         results = tensors_in(result)
         with plain_functions():
@@ -170,13 +160,13 @@ class TrackedCall(WatchedCall):
                 self._note(arguments[0], name, word, inputs, caller)
             if beside is not None:
                 self.inputs.follow(beside, arguments, tensors_in(result))
-            new = set(self._made[known:]) - self.made.keys()
+            new = set(self.made[known:]) - self.how_made.keys()
             for index, tensor in enumerate(results):
                 row = self._only_row(tensor)
                 if row in new:
                     several = not isinstance(result, Tensor) and result is not None
                     call = replace(made, name=word, index=index) if several else made
-                    self.made[row] = call
+                    self.how_made[row] = call
                 if row is not None and (path := self.inputs.path_of(tensor)) is not None:
                     self._follow(row, path)
         return result
@@ -223,7 +213,6 @@ class TrackedCall(WatchedCall):
         if running is not None:
             found = [(each, self._only_row(one), unit) for one, unit, each in running.units]
         row = self._row(name, caller.path, inputs)
-        self._made.append(row)
         self._rows_of[tensor] = (row,)
         gamma = None if running is None else running.gamma_of(tensor)
         if gamma is not None:
@@ -245,7 +234,6 @@ class TrackedCall(WatchedCall):
         row = self._row(name, caller.path, inputs)
         row.is_hooked = True
         self.same_as[row] = self.same_as.get(source, source)
-        self._made.append(row)
         self._rows_of[tensor] = (row,)
 
     @override
@@ -258,9 +246,7 @@ class TrackedCall(WatchedCall):
         if rows:
             return rows
         named = self._start_names.find(tensor) or (self._unique("constant"), "")
-        row = self._row(*named, ())
-        row.is_given = True
-        self._given.append(row)
+        row = self._row(*named, (), is_given=True)
         self._show(row, tensor)
         return (row,)
 

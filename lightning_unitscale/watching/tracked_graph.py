@@ -30,12 +30,12 @@ from lightning_unitscale.watching.tracked_call import Made, State, TrackedCall
 def graph_of_call(call: TrackedCall) -> ScalesGraph:
     """Return the graph of a call that was watched, with the gradients that have arrived."""
     graph = ScalesGraph()
-    metrics = _metrics(call, (*call.given_rows, *call.made_rows))
+    metrics = _metrics(call, (*call.given, *call.made))
     nodes: dict[Any, fx.Node] = {}
-    for row in call.given_rows:
+    for row in call.given:
         nodes[row] = _add_input(graph, row.name, row.module, metrics[row], call.state)
-    for row in call.made_rows:
-        made = call.made.get(row) or Made(
+    for row in call.made:
+        made = call.how_made.get(row) or Made(
             "call_method", row.name.rpartition(".")[2], row.inputs, {}
         )
         if row in call.in_units:

@@ -68,8 +68,9 @@ class WatchedCall:
         self._units = units
         self._running: RunningFunction | None = None
         self._compiled: list[tuple[range, str, tuple[TensorRow, ...], Caller]] = []
-        self._given: list[TensorRow] = []
-        self._made: list[TensorRow] = []
+        # The tensors that the call starts from, and those that it makes, in order.
+        self.given: list[TensorRow] = []
+        self.made: list[TensorRow] = []
         self._rows_of: Any = WeakIdKeyDictionary()
         self._seen: Counter[str] = Counter()
 
@@ -156,14 +157,13 @@ class WatchedCall:
                 if len(rows) == 1 and rows[0].has_unit is None and rows[0].log2_sigma:
                     rows[0].log2_sigma = 0
                     self._count_again(rows[0], tensor)
-            named = {row.name for row in self._given}
+            named = {row.name for row in self.given}
             for path, parameter in module.named_parameters():
                 fqn = own_path(path)
                 if fqn not in named and parameter.requires_grad and is_readable(parameter):
-                    row = self._row(fqn, fqn.rpartition(".")[0], ())
-                    row.is_given = True
-                    if self._select(row.name, row.module):
-                        self._given.append(row)
+                    path = fqn.rpartition(".")[0]
+                    if self._select(fqn, path):
+                        row = self._row(fqn, path, (), is_given=True)
                         # It was read where nothing is seen, in compiled code for example.
                         show = functools.partial(self._show, row, parameter)
                         self.gradients.measure(row, parameter, show)
@@ -174,7 +174,7 @@ class WatchedCall:
 
     def measured(self) -> list[tuple[ProbedTensor, TakenRow, list[TakenRow]]]:
         """Return the tensors that have rows, and the rows of their values and gradients."""
-        inputs = shown_inputs((*self._given, *self._made))
+        inputs = shown_inputs((*self.given, *self.made))
         return [
             (row.described(inputs[row]), row.forward, row.backward)
             for row in inputs
@@ -184,7 +184,7 @@ class WatchedCall:
     @property
     def log2_units(self) -> dict[str, int]:
         """Unit in which a product has stored each value, by the name that it was made with."""
-        return {row.made_as: row.log2_sigma for row in (*self._given, *self._made)}
+        return {row.made_as: row.log2_sigma for row in (*self.given, *self.made)}
 
     def _inputs(self, arguments: Sequence[Tensor], word: str) -> tuple[TensorRow, ...]:
         """Rows of the arguments of a function; missing ones are made."""
@@ -218,9 +218,7 @@ class WatchedCall:
             return ()
         named = self._start_names.find(tensor)
         if named is not None:
-            row = self._row(*named, ())
-            row.is_given = True
-            self._given.append(row)
+            row = self._row(*named, (), is_given=True)
             self._show(row, tensor)
             return (row,)
         base = local_part(tensor)._base
@@ -252,7 +250,6 @@ class WatchedCall:
         """
         word = type(tensor.grad_fn).__name__.partition("Backward")[0]
         row = self._row(self._unique(_named(path, word)), path, inputs)
-        self._made.append(row)
         self._show(row, tensor)
         return row
 
@@ -280,7 +277,6 @@ class WatchedCall:
             self._rows_of[tensor] = inputs
             return
         row = self._row(name, caller.path, inputs)
-        self._made.append(row)
         self._rows_of[tensor] = (row,)
         gamma = None if running is None else running.gamma_of(tensor)
         row.is_product = word in PRODUCT_WORDS or gamma is not None
@@ -321,8 +317,12 @@ class WatchedCall:
         for checkpoint in caller.checkpoints:
             self.checkpoints[checkpoint].append((row, word))
 
-    def _row(self, name: str, module: str, inputs: tuple[TensorRow, ...]) -> TensorRow:
-        row = TensorRow(name, module, inputs)
+    def _row(
+        self, name: str, module: str, inputs: tuple[TensorRow, ...], *, is_given: bool = False
+    ) -> TensorRow:
+        """Make the row of a tensor that the step starts from, or makes."""
+        row = TensorRow(name, module, inputs, is_given=is_given)
+        (self.given if is_given else self.made).append(row)
         row.log2_sigma = self._units.get(name, 0)
         return row
 
