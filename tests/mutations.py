@@ -735,8 +735,8 @@ MUTATIONS = (
     Mutation(
         "to follow an input's gradient draws random numbers",
         "watching/input_gradients.py",
-        "        torch.set_rng_state(state)\n",
-        "",
+        "with torch.random.fork_rng(devices):",
+        "if True:",
         "watching/test_tracked_kinds.py -k random_numbers",
     ),
     Mutation(

@@ -1,8 +1,8 @@
 """The columns of a statistics row.
 
 A row is one vector per tensor, so that the rows of a whole training step are one matrix: one
-transfer to the host, one collective across ranks. Standard library only, for TensorBoard's server
-reads rows too. ``statistics.py`` computes them, and so do ``host_rows.py`` and the kernels in
+transfer to the host, one collective across ranks. No torch here: TensorBoard's server reads rows
+too. ``statistics.py`` computes them, and so do ``host_rows.py`` and the kernels in
 ``triton_kernels.py``, whose columns have the same order: a new one is the last moment.
 ``reduce.py`` combines, shifts and completes rows, and ``expected_row`` in the tests defines them.
 """
@@ -12,9 +12,10 @@ from __future__ import annotations
 import functools
 import json
 import math
-import struct
 from dataclasses import astuple, dataclass, field
 from typing import Final, Literal, get_args
+
+import numpy as np
 
 from lightning_unitscale.formats import E4M3FN, E5M2, FP16, NumberFormat
 
@@ -149,17 +150,11 @@ class RowLayout:
 
 
 def _next_fp32(value: float) -> float:
-    """Smallest FP32 number above ``value``, which is not negative; infinite beyond the range."""
-    try:
-        (code,) = struct.unpack("<I", struct.pack("<f", value))
-    except OverflowError:
-        return math.inf
-    (rounded,) = struct.unpack("<f", struct.pack("<f", value))
-    if rounded > value:
-        return float(rounded)
-    # The codes of positive FP32 numbers are in the order of the numbers; the last one is infinity.
-    (above,) = struct.unpack("<f", struct.pack("<I", code + 1))
-    return float(above)
+    """Return the smallest FP32 number above ``value``; infinite beyond the range."""
+    with np.errstate(over="ignore", under="ignore"):
+        nearest = np.float32(value)
+        above = np.nextafter(nearest, np.float32(math.inf))
+    return float(nearest if float(nearest) > value else above)
 
 
 # The moments alone: no format is asked about and no exponent counted.

@@ -215,7 +215,9 @@ class _Beside:
                 self.twins[id(value)] = new
             return self.twins[id(value)]
 
-        with _random_numbers_kept({tensor.device for tensor in tensors_in((args, kwargs))}):
+        devices = {tensor.device for tensor in tensors_in((args, kwargs)) if tensor.is_cuda}
+        # The step draws the same random numbers again.
+        with torch.random.fork_rng(devices):
             self.results = tensors_in(function(*tree_map(twin, args), **tree_map(twin, kwargs)))
         made: set[Any] = {tensor.grad_fn for tensor in self.results} - {None}
         sources = [source for node in made for source, _ in node.next_functions]
@@ -256,16 +258,3 @@ def _isolated() -> Iterator[None]:
     with unseen(), torch.enable_grad(), kept, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-@contextlib.contextmanager
-def _random_numbers_kept(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Draw within this context what will be drawn after it again."""
-    state = torch.get_rng_state()
-    states = [(d, torch.cuda.get_rng_state(d)) for d in devices if d.type == "cuda"]
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
-        for device, on_device in states:
-            torch.cuda.set_rng_state(on_device, device)
