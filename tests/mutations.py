@@ -313,7 +313,7 @@ MUTATIONS = (
     Mutation(
         "what a reentrant checkpoint computes again is not watched",
         "watching/torch_state.py",
-        "    with shadowed(CheckpointFunction, backward=backward):",
+        "    with shadowed(CheckpointFunction, forward=forward):",
         "    with shadowed(CheckpointFunction):",
         "watching/test_same_bits.py -k NestedReentrant",
     ),

@@ -48,7 +48,6 @@ class WatchedSteps(StepWatcher):
         super().__init__(layout, patterns.match_names, _ignored())
         self._loop = loop
         self._sampled = contextlib.ExitStack()
-        self._backward = contextlib.ExitStack()
 
     def begin_batch(self, is_sampled: bool) -> None:
         """Watch the next batch if it is sampled."""
@@ -56,17 +55,8 @@ class WatchedSteps(StepWatcher):
         if is_sampled:
             self._sampled.enter_context(self._loop.running_steps_by(self._watched))
 
-    def begin_backward(self) -> None:
-        """Watch what checkpoints compute again in the backward pass of a sampled batch."""
-        self._backward.enter_context(self.during_backward())
-
-    def end_backward(self) -> None:
-        """End :meth:`begin_backward`."""
-        self._backward.close()
-
     def end_batch(self) -> None:
         """Stop watching a sampled batch."""
-        self._backward.close()
         self._sampled.close()
         self.close()
 
@@ -96,8 +86,7 @@ class ProbedSteps:
         self._steps = attach_steps(trainer, module, owner)
         self._steps.add_pass(self._probes)
 
-    # Probes need not be told of these.
-    begin_backward = end_backward = end_batch = nothing
+    end_batch = nothing
 
     def begin_batch(self, is_sampled: bool) -> None:
         """Run the variant with probes if the next batch is sampled."""

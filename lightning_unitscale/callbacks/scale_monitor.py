@@ -252,18 +252,15 @@ class ScaleMonitor(StepsCallback):
 
     @override
     def begin_backward(self, loss: Tensor | None) -> None:
-        if self._is_sampling:
-            self._running()[1].begin_backward()
-        elif loss is not None and is_readable(loss) and self._sampling.covers(self._sampled_step):
+        is_covered = not self._is_sampling and self._sampling.covers(self._sampled_step)
+        if is_covered and loss is not None and is_readable(loss):
             self._alerts.see_loss(self._sampled_step, loss)
 
     @override
     def end_backward(self) -> None:
         if self._is_sampling:
-            loop, steps = self._running()
             # The scaler changes its scale in the optimizer's step; the gradients have this one.
-            self._loss_scale = loop.loss_scale
-            steps.end_backward()
+            self._loss_scale = self._running()[0].loss_scale
 
     @override
     def end_batch(self) -> None:

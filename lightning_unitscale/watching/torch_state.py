@@ -98,32 +98,20 @@ def is_transformed() -> bool:
 
 
 @contextlib.contextmanager
-def seeing_recomputations(mode: TorchFunctionMode) -> Iterator[None]:
-    """Within this context a mode sees what reentrant checkpoints compute again, on any thread."""
-    recompute = CheckpointFunction.backward
-
-    @staticmethod  # type: ignore[misc]
-    @functools.wraps(recompute)
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        with in_force(mode):
-            return recompute(ctx, *gradients)
-
-    with shadowed(CheckpointFunction, backward=backward):
-        yield
-
-
-@contextlib.contextmanager
 def wrapping_checkpoints(
-    wrap: Callable[[Callable[..., Any]], Callable[..., Any]],
+    wrap: Callable[[int, Callable[..., Any]], Callable[..., Any]],
 ) -> Iterator[None]:
-    """Within this context reentrant checkpoints compute again what ``wrap`` makes of a function."""
+    """Within this context reentrant checkpoints compute again what ``wrap`` makes of a function.
+
+    It is also given the identity of the checkpoint, once that has run for the first time.
+    """
     run = CheckpointFunction.forward
 
     @staticmethod  # type: ignore[misc]
     @functools.wraps(run)
     def forward(ctx: Any, function: Callable[..., Any], *args: Any) -> Any:
         result = run(ctx, function, *args)
-        ctx.run_function = wrap(function)
+        ctx.run_function = wrap(id(ctx), function)
         return result
 
     with shadowed(CheckpointFunction, forward=forward):

@@ -18,10 +18,9 @@ from lightning_unitscale.scales.layout import MOMENTS
 from lightning_unitscale.watching.names import Callers, StartNames
 from lightning_unitscale.watching.probes import ProbedCall, ScaleProbes, sent_snapshot
 from lightning_unitscale.watching.scales_graph import ScalesGraph
-from lightning_unitscale.watching.torch_state import wrapping_checkpoints
 from lightning_unitscale.watching.tracked_call import ExactMoments, State, TrackedCall
 from lightning_unitscale.watching.tracked_graph import graph_of_call, graph_of_probes
-from lightning_unitscale.watching.watcher import StepWatcher, run_again
+from lightning_unitscale.watching.watcher import StepWatcher
 
 
 def track_scales(module: nn.Module) -> nn.Module:
@@ -158,23 +157,11 @@ class ScaleTracker(StepWatcher):
         self.clear()
         self._is_running = True
         try:
-            with wrapping_checkpoints(self._watched_again):
-                result = self.run(self._module, method, args, kwargs)
+            result = self.run(self._module, method, args, kwargs)
         finally:
             self._is_running = False
         self._complete = self._latest
         return result
-
-    def _watched_again(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Have what a reentrant checkpoint computes again watched, while its call is the last."""
-        call = self._latest
-
-        def run(*args: Any) -> Any:
-            if call is None or call is not self._complete:
-                return function(*args)
-            return run_again(call, function, *args)
-
-        return run
 
     def scales_graph(self) -> ScalesGraph:
         """Return the graph of the last call that returned, with the gradients that have arrived."""

@@ -62,6 +62,8 @@ class WatchedCall:
         # in which it computes them again.
         self.checkpoints: dict[int | None, deque[tuple[TensorRow, str]]] = defaultdict(deque)
         self.gradients = Gradients(measuring)
+        # Whether gradients, and what checkpoints compute again for them, are measured.
+        self.is_open = True
         self._start_names = start_names
         self._measuring = measuring
         self._select = select
@@ -170,6 +172,7 @@ class WatchedCall:
 
     def close(self) -> None:
         """Stop measuring gradients."""
+        self.is_open = False
         self.gradients.close()
 
     def measured(self) -> list[tuple[ProbedTensor, TakenRow, list[TakenRow]]]:
