@@ -32,7 +32,11 @@ from torch.overrides import (
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointFunction
 
-from lightning_unitscale.dispatch.torch_internals import is_recording, last_sequence_number
+from lightning_unitscale.dispatch.torch_internals import (
+    RunAgain,
+    is_recording,
+    last_sequence_number,
+)
 from lightning_unitscale.dynamo.breaks import is_watched
 from lightning_unitscale.functional.scale import is_transforming
 from lightning_unitscale.graph.recorder import local_part
@@ -98,12 +102,12 @@ def is_transformed() -> bool:
 
 
 @contextlib.contextmanager
-def wrapping_checkpoints(
-    wrap: Callable[[int, Callable[..., Any]], Callable[..., Any]],
+def running_again_by(
+    run_again: Callable[..., Any], is_own: Callable[[int], bool]
 ) -> Iterator[None]:
-    """Within this context reentrant checkpoints compute again what ``wrap`` makes of a function.
+    """Within this context own reentrant checkpoints have their bodies run again by a function.
 
-    It is also given the identity of the checkpoint, once that has run for the first time.
+    It is asked by identity, when a checkpoint has run for the first time, whether it is an own one.
     """
     run = CheckpointFunction.forward
 
@@ -111,7 +115,8 @@ def wrapping_checkpoints(
     @functools.wraps(run)
     def forward(ctx: Any, function: Callable[..., Any], *args: Any) -> Any:
         result = run(ctx, function, *args)
-        ctx.run_function = wrap(id(ctx), function)
+        if is_own(id(ctx)):
+            ctx.run_function = RunAgain(function, run_again)
         return result
 
     with shadowed(CheckpointFunction, forward=forward):

@@ -28,7 +28,7 @@ from lightning_unitscale.watching.torch_state import (
     in_force,
     is_transformed,
     outside_of_compiled_code,
-    wrapping_checkpoints,
+    running_again_by,
 )
 from lightning_unitscale.watching.watched_call import WatchedCall
 
@@ -154,16 +154,11 @@ class _WatchMode(TorchFunctionMode):
 def _watching(mode: _WatchMode) -> Iterator[None]:
     """Within this context torch is ready for a mode, where it is in force."""
     call = mode.call
-
-    def wrap(checkpoint: int, function: Callable[..., Any]) -> Callable[..., Any]:
-        if checkpoint not in call.checkpoints:
-            return function
-        return functools.partial(_run_again, mode, function)
-
+    run_again = functools.partial(_run_again, mode)
     with (
         outside_of_compiled_code(mode, call.see_compiled),
         answering_as_without(mode),
-        wrapping_checkpoints(wrap),
+        running_again_by(run_again, is_own=call.checkpoints.__contains__),
     ):
         yield
 
