@@ -1,4 +1,4 @@
-"""What ``ScaleMonitor`` does about a violation: it remembers it, tells it once, and acts."""
+"""Alerts of ``ScaleMonitor``: each is kept, reported once, and acted upon."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from lightning_unitscale.scales.violations import (
 
 
 class LossWatch:
-    """Looks at the loss of every step.
+    """Checks the loss of every step.
 
-    On the CPU a loss is looked at when it is there. On a CUDA device it is copied to pinned memory
-    behind the step's kernels and looked at when the copy has arrived, mostly one step later; no
-    copy is begun while one is under way. Losses of other devices are not looked at.
+    A loss on the CPU is checked at once. A loss on a CUDA device is copied to pinned memory behind
+    the step's kernels and checked when the copy has arrived, mostly one step later. No copy begins
+    while another is under way. Losses on other devices are not checked.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ OnViolation: TypeAlias = _Reaction | Callable[[tuple[ScaleAlert, ...]], object]
 # How many are kept in memory, and how many the console shows of one step.
 _KEPT: Final = 10_000
 _SHOWN: Final = 8
-# A violation that was told is told again when it was gone for so many sampled steps.
+# A violation is reported again if it returns after so many clean samples.
 _REARMED_AFTER: Final = 10
 _NONFINITE: Final = ("nonfinite",)
 
@@ -111,7 +111,7 @@ class ScaleAlerts:
         if trend_steps is not None and (not is_number or trend_steps < 1):
             raise ValueError(
                 f"trend_steps={shown(trend_steps)}: not a number of steps; expected an integer of "
-                "at least 1, or None to look at no trends; pass trend_steps=500"
+                "at least 1, or None to check no trends; pass trend_steps=500"
             )
         self._on_violation = on_violation
         if thresholds is None:
@@ -146,8 +146,7 @@ class ScaleAlerts:
     def see_loss(self, step: int, loss: Tensor) -> None:
         """Look at the loss of a step that is not sampled, where that costs nothing.
 
-        With several ranks nothing is looked at: sampling is a joint act, and one rank alone may
-        have the NaN.
+        With several ranks only sampled steps are checked, because sampling needs all ranks.
         """
         if self._on_violation is None or is_distributed():
             return

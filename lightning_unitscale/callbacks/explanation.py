@@ -147,19 +147,19 @@ def units_table(gauge: Gauge, lacking: Iterable[str] = ()) -> Table | None:
 
     A matmul has units for its operands and for the gradient that arrives at its result.
     """
-    rows: dict[str, _Units] = {}
+    rows: dict[str, dict[str, GaugePair | None]] = {}
     known: dict[str, GaugePair | None] = dict(gauge)
     for name, pair in (known | dict.fromkeys(lacking)).items():
         # As in "head.linear:unscaled:weight": what it is of, how it is made, its operand.
         result, *others = name.split(":")
         role = next((other for other in others if other != "unscaled"), "")
-        rows.setdefault(result, _Units({})).pairs[role] = pair
+        rows.setdefault(result, {})[role] = pair
     if not rows:
         return None
     # In the order in which modules first have a row.
     modules = dict.fromkeys(result.rpartition(".")[0] for result in rows)
     shown = [
-        (module or STEP_ITSELF, result.rpartition(".")[2], *units.columns())
+        (module or STEP_ITSELF, result.rpartition(".")[2], *_unit_columns(units))
         for module in modules
         for result, units in rows.items()
         if result.rpartition(".")[0] == module
@@ -167,19 +167,14 @@ def units_table(gauge: Gauge, lacking: Iterable[str] = ()) -> Table | None:
     return Table(("module", "tensor", "operands in units of", "gradient"), tuple(shown))
 
 
-@dataclass
-class _Units:
-    # None for a tensor without a unit.
-    pairs: dict[str, GaugePair | None]
-
-    def columns(self) -> tuple[str, str]:
-        """Of the operands and of the gradient."""
-        operands = ", ".join(
-            f"{role} {_NONE_YET if pair is None else f'2^{pair.log2_sigma}'}"
-            for role, pair in self.pairs.items()
-            if role
-        )
-        if "" not in self.pairs:
-            return operands, ""
-        own = self.pairs[""]
-        return operands, _NONE_YET if own is None else f"2^{own.log2_gamma}"
+def _unit_columns(pairs: Mapping[str, GaugePair | None]) -> tuple[str, str]:
+    """Return the units of a matmul's operands and of its gradient; ``None`` has no unit yet."""
+    operands = ", ".join(
+        f"{role} {_NONE_YET if pair is None else f'2^{pair.log2_sigma}'}"
+        for role, pair in pairs.items()
+        if role
+    )
+    if "" not in pairs:
+        return operands, ""
+    own = pairs[""]
+    return operands, _NONE_YET if own is None else f"2^{own.log2_gamma}"

@@ -39,7 +39,7 @@ def guard_hooks(kind: type) -> None:
 
 
 class _InstanceHook:
-    """What a class has in place of a hook: Python tells it who is asked for the hook."""
+    """A hook of a class: Python passes it the instance or the class that is asked for it."""
 
     def __init__(self, hook: FunctionType, *, refuses: bool) -> None:
         functools.update_wrapper(self, hook)  # type: ignore[arg-type]  # only its attributes are set

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class _Step(StandIn):
-    """Stands in for a training step that somebody else runs."""
+    """Stands in for a training step, which a callback runs."""
 
     def __init__(self, method: Any, call: StepCaller) -> None:
         super().__init__(method)
@@ -73,7 +73,7 @@ class LightningLoop(Loop):
         epochs = trainer.max_epochs
         if epochs is None or epochs == -1 or trainer.current_epoch + 1 < epochs:
             return False
-        # Of accumulated batches the first; where nobody knows how many there are, the last of all.
+        # The first of accumulated batches; the last of all, if their number is not known.
         number, accumulated = trainer.num_training_batches, trainer.accumulate_grad_batches
         first = number if number == math.inf else (number - 1) // accumulated * accumulated
         return trainer.is_last_batch or trainer.fit_loop.epoch_loop.batch_idx >= first

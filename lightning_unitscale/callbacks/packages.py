@@ -75,7 +75,7 @@ def rank_zero_info(text: str) -> None:
         _own_module("utilities.rank_zero").rank_zero_info(text)
     elif rank() == 0:
         if not _LOG.hasHandlers():
-            # Shown, as Lightning shows its own, where nobody has said what becomes of logs.
+            # Lightning too shows its logs if logging is not configured.
             _LOG.addHandler(logging.StreamHandler())
             _LOG.setLevel(logging.INFO)
         _LOG.info(text)

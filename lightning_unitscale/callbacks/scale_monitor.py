@@ -62,22 +62,22 @@ class ScaleMonitor(StepsCallback):
             that are not monitored. With ``True`` these and the shares per format come from a sample
             of at most 16,384 elements of each tensor, with ``"exact"`` from all elements.
             ``False`` keeps the shares only.
-        on_violation: What follows when a sampled step has a NaN or an infinity, or loses more to a
-            format than ``thresholds`` allow (scalars and losses are in no format: they only have to
-            be finite). ``"warn"``: a warning. ``"stop"``: a warning, and
-            ``trainer.should_stop``, so that training ends as it always does, checkpoints included.
-            ``"raise"``: a ``ScaleViolation``. A function: it is called on every rank with a tuple
-            of the step's new alerts (``ScaleAlert``), trends included, and what it raises ends the
-            training. ``None``: nothing but an entry in ``alerts`` and on the dashboard, as in all
-            cases. What lasts is told once, and again when it comes back after ten sampled steps.
+        on_violation: What to do when a sampled step contains NaN or Inf, or exceeds ``thresholds``
+            (scalars and losses only have to be finite). ``"warn"``: warn. ``"stop"``: warn and set
+            ``trainer.should_stop``, so that training ends as usual, with its checkpoints.
+            ``"raise"``: raise a ``ScaleViolation``. A function is called on every rank with a tuple
+            of the step's new alerts (``ScaleAlert``), trends included; what it raises ends the
+            training. ``None``: only record the alert in ``alerts`` and on the dashboard, as all
+            choices do. A persistent problem is reported once, and again if it returns after ten
+            clean samples.
         thresholds: Format -> the fraction of a tensor's elements that may overflow, and that may be
             flushed to zero; or format -> ``{"overflow": 0.0, "subnormal": 0.5, "flushed": 0.1}``,
-            any of the three. By default no element may overflow a monitored format that has
-            infinities, and one of a thousand a format that has none. They judge the operands of
-            matmuls and the gradients that arrive at matmuls.
+            any of the three. They apply to the operands of matmuls and to the gradients that arrive
+            at matmuls. By default we alert on any overflow in a format with infinities, and on more
+            than 0.1 % in a saturating format.
         trend_steps: Warn (never stop or raise) of a tensor whose largest magnitude, growing as over
             the last eight samples, leaves a format of the thresholds within this many steps;
-            ``None`` looks at no trends.
+            ``None`` checks no trends.
         tensorboard_tabs: What TensorBoard's own tabs (Scalars, Histograms, Custom Scalars) show
             beside the Scales tab, which always has everything: ``"operands"``, the tensors that
             matrix products read and the gradients that arrive at products; ``"all"`` tensors; or

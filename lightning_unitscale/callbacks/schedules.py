@@ -84,7 +84,7 @@ class LateAgreement:
     """The optimizer steps at which ranks agree on the units of tensors that were zero at first.
 
     Each rank counts the same steps. They meet at the steps 1, 2, 4, 8 and every 8th, as long as any
-    rank lacks a unit. They begin when a training begins, and after each look at all units.
+    rank lacks a unit. They begin when a training begins, and after all units are measured again.
     """
 
     def __init__(self) -> None:

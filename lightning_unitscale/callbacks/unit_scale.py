@@ -92,14 +92,14 @@ class UnitScaleCallback(StepsCallback):
             it on the first batch, ``"keep"`` takes it for 1, ``"error"`` raises.
         simulate: Format in which matrix products are simulated, in training and in evaluation:
             ``"fp8"``, one format such as ``"E3M2FN"``, a pair of them for operands and gradients,
-            or :class:`Simulate` with a way of rounding. Operands are rounded in units, which a
-            product measures before it runs for the first time.
+            or :class:`Simulate` with a way of rounding. Operands are scaled before they are
+            rounded; a matmul measures its units before it runs for the first time.
         precision: ``"fp8"``, or :class:`FP8` with exceptions, runs linear layers, and their two
             gradients, in real FP8 with constant scales: those whose features are multiples of 16
             (or large enough to be padded) and whose operands fit, when they first run and whenever
-            units are looked at. It goes with any precision of the Trainer, whose types the results
-            have; ``explain()`` tells what was decided on each product. FP8 needs a GPU of compute
-            capability 8.9, or a CPU, where it is slow.
+            units are measured again. It works with any precision of the Trainer, whose types the
+            results have. ``explain()`` shows the decision for each matmul. FP8 needs a GPU of
+            compute capability 8.9, or a CPU, where it is slow.
         remat: Budget for rematerialization, as in :class:`RematCallback`.
         compile: Run the captured graphs by Inductor, in a mode of ``torch.compile`` such as
             ``"reduce-overhead"``, which has CUDA graphs, or ``"max-autotune"``. FP32 results then
@@ -187,8 +187,8 @@ class UnitScaleCallback(StepsCallback):
     def coverage(self) -> Coverage:
         """The coverage of the matmuls of the last step that was counted.
 
-        These are the first step, those in which units are looked at, and those in which matmuls
-        left the format.
+        These are the first step, those in which units are measured again, and those in which
+        matmuls left the format.
         """
         return self._products.coverage
 

@@ -173,7 +173,7 @@ class Attachment(CalledLoop):
     def follow(self, name: str) -> None:
         """Let calls of one more method of the module be calls of the module."""
         self._forward.close()
-        # Each stands aside for the methods that it is told of when it starts.
+        # Each callback learns of the methods when it starts.
         for callback in reversed(self._callbacks):
             callback.leave()
         self.steps = called_methods(self.module, (*self.steps, name))

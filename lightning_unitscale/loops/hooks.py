@@ -58,7 +58,7 @@ def stepping_optimizers(optimizer: Any) -> list[Any]:
 
 
 def _held_optimizer(wrapper: Any) -> Any:
-    """Return the optimizer within another: only that need be one that torch tells of."""
+    """Return the optimizer within another; only that need be one of torch, which has hooks."""
     if hasattr(wrapper, "optimizer"):
         return wrapper.optimizer
     values = getattr(wrapper, "__dict__", {}).values()

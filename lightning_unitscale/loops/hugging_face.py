@@ -167,7 +167,7 @@ def _writers(args: TrainingArguments) -> list[NumberWriter]:
 
 
 def _log(package: Any, values: Mapping[str, Any], step: int) -> None:
-    # Of Trackio's run the Trainer's own callback has made an end before others are told of it.
+    # The Trainer's own callback ends Trackio's run before it calls other callbacks.
     if package.__name__ != "trackio" or package.context_vars.current_run.get() is not None:
         package.log({**values, "train/global_step": step})
 

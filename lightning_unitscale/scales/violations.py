@@ -23,7 +23,7 @@ from lightning_unitscale.scales.tensor_statistics import FloatArray
 Limits: TypeAlias = float | Mapping[str, float]
 # An infinity ends a training. Of a format that clips, one element of a thousand is no harm.
 _DEFAULT_OVERFLOW: Final = {True: 0.0, False: 1e-3}
-# What these put into a tensor is what somebody asked for: the -inf of a mask.
+# These put into a tensor what the user asks for: the -inf of a mask.
 _FILLING: Final = frozenset({"masked_fill", "where", "full", "full_like", "fill"})
 # The largest numbers of FP32 and BF16, which some masks have in place of an infinity.
 _STAND_INS: Final = (float(np.finfo(np.float32).max), float.fromhex("0x1.fep127"))

@@ -130,7 +130,7 @@ def _remove_pictures(folder: Path) -> None:
 
 
 def _names(directories: Sequence[str | Path]) -> dict[str, Path]:
-    """Runs by what tells their folders apart, as TensorBoard on the folder above names them."""
+    """Return runs by the names that TensorBoard gives them on the folder above."""
     paths = list(dict.fromkeys(Path(os.path.abspath(folder)) for folder in directories))
     if len(paths) == 1:
         return {"/".join(paths[0].parts[-2:]).lstrip("/"): paths[0]}

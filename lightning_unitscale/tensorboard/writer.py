@@ -44,6 +44,7 @@ from lightning_unitscale.tensorboard.schema import (
     ALERTS_TAG,
     PLUGIN_NAME,
     ExponentCounts,
+    Quantity,
     Series,
     TensorSet,
     content,
@@ -210,15 +211,19 @@ class ScaleWriter:
         parts: set[str],
     ) -> None:
         log2_rms = snapshot.log2_rms(direction, stored=True)
+        vectors: dict[Quantity, npt.NDArray[Any]] = {}
         if "vectors" in parts:
-            self._add_vectors(summary, snapshot, direction, log2_rms, observed)
+            vectors |= {"log2_rms": log2_rms, "log2_unit": snapshot.log2_divisors(direction)}
+            if np.any((nonfinite := snapshot.nonfinite(direction)) > 0):
+                vectors["nonfinite"] = nonfinite
         if "fractions" in parts:
-            fractions = snapshot.fractions(direction).astype(np.float16)
-            self._add_tensor(summary, Series(direction, "fractions", observed.key).tag, fractions)
-            share = snapshot.share_read(direction)
-            if np.any(share < 1):
-                tag = Series(direction, "share_read", observed.key).tag
-                self._add_tensor(summary, tag, share)
+            vectors["fractions"] = snapshot.fractions(direction).astype(np.float16)
+            if np.any((share := snapshot.share_read(direction)) < 1):
+                vectors["share_read"] = share
+        for quantity, vector in vectors.items():
+            tag = Series(direction, quantity, observed.key).tag
+            describe = observed.to_content if quantity == "log2_rms" else content
+            self._add_tensor(summary, tag, vector, describe)
         shown = _shown(snapshot, direction, self._tabs)
         tags = stock_tags(snapshot, direction)
         if "scalars" in parts:
@@ -240,22 +245,6 @@ class ScaleWriter:
             for row in np.flatnonzero(shown):
                 if (histogram := histogram_proto(exponents[row])) is not None:
                     summary.value.add(tag=f"{tags[row]}/exponents", histo=histogram)
-
-    def _add_vectors(
-        self,
-        summary: Summary,
-        snapshot: ScaleSnapshot,
-        direction: Direction,
-        log2_rms: Array,
-        observed: TensorSet,
-    ) -> None:
-        tag = Series(direction, "log2_rms", observed.key).tag
-        self._add_tensor(summary, tag, log2_rms, observed.to_content)
-        units = snapshot.log2_divisors(direction)
-        self._add_tensor(summary, Series(direction, "log2_unit", observed.key).tag, units)
-        nonfinite = snapshot.nonfinite(direction)
-        if np.any(nonfinite > 0):
-            self._add_tensor(summary, Series(direction, "nonfinite", observed.key).tag, nonfinite)
 
     def _add_tensor(
         self,

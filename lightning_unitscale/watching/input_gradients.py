@@ -1,6 +1,6 @@
 """Gradients of tensors that take no part in the backward pass, such as a batch.
 
-The step runs as if nobody had asked. Beside it, each function that reads such a tensor runs a
+The step itself does not change. Beside it, each function that reads such a tensor runs a
 second time, on copies, with a graph of autograd's own. Where that graph ends, in a tensor that
 takes part, its gradient is kept, and sent through the second graph when the backward pass ends.
 """

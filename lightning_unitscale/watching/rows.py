@@ -153,7 +153,7 @@ class Gradients:
         """Make the autograd nodes of the parameters, as a step would when it reads them.
 
         Within the step an additional node would shift the numbers of all later ones, by which the
-        products of a backward pass are told apart.
+        matmuls of a backward pass are distinguished.
         """
         for parameter in module.parameters():
             if parameter.requires_grad and not is_lazy(parameter) and is_readable(parameter):

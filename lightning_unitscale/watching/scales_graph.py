@@ -155,7 +155,7 @@ class ScalesGraph(fx.Graph):
     """The tensors of a step in the order in which they were made, with their scales.
 
     Every node has ``meta["metrics"]``, a :class:`Metrics` or ``None`` (no floating-point tensor, or
-    one that cannot be looked at), and with it ``meta["outputs_float_tensor"]``,
+    one that cannot be measured), and with it ``meta["outputs_float_tensor"]``,
     ``meta["clean_name"]`` (the node's name for people), ``meta["requires_grad"]`` (a trained
     parameter), ``meta["tensor_name"]`` and ``meta["module_path"]``. A notebook shows it as a table.
     """

@@ -130,7 +130,7 @@ def in_force(mode: TorchFunctionMode) -> Iterator[None]:
         with contextlib.nullcontext() if mode in _get_current_function_mode_stack() else mode:
             yield
         return
-    # Whoever has switched all off, modes and subclasses, still does not see anything.
+    # Code that has switched off all modes and subclasses still has them off.
     others = [_pop_mode() for _ in _get_current_function_mode_stack()]
     try:
         with torch._C._EnableTorchFunction(), torch._C.DisableTorchFunctionSubclass(), mode:
