@@ -22,7 +22,6 @@ from lightning_unitscale.graph.nodes import is_whole_view, requires_grad
 from lightning_unitscale.loops.loop import Loop
 from lightning_unitscale.patching import nothing
 from lightning_unitscale.scales.layout import RowLayout
-from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.watching.probes import ScaleProbes
 from lightning_unitscale.watching.watcher import StepWatcher
 
@@ -69,7 +68,7 @@ class WatchedSteps(StepWatcher):
         return self.run(self._loop.module, step, args, kwargs)
 
 
-class ProbedSteps:
+class ProbedSteps(ScaleProbes):
     """Training steps whose captured graphs carry probes in a variant of their own."""
 
     def __init__(
@@ -80,30 +79,22 @@ class ProbedSteps:
         layout: RowLayout,
         patterns: NamePatterns,
     ) -> None:
+        super().__init__(layout, self._watches)
         self._owner = type(owner).__name__
         self._patterns = patterns
-        self._probes = ScaleProbes(layout, self._watches)
         self._steps = attach_steps(trainer, module, owner)
-        self._steps.add_pass(self._probes)
-
-    end_batch = nothing
+        self._steps.add_pass(self)
 
     def begin_batch(self, is_sampled: bool) -> None:
         """Run the variant with probes if the next batch is sampled."""
         self._steps.observe(self._owner, is_sampled)
 
-    def clear(self) -> None:
-        """Forget what was measured and not taken: another callback may have observed the step."""
-        self._probes.clear()
-
-    def take(self, step: int, *, grad_scale: float) -> Callable[[], ScaleSnapshot] | None:
-        """Send for what was measured since the last call; what is returned waits for it."""
-        return self._probes.take(step, grad_scale=grad_scale)
+    end_batch = nothing
 
     def detach(self) -> None:
         """Leave the module as it was."""
-        self._probes.forget()
-        self._steps.detach(self._owner, self._probes)
+        self.forget()
+        self._steps.detach(self._owner, self)
 
     def _watches(self, node: fx.Node) -> bool:
         """Left out: views, which have their tensor's scale, and masks and tables of constants."""

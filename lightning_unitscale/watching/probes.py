@@ -246,7 +246,7 @@ class ScaleProbes(GraphPass):
         return (f"{len(nodes)} tensors probed, {sum(differentiable)} of them in both directions",)
 
     def clear(self) -> None:
-        """Forget what was recorded and not taken."""
+        """Forget what was recorded and not taken; another callback may have observed a step."""
         self._calls.clear()
 
     def forget(self) -> None:
@@ -264,7 +264,7 @@ class ScaleProbes(GraphPass):
         return sent_snapshot(step, calls, self.layout, grad_scale)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ScaleProbes:
-        new = type(self)(self.layout, self.select)
+        new = ScaleProbes(self.layout, self.select)
         memo[id(self)] = new
         return new
 
