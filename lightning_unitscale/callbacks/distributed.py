@@ -5,7 +5,6 @@ There, what is captured, cut and run is the step of one microbatch.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -21,7 +20,7 @@ from lightning_unitscale.callbacks.packages import is_lightning, misconfigured
 from lightning_unitscale.lossless.measured import Measured, combined_rms
 from lightning_unitscale.ranks import gathered, is_distributed
 from lightning_unitscale.scales.reduce import joined_rows, split_rows
-from lightning_unitscale.scales.snapshot import ScaleSnapshot
+from lightning_unitscale.scales.snapshot import ScaleSnapshot, merged_by_name
 from lightning_unitscale.scales.tensor_statistics import FloatArray
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ def joint_snapshot(snapshot: ScaleSnapshot, device: torch.device) -> ScaleSnapsh
         rows = np.concatenate([snapshot.forward, snapshot.backward])
         forward, backward = np.split(_reduced(rows, snapshot, device), 2)
         return replace(snapshot, forward=forward, backward=backward)
-    return _merged_by_name(snapshot)
+    return merged_by_name(gathered(snapshot))
 
 
 def _joint(of_ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -95,19 +94,6 @@ def _reduced(rows: FloatArray, snapshot: ScaleSnapshot, device: torch.device) ->
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
     joint: FloatArray = joined_rows(sums, extremes, snapshot.layout).cpu().numpy()
     return joint
-
-
-def _merged_by_name(snapshot: ScaleSnapshot) -> ScaleSnapshot:
-    snapshots = gathered(snapshot)
-    shared = set.intersection(*(set(_in_units(of_rank)) for of_rank in snapshots))
-    # In the order of the first rank: graphs of others may list the same tensors in another.
-    names = [tensor[0] for tensor in _in_units(snapshots[0]) if tensor in shared]
-    return functools.reduce(ScaleSnapshot.merge, (of_rank.select(names) for of_rank in snapshots))
-
-
-def _in_units(snapshot: ScaleSnapshot) -> list[tuple[str, int, int]]:
-    units = (snapshot.log2_sigma.tolist(), snapshot.log2_gamma.tolist())
-    return list(zip(snapshot.names, *units, strict=True))
 
 
 def pipeline_of(trainer: pl.Trainer) -> PipelineStrategy | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -11,7 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lightning_unitscale.scales.layout import FORMAT_KINDS, MOMENT_COLUMNS, Direction, RowLayout
+from lightning_unitscale.scales.layout import (
+    DIRECTIONS,
+    FORMAT_KINDS,
+    MOMENT_COLUMNS,
+    Direction,
+    RowLayout,
+)
 from lightning_unitscale.scales.reduce import merge_rows
 from lightning_unitscale.scales.tensor_statistics import FloatArray, TensorStatistics
 
@@ -198,29 +205,6 @@ class ScaleSnapshot:
         kept |= {field: tuple(getattr(self, field)[k] for k in chosen) for field in tuples}
         return replace(self, **kept)
 
-    def merge(self, other: ScaleSnapshot) -> ScaleSnapshot:
-        """Statistics of the same tensors on more data: another micro-batch or rank.
-
-        Sums and counts add up, extremes stay extremes; the step is that of ``self``.
-        """
-        same = self.names == other.names and self.layout == other.layout
-        same = same and np.array_equal(self.log2_sigma, other.log2_sigma)
-        if not (same and np.array_equal(self.log2_gamma, other.log2_gamma)):
-            raise ValueError(
-                f"other: a snapshot of {len(other)} tensors that does not fit one of {len(self)}; "
-                "expected the same names, layout and units; merge snapshots of one monitor only"
-            )
-        return replace(
-            self,
-            forward=self._merged(self.forward, other.forward),
-            backward=self._merged(self.backward, other.backward),
-        )
-
-    def _merged(self, first: FloatArray, second: FloatArray) -> FloatArray:
-        merged = merge_rows(torch.from_numpy(first), torch.from_numpy(second), self.layout)
-        result: FloatArray = merged.numpy()
-        return result
-
     def _position(self, tensor: int | str) -> int:
         if isinstance(tensor, int):
             return tensor
@@ -235,3 +219,23 @@ class ScaleSnapshot:
     @cached_property
     def _positions(self) -> dict[str, int]:
         return {name: position for position, name in enumerate(self.names)}
+
+
+def merged_by_name(snapshots: Sequence[ScaleSnapshot]) -> ScaleSnapshot:
+    """Return the statistics of several ranks together, of the tensors that all have in equal units.
+
+    They are in the order of the first snapshot: graphs of others may list them in another.
+    """
+    tensors = [
+        list(zip(one.names, one.log2_sigma.tolist(), one.log2_gamma.tolist(), strict=True))
+        for one in snapshots
+    ]
+    shared = set.intersection(*map(set, tensors))
+    names = [tensor[0] for tensor in tensors[0] if tensor in shared]
+    chosen = [one.select(names) for one in snapshots]
+    merge = functools.partial(merge_rows, layout=chosen[0].layout)
+    forward, backward = (
+        functools.reduce(merge, (torch.from_numpy(one.rows(direction)) for one in chosen)).numpy()
+        for direction in DIRECTIONS
+    )
+    return replace(chosen[0], forward=forward, backward=backward)
