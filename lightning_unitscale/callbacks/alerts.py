@@ -62,7 +62,7 @@ class LossWatch:
 
 
 _Reaction = Literal["warn", "raise", "stop"]
-# What a violation leads to; a function gets the new alerts of a step.
+# Reactions to a violation; a function gets the new alerts of a step.
 OnViolation: TypeAlias = _Reaction | Callable[[tuple[ScaleAlert, ...]], object]
 # How many are kept in memory, and how many the console shows of one step.
 _KEPT: Final = 10_000
@@ -229,7 +229,7 @@ def _check_reaction(on_violation: object) -> None:
     choices = get_args(_Reaction)
     if on_violation is None or (isinstance(on_violation, str) and on_violation in choices):
         return
-    # Of a class an instance would be made, and nothing follows from that.
+    # Calling a class would only make an instance.
     if not callable(on_violation) or isinstance(on_violation, type):
         raise ValueError(
             f"on_violation={shown(on_violation)}: unknown; expected one of "
@@ -252,4 +252,4 @@ def _is_too_large(alert: ScaleAlert) -> bool:
 
 
 class ScaleWarning(UserWarning):
-    """What ``ScaleMonitor`` warns of with ``on_violation="warn"`` or ``"stop"``."""
+    """The category of warnings of ``ScaleMonitor`` with ``on_violation="warn"`` or ``"stop"``."""

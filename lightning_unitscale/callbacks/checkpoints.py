@@ -1,4 +1,4 @@
-"""What a checkpoint says of the method that its weights were trained by, and who may load it.
+"""Mark checkpoints with the method that trained their weights, and check it on loading.
 
 Weights that were trained by rules mean nothing without the factors of their graph. Lightning only
 warns when a callback of the checkpoint is missing, and a module is loaded without any callbacks. So

@@ -44,7 +44,7 @@ class LightningLoop(Loop):
         self.module: pl.LightningModule = module
         self.steps = tuple(existing_steps(module))
         self.training_step = "training_step"
-        # What a training batch calls first.
+        # The method that a training batch calls first.
         self._called = "training_step"
         if module._compiled_call_impl is not None and is_lightning(trainer.strategy, "DDPStrategy"):
             # DDP calls the module, and with it what its ``compile()`` has made of all the step.

@@ -1,4 +1,4 @@
-"""What ``UnitScaleCallback`` can be told beyond its strings: a method, FP8, a simulated format.
+"""Options of ``UnitScaleCallback`` beyond its strings: a method, FP8, a simulated format.
 
 Each option is checked when it is made. From YAML it is ``class_path`` and ``init_args``::
 
@@ -39,7 +39,7 @@ _PATHS = (
     *("*attn*.c_proj", "*attn*.proj", "*attention*.dense", "*attention.wo"),
     *("*mlp*.c_proj", "*mlp.proj", "*DenseReluDense.wo", "*layer.[0-9]*.output.dense"),
 )
-# What u-muP keeps out of FP8 (Blake et al., arXiv 2407.17465).
+# Layers that u-muP keeps out of FP8 (Blake et al., arXiv 2407.17465).
 U_MUP_EXCLUDE = (*_LAST_NAMES, *(f"*.{name}" for name in _LAST_NAMES), *_PATHS)
 # Nearly all of what FP8 linears cost the demo's loss is the readout's:
 # docs/explanation/low-precision.md.
@@ -146,7 +146,7 @@ class FP8:
 
     def unmatched(self, linears: FP8Linears) -> list[str]:
         """Return a line for each excluded name that no layer of the captured steps has."""
-        # What "auto" excludes are usual names: no model has them all.
+        # "auto" excludes usual names, and no model has them all.
         if self.exclude == "auto":
             return []
         return [f"FP8: {text}" for text in linears.patterns.take_unmatched()]

@@ -30,7 +30,7 @@ from lightning_unitscale.precision.fp8 import FP8Linears
 from lightning_unitscale.precision.simulate import SimulateFormat
 from lightning_unitscale.ranks import any_rank, is_distributed
 
-# Of what :meth:`ProductUnits.state_dict` returns. Without one, a tensor of zeros had unit 1.
+# Version of a state. In states without one, a tensor of zeros had unit 1.
 _STATE_VERSION = 1
 
 
@@ -150,7 +150,7 @@ class ProductUnits(LoopCallback):
         units, name = self._units, self._step_name
         if not (self._running.is_fitting or self.is_calibrated or batch_idx):
             self._session.adopt(joint_measured(units.take()))
-        # What accumulated batches of training have shown is taken with the last of them.
+        # Measurements of accumulated training batches are taken with the last of them.
         elif not units.is_looking:
             self._receive()
             if not (self._is_in_batch or (self._agreement.is_open and is_distributed())):
@@ -268,7 +268,7 @@ class ProductUnits(LoopCallback):
     def _judge(self, arrived: Callable[[], Measurement], when: str) -> None:
         measurement = joint_measured(arrived())
         self._make_fit(when)
-        # What had no unit gets one, whatever became of the others.
+        # Tensors without a unit get one, even if the other units stay.
         self._adopt(self._units.new_in(measurement), when)
         if self._schedule.is_automatic and not measurement.outside:
             self._units.judge(measurement)

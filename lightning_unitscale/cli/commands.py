@@ -25,7 +25,7 @@ from lightning_unitscale.profiler.report import check_sort_by
 from lightning_unitscale.tensorboard import writer
 from lightning_unitscale.tensorboard.report import main as report_command
 
-# What a shell reports for a program that Ctrl-C ended.
+# The exit status of a program that Ctrl-C ended.
 _EXIT_INTERRUPTED = 130
 _TRACEBACK = "--traceback"
 

@@ -1,4 +1,4 @@
-"""What a configuration's strategy means for the memory of a device, without the devices."""
+"""Find out what one device of a configured strategy holds, without the devices."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _NO_REPLICAS = (DeepSpeedStrategy, XLAStrategy, GridStrategy)
 
 @dataclass(frozen=True)
 class ProfiledJob:
-    """What a device of a job has, and the Trainer to profile it with."""
+    """The share of a job that one device holds, and the Trainer to profile it with."""
 
     # One device, the whole model on each of several, or a shard on each.
     kind: Literal["one", "replicas", "shards"] = "one"

@@ -81,7 +81,7 @@ def attach(
 
 
 class Attachment(CalledLoop):
-    """What :func:`attach` returns, whose arguments it takes.
+    """The callbacks on a module; :func:`attach` returns one, with the same arguments.
 
     Attributes:
         should_stop: Whether a callback has asked for the training to end.
@@ -115,7 +115,7 @@ class Attachment(CalledLoop):
             )
         super().__init__(module, optimizer, methods, log_dir, loggers)
         self.scaler = scaler
-        # What is undone at the end, the calls of the module first.
+        # Undone at the end, the calls of the module first.
         self._attached, self._forward = ExitStack(), ExitStack()
         with ExitStack() as undo:
             undo.callback(self._close)
@@ -222,7 +222,7 @@ class Attachment(CalledLoop):
 
 def attach_in_fabric(callback: LoopCallback, fabric: Any, module: Any) -> Attachment:
     """Let a callback work on a module that Lightning Fabric has just set up."""
-    # What runs, under the wrapper that sets autocast (Lightning 2.6).
+    # The module that runs, under the wrapper that sets autocast (Lightning 2.6).
     inner = unwrapped(module._forward_module)
     attachment = attachment_of(inner)
     if not isinstance(attachment, Attachment):

@@ -1,4 +1,4 @@
-"""What loggers get of the scales, each what it can show, by the name of the logger's class.
+"""Write scales to loggers, as much as each can show, by the name of the logger's class.
 
 A logger's package is imported when its user has begun a run of it, and not before.
 """
@@ -55,7 +55,7 @@ class NumberWriter:
         """Write what was left out of the last snapshot."""
 
 
-# What writes the snapshots of a run.
+# Writers of the snapshots of a run.
 Writer: TypeAlias = ScaleWriter | NumberWriter
 
 

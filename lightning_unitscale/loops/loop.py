@@ -1,4 +1,4 @@
-"""What callbacks ask of a training loop, what a loop reports to them, and which go together."""
+"""The interface between training loops and callbacks, and which callbacks go together."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Loop(abc.ABC):
     @property
     @abc.abstractmethod
     def num_parts(self) -> int:
-        """Of how many batches the gradient of one batch is the mean: replicas, microbatches."""
+        """The number of parts whose mean is the gradient of a batch: replicas, microbatches."""
 
     @property
     @abc.abstractmethod
@@ -116,7 +116,7 @@ class Claim:
 
 
 class LoopCallback:
-    """What a loop calls; a Lightning callback calls the same methods from its hooks."""
+    """The methods that a loop calls; a Lightning callback calls them from its hooks."""
 
     def claims(self) -> Sequence[Claim]:
         """Return what no other callback may set for the same module."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 AlertKind = Literal["loss", "nonfinite", "overflow", "subnormal", "flushed", "trend"]
-# Of a tensor made from many others the first ones say enough.
+# The first inputs are enough for a tensor made from many.
 _MOST_INPUTS = 6
 _ORDINAL = re.compile(r"(@\d+)?$|_\d+(@\d+)?$")
 

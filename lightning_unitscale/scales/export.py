@@ -1,4 +1,4 @@
-"""What others get of a snapshot: rows for pandas and scripts, a few numbers for loggers' charts.
+"""Export a snapshot: rows for pandas and scripts, a few numbers for loggers' charts.
 
 ``pandas.read_csv(path)`` and ``pandas.read_json(path, lines=True)`` read the rows.
 
@@ -45,7 +45,7 @@ _MEASURED = (
     "abs_min",
     "log2_rms",
 )
-# What a format loses, and whether of two tensors that lose as much the larger one is worse.
+# Losses to a format, and whether the larger one of two tensors with equal losses is worse.
 _LOSSES: Final = (("overflow", "overflow", True), ("underflow", "flushed", False))
 _QUANTILES: Final = {"min": 0.0, "median": 0.5, "max": 1.0}
 
@@ -106,7 +106,7 @@ def finite(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class ScaleSummary:
-    """What loggers chart."""
+    """The numbers that loggers chart, and the names of the worst tensors."""
 
     # ``scales/log2_rms/min_forward`` (``median``, ``max``; ``backward``);
     # ``scales/log2_rms/worst``, how many powers of two the farthest RMS is away from 1;

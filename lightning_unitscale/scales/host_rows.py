@@ -218,7 +218,7 @@ class _Samples:
         """Fill in moments from the buffer; returns the rows of what is not all finite."""
         elements = self._buffer[: self._used]
         values = elements.numpy()
-        # What is not finite is no error.
+        # NaN and infinities are no errors.
         with np.errstate(invalid="ignore"):
             sums[:] = np.add.reduceat(values, starts, dtype=np.float64)
             squares[:] = np.add.reduceat(np.square(values, dtype=np.float64), starts)

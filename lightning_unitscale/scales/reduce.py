@@ -148,7 +148,7 @@ def _format_counts(
         flushed, denormal, in_range = layout.edges[3 * position : 3 * position + 3]
         over = stored > in_range
         overflow, subnormal, zero = (shares[:, 3 * position + kind] for kind in range(3))
-        # Of the binade of the limit only what lies below the largest magnitude is there.
+        # The binade of the limit is filled only up to the largest magnitude.
         exponent = int(np.frexp(item.overflow_threshold)[1]) - 1
         low = 2.0**exponent
         places = np.clip(exponent + log2_divisors - MIN_EXPONENT, 0, NUM_EXPONENTS - 1)

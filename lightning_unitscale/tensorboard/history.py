@@ -87,7 +87,7 @@ class RunScales:
                 measured.add(series.direction)
         sets = self._sets.values()
         modules: dict[str, str] = {}
-        # What every tensor is computed from; older event files do not say.
+        # The inputs of every tensor; empty for older event files.
         self.inputs: dict[str, tuple[str, ...]] = {}
         for observed in sets:
             modules.update(zip(observed.names, observed.modules, strict=True))
@@ -161,7 +161,7 @@ class RunScales:
         for key, observed in self._sets.items():
             tag = Series(direction, quantity, key).tag
             if tag in self._tags:
-                # Of a step that was written twice (a resumed run) the later one is true.
+                # If a step was written twice (a resumed run), the later one counts.
                 rows.update((step, (observed, vector)) for step, vector in self._read(tag))
         steps = sorted(rows)
         joined = np.full((len(steps), len(self.names), *tail), np.nan, dtype)
@@ -176,7 +176,7 @@ class RunScales:
 
 
 class LastStep:
-    """What the event files of a run have of its last step, as a table wants it."""
+    """The last step of a run in its event files, with the methods that a table needs."""
 
     def __init__(self, run: RunScales) -> None:
         self._histories = {direction: run.history(direction) for direction in DIRECTIONS}

@@ -176,7 +176,7 @@ class ScalesPlugin(base_plugin.TBPlugin):
 
 
 class ScalesLoader(base_plugin.TBLoader):
-    """What the entry point names: raises how many steps TensorBoard keeps, loads the plugin."""
+    """The entry point: it raises how many steps TensorBoard keeps, and loads the plugin."""
 
     def fix_flags(self, flags: argparse.Namespace) -> None:
         """Keep 2,000 steps, unless the user asked for another number."""

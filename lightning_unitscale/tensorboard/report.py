@@ -187,8 +187,8 @@ def color_limit(history: ScaleHistory) -> float:
 def _heat_map(
     axes: Axes, history: ScaleHistory, values: npt.NDArray[Any], colors: Any, limit: float
 ) -> Any:
-    # Of finite values none is out of the range: what is drawn below it are tensors of zeros, what
-    # is drawn above it has elements that are not finite.
+    # Finite values are clipped to the range. Tensors of zeros are drawn below it, and tensors with
+    # elements that are not finite above it.
     shown = np.where(np.isneginf(values), -2 * limit, np.clip(values, -limit, limit))
     shown = np.where(history.nonfinite > 0, 2 * limit, shown)
     image = axes.imshow(

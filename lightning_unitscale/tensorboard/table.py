@@ -96,7 +96,7 @@ def scale_table(snapshot: Scales, tablefmt: str = "simple", *, full: bool = True
             columns.append(
                 [_number(value) + mark for value, mark in zip(values, marks, strict=True)]
             )
-    # Of all the kinds, those that overflow and those that become zero.
+    # Elements that overflow, and those that become zero.
     lost = [snapshot.fractions(direction)[..., [0, 2]].sum(axis=-1) for direction in DIRECTIONS]
     estimated = [snapshot.share_read(direction) < 1 for direction in DIRECTIONS]
     for index, item in enumerate(snapshot.layout.formats):

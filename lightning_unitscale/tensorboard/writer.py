@@ -56,8 +56,8 @@ NAMESPACE: Final = "~scales"
 
 # TensorBoard's own port, unless it is taken.
 SCALES_URL: Final = f"http://localhost:6006/#{PLUGIN_NAME}"
-# Of which tensors TensorBoard's own dashboards have scalars and histograms: of none, of those that
-# products read, of all.
+# The tensors with scalars and histograms in TensorBoard's own dashboards: none, those that matmuls
+# read, all.
 TensorBoardTabs: TypeAlias = Literal["scales", "operands", "all"]
 TABS: Final[tuple[TensorBoardTabs, ...]] = get_args(TensorBoardTabs)
 

@@ -57,7 +57,7 @@ class InputGradients:
     def __init__(self, leaf_node: Callable[[Tensor], Any]) -> None:
         self._leaf_node = leaf_node
         self._paths: Any = WeakIdKeyDictionary()
-        # What was read before it had a path.
+        # Tensors that were read before they had a path.
         self._lost: Any = WeakIdKeyDictionary()
         # By the number of the backward pass: one may fail before its end.
         self._arrived: dict[int, list[tuple[Tensor, Tensor]]] = {}
@@ -102,7 +102,7 @@ class InputGradients:
             return None
         beside = _Beside(tuple(dict.fromkeys(paths.values())), tensors)
         is_torch = not isinstance(function, FunctionType) or function.__module__.startswith("torch")
-        # What an operator of the user's does beside computing is not known.
+        # An operator of the user's may have effects.
         if is_torch and not isinstance(function, OPERATORS) and all(map(_is_plain, tensors)):
             # Some arguments, such as the class weights of a loss, may have no gradient.
             for without in (None, *beside.parents):
@@ -129,7 +129,7 @@ class InputGradients:
             twins = [None] * (len(results) + len(written))
         for tensor, twin in zip((*results, *written), twins, strict=True):
             if twin is None or not twin.requires_grad:
-                # Of what has no derivative, such as an index, there is none to lose.
+                # A result without a derivative, such as an index, loses none.
                 if twin is None and (tensor.is_floating_point() or tensor.is_complex()):
                     beside.lose()
                 continue

@@ -1,4 +1,4 @@
-"""What the tensors of a step are called: by the module that computes them and torch's own word.
+"""Name the tensors of a step by the module that computes them and torch's own word.
 
 Python's frames tell which module that is; nothing is hung on the modules, so that there is nothing
 to take away.

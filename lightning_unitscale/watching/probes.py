@@ -217,7 +217,7 @@ class ScaleProbes(GraphPass):
 
         # Probes of inputs go before it and after the states, which are inputs themselves.
         anchors = {id(region): first_operation(region.graph) for region in places.regions}
-        # What a checkpoint returns, the graph around it may write into: the rule is for that graph.
+        # The graph around a checkpoint may write into its results: the rule is for that graph.
         alone = returned_alone(graph.graph)
         recorder = CallRecorder(
             graph,

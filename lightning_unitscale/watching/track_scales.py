@@ -187,7 +187,7 @@ class ScaleTracker(StepWatcher):
         if id(self) in memo:
             known: ScaleTracker = memo[id(self)]
             return known
-        # Of the module's copy, only an empty shell may be there as yet.
+        # The module's copy may still be an empty shell.
         before = copy.deepcopy(self._shadow.below, memo)
         if before is not None:
             vars(module)["forward"] = before

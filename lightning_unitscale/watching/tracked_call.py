@@ -50,7 +50,7 @@ class ExactMoments(Measuring):
 
 @dataclass(frozen=True)
 class State:
-    """What a module keeps."""
+    """The parameters and buffers of a module."""
 
     # "parameters" or "buffers", by name.
     kinds: dict[str, str]
@@ -89,7 +89,7 @@ class Made:
     target: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    # What the caller has assigned the results to.
+    # The variables that the caller assigns the results to.
     variables: tuple[str, ...] = ()
     # Name of the call, if it returns several tensors, and which of them this is.
     name: str = ""
@@ -112,7 +112,7 @@ class TrackedCall(WatchedCall):
         self.how_made: dict[TensorRow, Made] = {}
         self.in_units: dict[TensorRow, InUnits] = {}
         self.outputs: list[TensorRow] = []
-        # Of what a function has handed back as it was, whose tensor it is.
+        # For an argument that a function returns unchanged: the row of that argument.
         self.same_as: dict[TensorRow, TensorRow] = {}
         self.state = State({}, frozenset())
         self._paths: dict[TensorRow, GradientPath] = {}

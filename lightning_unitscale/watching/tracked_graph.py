@@ -56,7 +56,7 @@ def graph_of_probes(
     made_by = {tensor.name: tensor.made_by for call in calls for tensor in call.tensors}
     nodes: dict[str, fx.Node] = {}
     for index, name in enumerate(snapshot.names):
-        # Of a gradient that has not arrived there are no numbers.
+        # A gradient that has not arrived has no numbers.
         rows = (snapshot.forward[index], snapshot.backward[index])
         forward, backward = (Metrics.from_row(row) if row[0] >= 0 else None for row in rows)
         metrics = None if forward is None else _metrics_of(forward, backward)
@@ -135,7 +135,7 @@ def _add_in_units(
     scaled = dict(nodes)
     for (name, operand), unit in zip(matmul.operands.items(), matmul.log2_units, strict=True):
         scaled[operand] = scale(nodes[operand], -unit)
-        # Of an operand that others read as well, only the whole gradient is known.
+        # If others read the operand too, only the whole gradient is known.
         backward = unit - total - gamma if call.num_readers(operand) == 1 else None
         _describe(scaled[operand], name, row.module, _scaled(metrics[operand], -unit, backward))
     stored = _add_call(graph, scaled, made, row.module)

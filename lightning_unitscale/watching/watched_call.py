@@ -85,7 +85,7 @@ class WatchedCall:
         caller: Caller,
     ) -> Any:
         """Run a torch function that a step calls, and note what it makes."""
-        # What a function writes into is not read, and may never have been written.
+        # A function does not read the tensor that it writes into, which may be uninitialized.
         read = [value for option, value in kwargs.items() if option != "out"]
         arguments = _tensors_in((*args, *read))
         if caller.again is not None:
