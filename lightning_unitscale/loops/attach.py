@@ -12,8 +12,13 @@ from typing import Any, Self
 from torch import nn
 
 from lightning_unitscale.arguments import shown
-from lightning_unitscale.loops.called_loop import CalledLoop
-from lightning_unitscale.loops.hooks import attachment_of, called_methods, through, unwrapped
+from lightning_unitscale.loops.called_loop import (
+    CalledLoop,
+    attachment_of,
+    called_methods,
+    through,
+    unwrapped,
+)
 from lightning_unitscale.loops.loop import LoopCallback, check_log_dir, given_callbacks
 from lightning_unitscale.patching import Replacement, shadowed
 
