@@ -924,7 +924,7 @@ MUTATIONS = (
     Mutation(
         "a hook of the class runs as one of an instance",
         "callbacks/given.py",
-        "if instance is not None:",
+        "if args and isinstance(args[0], kind):",
         "if True:",
         "callbacks/test_combinations.py -k class",
     ),
