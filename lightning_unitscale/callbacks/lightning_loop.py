@@ -15,26 +15,10 @@ from lightning_unitscale.callbacks.packages import is_lightning
 from lightning_unitscale.callbacks.steps import existing_steps
 from lightning_unitscale.compiling import is_compiling
 from lightning_unitscale.loops.loop import Loop, StepCaller
-from lightning_unitscale.patching import StandIn, shadowed
+from lightning_unitscale.patching import Replacement, shadowed
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-
-class _Step(StandIn):
-    """Stands in for a training step, which a callback runs."""
-
-    def __init__(self, method: Any, call: StepCaller) -> None:
-        super().__init__(method)
-        self._call = call
-        # Lightning reads parameters one wrapping down, where the step may be wrapped already.
-        self.__wrapped__ = getattr(method, "__wrapped__", method)
-
-    @override
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        if is_compiling():
-            return self._method(*args, **kwargs)
-        return self._call(self._method, args, kwargs)
 
 
 class LightningLoop(Loop):
@@ -120,7 +104,14 @@ class LightningLoop(Loop):
 
     @override
     def running_steps_by(self, call: StepCaller) -> AbstractContextManager[None]:
-        step = _Step(getattr(self.module, self._called), call)
+        method = getattr(self.module, self._called)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return method(*args, **kwargs) if is_compiling() else call(method, args, kwargs)
+
+        step = Replacement(method, run)
+        # Lightning reads parameters one wrapping down, where the step may be wrapped already.
+        step.__wrapped__ = getattr(method, "__wrapped__", method)
         return shadowed(self.module, **{self._called: step})
 
     @override
