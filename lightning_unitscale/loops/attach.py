@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from torch import nn
 
-from lightning_unitscale.arguments import shown
+from lightning_unitscale.arguments import checked_folder, shown
 from lightning_unitscale.loops.called_loop import (
     CalledLoop,
     attachment_of,
@@ -19,7 +19,7 @@ from lightning_unitscale.loops.called_loop import (
     through,
     unwrapped,
 )
-from lightning_unitscale.loops.loop import LoopCallback, check_log_dir, given_callbacks
+from lightning_unitscale.loops.loop import LoopCallback, given_callbacks
 from lightning_unitscale.patching import Replacement, shadowed
 
 
@@ -124,8 +124,10 @@ class Attachment(CalledLoop):
         self._attached, self._forward = ExitStack(), ExitStack()
         with ExitStack() as undo:
             undo.callback(self._close)
-            if log_dir is not None and self.is_global_zero:
-                check_log_dir(log_dir)
+            # TensorBoard writes to object stores too.
+            is_url = isinstance(log_dir, str) and "://" in log_dir
+            if log_dir is not None and not is_url and self.is_global_zero:
+                checked_folder("log_dir", log_dir)
             self._attached.callback(self._optimizers.hook(self.before_step, self.after_step).close)
             self._forward.enter_context(through(self, self.run))
             for callback in given_callbacks(callbacks):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_unitscale.arguments import checked_folder, shown
+from lightning_unitscale.arguments import shown
 from lightning_unitscale.patching import Replacement, shadowed
 
 # Calls a step of a module with these arguments and keyword arguments.
@@ -233,13 +233,6 @@ def given_callbacks(callbacks: Any) -> tuple[LoopCallback, ...]:
     if text is not None:
         raise ValueError(text)
     return tuple(listed)
-
-
-def check_log_dir(log_dir: Any) -> None:
-    """Refuse a folder that TensorBoard's event files cannot be written to; make it if need be."""
-    # TensorBoard writes to object stores too.
-    if not (isinstance(log_dir, str) and "://" in log_dir):
-        checked_folder("log_dir", log_dir)
 
 
 def _what_it_is(callback: Any) -> str:

@@ -154,15 +154,11 @@ class ScaleWriter:
         if file_writer is None:
             return
         self._write(file_writer, snapshot, self._thinning.left_out(snapshot.step))
-        self.write_table(snapshot)
+        table = scale_table(snapshot, tablefmt="github")
+        self._experiment.add_text(f"{NAMESPACE}/table", table, snapshot.step)
         if len(snapshot):
             graph = annotated_graph(snapshot).SerializeToString()
             file_writer.add_event(Event(graph_def=graph), step=snapshot.step)
-
-    def write_table(self, snapshot: ScaleSnapshot) -> None:
-        """Write the scales of all tensors as a table, for the Text dashboard."""
-        table = scale_table(snapshot, tablefmt="github")
-        self._experiment.add_text(f"{NAMESPACE}/table", table, snapshot.step)
 
     def write_alerts(self, alerts: Sequence[ScaleAlert], step: int) -> None:
         """Write the alerts of a step, for the Text dashboard and the Scales dashboard."""
@@ -189,7 +185,14 @@ class ScaleWriter:
             self._file_writer = file_writer
             self._described.clear()
             use_fast_checksums(file_writer)
-        observed = _tensor_set(snapshot)
+        observed = TensorSet(
+            snapshot.names,
+            snapshot.modules,
+            snapshot.layout.formats,
+            snapshot.inputs,
+            snapshot.operands,
+            snapshot.products,
+        )
         if observed not in self._sets:
             self._sets[observed] = observed
             if layout := custom_scalars_layout(snapshot, self._tabs):
@@ -259,17 +262,6 @@ class ScaleWriter:
             self._described.add(tag)
             metadata = plugin_metadata(description())
         summary.value.add(tag=tag, tensor=tensor_proto(array), metadata=metadata)
-
-
-def _tensor_set(snapshot: ScaleSnapshot) -> TensorSet:
-    return TensorSet(
-        snapshot.names,
-        snapshot.modules,
-        snapshot.layout.formats,
-        snapshot.inputs,
-        snapshot.operands,
-        snapshot.products,
-    )
 
 
 def stock_tags(snapshot: ScaleSnapshot, direction: Direction) -> list[str]:

@@ -199,11 +199,9 @@ class ScaleProbes(GraphPass):
         differentiable = [
             requires_grad(node) and node not in mutated and not _is_gathered(node) for node in nodes
         ]
-        factors_of = (
-            _no_factors
-            if self.layout.is_sampled
-            else _count_factors(graph, tensors, gauge_in_force)
-        )
+        # Those of a sample hold for every power of two.
+        counted = () if self.layout.is_sampled else tensors
+        factors_of = _count_factors(graph, counted, gauge_in_force)
         layout = self.layout.measured
 
         # A node's arguments cannot hold a layout, so functions close over it.
@@ -279,23 +277,14 @@ def _is_gathered(node: fx.Node) -> bool:
     return described is not None and described.kind == "input" and len(node.users) > 1
 
 
-def _no_factors(index: int, region: Region) -> tuple[fx.Node | None, fx.Node | None]:
-    return None, None
-
-
 def _count_factors(
     graph: StepGraph, tensors: Sequence[ProbedTensor], gauge: Callable[[], Gauge]
 ) -> FactorsOf:
-    """Powers of two that turn each tensor into what is stored, as a state of the graph.
-
-    For exact counts only: those of a sample hold for every power of two.
-
-    Formats are counted of what matmuls read.
-    """
+    """Return the powers of two that turn each tensor into the stored one, for exact counts."""
     pairs = [(tensor.held.sigma.inverse(), tensor.held.gamma.inverse()) for tensor in tensors]
     factors = [factor for pair in pairs for factor in pair if factor != ONE]
     if not factors:
-        return _no_factors
+        return lambda index, region: (None, None)
     nodes = FactorNodes(graph, "count_factors", factors, gauge)
 
     def factors_of(index: int, region: Region) -> tuple[fx.Node | None, fx.Node | None]:
