@@ -937,7 +937,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a folder that nothing can be written to is taken",
-        "loops/loop.py",
+        "loops/attach.py",
         'checked_folder("log_dir", log_dir)',
         "pass",
         "loops/test_attach.py -k bad_input",
