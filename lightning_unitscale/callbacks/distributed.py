@@ -139,17 +139,11 @@ def refuse_sharded_parameters(trainer: pl.Trainer, option: str, why: str, instea
         )
 
 
-def num_microbatches(trainer: pl.Trainer) -> int:
-    """Microbatches of a batch, 1 without a pipeline."""
-    strategy = pipeline_of(trainer)
-    return 1 if strategy is None else strategy.num_microbatches
-
-
-def num_replicas(trainer: pl.Trainer) -> int:
-    """Ranks with data of their own, over whose gradients the mean is taken."""
+def num_parts(trainer: pl.Trainer) -> int:
+    """Return the number of microbatches and replicas whose mean the gradient of a batch is."""
     strategy = pipeline_of(trainer)
     if strategy is not None:
-        return strategy.data_parallel
+        return strategy.num_microbatches * strategy.data_parallel
     return trainer.world_size // tensor_parallel_size(trainer)
 
 
@@ -159,11 +153,12 @@ def rehearsed(trainer: pl.Trainer, batch: Any) -> Any:
     Every rank rehearses the whole step on it, before the first step frees what others own. A
     rehearsal on one rank alone would take as long, and the others would wait.
     """
-    if pipeline_of(trainer) is None:
+    strategy = pipeline_of(trainer)
+    if strategy is None:
         return batch
     from lightning_unitscale.pipeline.program import split_evenly
 
-    return split_evenly(batch, num_microbatches(trainer))[0]
+    return split_evenly(batch, strategy.num_microbatches)[0]
 
 
 def rehearsing(trainer: pl.Trainer) -> AbstractContextManager[Any]:

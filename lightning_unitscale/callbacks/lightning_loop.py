@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
-from lightning_unitscale.callbacks.distributed import num_microbatches, num_replicas
+from lightning_unitscale.callbacks.distributed import num_parts
 from lightning_unitscale.callbacks.packages import is_lightning
 from lightning_unitscale.callbacks.steps import existing_steps
 from lightning_unitscale.compiling import is_compiling
@@ -83,7 +83,7 @@ class LightningLoop(Loop):
     @property
     @override
     def num_parts(self) -> int:
-        return num_microbatches(self.trainer) * num_replicas(self.trainer)
+        return num_parts(self.trainer)
 
     @property
     @override

@@ -6,6 +6,7 @@ to take away.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -163,7 +164,10 @@ class StartNames:
         # Weak: a call that is not taken to its end must not keep the module.
         self._module = weakref.ref(module)
         self._names: dict[int, tuple[str, str]] = {}
-        for name, value in _arguments(step, args, kwargs).items():
+        arguments: Mapping[str, Any] = {}
+        with contextlib.suppress(TypeError, ValueError):  # the call itself will raise them
+            arguments = inspect.signature(step).bind(*args, **kwargs).arguments
+        for name, value in arguments.items():
             for path, tensor in tensors_of(value, name):
                 self._names.setdefault(id(tensor), (f"input.{path}", ""))
         self._add(module.named_buffers())
@@ -181,16 +185,6 @@ class StartNames:
         for path, tensor in tensors:
             fqn = own_path(path)
             self._names[id(tensor)] = (fqn, fqn.rpartition(".")[0])
-
-
-def _arguments(
-    step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> dict[str, Any]:
-    try:
-        bound = inspect.signature(step).bind(*args, **kwargs)
-    except (TypeError, ValueError):  # the call itself will say so
-        return {}
-    return dict(bound.arguments)
 
 
 def tensors_of(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:
