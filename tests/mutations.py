@@ -797,7 +797,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the step after the first is not sampled",
-        "callbacks/schedules.py",
+        "callbacks/step_schedules.py",
         "in (0, 1)",
         "in (0,)",
         "callbacks/test_sampling.py",

@@ -16,7 +16,7 @@ from lightning_unitscale.callbacks.explanation import (
     units_table,
 )
 from lightning_unitscale.callbacks.packages import rank_zero_warn
-from lightning_unitscale.callbacks.schedules import LateAgreement, RecalibrationSchedule
+from lightning_unitscale.callbacks.step_schedules import LateAgreement, RecalibrationSchedule
 from lightning_unitscale.dispatch.attach import AttachedSession
 from lightning_unitscale.dispatch.coverage import Coverage, CoverageCounter
 from lightning_unitscale.dispatch.fp8 import numerics_of

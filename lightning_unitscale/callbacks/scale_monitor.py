@@ -15,7 +15,7 @@ from lightning_unitscale.callbacks.distributed import joint_snapshot, pipeline_o
 from lightning_unitscale.callbacks.lightning_loop import LightningLoop
 from lightning_unitscale.callbacks.monitored_steps import ProbedSteps, WatchedSteps
 from lightning_unitscale.callbacks.packages import rank_zero_info, rank_zero_warn
-from lightning_unitscale.callbacks.schedules import Sampling
+from lightning_unitscale.callbacks.step_schedules import Sampling
 from lightning_unitscale.callbacks.steps import StepsCallback, captures_steps, enter
 from lightning_unitscale.formats import NumberFormat, get_format
 from lightning_unitscale.graph.name_patterns import NamePatterns

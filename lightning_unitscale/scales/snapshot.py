@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -209,16 +208,12 @@ class ScaleSnapshot:
         if isinstance(tensor, int):
             return tensor
         try:
-            return self._positions[tensor]
-        except KeyError:
+            return self.names.index(tensor)
+        except ValueError:
             raise KeyError(
                 f"tensor={tensor!r}: not in this snapshot; expected one of its {len(self)} names; "
                 "see names"
             ) from None
-
-    @cached_property
-    def _positions(self) -> dict[str, int]:
-        return {name: position for position, name in enumerate(self.names)}
 
 
 def merged_by_name(snapshots: Sequence[ScaleSnapshot]) -> ScaleSnapshot:

@@ -324,8 +324,9 @@ def _add_in_units(
     scaled = dict(nodes)
     for (name, operand), unit in zip(matmul.operands.items(), matmul.log2_units, strict=True):
         scaled[operand] = scale(nodes[operand], -unit)
-        # If others read the operand too, only the whole gradient is known.
-        backward = unit - total - gamma if call.num_readers(operand) == 1 else None
+        # If others read the operand too, such as the caller, only the whole gradient is known.
+        readers = sum(operand in one.inputs for one in call.made) + call.outputs.count(operand)
+        backward = unit - total - gamma if readers == 1 else None
         _describe(scaled[operand], name, row.module, _scaled(metrics[operand], -unit, backward))
     stored = _add_call(graph, scaled, made, row.module)
     _describe(stored, f"{matmul.name}:stored", row.module, _scaled(metrics[row], -total, -gamma))

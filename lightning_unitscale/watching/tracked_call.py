@@ -124,10 +124,6 @@ class TrackedCall(WatchedCall):
         is_known = bool(row.backward) and not (path is not None and path.is_lost)
         return row.forward, row.backward[-1] if is_known else None
 
-    def num_readers(self, row: TensorRow) -> int:
-        """Return how many functions read a tensor, with the caller if it is returned."""
-        return sum(row in one.inputs for one in self.made) + self.outputs.count(row)
-
     @override
     def run(
         self,
