@@ -45,7 +45,7 @@ from benchmarks.demo_step import VOCABULARY
 from benchmarks.measure import RESULTS, machine
 from examples.gpt import GPT
 from examples.text import TextDataModule
-from lightning_unitscale.callbacks.recalibration import RecalibrationSchedule
+from lightning_unitscale.callbacks.step_schedules import RecalibrationSchedule
 from lightning_unitscale.capture.attach import products_of
 from lightning_unitscale.capture.steps import steps_of
 from lightning_unitscale.dispatch.attach import AttachedSession

@@ -313,7 +313,7 @@ MUTATIONS = (
     Mutation(
         "what a reentrant checkpoint computes again is not watched",
         "watching/torch_state.py",
-        "    with shadowed(CheckpointFunction, backward=backward):",
+        "    with shadowed(CheckpointFunction, forward=forward):",
         "    with shadowed(CheckpointFunction):",
         "watching/test_same_bits.py -k NestedReentrant",
     ),
@@ -361,14 +361,14 @@ MUTATIONS = (
     ),
     Mutation(
         "a checkpoint of depth 'all' keeps its gradient scale of 1",
-        "callbacks/half_precision.py",
+        "callbacks/checkpoints.py",
         "checkpoint.pop(name, None) is not None",
         "checkpoint.get(name) is not None",
         "callbacks/test_half_precision.py -k of_depth_all",
     ),
     Mutation(
         "an eps that is zero in the parameters' type is not warned of",
-        "callbacks/half_precision.py",
+        "callbacks/trainer_settings.py",
         "torch.tensor(eps, dtype=dtype) == 0",
         "eps == 0",
         "callbacks/test_half_precision.py -k warned_of",
@@ -629,7 +629,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an overflow that the sample has missed is none",
-        "scales/estimates.py",
+        "scales/reduce.py",
         "np.copyto(overflow, np.maximum(overflow, least), where=over)",
         "np.copyto(overflow, np.maximum(overflow, 0 * least), where=over)",
         "scales/test_statistics.py -k overflow",
@@ -657,7 +657,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a row of a compiled graph waits until its tensor was written",
-        "scales/joint_rows.py",
+        "scales/step_rows.py",
         " or _may_write(node)",
         "",
         "scales/test_joint_rows.py -k written",
@@ -735,8 +735,8 @@ MUTATIONS = (
     Mutation(
         "to follow an input's gradient draws random numbers",
         "watching/input_gradients.py",
-        "        torch.set_rng_state(state)\n",
-        "",
+        "with torch.random.fork_rng(devices):",
+        "if True:",
         "watching/test_tracked_kinds.py -k random_numbers",
     ),
     Mutation(
@@ -748,7 +748,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a variable is not found where Python has called a function of its own",
-        "watching/how_made.py",
+        "watching/tracked_call.py",
         "found.update(dict.fromkeys(range(one.offset, after.offset, 2), entry))",
         "found[one.offset] = entry",
         "watching/test_track_scales.py -k however_often",
@@ -769,7 +769,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an operand that autocast has cast is not found",
-        "watching/operands.py",
+        "watching/rows.py",
         "argument = self._by_graph(operand)",
         "pass",
         "callbacks/test_agreement.py",
@@ -797,7 +797,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the step after the first is not sampled",
-        "callbacks/sampling.py",
+        "callbacks/step_schedules.py",
         "in (0, 1)",
         "in (0,)",
         "callbacks/test_sampling.py",
@@ -875,7 +875,7 @@ MUTATIONS = (
     Mutation(
         "an exception in Hugging Face's Trainer leaves the model attached",
         "loops/hugging_face.py",
-        "            self._callback.leave(error)\n",
+        "                self.attachment.__exit__(type(error), error, error.__traceback__)\n",
         "",
         "loops/test_leaving.py",
     ),
@@ -888,16 +888,16 @@ MUTATIONS = (
     ),
     Mutation(
         "a model that is trained in evaluation mode is never trained",
-        "loops/attach.py",
-        "self._trains_in_evaluation = self._has_evaluated and self._ends_with(optimizer)",
+        "loops/called_loop.py",
+        "self._trains_in_evaluation = self._optimizers.end_with(optimizer)",
         "pass",
         "loops/test_hooks.py",
     ),
     Mutation(
         "weights by rules are saved without a word of it",
         "callbacks/checkpoints.py",
-        "after=mark_saved",
-        "after=nothing",
+        "        mark_saved(checkpoint)\n",
+        "",
         "callbacks/test_checkpoints.py",
     ),
     Mutation(
@@ -909,14 +909,14 @@ MUTATIONS = (
     ),
     Mutation(
         "settings that contradict each other go together",
-        "loops/given.py",
+        "loops/loop.py",
         "if len(made) == 1 or (len(values) == 1 and None not in values):",
         "if made:",
         "callbacks/test_combinations.py",
     ),
     Mutation(
         "equal settings that may be given twice are refused",
-        "loops/given.py",
+        "loops/loop.py",
         " or (len(values) == 1 and None not in values)",
         "",
         "callbacks/test_combinations.py -k together",
@@ -924,7 +924,7 @@ MUTATIONS = (
     Mutation(
         "a hook of the class runs as one of an instance",
         "callbacks/given.py",
-        "if instance is not None:",
+        "if args and isinstance(args[0], kind):",
         "if True:",
         "callbacks/test_combinations.py -k class",
     ),
@@ -937,7 +937,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a folder that nothing can be written to is taken",
-        "loops/given.py",
+        "loops/attach.py",
         'checked_folder("log_dir", log_dir)',
         "pass",
         "loops/test_attach.py -k bad_input",
@@ -1426,8 +1426,8 @@ MUTATIONS = (
     ),
     Mutation(
         "an attached callback meets optimizers of other models",
-        "loops/attach.py",
-        "if is_new and self._ends_with(optimizer):",
+        "loops/called_loop.py",
+        "if is_new and self._optimizers.end_with(optimizer):",
         "if is_new:",
         "callbacks/test_half_precision.py -k eps_in_other_loops",
     ),

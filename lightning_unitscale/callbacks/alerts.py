@@ -1,4 +1,4 @@
-"""What ``ScaleMonitor`` does about a violation: it remembers it, tells it once, and acts."""
+"""Alerts of ``ScaleMonitor``: each is kept, reported once, and acted upon."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from lightning_unitscale.scales.violations import (
 
 
 class LossWatch:
-    """Looks at the loss of every step.
+    """Checks the loss of every step.
 
-    On the CPU a loss is looked at when it is there. On a CUDA device it is copied to pinned memory
-    behind the step's kernels and looked at when the copy has arrived, mostly one step later; no
-    copy is begun while one is under way. Losses of other devices are not looked at.
+    A loss on the CPU is checked at once. A loss on a CUDA device is copied to pinned memory behind
+    the step's kernels and checked when the copy has arrived, mostly one step later. No copy begins
+    while another is under way. Losses on other devices are not checked.
     """
 
     def __init__(self) -> None:
@@ -62,12 +62,12 @@ class LossWatch:
 
 
 _Reaction = Literal["warn", "raise", "stop"]
-# What a violation leads to; a function gets the new alerts of a step.
+# Reactions to a violation; a function gets the new alerts of a step.
 OnViolation: TypeAlias = _Reaction | Callable[[tuple[ScaleAlert, ...]], object]
 # How many are kept in memory, and how many the console shows of one step.
 _KEPT: Final = 10_000
 _SHOWN: Final = 8
-# A violation that was told is told again when it was gone for so many sampled steps.
+# A violation is reported again if it returns after so many clean samples.
 _REARMED_AFTER: Final = 10
 _NONFINITE: Final = ("nonfinite",)
 
@@ -77,51 +77,27 @@ class ScaleViolation(RuntimeError):
 
     Attributes:
         alerts: Everything that was found at the step, the first in the order of computation first.
+        alert: The first of the alerts.
+        step: Its optimizer step.
+        tensor: Its tensor.
+        module: Path of the module that makes the tensor.
+        direction: Whether it is about the value or its gradient.
     """
 
     def __init__(self, alerts: Sequence[ScaleAlert]) -> None:
         self.alerts = tuple(alerts)
+        self.alert = first = self.alerts[0]
+        self.step, self.tensor = first.step, first.tensor
+        self.module, self.direction = first.module, first.direction
         super().__init__(alerts_text(self.alerts, _SHOWN))
 
     def __reduce__(self) -> tuple[type[ScaleViolation], tuple[tuple[ScaleAlert, ...]]]:
         # Lightning's launchers send exceptions from process to process.
         return type(self), (self.alerts,)
 
-    @property
-    def alert(self) -> ScaleAlert:
-        """The first of the alerts."""
-        return self.alerts[0]
-
-    @property
-    def step(self) -> int:
-        """The optimizer step of the first alert."""
-        return self.alert.step
-
-    @property
-    def tensor(self) -> str:
-        """The tensor of the first alert."""
-        return self.alert.tensor
-
-    @property
-    def module(self) -> str:
-        """Path of the module that makes the tensor."""
-        return self.alert.module
-
-    @property
-    def direction(self) -> Literal["forward", "backward"]:
-        """Of the first alert: of the value or of its gradient."""
-        return self.alert.direction
-
 
 class ScaleAlerts:
-    """Judges snapshots.
-
-    Attributes:
-        alerts: The alerts so far, at most 10,000, newest last.
-        formats: The formats to count: the monitored ones and those of the thresholds.
-        num_violations: How many tensors, directions and formats were violations in the last
-            snapshot, told before or not; trends are none.
-    """
+    """Judges snapshots, and acts on what is wrong."""
 
     def __init__(
         self,
@@ -135,7 +111,7 @@ class ScaleAlerts:
         if trend_steps is not None and (not is_number or trend_steps < 1):
             raise ValueError(
                 f"trend_steps={shown(trend_steps)}: not a number of steps; expected an integer of "
-                "at least 1, or None to look at no trends; pass trend_steps=500"
+                "at least 1, or None to check no trends; pass trend_steps=500"
             )
         self._on_violation = on_violation
         if thresholds is None:
@@ -143,7 +119,9 @@ class ScaleAlerts:
         else:
             self._thresholds = parse_thresholds(thresholds)
         limited = tuple(dict.fromkeys(threshold.format for threshold in self._thresholds))
+        # Those to count.
         self.formats = tuple(dict.fromkeys((*formats, *limited)))
+        # At most 10,000, newest last.
         self.alerts: list[ScaleAlert] = []
         self._horizon = trend_steps
         self._limited = limited
@@ -157,18 +135,18 @@ class ScaleAlerts:
         self._known_infinite: set[str] = set()
         self._loss_watch = LossWatch()
         self._bad_loss: ScaleAlert | None = None
+        # Of the last snapshot, reported before or not; trends do not count.
         self.num_violations = 0
 
     @property
     def wants_sample(self) -> bool:
-        """Whether the next step should be sampled whatever the schedule says."""
+        """Return whether the next step should be sampled whatever the schedule says."""
         return self._bad_loss is not None
 
     def see_loss(self, step: int, loss: Tensor) -> None:
         """Look at the loss of a step that is not sampled, where that costs nothing.
 
-        With several ranks nothing is looked at: sampling is a joint act, and one rank alone may
-        have the NaN.
+        With several ranks only sampled steps are checked, because sampling needs all ranks.
         """
         if self._on_violation is None or is_distributed():
             return
@@ -192,7 +170,7 @@ class ScaleAlerts:
         has_loss_scaler: bool,
         num_merged: int = 1,
     ) -> tuple[ScaleAlert, ...]:
-        """What is new and wrong in a snapshot, the same on all ranks."""
+        """Return what is new and wrong in a snapshot, the same on all ranks."""
         nonfinite = first_nonfinite(
             snapshot, known_infinite=self._known_infinite, gradients=not has_loss_scaler
         )
@@ -251,7 +229,7 @@ def _check_reaction(on_violation: object) -> None:
     choices = get_args(_Reaction)
     if on_violation is None or (isinstance(on_violation, str) and on_violation in choices):
         return
-    # Of a class an instance would be made, and nothing follows from that.
+    # Calling a class would only make an instance.
     if not callable(on_violation) or isinstance(on_violation, type):
         raise ValueError(
             f"on_violation={shown(on_violation)}: unknown; expected one of "
@@ -274,4 +252,4 @@ def _is_too_large(alert: ScaleAlert) -> bool:
 
 
 class ScaleWarning(UserWarning):
-    """What ``ScaleMonitor`` warns of with ``on_violation="warn"`` or ``"stop"``."""
+    """The category of warnings of ``ScaleMonitor`` with ``on_violation="warn"`` or ``"stop"``."""

@@ -1,4 +1,4 @@
-"""What a checkpoint says of the method that its weights were trained by, and who may load it.
+"""Mark checkpoints with the method that trained their weights, and check it on loading.
 
 Weights that were trained by rules mean nothing without the factors of their graph. Lightning only
 warns when a callback of the checkpoint is missing, and a module is loaded without any callbacks. So
@@ -18,12 +18,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from typing_extensions import override
 
-from lightning_unitscale.callbacks.half_precision import restart_loss_scale
 from lightning_unitscale.callbacks.options import LOSSLESS
-from lightning_unitscale.callbacks.packages import is_lightning, misconfigured, rank_zero_warn
-from lightning_unitscale.patching import StandIn, nothing, shadowed
+from lightning_unitscale.callbacks.packages import (
+    is_lightning,
+    misconfigured,
+    rank_zero_info,
+    rank_zero_warn,
+)
+from lightning_unitscale.patching import Replacement, shadowed
 from lightning_unitscale.rules.deploy import PLAN_ATTRIBUTE
 
 if TYPE_CHECKING:
@@ -74,34 +77,21 @@ def checking_checkpoints(
     for checkpoints that have only weights, and may put other weights, such as averages, into what
     is saved.
     """
+    load, save = module.on_load_checkpoint, module.on_save_checkpoint
 
-    def check(checkpoint: dict[str, Any]) -> None:
+    def check_and_load(checkpoint: dict[str, Any]) -> None:
         _check(trainer, checkpoint, checkpoint.get("callbacks", {}).get(callback.state_key), method)
+        load(checkpoint)
+
+    def save_and_mark(checkpoint: dict[str, Any]) -> None:
+        save(checkpoint)
+        mark_saved(checkpoint)
 
     return shadowed(
         module,
-        on_load_checkpoint=_CheckpointHook(module.on_load_checkpoint, before=check),
-        on_save_checkpoint=_CheckpointHook(module.on_save_checkpoint, after=mark_saved),
+        on_load_checkpoint=Replacement(load, check_and_load),
+        on_save_checkpoint=Replacement(save, save_and_mark),
     )
-
-
-class _CheckpointHook(StandIn):
-    """Stands in for a module's hook, with more done before it or after it."""
-
-    def __init__(
-        self,
-        method: Any,
-        before: Callable[[dict[str, Any]], None] = nothing,
-        after: Callable[[dict[str, Any]], None] = nothing,
-    ) -> None:
-        super().__init__(method)
-        self._before, self._after = before, after
-
-    @override
-    def call(self, checkpoint: dict[str, Any]) -> None:
-        self._before(checkpoint)
-        self._method(checkpoint)
-        self._after(checkpoint)
 
 
 def _check(
@@ -112,7 +102,7 @@ def _check(
 ) -> None:
     """Compare the method of a checkpoint with the callback's, and take out the mark."""
     if state is not None:
-        restart_loss_scale(trainer, checkpoint, state)
+        _restart_loss_scale(trainer, checkpoint, state)
     known = None if state is None else state.get("rules", {}).get("method", LOSSLESS)
     trained = _taken_mark(checkpoint) or known or _mark_of_file(trainer)
     if trained not in (None, LOSSLESS) and trained != method:
@@ -133,6 +123,22 @@ def _check(
         )
 
 
+def _restart_loss_scale(
+    trainer: pl.Trainer, checkpoint: dict[str, Any], state: Mapping[str, Any]
+) -> None:
+    """Leave out the gradient scaler's state of a checkpoint that needed no loss scale.
+
+    Earlier versions had ``depth="all"``, which kept every gradient near 1 and started the scale at
+    1. Resumed with that, gradients would be flushed to zero until the scale has grown.
+    """
+    name = type(trainer.precision_plugin).__qualname__
+    if state.get("depth") == "all" and checkpoint.pop(name, None) is not None:
+        rank_zero_info(
+            "UnitScaleCallback: the checkpoint was written with depth='all', which is no longer "
+            "supported. Its weights and optimizer state are loaded; the loss scale starts anew."
+        )
+
+
 def _taken_mark(checkpoint: dict[str, Any]) -> str | None:
     weights = checkpoint.get("state_dict", {})
     for name in list(weights):
@@ -143,7 +149,7 @@ def _taken_mark(checkpoint: dict[str, Any]) -> str | None:
 
 
 def _mark_of_file(trainer: pl.Trainer) -> str | None:
-    """The mark of a checkpoint whose weights a strategy has loaded by itself, by names it knew."""
+    """Return the mark in a checkpoint file that a strategy has loaded by itself, by known names."""
     if not is_lightning(trainer.strategy, "ModelParallelStrategy") or trainer.ckpt_path is None:
         return None
     path = Path(trainer.ckpt_path)

@@ -5,9 +5,8 @@ There, what is captured, cut and run is the step of one microbatch.
 
 from __future__ import annotations
 
-import functools
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -19,9 +18,9 @@ from torch import Tensor
 
 from lightning_unitscale.callbacks.packages import is_lightning, misconfigured
 from lightning_unitscale.lossless.measured import Measured, combined_rms
-from lightning_unitscale.ranks import differing_ranks, gathered, is_distributed
+from lightning_unitscale.ranks import gathered, is_distributed
 from lightning_unitscale.scales.reduce import joined_rows, split_rows
-from lightning_unitscale.scales.snapshot import ScaleSnapshot
+from lightning_unitscale.scales.snapshot import ScaleSnapshot, merged_by_name
 from lightning_unitscale.scales.tensor_statistics import FloatArray
 
 if TYPE_CHECKING:
@@ -32,14 +31,10 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound=Measured)
 
 
-def joint_rms(*measured: Mapping[str, float]) -> tuple[dict[str, float], ...]:
-    """RMS over all ranks of named values; ranks may have measured different names."""
-    return tuple(_joint(values) for values in zip(*gathered(measured), strict=True))
-
-
 def joint_measured(measured: M) -> M:
-    """RMS over all ranks of what this one has measured; the rest is this rank's own."""
-    forward, backward, outside = joint_rms(measured.forward, measured.backward, measured.outside)
+    """Return the RMS over all ranks of what each has measured; the rest is this rank's own."""
+    own = measured.forward, measured.backward, measured.outside
+    forward, backward, outside = map(_joint, zip(*gathered(own), strict=True))
     return replace(measured, forward=forward, backward=backward, outside=outside)
 
 
@@ -52,7 +47,7 @@ def joint_late(measured: M, lacking: Iterable[str]) -> tuple[M, bool]:
 
 
 def joint_reasons(*reasons: Mapping[str, str]) -> tuple[dict[str, str], ...]:
-    """What any rank has found, by name; where several have, the words of the first."""
+    """Return what any rank has found, by name; if several have, the words of the first."""
     return tuple(
         {name: text for texts in reversed(of_ranks) for name, text in texts.items()}
         for of_ranks in zip(*gathered(reasons), strict=True)
@@ -60,27 +55,36 @@ def joint_reasons(*reasons: Mapping[str, str]) -> tuple[dict[str, str], ...]:
 
 
 def joint_snapshot(snapshot: ScaleSnapshot, device: torch.device) -> ScaleSnapshot:
-    """Statistics of the joint batch of all ranks.
+    """Return the statistics of the joint batch of all ranks.
 
-    Ranks that ran different graphs (a branch on data) cannot be packed; they are merged by name
-    over the tensors that all of them have in the same units: what a product reads on one rank only
-    has its units there, and is counted in them.
+    If ranks ran different graphs (a branch on data), only tensors that all of them have in the same
+    units are merged, by name: a tensor that a matmul reads on one rank only has its unit there.
     """
     if not is_distributed():
         return snapshot
-    if not differing_ranks(hashlib.sha256("\n".join(snapshot.names).encode()).digest()):
+    if _is_same_on_all_ranks("\n".join(snapshot.names), device):
         rows = np.concatenate([snapshot.forward, snapshot.backward])
         forward, backward = np.split(_reduced(rows, snapshot, device), 2)
         return replace(snapshot, forward=forward, backward=backward)
-    return _merged_by_name(snapshot)
+    return merged_by_name(gathered(snapshot))
 
 
-def _joint(of_ranks: tuple[Mapping[str, float], ...]) -> dict[str, float]:
+def _joint(of_ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the RMS over all ranks of named values; ranks may have measured different names."""
     names = dict.fromkeys(name for values in of_ranks for name in values)
     return {
         name: combined_rms([values[name] for values in of_ranks if name in values])
         for name in names
     }
+
+
+def _is_same_on_all_ranks(text: str, device: torch.device) -> bool:
+    """Compare a text of all ranks by its hash, in one small collective."""
+    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+    extremes = torch.tensor([number, -number], device=device)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    largest, negated_smallest = extremes.tolist()
+    return bool(largest == -negated_smallest)
 
 
 def _reduced(rows: FloatArray, snapshot: ScaleSnapshot, device: torch.device) -> FloatArray:
@@ -92,21 +96,8 @@ def _reduced(rows: FloatArray, snapshot: ScaleSnapshot, device: torch.device) ->
     return joint
 
 
-def _merged_by_name(snapshot: ScaleSnapshot) -> ScaleSnapshot:
-    snapshots = gathered(snapshot)
-    shared = set.intersection(*(set(_in_units(of_rank)) for of_rank in snapshots))
-    # In the order of the first rank: graphs of others may list the same tensors in another.
-    names = [tensor[0] for tensor in _in_units(snapshots[0]) if tensor in shared]
-    return functools.reduce(ScaleSnapshot.merge, (of_rank.select(names) for of_rank in snapshots))
-
-
-def _in_units(snapshot: ScaleSnapshot) -> list[tuple[str, int, int]]:
-    units = (snapshot.log2_sigma.tolist(), snapshot.log2_gamma.tolist())
-    return list(zip(snapshot.names, *units, strict=True))
-
-
 def pipeline_of(trainer: pl.Trainer) -> PipelineStrategy | None:
-    """The strategy, if it cuts training steps into stages."""
+    """Return the strategy, if it cuts training steps into stages."""
     # Not by its class: training on one device must not load the pipeline's engine.
     is_pipeline = hasattr(trainer.strategy, "num_microbatches")
     return cast("PipelineStrategy", trainer.strategy) if is_pipeline else None
@@ -121,7 +112,7 @@ def tensor_parallel_size(trainer: pl.Trainer) -> int:
 
 
 def joint_over_parts(trainer: pl.Trainer) -> Callable[[float], float] | None:
-    """What makes the RMS of a tensor out of those of its parts; ``None`` where steps are whole."""
+    """Return how the RMS of a tensor follows from its parts'; ``None`` if steps are whole."""
     if tensor_parallel_size(trainer) == 1:
         return None
     strategy: Any = trainer.strategy
@@ -148,31 +139,26 @@ def refuse_sharded_parameters(trainer: pl.Trainer, option: str, why: str, instea
         )
 
 
-def num_microbatches(trainer: pl.Trainer) -> int:
-    """Microbatches of a batch, 1 without a pipeline."""
-    strategy = pipeline_of(trainer)
-    return 1 if strategy is None else strategy.num_microbatches
-
-
-def num_replicas(trainer: pl.Trainer) -> int:
-    """Ranks with data of their own, over whose gradients the mean is taken."""
+def num_parts(trainer: pl.Trainer) -> int:
+    """Return the number of microbatches and replicas whose mean the gradient of a batch is."""
     strategy = pipeline_of(trainer)
     if strategy is not None:
-        return strategy.data_parallel
+        return strategy.num_microbatches * strategy.data_parallel
     return trainer.world_size // tensor_parallel_size(trainer)
 
 
 def rehearsed(trainer: pl.Trainer, batch: Any) -> Any:
-    """The part of a training batch on which a step is rehearsed: its first microbatch.
+    """Return the part of a training batch on which a step is rehearsed: its first microbatch.
 
     Every rank rehearses the whole step on it, before the first step frees what others own. A
     rehearsal on one rank alone would take as long, and the others would wait.
     """
-    if pipeline_of(trainer) is None:
+    strategy = pipeline_of(trainer)
+    if strategy is None:
         return batch
     from lightning_unitscale.pipeline.program import split_evenly
 
-    return split_evenly(batch, num_microbatches(trainer))[0]
+    return split_evenly(batch, strategy.num_microbatches)[0]
 
 
 def rehearsing(trainer: pl.Trainer) -> AbstractContextManager[Any]:

@@ -1,18 +1,21 @@
-"""What users are told: explanations, as HTML in a notebook, and what became of products."""
+"""Explanations for users: what became of matmuls and their units, as text or HTML."""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tabulate import tabulate
 
 from lightning_unitscale.callbacks.packages import rank_zero_info, rank_zero_warn
-from lightning_unitscale.dispatch.coverage import Coverage, CoverageCounter, lacking_line
+from lightning_unitscale.dispatch.coverage import Coverage, CoverageCounter, lacking_line, listed
 from lightning_unitscale.dispatch.formats import NO_UNIT
 from lightning_unitscale.dispatch.lost_formats import LostFormats
+from lightning_unitscale.lossless.fp8_range import Unrepresentable
 from lightning_unitscale.lossless.gauge import Gauge, GaugePair
+from lightning_unitscale.precision.fp8 import WIDE_GRADIENT
 from lightning_unitscale.tensorboard.table import STEP_ITSELF
 
 # In place of the unit of a tensor that was zero, or not finite, whenever it was measured.
@@ -21,12 +24,7 @@ _NONE_YET = "none yet"
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under headers; ``str`` of it is text.
-
-    Attributes:
-        headers: One for each column.
-        rows: Of texts.
-    """
+    """Rows of texts under headers; ``str`` of it is text."""
 
     headers: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -35,7 +33,7 @@ class Table:
         return tabulate(self.rows, headers=self.headers, disable_numparse=True)
 
     def html(self) -> str:
-        """The table for a page, with its texts escaped."""
+        """Return the table for a page, with its texts escaped."""
         return tabulate(self.rows, headers=self.headers, tablefmt="html", disable_numparse=True)
 
 
@@ -45,7 +43,7 @@ class Explanation(str):
     parts: tuple[str | Table, ...]
 
     def __new__(cls, *parts: str | Table) -> Explanation:
-        """The text of the parts, with a line between them."""
+        """Return the text of the parts, with a line between them."""
         shown = tuple(part for part in parts if str(part))
         text = super().__new__(cls, "\n\n".join(map(str, shown)))
         text.parts = shown
@@ -59,7 +57,7 @@ class Explanation(str):
 
 
 class CountedSteps:
-    """What became of the products of each step that was counted, by the step's name."""
+    """The coverage of each step that was counted, by the step's name."""
 
     def __init__(self, wanted: str = "") -> None:
         self._lost = LostFormats(wanted)
@@ -78,7 +76,7 @@ class CountedSteps:
     def add(self, name: str, coverage: Coverage, *, is_training: bool, when: str) -> None:
         """Keep a count, and report what it shows for the first time.
 
-        Of a step's first count one line is logged, with a warning if much of it ran plain. Whenever
+        A step's first count is logged as one line, with a warning if much was left unscaled. When
         matmuls leave the format of the step, a warning names them and the line is logged again.
         """
         is_first = name not in self._coverages
@@ -86,7 +84,7 @@ class CountedSteps:
             self._training_step = name
         self._coverages[name] = coverage
         warned = [self._lost.new_in(name, coverage, when)]
-        # An evaluation that rounds nothing has the same numbers in units and without.
+        # An evaluation that rounds nothing has the same results scaled and unscaled.
         if is_first and (is_training or coverage.format):
             warned.append(coverage.shortfall())
         text = " ".join(filter(None, warned))
@@ -102,7 +100,7 @@ class CountedSteps:
         return lacked or not self._lost.are_known(name, counter)
 
     def explain(self, lacking: Mapping[str, str]) -> list[str]:
-        """A line for each step, and a table of the main one; empty before the first."""
+        """Return a line for each step, and a table of the main one; empty before the first."""
         if not self._coverages:
             return []
         lines = [
@@ -112,24 +110,56 @@ class CountedSteps:
         return ["\n".join(lines), self.main.table(), lacking_line(tuple(lacking.values()))]
 
 
+class UnitEvents:
+    """Records when new units were taken, and why, as lines for ``explain()``."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def new_units(self, num_changed: int, when: str, outside: Mapping[str, float]) -> None:
+        """Record that units have changed."""
+        worst = sorted(outside.items(), key=lambda item: -abs(math.log2(item[1])))[:3]
+        reason = ", ".join(f"{name} at RMS {rms:.3g}" for name, rms in worst)
+        event = f"New units for {num_changed} tensors at {when}"
+        self.lines.append(f"{event}: {reason}" if reason else event)
+        if outside:
+            rank_zero_info(f"UnitScaleCallback: {self.lines[-1]}")
+
+    def late_units(self, names: Sequence[str], when: str) -> None:
+        """Record that tensors that gave no unit before have one."""
+        if names:
+            self.lines.append(f"First units for {len(names)} tensors at {when}: {listed(names)}")
+
+    def unrepresentable(self, new: Unrepresentable, when: str) -> None:
+        """Record what left FP8, or its finer format."""
+        for what, reasons in (
+            ("Out of FP8", new.products),
+            (f"Gradients in {WIDE_GRADIENT}", new.gradients),
+        ):
+            if reasons:
+                text = "; ".join(f"{name}, since {why}" for name, why in reasons.items())
+                self.lines.append(f"{what} from {when} on: {text}")
+                rank_zero_info(f"UnitScaleCallback: {self.lines[-1]}")
+
+
 def units_table(gauge: Gauge, lacking: Iterable[str] = ()) -> Table | None:
-    """The units of a gauge, a row for each tensor, by the module that makes it.
+    """Return the units of a gauge, a row for each tensor, by the module that makes it.
 
     A matmul has units for its operands and for the gradient that arrives at its result.
     """
-    rows: dict[str, _Units] = {}
+    rows: dict[str, dict[str, GaugePair | None]] = {}
     known: dict[str, GaugePair | None] = dict(gauge)
     for name, pair in (known | dict.fromkeys(lacking)).items():
         # As in "head.linear:unscaled:weight": what it is of, how it is made, its operand.
         result, *others = name.split(":")
         role = next((other for other in others if other != "unscaled"), "")
-        rows.setdefault(result, _Units({})).pairs[role] = pair
+        rows.setdefault(result, {})[role] = pair
     if not rows:
         return None
     # In the order in which modules first have a row.
     modules = dict.fromkeys(result.rpartition(".")[0] for result in rows)
     shown = [
-        (module or STEP_ITSELF, result.rpartition(".")[2], *units.columns())
+        (module or STEP_ITSELF, result.rpartition(".")[2], *_unit_columns(units))
         for module in modules
         for result, units in rows.items()
         if result.rpartition(".")[0] == module
@@ -137,19 +167,14 @@ def units_table(gauge: Gauge, lacking: Iterable[str] = ()) -> Table | None:
     return Table(("module", "tensor", "operands in units of", "gradient"), tuple(shown))
 
 
-@dataclass
-class _Units:
-    # None for a tensor without a unit.
-    pairs: dict[str, GaugePair | None]
-
-    def columns(self) -> tuple[str, str]:
-        """Of the operands and of the gradient."""
-        operands = ", ".join(
-            f"{role} {_NONE_YET if pair is None else f'2^{pair.log2_sigma}'}"
-            for role, pair in self.pairs.items()
-            if role
-        )
-        if "" not in self.pairs:
-            return operands, ""
-        own = self.pairs[""]
-        return operands, _NONE_YET if own is None else f"2^{own.log2_gamma}"
+def _unit_columns(pairs: Mapping[str, GaugePair | None]) -> tuple[str, str]:
+    """Return the units of a matmul's operands and of its gradient; ``None`` has no unit yet."""
+    operands = ", ".join(
+        f"{role} {_NONE_YET if pair is None else f'2^{pair.log2_sigma}'}"
+        for role, pair in pairs.items()
+        if role
+    )
+    if "" not in pairs:
+        return operands, ""
+    own = pairs[""]
+    return operands, _NONE_YET if own is None else f"2^{own.log2_gamma}"

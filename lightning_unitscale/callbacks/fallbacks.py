@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 _STEP = "training_step"
-# What runs between a step and its optimizer, on the loss or on gradients.
+# Hooks between a step and its optimizer, on the loss or on gradients.
 _AROUND_BACKWARD = (
     "backward",
     "on_before_backward",

@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from types import FrameType, FunctionType, MethodType
+from types import FrameType, FunctionType
 from typing import Any
 
 from lightning_unitscale.callbacks.packages import misconfigured
-from lightning_unitscale.loops.given import class_given, why_not_together
+from lightning_unitscale.loops.loop import class_given, why_not_together
 
 # The first hook that a Trainer or Fabric calls raises; what is called of an exception must not hide
 # that one.
@@ -35,25 +35,16 @@ def guard_hooks(kind: type) -> None:
     for name, refuses in _GUARDED.items():
         hook = inspect.getattr_static(kind, name, None)
         if isinstance(hook, FunctionType):
-            setattr(kind, name, _InstanceHook(hook, refuses=refuses))
+            setattr(kind, name, _of_instances(kind, hook, refuses=refuses))
 
 
-class _InstanceHook:
-    """What a class has in place of a hook: Python tells it who is asked for the hook."""
-
-    def __init__(self, hook: FunctionType, *, refuses: bool) -> None:
-        functools.update_wrapper(self, hook)  # type: ignore[arg-type]  # only its attributes are set
-        self._hook = hook
-        self._refuses = refuses
-
-    def __get__(self, instance: Any, owner: type) -> Callable[..., Any]:
-        if instance is not None:
-            return MethodType(self._hook, instance)
-        return functools.wraps(self._hook)(functools.partial(self._on_class, owner))
-
-    def _on_class(self, owner: type, *args: Any, **kwargs: Any) -> Any:
-        if args and isinstance(args[0], owner):
-            return self._hook(*args, **kwargs)
-        if self._refuses:
-            raise misconfigured(class_given(owner))
+def _of_instances(kind: type, hook: FunctionType, *, refuses: bool) -> Callable[..., Any]:
+    @functools.wraps(hook)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], kind):
+            return hook(*args, **kwargs)
+        if refuses:
+            raise misconfigured(class_given(kind))
         return None
+
+    return run

@@ -10,31 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
-from lightning_unitscale.callbacks.distributed import num_microbatches, num_replicas
+from lightning_unitscale.callbacks.distributed import num_parts
 from lightning_unitscale.callbacks.packages import is_lightning
 from lightning_unitscale.callbacks.steps import existing_steps
 from lightning_unitscale.compiling import is_compiling
 from lightning_unitscale.loops.loop import Loop, StepCaller
-from lightning_unitscale.patching import StandIn, shadowed
+from lightning_unitscale.patching import Replacement, shadowed
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-
-class _Step(StandIn):
-    """Stands in for a training step that somebody else runs."""
-
-    def __init__(self, method: Any, call: StepCaller) -> None:
-        super().__init__(method)
-        self._call = call
-        # Lightning reads parameters one wrapping down, where the step may be wrapped already.
-        self.__wrapped__ = getattr(method, "__wrapped__", method)
-
-    @override
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        if is_compiling():
-            return self._method(*args, **kwargs)
-        return self._call(self._method, args, kwargs)
 
 
 class LightningLoop(Loop):
@@ -44,13 +28,14 @@ class LightningLoop(Loop):
         self.module: pl.LightningModule = module
         self.steps = tuple(existing_steps(module))
         self.training_step = "training_step"
-        # What a training batch calls first.
+        # The method that a training batch calls first.
         self._called = "training_step"
         if module._compiled_call_impl is not None and is_lightning(trainer.strategy, "DDPStrategy"):
             # DDP calls the module, and with it what its ``compile()`` has made of all the step.
             self._called = "_compiled_call_impl"
             self.steps = (*self.steps, self._called)
         self.trainer = trainer
+        self.is_fitting = trainer.state.fn == "fit"
         self._global_step_before = trainer.global_step
 
     @override
@@ -72,7 +57,7 @@ class LightningLoop(Loop):
         epochs = trainer.max_epochs
         if epochs is None or epochs == -1 or trainer.current_epoch + 1 < epochs:
             return False
-        # Of accumulated batches the first; where nobody knows how many there are, the last of all.
+        # The first of accumulated batches; the last of all, if their number is not known.
         number, accumulated = trainer.num_training_batches, trainer.accumulate_grad_batches
         first = number if number == math.inf else (number - 1) // accumulated * accumulated
         return trainer.is_last_batch or trainer.fit_loop.epoch_loop.batch_idx >= first
@@ -87,11 +72,6 @@ class LightningLoop(Loop):
 
     @property
     @override
-    def is_fitting(self) -> bool:
-        return self.trainer.state.fn == "fit"
-
-    @property
-    @override
     def device(self) -> torch.device:
         return self.trainer.strategy.root_device
 
@@ -103,7 +83,7 @@ class LightningLoop(Loop):
     @property
     @override
     def num_parts(self) -> int:
-        return num_microbatches(self.trainer) * num_replicas(self.trainer)
+        return num_parts(self.trainer)
 
     @property
     @override
@@ -124,7 +104,14 @@ class LightningLoop(Loop):
 
     @override
     def running_steps_by(self, call: StepCaller) -> AbstractContextManager[None]:
-        step = _Step(getattr(self.module, self._called), call)
+        method = getattr(self.module, self._called)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return method(*args, **kwargs) if is_compiling() else call(method, args, kwargs)
+
+        step = Replacement(method, run)
+        # Lightning reads parameters one wrapping down, where the step may be wrapped already.
+        step.__wrapped__ = getattr(method, "__wrapped__", method)
         return shadowed(self.module, **{self._called: step})
 
     @override

@@ -1,4 +1,4 @@
-"""What ``UnitScaleCallback`` can be told beyond its strings: a method, FP8, a simulated format.
+"""Options of ``UnitScaleCallback`` beyond its strings: a method, FP8, a simulated format.
 
 Each option is checked when it is made. From YAML it is ``class_path`` and ``init_args``::
 
@@ -39,7 +39,7 @@ _PATHS = (
     *("*attn*.c_proj", "*attn*.proj", "*attention*.dense", "*attention.wo"),
     *("*mlp*.c_proj", "*mlp.proj", "*DenseReluDense.wo", "*layer.[0-9]*.output.dense"),
 )
-# What u-muP keeps out of FP8 (Blake et al., arXiv 2407.17465).
+# Layers that u-muP keeps out of FP8 (Blake et al., arXiv 2407.17465).
 U_MUP_EXCLUDE = (*_LAST_NAMES, *(f"*.{name}" for name in _LAST_NAMES), *_PATHS)
 # Nearly all of what FP8 linears cost the demo's loss is the readout's:
 # docs/explanation/low-precision.md.
@@ -57,7 +57,7 @@ def check_compile(value: object) -> None:
 
 
 def mode_of(compile: bool | CompileMode) -> CompileMode | None:
-    """The mode in which Inductor compiles, ``None`` where another callback may choose it."""
+    """Return the mode in which Inductor compiles, ``None`` where another callback may choose it."""
     return None if isinstance(compile, bool) else compile
 
 
@@ -95,7 +95,7 @@ class Rules:
         self.options()  # which checks them
 
     def options(self, **others: Any) -> RuleOptions:
-        """The multipliers as options of the rules, with ``residual`` and ``on_unknown``."""
+        """Return the multipliers as options of the rules, with ``residual`` and ``on_unknown``."""
         multipliers = {name: value for name, value in vars(self).items() if name != "method"}
         return RuleOptions(**multipliers, **others)
 
@@ -132,12 +132,7 @@ class FP8:
         self.linears(is_lossless=True)  # which checks the others
 
     def linears(self, *, is_lossless: bool) -> FP8Linears:
-        """The pass that runs linear layers in FP8.
-
-        Args:
-            is_lossless: Whether the method leaves the model as it is, which decides what ``"auto"``
-                excludes.
-        """
+        """Return the pass that runs linear layers in FP8; ``"auto"`` excludes less if lossless."""
         exclude = self.exclude
         if isinstance(exclude, str) and exclude == "auto":
             exclude = READOUT_EXCLUDE if is_lossless else U_MUP_EXCLUDE
@@ -150,8 +145,8 @@ class FP8:
         )
 
     def unmatched(self, linears: FP8Linears) -> list[str]:
-        """Which layers were excluded by name and are not there, once the pass has seen a step."""
-        # What "auto" excludes are usual names: no model has them all.
+        """Return a line for each excluded name that no layer of the captured steps has."""
+        # "auto" excludes usual names, and no model has them all.
         if self.exclude == "auto":
             return []
         return [f"FP8: {text}" for text in linears.patterns.take_unmatched()]
@@ -184,7 +179,7 @@ class Simulate:
         return format_pair(self.format, argument="format")
 
     def rounding_pass(self) -> SimulateFormat:
-        """The pass that rounds what products read."""
+        """Return the pass that rounds what products read."""
         return SimulateFormat(*self.formats, rounding=self.rounding, grid=self.grid)
 
 
@@ -198,7 +193,7 @@ def as_method(method: str | Rules) -> Literal["lossless"] | Rules:
 
 
 def as_fp8(precision: str | FP8 | None) -> FP8 | None:
-    """The options of FP8, if it is asked for."""
+    """Return the options of FP8, if it is asked for."""
     if precision is None or isinstance(precision, FP8):
         return precision
     if not isinstance(precision, str) or precision != "fp8":
@@ -210,7 +205,7 @@ def as_fp8(precision: str | FP8 | None) -> FP8 | None:
 
 
 def as_simulate(simulate: object) -> Simulate | None:
-    """The options of a simulation, if a format is to be simulated."""
+    """Return the options of a simulation, if a format is to be simulated."""
     if simulate is None or isinstance(simulate, Simulate):
         return simulate
     format_pair(simulate, argument="simulate")

@@ -36,12 +36,12 @@ def trainer_packages() -> list[Any]:
 
 
 def is_lightning(instance: object, *names: str) -> bool:
-    """Whether an object is of one of Lightning's classes with these names."""
+    """Return whether an object is of one of Lightning's classes with these names."""
     return any(kind.__name__ in names and _is_own(kind) for kind in type(instance).__mro__)
 
 
 def is_overridden(name: str, module: pl.LightningModule) -> bool:
-    """Whether a user's module has a method of its own in place of Lightning's."""
+    """Return whether a user's module has a method of its own in place of Lightning's."""
     kinds = (kind for kind in type(module).__mro__ if kind.__name__ == "LightningModule")
     base = next(filter(_is_own, kinds))
     helpers = _own_module("utilities.model_helpers")
@@ -49,7 +49,7 @@ def is_overridden(name: str, module: pl.LightningModule) -> bool:
 
 
 def is_param_in_hook_signature(hook: Callable[..., Any], name: str, **options: Any) -> bool:
-    """Whether Lightning passes an argument of this name to a hook."""
+    """Return whether Lightning passes an argument of this name to a hook."""
     signatures = _own_module("utilities.signature_utils")
     return bool(signatures.is_param_in_hook_signature(hook, name, **options))
 
@@ -75,7 +75,7 @@ def rank_zero_info(text: str) -> None:
         _own_module("utilities.rank_zero").rank_zero_info(text)
     elif rank() == 0:
         if not _LOG.hasHandlers():
-            # Shown, as Lightning shows its own, where nobody has said what becomes of logs.
+            # Lightning too shows its logs if logging is not configured.
             _LOG.addHandler(logging.StreamHandler())
             _LOG.setLevel(logging.INFO)
         _LOG.info(text)

@@ -1,4 +1,4 @@
-"""The units of a module's products: measured as they first run, followed as they drift."""
+"""The units of a module's matmuls: measured as they first run, followed as they drift."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_unitscale.callbacks.distributed import joint_late, joint_measured, joint_reasons
-from lightning_unitscale.callbacks.explanation import CountedSteps, Explanation, units_table
+from lightning_unitscale.callbacks.explanation import (
+    CountedSteps,
+    Explanation,
+    UnitEvents,
+    units_table,
+)
 from lightning_unitscale.callbacks.packages import rank_zero_warn
-from lightning_unitscale.callbacks.recalibration import LateAgreement, RecalibrationSchedule
-from lightning_unitscale.callbacks.unit_events import UnitEvents
+from lightning_unitscale.callbacks.step_schedules import LateAgreement, RecalibrationSchedule
 from lightning_unitscale.dispatch.attach import AttachedSession
 from lightning_unitscale.dispatch.coverage import Coverage, CoverageCounter
 from lightning_unitscale.dispatch.fp8 import numerics_of
@@ -26,16 +30,12 @@ from lightning_unitscale.precision.fp8 import FP8Linears
 from lightning_unitscale.precision.simulate import SimulateFormat
 from lightning_unitscale.ranks import any_rank, is_distributed
 
-# Of what :meth:`ProductUnits.state_dict` returns. Without one, a tensor of zeros had unit 1.
+# Version of a state. In states without one, a tensor of zeros had unit 1.
 _STATE_VERSION = 1
 
 
 class ProductUnits(LoopCallback):
-    """Runs the products of a module's steps in units, over fits and restarts.
-
-    Attributes:
-        is_calibrated: Whether a training step has been measured, in this fit or before.
-    """
+    """Scales the matmuls of a module's steps, over fits and restarts."""
 
     def __init__(
         self,
@@ -43,13 +43,14 @@ class ProductUnits(LoopCallback):
         simulation: SimulateFormat | None,
         fp8: FP8Linears | None,
     ) -> None:
+        # Whether a training step has been measured, in this fit or before.
         self.is_calibrated = False
         self._events = UnitEvents()
         self._schedule = schedule
         self._simulation = simulation
         self._fp8 = fp8
         self._counted = self._new_counts()
-        # Whether results depend on the units, as those of rounded products do.
+        # Whether results depend on the units, as those of rounded matmuls do.
         self._changes_numbers = simulation is not None or fp8 is not None
         self._step_index = 0
         # Ends the last look, whose numbers may be on their way.
@@ -62,19 +63,19 @@ class ProductUnits(LoopCallback):
         self._agreement = LateAgreement()
         # Whether a training step has begun, whose units stay until it ends.
         self._is_in_batch = False
-        # The step, and the count of its products, that an evaluation has come into.
+        # The step that an evaluation interrupts, and the count of its matmuls.
         self._interrupted: tuple[str, CoverageCounter | None, bool] = "", None, False
         self._loop: Loop | None = None
 
     @property
     def gauge(self) -> Gauge:
-        """The units in force; empty before the first batch."""
+        """Return the units in force; empty before the first batch."""
         self._end_look()
         return self._units.gauge
 
     @property
     def coverage(self) -> Coverage:
-        """What became of the products of a training step, or of an evaluation on its own."""
+        """The coverage of the matmuls of a training step, or of an evaluation on its own."""
         return self._counted.main
 
     def attach(self, loop: Loop, *, is_other: bool) -> None:
@@ -134,7 +135,7 @@ class ProductUnits(LoopCallback):
                 self._adopt_first(units.take())
             self._agreement.begin()
         if self.is_calibrated or self._running.has_stepped:
-            # Which products run plain is known with their units.
+            # Which matmuls are left unscaled is known once they have units.
             self._read_coverage()
         self._warn_of_flushed()
 
@@ -149,7 +150,7 @@ class ProductUnits(LoopCallback):
         units, name = self._units, self._step_name
         if not (self._running.is_fitting or self.is_calibrated or batch_idx):
             self._session.adopt(joint_measured(units.take()))
-        # What accumulated batches of training have shown is taken with the last of them.
+        # Measurements of accumulated training batches are taken with the last of them.
         elif not units.is_looking:
             self._receive()
             if not (self._is_in_batch or (self._agreement.is_open and is_distributed())):
@@ -198,11 +199,12 @@ class ProductUnits(LoopCallback):
         self._units.restore(gauge, state_dict["plain"], lacking)
         self.is_calibrated = True
         if self._fp8 is not None:
-            self._fp8.leave_out(_unrepresentable_from_state(state_dict))
+            unfit = state_dict.get("fp8_unfit", {}), state_dict.get("fp8_wide", {})
+            self._fp8.leave_out(Unrepresentable(*unfit))
             self._fp8.unseen.update(state_dict.get("fp8_unseen", ()))
 
     def explain(self) -> Explanation:
-        """What became of every product, when units were taken, and which."""
+        """Explain which matmuls were scaled, and when units were taken."""
         lacking = self._units.lacking
         parts, units = self._counted.explain(lacking), units_table(self.gauge, lacking) or ""
         if not parts:
@@ -266,7 +268,7 @@ class ProductUnits(LoopCallback):
     def _judge(self, arrived: Callable[[], Measurement], when: str) -> None:
         measurement = joint_measured(arrived())
         self._make_fit(when)
-        # What had no unit gets one, whatever became of the others.
+        # Tensors without a unit get one, even if the other units stay.
         self._adopt(self._units.new_in(measurement), when)
         if self._schedule.is_automatic and not measurement.outside:
             self._units.judge(measurement)
@@ -324,18 +326,13 @@ class ProductUnits(LoopCallback):
 
 
 def _joint_unrepresentable(unrepresentable: Unrepresentable) -> Unrepresentable:
-    """What any rank has found not to fit."""
+    """Return the layers that do not fit on any rank."""
     return Unrepresentable(*joint_reasons(unrepresentable.products, unrepresentable.gradients))
 
 
 def _gauge_from_state(state: Mapping[str, Any]) -> Gauge:
-    """The units of matmuls in a saved state, without those that may be of a tensor of zeros."""
+    """Return the units of a saved state, without those that may be of a tensor of zeros."""
     gauge = Gauge.from_state(state["gauge"])
     if "version" in state:
         return gauge
     return Gauge({name: pair for name, pair in gauge.items() if pair != GaugePair()})
-
-
-def _unrepresentable_from_state(state: Mapping[str, Any]) -> Unrepresentable:
-    """What a checkpoint says of layers that do not fit."""
-    return Unrepresentable(state.get("fp8_unfit", {}), state.get("fp8_wide", {}))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,13 +13,13 @@ from lightning_unitscale.arguments import check_choice, shown
 from lightning_unitscale.callbacks.alerts import OnViolation, ScaleAlerts
 from lightning_unitscale.callbacks.distributed import joint_snapshot, pipeline_of
 from lightning_unitscale.callbacks.lightning_loop import LightningLoop
-from lightning_unitscale.callbacks.monitored_steps import MonitoredSteps, ProbedSteps, WatchedSteps
+from lightning_unitscale.callbacks.monitored_steps import ProbedSteps, WatchedSteps
 from lightning_unitscale.callbacks.packages import rank_zero_info, rank_zero_warn
-from lightning_unitscale.callbacks.sampling import Sampling
+from lightning_unitscale.callbacks.step_schedules import Sampling
 from lightning_unitscale.callbacks.steps import StepsCallback, captures_steps, enter
 from lightning_unitscale.formats import NumberFormat, get_format
 from lightning_unitscale.graph.name_patterns import NamePatterns
-from lightning_unitscale.loops.loggers import Writer, writer_for
+from lightning_unitscale.loops.loggers import RunWriters
 from lightning_unitscale.loops.loop import Loop
 from lightning_unitscale.ranks import is_distributed
 from lightning_unitscale.scales.alerts import ScaleAlert
@@ -28,26 +27,15 @@ from lightning_unitscale.scales.export import summarize, write_csv, write_json_l
 from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.scales.violations import Limits
-from lightning_unitscale.tensorboard.command import SCALES_URL, tensorboard_command
 from lightning_unitscale.tensorboard.table import scale_table
-from lightning_unitscale.tensorboard.writer import TABS, ScaleWriter, TensorBoardTabs
+from lightning_unitscale.tensorboard.writer import (
+    TABS,
+    TensorBoardTabs,
+)
 from lightning_unitscale.watching.torch_state import is_readable
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-
-@dataclass(frozen=True)
-class _Sample:
-    """A sampled step whose statistics are on their way from the device.
-
-    Attributes:
-        snapshot: Waits for the statistics.
-        num_merged: Rows that were merged into each of its rows, of batches and ranks.
-    """
-
-    snapshot: Callable[[], ScaleSnapshot]
-    num_merged: int
 
 
 class ScaleMonitor(StepsCallback):
@@ -74,22 +62,22 @@ class ScaleMonitor(StepsCallback):
             that are not monitored. With ``True`` these and the shares per format come from a sample
             of at most 16,384 elements of each tensor, with ``"exact"`` from all elements.
             ``False`` keeps the shares only.
-        on_violation: What follows when a sampled step has a NaN or an infinity, or loses more to a
-            format than ``thresholds`` allow (scalars and losses are in no format: they only have to
-            be finite). ``"warn"``: a warning. ``"stop"``: a warning, and
-            ``trainer.should_stop``, so that training ends as it always does, checkpoints included.
-            ``"raise"``: a ``ScaleViolation``. A function: it is called on every rank with a tuple
-            of the step's new alerts (``ScaleAlert``), trends included, and what it raises ends the
-            training. ``None``: nothing but an entry in ``alerts`` and on the dashboard, as in all
-            cases. What lasts is told once, and again when it comes back after ten sampled steps.
+        on_violation: What to do when a sampled step contains NaN or Inf, or exceeds ``thresholds``
+            (scalars and losses only have to be finite). ``"warn"``: warn. ``"stop"``: warn and set
+            ``trainer.should_stop``, so that training ends as usual, with its checkpoints.
+            ``"raise"``: raise a ``ScaleViolation``. A function is called on every rank with a tuple
+            of the step's new alerts (``ScaleAlert``), trends included; what it raises ends the
+            training. ``None``: only record the alert in ``alerts`` and on the dashboard, as all
+            choices do. A persistent problem is reported once, and again if it returns after ten
+            clean samples.
         thresholds: Format -> the fraction of a tensor's elements that may overflow, and that may be
             flushed to zero; or format -> ``{"overflow": 0.0, "subnormal": 0.5, "flushed": 0.1}``,
-            any of the three. By default no element may overflow a monitored format that has
-            infinities, and one of a thousand a format that has none. They judge the operands of
-            matmuls and the gradients that arrive at matmuls.
+            any of the three. They apply to the operands of matmuls and to the gradients that arrive
+            at matmuls. By default we alert on any overflow in a format with infinities, and on more
+            than 0.1 % in a saturating format.
         trend_steps: Warn (never stop or raise) of a tensor whose largest magnitude, growing as over
             the last eight samples, leaves a format of the thresholds within this many steps;
-            ``None`` looks at no trends.
+            ``None`` checks no trends.
         tensorboard_tabs: What TensorBoard's own tabs (Scalars, Histograms, Custom Scalars) show
             beside the Scales tab, which always has everything: ``"operands"``, the tensors that
             matrix products read and the gradients that arrive at products; ``"all"`` tensors; or
@@ -149,7 +137,6 @@ class ScaleMonitor(StepsCallback):
             "no such choice",
             "leave it out for what products read",
         )
-        self._tabs = tensorboard_tabs
         self._patterns = NamePatterns(include, exclude)
         given = f"formats={shown(formats)}"
         listed = formats if isinstance(formats, (list, tuple)) else (formats,)
@@ -164,23 +151,25 @@ class ScaleMonitor(StepsCallback):
             None if is_exact else RowLayout.sample_size,
         )
         self.snapshots: list[ScaleSnapshot] = []
-        self._steps: MonitoredSteps | None = None
-        self._writers: dict[int, Writer] = {}
+        self._steps: WatchedSteps | ProbedSteps | None = None
+        self._writers = RunWriters(tensorboard_tabs, rank_zero_info)
         self._start: int | None = None
         self._sampled_step = -1
         self._is_sampling = False
         self._names_all = True
         self._num_batches = 0
         self._loss_scale = 1.0
-        self._sent: _Sample | None = None
+        # A sampled step whose statistics are on their way from the device, and how many batches and
+        # ranks each of its rows is of.
+        self._sent: tuple[Callable[[], ScaleSnapshot], int] | None = None
 
     @property
     def alerts(self) -> tuple[ScaleAlert, ...]:
-        """What was wrong so far, at most 10,000 alerts, newest last."""
+        """The alerts so far, at most 10,000, newest last."""
         return tuple(self._alerts.alerts)
 
     def table(self, *, full: bool = False) -> str:
-        """The last snapshot as a text table: of what products read, a line per block.
+        """Return the last snapshot as a text table: of what products read, a line per block.
 
         Args:
             full: A line for every tensor.
@@ -238,7 +227,7 @@ class ScaleMonitor(StepsCallback):
         self.leave()
         self._begin(loop, WatchedSteps(loop, self._layout, self._patterns))
 
-    def _begin(self, loop: Loop, steps: MonitoredSteps) -> None:
+    def _begin(self, loop: Loop, steps: WatchedSteps | ProbedSteps) -> None:
         self._loop, self._steps = loop, steps
         self._alerts.start()
         self._start, self._sampled_step, self._is_sampling = None, -1, False
@@ -263,18 +252,15 @@ class ScaleMonitor(StepsCallback):
 
     @override
     def begin_backward(self, loss: Tensor | None) -> None:
-        if self._is_sampling:
-            self._running()[1].begin_backward()
-        elif loss is not None and is_readable(loss) and self._sampling.covers(self._sampled_step):
+        is_covered = not self._is_sampling and self._sampling.covers(self._sampled_step)
+        if is_covered and loss is not None and is_readable(loss):
             self._alerts.see_loss(self._sampled_step, loss)
 
     @override
     def end_backward(self) -> None:
         if self._is_sampling:
-            loop, steps = self._running()
             # The scaler changes its scale in the optimizer's step; the gradients have this one.
-            self._loss_scale = loop.loss_scale
-            steps.end_backward()
+            self._loss_scale = self._running()[0].loss_scale
 
     @override
     def end_batch(self) -> None:
@@ -292,9 +278,9 @@ class ScaleMonitor(StepsCallback):
     def finish(self) -> None:
         loop, _ = self._running()
         self._judge_sent(is_over=True)
-        self._write_last(loop)
+        self._writers.finish(self.snapshots)
         alerts = self._alerts.finish()
-        self._write_alerts(loop, alerts, self._sampled_step)
+        self._writers.write_alerts(loop, alerts, self._sampled_step)
         self._alerts.act(loop, alerts)
 
     @override
@@ -324,18 +310,18 @@ class ScaleMonitor(StepsCallback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.finish()
 
-    def _running(self) -> tuple[Loop, MonitoredSteps]:
+    def _running(self) -> tuple[Loop, WatchedSteps | ProbedSteps]:
         assert self._loop is not None
         assert self._steps is not None
         return self._loop, self._steps
 
-    def _take(self, loop: Loop, steps: MonitoredSteps) -> None:
+    def _take(self, loop: Loop, steps: WatchedSteps | ProbedSteps) -> None:
         sent = steps.take(self._sampled_step, grad_scale=self._loss_scale)
         for text in self._patterns.take_unmatched() if self._names_all else ():
             rank_zero_warn(f"ScaleMonitor: {text}")
         if sent is None:
             return
-        self._sent = _Sample(sent, self._num_batches * loop.num_parts)
+        self._sent = sent, self._num_batches * loop.num_parts
         # Ranks wait for each other anyway; and what need not travel is there.
         if is_distributed() or loop.device.type != "cuda":
             self._judge_sent()
@@ -344,46 +330,20 @@ class ScaleMonitor(StepsCallback):
         """Show and judge the sample that has been sent, if there is one."""
         if self._sent is None:
             return
-        sample, self._sent = self._sent, None
+        (arrived, num_merged), self._sent = self._sent, None
         loop, _ = self._running()
-        snapshot = joint_snapshot(sample.snapshot(), loop.device)
+        snapshot = joint_snapshot(arrived(), loop.device)
         self.snapshots = [*self.snapshots[-self._KEPT + 1 :], snapshot]
         alerts = self._alerts.judge(
-            snapshot,
-            has_loss_scaler=loop.has_loss_scaler,
-            num_merged=sample.num_merged,
+            snapshot, has_loss_scaler=loop.has_loss_scaler, num_merged=num_merged
         )
-        summary = summarize(snapshot, sample.num_merged, self._alerts.num_violations)
+        summary = summarize(snapshot, num_merged, self._alerts.num_violations)
         if not is_over:
             loop.keep_metrics(summary.numbers)
-        if loop.is_global_zero:
-            for writer in self._writers_of(loop):
-                writer.write(snapshot, summary, complete=bool(alerts))
-        self._write_alerts(loop, alerts, snapshot.step)
+        self._writers.write(loop, snapshot, summary, alerts)
         try:
             self._alerts.act(loop, alerts)
         except BaseException:
             # The run that ends here can be read.
-            self._write_last(loop)
+            self._writers.finish(self.snapshots)
             raise
-
-    def _write_alerts(self, loop: Loop, alerts: Sequence[ScaleAlert], step: int) -> None:
-        if alerts and loop.is_global_zero:
-            for writer in self._writers_of(loop):
-                writer.write_alerts(alerts, step)
-
-    def _write_last(self, loop: Loop) -> None:
-        if self.snapshots and loop.is_global_zero:
-            for writer in self._writers.values():
-                writer.finish(self.snapshots[-1])
-
-    def _writers_of(self, loop: Loop) -> list[Writer]:
-        for logger in loop.loggers:
-            if id(logger) not in self._writers:
-                writer = self._writers[id(logger)] = writer_for(logger, self._tabs)
-                if isinstance(writer, ScaleWriter):
-                    rank_zero_info(
-                        f"ScaleMonitor: to see the scales while the run goes on, run "
-                        f"{tensorboard_command(logger)} and open {SCALES_URL}"
-                    )
-        return list(self._writers.values())

@@ -30,10 +30,8 @@ from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.growing_lists import functions_of, names_in
 from lightning_unitscale.capture.steps import LIGHTNING_STEPS, ModuleSteps, steps_of
 from lightning_unitscale.dynamo.capture import is_compiled
-from lightning_unitscale.loops.attach import Attachment
-from lightning_unitscale.loops.fabric import attach_in_fabric
-from lightning_unitscale.loops.leaving import leaving_after
-from lightning_unitscale.loops.loop import Claim, Loop, LoopCallback, scale_of
+from lightning_unitscale.loops.attach import Attachment, attach_in_fabric
+from lightning_unitscale.loops.loop import Claim, Loop, LoopCallback, leaving_after, scale_of
 from lightning_unitscale.patching import nothing, shadowed
 from lightning_unitscale.rules.weights import zero_gradients
 

@@ -1,14 +1,14 @@
-"""Which settings of a Trainer go with scale rules, with learning-rate searches, and with FP8."""
+"""Check and adapt settings of a Trainer: rates, clipping, loss scales, precisions and plugins."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_unitscale.callbacks.distributed import num_gradient_elements
@@ -168,18 +168,14 @@ def _optimizers_within(optimizer: Optimizer) -> list[Optimizer]:
     return [one for one in held if one.param_groups is optimizer.param_groups]
 
 
-def searches_rate(trainer: pl.Trainer) -> bool:
-    """Whether a learning rate is looked for at the start of the fit, by whatever entry point."""
-    return any(is_lightning(callback, "LearningRateFinder") for callback in all_callbacks(trainer))
-
-
 def refuse_rate_search(trainer: pl.Trainer) -> None:
-    """Refuse to look for a rate where only the callbacks make the model that is to be trained.
+    """Refuse to search a rate if only the callbacks make the model that is trained.
 
     Weights, factors and rates are set when the first batch starts. A search runs that batch without
     the callbacks, so it would find a rate of the plain model, and give it to another one.
     """
-    if searches_rate(trainer):
+    callbacks = all_callbacks(trainer)
+    if any(is_lightning(callback, "LearningRateFinder") for callback in callbacks):
         raise misconfigured(
             "LearningRateFinder: it takes the callbacks out of the Trainer while it searches, so "
             "it would find the rate of the plain model and not of the one that is scaled by rules; "
@@ -219,3 +215,39 @@ def check_fp8_device(device: torch.device) -> None:
             "compute capability 8.9 or above, or a CPU; pass simulate='fp8' to see what FP8 would "
             "do, or leave it out."
         )
+
+
+def report_unprotected(module: nn.Module) -> None:
+    """Warn of what FP16 parameters lose between matmuls, and report what BF16 ones do."""
+    types = {parameter.dtype for parameter in module.parameters()}
+    if torch.float16 in types:
+        rank_zero_warn(
+            "UnitScaleCallback: the parameters are FP16 (precision='16-true'). Matmuls are scaled, "
+            "but the tensors between them are not: gradients below 6e-8 become zero and values "
+            "above 65504 overflow, as without this callback. Use Trainer(precision='16-mixed'), "
+            "or 'bf16-mixed'."
+        )
+    elif torch.bfloat16 in types:
+        rank_zero_info(
+            "UnitScaleCallback: the parameters are BF16 (precision='bf16-true'). Matmuls are "
+            "scaled, but an update below 1/512 of a weight is lost when it is added, as without "
+            "this callback. Trainer(precision='bf16-mixed') keeps FP32 weights."
+        )
+
+
+def warn_of_zero_eps(optimizers: Iterable[Optimizer]) -> None:
+    """Warn of an ``eps`` that is zero in the type of the parameters that it protects."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            eps = group.get("eps")
+            if not isinstance(eps, float) or eps <= 0:
+                continue
+            types = {parameter.dtype for parameter in group["params"]}
+            lost = [dtype for dtype in types if torch.tensor(eps, dtype=dtype) == 0]
+            if lost:
+                rank_zero_warn(
+                    f"{type(optimizer).__name__}(eps={eps}): eps is 0 in {lost[0]}, the type of "
+                    "the parameters, so a weight whose squared gradient is 0 becomes NaN. Pass an "
+                    "eps of at least 1e-7, or use Trainer(precision='16-mixed')."
+                )
+                break

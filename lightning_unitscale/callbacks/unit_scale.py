@@ -20,7 +20,6 @@ from lightning_unitscale.callbacks.checkpoints import (
 )
 from lightning_unitscale.callbacks.distributed import refuse_distributed_tensors
 from lightning_unitscale.callbacks.explanation import Explanation
-from lightning_unitscale.callbacks.half_precision import report_unprotected, warn_of_zero_eps
 from lightning_unitscale.callbacks.lightning_loop import LightningLoop
 from lightning_unitscale.callbacks.options import (
     FP8,
@@ -35,15 +34,17 @@ from lightning_unitscale.callbacks.options import (
 )
 from lightning_unitscale.callbacks.packages import rank_zero_warn
 from lightning_unitscale.callbacks.product_units import ProductUnits
-from lightning_unitscale.callbacks.recalibration import RecalibrationSchedule
 from lightning_unitscale.callbacks.remat import budget_claim, compile_claim, step_partitioner
 from lightning_unitscale.callbacks.ruled_steps import RuledSteps
 from lightning_unitscale.callbacks.rules import rules_of
+from lightning_unitscale.callbacks.step_schedules import RecalibrationSchedule
 from lightning_unitscale.callbacks.steps import StepsCallback, captures_steps, enter
 from lightning_unitscale.callbacks.trainer_settings import (
     check_fp8,
     check_fp8_device,
     check_simulation,
+    report_unprotected,
+    warn_of_zero_eps,
 )
 from lightning_unitscale.capture.steps import ModuleSteps, breaks_list
 from lightning_unitscale.dispatch.coverage import Coverage
@@ -91,14 +92,14 @@ class UnitScaleCallback(StepsCallback):
             it on the first batch, ``"keep"`` takes it for 1, ``"error"`` raises.
         simulate: Format in which matrix products are simulated, in training and in evaluation:
             ``"fp8"``, one format such as ``"E3M2FN"``, a pair of them for operands and gradients,
-            or :class:`Simulate` with a way of rounding. Operands are rounded in units, which a
-            product measures before it runs for the first time.
+            or :class:`Simulate` with a way of rounding. Operands are scaled before they are
+            rounded; a matmul measures its units before it runs for the first time.
         precision: ``"fp8"``, or :class:`FP8` with exceptions, runs linear layers, and their two
             gradients, in real FP8 with constant scales: those whose features are multiples of 16
             (or large enough to be padded) and whose operands fit, when they first run and whenever
-            units are looked at. It goes with any precision of the Trainer, whose types the results
-            have; ``explain()`` tells what was decided on each product. FP8 needs a GPU of compute
-            capability 8.9, or a CPU, where it is slow.
+            units are measured again. It works with any precision of the Trainer, whose types the
+            results have. ``explain()`` shows the decision for each matmul. FP8 needs a GPU of
+            compute capability 8.9, or a CPU, where it is slow.
         remat: Budget for rematerialization, as in :class:`RematCallback`.
         compile: Run the captured graphs by Inductor, in a mode of ``torch.compile`` such as
             ``"reduce-overhead"``, which has CUDA graphs, or ``"max-autotune"``. FP32 results then
@@ -179,21 +180,21 @@ class UnitScaleCallback(StepsCallback):
 
     @property
     def gauge(self) -> Gauge:
-        """The units in force; empty before the first batch."""
+        """Return the units in force; empty before the first batch."""
         return self._products.gauge
 
     @property
     def coverage(self) -> Coverage:
-        """What became of the products of the last step that was counted.
+        """The coverage of the matmuls of the last step that was counted.
 
-        These are the first step, those in which units are looked at, and those in which matmuls
-        left the format.
+        These are the first step, those in which units are measured again, and those in which
+        matmuls left the format.
         """
         return self._products.coverage
 
     @override
     def captures_steps(self, trainer: pl.Trainer) -> bool:
-        """Whether this needs the module's steps as captured graphs."""
+        """Return whether this needs the module's steps as captured graphs."""
         return any(self._captured_for().values())
 
     def _captured_for(self) -> dict[str, bool]:
@@ -205,7 +206,7 @@ class UnitScaleCallback(StepsCallback):
         }
 
     def explain(self) -> Explanation:
-        """What became of every product, when units were taken, and which; a notebook shows it."""
+        """Explain which matmuls were scaled, and when units were taken; a notebook shows it."""
         self._note_captured()
         *parts, units = self._products.explain().parts
         captured = self._what_was_captured

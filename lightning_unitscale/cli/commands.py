@@ -22,10 +22,10 @@ from lightning_unitscale.patching import nothing
 from lightning_unitscale.pipeline.explain import explain_step
 from lightning_unitscale.profiler import DeviceType, profile_graph
 from lightning_unitscale.profiler.report import check_sort_by
-from lightning_unitscale.tensorboard import command
+from lightning_unitscale.tensorboard import writer
 from lightning_unitscale.tensorboard.report import main as report_command
 
-# What a shell reports for a program that Ctrl-C ended.
+# The exit status of a program that Ctrl-C ended.
 _EXIT_INTERRUPTED = 130
 _TRACEBACK = "--traceback"
 
@@ -91,7 +91,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _help() -> str:
-    """The commands of all parsers: each of them knows only its own."""
+    """Return the commands of all parsers: each of them knows only its own."""
     width = max(map(len, _COMMANDS))
     lines = [f"  {name:{width}}  {what}" for name, what in _COMMANDS.items()]
     return "\n".join(
@@ -197,7 +197,7 @@ class UnitScaleCLI(LightningCLI):
             lines.append(line)
         if opening := tensorboard_command(self.trainer):
             if table:
-                lines.append(f"Scales tab: {command.SCALES_URL} (while TensorBoard runs)")
+                lines.append(f"Scales tab: {writer.SCALES_URL} (while TensorBoard runs)")
             lines.append(f"TensorBoard: {opening}")
         print("\n".join(lines), flush=True)
 
@@ -306,7 +306,7 @@ class ProfileCLI(UnitScaleCLI):
         return self.trainer.precision_plugin.convert_input(next(iter(loader)))
 
     def _optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer of the model; its schedule costs nothing."""
+        """Return the optimizer of the model; its schedule costs nothing."""
         optimizers = self.model.configure_optimizers()
         if isinstance(optimizers, Mapping):
             optimizers = optimizers["optimizer"]
@@ -383,4 +383,4 @@ def tensorboard_command(trainer: pl.Trainer) -> str | None:
     `None` if the trainer logs nothing to TensorBoard.
     """
     loggers = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
-    return command.tensorboard_command(loggers[0]) if loggers else None
+    return writer.tensorboard_command(loggers[0]) if loggers else None

@@ -1,4 +1,4 @@
-"""What a configuration's strategy means for the memory of a device, without the devices."""
+"""Find out what one device of a configured strategy holds, without the devices."""
 
 from __future__ import annotations
 
@@ -34,22 +34,14 @@ _NO_REPLICAS = (DeepSpeedStrategy, XLAStrategy, GridStrategy)
 
 @dataclass(frozen=True)
 class ProfiledJob:
-    """What a device of a job has, and the Trainer to profile it with.
+    """The share of a job that one device holds, and the Trainer to profile it with."""
 
-    Attributes:
-        kind: One device, the whole model on each of several, or a shard on each.
-        strategy: For the Trainer.
-        num_devices: For the Trainer, per node.
-        num_nodes: For the Trainer.
-        num_ranks: Devices of the job; ``None`` if it is not known.
-        options: Arguments of the strategy.
-    """
-
+    # One device, the whole model on each of several, or a shard on each.
     kind: Literal["one", "replicas", "shards"] = "one"
     strategy: Any = "auto"
     num_devices: int = 1
     num_nodes: int = 1
-    num_ranks: int | None = 1
+    num_ranks: int | None = 1  # ``None`` if it is not known
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @contextlib.contextmanager
@@ -91,7 +83,7 @@ class ProfiledJob:
             take_over(model, torch.device(device))
 
     def remark(self, profile: GraphProfile) -> str:
-        """What the profile does not say of the job; empty if it says all."""
+        """Return what the profile does not include; empty if it includes all."""
         if self.kind == "shards" and profile.num_ranks == 1:
             return (
                 f"configure_model has sharded nothing: each of {self.num_ranks} ranks has it all."
@@ -116,7 +108,7 @@ class ProfiledJob:
 
 
 def profiled_job(strategy: Any, devices: Any, num_nodes: int) -> ProfiledJob:
-    """What is profiled of a Trainer."""
+    """Return what is profiled of a Trainer."""
     kind, options = _class_of(strategy)
     num_devices = _num_devices(devices)
     num_ranks = None if num_devices is None else num_devices * num_nodes
@@ -142,7 +134,7 @@ def profiled_job(strategy: Any, devices: Any, num_nodes: int) -> ProfiledJob:
 
 
 def _class_of(strategy: Any) -> tuple[type[Strategy], Mapping[str, Any]]:
-    """The class that a configuration names, and its arguments; for "auto" the one of several."""
+    """Return the class that a configuration names, and its arguments; for "auto" that of DDP."""
     if strategy == "auto":
         return DDPStrategy, {}
     if isinstance(strategy, str):
@@ -161,7 +153,7 @@ def _class_of(strategy: Any) -> tuple[type[Strategy], Mapping[str, Any]]:
 
 
 def _num_devices(devices: Any) -> int | None:
-    """How many devices of a node a Trainer is given; ``None`` for all that there are."""
+    """Return how many devices per node a Trainer is given; ``None`` for all available ones."""
     if isinstance(devices, str):
         listed = [part for part in devices.split(",") if part.strip()]
         if "," in devices:

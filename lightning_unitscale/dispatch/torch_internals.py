@@ -25,6 +25,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
 
@@ -109,12 +110,25 @@ def sequence_number(node: Any) -> int:
     return number
 
 
+@dataclass(frozen=True, eq=False)
+class RunAgain:
+    """What a reentrant checkpoint runs again in place of its body."""
+
+    body: Callable[..., Any]
+    run: Callable[..., Any]
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the body by ``run``."""
+        return self.run(self.body, *args)
+
+
 def checkpointed_body(frame: FrameType) -> Any:
     """The function whose checkpoint a frame makes, of ``CHECKPOINT``, or runs again."""
     values = frame.f_locals
     if frame.f_code is CHECKPOINT:
         return values["function"]
-    return values["ctx"].run_function if frame.f_code is _REENTRANT else values["fn"]
+    body = values["ctx"].run_function if frame.f_code is _REENTRANT else values["fn"]
+    return body.body if isinstance(body, RunAgain) else body
 
 
 def calling_frame() -> FrameType | None:

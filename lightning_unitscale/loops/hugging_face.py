@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from os import PathLike
 from pathlib import Path
@@ -16,10 +16,9 @@ from typing_extensions import override
 
 from lightning_unitscale.arguments import check_instance
 from lightning_unitscale.loops.attach import Attachment, attach
-from lightning_unitscale.loops.given import given_callbacks
 from lightning_unitscale.loops.loggers import NumberWriter, WandbWriter, mlflow_run
-from lightning_unitscale.loops.loop import LoopCallback
-from lightning_unitscale.patching import Shadow, StandIn, base_when_imported
+from lightning_unitscale.loops.loop import LoopCallback, given_callbacks
+from lightning_unitscale.patching import Replacement, Shadow, base_when_imported
 
 if TYPE_CHECKING:
     from transformers import (
@@ -84,7 +83,8 @@ class HFCallback(TrainerCallback):
     ) -> None:
         trainer = _trainer()
         if trainer is not None:
-            self._training = Shadow(trainer, "train", _Training(self, trainer.train))
+            train = Replacement(trainer.train, functools.partial(self._train, trainer.train))
+            self._training = Shadow(trainer, "train", train)
 
     @override
     def on_train_begin(
@@ -133,32 +133,20 @@ class HFCallback(TrainerCallback):
     ) -> None:
         self._detach()
 
-    def leave(self, error: BaseException) -> None:
-        """Leave the model as it was, after an exception that ends the training."""
-        if self.attachment is not None:
-            self.attachment.__exit__(type(error), error, error.__traceback__)
-            self.attachment = None
+    def _train(self, train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a Trainer's ``train``, which reports no exception to its callbacks."""
+        try:
+            return train(*args, **kwargs)
+        except BaseException as error:
+            if self.attachment is not None:
+                self.attachment.__exit__(type(error), error, error.__traceback__)
+                self.attachment = None
+            raise
 
     def _detach(self) -> None:
         if self.attachment is not None:
             self.attachment.detach()
             self.attachment = None
-
-
-class _Training(StandIn):
-    """Stands in for a Trainer's ``train``: of an exception it does not tell its callbacks."""
-
-    def __init__(self, callback: HFCallback, method: Any) -> None:
-        super().__init__(method)
-        self._callback = callback
-
-    @override
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return self._method(*args, **kwargs)
-        except BaseException as error:
-            self._callback.leave(error)
-            raise
 
 
 def _writers(args: TrainingArguments) -> list[NumberWriter]:
@@ -179,13 +167,13 @@ def _writers(args: TrainingArguments) -> list[NumberWriter]:
 
 
 def _log(package: Any, values: Mapping[str, Any], step: int) -> None:
-    # Of Trackio's run the Trainer's own callback has made an end before others are told of it.
+    # The Trainer's own callback ends Trackio's run before it calls other callbacks.
     if package.__name__ != "trackio" or package.context_vars.current_run.get() is not None:
         package.log({**values, "train/global_step": step})
 
 
 def _trained(model: Any, optimizer: Any) -> Any:
-    """The module whose parameters the optimizer has: some packages tell of what holds it."""
+    """Return the module whose parameters the optimizer has: some packages tell of what holds it."""
     if isinstance(model, nn.Module):
         return _compiled(model)
     params = {id(param) for group in optimizer.param_groups for param in group["params"]}
@@ -196,14 +184,14 @@ def _trained(model: Any, optimizer: Any) -> Any:
 
 
 def _compiled(model: nn.Module) -> nn.Module:
-    """What the Trainer has compiled of a model, and calls in its place; callbacks get the model."""
+    """Return what the Trainer has compiled of a model, and calls instead of the model."""
     trainer = _trainer()
     wrapped: Any = None if trainer is None else trainer.model_wrapped
     return wrapped if hasattr(wrapped, "_orig_mod") else model
 
 
 def _trainer() -> Trainer | None:
-    """The Trainer that calls a callback."""
+    """Return the Trainer that calls a callback."""
     kind = import_module("transformers").Trainer
     frame = sys._getframe()
     while frame.f_back is not None:

@@ -1,4 +1,4 @@
-"""What loggers get of the scales, each what it can show, by the name of the logger's class.
+"""Write scales to loggers, as much as each can show, by the name of the logger's class.
 
 A logger's package is imported when its user has begun a run of it, and not before.
 """
@@ -12,6 +12,7 @@ from typing import Any, Final, TypeAlias
 from typing_extensions import override
 
 from lightning_unitscale.arguments import shown
+from lightning_unitscale.loops.loop import Loop
 from lightning_unitscale.scales.alerts import ScaleAlert, alerts_text
 from lightning_unitscale.scales.export import (
     ScaleSummary,
@@ -22,7 +23,13 @@ from lightning_unitscale.scales.export import (
 from lightning_unitscale.scales.layout import DIRECTIONS, FORMAT_KINDS
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.tensorboard.table import scale_table
-from lightning_unitscale.tensorboard.writer import ScaleWriter, TensorBoardTabs, Thinning
+from lightning_unitscale.tensorboard.writer import (
+    SCALES_URL,
+    ScaleWriter,
+    TensorBoardTabs,
+    Thinning,
+    tensorboard_command,
+)
 
 # Logs values by name at a step.
 Log: TypeAlias = Callable[[Mapping[str, Any], int], None]
@@ -48,7 +55,7 @@ class NumberWriter:
         """Write what was left out of the last snapshot."""
 
 
-# What writes the snapshots of a run.
+# Writers of the snapshots of a run.
 Writer: TypeAlias = ScaleWriter | NumberWriter
 
 
@@ -133,9 +140,51 @@ class MlflowWriter(NumberWriter):
 _Maker: TypeAlias = Callable[[Any, TensorBoardTabs], Writer]
 
 
-def writer_for(logger: Any, tabs: TensorBoardTabs) -> Writer:
-    """The writer to a logger, whose run begins with it."""
-    return _maker(logger)(logger, tabs)
+class RunWriters:
+    """The writers to the loggers of a loop, on the rank that writes."""
+
+    def __init__(self, tabs: TensorBoardTabs, say: Callable[[str], None]) -> None:
+        self._tabs = tabs
+        self._say = say
+        self._writers: dict[int, Writer] = {}
+
+    def write(
+        self,
+        loop: Loop,
+        snapshot: ScaleSnapshot,
+        summary: ScaleSummary,
+        alerts: Sequence[ScaleAlert],
+    ) -> None:
+        """Write a snapshot, and what is wrong in it, at its step."""
+        for writer in self._of(loop):
+            writer.write(snapshot, summary, complete=bool(alerts))
+        self.write_alerts(loop, alerts, snapshot.step)
+
+    def write_alerts(self, loop: Loop, alerts: Sequence[ScaleAlert], step: int) -> None:
+        """Write what is wrong at a step, if anything is."""
+        for writer in self._of(loop) if alerts else ():
+            writer.write_alerts(alerts, step)
+
+    def finish(self, snapshots: Sequence[ScaleSnapshot]) -> None:
+        """Write what was left out of the last snapshot."""
+        if snapshots:
+            for writer in self._writers.values():
+                writer.finish(snapshots[-1])
+
+    def clear(self) -> None:
+        """Forget the writers of a run that has ended."""
+        self._writers.clear()
+
+    def _of(self, loop: Loop) -> list[Writer]:
+        for logger in loop.loggers if loop.is_global_zero else ():
+            if id(logger) not in self._writers:
+                writer = self._writers[id(logger)] = _maker(logger)(logger, self._tabs)
+                if isinstance(writer, ScaleWriter):
+                    self._say(
+                        f"ScaleMonitor: to see the scales while the run goes on, run "
+                        f"{tensorboard_command(logger)} and open {SCALES_URL}"
+                    )
+        return list(self._writers.values())
 
 
 def checked_loggers(loggers: Any) -> tuple[Any, ...]:
@@ -166,10 +215,6 @@ def _wandb_run(run: Any) -> WandbWriter:
     return WandbWriter(log)
 
 
-def _trackio_run(run: Any) -> WandbWriter:
-    return WandbWriter(lambda values, step: run.log(dict(values), step=step), "trackio")
-
-
 def _metrics(logger: Any) -> Log:
     return lambda values, step: logger.log_metrics(dict(values), step=step)
 
@@ -184,7 +229,9 @@ _MAKERS: Final[Mapping[str, _Maker]] = {
     ),
     "SummaryWriter": lambda writer, tabs: ScaleWriter(writer, tabs=tabs),
     "wandb.Run": lambda run, _: _wandb_run(run),
-    "trackio.Run": lambda run, _: _trackio_run(run),
+    "trackio.Run": lambda run, _: WandbWriter(
+        lambda values, step: run.log(dict(values), step=step), "trackio"
+    ),
     "mlflow.ActiveRun": lambda run, _: mlflow_run(run),
 }
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 AlertKind = Literal["loss", "nonfinite", "overflow", "subnormal", "flushed", "trend"]
-# Of a tensor made from many others the first ones say enough.
+# The first inputs are enough for a tensor made from many.
 _MOST_INPUTS = 6
 _ORDINAL = re.compile(r"(@\d+)?$|_\d+(@\d+)?$")
 
@@ -88,13 +88,13 @@ class ScaleAlert:
 
 
 def op_of(tensor: str, module: str) -> str:
-    """The operation in a tensor's name: without its module and its ordinal."""
+    """Return the operation in a tensor's name: without its module and its ordinal."""
     own = tensor.removeprefix(f"{module}.") if module else tensor
     return _ORDINAL.sub("", own)
 
 
 def alerts_to_json(alerts: Iterable[ScaleAlert]) -> str:
-    """The alerts as a list of objects, with NaN and infinities as Python's ``json`` has them."""
+    """Return alerts as a JSON list, with NaN and infinities as Python's ``json`` has them."""
     return json.dumps([dataclasses.asdict(alert) for alert in alerts])
 
 
@@ -114,7 +114,7 @@ def alerts_from_json(text: str | bytes) -> tuple[ScaleAlert, ...]:
 
 
 def alerts_text(alerts: Sequence[ScaleAlert], most: int | None = None) -> str:
-    """The alerts as lines, at most ``most`` of them and one that says how many are left out."""
+    """Return alerts as lines: at most ``most``, and one with the number of the others."""
     shown = alerts if most is None else alerts[:most]
     lines = [str(alert) for alert in shown]
     if len(shown) < len(alerts):

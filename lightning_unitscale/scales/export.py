@@ -1,4 +1,4 @@
-"""What others get of a snapshot: rows for pandas and scripts, a few numbers for loggers' charts.
+"""Export a snapshot: rows for pandas and scripts, a few numbers for loggers' charts.
 
 ``pandas.read_csv(path)`` and ``pandas.read_json(path, lines=True)`` read the rows.
 
@@ -45,7 +45,7 @@ _MEASURED = (
     "abs_min",
     "log2_rms",
 )
-# What a format loses, and whether of two tensors that lose as much the larger one is worse.
+# Losses to a format, and whether the larger one of two tensors with equal losses is worse.
 _LOSSES: Final = (("overflow", "overflow", True), ("underflow", "flushed", False))
 _QUANTILES: Final = {"min": 0.0, "median": 0.5, "max": 1.0}
 
@@ -100,32 +100,27 @@ def write_json_lines(snapshots: Iterable[ScaleSnapshot], path: str | Path) -> No
 
 
 def finite(value: Any) -> Any:
-    """The value, or ``None`` for a number that is NaN or infinite."""
+    """Return the value, or ``None`` for a number that is NaN or infinite."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclass(frozen=True)
 class ScaleSummary:
-    """What loggers chart.
+    """The numbers that loggers chart, and the names of the worst tensors."""
 
-    Attributes:
-        numbers: ``scales/log2_rms/min_forward`` (``median``, ``max``; ``backward``);
-            ``scales/log2_rms/worst``, how many powers of two the farthest RMS is away from 1; for
-            each format ``scales/FP16/overflow_forward`` and ``scales/FP16/underflow_forward``, the
-            share of the worst tensor's elements that overflow, and that become zero; and
-            ``scales/num_violations``, of this snapshot.
-        tensors: ``scales/FP16/overflow_forward_tensor``: the name of that tensor; empty where no
-            tensor loses anything.
-    """
-
+    # ``scales/log2_rms/min_forward`` (``median``, ``max``; ``backward``);
+    # ``scales/log2_rms/worst``, how many powers of two the farthest RMS is away from 1;
+    # ``scales/FP16/overflow_forward`` and ``underflow_forward``, the share of the worst tensor's
+    # elements that overflow or become zero; and ``scales/num_violations``.
     numbers: dict[str, float]
+    # ``scales/FP16/overflow_forward_tensor``: its name; empty if no tensor loses anything.
     tensors: dict[str, str]
 
 
 def summarize(
     snapshot: ScaleSnapshot, num_merged: int = 1, num_violations: int = 0
 ) -> ScaleSummary:
-    """The few numbers of a snapshot; a direction or a format without any is left out."""
+    """Return the few numbers of a snapshot; a direction or a format without any is left out."""
     summary = ScaleSummary({"scales/num_violations": float(num_violations)}, {})
     worst_distance = "scales/log2_rms/worst"
     for direction in DIRECTIONS:

@@ -43,8 +43,6 @@ _NORM_LENGTH: Final = 512
 _BUFFER: Final = 2**16
 # A tensor of no more elements has its moments with others, not by calls of its own.
 _SMALL: Final = 2**12
-# How many buffers are counted at a time.
-_MOST_FULL: Final = 16
 _FIELDS: Final = 256  # values of an FP32 exponent, as its bits have it
 _BIAS: Final = 127
 _MANTISSA_BITS: Final = 23
@@ -71,10 +69,9 @@ class HostRows:
         self._layout = layout
         self._sample_size = layout.sample_size or 1
         self._buffer_size = buffer_size or max(_BUFFER, self._sample_size)
-        # To be filled: for small tensors, and for others.
-        self._open: dict[bool, _Samples] = {}
-        self._full: list[_Samples] = []
-        self._empty: list[_Samples] = []
+        # One buffer for small tensors, one for others.
+        self._samples: dict[bool, _Samples] = {}
+        self._fields = np.empty(self._buffer_size, np.uint32)
         self._counted: list[tuple[list[int], FloatArray]] = []
         self._rare: list[tuple[int, Tensor]] = []
         self._number = 0
@@ -91,7 +88,7 @@ class HostRows:
             stride = 1 if numel <= self._sample_size else elements.stride(self._sample_size)
             length = -(-numel // stride)
             is_small = numel <= min(_SMALL, self._sample_size)
-            samples = self._samples(is_small, length)
+            samples = self._samples_with_room(is_small, length)
             moments = None
             if is_small:
                 samples.room(length).copy_(stored.reshape(-1))
@@ -105,9 +102,8 @@ class HostRows:
 
     def finish(self) -> Tensor:
         """Return the rows, shape ``(num_tensors, layout.num_columns)``, in the order of adding."""
-        self._full += self._open.values()
-        self._open = {}
-        self._count()
+        for samples in self._samples.values():
+            self._count(samples)
         rows = np.empty((self._number, self._layout.num_columns))
         for numbers, counted in self._counted:
             rows[numbers] = counted
@@ -115,30 +111,17 @@ class HostRows:
             rows[number] = row.numpy()
         return torch.from_numpy(rows)
 
-    def _samples(self, is_small: bool, length: int) -> _Samples:
-        """Return a buffer with room for one sample more."""
-        samples = self._open.get(is_small)
-        if samples is None or not samples.has_room(length):
-            if samples is not None:
-                self._full.append(samples)
-            if len(self._full) == _MOST_FULL:
-                self._count()
-            samples = self._empty.pop() if self._empty else _Samples(self._buffer_size)
-            self._open[is_small] = samples
+    def _samples_with_room(self, is_small: bool, length: int) -> _Samples:
+        samples = self._samples.get(is_small)
+        if samples is None:
+            samples = self._samples[is_small] = _Samples(self._buffer_size)
+        elif not samples.has_room(length):
+            self._count(samples)
         return samples
 
-    def _count(self) -> None:
-        """Make rows of what is in full buffers.
-
-        One buffer after the other: a loop of few instructions is faster where a step does not run
-        in between.
-        """
-        fields = np.empty(self._buffer_size, np.uint32)
-        self._counted += [
-            samples.count(self._layout, fields) for samples in self._full if samples.is_filled
-        ]
-        self._empty += self._full
-        self._full = []
+    def _count(self, samples: _Samples) -> None:
+        if samples.is_filled:
+            self._counted.append(samples.count(self._layout, self._fields))
 
 
 class _Samples:
@@ -155,7 +138,7 @@ class _Samples:
 
     @property
     def is_filled(self) -> bool:
-        """Whether a sample was kept."""
+        """Return whether a sample was kept."""
         return bool(self._kept)
 
     def has_room(self, length: int) -> bool:
@@ -235,7 +218,7 @@ class _Samples:
         """Fill in moments from the buffer; returns the rows of what is not all finite."""
         elements = self._buffer[: self._used]
         values = elements.numpy()
-        # What is not finite is no error.
+        # NaN and infinities are no errors.
         with np.errstate(invalid="ignore"):
             sums[:] = np.add.reduceat(values, starts, dtype=np.float64)
             squares[:] = np.add.reduceat(np.square(values, dtype=np.float64), starts)
@@ -332,7 +315,7 @@ def _squares(elements: Tensor) -> float:
 
 
 def _exact_row(tensor: Tensor) -> Tensor:
-    """The moments of all elements."""
+    """Return the moments of all elements."""
     elements = Elements.of(tensor)
     flat = elements.tensor.reshape(-1)
     if flat.dtype == torch.float64 or flat.numel() == 0:

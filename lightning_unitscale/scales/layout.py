@@ -1,11 +1,10 @@
 """The columns of a statistics row.
 
 A row is one vector per tensor, so that the rows of a whole training step are one matrix: one
-transfer to the host, one collective across ranks. Standard library only, for TensorBoard's server
-reads rows too. ``statistics.py`` computes them, and so do ``host_rows.py`` and the kernels in
+transfer to the host, one collective across ranks. No torch here: TensorBoard's server reads rows
+too. ``statistics.py`` computes them, and so do ``host_rows.py`` and the kernels in
 ``triton_kernels.py``, whose columns have the same order: a new one is the last moment.
-``reduce.py`` combines rows and shifts them, ``estimates.py`` completes those of a sample, and
-``expected_row`` in the tests defines them.
+``reduce.py`` combines, shifts and completes rows, and ``expected_row`` in the tests defines them.
 """
 
 from __future__ import annotations
@@ -13,9 +12,10 @@ from __future__ import annotations
 import functools
 import json
 import math
-import struct
 from dataclasses import astuple, dataclass, field
 from typing import Final, Literal, get_args
+
+import numpy as np
 
 from lightning_unitscale.formats import E4M3FN, E5M2, FP16, NumberFormat
 
@@ -48,37 +48,29 @@ class RowLayout:
     finite elements ``sum``, ``abs_sum``, ``square_sum``, ``abs_max`` and ``abs_min`` (smallest
     magnitude above zero, ``inf`` when there is none). Then for every format the number of finite
     elements that ``overflow``, become ``subnormal``, or are ``flushed`` to zero without being zero.
-    Then, with ``histogram``, ``sampled`` (how many elements were looked at) and the number of
+    Then, with ``histogram``, ``sampled`` (how many elements were read) and the number of
     finite non-zero elements per binary exponent -150 to 128; the two end bins take all that lies
     beyond them, which only FP64 can.
 
     With ``sample_size`` the counts per format and per exponent, ``zeros``, ``abs_sum`` and
-    ``abs_min`` come from a strided sample of the tensor; ``measured`` is the row of that sample,
-    and ``completed_rows`` turns it into estimates of all elements. The other columns are exact.
-
-    Attributes:
-        formats: The formats whose out-of-range elements are counted.
-        histogram: Whether exponents are counted.
-        sample_size: Number of elements in a sample, at most; ``None`` reads all of them.
-        edges: Three FP64 numbers per format, such that a magnitude that does not exceed one is
-            flushed (or zero); subnormal or flushed; in range.
-        fp32_cuts: The first FP32 number above every edge: ``|x| < cut`` then tells the same of an
-            FP32 ``x`` without any rounding.
-        fp64_cuts: The same for FP64 ``x``.
-        measured: The columns that a device computes. Those of a sample hold for any unit and any
-            format, so there is one such row for all of them, the light row of a monitor.
-        columns: Name of every column: ``numel``, ..., ``FP16.overflow``, ..., ``2^-150``, ....
-        key: The layout as text (JSON), for what takes no objects: an operator, an event file.
+    ``abs_min`` come from a strided sample of the tensor. The other columns are exact.
     """
 
     formats: tuple[NumberFormat, ...] = (FP16, E4M3FN, E5M2)
     histogram: bool = True
+    # Most elements of a sample; ``None`` reads all of a tensor.
     sample_size: int | None = 16_384
+    # Three FP64 numbers per format: a magnitude that does not exceed one is flushed (or zero);
+    # subnormal or flushed; in range.
     edges: tuple[float, ...] = field(init=False, repr=False, compare=False)
+    # The first FP32 and FP64 number above every edge: ``|x| < cut`` compares without rounding.
     fp32_cuts: tuple[float, ...] = field(init=False, repr=False, compare=False)
     fp64_cuts: tuple[float, ...] = field(init=False, repr=False, compare=False)
+    # The columns that a device computes. One light row serves all units and formats of a sampled
+    # layout; ``completed_rows`` turns it into estimates of all elements.
     measured: RowLayout = field(init=False, repr=False, compare=False)
     columns: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    # The layout as JSON, for an operator or an event file.
     key: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -101,6 +93,11 @@ class RowLayout:
                 math.nextafter(item.subnormal_threshold, 0.0),
                 overflow if item.finite_only else math.nextafter(overflow, 0.0),
             ]
+        columns = list(MOMENT_COLUMNS)
+        columns += [f"{item.name}.{kind}" for item in self.formats for kind in FORMAT_KINDS]
+        if self.histogram:
+            columns.append("sampled")
+            columns += [f"2^{e}" for e in range(MIN_EXPONENT, MAX_EXPONENT + 1)]
         is_whole = not self.is_sampled or (self.histogram and not self.formats)
         derived = {
             "measured": self if is_whole else RowLayout((), True, self.sample_size),
@@ -108,27 +105,21 @@ class RowLayout:
             "fp32_cuts": tuple(map(_next_fp32, edges)),
             "fp64_cuts": tuple(math.nextafter(edge, math.inf) for edge in edges),
             "key": json.dumps([formats, self.histogram, self.sample_size]),
-            "columns": self._columns(),
+            "columns": tuple(columns),
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
 
-    @classmethod
-    def from_key(cls, key: str) -> RowLayout:
-        """The layout whose ``key`` this is."""
-        return _from_key(key)
-
-    def _columns(self) -> tuple[str, ...]:
-        names = list(MOMENT_COLUMNS)
-        names += [f"{item.name}.{kind}" for item in self.formats for kind in FORMAT_KINDS]
-        if self.histogram:
-            names.append("sampled")
-            names += [f"2^{e}" for e in range(MIN_EXPONENT, MAX_EXPONENT + 1)]
-        return tuple(names)
+    @staticmethod
+    @functools.lru_cache(maxsize=64)
+    def from_key(key: str) -> RowLayout:
+        """Return the layout whose ``key`` this is."""
+        formats, histogram, sample_size = json.loads(key)
+        return RowLayout(tuple(NumberFormat(*item) for item in formats), histogram, sample_size)
 
     @property
     def is_sampled(self) -> bool:
-        """Whether some columns come from a sample of the elements."""
+        """Return whether some columns come from a sample of the elements."""
         return self.sample_size is not None and (self.histogram or bool(self.formats))
 
     @property
@@ -159,23 +150,11 @@ class RowLayout:
 
 
 def _next_fp32(value: float) -> float:
-    """Smallest FP32 number above ``value``, which is not negative; infinite beyond the range."""
-    try:
-        (code,) = struct.unpack("<I", struct.pack("<f", value))
-    except OverflowError:
-        return math.inf
-    (rounded,) = struct.unpack("<f", struct.pack("<f", value))
-    if rounded > value:
-        return float(rounded)
-    # The codes of positive FP32 numbers are in the order of the numbers; the last one is infinity.
-    (above,) = struct.unpack("<f", struct.pack("<I", code + 1))
-    return float(above)
-
-
-@functools.lru_cache(maxsize=64)
-def _from_key(key: str) -> RowLayout:
-    formats, histogram, sample_size = json.loads(key)
-    return RowLayout(tuple(NumberFormat(*item) for item in formats), histogram, sample_size)
+    """Return the smallest FP32 number above ``value``; infinite beyond the range."""
+    with np.errstate(over="ignore", under="ignore"):
+        nearest = np.float32(value)
+        above = np.nextafter(nearest, np.float32(math.inf))
+    return float(nearest if float(nearest) > value else above)
 
 
 # The moments alone: no format is asked about and no exponent counted.

@@ -1,11 +1,12 @@
-"""How statistics rows of micro-batches and of ranks combine.
+"""Combine statistics rows of micro-batches and of ranks, shift them, and complete those of samples.
 
-A row of NaN stands for a tensor that was not there (no gradient arrived). It is neutral, and so is
-any row of no elements.
+A row of NaN stands for a tensor that was absent (no gradient arrived). It is neutral, and so is any
+row of no elements.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
@@ -13,7 +14,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_unitscale.scales.layout import RowLayout
+from lightning_unitscale.formats import NumberFormat
+from lightning_unitscale.scales.layout import (
+    FORMAT_KINDS,
+    MIN_EXPONENT,
+    MOMENT_COLUMNS,
+    NUM_EXPONENTS,
+    RowLayout,
+)
+from lightning_unitscale.scales.tensor_statistics import FloatArray, kind_weights
 
 
 def row_dtype(device: torch.device | str) -> torch.dtype:
@@ -46,7 +55,7 @@ def merge_rows(first: Tensor, second: Tensor, layout: RowLayout) -> Tensor:
 
 
 def split_rows(rows: Tensor, layout: RowLayout) -> tuple[Tensor, Tensor]:
-    """The columns of one rank's rows that ranks add up, and those of which the largest counts."""
+    """Return the columns that ranks add up, and those of which the largest counts."""
     there = ~rows[:, :1].isnan()
     filled = torch.where(rows[:, :1] > 0, rows, empty_rows(1, layout, rows.device).to(rows.dtype))
     largest, smallest = filled[:, layout.index("abs_max")], filled[:, layout.index("abs_min")]
@@ -79,3 +88,89 @@ def shift_rows(rows: Tensor, exponents: npt.NDArray[np.int64], layout: RowLayout
         moved = torch.zeros_like(counts).scatter_add(1, bins.clamp(0, last).long(), counts)
         shifted[:, layout.exponents] = moved
     return shifted
+
+
+def completed_rows(
+    rows: Tensor, layout: RowLayout, log2_divisors: npt.NDArray[np.int64] | None = None
+) -> Tensor:
+    """Return rows of all columns from the light rows of samples.
+
+    A light row holds for every format and unit: a power of two only moves its exponent counts.
+    Within one binade elements are taken as evenly spread. Two exact facts correct that: whether
+    anything overflows follows from the largest magnitude, and a tensor whose elements all have one
+    magnitude is on one side of every threshold.
+    """
+    measured = rows.numpy()
+    if log2_divisors is None:
+        log2_divisors = np.zeros(len(measured), dtype=np.int64)
+    moments = measured[:, : len(MOMENT_COLUMNS)].copy()
+    sampled = measured[:, layout.measured.index("sampled")]
+    counts = measured[:, layout.measured.exponents]
+    column = {name: moments[:, index] for index, name in enumerate(MOMENT_COLUMNS)}
+    in_sample = column["zeros"] + counts.sum(axis=1)
+    finite = column["numel"] - column["nans"] - column["infs"]
+    for name, all_of_them, part in (
+        ("zeros", column["numel"], sampled),
+        ("abs_sum", finite, in_sample),
+    ):
+        scale = np.divide(all_of_them, part, out=np.ones_like(part), where=part > 0)
+        column[name] *= scale
+    np.rint(column["zeros"], out=column["zeros"])
+    parts = [moments]
+    if layout.formats:
+        parts.append(_format_counts(moments, counts, sampled, layout, log2_divisors))
+    if layout.histogram:
+        parts += [sampled[:, None], counts]
+    return torch.from_numpy(np.concatenate(parts, axis=1))
+
+
+def _format_counts(
+    moments: FloatArray,
+    counts: FloatArray,
+    sampled: FloatArray,
+    layout: RowLayout,
+    log2_divisors: npt.NDArray[np.int64],
+) -> FloatArray:
+    """Estimated numbers of elements per format and kind, shape ``(tensors, 3 * formats)``."""
+    numel, largest, smallest = (
+        moments[:, MOMENT_COLUMNS.index(name)] for name in ("numel", "abs_max", "abs_min")
+    )
+    shares = np.zeros((len(moments), len(FORMAT_KINDS) * len(layout.formats)))
+    for divisor in np.unique(log2_divisors).tolist():
+        chosen = log2_divisors == divisor
+        shares[chosen] = counts[chosen] @ _weights(layout.formats, -divisor)
+    number = np.where(sampled > 0, sampled, 1.0)
+    shares /= number[:, None]
+    nonzero = counts.sum(axis=1) / number
+    is_one = (smallest == largest) & (largest > 0)
+    stored = np.ldexp(largest, -log2_divisors)
+    for position, item in enumerate(layout.formats):
+        flushed, denormal, in_range = layout.edges[3 * position : 3 * position + 3]
+        over = stored > in_range
+        overflow, subnormal, zero = (shares[:, 3 * position + kind] for kind in range(3))
+        # The binade of the limit is filled only up to the largest magnitude.
+        exponent = int(np.frexp(item.overflow_threshold)[1]) - 1
+        low = 2.0**exponent
+        places = np.clip(exponent + log2_divisors - MIN_EXPONENT, 0, NUM_EXPONENTS - 1)
+        inside = counts[np.arange(len(counts)), places] / number
+        reach = np.clip(stored - low, low * 2.0**-52, None)
+        refined = inside * np.clip((stored - item.overflow_threshold) / reach, 0.0, 1.0)
+        np.copyto(overflow, refined, where=over & (stored < 2 * low))
+        np.copyto(overflow, 0.0, where=~over)
+        for share, applies in (
+            (overflow, over),
+            (subnormal, (stored <= denormal) & (stored > flushed)),
+            (zero, stored <= flushed),
+        ):
+            np.copyto(share, np.where(applies, nonzero, 0.0), where=is_one)
+        # One element at least, of which the sample need not know.
+        least = np.divide(1.0, numel, out=np.zeros_like(numel), where=numel > 0)
+        np.copyto(overflow, np.maximum(overflow, least), where=over)
+    result: FloatArray = shares * numel[:, None]
+    return result
+
+
+@functools.lru_cache(maxsize=1024)
+def _weights(formats: tuple[NumberFormat, ...], shift: int) -> FloatArray:
+    columns = [kind_weights(item, kind, shift) for item in formats for kind in FORMAT_KINDS]
+    return np.stack(columns, axis=1)

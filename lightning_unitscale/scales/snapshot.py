@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from lightning_unitscale.scales.layout import FORMAT_KINDS, MOMENT_COLUMNS, Direction, RowLayout
+from lightning_unitscale.scales.layout import (
+    DIRECTIONS,
+    FORMAT_KINDS,
+    MOMENT_COLUMNS,
+    Direction,
+    RowLayout,
+)
 from lightning_unitscale.scales.reduce import merge_rows
 from lightning_unitscale.scales.tensor_statistics import FloatArray, TensorStatistics
 
@@ -88,7 +94,7 @@ class ScaleSnapshot:
         return len(self.names)
 
     def rows(self, direction: Direction) -> FloatArray:
-        """The rows of one direction, shape ``(len(self), layout.num_columns)``."""
+        """Return the rows of one direction, shape ``(len(self), layout.num_columns)``."""
         if direction not in ("forward", "backward"):
             raise ValueError(
                 f"direction={direction!r}: unknown; expected 'forward' or 'backward'; correct it"
@@ -128,7 +134,7 @@ class ScaleSnapshot:
         return self.column("nans", direction) + self.column("infs", direction)
 
     def read_by_products(self, direction: Direction) -> npt.NDArray[np.bool_]:
-        """Which tensors matrix products read, and which gradients; shape ``(len(self),)``."""
+        """Return which tensors, or gradients, matmuls read; shape ``(len(self),)``."""
         flags = self.operands if direction == "forward" else self.products
         return np.array(flags, dtype=bool)
 
@@ -192,54 +198,39 @@ class ScaleSnapshot:
     def select(self, names: Sequence[str]) -> ScaleSnapshot:
         """Only the tensors of these names, in this order."""
         chosen = [self._position(name) for name in names]
-        return replace(
-            self,
-            names=tuple(names),
-            forward=self.forward[chosen],
-            backward=self.backward[chosen],
-            modules=tuple(self.modules[k] for k in chosen),
-            log2_sigma=self.log2_sigma[chosen],
-            log2_gamma=self.log2_gamma[chosen],
-            inputs=tuple(self.inputs[k] for k in chosen),
-            operands=tuple(self.operands[k] for k in chosen),
-            products=tuple(self.products[k] for k in chosen),
-            lacking_units=tuple(self.lacking_units[k] for k in chosen),
-        )
-
-    def merge(self, other: ScaleSnapshot) -> ScaleSnapshot:
-        """Statistics of the same tensors on more data: another micro-batch or rank.
-
-        Sums and counts add up, extremes stay extremes; the step is that of ``self``.
-        """
-        same = self.names == other.names and self.layout == other.layout
-        same = same and np.array_equal(self.log2_sigma, other.log2_sigma)
-        if not (same and np.array_equal(self.log2_gamma, other.log2_gamma)):
-            raise ValueError(
-                f"other: a snapshot of {len(other)} tensors that does not fit one of {len(self)}; "
-                "expected the same names, layout and units; merge snapshots of one monitor only"
-            )
-        return replace(
-            self,
-            forward=self._merged(self.forward, other.forward),
-            backward=self._merged(self.backward, other.backward),
-        )
-
-    def _merged(self, first: FloatArray, second: FloatArray) -> FloatArray:
-        merged = merge_rows(torch.from_numpy(first), torch.from_numpy(second), self.layout)
-        result: FloatArray = merged.numpy()
-        return result
+        arrays = ("forward", "backward", "log2_sigma", "log2_gamma")
+        tuples = ("names", "modules", "inputs", "operands", "products", "lacking_units")
+        kept = {field: getattr(self, field)[chosen] for field in arrays}
+        kept |= {field: tuple(getattr(self, field)[k] for k in chosen) for field in tuples}
+        return replace(self, **kept)
 
     def _position(self, tensor: int | str) -> int:
         if isinstance(tensor, int):
             return tensor
         try:
-            return self._positions[tensor]
-        except KeyError:
+            return self.names.index(tensor)
+        except ValueError:
             raise KeyError(
                 f"tensor={tensor!r}: not in this snapshot; expected one of its {len(self)} names; "
                 "see names"
             ) from None
 
-    @cached_property
-    def _positions(self) -> dict[str, int]:
-        return {name: position for position, name in enumerate(self.names)}
+
+def merged_by_name(snapshots: Sequence[ScaleSnapshot]) -> ScaleSnapshot:
+    """Return the statistics of several ranks together, of the tensors that all have in equal units.
+
+    They are in the order of the first snapshot: graphs of others may list them in another.
+    """
+    tensors = [
+        list(zip(one.names, one.log2_sigma.tolist(), one.log2_gamma.tolist(), strict=True))
+        for one in snapshots
+    ]
+    shared = set.intersection(*map(set, tensors))
+    names = [tensor[0] for tensor in tensors[0] if tensor in shared]
+    chosen = [one.select(names) for one in snapshots]
+    merge = functools.partial(merge_rows, layout=chosen[0].layout)
+    forward, backward = (
+        functools.reduce(merge, (torch.from_numpy(one.rows(direction)) for one in chosen)).numpy()
+        for direction in DIRECTIONS
+    )
+    return replace(chosen[0], forward=forward, backward=backward)

@@ -4,7 +4,7 @@ There are two kinds of rows. The exact one reads everything for every column; it
 units and ``track_scales``, which need it rarely. The light one serves the monitor: extremes and
 sums are of all elements, the rest of a strided sample. Each is one operator, so that a compiler
 sees one node: ``host_rows.py`` computes it on a CPU and ``triton_statistics.py`` on CUDA. In a
-compiled graph ``joint_rows.py`` has one node for several light rows. Other devices, and exact
+compiled graph ``step_rows.py`` has one node for several light rows. Other devices, and exact
 counts per format and exponent, have the torch operations of this file, which have no control flow
 on data and do not wait for the device.
 """
@@ -19,14 +19,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_unitscale.scales.estimates import completed_rows
 from lightning_unitscale.scales.layout import (
     MAX_EXPONENT,
     MIN_EXPONENT,
     NUM_EXPONENTS,
     RowLayout,
 )
-from lightning_unitscale.scales.reduce import empty_rows, row_dtype
+from lightning_unitscale.scales.reduce import completed_rows, empty_rows, row_dtype
 from lightning_unitscale.scales.strided import Elements
 
 # Counts are summed in 32 bits as long as they fit: 64-bit sums take twice the time.
@@ -46,7 +45,7 @@ def statistics_row(tensor: Tensor, layout: RowLayout, *, factor: Tensor | None =
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether Triton is installed, which makes the kernels for CUDA; it is imported when used."""
+    """Return whether Triton is installed; it makes the kernels for CUDA."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -192,7 +191,7 @@ def _row_on_cuda(tensor: Tensor, factor: Tensor | None, key: str) -> Tensor:
 
 
 def _counts_all(layout: RowLayout) -> bool:
-    """Whether formats or exponents are counted of all elements."""
+    """Return whether formats or exponents are counted of all elements."""
     return not layout.is_sampled and (layout.histogram or bool(layout.formats))
 
 

@@ -45,20 +45,15 @@ def sample_stride(numel: int, row_length: int, sample_size: int) -> int:
 
 @dataclass(frozen=True)
 class Elements:
-    """The elements of a tensor in the order of memory.
+    """The elements of a tensor in the order of memory."""
 
-    Attributes:
-        tensor: The tensor without the repetitions that ``expand`` makes, its dimensions in the
-            order of memory and those of one element left out.
-        repeats: How often it is repeated.
-    """
-
+    # Without the repetitions that ``expand`` makes, without dimensions of one element.
     tensor: Tensor
     repeats: int
 
     @staticmethod
     def of(tensor: Tensor) -> Elements:
-        """Return those of a tensor, without copying any."""
+        """Return the elements of a tensor, without a copy."""
         tensor = tensor.resolve_neg()
         if tensor.is_contiguous():
             return Elements(tensor, 1)

@@ -7,7 +7,6 @@ and every scale, long after the tensor is gone. NumPy only: the report and the d
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +15,7 @@ from lightning_unitscale.formats import NumberFormat, get_format
 from lightning_unitscale.scales.layout import (
     FORMAT_KINDS,
     MIN_EXPONENT,
+    MOMENT_COLUMNS,
     NUM_EXPONENTS,
     Kind,
     RowLayout,
@@ -78,7 +78,6 @@ def _share_below(threshold: float, shift: int) -> FloatArray:
         return np.clip(np.ldexp(threshold, -exponents) - 1.0, 0.0, 1.0)
 
 
-@dataclass(frozen=True, eq=False)
 class TensorStatistics:
     """Statistics of one tensor, read from its row.
 
@@ -92,84 +91,49 @@ class TensorStatistics:
         log2_factor: These are the statistics of ``2**log2_factor`` times the measured tensor.
         log2_factor_of_counts: The factor at which the row's format counts were taken (the
             ``factor`` of ``statistics_row``); fractions at that scale are exact.
+        numel: Number of elements, of all micro-batches and ranks that were merged.
+        zeros: Number of elements that are exactly zero.
+        nans: Number of NaN elements.
+        infs: Number of infinite elements.
+        num_finite: Number of finite elements.
+        mean: Mean.
+        mean_abs: Mean magnitude.
+        rms: Root mean square.
+        std: Standard deviation as ``torch.std`` takes it (Bessel's correction), from the mean of
+            all that was merged; NaN for one element.
+        abs_max: Largest magnitude.
+        abs_min: Smallest magnitude above zero; NaN when every element is zero.
+        log2_rms: ``log2`` of the RMS, the number that scale plots show; ``-inf`` for a tensor of
+            zeros.
     """
 
-    row: FloatArray
-    layout: RowLayout
-    log2_factor: int = 0
-    log2_factor_of_counts: int = 0
-
-    @property
-    def numel(self) -> int:
-        """Number of elements, of all micro-batches and ranks that were merged."""
-        return int(self._value("numel"))
-
-    @property
-    def zeros(self) -> int:
-        """Number of elements that are exactly zero."""
-        return int(self._value("zeros"))
-
-    @property
-    def nans(self) -> int:
-        """Number of NaN elements."""
-        return int(self._value("nans"))
-
-    @property
-    def infs(self) -> int:
-        """Number of infinite elements."""
-        return int(self._value("infs"))
-
-    @property
-    def num_finite(self) -> int:
-        """Number of finite elements."""
-        return self.numel - self.nans - self.infs
-
-    @property
-    def mean(self) -> float:
-        """Mean."""
-        return self._shifted(self._mean("sum"))
-
-    @property
-    def mean_abs(self) -> float:
-        """Mean magnitude."""
-        return self._shifted(self._mean("abs_sum"))
-
-    @property
-    def rms(self) -> float:
-        """Root mean square."""
-        return self._shifted(math.sqrt(self._mean("square_sum")))
-
-    @property
-    def std(self) -> float:
-        """Standard deviation as ``torch.std`` takes it (Bessel's correction), NaN for one element.
-
-        It is the deviation from the mean of all that was merged.
-        """
-        number = self.num_finite
-        if number < 2:
-            return math.nan
-        mean = self._mean("sum")
-        variance = max(self._mean("square_sum") - mean * mean, 0.0) * number / (number - 1)
-        return self._shifted(math.sqrt(variance))
-
-    @property
-    def abs_max(self) -> float:
-        """Largest magnitude."""
-        return self._shifted(self._value("abs_max")) if self.num_finite else math.nan
-
-    @property
-    def abs_min(self) -> float:
-        """Smallest magnitude above zero; NaN when every element is zero."""
-        smallest = self._value("abs_min")
-        return self._shifted(smallest) if 0 < smallest < math.inf else math.nan
-
-    @property
-    def log2_rms(self) -> float:
-        """``log2`` of the RMS, the number that scale plots show: ``-inf`` for a tensor of zeros."""
-        mean_square = self._mean("square_sum")
-        if mean_square == 0:
-            return -math.inf
-        return 0.5 * math.log2(mean_square) + self.log2_factor
+    def __init__(
+        self,
+        row: FloatArray,
+        layout: RowLayout,
+        log2_factor: int = 0,
+        log2_factor_of_counts: int = 0,
+    ) -> None:
+        self.row, self.layout = row, layout
+        self.log2_factor, self.log2_factor_of_counts = log2_factor, log2_factor_of_counts
+        *counts, total, magnitudes, squares, largest, smallest = row[: len(MOMENT_COLUMNS)].tolist()
+        self.numel, self.zeros, self.nans, self.infs = map(int, counts)
+        self.num_finite = number = self.numel - self.nans - self.infs
+        mean, mean_abs, mean_square = (
+            column / number if number else math.nan for column in (total, magnitudes, squares)
+        )
+        factor = 2.0**log2_factor
+        self.mean, self.mean_abs = mean * factor, mean_abs * factor
+        self.rms = math.sqrt(mean_square) * factor
+        self.log2_rms = (
+            -math.inf if mean_square == 0 else 0.5 * math.log2(mean_square) + log2_factor
+        )
+        self.std = math.nan
+        if number > 1:
+            variance = max(mean_square - mean * mean, 0.0) * number / (number - 1)
+            self.std = math.sqrt(variance) * factor
+        self.abs_max = largest * factor if number else math.nan
+        self.abs_min = smallest * factor if 0 < smallest < math.inf else math.nan
 
     @property
     def exponent_counts(self) -> FloatArray | None:
@@ -181,7 +145,7 @@ class TensorStatistics:
 
     @property
     def num_sampled(self) -> int:
-        """Number of elements that the exponent counts looked at."""
+        """Number of elements that the exponent counts come from."""
         return int(self._value("sampled")) if self.layout.histogram else 0
 
     def fraction(self, format: str | NumberFormat, kind: Kind) -> float:
@@ -209,13 +173,8 @@ class TensorStatistics:
 
     def scaled(self, log2_factor: int) -> TensorStatistics:
         """Statistics of ``2**log2_factor`` times this tensor."""
-        return replace(self, log2_factor=self.log2_factor + log2_factor)
+        factor = self.log2_factor + log2_factor
+        return TensorStatistics(self.row, self.layout, factor, self.log2_factor_of_counts)
 
     def _value(self, column: str) -> float:
         return float(self.row[self.layout.index(column)])
-
-    def _mean(self, column: str) -> float:
-        return self._value(column) / self.num_finite if self.num_finite else math.nan
-
-    def _shifted(self, value: float) -> float:
-        return value * 2.0**self.log2_factor

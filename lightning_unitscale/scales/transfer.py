@@ -32,11 +32,11 @@ class HostCopy:
 
     @property
     def has_arrived(self) -> bool:
-        """Whether :meth:`numbers` need not wait."""
+        """Return whether :meth:`numbers` need not wait."""
         return self._event is None or self._event.query()
 
     def numbers(self) -> Tensor:
-        """The tensor on the host; waits until it has arrived."""
+        """Return the tensor on the host; waits until it has arrived."""
         if self._event is not None:
             self._event.synchronize()
         return self._copy
@@ -48,16 +48,12 @@ def joint_copy(tensors: Sequence[Tensor]) -> HostCopy:
     return HostCopy(torch.stack([tensor.detach().to(device) for tensor in tensors]))
 
 
-def sent_to(device: torch.device, tensor: Tensor) -> Tensor:
-    """A tensor of the host's on a device, behind what that has to do already."""
+def numbers_on(device: torch.device, numbers: Sequence[float], dtype: torch.dtype) -> Tensor:
+    """Return a few numbers on a device, sent behind its pending work: ``(len(numbers),)``."""
+    tensor = torch.tensor(numbers, dtype=dtype, device="cpu")
     if device.type != "cuda":
         return tensor.to(device)
     return _pinned(tensor).copy_(tensor).to(device, non_blocking=True)
-
-
-def numbers_on(device: torch.device, numbers: Sequence[float], dtype: torch.dtype) -> Tensor:
-    """A few numbers on a device, as :func:`sent_to` sends them: shape ``(len(numbers),)``."""
-    return sent_to(device, torch.tensor(numbers, dtype=dtype, device="cpu"))
 
 
 def _pinned(tensor: Tensor) -> Tensor:

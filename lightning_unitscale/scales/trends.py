@@ -114,7 +114,7 @@ class AmaxTrends:
     def _next_limit(
         self, value: float, end: float, rate: float
     ) -> tuple[float, NumberFormat | None]:
-        """Of the formats that a tensor is inside of, the first it leaves, and in how many steps."""
+        """Return in how many steps a tensor leaves a format first, and which."""
         limits = [(math.log2(item.overflow_threshold), item) for item in self._formats]
         inside = [(limit, item) for limit, item in limits if value <= limit]
         if not inside:

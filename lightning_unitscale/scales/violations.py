@@ -23,7 +23,7 @@ from lightning_unitscale.scales.tensor_statistics import FloatArray
 Limits: TypeAlias = float | Mapping[str, float]
 # An infinity ends a training. Of a format that clips, one element of a thousand is no harm.
 _DEFAULT_OVERFLOW: Final = {True: 0.0, False: 1e-3}
-# What these put into a tensor is what somebody asked for: the -inf of a mask.
+# These put into a tensor what the user asks for: the -inf of a mask.
 _FILLING: Final = frozenset({"masked_fill", "where", "full", "full_like", "fill"})
 # The largest numbers of FP32 and BF16, which some masks have in place of an infinity.
 _STAND_INS: Final = (float(np.finfo(np.float32).max), float.fromhex("0x1.fep127"))
@@ -38,13 +38,7 @@ _VERBS: Final[dict[Kind, str]] = {
 
 @dataclass(frozen=True)
 class Threshold:
-    """Which fraction of a tensor's elements may be lost to one format in one way.
-
-    Attributes:
-        format: The format.
-        kind: The way.
-        fraction: More than this fraction is a violation.
-    """
+    """Which fraction of a tensor's elements may be lost to one format in one way."""
 
     format: NumberFormat
     kind: Kind
@@ -109,7 +103,7 @@ class AlertMaker:
         threshold: float,
         format: str = "",
     ) -> ScaleAlert:
-        """An alert about the tensor at a position in ``snapshot.names``."""
+        """Return an alert about the tensor at a position in ``snapshot.names``."""
         snapshot = self._snapshot
         return ScaleAlert(
             kind=kind,
@@ -154,7 +148,7 @@ def first_nonfinite(
     known_infinite: Collection[str] = (),
     gradients: bool = True,
 ) -> ScaleAlert | None:
-    """The first tensor of a step that holds a NaN or an infinity.
+    """Return the first tensor of a step that holds a NaN or an infinity.
 
     Values come before gradients; of values the first one in graph order, of gradients the last,
     which the backward pass computes first. Infinities that nothing came of (no NaN, no infinite
@@ -183,7 +177,7 @@ def first_nonfinite(
 
 
 def infinite_names(snapshot: ScaleSnapshot) -> tuple[str, ...]:
-    """The tensors with infinite values and no NaN."""
+    """Return the tensors with infinite values and no NaN."""
     nans, infs = _nonfinite(snapshot, "forward")
     return tuple(snapshot.names[k] for k in np.flatnonzero((infs > 0) & (nans == 0)))
 
@@ -275,7 +269,7 @@ def format_violations(
 
 
 def percent(fraction: float) -> str:
-    """A fraction for people: small ones are not rounded to nothing."""
+    """Return a fraction for people: small ones are not rounded to nothing."""
     if fraction == 0.0:
         return "0 %"
     return "less than 0.001 %" if fraction < 1e-5 else f"{100 * fraction:.3g} %"

@@ -27,7 +27,7 @@ from lightning_unitscale.arguments import (
 from lightning_unitscale.capture.steps import steps_of
 from lightning_unitscale.dispatch.attach import run_in_session
 from lightning_unitscale.dynamo.capture import unmarked
-from lightning_unitscale.loops.leaving import leaving_after
+from lightning_unitscale.loops.loop import leaving_after
 from lightning_unitscale.patching import Replacement, shadowed
 from lightning_unitscale.pipeline.balance import balanced_split
 from lightning_unitscale.pipeline.cuts import SplitPolicy, marked

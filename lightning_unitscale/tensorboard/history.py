@@ -35,29 +35,20 @@ Points: TypeAlias = Iterable[tuple[int, npt.NDArray[Any]]]
 
 @dataclass(frozen=True, eq=False)
 class ScaleHistory:
-    """log2 RMS of all tensors of a run over its steps, in one direction.
-
-    Attributes:
-        names: The tensors, in graph order.
-        modules: Path of the module that makes each.
-        sources: Which of them are computed from no other one: parameters and inputs of the step.
-        operands: Which of them matrix products read; backward, whose gradients they read.
-        steps: Increasing, shape ``(T,)``.
-        log2_rms: Of the stored tensors, shape ``(T, N)``; ``-inf`` for a tensor of zeros, NaN where
-            one was not there.
-        log2_unit: log2 of the units that they are stored in, shape ``(T, N)``; a tensor means
-            ``log2_rms + log2_unit`` to the model.
-        nonfinite: Number of NaN and infinite elements, which have no part in the RMS, shape
-            ``(T, N)``.
-    """
+    """log2 RMS of the ``N`` tensors of a run over its ``T`` steps, in one direction."""
 
     names: tuple[str, ...]
     modules: tuple[str, ...]
+    # Which are computed from no other one: parameters and inputs of the step.
     sources: tuple[bool, ...]
+    # Which matmuls read; backward, whose gradients they read.
     operands: tuple[bool, ...]
     steps: npt.NDArray[np.int64]
+    # Of the stored tensors, (T, N); ``-inf`` for a tensor of zeros, NaN for an absent one.
     log2_rms: Floats
+    # log2 of their units, (T, N).
     log2_unit: Floats
+    # Number of NaN and infinite elements, which have no part in the RMS, (T, N).
     nonfinite: Floats
 
     def values(self, *, stored: bool) -> Floats:
@@ -67,33 +58,19 @@ class ScaleHistory:
 
 @dataclass(frozen=True, eq=False)
 class FractionHistory:
-    """What each format does to the stored tensors over the steps, in one direction.
-
-    Attributes:
-        formats: The monitored formats.
-        steps: Increasing, shape ``(T,)``.
-        fractions: Overflow, subnormal and flushed, shape ``(T, N, F, 3)``, float16.
-        share_read: Share of the elements that they come from, shape ``(T, N)``.
-    """
+    """Shares of the stored elements out of the range of ``F`` formats, in one direction."""
 
     formats: tuple[NumberFormat, ...]
     steps: npt.NDArray[np.int64]
-    fractions: npt.NDArray[np.float16]
-    share_read: Floats
+    fractions: npt.NDArray[np.float16]  # overflow, subnormal and flushed, (T, N, F, 3)
+    share_read: Floats  # the share of the elements that these come from, (T, N)
 
 
 class RunScales:
     """The scales of one run, read when they are asked for.
 
     When other tensors were observed in between (another graph, a second fit), the vectors of all
-    sets are laid side by side, with NaN where a tensor was not there.
-
-    Attributes:
-        directions: The directions that were measured.
-        names: The tensors of all sets, in graph order.
-        modules: Path of the module that makes each.
-        formats: The formats that were counted.
-        inputs: What every tensor is computed from; empty for event files that do not say.
+    sets are laid side by side, with NaN where a tensor was absent.
     """
 
     def __init__(self, tags: Mapping[str, bytes], read: Callable[[str], Points]) -> None:
@@ -110,6 +87,7 @@ class RunScales:
                 measured.add(series.direction)
         sets = self._sets.values()
         modules: dict[str, str] = {}
+        # The inputs of every tensor; empty for older event files.
         self.inputs: dict[str, tuple[str, ...]] = {}
         for observed in sets:
             modules.update(zip(observed.names, observed.modules, strict=True))
@@ -129,10 +107,6 @@ class RunScales:
         both, ours, theirs = (column[kept_steps(len(column), most)] for column in found)
         # A file may say nothing of inputs; then nothing is known to have none.
         is_known = any(self.inputs.values())
-        nonfinite = np.zeros((len(both), len(self.names)), single)
-        bad_steps, bad = self._joined(direction, "nonfinite", (), single)
-        _, rows, bad_rows = np.intersect1d(both, bad_steps, return_indices=True)
-        nonfinite[rows] = np.nan_to_num(bad[bad_rows])
         sets = self._sets.values()
         read = frozenset[str]().union(*(item.read_by_products(direction) for item in sets))
         return ScaleHistory(
@@ -143,7 +117,7 @@ class RunScales:
             steps=both,
             log2_rms=log2_rms[ours],
             log2_unit=units[theirs],
-            nonfinite=nonfinite,
+            nonfinite=np.nan_to_num(self._at(both, direction, "nonfinite", 0)),
         )
 
     def fractions(self, direction: Direction, most: int | None = None) -> FractionHistory:
@@ -151,10 +125,7 @@ class RunScales:
         tail = (len(self.formats), len(FORMAT_KINDS))
         steps, fractions = self._joined(direction, "fractions", tail, np.dtype(np.float16))
         kept = kept_steps(len(steps), most)
-        share_read = np.ones((len(steps), len(self.names)), np.float32)
-        read_steps, shares = self._joined(direction, "share_read", (), share_read.dtype)
-        _, rows, read_rows = np.intersect1d(steps, read_steps, return_indices=True)
-        share_read[rows] = shares[read_rows]
+        share_read = self._at(steps, direction, "share_read", 1)
         return FractionHistory(self.formats, steps[kept], fractions[kept], share_read[kept])
 
     def exponents(self, direction: Direction, name: str) -> dict[int, ExponentCounts]:
@@ -166,11 +137,21 @@ class RunScales:
         return {step: ExponentCounts.from_vector(vector) for step, vector in points}
 
     def alerts(self) -> tuple[ScaleAlert, ...]:
-        """Everything that was found wrong, in the order of the steps."""
+        """Return all alerts, in the order of the steps."""
         if ALERTS_TAG not in self._tags:
             return ()
         points = sorted(self._read(ALERTS_TAG), key=lambda point: point[0])
         return tuple(alert for _, text in points for alert in alerts_from_json(text.item()))
+
+    def _at(
+        self, steps: npt.NDArray[np.int64], direction: Direction, quantity: Quantity, default: float
+    ) -> Floats:
+        """Vectors that were written at some steps only, as one array ``(T, N)`` of all steps."""
+        values = np.full((len(steps), len(self.names)), default, np.float32)
+        found_steps, found = self._joined(direction, quantity, (), values.dtype)
+        _, rows, found_rows = np.intersect1d(steps, found_steps, return_indices=True)
+        values[rows] = found[found_rows]
+        return values
 
     def _joined(
         self, direction: Direction, quantity: Quantity, tail: tuple[int, ...], dtype: np.dtype[Any]
@@ -180,7 +161,7 @@ class RunScales:
         for key, observed in self._sets.items():
             tag = Series(direction, quantity, key).tag
             if tag in self._tags:
-                # Of a step that was written twice (a resumed run) the later one is true.
+                # If a step was written twice (a resumed run), the later one counts.
                 rows.update((step, (observed, vector)) for step, vector in self._read(tag))
         steps = sorted(rows)
         joined = np.full((len(steps), len(self.names), *tail), np.nan, dtype)
@@ -195,7 +176,7 @@ class RunScales:
 
 
 class LastStep:
-    """What the event files of a run have of its last step, as a table wants it."""
+    """The last step of a run in its event files, with the methods that a table needs."""
 
     def __init__(self, run: RunScales) -> None:
         self._histories = {direction: run.history(direction) for direction in DIRECTIONS}
@@ -213,7 +194,7 @@ class LastStep:
         return _last(self._histories[direction].nonfinite)
 
     def read_by_products(self, direction: Direction) -> npt.NDArray[np.bool_]:
-        """Which tensors matrix products read, and which gradients; shape ``(tensors,)``."""
+        """Return which tensors matrix products read, and which gradients; shape ``(tensors,)``."""
         return np.array(self._histories[direction].operands, dtype=bool)
 
     def fractions(self, direction: Direction) -> npt.NDArray[Any]:
@@ -226,7 +207,7 @@ class LastStep:
 
 
 def _last(steps: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The last of several steps; NaN where there is none."""
+    """Return the last of several steps; NaN where there is none."""
     last: npt.NDArray[Any] = steps[-1] if len(steps) else np.full(steps.shape[1:], np.nan)
     return last
 
@@ -264,7 +245,7 @@ def merge_orders(orders: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
 
 
 def block_of(module: str) -> str:
-    """A module's path up to its first index, ``model.blocks.0``, or else its first two parts."""
+    """Return a module's path up to its first index, ``model.blocks.0``, or its first two parts."""
     parts = module.split(".")
     number = next((index for index, part in enumerate(parts) if part.isdecimal()), 1)
     return ".".join(parts[: number + 1])
@@ -274,7 +255,7 @@ EVENT_FILES = "*tfevents*"
 
 
 def read_run(directory: str | Path) -> RunScales:
-    """The scales in the event files of a folder, all of them read."""
+    """Return the scales in the event files of a folder, all of them read."""
     folder = Path(directory)
     if not folder.is_dir():
         raise FileNotFoundError(
@@ -305,7 +286,7 @@ def read_run(directory: str | Path) -> RunScales:
 
 
 def _hint(folder: Path) -> str:
-    """Where event files are instead."""
+    """Return where event files are instead."""
     below = sorted({path.parent for path in folder.rglob(EVENT_FILES) if path.is_file()})
     if not below:
         return "expected the folder that a TensorBoardLogger wrote (its log_dir); correct the path"

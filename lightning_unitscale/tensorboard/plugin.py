@@ -64,7 +64,7 @@ class ScalesPlugin(base_plugin.TBPlugin):
         self._lock = threading.Lock()
 
     def get_plugin_apps(self) -> dict[str, Any]:
-        """The routes and what answers them."""
+        """Return the routes and what answers them."""
         static = {f"/static/{name}": self._static(name) for name in STATIC_FILES}
         return {
             "/runs": Request.application(self._runs),
@@ -80,7 +80,7 @@ class ScalesPlugin(base_plugin.TBPlugin):
         return False
 
     def frontend_metadata(self) -> base_plugin.FrontendMetadata:
-        """Where the page is."""
+        """Return the location of the page."""
         return base_plugin.FrontendMetadata(
             es_module_path=f"/static/{ENTRY}", tab_name="Scales", disable_reload=True
         )
@@ -176,14 +176,14 @@ class ScalesPlugin(base_plugin.TBPlugin):
 
 
 class ScalesLoader(base_plugin.TBLoader):
-    """What the entry point names: raises how many steps TensorBoard keeps, loads the plugin."""
+    """The entry point: it raises how many steps TensorBoard keeps, and loads the plugin."""
 
     def fix_flags(self, flags: argparse.Namespace) -> None:
         """Keep 2,000 steps, unless the user asked for another number."""
         flags.samples_per_plugin.setdefault(PLUGIN_NAME, SAMPLES)
 
     def load(self, context: base_plugin.TBContext) -> ScalesPlugin:
-        """The plugin."""
+        """Return the plugin."""
         return ScalesPlugin(context)
 
 

@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 def tensor_proto(array: Array) -> TensorProto:
-    """A tensor of floats: half precision stays, all else becomes single."""
+    """Return a tensor of floats: half precision stays, all else becomes single."""
     half = array.dtype == np.float16
     return TensorProto(
         dtype=DT_HALF if half else DT_FLOAT,
@@ -54,7 +54,7 @@ def tensor_proto(array: Array) -> TensorProto:
 
 
 def text_proto(text: str) -> TensorProto:
-    """A text as a tensor."""
+    """Return a text as a tensor."""
     return TensorProto(dtype=DT_STRING, string_val=[text.encode()])
 
 
@@ -84,7 +84,7 @@ def histogram_proto(exponents: ExponentCounts) -> HistogramProto | None:
 
 
 def annotated_graph(snapshot: ScaleSnapshot) -> GraphDef:
-    """The tensors of a snapshot as nodes for the Graphs dashboard, with their inputs and scales.
+    """Return the tensors of a snapshot as a graph, with their inputs and scales.
 
     Module paths become the nesting of nodes. A click on a node shows its RMS, true and as stored,
     among its attributes; "Color by: Device" colours by scale, since a node's device is a free text:
@@ -124,7 +124,7 @@ def annotated_graph(snapshot: ScaleSnapshot) -> GraphDef:
 
 
 def node_path(name: str, module: str) -> str:
-    """A tensor's name with slashes between modules, as the dashboard nests nodes."""
+    """Return a tensor's name with slashes between modules, as the dashboard nests nodes."""
     own = name.removeprefix(f"{module}.") if module else name
     path = f"{module.replace('.', '/')}/{own}" if module else own
     # No node of a graph may begin with anything else, nor contain an @ or a colon.
@@ -137,7 +137,7 @@ def _pairs(snapshot: ScaleSnapshot) -> list[tuple[str, str]]:
 
 
 def _scale_text(true: float, stored: float) -> str:
-    """The panel of a node is narrow: short keys, and one line for both scales."""
+    """Return both scales of a tensor in one line: the panel of a node is narrow."""
     if math.isnan(stored):
         return "not measured"
     if math.isinf(stored):
@@ -181,6 +181,6 @@ def use_fast_checksums(file_writer: Any) -> bool:
 
 
 def _masked_crc(data: bytes) -> bytes:
-    """The checksum as the TFRecord format stores it: rotated, with a constant added."""
+    """Return the checksum as the TFRecord format stores it: rotated, with a constant added."""
     crc = google_crc32c.value(data)
     return struct.pack("<I", (((crc >> 15) | (crc << 17)) + _CRC_MASK) & 0xFFFF_FFFF)

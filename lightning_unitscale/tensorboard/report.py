@@ -51,18 +51,12 @@ _MOST_TICKS: Final = 7
 
 @dataclass(frozen=True)
 class Report:
-    """What was written.
-
-    Attributes:
-        page: The HTML file.
-        pictures: A PNG per run; none where matplotlib is not installed.
-        tables: The scales of the last step of every run and its alerts, by its name.
-        no_pictures: Why there are none; empty otherwise.
-    """
+    """What was written: an HTML file, a PNG per run, and tables of the runs' last steps."""
 
     page: Path
     pictures: tuple[Path, ...]
     tables: dict[str, str]
+    # Why there are no pictures, if matplotlib is not installed.
     no_pictures: str = ""
 
 
@@ -128,7 +122,7 @@ def _with_alerts(table: str, alerts: Sequence[ScaleAlert]) -> str:
 
 
 def _remove_pictures(folder: Path) -> None:
-    """Those of an earlier report, which had another number of runs."""
+    """Remove those of an earlier report, which had another number of runs."""
     if (folder / _PAGE).is_file():
         for path in folder.glob("scales*.png"):
             if _PICTURE.fullmatch(path.name):
@@ -136,7 +130,7 @@ def _remove_pictures(folder: Path) -> None:
 
 
 def _names(directories: Sequence[str | Path]) -> dict[str, Path]:
-    """Runs by what tells their folders apart, as TensorBoard on the folder above names them."""
+    """Return runs by the names that TensorBoard gives them on the folder above."""
     paths = list(dict.fromkeys(Path(os.path.abspath(folder)) for folder in directories))
     if len(paths) == 1:
         return {"/".join(paths[0].parts[-2:]).lstrip("/"): paths[0]}
@@ -182,7 +176,7 @@ def write_figure(run: RunScales, path: Path, title: str) -> None:
 
 
 def color_limit(history: ScaleHistory) -> float:
-    """Where the colours end: 98 % of all values are inside, true and stored ones."""
+    """Return where the colours end: 98 % of all values are inside, true and stored ones."""
     values = [history.values(stored=stored) for stored in (False, True)]
     magnitudes = np.abs(np.concatenate([array[np.isfinite(array)] for array in values]))
     if not magnitudes.size:
@@ -193,8 +187,8 @@ def color_limit(history: ScaleHistory) -> float:
 def _heat_map(
     axes: Axes, history: ScaleHistory, values: npt.NDArray[Any], colors: Any, limit: float
 ) -> Any:
-    # Of finite values none is out of the range: what is drawn below it are tensors of zeros, what
-    # is drawn above it has elements that are not finite.
+    # Finite values are clipped to the range. Tensors of zeros are drawn below it, and tensors with
+    # elements that are not finite above it.
     shown = np.where(np.isneginf(values), -2 * limit, np.clip(values, -limit, limit))
     shown = np.where(history.nonfinite > 0, 2 * limit, shown)
     image = axes.imshow(
@@ -213,7 +207,7 @@ def _heat_map(
 
 
 def _mark(axes: Axes, history: ScaleHistory, alerts: Sequence[ScaleAlert]) -> None:
-    """A flag at the left of every cell that an alert is about."""
+    """Draw a flag at the left of every cell with an alert."""
     rows = {name: index for index, name in enumerate(history.names)}
     columns = {step: index for index, step in enumerate(history.steps.tolist())}
     cells = {

@@ -35,7 +35,7 @@ def graph_svg(
     inputs: Sequence[Sequence[str]],
     log2_rms: Mapping[str, Array],
 ) -> str:
-    """The annotated graph."""
+    """Return the annotated graph."""
     row_of = {name: row for row, name in enumerate(names)}
     edges = [
         (row_of[source], row)
@@ -69,7 +69,7 @@ def _middle(row: int) -> float:
 
 
 def _arc(source: int, target: int) -> str:
-    """An arc; its reach grows with the logarithm of the distance, so that it stays in view."""
+    """Return an arc; its reach grows with the logarithm of the distance, to stay in view."""
     start, end = _middle(source), _middle(target)
     reach = min(14 * math.log2(1 + abs(target - source)) + 4, _ARCS - 6)
     x = _ARCS - reach
@@ -148,7 +148,7 @@ app.start();
 
 
 def report_page(runs: Mapping[str, RunScales], tables: Mapping[str, str], title: str) -> str:
-    """The page."""
+    """Return the page."""
     answers: dict[str, str] = {}
     for route, data in _answers(runs):
         packed = gzip.compress(data, compresslevel=6, mtime=0)
@@ -167,7 +167,7 @@ def report_page(runs: Mapping[str, RunScales], tables: Mapping[str, str], title:
 
 
 def _table_section(name: str, table: str, run: RunScales) -> str:
-    """The last step, and everything that was found wrong."""
+    """Return the last step, and everything that was found wrong."""
     title = f"<h2>{html.escape(name)}: the last sampled step</h2>"
     parts = [title, f"<pre>{html.escape(table)}</pre>"]
     if alerts := run.alerts():
@@ -181,7 +181,7 @@ def _table_section(name: str, table: str, run: RunScales) -> str:
 
 
 def _graph_section(name: str, run: RunScales) -> str:
-    """The last step as a graph, folded."""
+    """Return the last step as a graph, folded."""
     histories = {direction: run.history(direction) for direction in run.directions}
     columns: dict[str, Array] = {way: history.log2_rms[-1] for way, history in histories.items()}
     picture = graph_svg(run.names, [run.inputs.get(name, ()) for name in run.names], columns)
@@ -217,7 +217,7 @@ def bundle(*entries: str) -> str:
 
 
 def _answers(runs: Mapping[str, RunScales]) -> Iterator[tuple[str, bytes]]:
-    """What the page will ask for, under the keys of source.js: the route and what follows it."""
+    """Yield the answers to the page's requests, under the keys of source.js."""
     listed = []
     for number, (name, run) in enumerate(runs.items()):
         yield _key("alerts", name), responses.alerts_json(run.alerts())

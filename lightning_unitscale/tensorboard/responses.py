@@ -30,7 +30,7 @@ _FORMAT_FIELDS = ("name", "smallest_normal", "flush_threshold", "subnormal_thres
 
 
 def frame(header: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> bytes:
-    """A header and arrays in one piece."""
+    """Return a header and arrays in one piece."""
     shapes = [{"name": name, "shape": array.shape} for name, array in arrays.items()]
     text = json.dumps({**header, "arrays": shapes}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 4)
@@ -41,24 +41,17 @@ def frame(header: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> 
 
 @dataclass(frozen=True)
 class ListedRun:
-    """A run that has scales.
-
-    Attributes:
-        name: Its name in TensorBoard.
-        started: When it began, in seconds since 1970; the page opens with the newest.
-        last_steps: The last step of each direction that was measured.
-        version: When it changes, there is news: a step, or what was written late about the last
-            one, such as its alerts.
-    """
+    """A run that has scales."""
 
     name: str
-    started: float
+    started: float  # in seconds since 1970; the page opens with the newest
     last_steps: Mapping[Direction, int]
+    # Changes with each step, and with what is written late about the last one, such as alerts.
     version: int = 0
 
 
 def runs_json(runs: Sequence[ListedRun]) -> bytes:
-    """The runs and the number formats to show."""
+    """Return the runs and the number formats to show."""
     content = {
         "runs": [dataclasses.asdict(run) for run in runs],
         "formats": [

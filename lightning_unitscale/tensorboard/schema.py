@@ -50,26 +50,21 @@ QUANTITIES: Final[tuple[Quantity, ...]] = get_args(Quantity)
 
 @dataclass(frozen=True)
 class Series:
-    """One tag of the plugin.
-
-    Attributes:
-        direction: Values or gradients.
-        quantity: What it holds.
-        subject: The key of the set of tensors; of exponents, the name of the tensor.
-    """
+    """One tag of the plugin."""
 
     direction: Direction
     quantity: Quantity
+    # The key of the set of tensors; of exponents, the name of the tensor.
     subject: str
 
     @property
     def tag(self) -> str:
-        """The tag in the event file."""
+        """Return the tag in the event file."""
         return f"{PLUGIN_NAME}/{self.direction}/{self.quantity}/{self.subject}"
 
     @classmethod
     def parse(cls, tag: str) -> Series | None:
-        """The series of a tag; ``None`` for a tag of another version or of nobody here."""
+        """Return the series of a tag; ``None`` if it is no tag of this version."""
         for direction in DIRECTIONS:
             for quantity in QUANTITIES:
                 prefix = cls(direction, quantity, "").tag
@@ -80,21 +75,13 @@ class Series:
 
 @dataclass(frozen=True)
 class TensorSet:
-    """The tensors that the vectors of one set are about.
-
-    Attributes:
-        names: Their names, in graph order.
-        modules: Path of the module that makes each.
-        formats: The formats of the fractions.
-        inputs: For each the names of those that it is computed from; of files of before there
-            were any, empty.
-        operands: For each whether a matrix product reads it; empty as well.
-        products: For each whether one makes it, so that products read its gradient.
-    """
+    """The tensors that the vectors of one set are about, in graph order."""
 
     names: tuple[str, ...]
     modules: tuple[str, ...]
     formats: tuple[NumberFormat, ...]
+    # What each is computed from, whether a matmul reads it, and whether one makes it and so reads
+    # its gradient; empty in older files.
     inputs: tuple[tuple[str, ...], ...] = ()
     operands: tuple[bool, ...] = ()
     products: tuple[bool, ...] = ()
@@ -110,7 +97,7 @@ class TensorSet:
         return hashlib.sha256(self.to_content()).hexdigest()[:8]
 
     def to_content(self) -> bytes:
-        """The set as the metadata content of a tag."""
+        """Return the set as the metadata content of a tag."""
         formats = [astuple(item) for item in self.formats]
         position = {name: index for index, name in enumerate(self.names)}
         inputs = [[position[name] for name in group if name in position] for group in self.inputs]
@@ -125,7 +112,7 @@ class TensorSet:
 
     @classmethod
     def from_content(cls, data: bytes) -> TensorSet | None:
-        """The set in the metadata content of a tag; ``None`` for content of another kind."""
+        """Return the set in the metadata content of a tag; ``None`` for content of another kind."""
         fields = parse_content(data)
         if fields is None or "names" not in fields:
             return None
@@ -144,7 +131,7 @@ def content(**fields: Any) -> bytes:
 
 
 def parse_content(data: bytes) -> dict[str, Any] | None:
-    """The fields of metadata content; ``None`` when a later version of the schema wrote it."""
+    """Return the fields of metadata content; ``None`` if a later version wrote it."""
     try:
         fields = json.loads(data)
     except ValueError:
@@ -156,17 +143,11 @@ def parse_content(data: bytes) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, eq=False)
 class ExponentCounts:
-    """How many elements of one tensor have which binary exponent, of its true values.
+    """How many elements of one tensor have which binary exponent, of its true values."""
 
-    Attributes:
-        counts: Finite non-zero elements per exponent -150 to 128, shape ``(279,)``.
-        num_sampled: How many elements were looked at.
-        log2_unit: log2 of the unit the tensor is stored in; stored exponents are lower by it.
-    """
-
-    counts: npt.NDArray[np.floating[Any]]
+    counts: npt.NDArray[np.floating[Any]]  # finite non-zero ones per exponent -150 to 128, (279,)
     num_sampled: int
-    log2_unit: int = 0
+    log2_unit: int = 0  # stored exponents are lower by it
 
     def to_vector(self) -> npt.NDArray[np.floating[Any]]:
         """Number sampled, unit, first exponent, and the counts up to the last non-zero one.

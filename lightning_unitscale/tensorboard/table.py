@@ -39,7 +39,7 @@ _READ: Final[dict[Direction, str]] = {"forward": "operands", "backward": "gradie
 
 
 def scale_summary(snapshot: Scales) -> str:
-    """How much of what products read is stored near RMS 1, in one line; empty if nobody knows.
+    """Return how many operands of matmuls are stored near RMS 1, in one line; empty if unknown.
 
     Within a factor of 2, and where that is not all, of 4, from which on an operand gets a new unit.
     Tensors of zeros have no scale and are not counted.
@@ -96,7 +96,7 @@ def scale_table(snapshot: Scales, tablefmt: str = "simple", *, full: bool = True
             columns.append(
                 [_number(value) + mark for value, mark in zip(values, marks, strict=True)]
             )
-    # Of all the kinds, those that overflow and those that become zero.
+    # Elements that overflow, and those that become zero.
     lost = [snapshot.fractions(direction)[..., [0, 2]].sum(axis=-1) for direction in DIRECTIONS]
     estimated = [snapshot.share_read(direction) < 1 for direction in DIRECTIONS]
     for index, item in enumerate(snapshot.layout.formats):
@@ -118,7 +118,7 @@ def scale_table(snapshot: Scales, tablefmt: str = "simple", *, full: bool = True
 
 
 def _short_table(snapshot: Scales, tablefmt: str) -> str:
-    """A line per block: how many are near RMS 1, and the range of true and of stored values."""
+    """Return a line per block: how many are near RMS 1, and the ranges of values."""
     blocks = np.array([block_of(module) for module in snapshot.modules])
     read = {direction: snapshot.read_by_products(direction) for direction in DIRECTIONS}
     values = {

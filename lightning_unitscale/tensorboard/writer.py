@@ -13,8 +13,13 @@ two runs side by side, with and without, show what unit scaling does.
 from __future__ import annotations
 
 import itertools
+import os
 import re
+import shlex
+import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -37,7 +42,9 @@ from lightning_unitscale.tensorboard.protobuf import (
 )
 from lightning_unitscale.tensorboard.schema import (
     ALERTS_TAG,
+    PLUGIN_NAME,
     ExponentCounts,
+    Quantity,
     Series,
     TensorSet,
     content,
@@ -47,8 +54,10 @@ from lightning_unitscale.tensorboard.table import scale_table
 # Where the tags of TensorBoard's own dashboards begin: behind everything that begins with a letter.
 NAMESPACE: Final = "~scales"
 
-# Of which tensors TensorBoard's own dashboards have scalars and histograms: of none, of those that
-# products read, of all.
+# TensorBoard's own port, unless it is taken.
+SCALES_URL: Final = f"http://localhost:6006/#{PLUGIN_NAME}"
+# The tensors with scalars and histograms in TensorBoard's own dashboards: none, those that matmuls
+# read, all.
 TensorBoardTabs: TypeAlias = Literal["scales", "operands", "all"]
 TABS: Final[tuple[TensorBoardTabs, ...]] = get_args(TensorBoardTabs)
 
@@ -67,11 +76,7 @@ _OF_EXPONENTS: Final = ("exponents", "histograms")
 
 
 class Thinning:
-    """Which parts of the samples of a run are written: in long runs at fewer and fewer of them.
-
-    Attributes:
-        last_step: Step of the last sample.
-    """
+    """Which parts of the samples of a run are written: in long runs at fewer and fewer of them."""
 
     def __init__(self, before: Mapping[str, int]) -> None:
         self.last_step: int | None = None
@@ -80,7 +85,7 @@ class Thinning:
         self._left_out: set[str] = set()
 
     def due(self, step: int, *, complete: bool) -> set[str]:
-        """What is written of the next sample, which is of this step."""
+        """Return the parts to write of the next sample, which is of this step."""
         parts = {
             part
             for part, most in self._before.items()
@@ -91,7 +96,7 @@ class Thinning:
         return parts
 
     def left_out(self, step: int) -> set[str]:
-        """What was not written of a step, if it is the last one, to be written now."""
+        """Return the parts that were left out of a step, if it is the last one."""
         if step != self.last_step:
             return set()
         left_out, self._left_out = self._left_out, set()
@@ -149,15 +154,11 @@ class ScaleWriter:
         if file_writer is None:
             return
         self._write(file_writer, snapshot, self._thinning.left_out(snapshot.step))
-        self.write_table(snapshot)
+        table = scale_table(snapshot, tablefmt="github")
+        self._experiment.add_text(f"{NAMESPACE}/table", table, snapshot.step)
         if len(snapshot):
             graph = annotated_graph(snapshot).SerializeToString()
             file_writer.add_event(Event(graph_def=graph), step=snapshot.step)
-
-    def write_table(self, snapshot: ScaleSnapshot) -> None:
-        """Write the scales of all tensors as a table, for the Text dashboard."""
-        table = scale_table(snapshot, tablefmt="github")
-        self._experiment.add_text(f"{NAMESPACE}/table", table, snapshot.step)
 
     def write_alerts(self, alerts: Sequence[ScaleAlert], step: int) -> None:
         """Write the alerts of a step, for the Text dashboard and the Scales dashboard."""
@@ -184,7 +185,14 @@ class ScaleWriter:
             self._file_writer = file_writer
             self._described.clear()
             use_fast_checksums(file_writer)
-        observed = _tensor_set(snapshot)
+        observed = TensorSet(
+            snapshot.names,
+            snapshot.modules,
+            snapshot.layout.formats,
+            snapshot.inputs,
+            snapshot.operands,
+            snapshot.products,
+        )
         if observed not in self._sets:
             self._sets[observed] = observed
             if layout := custom_scalars_layout(snapshot, self._tabs):
@@ -206,15 +214,19 @@ class ScaleWriter:
         parts: set[str],
     ) -> None:
         log2_rms = snapshot.log2_rms(direction, stored=True)
+        vectors: dict[Quantity, npt.NDArray[Any]] = {}
         if "vectors" in parts:
-            self._add_vectors(summary, snapshot, direction, log2_rms, observed)
+            vectors |= {"log2_rms": log2_rms, "log2_unit": snapshot.log2_divisors(direction)}
+            if np.any((nonfinite := snapshot.nonfinite(direction)) > 0):
+                vectors["nonfinite"] = nonfinite
         if "fractions" in parts:
-            fractions = snapshot.fractions(direction).astype(np.float16)
-            self._add_tensor(summary, Series(direction, "fractions", observed.key).tag, fractions)
-            share = snapshot.share_read(direction)
-            if np.any(share < 1):
-                tag = Series(direction, "share_read", observed.key).tag
-                self._add_tensor(summary, tag, share)
+            vectors["fractions"] = snapshot.fractions(direction).astype(np.float16)
+            if np.any((share := snapshot.share_read(direction)) < 1):
+                vectors["share_read"] = share
+        for quantity, vector in vectors.items():
+            tag = Series(direction, quantity, observed.key).tag
+            describe = observed.to_content if quantity == "log2_rms" else content
+            self._add_tensor(summary, tag, vector, describe)
         shown = _shown(snapshot, direction, self._tabs)
         tags = stock_tags(snapshot, direction)
         if "scalars" in parts:
@@ -237,22 +249,6 @@ class ScaleWriter:
                 if (histogram := histogram_proto(exponents[row])) is not None:
                     summary.value.add(tag=f"{tags[row]}/exponents", histo=histogram)
 
-    def _add_vectors(
-        self,
-        summary: Summary,
-        snapshot: ScaleSnapshot,
-        direction: Direction,
-        log2_rms: Array,
-        observed: TensorSet,
-    ) -> None:
-        tag = Series(direction, "log2_rms", observed.key).tag
-        self._add_tensor(summary, tag, log2_rms, observed.to_content)
-        units = snapshot.log2_divisors(direction)
-        self._add_tensor(summary, Series(direction, "log2_unit", observed.key).tag, units)
-        nonfinite = snapshot.nonfinite(direction)
-        if np.any(nonfinite > 0):
-            self._add_tensor(summary, Series(direction, "nonfinite", observed.key).tag, nonfinite)
-
     def _add_tensor(
         self,
         summary: Summary,
@@ -268,19 +264,8 @@ class ScaleWriter:
         summary.value.add(tag=tag, tensor=tensor_proto(array), metadata=metadata)
 
 
-def _tensor_set(snapshot: ScaleSnapshot) -> TensorSet:
-    return TensorSet(
-        snapshot.names,
-        snapshot.modules,
-        snapshot.layout.formats,
-        snapshot.inputs,
-        snapshot.operands,
-        snapshot.products,
-    )
-
-
 def stock_tags(snapshot: ScaleSnapshot, direction: Direction) -> list[str]:
-    """How the tags of each tensor begin in TensorBoard's own dashboards.
+    """Return the prefix of each tensor's tags in TensorBoard's own dashboards.
 
     ``~scales/blocks.0/mlp.up.linear``, and of its gradient ``~scales/blocks.0/mlp.up.linear.grad``.
     """
@@ -296,7 +281,7 @@ def stock_tags(snapshot: ScaleSnapshot, direction: Direction) -> list[str]:
 def _shown(
     snapshot: ScaleSnapshot, direction: Direction, tabs: TensorBoardTabs
 ) -> npt.NDArray[np.bool_]:
-    """Which tensors TensorBoard's own dashboards show."""
+    """Return which tensors TensorBoard's own dashboards show."""
     if tabs == "operands":
         return snapshot.read_by_products(direction)
     return np.full(len(snapshot), tabs == "all")
@@ -319,3 +304,31 @@ def custom_scalars_layout(
             chart = ["Multiline", [rf"^{start}[^/]+{ending}/log2_rms$"]]
             layout.setdefault(block or "(top level)", {})[f"{direction}: log2 RMS"] = chart
     return layout
+
+
+def tensorboard_command(logger: Any) -> str:
+    """Return the command that shows a run beside the others of its logger.
+
+    It works as it stands in a shell in the current folder, whether or not the environment is
+    activated.
+    """
+    save_dir = getattr(logger, "save_dir", None)
+    logdir = Path(logger.log_dir if save_dir is None else save_dir)
+    if logdir.resolve() == Path.cwd():  # TensorBoard would search everything that is here
+        logdir = Path(getattr(logger, "root_dir", logger.log_dir))
+    beside_python = Path(sys.executable).with_name("tensorboard")
+    on_path = shutil.which("tensorboard")
+    if on_path is not None and Path(on_path).resolve() == beside_python.resolve():
+        program = "tensorboard"
+    elif beside_python.exists():
+        program = shlex.quote(_relative_to_cwd(beside_python))
+    else:
+        program = f"{shlex.quote(sys.executable)} -m tensorboard.main"
+    return f"{program} --logdir {shlex.quote(_relative_to_cwd(logdir))}"
+
+
+def _relative_to_cwd(path: Path) -> str:
+    """Return a path as you would type it in the current folder; absolute if it is elsewhere."""
+    absolute = Path(os.path.abspath(path))  # keeps symbolic links, which environments consist of
+    cwd = Path.cwd()
+    return str(absolute.relative_to(cwd) if absolute.is_relative_to(cwd) else absolute)

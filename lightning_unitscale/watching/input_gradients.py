@@ -1,6 +1,6 @@
 """Gradients of tensors that take no part in the backward pass, such as a batch.
 
-The step runs as if nobody had asked. Beside it, each function that reads such a tensor runs a
+The step itself does not change. Beside it, each function that reads such a tensor runs a
 second time, on copies, with a graph of autograd's own. Where that graph ends, in a tensor that
 takes part, its gradient is kept, and sent through the second graph when the backward pass ends.
 """
@@ -34,19 +34,12 @@ from lightning_unitscale.watching.torch_state import OPERATORS, unseen, version_
 
 @dataclass(eq=False)
 class GradientPath:
-    """How a gradient comes to a tensor that takes no part in the backward pass.
+    """How a gradient comes to a tensor that takes no part in the backward pass."""
 
-    Attributes:
-        tensor: What stands for it in the second graph.
-        version: How often it had been written into then.
-        parents: The paths that it was computed from.
-        is_lost: Whether something has read it whose gradient is not known.
-    """
-
-    tensor: Tensor
-    version: int
-    parents: tuple[GradientPath, ...] = ()
-    is_lost: bool = False
+    tensor: Tensor  # what stands for it in the second graph
+    version: int  # how often it had been written into then
+    parents: tuple[GradientPath, ...] = ()  # those that it was computed from
+    is_lost: bool = False  # whether something has read it whose gradient is not known
 
     def lose(self) -> None:
         """Note that its gradient, and those of what it was computed from, would lack a part."""
@@ -64,7 +57,7 @@ class InputGradients:
     def __init__(self, leaf_node: Callable[[Tensor], Any]) -> None:
         self._leaf_node = leaf_node
         self._paths: Any = WeakIdKeyDictionary()
-        # What was read before it had a path.
+        # Tensors that were read before they had a path.
         self._lost: Any = WeakIdKeyDictionary()
         # By the number of the backward pass: one may fail before its end.
         self._arrived: dict[int, list[tuple[Tensor, Tensor]]] = {}
@@ -78,7 +71,7 @@ class InputGradients:
         return path
 
     def path_of(self, tensor: Tensor) -> GradientPath | None:
-        """The path of a tensor, if it has one."""
+        """Return the path of a tensor, if it has one."""
         path: GradientPath | None = self._paths.get(tensor)
         if path is not None and path.version != version_of(tensor):
             path.lose()  # written into, through a view perhaps
@@ -109,7 +102,7 @@ class InputGradients:
             return None
         beside = _Beside(tuple(dict.fromkeys(paths.values())), tensors)
         is_torch = not isinstance(function, FunctionType) or function.__module__.startswith("torch")
-        # What an operator of the user's does beside computing is not known.
+        # An operator of the user's may have effects.
         if is_torch and not isinstance(function, OPERATORS) and all(map(_is_plain, tensors)):
             # Some arguments, such as the class weights of a loss, may have no gradient.
             for without in (None, *beside.parents):
@@ -136,7 +129,7 @@ class InputGradients:
             twins = [None] * (len(results) + len(written))
         for tensor, twin in zip((*results, *written), twins, strict=True):
             if twin is None or not twin.requires_grad:
-                # Of what has no derivative, such as an index, there is none to lose.
+                # A result without a derivative, such as an index, loses none.
                 if twin is None and (tensor.is_floating_point() or tensor.is_complex()):
                     beside.lose()
                 continue
@@ -222,7 +215,9 @@ class _Beside:
                 self.twins[id(value)] = new
             return self.twins[id(value)]
 
-        with _random_numbers_kept({tensor.device for tensor in tensors_in((args, kwargs))}):
+        devices = {tensor.device for tensor in tensors_in((args, kwargs)) if tensor.is_cuda}
+        # The step draws the same random numbers again.
+        with torch.random.fork_rng(devices):
             self.results = tensors_in(function(*tree_map(twin, args), **tree_map(twin, kwargs)))
         made: set[Any] = {tensor.grad_fn for tensor in self.results} - {None}
         sources = [source for node in made for source, _ in node.next_functions]
@@ -263,16 +258,3 @@ def _isolated() -> Iterator[None]:
     with unseen(), torch.enable_grad(), kept, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-@contextlib.contextmanager
-def _random_numbers_kept(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Draw within this context what will be drawn after it again."""
-    state = torch.get_rng_state()
-    states = [(d, torch.cuda.get_rng_state(d)) for d in devices if d.type == "cuda"]
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
-        for device, on_device in states:
-            torch.cuda.set_rng_state(on_device, device)

@@ -1,4 +1,4 @@
-"""What the tensors of a step are called: by the module that computes them and torch's own word.
+"""Name the tensors of a step by the module that computes them and torch's own word.
 
 Python's frames tell which module that is; nothing is hung on the modules, so that there is nothing
 to take away.
@@ -6,6 +6,7 @@ to take away.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -31,25 +32,17 @@ _BACKWARD = frozenset({torch.autograd.backward.__code__, torch.autograd.grad.__c
 
 @dataclass(frozen=True)
 class Caller:
-    """Where in a step a torch function is called.
+    """Where in a step a torch function is called."""
 
-    Attributes:
-        path: Path of the innermost module; empty for the root.
-        checkpoints: The reentrant checkpoints around the call, innermost first, by identity.
-        again: The reentrant checkpoint that recomputes the call, for its gradients.
-    """
-
-    path: str
+    path: str  # of the innermost module; empty for the root
+    # The reentrant checkpoints around the call, innermost first, by identity.
     checkpoints: tuple[int, ...] = ()
+    # The reentrant checkpoint that recomputes the call, for its gradients.
     again: int | None = None
 
 
 class Callers:
-    """Finds the caller of a torch function.
-
-    Attributes:
-        top: The code that calls the step.
-    """
+    """Finds the caller of a torch function, below the code that calls the step."""
 
     def __init__(self, module: nn.Module, top: CodeType, ignored: Collection[CodeType]) -> None:
         self._paths = {id(child): own_path(path) for path, child in module.named_modules()}
@@ -57,7 +50,7 @@ class Callers:
         self._ignored = frozenset(ignored)
 
     def find(self, frame: FrameType | None) -> Caller | None:
-        """The caller whose code runs in ``frame``; ``None`` for what is no part of the step."""
+        """Return the caller whose code runs in ``frame``; ``None`` outside of the step."""
         path: str | None = None
         checkpoints: list[int] = []
         first = frame
@@ -87,7 +80,7 @@ def _context(frame: FrameType) -> int:
 
 
 def _is_below_closure(frame: FrameType | None, outer: FrameType) -> bool:
-    """Whether ``frame`` runs for a function that ``outer`` was given to call."""
+    """Return whether ``frame`` runs for a function that ``outer`` was given to call."""
     scope = outer.f_locals
     arguments = (scope.get("closure"), *scope.get("args", ()), *scope.get("kwargs", {}).values())
     closures = {code for code in map(_code_of, arguments) if code is not None}
@@ -99,7 +92,7 @@ def _is_below_closure(frame: FrameType | None, outer: FrameType) -> bool:
 
 
 def _code_of(value: Any) -> CodeType | None:
-    """The code of a function, a method, a partial call of them, or an object that is called."""
+    """Return the code of a function, method, partial call, or object that is called."""
     while isinstance(value, functools.partial):
         value = value.func
     if not isinstance(value, (FunctionType, MethodType)) and callable(value):
@@ -145,7 +138,7 @@ def word_of(function: Any) -> str:
 
 
 def answers(function: Any, word: str) -> bool:
-    """Whether the function only reads or sets a property of a tensor, and makes no tensor."""
+    """Return whether a function only reads or sets a property of a tensor."""
     name = getattr(function, "__name__", "")
     if name == "__get__":
         return word not in _TENSOR_ATTRIBUTES
@@ -171,7 +164,10 @@ class StartNames:
         # Weak: a call that is not taken to its end must not keep the module.
         self._module = weakref.ref(module)
         self._names: dict[int, tuple[str, str]] = {}
-        for name, value in _arguments(step, args, kwargs).items():
+        arguments: Mapping[str, Any] = {}
+        with contextlib.suppress(TypeError, ValueError):  # the call itself will raise them
+            arguments = inspect.signature(step).bind(*args, **kwargs).arguments
+        for name, value in arguments.items():
             for path, tensor in tensors_of(value, name):
                 self._names.setdefault(id(tensor), (f"input.{path}", ""))
         self._add(module.named_buffers())
@@ -191,18 +187,8 @@ class StartNames:
             self._names[id(tensor)] = (fqn, fqn.rpartition(".")[0])
 
 
-def _arguments(
-    step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> dict[str, Any]:
-    try:
-        bound = inspect.signature(step).bind(*args, **kwargs)
-    except (TypeError, ValueError):  # the call itself will say so
-        return {}
-    return dict(bound.arguments)
-
-
 def tensors_of(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in a nested value, with names for where they are in it."""
+    """Return the tensors in a nested value, with names for where they are in it."""
     if isinstance(value, Tensor):
         yield name, value
         return

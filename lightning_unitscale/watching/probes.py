@@ -1,10 +1,15 @@
-"""A pass that measures the tensors of a step and their gradients, and changes nothing else."""
+"""Measure the tensors of captured steps and their gradients, and make snapshots of the rows."""
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, fx
 
 from lightning_unitscale.dynamo.capture import GraphInput
@@ -19,22 +24,101 @@ from lightning_unitscale.graph.nodes import (
 )
 from lightning_unitscale.graph.passes import GraphPass, Phase, Region, StepGraph
 from lightning_unitscale.graph.recorder import (
+    CallRecord,
     CallRecorder,
     stored_elements,
     tap_gradient,
 )
 from lightning_unitscale.graph.regions import PRODUCTS, Place, Places
-from lightning_unitscale.lossless.gauge import ONE, Gauge
+from lightning_unitscale.lossless.gauge import ONE, Factor, Gauge
 from lightning_unitscale.lossless.held import GAUGE, HELD, FactorNodes, Held
 from lightning_unitscale.scales.layout import RowLayout
+from lightning_unitscale.scales.reduce import absent_rows, completed_rows, merge_rows, shift_rows
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.scales.statistics import statistics_row
-from lightning_unitscale.watching.records import CutGraph, ProbedCall, ProbedTensor, sent_snapshot
+from lightning_unitscale.scales.transfer import HostCopy, numbers_on
 
 Select = Callable[[fx.Node], bool]
 # Gives a position among the probed tensors, and the region of the tensor, its two factors.
 FactorsOf = Callable[[int, Region], tuple[fx.Node | None, fx.Node | None]]
 _UNIT_GAUGE = Gauge()
+
+
+@dataclass(frozen=True)
+class ProbedTensor:
+    """One tensor under observation; its name is stable across runs."""
+
+    name: str
+    module: str
+    held: Held
+    # Names of the probed tensors that it is computed from.
+    inputs: tuple[str, ...] = ()
+    # Whether a matmul reads it, and makes it.
+    is_operand: bool = False
+    is_product: bool = False
+    # Whether its unit, and that of its gradient, is still to be measured.
+    lacks_unit: tuple[bool, bool] = (False, False)
+    # Kind and target of the node of a graph that makes it.
+    made_by: tuple[str, Any] | None = None
+
+    def lacks_unit_in(self, gauge: Gauge) -> tuple[bool, bool]:
+        """Return whether a matmul reads it without a unit, or its gradient, under a gauge."""
+        value, gradient = self.lacks_unit
+        value |= any(name not in gauge for name, _ in self.held.sigma.sigmas)
+        gradient |= any(name not in gauge for name, _ in self.held.gamma.gammas)
+        return value, gradient
+
+
+@dataclass(frozen=True)
+class ProbedCall:
+    """The rows that one call of a graph has recorded of tensors, and the units of the call."""
+
+    tensors: tuple[ProbedTensor, ...]
+    record: CallRecord
+    gauge: Gauge
+
+
+class CutGraph:
+    """The tensors of a graph that was cut, of which each rank of several records its own."""
+
+    def __init__(
+        self,
+        tensors: Sequence[ProbedTensor],
+        gauge: Callable[[], Gauge],
+        layout: RowLayout,
+        device: torch.device,
+    ) -> None:
+        self.names = frozenset(tensor.name for tensor in tensors)
+        self._tensors = tuple(tensors)
+        self._gauge = gauge
+        self._layout = layout
+        self._device = device
+
+    def joined(self, other: CutGraph) -> CutGraph:
+        """Return the cut graph with the tensors of both."""
+        tensors = {tensor.name: tensor for tensor in (*self._tensors, *other._tensors)}
+        return CutGraph(tuple(tensors.values()), other._gauge, self._layout, self._device)
+
+    def absent(self) -> ProbedCall:
+        """Return a call in which every tensor was absent: put first, it gives their order."""
+        rows = absent_rows(len(self._tensors), self._layout.measured, self._device)
+        return ProbedCall(self._tensors, CallRecord.of_rows(rows), self._gauge())
+
+    def shared(self, name: str, value: Tensor, gradient: Tensor | None) -> ProbedCall:
+        """Return a call of one tensor whose gradient several parts of the graph contribute to."""
+        (tensor,) = (tensor for tensor in self._tensors if tensor.name == name)
+        gauge = self._gauge()
+
+        def row(of: Tensor, unit: Factor) -> Tensor:
+            exponent = 0 if self._layout.is_sampled else unit.exponent(gauge)
+            # As for the others, formats are counted of what is stored.
+            (factor,) = numbers_on(of.device, [2.0**-exponent], torch.float32)
+            layout = self._layout.measured
+            return statistics_row(of.detach(), layout, factor=factor if exponent else None)
+
+        forward = row(value, tensor.held.sigma)[None]
+        backward = None if gradient is None else row(gradient, tensor.held.gamma)[None]
+        return ProbedCall((tensor,), CallRecord.of_rows(forward, backward), gauge)
 
 
 class ScaleProbes(GraphPass):
@@ -115,11 +199,9 @@ class ScaleProbes(GraphPass):
         differentiable = [
             requires_grad(node) and node not in mutated and not _is_gathered(node) for node in nodes
         ]
-        factors_of = (
-            _no_factors
-            if self.layout.is_sampled
-            else _count_factors(graph, tensors, gauge_in_force)
-        )
+        # Those of a sample hold for every power of two.
+        counted = () if self.layout.is_sampled else tensors
+        factors_of = _count_factors(graph, counted, gauge_in_force)
         layout = self.layout.measured
 
         # A node's arguments cannot hold a layout, so functions close over it.
@@ -133,7 +215,7 @@ class ScaleProbes(GraphPass):
 
         # Probes of inputs go before it and after the states, which are inputs themselves.
         anchors = {id(region): first_operation(region.graph) for region in places.regions}
-        # What a checkpoint returns, the graph around it may write into: the rule is for that graph.
+        # The graph around a checkpoint may write into its results: the rule is for that graph.
         alone = returned_alone(graph.graph)
         recorder = CallRecorder(
             graph,
@@ -162,7 +244,7 @@ class ScaleProbes(GraphPass):
         return (f"{len(nodes)} tensors probed, {sum(differentiable)} of them in both directions",)
 
     def clear(self) -> None:
-        """Forget what was recorded and not taken."""
+        """Forget what was recorded and not taken; another callback may have observed a step."""
         self._calls.clear()
 
     def forget(self) -> None:
@@ -180,13 +262,13 @@ class ScaleProbes(GraphPass):
         return sent_snapshot(step, calls, self.layout, grad_scale)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ScaleProbes:
-        new = type(self)(self.layout, self.select)
+        new = ScaleProbes(self.layout, self.select)
         memo[id(self)] = new
         return new
 
 
 def _is_gathered(node: fx.Node) -> bool:
-    """Whether the gradients of several readers of an input meet outside of the graph.
+    """Return whether the gradients of several readers of an input meet outside of the graph.
 
     A probe would add up those of this graph first: with a reader in another graph of the step, that
     is another order. The gradient of the whole is measured where the tensor was made.
@@ -195,23 +277,14 @@ def _is_gathered(node: fx.Node) -> bool:
     return described is not None and described.kind == "input" and len(node.users) > 1
 
 
-def _no_factors(index: int, region: Region) -> tuple[fx.Node | None, fx.Node | None]:
-    return None, None
-
-
 def _count_factors(
     graph: StepGraph, tensors: Sequence[ProbedTensor], gauge: Callable[[], Gauge]
 ) -> FactorsOf:
-    """Powers of two that turn each tensor into what is stored, as a state of the graph.
-
-    For exact counts only: those of a sample hold for every power of two.
-
-    Formats are counted of what matmuls read.
-    """
+    """Return the powers of two that turn each tensor into the stored one, for exact counts."""
     pairs = [(tensor.held.sigma.inverse(), tensor.held.gamma.inverse()) for tensor in tensors]
     factors = [factor for pair in pairs for factor in pair if factor != ONE]
     if not factors:
-        return _no_factors
+        return lambda index, region: (None, None)
     nodes = FactorNodes(graph, "count_factors", factors, gauge)
 
     def factors_of(index: int, region: Region) -> tuple[fx.Node | None, fx.Node | None]:
@@ -222,3 +295,69 @@ def _count_factors(
         )
 
     return factors_of
+
+
+def sent_snapshot(
+    step: int, calls: Sequence[ProbedCall], layout: RowLayout, grad_scale: float
+) -> Callable[[], ScaleSnapshot]:
+    """Send for the rows of several calls as one; what is returned waits for their snapshot."""
+    device = calls[0].record.forward.device
+    rows = [call.record.forward.to(device) for call in calls]
+    rows += [call.record.backward.to(device) for call in calls]
+    copy = HostCopy(torch.cat(rows))
+    tensors = [(tensor, call.gauge) for call in calls for tensor in call.tensors]
+
+    def arrived() -> ScaleSnapshot:
+        forward, backward = copy.numbers().double().chunk(2)
+        return snapshot_of(step, tensors, layout, grad_scale, forward, backward)
+
+    return arrived
+
+
+def snapshot_of(
+    step: int,
+    described: Sequence[tuple[ProbedTensor, Gauge]],
+    layout: RowLayout,
+    grad_scale: float,
+    forward: Tensor,
+    backward: Tensor,
+) -> ScaleSnapshot:
+    """Return the snapshot of measured rows on the host; those of the same tensor are merged."""
+    measured = layout.measured
+    # A slot that no gradient reached holds zeros, and a real row has elements.
+    backward = torch.where(backward[:, :1] > 0, backward, math.nan)
+    tensors = [tensor for tensor, _ in described]
+    sigmas = np.array([tensor.held.sigma.exponent(gauge) for tensor, gauge in described])
+    gammas = np.array([tensor.held.gamma.exponent(gauge) for tensor, gauge in described])
+    log2_loss_scale = round(math.log2(grad_scale))
+    # A loss scaler moves by factors of two, so taking it off again is a shift.
+    backward = shift_rows(backward, np.full(len(tensors), -log2_loss_scale), measured)
+    positions: dict[str, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        positions.setdefault(tensor.name, []).append(index)
+    kept = [indices[0] for indices in positions.values()]
+    if len(kept) < len(tensors):
+        merge = functools.partial(merge_rows, layout=measured)
+        forward, backward = (
+            torch.stack([functools.reduce(merge, rows[indices]) for indices in positions.values()])
+            for rows in (forward, backward)
+        )
+    log2_sigma, log2_gamma = sigmas[kept], gammas[kept]
+    if layout.is_sampled:
+        forward = completed_rows(forward, layout, log2_sigma)
+        backward = completed_rows(backward, layout, log2_gamma - log2_loss_scale)
+    return ScaleSnapshot(
+        step=step,
+        names=tuple(positions),
+        forward=forward.numpy(),
+        backward=backward.numpy(),
+        layout=layout,
+        modules=tuple(tensors[index].module for index in kept),
+        log2_sigma=log2_sigma,
+        log2_gamma=log2_gamma,
+        inputs=tuple(tensors[index].inputs for index in kept),
+        operands=tuple(tensors[index].is_operand for index in kept),
+        products=tuple(tensors[index].is_product for index in kept),
+        lacking_units=tuple(tensors[index].lacks_unit_in(described[index][1]) for index in kept),
+        log2_loss_scale=log2_loss_scale,
+    )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,55 +13,55 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from lightning_unitscale.graph.recorder import stored_elements
+from lightning_unitscale.dispatch.calls import RanProduct
+from lightning_unitscale.dispatch.torch_internals import sequence_number
+from lightning_unitscale.graph.recorder import local_part, stored_elements
 from lightning_unitscale.lossless.gauge import Factor
 from lightning_unitscale.lossless.held import Held
 from lightning_unitscale.patching import nothing
 from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.step_rows import ReadRows, StepRows, TakenRow
-from lightning_unitscale.watching.records import ProbedTensor
+from lightning_unitscale.watching.probes import ProbedTensor
 from lightning_unitscale.watching.torch_state import is_readable, unseen
+
+# Operations that a matmul's operand may have come through from an argument, and its result to what
+# the function returns: casts, views, copies, paddings, factors and biases.
+_ON_THE_WAY = re.compile(
+    r"(ToCopy|Copy|Clone|Alias|T|Transpose|Permute|MoveDim|View|UnsafeView|ReshapeAlias|Expand|"
+    r"Squeeze|Unsqueeze|AsStrided|Select|Slice|Narrow|ConstantPadNd|Mul|Div|Add)Backward\d+"
+)
+_MOST_ON_THE_WAY = 16
+# Units by which operands were divided, as exponents; ``None`` where they have none yet.
+Unit = int | None
 
 
 @dataclass(eq=False)
 class TensorRow:
-    """A tensor of the step.
+    """A tensor of the step."""
 
-    Attributes:
-        name: Its name; an attention that reads it may have a better one than it was made with.
-        module: Path of the module that makes it.
-        inputs: The tensors that it is computed from.
-        is_shown: Whether it has a row; otherwise it is only on the way to others.
-        is_given: Whether the step starts from it: a parameter, a buffer or a part of the batch.
-        is_operand: Whether a matrix product reads it.
-        is_product: Whether a matrix product makes it.
-        is_constant: Whether it was made outside of the backward pass: a mask, a table.
-        is_hooked: Whether its gradient is looked at.
-        forward: Statistics of the value, if taken.
-        backward: Statistics of the gradients that have arrived.
-        log2_sigma: Unit in which a product stores the value, as an exponent of two.
-        log2_gamma: Unit of the gradient.
-        log2_counted: The unit in which format counts of the value were taken.
-        has_unit: Whether a matmul of this step has told the unit of the value; ``None`` if no
-            matmul that has units reads it.
-        has_gradient_unit: The same of the gradient.
-        made_as: The name that it was made with.
-    """
-
+    # An attention that reads it may have a better name than it was made with.
     name: str
     module: str
     inputs: tuple[TensorRow, ...] = ()
+    # Whether it is shown; otherwise it is only on the way to others.
     is_shown: bool = False
+    # Whether the step starts from it: a parameter, a buffer or a part of the batch.
     is_given: bool = False
+    # Whether a matmul reads it, and makes it.
     is_operand: bool = False
     is_product: bool = False
+    # Whether it was made outside of the backward pass: a mask, a table.
     is_constant: bool = False
     is_hooked: bool = False
+    # Statistics of the value, if taken, and of the gradients that have arrived.
     forward: TakenRow | None = None
     backward: list[TakenRow] = field(default_factory=list)
+    # Units of value and gradient, and the one in which formats of the value were counted.
     log2_sigma: int = 0
     log2_gamma: int = 0
     log2_counted: int = 0
+    # Whether a matmul of this step has given the unit of the value, and of the gradient; ``None``
+    # if no matmul with units reads it.
     has_unit: bool | None = None
     has_gradient_unit: bool | None = None
 
@@ -68,7 +69,7 @@ class TensorRow:
         self.made_as = self.name
 
     def described(self, inputs: Iterable[TensorRow]) -> ProbedTensor:
-        """What a snapshot says of it beside the numbers."""
+        """Return what a snapshot has of it besides the numbers."""
         held = Held(Factor(constant=self.log2_sigma), Factor(constant=self.log2_gamma))
         names = dict.fromkeys(row.name for row in inputs if row.name != self.name)
         return ProbedTensor(
@@ -83,16 +84,12 @@ class TensorRow:
 
 
 class Measuring:
-    """Computes statistics while a step runs, unseen by its modes and its autograd graph.
-
-    Attributes:
-        layout: The same.
-        counts_stored: Whether formats are counted as a tensor is measured, in its unit then.
-            Otherwise a row holds for every unit.
-    """
+    """Computes statistics while a step runs, unseen by its modes and its autograd graph."""
 
     def __init__(self, layout: RowLayout) -> None:
         self.layout = layout
+        # Whether formats are counted when a tensor is measured, in its unit then. A sampled row
+        # holds for every unit.
         self.counts_stored = not layout.is_sampled
         self._rows = StepRows(layout.measured)
         # By device and unit: few are different, and each is a kernel to fill.
@@ -149,14 +146,14 @@ class Gradients:
 
     @property
     def are_measured(self) -> bool:
-        """Whether any gradient will be measured."""
+        """Return whether any gradient will be measured."""
         return bool(self._hooks)
 
     def begin(self, module: nn.Module) -> None:
         """Make the autograd nodes of the parameters, as a step would when it reads them.
 
         Within the step an additional node would shift the numbers of all later ones, by which the
-        products of a backward pass are told apart.
+        matmuls of a backward pass are distinguished.
         """
         for parameter in module.parameters():
             if parameter.requires_grad and not is_lazy(parameter) and is_readable(parameter):
@@ -191,13 +188,120 @@ class Gradients:
         self._leaf_nodes.clear()
 
     def leaf_node(self, leaf: Tensor) -> Any:
-        """The autograd node of a leaf."""
+        """Return the autograd node of a leaf."""
         if id(leaf) not in self._leaf_nodes:
             # A helper may read a parameter in inference mode before the model does.
             with unseen(), torch.inference_mode(False):
                 edge: Any = get_gradient_edge(leaf)
             self._leaf_nodes[id(leaf)] = edge.node
         return self._leaf_nodes[id(leaf)]
+
+
+class RunningFunction:
+    """Finds out which arguments of a function, while it runs, matmuls read, and in which units.
+
+    Between a function that a step calls and the matmul that the dispatcher runs for it, torch may
+    cast its arguments (autocast does, and keeps the cast weight for the next call), turn, expand,
+    copy or scale them. The dispatcher then sees another tensor, perhaps in other memory. Its
+    autograd graph leads back to the argument; without one its size tells which argument it is.
+    """
+
+    def __init__(self, arguments: Sequence[Tensor]) -> None:
+        # An argument, its unit and its name in the gauge, in the order in which matmuls read them.
+        self.units: list[tuple[Tensor, Unit, str]] = []
+        self._arguments = [tensor for tensor in arguments if is_readable(tensor)]
+        # Arguments that were found by their size, which several may have.
+        self._taken: set[int] = set()
+        self._ran: list[tuple[range, Unit]] = []
+
+    def see(self, ran: RanProduct) -> None:
+        """Take in a matmul that it has run."""
+        self._ran.append((ran.nodes, ran.log2_gamma))
+        found = self._by_memory(ran.operands)
+        read = zip(found, ran.operands, ran.log2_sigmas, ran.names, strict=True)
+        for argument, operand, unit, name in read:
+            if argument is None:
+                argument = self._by_graph(operand)
+            if argument is None and operand.grad_fn is None:
+                argument = self._by_size(operand)
+            if argument is not None:
+                self.units.append((argument, unit, name))
+
+    def gamma_of(self, result: Tensor) -> tuple[Unit] | None:
+        """Return the unit of the gradient that arrives at a matmul which has made a result."""
+        if not self._ran:
+            return None
+        if result.grad_fn is None:
+            # Computed for the gradient of another node: a checkpoint, or the user's own function.
+            return (self._ran[-1][1],)
+        for node, _ in _way(result.grad_fn, result.output_nr):
+            number = sequence_number(node)
+            for nodes, gamma in reversed(self._ran):
+                if number in nodes:
+                    return (gamma,)
+        return None
+
+    def _by_memory(self, operands: Sequence[Tensor]) -> list[Tensor | None]:
+        """For each operand the argument that lies where it lies; parts of one come in order."""
+        left = list(self._arguments)
+        found: list[Tensor | None] = []
+        for operand in operands:
+            memory, begin = _place(operand)
+            places = [(tensor, *_place(tensor)) for tensor in left]
+            parts = [(tensor, start) for tensor, where, start in places if where == memory]
+            exact = [tensor for tensor, start in parts if start == begin]
+            argument = next(iter((*exact, *(tensor for tensor, _ in parts))), None)
+            if argument is not None:
+                left = [tensor for tensor in left if tensor is not argument]
+            found.append(argument)
+        return found
+
+    def _by_graph(self, operand: Tensor) -> Tensor | None:
+        """Return the argument that an operand was made from, by autograd's record of it."""
+        if operand.grad_fn is None:
+            return None
+        for node, output in _way(operand.grad_fn, operand.output_nr):
+            for tensor in self._arguments:
+                if tensor.grad_fn is None:
+                    is_same = getattr(node, "variable", None) is tensor
+                else:
+                    is_same = tensor.grad_fn is node and tensor.output_nr == output
+                if is_same:
+                    return tensor
+        return None
+
+    def _by_size(self, operand: Tensor) -> Tensor | None:
+        numel = operand.numel()
+        same = [tensor for tensor in self._arguments if local_part(tensor).numel() == numel]
+        if not same:  # expanded to a batch
+            same = [t for t in self._arguments if t.numel() and numel % t.numel() == 0]
+        free = [tensor for tensor in same if id(tensor) not in self._taken]
+        argument = next(iter((*free, *same)), None)
+        self._taken.add(id(argument))
+        return argument
+
+
+def _place(tensor: Tensor) -> tuple[int, int]:
+    """Return the memory of a tensor, and where it begins there."""
+    tensor = local_part(tensor)
+    begin = int(tensor.storage_offset()) * tensor.element_size()
+    return tensor.untyped_storage().data_ptr(), begin
+
+
+def _way(node: Any, output: int) -> Iterator[tuple[Any, int]]:
+    """Return the autograd nodes from one on, against the order of computation, and their outputs.
+
+    It ends behind the first that is not on the way between an argument and a matmul. Where two
+    tensors were added, the first has the shape of the matmul.
+    """
+    for _ in range(_MOST_ON_THE_WAY):
+        yield node, output
+        if _ON_THE_WAY.fullmatch(node.name()) is None:
+            return
+        edges = [edge for edge in node.next_functions if edge[0] is not None]
+        if not edges:
+            return
+        node, output = edges[0]
 
 
 def shown_inputs(rows: Iterable[TensorRow]) -> dict[TensorRow, dict[TensorRow, None]]:

@@ -111,7 +111,7 @@ class Metrics:
 
     @staticmethod
     def full_names() -> list[str]:
-        """The same in words, in the same order."""
+        """Return the same in words, in the same order."""
         return [Metrics.get_full_name(name) for name in Metrics.names()]
 
     @staticmethod
@@ -155,13 +155,13 @@ class ScalesGraph(fx.Graph):
     """The tensors of a step in the order in which they were made, with their scales.
 
     Every node has ``meta["metrics"]``, a :class:`Metrics` or ``None`` (no floating-point tensor, or
-    one that cannot be looked at), and with it ``meta["outputs_float_tensor"]``,
+    one that cannot be measured), and with it ``meta["outputs_float_tensor"]``,
     ``meta["clean_name"]`` (the node's name for people), ``meta["requires_grad"]`` (a trained
     parameter), ``meta["tensor_name"]`` and ``meta["module_path"]``. A notebook shows it as a table.
     """
 
     def tabulate(self, tablefmt: str = "simple") -> str:
-        """The graph as a text table, one line per node.
+        """Return the graph as a text table, one line per node.
 
         Args:
             tablefmt: A format of the ``tabulate`` package: ``"simple"``, ``"github"``, ....
@@ -170,7 +170,7 @@ class ScalesGraph(fx.Graph):
         return tabulate(rows, headers=_HEADERS, tablefmt=tablefmt, disable_numparse=True)
 
     def _repr_html_(self) -> str:
-        """The table for a notebook, with numbers coloured by ``log2`` of the scale.
+        """Return the table for a notebook, with numbers coloured by ``log2`` of the scale.
 
         Red is above 1 and blue below; colours are laid over whatever background there is.
         """

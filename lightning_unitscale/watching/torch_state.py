@@ -32,7 +32,11 @@ from torch.overrides import (
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointFunction
 
-from lightning_unitscale.dispatch.torch_internals import is_recording, last_sequence_number
+from lightning_unitscale.dispatch.torch_internals import (
+    RunAgain,
+    is_recording,
+    last_sequence_number,
+)
 from lightning_unitscale.dynamo.breaks import is_watched
 from lightning_unitscale.functional.scale import is_transforming
 from lightning_unitscale.graph.recorder import local_part
@@ -62,7 +66,7 @@ def _unseen_by_modes() -> Iterator[None]:
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Whether a tensor has statistics: real floating-point numbers, at hand, in one strided piece.
+    """Return whether a tensor has statistics: real floating-point numbers in strided memory.
 
     Not so what stands for tensors, such as fake ones, those below ``torch.func`` and gradients of
     which ``torch.autograd.grad`` makes a batch, and a graph that CUDA is recording.
@@ -83,47 +87,36 @@ def is_readable(tensor: Tensor) -> bool:
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor was written into; tensors of inference mode count no versions."""
+    """Return how often a tensor was written into; inference tensors do not count it."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def takes_part(tensor: Tensor) -> bool:
-    """Whether a gradient can arrive: at a node, or at a leaf that is no view of one."""
+    """Return whether a gradient can arrive: at a node, or at a leaf that is no view of one."""
     return tensor.requires_grad and (tensor.grad_fn is not None or tensor._base is None)
 
 
 def is_transformed() -> bool:
-    """Whether tensors stand for others: below ``torch.func``, or while torch traces."""
+    """Return whether tensors stand for others: below ``torch.func``, or while torch traces."""
     return is_transforming() or is_recording()
 
 
 @contextlib.contextmanager
-def seeing_recomputations(mode: TorchFunctionMode) -> Iterator[None]:
-    """Within this context a mode sees what reentrant checkpoints compute again, on any thread."""
-    recompute = CheckpointFunction.backward
-
-    @staticmethod  # type: ignore[misc]
-    @functools.wraps(recompute)
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        with in_force(mode):
-            return recompute(ctx, *gradients)
-
-    with shadowed(CheckpointFunction, backward=backward):
-        yield
-
-
-@contextlib.contextmanager
-def wrapping_checkpoints(
-    wrap: Callable[[Callable[..., Any]], Callable[..., Any]],
+def running_again_by(
+    run_again: Callable[..., Any], is_own: Callable[[int], bool]
 ) -> Iterator[None]:
-    """Within this context reentrant checkpoints compute again what ``wrap`` makes of a function."""
+    """Within this context own reentrant checkpoints have their bodies run again by a function.
+
+    It is asked by identity, when a checkpoint has run for the first time, whether it is an own one.
+    """
     run = CheckpointFunction.forward
 
     @staticmethod  # type: ignore[misc]
     @functools.wraps(run)
     def forward(ctx: Any, function: Callable[..., Any], *args: Any) -> Any:
         result = run(ctx, function, *args)
-        ctx.run_function = wrap(function)
+        if is_own(id(ctx)):
+            ctx.run_function = RunAgain(function, run_again)
         return result
 
     with shadowed(CheckpointFunction, forward=forward):
@@ -137,7 +130,7 @@ def in_force(mode: TorchFunctionMode) -> Iterator[None]:
         with contextlib.nullcontext() if mode in _get_current_function_mode_stack() else mode:
             yield
         return
-    # Whoever has switched all off, modes and subclasses, still does not see anything.
+    # Code that has switched off all modes and subclasses still has them off.
     others = [_pop_mode() for _ in _get_current_function_mode_stack()]
     try:
         with torch._C._EnableTorchFunction(), torch._C.DisableTorchFunctionSubclass(), mode:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dis
 import functools
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from types import FrameType
-from typing import Any
+from itertools import pairwise
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
+from torch.overrides import handle_torch_function
 from torch.utils._pytree import tree_map
 from typing_extensions import override
 
@@ -20,11 +24,9 @@ from lightning_unitscale.graph.nodes import tensors_in
 from lightning_unitscale.graph.recorder import stored_elements
 from lightning_unitscale.scales.layout import MOMENTS
 from lightning_unitscale.scales.statistics import functional_row
-from lightning_unitscale.watching.how_made import Made, how_made, use_of
 from lightning_unitscale.watching.input_gradients import GradientPath, InputGradients
 from lightning_unitscale.watching.names import ALIASES, Caller, Callers, StartNames, tensors_of
-from lightning_unitscale.watching.operands import RunningFunction
-from lightning_unitscale.watching.rows import Measuring, TensorRow
+from lightning_unitscale.watching.rows import Measuring, RunningFunction, TensorRow
 from lightning_unitscale.watching.torch_state import is_readable, plain_functions, unseen
 from lightning_unitscale.watching.watched_call import WatchedCall
 
@@ -48,7 +50,7 @@ class ExactMoments(Measuring):
 
 @dataclass(frozen=True)
 class State:
-    """What a module keeps."""
+    """The parameters and buffers of a module."""
 
     # "parameters" or "buffers", by name.
     kinds: dict[str, str]
@@ -56,7 +58,7 @@ class State:
 
     @staticmethod
     def of(module: nn.Module) -> State:
-        """The state of a module."""
+        """Return the state of a module."""
         kinds = {own_path(name): "buffers" for name, _ in module.named_buffers()}
         parameters = {own_path(name): one for name, one in module.named_parameters()}
         kinds |= dict.fromkeys(parameters, "parameters")
@@ -79,40 +81,48 @@ class InUnits:
         return next(iter(self.operands)).partition(":")[0]
 
 
+@dataclass(frozen=True)
+class Made:
+    """How a tensor was made, as an FX node has it, with rows in place of tensors."""
+
+    op: str  # "call_function" or "call_method"
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    # The variables that the caller assigns the results to.
+    variables: tuple[str, ...] = ()
+    # Name of the call, if it returns several tensors, and which of them this is.
+    name: str = ""
+    index: int | None = None
+
+
+class Use(NamedTuple):
+    """What a caller does with a function."""
+
+    instruction: str
+    variables: tuple[str, ...]
+
+
 class TrackedCall(WatchedCall):
     """Makes a row of every tensor that a call of a step computes."""
 
     def __init__(self, callers: Callers, start_names: StartNames, measuring: Measuring) -> None:
         super().__init__(callers, start_names, measuring, lambda *_: True, {})
         self.inputs = InputGradients(self.gradients.leaf_node)
-        self.made: dict[TensorRow, Made] = {}
+        self.how_made: dict[TensorRow, Made] = {}
         self.in_units: dict[TensorRow, InUnits] = {}
         self.outputs: list[TensorRow] = []
-        # Of what a function has handed back as it was, whose tensor it is.
+        # For an argument that a function returns unchanged: the row of that argument.
         self.same_as: dict[TensorRow, TensorRow] = {}
         self.state = State({}, frozenset())
         self._paths: dict[TensorRow, GradientPath] = {}
 
-    @property
-    def given_rows(self) -> Sequence[TensorRow]:
-        """The tensors that the call starts from."""
-        return self._given
-
-    @property
-    def made_rows(self) -> Sequence[TensorRow]:
-        """The tensors that it has made, in order."""
-        return self._made
-
     def rows_of(self, row: TensorRow) -> tuple[Any, Any]:
-        """The statistics of a tensor and of its gradient, ``None`` where there are none."""
+        """Return the statistics of a tensor and of its gradient, ``None`` where there are none."""
         row = self.same_as.get(row, row)
         path = self._paths.get(row)
         is_known = bool(row.backward) and not (path is not None and path.is_lost)
         return row.forward, row.backward[-1] if is_known else None
-
-    def num_readers(self, row: TensorRow) -> int:
-        """How many functions read a tensor, with the caller if it is returned."""
-        return sum(row in one.inputs for one in self._made) + self.outputs.count(row)
 
     @override
     def run(
@@ -131,11 +141,11 @@ class TrackedCall(WatchedCall):
             self._inputs([one for one in arguments if isinstance(one, nn.Parameter)], word)
             self._inputs(arguments, word)
             self._begin_paths(arguments)
-            use = use_of(function, sys._getframe(1).f_back, self.callers.top)
+            use = _use_of(function, sys._getframe(1).f_back, self.callers.top)
             rows = [tree_map(self._constant, each) for each in (args, kwargs)]
-            made = how_made(function, word, rows[0], rows[1], use)
+            made = _how_made(function, word, rows[0], rows[1], use)
             beside = self.inputs.run_beside(function, args, kwargs)
-        known = len(self._made)
+        known = len(self.made)
         result = super().run(function, args, kwargs, word, caller)
         results = tensors_in(result)
         with plain_functions():
@@ -146,13 +156,13 @@ class TrackedCall(WatchedCall):
                 self._note(arguments[0], name, word, inputs, caller)
             if beside is not None:
                 self.inputs.follow(beside, arguments, tensors_in(result))
-            new = set(self._made[known:]) - self.made.keys()
+            new = set(self.made[known:]) - self.how_made.keys()
             for index, tensor in enumerate(results):
                 row = self._only_row(tensor)
                 if row in new:
                     several = not isinstance(result, Tensor) and result is not None
                     call = replace(made, name=word, index=index) if several else made
-                    self.made[row] = call
+                    self.how_made[row] = call
                 if row is not None and (path := self.inputs.path_of(tensor)) is not None:
                     self._follow(row, path)
         return result
@@ -199,7 +209,6 @@ class TrackedCall(WatchedCall):
         if running is not None:
             found = [(each, self._only_row(one), unit) for one, unit, each in running.units]
         row = self._row(name, caller.path, inputs)
-        self._made.append(row)
         self._rows_of[tensor] = (row,)
         gamma = None if running is None else running.gamma_of(tensor)
         if gamma is not None:
@@ -221,7 +230,6 @@ class TrackedCall(WatchedCall):
         row = self._row(name, caller.path, inputs)
         row.is_hooked = True
         self.same_as[row] = self.same_as.get(source, source)
-        self._made.append(row)
         self._rows_of[tensor] = (row,)
 
     @override
@@ -234,9 +242,7 @@ class TrackedCall(WatchedCall):
         if rows:
             return rows
         named = self._start_names.find(tensor) or (self._unique("constant"), "")
-        row = self._row(*named, ())
-        row.is_given = True
-        self._given.append(row)
+        row = self._row(*named, (), is_given=True)
         self._show(row, tensor)
         return (row,)
 
@@ -274,7 +280,7 @@ class TrackedCall(WatchedCall):
             _Attach.apply(tensor, leaf, functools.partial(self.inputs.arrive, path.tensor))
 
     def _constant(self, value: Any) -> Any:
-        """What stands for an argument: the row of a tensor, or a constant that a graph may have."""
+        """Return the row of a tensor, or a constant that a graph may have."""
         if isinstance(value, Tensor):
             return self._only_row(value)
         if isinstance(value, slice):
@@ -297,3 +303,64 @@ class _Attach(torch.autograd.Function):
         if grad_output is not None and not torch.is_grad_enabled():
             ctx.arrive(grad_output)
         return None, None, None
+
+
+def _how_made(
+    function: Any, word: str, args: tuple[Any, ...], kwargs: dict[str, Any], use: Use
+) -> Made:
+    """Describe a call of a torch function; operators and methods are those that the caller has."""
+    name = getattr(function, "__name__", word)
+    if name == "__get__":
+        return Made("call_function", getattr, (*args[:1], word), {}, use.variables)
+    if getattr(Tensor, name, None) is not function:
+        return Made("call_function", function, args, kwargs, use.variables)
+    if name[:2] == "__" or not use.instruction.startswith("CALL"):
+        target = getattr(operator, word, None) or getattr(operator, f"{word}_", None)
+        if target is not None:
+            args = args[::-1] if name.startswith("__r") and len(args) == 2 else args
+            return Made("call_function", target, args, kwargs, use.variables)
+    return Made("call_method", name, args, kwargs, use.variables)
+
+
+def _use_of(function: Any, frame: FrameType | None, top: CodeType) -> Use:
+    """Find out what a caller, below the code that calls the step, does with a torch function.
+
+    As Dynamo names the nodes of a graph, variables are the first ones, also of a caller to whom the
+    results are returned.
+    """
+    own, first = getattr(function, "__code__", None), ""
+    while frame is not None and frame.f_code is not top:
+        code = frame.f_code
+        if code is not own and code is not handle_torch_function.__code__:
+            instruction, following, variables = _instructions(code).get(frame.f_lasti, ("", "", ()))
+            first = first or instruction
+            if following != "RETURN_VALUE":
+                return Use(first, variables)
+        frame = frame.f_back
+    return Use(first, ())
+
+
+@functools.lru_cache(maxsize=1024)
+def _instructions(code: CodeType) -> dict[int, tuple[str, str, tuple[str, ...]]]:
+    """By its offset, each instruction, the one behind it, and the variables that it stores in."""
+    every = list(dis.get_instructions(code))
+    # Python 3.11 may run a call together with what prepares it.
+    kept = [one for one in every if one.opname != "PRECALL"]
+    found = {}
+    for index, (one, after) in enumerate(pairwise(kept)):
+        count = (after.arg or 0) if after.opname == "UNPACK_SEQUENCE" else 0
+        stores = kept[index + 2 : index + 2 + count] if count else [after]
+        names = [name for store in stores for name in _stored_by(store)]
+        found[one.offset] = one.opname, after.opname, tuple(names[: max(count, 1)])
+    for one, after in pairwise(every):
+        entry = found[after.offset if one.opname == "PRECALL" else one.offset]
+        # A call of Python's own has the caller's frame behind the instruction, in its cache.
+        found.update(dict.fromkeys(range(one.offset, after.offset, 2), entry))
+    return found
+
+
+def _stored_by(instruction: dis.Instruction) -> tuple[str, ...]:
+    if not instruction.opname.startswith("STORE_") or instruction.argval is None:
+        return ()
+    value = instruction.argval
+    return value if isinstance(value, tuple) else (str(value),)

@@ -27,9 +27,15 @@ from lightning_unitscale.watching.names import (
     StartNames,
     word_of,
 )
-from lightning_unitscale.watching.operands import RunningFunction, Unit
-from lightning_unitscale.watching.records import ProbedTensor
-from lightning_unitscale.watching.rows import Gradients, Measuring, TensorRow, shown_inputs
+from lightning_unitscale.watching.probes import ProbedTensor
+from lightning_unitscale.watching.rows import (
+    Gradients,
+    Measuring,
+    RunningFunction,
+    TensorRow,
+    Unit,
+    shown_inputs,
+)
 from lightning_unitscale.watching.torch_state import (
     is_readable,
     plain_functions,
@@ -56,14 +62,17 @@ class WatchedCall:
         # in which it computes them again.
         self.checkpoints: dict[int | None, deque[tuple[TensorRow, str]]] = defaultdict(deque)
         self.gradients = Gradients(measuring)
+        # Whether gradients, and what checkpoints compute again for them, are measured.
+        self.is_open = True
         self._start_names = start_names
         self._measuring = measuring
         self._select = select
         self._units = units
         self._running: RunningFunction | None = None
         self._compiled: list[tuple[range, str, tuple[TensorRow, ...], Caller]] = []
-        self._given: list[TensorRow] = []
-        self._made: list[TensorRow] = []
+        # The tensors that the call starts from, and those that it makes, in order.
+        self.given: list[TensorRow] = []
+        self.made: list[TensorRow] = []
         self._rows_of: Any = WeakIdKeyDictionary()
         self._seen: Counter[str] = Counter()
 
@@ -76,7 +85,7 @@ class WatchedCall:
         caller: Caller,
     ) -> Any:
         """Run a torch function that a step calls, and note what it makes."""
-        # What a function writes into is not read, and may never have been written.
+        # A function does not read the tensor that it writes into, which may be uninitialized.
         read = [value for option, value in kwargs.items() if option != "out"]
         arguments = _tensors_in((*args, *read))
         if caller.again is not None:
@@ -113,7 +122,7 @@ class WatchedCall:
         return result
 
     def pass_by(self, arguments: Sequence[Any]) -> None:
-        """Note what a function reads whose results are not shown."""
+        """Note what a function reads if its results are not shown."""
 
     def see(self, ran: RanProduct) -> None:
         """Note a matmul of the function that runs."""
@@ -150,25 +159,25 @@ class WatchedCall:
                 if len(rows) == 1 and rows[0].has_unit is None and rows[0].log2_sigma:
                     rows[0].log2_sigma = 0
                     self._count_again(rows[0], tensor)
-            named = {row.name for row in self._given}
+            named = {row.name for row in self.given}
             for path, parameter in module.named_parameters():
                 fqn = own_path(path)
                 if fqn not in named and parameter.requires_grad and is_readable(parameter):
-                    row = self._row(fqn, fqn.rpartition(".")[0], ())
-                    row.is_given = True
-                    if self._select(row.name, row.module):
-                        self._given.append(row)
+                    path = fqn.rpartition(".")[0]
+                    if self._select(fqn, path):
+                        row = self._row(fqn, path, (), is_given=True)
                         # It was read where nothing is seen, in compiled code for example.
                         show = functools.partial(self._show, row, parameter)
                         self.gradients.measure(row, parameter, show)
 
     def close(self) -> None:
         """Stop measuring gradients."""
+        self.is_open = False
         self.gradients.close()
 
     def measured(self) -> list[tuple[ProbedTensor, TakenRow, list[TakenRow]]]:
-        """The tensors that have rows: described, and the rows of their values and gradients."""
-        inputs = shown_inputs((*self._given, *self._made))
+        """Return the tensors that have rows, and the rows of their values and gradients."""
+        inputs = shown_inputs((*self.given, *self.made))
         return [
             (row.described(inputs[row]), row.forward, row.backward)
             for row in inputs
@@ -178,7 +187,7 @@ class WatchedCall:
     @property
     def log2_units(self) -> dict[str, int]:
         """Unit in which a product has stored each value, by the name that it was made with."""
-        return {row.made_as: row.log2_sigma for row in (*self._given, *self._made)}
+        return {row.made_as: row.log2_sigma for row in (*self.given, *self.made)}
 
     def _inputs(self, arguments: Sequence[Tensor], word: str) -> tuple[TensorRow, ...]:
         """Rows of the arguments of a function; missing ones are made."""
@@ -212,9 +221,7 @@ class WatchedCall:
             return ()
         named = self._start_names.find(tensor)
         if named is not None:
-            row = self._row(*named, ())
-            row.is_given = True
-            self._given.append(row)
+            row = self._row(*named, (), is_given=True)
             self._show(row, tensor)
             return (row,)
         base = local_part(tensor)._base
@@ -240,13 +247,12 @@ class WatchedCall:
         return (row,)
 
     def _unseen_row(self, tensor: Tensor, path: str, inputs: tuple[TensorRow, ...]) -> TensorRow:
-        """The row of what an autograd function has made, a scripted module or an extension.
+        """Return the row of what an autograd function has made, a scripted module or an extension.
 
         It is made when the tensor is first read, and where that is, if nothing else is known.
         """
         word = type(tensor.grad_fn).__name__.partition("Backward")[0]
         row = self._row(self._unique(_named(path, word)), path, inputs)
-        self._made.append(row)
         self._show(row, tensor)
         return row
 
@@ -274,7 +280,6 @@ class WatchedCall:
             self._rows_of[tensor] = inputs
             return
         row = self._row(name, caller.path, inputs)
-        self._made.append(row)
         self._rows_of[tensor] = (row,)
         gamma = None if running is None else running.gamma_of(tensor)
         row.is_product = word in PRODUCT_WORDS or gamma is not None
@@ -315,8 +320,12 @@ class WatchedCall:
         for checkpoint in caller.checkpoints:
             self.checkpoints[checkpoint].append((row, word))
 
-    def _row(self, name: str, module: str, inputs: tuple[TensorRow, ...]) -> TensorRow:
-        row = TensorRow(name, module, inputs)
+    def _row(
+        self, name: str, module: str, inputs: tuple[TensorRow, ...], *, is_given: bool = False
+    ) -> TensorRow:
+        """Make the row of a tensor that the step starts from, or makes."""
+        row = TensorRow(name, module, inputs, is_given=is_given)
+        (self.given if is_given else self.made).append(row)
         row.log2_sigma = self._units.get(name, 0)
         return row
 
@@ -373,7 +382,7 @@ def _named(path: str, word: str) -> str:
 
 
 def _tensors_in(values: Iterable[Any]) -> list[Tensor]:
-    """The tensors among values, and in lists, tuples and dictionaries among them."""
+    """Return the tensors among values, and in lists, tuples and dictionaries among them."""
     tensors: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator
@@ -20,14 +21,14 @@ from lightning_unitscale.lossless.gauge import Gauge
 from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.watching.names import Callers, StartNames, answers, word_of
-from lightning_unitscale.watching.records import snapshot_of
+from lightning_unitscale.watching.probes import snapshot_of
 from lightning_unitscale.watching.rows import Measuring
 from lightning_unitscale.watching.torch_state import (
     answering_as_without,
     in_force,
     is_transformed,
     outside_of_compiled_code,
-    seeing_recomputations,
+    running_again_by,
 )
 from lightning_unitscale.watching.watched_call import WatchedCall
 
@@ -74,24 +75,18 @@ class StepWatcher:
         call = self._new_call(callers, StartNames(module, step, args, kwargs))
         self._calls.append(call)
         call.gradients.begin(module)
+        mode = _WatchMode(call)
         with watching(call.see):
-            with _watching(call) as mode, mode:
-                result = step(*args, **kwargs)
+            try:
+                with _watching(mode), mode:
+                    result = step(*args, **kwargs)
+            finally:
+                mode.is_running = False
             call.finish(module, result)
         return result
 
     def _new_call(self, callers: Callers, names: StartNames) -> WatchedCall:
         return WatchedCall(callers, names, self._measuring, self._select, self._units)
-
-    @contextlib.contextmanager
-    def during_backward(self) -> Iterator[None]:
-        """Within this context the recomputation of checkpoints is watched."""
-        call = self._calls[-1] if self._calls else None
-        if call is None or not call.checkpoints:
-            yield
-            return
-        with _watching(call):
-            yield
 
     def close(self) -> None:
         """Stop measuring gradients of the calls so far."""
@@ -130,7 +125,9 @@ class _WatchMode(TorchFunctionMode):
 
     def __init__(self, call: WatchedCall) -> None:
         super().__init__()
-        self._call = call
+        self.call = call
+        # Whether the call still runs, and not only checkpoints that compute parts of it again.
+        self.is_running = True
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -140,32 +137,36 @@ class _WatchMode(TorchFunctionMode):
         if answers(func, word):
             return func(*args, **kwargs)
         if is_transformed():
-            self._call.pass_by((*args, *kwargs.values()))
+            self.call.pass_by((*args, *kwargs.values()))
             return func(*args, **kwargs)
         opened = _OPENED.get(func) if word in {"multi_head_attention_forward", "backward"} else None
         if opened is not None and not has_torch_function((*args, *kwargs.values())):
             with self:
                 return opened(*args, **kwargs)
         # A hook may be torch's own function, which a thread of the engine calls without a frame.
-        caller = self._call.callers.find(sys._getframe().f_back)
+        caller = self.call.callers.find(sys._getframe().f_back)
         if caller is None:
             return func(*args, **kwargs)
-        return self._call.run(func, args, kwargs, word, caller)
+        return self.call.run(func, args, kwargs, word, caller)
 
 
 @contextlib.contextmanager
-def _watching(call: WatchedCall) -> Iterator[_WatchMode]:
-    """Within this context torch is ready for a call's mode, where it is in force."""
-    mode = _WatchMode(call)
+def _watching(mode: _WatchMode) -> Iterator[None]:
+    """Within this context torch is ready for a mode, where it is in force."""
+    call = mode.call
+    run_again = functools.partial(_run_again, mode)
     with (
         outside_of_compiled_code(mode, call.see_compiled),
         answering_as_without(mode),
-        seeing_recomputations(mode),
+        running_again_by(run_again, is_own=call.checkpoints.__contains__),
     ):
-        yield mode
+        yield
 
 
-def run_again(call: WatchedCall, function: Callable[..., Any], *args: Any) -> Any:
-    """Run what a checkpoint of a watched call computes again, and watch it."""
-    with _watching(call) as mode, in_force(mode):
+def _run_again(mode: _WatchMode, function: Callable[..., Any], *args: Any) -> Any:
+    """Run what a checkpoint computes again, on any thread, and watch it while its call is open."""
+    if not mode.call.is_open:
+        return function(*args)
+    watching_again = contextlib.nullcontext() if mode.is_running else _watching(mode)
+    with watching_again, in_force(mode):
         return function(*args)

@@ -25,7 +25,7 @@ from lightning_unitscale.dispatch.products import RULES
 from lightning_unitscale.profiler.fake_device import SimulatedDevice, simulating
 from lightning_unitscale.scales import transfer
 from lightning_unitscale.scales.layout import MOMENTS, RowLayout
-from lightning_unitscale.watching import operands, rows, watched_call
+from lightning_unitscale.watching import rows, watched_call
 
 PACKAGE = str(Path(lightning_unitscale.__file__).parent)
 CUDA = torch.device("cuda")
@@ -230,7 +230,6 @@ def a_gpu() -> Iterator[Gpu]:
         # The monitor and layers in FP8 leave fake tensors alone.
         (rows, {"is_readable": torch.is_floating_point, "unseen": contextlib.nullcontext}),
         (watched_call, {"is_readable": torch.is_floating_point}),
-        (operands, {"is_readable": torch.is_floating_point}),
         (fp8, {"has_subclass": lambda _: False}),
     ]
     with contextlib.ExitStack() as stack:

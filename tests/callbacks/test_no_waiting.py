@@ -260,7 +260,7 @@ def test_a_captured_step(options: dict[str, Any], at_looks: list[str]) -> None:
     assert gpu.waits[0]  # its units are measured
     expected = [[] if step % LOOK_EVERY else at_looks for step in range(1, NUM_STEPS)]
     # The last sample is read when the epoch is over.
-    expected[-1] = [*expected[-1], "records.arrived"]
+    expected[-1] = [*expected[-1], "probes.arrived"]
     assert gpu.waits[1:] == expected
     looks = range(LOOK_EVERY, NUM_STEPS, LOOK_EVERY)
     assert all(f"at step {step}" in callback.explain() for step in looks)

@@ -15,7 +15,7 @@ from lightning_unitscale.scales.reduce import (
     merge_rows,
     split_rows,
 )
-from lightning_unitscale.scales.snapshot import ScaleSnapshot, TensorStatistics
+from lightning_unitscale.scales.snapshot import ScaleSnapshot, TensorStatistics, merged_by_name
 from lightning_unitscale.scales.statistics import statistics_row
 from lightning_unitscale.scales.tensor_statistics import fraction_from_counts
 
@@ -213,7 +213,9 @@ def test_snapshot_as_stored():
 
 def test_merging_is_taking_both_together():
     first, second = [torch.randn(30), torch.zeros(3)], [torch.randn(50) * 9, torch.ones(5)]
-    merged = snapshot(first, {0: first[0]}).merge(snapshot(second, {1: second[1]}, step=9))
+    merged = merged_by_name(
+        [snapshot(first, {0: first[0]}), snapshot(second, {1: second[1]}, step=9)]
+    )
     joint = snapshot([torch.cat(pair) for pair in zip(first, second, strict=True)])
     np.testing.assert_allclose(merged.forward, joint.forward, rtol=1e-7)
     assert merged.step == 3
@@ -221,15 +223,13 @@ def test_merging_is_taking_both_together():
     assert merged.statistics(1, "backward").rms == 1
 
 
-def test_merging_what_does_not_fit():
-    one = snapshot([torch.ones(3)])
-    for other in (
-        snapshot([torch.ones(3)], names=("b",)),
-        snapshot([torch.ones(3)], layout=RowLayout(formats=())),
-        snapshot([torch.ones(3)], log2_sigma=np.array([1])),
-    ):
-        with pytest.raises(ValueError, match="expected the same names, layout and units"):
-            one.merge(other)
+def test_only_what_all_ranks_have_in_equal_units_is_merged():
+    tensors = [torch.ones(3), torch.ones(4), torch.ones(5)]
+    one = snapshot(tensors, names=("a", "b", "c"))
+    other = snapshot(tensors[::-1], names=("c", "b", "d"), log2_sigma=np.array([0, 1, 0]))
+    merged = merged_by_name([one, other])
+    assert merged.names == ("c",)
+    assert merged.statistics("c").numel == 10
 
 
 def test_neutral_rows():

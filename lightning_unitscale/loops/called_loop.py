@@ -1,0 +1,366 @@
+"""A loop that only calls a module and steps an optimizer, as callbacks see it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from typing_extensions import override
+
+from lightning_unitscale.arguments import shown
+from lightning_unitscale.capture.steps import LIGHTNING_STEPS
+from lightning_unitscale.dispatch.nodes import HandedOn
+from lightning_unitscale.dispatch.torch_internals import is_recording
+from lightning_unitscale.loops.loggers import checked_loggers
+from lightning_unitscale.loops.loop import Loop, LoopCallback, StepCaller
+from lightning_unitscale.lossless.full_precision import find_loss
+from lightning_unitscale.patching import Replacement, StandIn, shadowed
+from lightning_unitscale.ranks import rank, world_size
+
+_EVALUATION = "evaluation"
+# The loops whose modules are being called.
+_CALLING: HandedOn[tuple[CalledLoop, ...]] = HandedOn("calling", ())
+_IDLE_STEPS = 3
+
+
+class CalledLoop(Loop):
+    """Finds batches, evaluations and training steps in a module's calls and optimizers' steps."""
+
+    training_step = "forward"
+    has_loss_outside = True
+    step_index = 0
+    has_stepped = False
+    should_stop = False
+    scaler: Any = None
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Any,
+        methods: str | Iterable[str],
+        log_dir: str | Path | None,
+        loggers: Any,
+    ) -> None:
+        self.module = unwrapped(module)
+        self.steps = called_methods(self.module, methods)
+        self._optimizers = OptimizerSteps(module, optimizer)
+        self._callbacks: list[LoopCallback] = []
+        self._log_dir = log_dir
+        self._loggers = checked_loggers(loggers)
+        self._writer: Any = None
+        # Whether the module has been called in training since the last step.
+        self._is_in_batch = False
+        # Whether only calls in evaluation mode have recorded gradients since the last step, and
+        # whether one has followed them: a model that is fine-tuned in the mode it was loaded in.
+        self._has_evaluated = self._trains_in_evaluation = False
+        # Optimizer steps before the first call: a step or two may make the optimizer's state.
+        self._num_idle_steps = 0
+        self._met: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        # The optimizer whose step is under way and ends a training step.
+        self._stepping: Any = None
+        self._call: StepCaller | None = None
+        self._is_attached = True
+
+    @property
+    @override
+    def device(self) -> torch.device:
+        tensors = (*self.module.parameters(), *self.module.buffers())
+        return tensors[0].device if tensors else torch.device("cpu")
+
+    @property
+    @override
+    def num_parts(self) -> int:
+        return world_size()
+
+    @property
+    @override
+    def is_global_zero(self) -> bool:
+        return rank() == 0
+
+    @property
+    @override
+    def loggers(self) -> Sequence[Any]:
+        if self._log_dir is None:
+            return self._loggers
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(self._log_dir))
+        return (*self._loggers, self._writer)
+
+    @contextmanager
+    @override
+    def running_steps_by(self, call: StepCaller) -> Iterator[None]:
+        self._call = call
+        try:
+            yield
+        finally:
+            self._call = None
+
+    @override
+    def stop(self) -> None:
+        self.should_stop = True
+
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Run a call of the module, as a batch of training or of an evaluation."""
+        # Other code may have kept the method that stood in.
+        if self in _CALLING.get() or not self._is_attached:
+            return forward(*args, **kwargs)
+        with _CALLING.being((*_CALLING.get(), self)):
+            return self._run(forward, args, kwargs)
+
+    def _run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        is_training = self.module.training or self._trains_in_evaluation
+        if not (is_training and torch.is_grad_enabled()):
+            self._has_evaluated |= torch.is_grad_enabled()
+            for callback in self._callbacks:
+                callback.begin_evaluation(_EVALUATION)
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                for callback in self._callbacks:
+                    callback.end_evaluation()
+        if not self._is_in_batch:
+            self._is_in_batch, self.has_stepped, self._has_evaluated = True, False, False
+            for callback in self._callbacks:
+                callback.begin_batch()
+        call = self._call
+        result = forward(*args, **kwargs) if call is None else call(forward, args, kwargs)
+        loss = find_loss(result)
+        for callback in self._callbacks:
+            callback.begin_backward(loss)
+        return result
+
+    def before_step(self, optimizer: Any, *, has_closure: bool = False) -> None:
+        """Note that an optimizer begins its step: its closure may call the module within it."""
+        is_new = isinstance(optimizer, Optimizer) and optimizer not in self._met
+        if is_new and self._optimizers.end_with(optimizer):
+            self._met.add(optimizer)
+            for callback in self._callbacks:
+                callback.meet_optimizer(optimizer)
+        if not has_closure:
+            self._end_backward(optimizer)
+
+    def after_step(self, optimizer: Any, *, has_closure: bool = False) -> None:
+        """Note that an optimizer has stepped."""
+        if has_closure:
+            self._end_backward(optimizer)
+        if self._stepping is not optimizer:
+            return
+        self._stepping = None
+        self._is_in_batch, self.has_stepped = False, True
+        self.step_index += 1
+        for callback in self._callbacks:
+            callback.end_batch()
+
+    def _end_backward(self, optimizer: Any) -> None:
+        """Report that the gradients are complete, if the optimizer's steps end a training step."""
+        if not self._is_in_batch:
+            if not self._trains_in_evaluation:
+                if self._has_evaluated:
+                    self._trains_in_evaluation = self._optimizers.end_with(optimizer)
+                self._count_idle(optimizer)
+        elif self._optimizers.end_with(optimizer):
+            self._stepping = optimizer
+            for callback in self._callbacks:
+                callback.end_backward()
+
+    def _count_idle(self, optimizer: Any) -> None:
+        if self.step_index or self._num_idle_steps == _IDLE_STEPS:
+            return
+        # One that was not given has parameters of the module where the loop makes its own.
+        if self._optimizers.end_with(optimizer) or self._optimizers.share_parameters(optimizer):
+            self._num_idle_steps += 1
+            if self._num_idle_steps == _IDLE_STEPS:
+                warnings.warn(
+                    f"module={type(self.module).__name__}: an optimizer has stepped {_IDLE_STEPS} "
+                    "times, and no call of the module that records gradients was seen, so the "
+                    "callbacks have seen no training step. Attach the module that the loop calls: "
+                    "the compiled or wrapped one, or the parts that it calls. If the loop calls "
+                    "another method than forward, name it in attach(..., methods=).",
+                    stacklevel=6,
+                )
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return the module that replicas of a module call."""
+    # One that is compiled in place has all of its call compiled, what it calls included.
+    while isinstance(module, DistributedDataParallel) and module._compiled_call_impl is None:
+        module = module.module
+    return module
+
+
+def stepping_optimizers(optimizer: Any) -> list[Any]:
+    """Return the optimizers that step, of one or several, which other packages may have wrapped.
+
+    Torch's own where there are any; else what has a ``step``.
+    """
+    given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    found = []
+    for item in given:
+        inner = item
+        while (held := _held_optimizer(inner)) is not None:
+            inner = held
+        if isinstance(inner, Optimizer):
+            found.append(inner)
+        elif callable(getattr(item, "step", None)):
+            found.append(item)
+        else:
+            raise TypeError(
+                f"optimizer={shown(item)}: it has no step(); expected an optimizer, or several in "
+                "a list; leave it out for every optimizer of torch with parameters of the module."
+            )
+    return found
+
+
+def _held_optimizer(wrapper: Any) -> Any:
+    """Return the optimizer within another; only that need be one of torch, which has hooks."""
+    if hasattr(wrapper, "optimizer"):
+        return wrapper.optimizer
+    values = getattr(wrapper, "__dict__", {}).values()
+    return next((value for value in values if isinstance(value, Optimizer)), None)
+
+
+class OptimizerSteps:
+    """The optimizers whose steps train a module: those given, or all that share its parameters."""
+
+    def __init__(self, module: nn.Module, optimizer: Any) -> None:
+        self._module = module
+        self._given = None if optimizer is None else stepping_optimizers(optimizer)
+        # Where a parameter was found last: its group and index, its owner in the module, its name.
+        # It is asked in every step, and a large model has thousands of parameters.
+        self._found: weakref.WeakKeyDictionary[Any, tuple[int, int, nn.Module, str]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def end_with(self, optimizer: Any) -> bool:
+        """Return whether a step of an optimizer ends a training step."""
+        if self._given is None:
+            return self.share_parameters(optimizer)
+        return any(optimizer is known for known in self._given)
+
+    def share_parameters(self, optimizer: Any) -> bool:
+        """Return whether an optimizer has a parameter of the module."""
+        groups = optimizer.param_groups
+        if (found := self._found.get(optimizer)) is not None:
+            group, index, owner, name = found
+            with contextlib.suppress(IndexError, KeyError):
+                if owner._parameters[name] is groups[group]["params"][index]:
+                    return True
+        places = {
+            id(parameter): (owner, name)
+            for owner in self._module.modules()
+            for name, parameter in owner._parameters.items()
+        }
+        for group, options in enumerate(groups):
+            for index, parameter in enumerate(options["params"]):
+                if (place := places.get(id(parameter))) is not None:
+                    self._found[optimizer] = group, index, *place
+                    return True
+        return False
+
+    def hook(self, before: Callable[..., None], after: Callable[..., None]) -> ExitStack:
+        """Call two methods of a loop around every step, until what is returned is closed."""
+        methods = [weakref.WeakMethod(method) for method in (before, after)]
+
+        def call(which: int, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if (method := methods[which]()) is not None:
+                closure = args[0] if args else kwargs.get("closure")
+                method(optimizer, has_closure=callable(closure))
+
+        # Torch hands over all that the step was given, the optimizer first. Not to be compiled with
+        # a step that the user compiles.
+        @torch.compiler.disable
+        def pre_hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            call(0, optimizer, args[1:], kwargs)
+
+        @torch.compiler.disable
+        def post_hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            call(1, optimizer, args[1:], kwargs)
+
+        def hooked(optimizer: Any, step: Callable[..., Any]) -> Replacement:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                call(0, optimizer, args, kwargs)
+                result = step(*args, **kwargs)
+                call(1, optimizer, args, kwargs)
+                return result
+
+            return Replacement(step, run)
+
+        handles = ExitStack()
+        handles.callback(register_optimizer_step_pre_hook(pre_hook).remove)
+        handles.callback(register_optimizer_step_post_hook(post_hook).remove)
+        for optimizer in self._given or ():
+            if not isinstance(optimizer, Optimizer):  # it has no hooks
+                step = hooked(optimizer, optimizer.step)
+                handles.enter_context(shadowed(optimizer, step=step))
+        # A loop whose module is gone is never detached.
+        weakref.finalize(before.__self__, handles.close).atexit = False  # type: ignore[attr-defined]
+        return handles
+
+
+class _Forward(StandIn):
+    """Stands in for what a loop calls of an attached module, such as its ``forward``."""
+
+    def __init__(self, method: Any, loop: Loop, run: StepCaller) -> None:
+        super().__init__(method)
+        self.loop = loop
+        self._run = run
+
+    @override
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        if is_recording():
+            return self._method(*args, **kwargs)
+        called = self.called_by(sys._getframe(1).f_back)
+        if not isinstance(called, _Forward):
+            return called(*args, **kwargs)
+        return self._run(called._method, args, kwargs)
+
+
+def called(module: nn.Module) -> str:
+    """Name of the attribute that a call of a module runs: another one after ``compile()``."""
+    return "forward" if module._compiled_call_impl is None else "_compiled_call_impl"
+
+
+def called_methods(module: nn.Module, methods: str | Iterable[str]) -> tuple[str, ...]:
+    """Names of what a loop calls: the module, steps of a LightningModule, and other methods."""
+    is_list = isinstance(methods, Iterable) and not isinstance(methods, (str, bytes))
+    names = tuple(methods) if is_list else (methods,)
+    for name in names:
+        if not isinstance(name, str) or not callable(getattr(module, name, None)):
+            raise ValueError(
+                f"methods={shown(methods)}: {type(module).__name__} has no method {shown(name)}; "
+                "expected names of methods that the loop calls; correct the name."
+            )
+    steps = (name for name in LIGHTNING_STEPS if callable(getattr(module, name, None)))
+    others = (name for name in dict.fromkeys((*steps, *names)) if name != "forward")
+    return called(module), *others
+
+
+def through(loop: Loop, run: StepCaller) -> AbstractContextManager[None]:
+    """Within this context ``run`` runs the calls of a loop's module."""
+    module = loop.module
+    methods = {name: _Forward(getattr(module, name), loop, run) for name in loop.steps}
+    return shadowed(module, **methods)
+
+
+def attachment_of(module: nn.Module) -> Loop | None:
+    """Return the loop that callbacks attached to a module work in."""
+    forward = vars(module).get(called(module))
+    if not isinstance(forward, _Forward) or forward.is_removed:
+        return None
+    return forward.loop
