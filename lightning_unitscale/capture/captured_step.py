@@ -47,7 +47,7 @@ from lightning_unitscale.patching import nothing, shadowed
 if TYPE_CHECKING:
     from lightning_unitscale.capture.steps import ModuleSteps
 
-_DEPLOYED = "a plain module; take transforms.deploy(module, *example_args)"
+_DEPLOY = "Use the plain module that transforms.deploy(module, *example_args) makes"
 
 
 class CapturedStep:
@@ -242,8 +242,9 @@ class CapturedStep:
                 self.refused = not_followed((args, kwargs))
                 if self.refused is not None:
                     self._refuse_under_rules(
-                        f"it is called with a {self.refused}, which Dynamo does not follow",
-                        "plain tensors; hand it image.as_subclass(torch.Tensor)",
+                        f"it is called with a {self.refused}",
+                        "Dynamo does not follow that class",
+                        "Pass plain tensors, such as image.as_subclass(torch.Tensor)",
                     )
                     result = self.__wrapped__(*args, **kwargs)
                 else:
@@ -332,7 +333,7 @@ class CapturedStep:
         if not self.owner.changes_function:
             return self.__wrapped__(*args, **kwargs)
         if is_exporting():
-            self._refuse_under_rules("cannot be exported as it is", _DEPLOYED)
+            self._refuse_under_rules("it is exported", "An export has the plain model", _DEPLOY)
         return torch.compiler.disable(self._run)(executor, args, kwargs)
 
     def _run_transformed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -341,7 +342,7 @@ class CapturedStep:
         Dynamo would do the same, and never look at the function again, with or without them.
         """
         self._refuse_under_rules(
-            "cannot run within a torch.func transform, where it would be another model", _DEPLOYED
+            "it runs within a torch.func transform", "No graph is captured there", _DEPLOY
         )
         self.messages.warn_once(
             f"{self.title}: called within a torch.func transform, which no graph is captured "
@@ -365,9 +366,7 @@ class CapturedStep:
         """The module's class and the method."""
         return f"{type(self.owner.module).__name__}.{self.name}"
 
-    def _refuse_under_rules(self, why: str, expected: str) -> None:
+    def _refuse_under_rules(self, reason: str, need: str, advice: str) -> None:
         """Raise an error if what would run in place of the graphs is another model."""
         if self.owner.changes_function and not self.fallback.awaits_rules:
-            raise CaptureError(
-                f"{self.title} is unit-scaled by rules and {why}; expected {expected}.", why
-            )
+            raise CaptureError.by_rules(self.title, reason, need, advice)

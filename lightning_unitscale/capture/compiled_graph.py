@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from lightning_unitscale.capture.rollback import restorers_of
 from lightning_unitscale.capture.user_checkpoints import refuse_checkpoints
@@ -142,7 +143,10 @@ class CompiledGraph:
             return step.interpreter(self, inputs)
         observed = step.owner.observed
         if observed not in self._variants:
-            self._variants[observed] = self._build(step, observed, inputs)
+            # Between two graph breaks it may be called within a transform of torch.func's, which
+            # its rewriting is no part of.
+            with temporarily_clear_interpreter_stack():
+                self._variants[observed] = self._build(step, observed, inputs)
         return self._variants[observed](*inputs)
 
     def invalidate(self) -> None:

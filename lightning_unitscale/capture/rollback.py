@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, is_lazy
 from torch.overrides import TorchFunctionMode
 
+from lightning_unitscale.dynamo.subclasses import is_python_subclass
+
 # What a module registers; hooks are not among it: a step may install some.
 _REGISTERED = frozenset(
     {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_compiled_call_impl"}
@@ -79,6 +81,9 @@ def _restorers(
         kept = keep if owner is module else ()
         saved = {name: value for name, value in _own_attributes(owner).items() if name not in kept}
         yield functools.partial(_restore_module, owner, type(owner), saved, kept)
+        for registered in (owner._parameters, owner._modules):
+            if isinstance(registered, dict):  # a scripted module moves nothing
+                yield functools.partial(_restore_registered, registered, dict(registered))
     for _, value in held_values(module):
         yield from restorers_of(value)
     for tensor in (*module.parameters(), *module.buffers()):
@@ -105,6 +110,13 @@ def _restore_module(
     # The first call of a lazy module changes its class.
     if type(module) is not kind:
         module.__class__ = kind
+
+
+def _restore_registered(registered: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Put back what a parametrization has moved; FSDP exchanges parameters under their names."""
+    if registered.keys() != saved.keys():
+        registered.clear()
+        registered.update(saved)
 
 
 def _restore_lazy(tensor: Tensor, kind: type, data: Tensor) -> None:
@@ -233,7 +245,10 @@ class _Leaves(TorchFunctionMode):
         if tensor.is_leaf:
             with contextlib.suppress(RuntimeError):  # of a subclass
                 return func(tensor, memo)
-        new = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        new = tensor.detach().clone()
+        if type(new) is not type(tensor) and is_python_subclass(tensor):
+            new = new.as_subclass(type(tensor))
+        new.requires_grad_(tensor.requires_grad)
         memo[id(tensor)] = new
         vars(new).update(copy.deepcopy(vars(tensor), memo))
         return new

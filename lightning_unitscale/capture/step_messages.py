@@ -43,6 +43,14 @@ class CaptureError(RuntimeError):
             f"{culprit}{more} ({why})",
         )
 
+    @classmethod
+    def by_rules(cls, title: str, reason: str, need: str, advice: str) -> CaptureError:
+        """The error about a step that runs otherwise than rules can scale it."""
+        return cls(
+            f"{title} cannot be unit-scaled by rules: {reason}. {need}. {advice}.",
+            reason,
+        )
+
 
 class StepMessages:
     """The warnings about one step, of which one is given.

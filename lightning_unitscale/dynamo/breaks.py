@@ -101,7 +101,9 @@ def num_graph_breaks() -> int:
 
 def is_of_dynamo(error: BaseException) -> bool:
     """Whether Dynamo raised the error itself, rather than code that it ran."""
-    return isinstance(error, exc.TorchDynamoException | exc.FailOnRecompileLimitHit)
+    # Dynamo lets assertions of its own pass as they are, and notes which capture has failed.
+    is_passed_on = hasattr(error, "compile_id")
+    return is_passed_on or isinstance(error, exc.TorchDynamoException | exc.FailOnRecompileLimitHit)
 
 
 def reason_of(error: BaseException) -> Reason:

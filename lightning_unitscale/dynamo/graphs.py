@@ -215,6 +215,8 @@ def autocast_dtypes(graph: fx.Graph) -> dict[fx.Node, torch.dtype]:
             inner = [state for state in entered.values() if state[0] == device_type]
             if inner:
                 enabled, dtype = inner[-1][2], inner[-1][1]
+            elif not torch.amp.is_autocast_available(device_type):
+                continue
             else:
                 enabled = torch.is_autocast_enabled(device_type)
                 dtype = torch.get_autocast_dtype(device_type)

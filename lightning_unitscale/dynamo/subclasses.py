@@ -24,7 +24,7 @@ def on_plain_tensors(run: Callable[..., Any], examples: Sequence[Any]) -> Callab
 
     Dynamo guards on classes, so the examples show which inputs are of which.
     """
-    positions = [index for index, value in enumerate(examples) if _is_python_subclass(value)]
+    positions = [index for index, value in enumerate(examples) if is_python_subclass(value)]
     if not positions:
         return run
 
@@ -39,7 +39,8 @@ def on_plain_tensors(run: Callable[..., Any], examples: Sequence[Any]) -> Callab
     return run_on_plain
 
 
-def _is_python_subclass(value: Any) -> bool:
+def is_python_subclass(value: Any) -> bool:
+    """Whether a tensor is of a class whose operations only Python knows."""
     # A parameter may hold one.
     tensor = value.data if isinstance(value, nn.Parameter) else value
     kind = type(tensor)

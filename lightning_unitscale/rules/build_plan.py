@@ -62,11 +62,11 @@ def plan_step(
         if plan is not None:
             return prior.updated(plan)
     reason = f"it ran other graphs in each of {_MAX_ATTEMPTS} runs on the same batch"
-    raise CaptureError(
-        f"{step.title}: {reason}; expected a step that is captured alike each time; keep counters, "
-        "random Python choices, and branches on how large activations are, which unit scaling "
-        "changes, out of it.",
+    raise CaptureError.by_rules(
+        step.title,
         reason,
+        "Rules need a step that is captured alike each time",
+        "Keep counters, random Python choices and branches on the size of activations out of it",
     )
 
 
@@ -98,6 +98,7 @@ def _plan_once(
     with grad():
         rehearse(step, recorder, args, kwargs)
     flow = recorder.result()
+    _reject_new_parameters(step, flow)
     structure = _structure_of(flow, prior)
     parameters = {**plan_parameters(structure, init_weights=init_weights), **prior.parameters}
     most_calls = _MANY_TIMES * (recorder.num_calls + 1)
@@ -110,6 +111,19 @@ def _plan_once(
     plans = _with_output_scales(structure, parameters, decisions)
     by_key = {key(step.name, name): decision for name, decision in decisions.items()}
     return RulePlan(by_key, plans, _unseen(step, plans))
+
+
+def _reject_new_parameters(step: CapturedStep, flow: Flow) -> None:
+    """Raise if the step makes parameters while it runs: their weights could not be set before."""
+    known = {fqn for fqn, _ in step.owner.module.named_parameters()}
+    new = sorted(flow.parameters.keys() - known)
+    if new:
+        raise CaptureError.by_rules(
+            step.title,
+            f"it registers {new[0]} while it runs",
+            "Rules set all parameters before the first call",
+            "Register parameters and parametrizations before that",
+        )
 
 
 def plan_graph(
@@ -282,11 +296,11 @@ class _ScaledRun:
         """Run one graph; the interpreter that ``CapturedStep`` expects."""
         self._num_calls += 1
         if self._num_calls > self._most_calls:
-            reason = f"scaled, it runs its graphs over {_MANY_TIMES} times as often"
-            raise CaptureError(
-                f"{self._title}: {reason}; expected a step that does as much at any scale; keep "
-                "solvers with adaptive steps out of it.",
-                reason,
+            raise CaptureError.by_rules(
+                self._title,
+                f"scaled, it runs its graphs over {_MANY_TIMES} times as often",
+                "Rules need a step that does as much at any scale",
+                "Keep solvers with adaptive steps out of it",
             )
 
         def run_with(captured: fx.GraphModule) -> Callable[..., Any]:

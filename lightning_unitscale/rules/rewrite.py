@@ -19,6 +19,7 @@ from lightning_unitscale.graph.nodes import (
     MODULE,
     NAME,
     argument_at,
+    example_tensor,
     is_float_tensor,
     map_arguments,
     op_name,
@@ -149,6 +150,9 @@ class RuleRewrite(GraphPass):
             # Before anything is renamed.
             decided = [(node, self._decision(graph, node)) for node in region.graph.nodes]
             for node, decision in decided:
+                if _may_switch_modes(node):
+                    # A factor that was multiplied without gradients is not the one with them.
+                    scaled.clear()
                 if decision is not None and decision.changes:
                     counts[decision.origin] += 1
                     _apply(region, node, decision, mutated, scaled)
@@ -202,6 +206,12 @@ def _counts(node: fx.Node) -> bool:
     """Whether a factor may belong to the node: to a product, to an add, or for a parameter."""
     reads_parameter = any(parameter_path(source) is not None for source in node.all_input_nodes)
     return product_of(node) is not None or added_tensors(node) is not None or reads_parameter
+
+
+def _may_switch_modes(node: fx.Node) -> bool:
+    """Whether a node has no tensor: it may switch gradients or inference mode on or off."""
+    tensors = map(example_tensor, (node, *node.all_input_nodes))
+    return is_operation(node) and all(tensor is None for tensor in tensors)
 
 
 def checked_replace(

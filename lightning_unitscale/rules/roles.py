@@ -21,6 +21,7 @@ from lightning_unitscale.optim.learning_rates import ParameterInfo, Role
 from lightning_unitscale.rules.averages import Averages, find_averages
 from lightning_unitscale.rules.flow import (
     EMBEDDINGS,
+    RULE_ERRORS,
     TIMES,
     Flow,
     added_tensors,
@@ -342,7 +343,10 @@ def _info(
     fan_in, fan_out = width, total if tensor.dim() <= 1 else width
     if weights:
         # The factor is the root of one over the number of terms.
-        factor = output_factor(weights[0].node)
+        try:
+            factor = output_factor(weights[0].node)
+        except RULE_ERRORS:
+            factor = None
         fan_in = max(1, round(factor**-2)) if factor else 1
         fan_out = max(1, math.ceil(total / fan_in))
     # A parameter that several branches share (a tied block) counts as one of the first.

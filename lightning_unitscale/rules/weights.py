@@ -198,7 +198,7 @@ class ParameterGradients(GraphPass):
         new = {fqn: grad for fqn, grad in gradients.items() if grad is not None}
         sent = None
         if new:
-            rms = torch.stack([root_mean_square(whole(grad)) for grad in new.values()])
+            rms = torch.stack([_plain_rms(whole(grad)) for grad in new.values()])
             exponents = self._exponents_of(list(new), rms)
             for grad, exponent in zip(new.values(), exponents, strict=True):
                 # A rank has a part of a gradient that is sharded.
@@ -290,6 +290,12 @@ def _multiply(gradient: Tensor, factor: Tensor) -> None:
         gradient.copy_(gradient.float() * factor.float())
     else:
         gradient.mul_(factor.to(gradient.dtype))
+
+
+def _plain_rms(gradient: Tensor) -> Tensor:
+    """The RMS of a gradient as a plain tensor; of a subclass only the number is known to be one."""
+    rms = root_mean_square(gradient)
+    return rms if type(rms) is Tensor else torch.tensor(float(rms), device=rms.device)
 
 
 def _module_of(fqn: str) -> str:
