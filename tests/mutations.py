@@ -459,7 +459,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a failed attempt to capture a step is not undone",
-        "capture/trial.py",
+        "capture/fallback.py",
         "            undo()",
         "            pass",
         "callbacks/test_fallbacks.py -k FailsToCompile",
@@ -1159,7 +1159,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what the first call has removed still breaks the graph",
-        "capture/second_capture.py",
+        "capture/recaptures.py",
         "self.is_due = True",
         "self.is_due = False",
         "capture/test_second_capture.py",
@@ -1405,21 +1405,21 @@ MUTATIONS = (
     ),
     Mutation(
         "an average is one of something else that the step computes",
-        "rules/averages.py",
+        "rules/patterns.py",
         "if (node.users or is_end) and all(reader in kept for reader in node.users):",
         "if node.users or is_end:",
         "rules/test_averages.py -k leaves_the_step",
     ),
     Mutation(
         "a graph gets tensors of a user's class",
-        "dynamo/subclasses.py",
+        "dynamo/backend.py",
         "    if not positions:\n",
         "    if True:\n",
         "dynamo/test_tensor_subclasses.py -k a_plan",
     ),
     Mutation(
         "the product in a bilinear layer runs outside of autocast",
-        "dynamo/trilinear.py",
+        "dynamo/backend.py",
         "if not torch.is_autocast_enabled(device):",
         "if True:",
         "remat/test_plain_bits.py -k outside_of_autocast",
@@ -1489,7 +1489,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a step that stays in parts is not judged by its budget",
-        "capture/second_capture.py",
+        "capture/recaptures.py",
         "if not self.is_due:\n            getattr",
         "if False:\n            getattr",
         "capture/test_second_capture.py",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -11,17 +11,37 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_unitscale.arguments import check_choice, check_flag, is_same, shown
+from lightning_unitscale.callbacks.captured_run import capture_run
 from lightning_unitscale.callbacks.distributed import (
     joint_over_parts,
     pipeline_of,
+    refuse_sharded_parameters,
+    rehearsed,
     rehearsing,
 )
 from lightning_unitscale.callbacks.options import Rules
-from lightning_unitscale.callbacks.packages import misconfigured, rank_zero_info, rank_zero_warn
-from lightning_unitscale.callbacks.steps import step_context, takes_iterator
+from lightning_unitscale.callbacks.packages import (
+    is_lightning,
+    misconfigured,
+    rank_zero_info,
+    rank_zero_warn,
+)
+from lightning_unitscale.callbacks.remat import RematCallback, step_partitioner
+from lightning_unitscale.callbacks.steps import (
+    all_callbacks,
+    starting_batch,
+    step_arguments,
+    step_context,
+    takes_iterator,
+)
 from lightning_unitscale.callbacks.trainer_settings import RuleSettings, refuse_rate_search
 from lightning_unitscale.capture.captured_step import CapturedStep
+from lightning_unitscale.capture.gathering import GatherParameters
+from lightning_unitscale.capture.sharded import ShardedModule
 from lightning_unitscale.capture.step_messages import CaptureError
+from lightning_unitscale.capture.steps import ModuleSteps
+from lightning_unitscale.dynamo.executors import CompileMode
+from lightning_unitscale.graph.passes import GraphPass
 from lightning_unitscale.optim.learning_rates import Method, ParameterInfo, Role
 from lightning_unitscale.patching import shadowed
 from lightning_unitscale.ranks import gathered
@@ -38,7 +58,6 @@ from lightning_unitscale.rules.weights import (
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
 
 _TRAINING = "training_step"
 _NOTHING_READ = "no captured graph reads a parameter"
@@ -271,3 +290,98 @@ def rules_of(
 
 
 _RATES: dict[str, Method] = {"unit-scaling": "match", "u-mup": "u-mup"}
+
+
+class RuledSteps:
+    """Captures the steps of a module and has them scaled by rules, each before its first batch.
+
+    Units and formats of the matmuls are the session's, as those of any captured step.
+    """
+
+    def __init__(
+        self,
+        method: Rules,
+        rules: RuleScaling,
+        *,
+        remat: str | int | float | None,
+        compile: bool | CompileMode,
+    ) -> None:
+        self.rules = rules
+        self._method = method
+        self._remat = remat
+        self._compile = compile
+        self._trainer: pl.Trainer | None = None
+        self._steps: ModuleSteps | None = None
+
+    def capture(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        owner: pl.Callback,
+        *,
+        is_other: bool,
+        leaving: ExitStack,
+    ) -> ModuleSteps:
+        """Let the steps run as graphs that the rules rewrite, until ``leaving`` is closed."""
+        is_sharded = is_lightning(trainer.strategy, "ModelParallelStrategy")
+        self._check_sharding(trainer, is_sharded=is_sharded)
+        passes: list[GraphPass] = [self.rules.rules, self.rules.gradients]
+        remat = self._remat
+        self.rules.attach(trainer, module, is_other=is_other)
+        steps = capture_run(
+            trainer,
+            module,
+            owner,
+            None if remat is None else step_partitioner(trainer, module, remat),
+            compile=self._compile,
+            passes=passes,
+            leaving=leaving,
+        )
+        leaving.callback(self.rules.restore)
+        if is_sharded:
+            steps.sharded = ShardedModule(module)
+            leaving.callback(setattr, steps, "sharded", None)
+            passes.append(GatherParameters(steps.sharded))
+        for graph_pass in passes:
+            steps.add_pass(graph_pass)
+        leaving.callback(self._leave)
+        self._trainer, self._steps = trainer, steps
+        return steps
+
+    def _leave(self) -> None:
+        self._trainer = self._steps = None
+
+    def _check_sharding(self, trainer: pl.Trainer, *, is_sharded: bool) -> None:
+        """Refuse to scale by rules what the steps of a sharded module cannot have."""
+        if not is_sharded:
+            refuse_sharded_parameters(
+                trainer,
+                f"method={self._method!r}",
+                "sets whole parameters to RMS 1",
+                "ModelParallelStrategy with fully_shard, DDP, or method='lossless'",
+            )
+        elif self._compile:
+            raise misconfigured(
+                f"compile=True with method={self._method!r}: FSDP gathers parameters in the middle "
+                "of the graph, which Inductor does not compile; expected compile=False with "
+                "ModelParallelStrategy; leave it out, or use DDP."
+            )
+        elif any(isinstance(callback, RematCallback) for callback in all_callbacks(trainer)):
+            raise misconfigured(
+                f"method={self._method!r} with RematCallback: by rules FSDP gathers parameters in "
+                "the middle of the graph, of which nothing can run again then; expected only one "
+                "of them with ModelParallelStrategy; checkpoint the blocks yourself, or use DDP."
+            )
+
+    def begin_batch(self, name: str, batch: Any, *indices: int) -> None:
+        """Have the rules decide on a step, if they have not seen it."""
+        trainer, steps = self._trainer, self._steps
+        assert trainer is not None and steps is not None
+        step, module = steps.steps[name], trainer.lightning_module
+        is_training = name == "training_step"
+        if is_training and step.fallback.is_due(steps.executor):
+            return
+        with starting_batch(module, step, *indices):
+            seen = rehearsed(trainer, batch) if is_training else batch
+            arguments = step_arguments(module, name, seen, *indices)
+            self.rules.plan_step(trainer, step, arguments, train=is_training)

@@ -37,8 +37,7 @@ from lightning_unitscale.callbacks.packages import rank_zero_warn
 from lightning_unitscale.callbacks.product_units import ProductUnits
 from lightning_unitscale.callbacks.recalibration import RecalibrationSchedule
 from lightning_unitscale.callbacks.remat import budget_claim, compile_claim, step_partitioner
-from lightning_unitscale.callbacks.ruled_steps import RuledSteps
-from lightning_unitscale.callbacks.rules import rules_of
+from lightning_unitscale.callbacks.rules import RuledSteps, rules_of
 from lightning_unitscale.callbacks.steps import StepsCallback, captures_steps, enter
 from lightning_unitscale.callbacks.trainer_settings import (
     check_fp8,

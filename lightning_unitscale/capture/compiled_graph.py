@@ -105,18 +105,13 @@ class _GraphOfEachModule:
 
 
 class CompiledGraph:
-    """One captured graph and its variants, with and without probes.
-
-    Attributes:
-        base: The captured graph with composites expanded and names assigned; passes copy it.
-        index: Which graph of the step, in the order of capture.
-        num_rewrites: How often what was rewritten has been forgotten.
-    """
+    """One captured graph and its variants, with and without probes."""
 
     def __init__(self, step: CapturedStep, captured: CapturedGraph, executor: Executor) -> None:
         self._step = weakref.ref(step)
         self.executor = executor
         self.index = len(step.graphs)
+        # As captured, with composites expanded and names assigned; passes copy it.
         self.base = copy_graph_module(captured.graph_module)
         step.names.assign(captured, self.base)
         expand_composites(self.base)
@@ -158,15 +153,10 @@ class CompiledGraph:
     def interpret(
         self, interpret: Callable[[fx.GraphModule], Callable[..., Any]], inputs: Sequence[Any]
     ) -> Any:
-        """Run the base, not rewritten but for its in-place operations, through an interpreter.
-
-        What a reparametrization changed is part of what the step computes, so it is there.
-
-        It carries the probes that are wanted, unless this is a rehearsal.
-        """
+        """Run the captured graph, out of place and reparametrized, through an interpreter."""
         step = self._step()
         assert step is not None
-        observed = step.owner.observed and not step.is_rehearsing
+        observed = step.owner.observed and not step.is_rehearsing  # with the probes that are wanted
         if observed not in self._interpreted:
             graph = self._copied(step, observed)
             phases = (Phase.REPARAMETRIZE, Phase.OBSERVE)
@@ -271,13 +261,7 @@ def stop_at_graph(graph: CompiledGraph, inputs: tuple[Any, ...]) -> Any:
 
 @dataclass(frozen=True)
 class GraphCall:
-    """The one graph that a call of a step runs.
-
-    Attributes:
-        step: The step.
-        graph: The graph.
-        inputs: What the call gives it: parameters and buffers as well.
-    """
+    """The one graph that a call of a step runs, with its inputs: parameters and buffers as well."""
 
     step: CapturedStep
     graph: CompiledGraph

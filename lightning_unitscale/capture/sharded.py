@@ -35,14 +35,7 @@ _MANAGED = "_is_fsdp_managed_module"
 
 @dataclass(frozen=True)
 class ShardedPart:
-    """A module that FSDP2 gathers by itself.
-
-    Attributes:
-        path: Its path in the whole module.
-        module: The module.
-        before: FSDP's hook before its call.
-        after: FSDP's hook after its call.
-    """
+    """A module that FSDP2 gathers by itself, with FSDP's hooks before and after its call."""
 
     path: str
     module: Any
@@ -70,15 +63,11 @@ class _Slot:
 
 
 class ShardedModule:
-    """A module of which parts are sharded by ``fully_shard``.
-
-    Attributes:
-        is_gathered: Whether all of its parameters are whole for the time being.
-    """
+    """A module of which parts are sharded by ``fully_shard``."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.is_gathered = False
+        self.is_gathered = False  # all parameters are whole for the time being
         self._slots: list[_Slot] | None = None
         self._owners: dict[str, ShardedPart] = {}
 

@@ -1,9 +1,12 @@
-"""What the user reads about a step that is not captured, or not all of it."""
+"""What the user reads about a step: why it is not captured, or not all of it, and how long it took."""
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from lightning_unitscale.dynamo.breaks import Reason, is_watched, joined_reasons, reason_of
@@ -53,11 +56,7 @@ class CaptureError(RuntimeError):
 
 
 class StepMessages:
-    """The warnings about one step, of which one is given.
-
-    Attributes:
-        has_warned: Whether one was given.
-    """
+    """The warnings about one step, of which one is given."""
 
     def __init__(self, step: CapturedStep) -> None:
         self._step = step
@@ -139,4 +138,69 @@ class StepMessages:
             f"{self._step.title}: {reason}, which takes time and memory. Expected a step that "
             "depends on tensors, numbers and the sizes of a few kinds of batches; "
             "TORCH_LOGS=recompiles shows what changes."
+        )
+
+
+# Seconds after which somebody who waits wants to know what for.
+PATIENCE_SECONDS = 5.0
+
+StartTimer = Callable[[float, Callable[[], None]], Callable[[], None]]
+
+
+def start_timer(seconds: float, run: Callable[[], None]) -> Callable[[], None]:
+    """Call a function after a while, from a thread of its own; returns what stops that."""
+    timer = threading.Timer(seconds, run)
+    timer.daemon = True
+    timer.start()
+    return timer.cancel
+
+
+class CaptureProgress:
+    """Adds up the time in which a step is captured, and reports it."""
+
+    def __init__(
+        self,
+        title: str,
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.perf_counter,
+        start_timer: StartTimer = start_timer,
+    ) -> None:
+        self.seconds = 0.0
+        self._title = title
+        self._say = say
+        self._clock = clock
+        self._start_timer = start_timer
+        self._is_reported = False
+        self._has_waited = False
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Within this context a function is captured, and its graph compiled and planned."""
+        started = self._clock()
+        stop_timer = None
+        if not self._has_waited:
+            left = max(0.0, PATIENCE_SECONDS - self.seconds)
+            stop_timer = self._start_timer(left, self._say_that_it_takes_long)
+        try:
+            yield
+        finally:
+            if stop_timer is not None:
+                stop_timer()
+            self.seconds += self._clock() - started
+
+    def report(self, num_graphs: int, planning_seconds: float) -> None:
+        """Log once how long the first step was captured, and planned."""
+        if self._is_reported or not num_graphs:
+            return
+        self._is_reported = True
+        graphs = "1 graph" if num_graphs == 1 else f"{num_graphs} graphs"
+        planned = f" and planned in {planning_seconds:.1f} s" if planning_seconds else ""
+        captured = max(0.0, self.seconds - planning_seconds)
+        self._say(f"{self._title}: captured in {captured:.1f} s{planned} ({graphs})")
+
+    def _say_that_it_takes_long(self) -> None:
+        self._has_waited = True
+        self._say(
+            f"{self._title}: capture and planning take more than {PATIENCE_SECONDS:.0f} s; "
+            "the first step begins afterwards"
         )

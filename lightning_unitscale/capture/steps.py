@@ -63,17 +63,7 @@ def steps_of(module: nn.Module) -> ModuleSteps | None:
 
 
 class ModuleSteps:
-    """The captured steps of one module with the passes that all of them share.
-
-    Attributes:
-        steps: The captured steps by name.
-        sharded: The module, if its steps are captured as those of a whole one.
-        rewriter: Rewrites what AOTAutograd makes of the graphs, if they run op by op.
-        passes: Passes over every graph, in the order they were given.
-        records: What the passes did, graph by graph.
-        graph_breaks: Reasons of the graph breaks met while capturing.
-        say: Logs a line for the user.
-    """
+    """The captured steps of one module with the passes that all of them share."""
 
     def __init__(
         self,
@@ -89,7 +79,9 @@ class ModuleSteps:
         self.executor: Executor = "eager"
         self.compile_mode: CompileMode = "default"
         self.partition_fn: Any = None
+        # Rewrites what AOTAutograd makes of the graphs, if they run op by op.
         self.rewriter: GraphRewriter | None = None
+        # The module, if its steps are captured as those of a whole one.
         self.sharded: ShardedModule | None = None
         self.passes: list[GraphPass] = []
         self.records: list[PassRecord] = []

@@ -57,18 +57,12 @@ _Place = tuple[tuple[tuple[str, int], ...], str]
 
 
 class _Told(threading.local):
-    """Who was told what; threads wait for each other in Dynamo, not around it.
-
-    Attributes:
-        no: Who was told no since the function that is being captured was begun.
-        yes: Who is told yes.
-        strictness: Left with the function that is being captured; without one, graphs break as
-            ever.
-    """
+    """Who was told what; threads wait for each other in Dynamo, not around it."""
 
     def __init__(self) -> None:
-        self.no: list[_Asker] = []
+        self.no: list[_Asker] = []  # since the function that is being captured was begun
         self.yes: set[_Asker] = set()
+        # Left with that function; without one, graphs break as ever.
         self.strictness: contextlib.ExitStack | None = None
 
 

@@ -21,11 +21,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C import DispatchKey
 from torch._decomp.decompositions import upsample_compute_output_size
 from torch._ops import OpOverload
@@ -35,8 +35,6 @@ from torch._prims_common import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-from lightning_unitscale.dynamo.trilinear import trilinear
 
 
 @contextlib.contextmanager
@@ -179,11 +177,7 @@ def _with_python_kernel(
 
 
 class Writes(TorchDispatchMode):
-    """Notes the storages that operators write into, by what their schemas say.
-
-    Attributes:
-        storages: The storages.
-    """
+    """Notes the storages that operators write into, by what their schemas say."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,3 +198,92 @@ class Writes(TorchDispatchMode):
                     if isinstance(tensor, Tensor)
                 )
         return func(*args, **options)
+
+
+_KERNEL = torch.ops.aten._trilinear.default
+
+
+def trilinear(i1: Tensor, i2: Tensor, i3: Tensor, *dims: Any, **options: Any) -> Tensor:
+    """Run the kernel as a step does that is not captured; stands in for its autograd kernel."""
+    device = i1.device.type
+    if not torch.is_autocast_enabled(device):
+        result: Tensor = _KERNEL._op_dk(DispatchKey.Autograd, i1, i2, i3, *dims, **options)
+        return result
+    within: Tensor = _operator()(i1, i2, i3, *dims[:4], torch.get_autocast_dtype(device))
+    return within
+
+
+@functools.cache
+def _operator() -> Any:
+    """Return the operator; made when it is first needed, since that takes a moment."""
+
+    @torch.library.custom_op("lightning_unitscale::trilinear_within_autocast", mutates_args=())
+    def run(
+        i1: Tensor, i2: Tensor, i3: Tensor, expand1: Sequence[int], expand2: Sequence[int],
+        expand3: Sequence[int], sumdim: Sequence[int], dtype: torch.dtype,
+    ) -> Tensor:  # fmt: skip
+        with torch.autocast(i1.device.type, dtype):
+            result: Tensor = _KERNEL(i1, i2, i3, expand1, expand2, expand3, sumdim)
+        return result
+
+    def shape(i1: Tensor, i2: Tensor, i3: Tensor, *dims: Any) -> Tensor:
+        result: Tensor = _KERNEL(i1, i2, i3, *dims[:4])
+        return result
+
+    run.register_fake(shape)
+    run.register_autograd(_gradients, setup_context=_save)
+    return run
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+    ctx.dims = inputs[3:7]
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    """Return the gradients as torch's own derivative computes them, by the same kernel."""
+    i1, i2, i3 = ctx.saved_tensors
+    first, second, third, total = ctx.dims
+    run = torch.ops.aten._trilinear
+    needed = ctx.needs_input_grad
+    return (
+        run(grad, i2, i3, total, second, third, first) if needed[0] else None,
+        run(i1, grad, i3, first, total, third, second) if needed[1] else None,
+        run(i1, i2, grad, first, second, total, third) if needed[2] else None,
+        *[None] * 5,
+    )
+
+
+_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
+
+
+def on_plain_tensors(run: Callable[..., Any], examples: Sequence[Any]) -> Callable[..., Any]:
+    """Return a function that runs ``run`` on the numbers of its inputs.
+
+    Dynamo guards on classes, so the examples show which inputs are of which.
+    """
+    positions = [index for index, value in enumerate(examples) if is_python_subclass(value)]
+    if not positions:
+        return run
+
+    @functools.wraps(run)
+    def run_on_plain(*inputs: Any) -> Any:
+        plain = list(inputs)
+        for index in positions:
+            # The same memory, and a gradient reaches the tensor that was given.
+            plain[index] = plain[index].as_subclass(Tensor)
+        return run(*plain)
+
+    return run_on_plain
+
+
+def is_python_subclass(value: Any) -> bool:
+    """Whether a tensor is of a class whose operations only Python knows."""
+    # A parameter may hold one.
+    tensor = value.data if isinstance(value, nn.Parameter) else value
+    kind = type(tensor)
+    return (
+        isinstance(tensor, Tensor)
+        and kind not in {Tensor, nn.Parameter}
+        and kind.__torch_dispatch__ is _NO_DISPATCH
+    )

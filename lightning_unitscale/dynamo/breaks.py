@@ -53,15 +53,10 @@ _PRINTERS = ("torch._subclasses.fake_tensor", "torch._dynamo.variables.tensor")
 
 
 class Reason(str):
-    """What Dynamo does not capture, and where, in one line.
-
-    Attributes:
-        why: What it does not capture.
-        lines: The lines that it was about to trace, outermost first.
-    """
+    """What Dynamo does not capture, and where, in one line."""
 
     why: str
-    lines: Sequence[Any]
+    lines: Sequence[Any]  # which it was about to trace, outermost first
 
     @classmethod
     def of(cls, text: str, lines: Sequence[Any] = ()) -> Reason:

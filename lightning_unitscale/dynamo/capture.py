@@ -8,9 +8,11 @@ checked on torch 2.13 and 2.11: ``node.meta["grapharg"]``, ``node._dynamo_source
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from types import CodeType
 from typing import Any, Literal
@@ -20,11 +22,14 @@ import torch._dynamo.config
 from torch import Tensor, fx, nn
 from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo import convert_frame
+from torch._dynamo.exc import Unsupported
+from torch._dynamo.output_graph import GraphCompileReason
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
+from torch._dynamo.utils import graph_break_reasons
 from torch._guards import CompileContext
 
 from lightning_unitscale.dynamo.answers import plain_answers
-from lightning_unitscale.dynamo.breaks import without_dynamos_texts
+from lightning_unitscale.dynamo.breaks import frames_of, without_dynamos_texts
 from lightning_unitscale.dynamo.graphs import copy_graph_module
 from lightning_unitscale.dynamo.patches import (
     absent_packages,
@@ -33,10 +38,12 @@ from lightning_unitscale.dynamo.patches import (
     plain_optimizers,
     quiet_libraries,
 )
+from lightning_unitscale.patching import shadowed_here
 
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
+# A gradient is one that a step reads off a parameter.
 InputKind = Literal["parameter", "buffer", "gradient", "input", "symbol"]
 
 # What Dynamo marks parameters and buffers by.
@@ -50,33 +57,20 @@ RECOMPILE_LIMIT = 256
 
 @dataclass(frozen=True)
 class GraphInput:
-    """One placeholder of a captured graph.
-
-    Attributes:
-        kind: What it is in the module's eyes; a gradient is one that a step reads off a parameter.
-        fqn: Path of the parameter or buffer in the module, else ``None``.
-        source: Where the captured code found it, such as ``L['self']._parameters['weight']``.
-    """
+    """One placeholder of a captured graph: what it is in the module's eyes, and where."""
 
     kind: InputKind
     fqn: str | None
-    source: str = ""
+    source: str = ""  # such as ``L['self']._parameters['weight']``
 
 
 @dataclass(frozen=True)
 class CapturedGraph:
-    """One graph as Dynamo handed it over. Never mutated: Dynamo builds its guards from it later.
-
-    Attributes:
-        graph_module: Dynamo's graph, with ``F.*`` nodes and parameters as placeholders.
-        example_inputs: Inputs it was captured with, in placeholder order.
-        frame_id: Which Python frame it came from; a recompilation of a frame keeps its id.
-        inputs: What each placeholder is.
-    """
+    """One graph as Dynamo handed it over. Never mutated: Dynamo builds its guards from it later."""
 
     graph_module: fx.GraphModule
     example_inputs: tuple[Any, ...]
-    frame_id: int
+    frame_id: int  # of the Python frame; a recompilation keeps it
     inputs: tuple[GraphInput, ...]
 
     def roots(self) -> dict[str, str]:
@@ -287,3 +281,38 @@ def original_error(error: BaseException) -> BaseException:
     """The error that a backend raised, without Dynamo's wrapping."""
     inner = getattr(error, "inner_exception", None)
     return inner if isinstance(inner, BaseException) else error
+
+
+@contextlib.contextmanager
+def around_captures(enter: Callable[[CodeType], AbstractContextManager[None]]) -> Iterator[None]:
+    """Within this context every function is captured within a context of ours."""
+    convert = convert_frame.ConvertFrame.__call__
+    attempt = convert_frame.ConvertFrameAssert.__call__
+    refusals: list[Unsupported] = []
+
+    @functools.wraps(convert)
+    def convert_within(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        refusals.clear()
+        with enter(frame.f_code):
+            result = convert(self, frame, *args, **kwargs)
+        if refusals and result.guarded_code is None:
+            # Of what breaks a graph and cannot be resumed, Dynamo itself notes nothing.
+            error = refusals.pop()
+            graph_break_reasons.append(GraphCompileReason(str(error), frames_of(error)))
+        return result
+
+    @functools.wraps(attempt)
+    def attempt_and_note(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return attempt(*args, **kwargs)
+        except Unsupported as error:
+            # In a function that was captured too often, nothing breaks the graph.
+            if getattr(error, "frame_exec_strategy", None) is None:
+                refusals.append(error)
+            raise
+
+    with (
+        shadowed_here(convert_frame.ConvertFrame, __call__=convert_within),
+        shadowed_here(convert_frame.ConvertFrameAssert, __call__=attempt_and_note),
+    ):
+        yield

@@ -81,17 +81,11 @@ def compiled_forward(graph_module: fx.GraphModule) -> Callable[..., Any]:
 
 
 class _Lines(NamedTuple):
-    """Of which module each line of a graph's code is, and what it makes.
+    """Of which module each line of a graph's code is, and what it makes."""
 
-    Attributes:
-        names: Path of the module of each node, and name of its tensor.
-        nodes: The node of each line of the body.
-        start: Number of the line before the body's first.
-    """
-
-    names: tuple[tuple[str, str], ...]
-    nodes: Mapping[int, int | None]
-    start: int
+    names: tuple[tuple[str, str], ...]  # the path of each node's module, and its tensor's name
+    nodes: Mapping[int, int | None]  # of each line of the body
+    start: int  # the line before the body's first
 
 
 # By the identity of the code of a graph's ``forward``.

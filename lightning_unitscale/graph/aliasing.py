@@ -53,17 +53,11 @@ _NO_COUNTERPART = {"bernoulli", "elu", "celu", "selu"}
 
 @dataclass(frozen=True)
 class Effects:
-    """What an operation does with the memory of its arguments, which are given by their paths.
-
-    Attributes:
-        writes: Into which it writes.
-        views: Whose memory its result looks into.
-        same: Which one it hands back as the very tensor, not even as a view.
-    """
+    """What an operation does with the memory of its arguments, which are given by their paths."""
 
     writes: tuple[Path, ...] = ()
-    views: tuple[Path, ...] = ()
-    same: Path | None = None
+    views: tuple[Path, ...] = ()  # whose memory its result looks into
+    same: Path | None = None  # which one it hands back as the very tensor, not even as a view
 
 
 _NOTHING = Effects()

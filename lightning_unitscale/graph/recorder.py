@@ -121,15 +121,10 @@ def stored_elements(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class CallRecord:
-    """What one call of a graph recorded.
-
-    Attributes:
-        forward: Rows of the forward pass, shape ``(rows, columns)``.
-        slots: Leaf whose gradient holds the rows of the backward pass once it has run.
-    """
+    """What one call of a graph recorded, as rows of shape ``(rows, columns)``."""
 
     forward: Tensor
-    slots: Tensor
+    slots: Tensor  # a leaf whose gradient holds the rows of the backward pass once it has run
 
     @property
     def backward(self) -> Tensor:

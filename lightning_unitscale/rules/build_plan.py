@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,9 +13,8 @@ from torch import Tensor, fx
 from torch.nn.parameter import is_lazy
 
 from lightning_unitscale.capture.captured_step import CapturedStep
-from lightning_unitscale.capture.compiled_graph import CompiledGraph
-from lightning_unitscale.capture.rehearsal import rehearse
-from lightning_unitscale.capture.rollback import detached_copy
+from lightning_unitscale.capture.compiled_graph import CompiledGraph, Interpreter, NotOneGraphError
+from lightning_unitscale.capture.rollback import detached_copy, find_once_only, restoring
 from lightning_unitscale.capture.step_messages import CaptureError
 from lightning_unitscale.graph.matmuls import product_of
 from lightning_unitscale.graph.nodes import (
@@ -199,12 +199,7 @@ def _structure_of(flow: Flow, prior: RulePlan) -> Structure:
 
 
 class Recorder:
-    """Runs the graphs of a step as they are, and records which reads what another one made.
-
-    Attributes:
-        flow: What was recorded.
-        num_calls: Calls of graphs.
-    """
+    """Runs the graphs of a step as they are, and records which reads what another one made."""
 
     def __init__(self) -> None:
         self.flow = Flow()
@@ -262,13 +257,7 @@ class Recorder:
 
 
 class _ScaledRun:
-    """Runs the graphs of a step with every factor in place as soon as it is decided.
-
-    Attributes:
-        decider: Takes the decisions.
-        saw_new_graph: Whether a graph ran that was not recorded: the first run of a step may change
-            what the next one runs (a setting that is filled in, a cache).
-    """
+    """Runs the graphs of a step with every factor in place as soon as it is decided."""
 
     def __init__(
         self,
@@ -284,6 +273,7 @@ class _ScaledRun:
         self._title, self._most_calls, self._num_calls = title, most_calls, 0
         self._joint = joint
         self.decider = Decider(structure, parameters, options, self.measure, prior=prior)
+        # The first run of a step may change what the next one runs (a setting, a cache).
         self.saw_new_graph = False
         # What was planned before has its values already.
         self._prepare = prepared_like(
@@ -352,3 +342,37 @@ class _ScaledRun:
         if isinstance(value, Tensor) and value.is_floating_point():
             self._values[node] = value.detach()
         return value
+
+
+def rehearse(
+    step: CapturedStep,
+    interpreter: Interpreter,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> None:
+    """Run a step with ``interpreter`` running its graphs, and undo what it did.
+
+    A step that is one graph is not called: the graph runs on the inputs of the call. Where it is
+    several, the user's code runs on copies.
+    """
+    module = step.owner.module
+    with restoring(module, parameters=False):
+        try:
+            call = step.graph_call(*args, **kwargs)
+        except NotOneGraphError as error:
+            reason = str(error)
+        else:
+            with call.rehearsing() as (run, _):
+                run(interpreter)
+            return
+    if (once_only := find_once_only(module)) is not None:
+        warnings.warn(
+            f"{type(module).__name__}.{step.name}: its first call runs twice, once to decide, "
+            f"since it is not one graph ({reason}), and what it reads from "
+            f"{once_only} cannot be put back; expected a step that takes its data from the batch; "
+            "let train_dataloader return all loaders.",
+            stacklevel=2,
+        )
+    with restoring(module):
+        copied_args, copied_kwargs = detached_copy((args, dict(kwargs)))
+        step.rehearse(interpreter, *copied_args, **copied_kwargs)

@@ -208,15 +208,10 @@ class Flow:
 
     A placeholder that another graph of the step, or the graph around a checkpoint, has made is that
     other node: readers and sources go across.
-
-    Attributes:
-        nodes: Operations and inputs, in the order of execution.
-        outputs: Float tensors that leave the step.
-        parameters: The node of every parameter, by its path in the module.
     """
 
     nodes: list[fx.Node] = field(default_factory=list)
-    outputs: list[fx.Node] = field(default_factory=list)
+    outputs: list[fx.Node] = field(default_factory=list)  # float tensors that leave the step
     parameters: dict[str, fx.Node] = field(default_factory=dict)
     _same: dict[fx.Node, fx.Node] = field(default_factory=dict)
     _order: dict[fx.Node, int] = field(default_factory=dict)

@@ -30,24 +30,14 @@ _MAX_PARALLEL = 8
 
 @dataclass(frozen=True)
 class Residual:
-    """A residual add: ``skip + branch``, where the branch was computed from the skip.
-
-    Attributes:
-        add: The node.
-        skip: Which argument is the skip.
-        branch: Which argument is the branch.
-        nodes: The nodes of the branch.
-        has_attention: Whether there is an attention in the branch.
-        stream: Number of the chain of residual adds that this one belongs to.
-        index: Its position in that chain, from 0.
-        length: Number of residual adds in that chain.
-    """
+    """A residual add: ``skip + branch``, where the branch was computed from the skip."""
 
     add: fx.Node
     skip: Path
     branch: Path
     nodes: frozenset[fx.Node]
     has_attention: bool
+    # The chain of residual adds that it belongs to, its position there, and the chain's length.
     stream: int = 0
     index: int = 0
     length: int = 1

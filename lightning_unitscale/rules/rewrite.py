@@ -41,12 +41,7 @@ from lightning_unitscale.rules.propagate import HANDS_ON
 
 
 def coverage_report(plan: RulePlan) -> str:
-    """Two tables, of operations and of parameters, and a summary of each.
-
-    Every parameter of the module is in the second one, also where no graph reads it.
-
-    Operations that only hand a tensor on (views, casts, dropout) are counted, not listed.
-    """
+    """Return two tables, of operations and of all parameters, and a summary of each."""
     if not plan.decisions:
         return "The rules have seen no step yet."
     kinds = Counter("handed on" if d.reason == HANDS_ON else d.origin for d in plan.values())
@@ -61,7 +56,7 @@ def coverage_report(plan: RulePlan) -> str:
             decision.reason,
         )
         for name, decision in plan.items()
-        if decision.reason != HANDS_ON
+        if decision.reason != HANDS_ON  # views, casts and dropout are counted only
     ]
     # The reason of a residual add may begin alike: with the kind of its branch.
     num_attentions = sum(
@@ -100,11 +95,7 @@ def _counted(counts: Mapping[Any, int]) -> str:
 
 
 class RuleRewrite(GraphPass):
-    """Multiplies arguments and results by the factors of a plan; gradients follow by themselves.
-
-    Attributes:
-        plan: The decisions in force; when it changes, graphs must be rewritten again.
-    """
+    """Multiplies arguments and results by the factors of a plan; gradients follow by themselves."""
 
     name = "unit scale by rules"
     phase = Phase.REPARAMETRIZE
@@ -118,7 +109,7 @@ class RuleRewrite(GraphPass):
         self.options = options or RuleOptions()
         self.replace = checked_replace(replace)
         self.kept_whole = tuple(self.replace)
-        self.plan = RulePlan()
+        self.plan = RulePlan()  # when it changes, graphs must be rewritten again
         # Names of the functions that were called, and of those of them that were replaced.
         self._called: dict[str, None] = {}
         self._replaced: set[str] = set()

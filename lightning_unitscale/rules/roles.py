@@ -18,7 +18,6 @@ from lightning_unitscale.graph.nodes import (
     tensor_name,
 )
 from lightning_unitscale.optim.learning_rates import ParameterInfo, Role
-from lightning_unitscale.rules.averages import Averages, find_averages
 from lightning_unitscale.rules.flow import (
     EMBEDDINGS,
     RULE_ERRORS,
@@ -32,7 +31,7 @@ from lightning_unitscale.rules.flow import (
     parameter_path,
     rule_of,
 )
-from lightning_unitscale.rules.patterns import logit_factor
+from lightning_unitscale.rules.patterns import Averages, find_averages, logit_factor
 from lightning_unitscale.rules.plan import Action, ParameterPlan
 from lightning_unitscale.rules.residuals import Residual, find_residuals
 
@@ -50,13 +49,7 @@ _JOINS = frozenset({"cat", "concat", "stack", "concatenate"})
 
 @dataclass(frozen=True)
 class Use:
-    """One operation that reads a parameter.
-
-    Attributes:
-        kind: Its role there.
-        node: The operation.
-        path: Which of its arguments the parameter is.
-    """
+    """One operation that reads a parameter, as the argument at a path."""
 
     kind: UseKind
     node: fx.Node
@@ -65,22 +58,13 @@ class Use:
 
 @dataclass(frozen=True)
 class Structure:
-    """All that the rules know of a step before they look at a number.
-
-    Attributes:
-        flow: The operations.
-        residuals: The residual adds.
-        plain_adds: Adds that get a factor of their own.
-        readouts: Products whose result goes to a loss and to no other product.
-        averaging: Operations that only average parameters.
-        uses: How each parameter is used.
-    """
+    """All that the rules know of a step before they look at a number."""
 
     flow: Flow
     residuals: Mapping[fx.Node, Residual]
-    plain_adds: frozenset[fx.Node]
-    readouts: frozenset[fx.Node]
-    averaging: frozenset[fx.Node] = frozenset()
+    plain_adds: frozenset[fx.Node]  # with a factor of their own
+    readouts: frozenset[fx.Node]  # products whose result goes to a loss and to no other product
+    averaging: frozenset[fx.Node] = frozenset()  # they only average parameters
     uses: dict[str, tuple[Use, ...]] = field(default_factory=dict)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_unitscale.capture.progress import PATIENCE_SECONDS, CaptureProgress
+from lightning_unitscale.capture.step_messages import PATIENCE_SECONDS, CaptureProgress
 from lightning_unitscale.capture.steps import ModuleSteps
 
 

@@ -1,4 +1,4 @@
-"""Lists that a step appends to and never looks at, read off the code that it reaches."""
+"""What the code that a step reaches does to lists, and whether it asks for gradients of gradients."""
 
 from __future__ import annotations
 
@@ -164,3 +164,21 @@ def codes_of(code: CodeType) -> Iterator[CodeType]:
 def root_of(value: Any) -> str:
     """The package that a class or a function was written in."""
     return str(getattr(value, "__module__", None) or "").partition(".")[0]
+
+
+_OPTION = "create_graph"
+
+
+def find_recorded_pass(module: nn.Module, method: Callable[..., Any]) -> str | None:
+    """Where the user's code that a method reaches mentions ``create_graph``, if anywhere."""
+    for function in reachable(module, method):
+        for code in codes_of(function.__code__):
+            if _mentions_option(code):
+                return f"{code.co_filename}:{code.co_firstlineno}"
+    return None
+
+
+def _mentions_option(code: CodeType) -> bool:
+    # Names of keyword arguments of a call are a tuple among the constants.
+    keywords = [constant for constant in code.co_consts if isinstance(constant, tuple)]
+    return _OPTION in code.co_consts or any(_OPTION in names for names in keywords)
