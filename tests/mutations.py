@@ -446,7 +446,7 @@ MUTATIONS = (
     Mutation(
         "a step is cut into any number of graphs",
         "capture/recaptures.py",
-        "if self._num_graphs < MANY_GRAPHS:",
+        "if self.num_graphs < MANY_GRAPHS:",
         "if True:",
         "callbacks/test_recaptures.py -k many_graphs",
     ),

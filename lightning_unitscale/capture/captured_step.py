@@ -95,7 +95,8 @@ class CapturedStep:
         self._backends: dict[Executor, GraphBackend] = {}
         self.postponed = Postponed(self.owner.module, self.__wrapped__, self.owner.defer)
         self._untraced = UntracedCalls(
-            self.owner.find_untraced, lambda function: self._traced(self._running, function)
+            lambda: self.owner.untraced(self.owner.module),
+            lambda function: self._traced(self._running, function),
         )
         self._flags: list[bool] = []
         # Class of an input for which the last call ran as it is.

@@ -101,7 +101,7 @@ class Fallback:
         module, keep = self._step.owner.module, self._step.postponed.names
         trial = Trial(module, *arguments, keep=keep)
         recaptures, num_breaks = self._step.recaptures, num_graph_breaks()
-        recaptures.begin_call()
+        recaptures.num_graphs = 0
         if self._is_possible and self._step.graph_breaks and self._may_record:
             # The pass may be in a part of the step whose beginning is not captured again.
             trial.begin()

@@ -1,4 +1,4 @@
-"""What the code that a step reaches does to lists, and whether it asks for gradients of gradients."""
+"""What the code that a step reaches does: append to lists, ask for gradients of gradients."""
 
 from __future__ import annotations
 

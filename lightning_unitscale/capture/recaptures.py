@@ -3,6 +3,10 @@
 Dynamo may cut one call into dozens of graphs, or capture a graph anew at most calls. Each takes
 about a second, and the plan of a memory budget with it. If the step computes other numbers captured
 than as it is (by rules, in a format), it is captured each time.
+
+A step is captured a second time if its first call has removed the reason why it broke. Libraries
+install hooks under a lock, fill caches, or make tensors when a module is first called. Dynamo does
+not trace that and captures the step in parts, though every later call is one graph.
 """
 
 from __future__ import annotations
@@ -38,21 +42,14 @@ class Recaptures:
 
     def reset(self) -> None:
         """Begin to count: nothing is captured."""
-        self._num_calls = self._num_captures = self._num_graphs = 0
+        self._num_calls = self._num_captures = 0
+        self.num_graphs = 0  # of the current call
         self._functions: Counter[CodeType] = Counter()
-
-    def begin_call(self) -> None:
-        """Count what the call captures that begins."""
-        self._num_graphs = 0
-
-    def note_graph(self) -> None:
-        """Count a graph that Dynamo has captured."""
-        self._num_graphs += 1
 
     def note_function(self, code: CodeType) -> str | None:
         """Count a function that Dynamo is about to capture."""
         self._functions[code] += 1
-        if self._num_graphs < MANY_GRAPHS:
+        if self.num_graphs < MANY_GRAPHS:
             return None
         return f"it is cut into more than {MANY_GRAPHS} graphs"
 

@@ -1,4 +1,4 @@
-"""What the user reads about a step: why it is not captured, or not all of it, and how long it took."""
+"""What the user reads about a step: why it is not all captured, and how long capture took."""
 
 from __future__ import annotations
 
@@ -141,52 +141,34 @@ class StepMessages:
         )
 
 
-# Seconds after which somebody who waits wants to know what for.
+# Seconds after which a user wants to know why the first step has not begun.
 PATIENCE_SECONDS = 5.0
-
-StartTimer = Callable[[float, Callable[[], None]], Callable[[], None]]
-
-
-def start_timer(seconds: float, run: Callable[[], None]) -> Callable[[], None]:
-    """Call a function after a while, from a thread of its own; returns what stops that."""
-    timer = threading.Timer(seconds, run)
-    timer.daemon = True
-    timer.start()
-    return timer.cancel
 
 
 class CaptureProgress:
     """Adds up the time in which a step is captured, and reports it."""
 
-    def __init__(
-        self,
-        title: str,
-        say: Callable[[str], None],
-        clock: Callable[[], float] = time.perf_counter,
-        start_timer: StartTimer = start_timer,
-    ) -> None:
+    def __init__(self, title: str, say: Callable[[str], None]) -> None:
         self.seconds = 0.0
         self._title = title
         self._say = say
-        self._clock = clock
-        self._start_timer = start_timer
         self._is_reported = False
         self._has_waited = False
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
         """Within this context a function is captured, and its graph compiled and planned."""
-        started = self._clock()
-        stop_timer = None
+        started = time.perf_counter()
+        left = max(0.0, PATIENCE_SECONDS - self.seconds)
+        timer = threading.Timer(left, self._say_that_it_takes_long)
+        timer.daemon = True
         if not self._has_waited:
-            left = max(0.0, PATIENCE_SECONDS - self.seconds)
-            stop_timer = self._start_timer(left, self._say_that_it_takes_long)
+            timer.start()
         try:
             yield
         finally:
-            if stop_timer is not None:
-                stop_timer()
-            self.seconds += self._clock() - started
+            timer.cancel()
+            self.seconds += time.perf_counter() - started
 
     def report(self, num_graphs: int, planning_seconds: float) -> None:
         """Log once how long the first step was captured, and planned."""

@@ -71,7 +71,7 @@ class ModuleSteps:
         step_names: Sequence[str],
         *,
         defer: Sequence[str] = (),
-        untraced: Callable[[nn.Module], Calls] | None = None,
+        untraced: Callable[[nn.Module], Calls] = lambda _: (),
     ) -> None:
         self.module = module
         self.defer = tuple(defer)
@@ -184,7 +184,8 @@ class ModuleSteps:
         """Which variants a compiled graph needs: plain, observed, or both."""
         if self._always_observed:
             return (True,)
-        return (False, True) if any(graph_pass.observes for graph_pass in self.passes) else (False,)
+        has_probes = any(graph_pass.phase is Phase.OBSERVE for graph_pass in self.passes)
+        return (False, True) if has_probes else (False,)
 
     @property
     def observed(self) -> bool:
@@ -214,10 +215,6 @@ class ModuleSteps:
             )
         with self.sharded.standing_in(), no_graph_breaks():
             yield
-
-    def find_untraced(self) -> Calls:
-        """Methods of objects that the next step shall call outside of Dynamo."""
-        return () if self.untraced is None else self.untraced(self.module)
 
     def original(self, name: str) -> Callable[..., Any]:
         """The user's own method, unwrapped."""
