@@ -177,16 +177,18 @@ def _with_python_kernel(
 
 
 class Writes(TorchDispatchMode):
-    """Notes the storages that operators write into, by what their schemas say."""
+    """Notes the storages that operators write into, and random draws, by what their schemas say."""
 
     def __init__(self) -> None:
         super().__init__()
         self.storages: set[torch.UntypedStorage] = set()
+        self.has_drawn = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         options = kwargs or {}
+        self.has_drawn |= torch.Tag.nondeterministic_seeded in func.tags
         if func._schema.is_mutable:
             for position, argument in enumerate(func._schema.arguments):
                 if argument.alias_info is None or not argument.alias_info.is_write:

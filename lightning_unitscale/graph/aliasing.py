@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from networkx.utils import UnionFind
 from torch import Tensor, fx
 
 from lightning_unitscale.dynamo.backend import Writes
@@ -58,6 +59,7 @@ class Effects:
     writes: tuple[Path, ...] = ()
     views: tuple[Path, ...] = ()  # whose memory its result looks into
     same: Path | None = None  # which one it hands back as the very tensor, not even as a view
+    is_random: bool = False  # whether it draws from torch's generators
 
 
 _NOTHING = Effects()
@@ -67,6 +69,11 @@ _KNOWN: dict[Hashable, Effects] = {}
 def written_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
     """The tensors that the node writes into."""
     return _arguments(node, _effects(node).writes)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether the node draws random numbers, as far as it runs by itself without data."""
+    return _effects(node).is_random
 
 
 def same_tensor(node: fx.Node) -> fx.Node | None:
@@ -88,30 +95,21 @@ def memory_roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     Nodes that share memory have one root: the input or attribute that it came in by, or else the
     node that made it.
     """
-    parents: dict[fx.Node, fx.Node] = {}
-    order = {node: (not _is_input(node), index) for index, node in enumerate(graph.nodes)}
-
-    def root(node: fx.Node) -> fx.Node:
-        while parents[node] is not node:
-            node = parents[node]
-        return node
-
-    def join(first: fx.Node, second: fx.Node) -> None:
-        first, second = sorted((root(first), root(second)), key=order.__getitem__)
-        parents[second] = first
-
+    groups = UnionFind(graph.nodes)
     inputs: dict[Any, fx.Node] = {}
     for node in graph.nodes:
-        parents[node] = node
         if _is_input(node):
             # One storage may come in several times, as several views of it.
             keys: list[Any] = [*_storages(node.meta.get("example_value"))]
             keys += [node.target] if node.op == "get_attr" else []
             for key in keys:
-                join(node, inputs.setdefault(key, node))
-        for argument in _arguments(node, _effects(node).views):
-            join(node, argument)
-    return {node: root(node) for node in parents}
+                groups.union(node, inputs.setdefault(key, node))
+        groups.union(node, *_arguments(node, _effects(node).views))
+    order = {node: (not _is_input(node), index) for index, node in enumerate(graph.nodes)}
+    roots: dict[fx.Node, fx.Node] = {}
+    for group in groups.to_sets():
+        roots |= dict.fromkeys(group, min(group, key=order.__getitem__))
+    return {node: roots[node] for node in graph.nodes}
 
 
 def aliased_by_mutation(graph: fx.Graph) -> set[fx.Node]:
@@ -284,7 +282,7 @@ def _find(node: fx.Node) -> Effects:
         for path in argument_paths(node)
         if tensors_in(argument_at(node, path).meta.get("example_value"))
     ]
-    if not paths:
+    if not paths and example_tensor(node) is None:
         # Not to be run: it may enter autocast, or turn gradients off.
         return _NOTHING
     if is_higher_order(node):
@@ -321,6 +319,7 @@ def _seen_by_running(node: fx.Node, paths: list[Path], mode: Any) -> Effects:
         tuple(path for path, value in values.items() if _is_written(value, writes)),
         tuple(_sharing(result, values.items())),
         next((path for path, value in values.items() if result is value), None),
+        writes.has_drawn,
     )
 
 

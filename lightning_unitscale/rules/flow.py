@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import networkx as nx
 import torch
 from torch import Tensor, fx
 
@@ -215,7 +215,7 @@ class Flow:
     parameters: dict[str, fx.Node] = field(default_factory=dict)
     _same: dict[fx.Node, fx.Node] = field(default_factory=dict)
     _order: dict[fx.Node, int] = field(default_factory=dict)
-    _readers: dict[fx.Node, list[fx.Node]] = field(default_factory=lambda: defaultdict(list))
+    graph: nx.DiGraph = field(default_factory=nx.DiGraph)  # an edge to each reader of a result
     _graphs: dict[fx.Graph, fx.GraphModule] = field(default_factory=dict)
     _learned: set[fx.Node] = field(default_factory=set)
     _gradients: set[fx.Node] = field(default_factory=set)
@@ -238,7 +238,7 @@ class Flow:
 
     def readers(self, node: fx.Node) -> list[fx.Node]:
         """The operations that read a node's result, in any graph."""
-        return self._readers[self.resolve(node)]
+        return list(self.graph.successors(self.resolve(node)))
 
     def parameter(self, node: fx.Node) -> str | None:
         """Path in the module of the parameter that the node is, if it is one."""
@@ -315,6 +315,7 @@ class Flow:
             return
         self._order[node] = len(self.nodes)
         self.nodes.append(node)
+        self.graph.add_node(node)
         if fqn is not None:
             self.parameters[fqn] = node
             self._learned.add(node)
@@ -327,8 +328,7 @@ class Flow:
                 self._of_data.add(node)
         if is_operation(node):
             sources = dict.fromkeys(self.sources(node))
-            for source in sources:
-                self._readers[source].append(node)
+            self.graph.add_edges_from((source, node) for source in sources)
             for source in () if takes_form_only(node) else sources:
                 for marked in (self._gradients, self._of_data):
                     if source in marked:
