@@ -324,10 +324,7 @@ class CapturedStep:
         return torch.compiler.disable(self._run)(executor, args, kwargs)
 
     def _run_transformed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run below ``torch.func.grad``, ``vmap``, ...: as it is, and without Dynamo.
-
-        Dynamo would do the same, and never look at the function again, with or without them.
-        """
+        """Run below ``torch.func.grad``, ``vmap``, ... as it is; Dynamo would do so for ever after."""
         self._refuse_under_rules(
             "it runs within a torch.func transform", "No graph is captured there", _DEPLOY
         )

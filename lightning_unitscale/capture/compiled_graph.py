@@ -64,15 +64,13 @@ class GraphBackend:
 
 
 class _GraphOfEachModule:
-    """Gives each module that runs the same captured code a graph, and so names, of its own.
-
-    After a graph break Dynamo captures a layer's ``forward`` once for all layers of the class, with
-    the parameters as inputs; but the scales of the tensors are each layer's own.
-    """
+    """Gives each module that runs the same captured code a graph, and so names, of its own."""
 
     def __init__(self, step: CapturedStep, captured: CapturedGraph, executor: Executor) -> None:
+        # After a graph break Dynamo captures a layer's ``forward`` once for all layers of a class,
+        # with the parameters as inputs; but the scales of the tensors are each layer's own.
         self._step = weakref.ref(step)
-        # After a graph break they are activations, which would be alive ever after.
+        # They are activations then, which would be alive ever after.
         self._captured = replace(captured, example_inputs=())
         self._executor = executor
         self._position = captured.first_parameter()
@@ -277,10 +275,7 @@ class GraphCall:
 
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[tuple[Callable[[Interpreter], Any], tuple[Any, ...]]]:
-        """Within this context the graph may run; afterwards nothing of that has happened.
-
-        Covered: torch's random states, and the memory of inputs that the graph writes into.
-        """
+        """Run the graph in this context; random states and what it writes into are put back then."""
         inputs = tuple(_leaf(value) for value in self.inputs)
         restorers = [restore for value in self._written(inputs) for restore in restorers_of(value)]
         devices = {value.device for value in inputs if isinstance(value, Tensor)}
@@ -296,15 +291,13 @@ class GraphCall:
                     restore()
 
     def _written(self, inputs: Sequence[Any]) -> Iterator[Any]:
-        """The inputs that the graph may write into: parameters only if an operation says so.
-
-        Kernels of normalisation layers write into running statistics, and their schemas are silent.
-        """
+        """The inputs that the graph may write into: parameters only if an operation says so."""
         graph = self.graph.base.graph
         roots = memory_roots(graph)
         mutated = {roots[target] for node in graph.nodes for target in written_arguments(node)}
         placeholders = graph.find_nodes(op="placeholder")
         for node, origin, value in zip(placeholders, self.graph.inputs, inputs, strict=True):
+            # Kernels of normalization layers write into running statistics, and do not say so.
             if origin.kind != "parameter" or roots[node] in mutated:
                 yield value
 

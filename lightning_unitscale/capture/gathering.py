@@ -36,11 +36,7 @@ class _Run:
 
 
 class GatherParameters(GraphPass):
-    """Has FSDP gather parameters before they are read, and free them after that.
-
-    A checkpoint is one operation: what it reads stays gathered while it runs, and while it runs
-    again for the backward pass.
-    """
+    """Has FSDP gather parameters before they are read, and free them after that."""
 
     name = "gather parameters"
     phase = Phase.GATHER
@@ -104,6 +100,7 @@ class GatherParameters(GraphPass):
         """The parts that are to be gathered while a node runs; ``None`` for whichever are."""
         read = [owners[source] for source in node.all_input_nodes if source in owners]
         if is_checkpoint(node):
+            # What it reads stays gathered while it runs, and runs again for the backward pass.
             body = getattr(graph.graph_module, str(node.args[0].target))  # type: ignore[union-attr]
             paths = [
                 inner.meta[MODULE]

@@ -173,12 +173,8 @@ def find_recorded_pass(module: nn.Module, method: Callable[..., Any]) -> str | N
     """Where the user's code that a method reaches mentions ``create_graph``, if anywhere."""
     for function in reachable(module, method):
         for code in codes_of(function.__code__):
-            if _mentions_option(code):
+            # Names of keyword arguments of a call are a tuple among the constants.
+            tuples = [constant for constant in code.co_consts if isinstance(constant, tuple)]
+            if any(_OPTION in constants for constants in (code.co_consts, *tuples)):
                 return f"{code.co_filename}:{code.co_firstlineno}"
     return None
-
-
-def _mentions_option(code: CodeType) -> bool:
-    # Names of keyword arguments of a call are a tuple among the constants.
-    keywords = [constant for constant in code.co_consts if isinstance(constant, tuple)]
-    return _OPTION in code.co_consts or any(_OPTION in names for names in keywords)

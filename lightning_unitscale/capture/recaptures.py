@@ -54,10 +54,7 @@ class Recaptures:
         return f"it is cut into more than {MANY_GRAPHS} graphs"
 
     def before_call(self) -> None:
-        """Forget what was captured if Dynamo is about to refuse to capture more of it.
-
-        Past its limit it would run the function as it is, without a word to us.
-        """
+        """Forget what was captured before Dynamo, past its limit, runs more of it as it is."""
         most = max(self._functions.values(), default=0)
         if most < max(1, capture.RECOMPILE_LIMIT // 2):
             return

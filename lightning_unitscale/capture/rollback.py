@@ -47,11 +47,7 @@ def restoring(module: nn.Module, *, parameters: bool = True) -> Iterator[None]:
 
 
 def undoers(module: nn.Module, keep: Collection[str] = ()) -> Iterator[Callable[[], object]]:
-    """Yield what undoes a step of a module whose parameters it leaves alone; call in reverse.
-
-    As :func:`restoring`, for a caller that finds out later whether the step is to be undone. It
-    also puts back gradients, and takes off the hooks that the step has put on parameters.
-    """
+    """Yield what undoes a step that leaves parameters alone, and takes off its hooks; in reverse."""
     yield from _restorers(module, parameters=False, keep=keep)
     for parameter in module.parameters():
         yield functools.partial(_restore_hooks, parameter, set(parameter._backward_hooks or ()))
@@ -176,10 +172,7 @@ def _own_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def restorers_of(value: Any) -> Iterator[Callable[[], object]]:
-    """What puts the contents of an object back, which others may hold as well.
-
-    Nothing, for an object of a kind that is not covered.
-    """
+    """What puts the contents of an object back, which others may hold; nothing for other kinds."""
     if isinstance(value, (torch.Generator, np.random.RandomState)):
         state: Any = value.get_state()
         yield functools.partial(value.set_state, state)

@@ -165,11 +165,9 @@ class ShardedModule:
 
     @contextlib.contextmanager
     def _without_hooks(self) -> Iterator[None]:
-        """Within this context FSDP's hooks only cast what goes in and comes out, if they do.
-
-        Nor does Dynamo take the modules for FSDP's, of which it does not guard what it has read.
-        """
+        """Within this context FSDP's hooks only cast what goes in and comes out, if they do."""
         with contextlib.ExitStack() as stack:
+            # Dynamo does not guard on what it reads of modules that it takes for FSDP's.
             for marked in self._marked:
                 marked[_MANAGED] = False
             stack.callback(self._mark)

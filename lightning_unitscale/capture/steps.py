@@ -7,7 +7,6 @@ whoever comes first puts the captured steps on the module, whoever leaves last t
 from __future__ import annotations
 
 import copy
-import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -114,10 +113,7 @@ class ModuleSteps:
         self._put.enter_context(context)
 
     def detach(self, owner: str, *passes: GraphPass) -> None:
-        """Take the owner's interest and passes away; the last one restores the module. Idempotent.
-
-        Graphs captured so far stay until then, and with them what ``explain()`` says of them.
-        """
+        """Take the owner's passes away; the last owner restores the module. Idempotent."""
         if owner in self._owners:
             self._owners.remove(owner)
         self.passes = [graph_pass for graph_pass in self.passes if graph_pass not in passes]
@@ -149,11 +145,9 @@ class ModuleSteps:
             self.reset()
 
     def partition_by(self, partition_fn: Any) -> None:
-        """Split forward and backward graphs by ``partition_fn`` from now on, or as torch does.
-
-        The eager executor, which leaves that to autograd, gives way to ``"aot_eager"``.
-        """
+        """Split forward and backward graphs by ``partition_fn`` from now on, or as torch does."""
         self.partition_fn = partition_fn
+        # The eager executor leaves that to autograd.
         if partition_fn is not None and self.executor == "eager":
             self.executor = "aot_eager"
         elif partition_fn is None and self.executor == "aot_eager":
@@ -250,11 +244,7 @@ class ModuleSteps:
         for name, step in self.steps.items():
             memo[id(step)] = new.steps[name]
         for name, step in self.steps.items():
-            # A transform's own object goes with the copy; a callback's method would take the
-            # callback, and its Trainer, along.
-            if not isinstance(step.before_call, (types.FunctionType, types.MethodType)):
-                new.steps[name].interpreter = copy.deepcopy(step.interpreter, memo)
-                new.steps[name].before_call = copy.deepcopy(step.before_call, memo)
+            new.steps[name].before_call = copy.deepcopy(step.before_call, memo)
         if self.is_attached:
             # Of the module's copy, only an empty shell may be there as yet.
             vars(new.module).update(new._shadowed)

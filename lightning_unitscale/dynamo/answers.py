@@ -94,11 +94,7 @@ def plain_answers() -> Iterator[None]:
 
 
 def trace_one_graph(trace: Callable[[], _Traced]) -> _Traced:
-    """Return the result of ``trace``, which captures a function as one graph.
-
-    Whom it tells yes is forgotten: the capture of a step does not depend on what was exported
-    before it.
-    """
+    """Return the result of ``trace``, which captures one graph; whom it tells yes is forgotten."""
     before = set(_TOLD.yes)
     try:
         return _tell_until_traced(trace)

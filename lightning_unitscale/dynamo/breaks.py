@@ -109,10 +109,7 @@ def reason_of(error: BaseException) -> Reason:
 
 
 def reason_raised(error: BaseException) -> Reason:
-    """What any error says that was raised while a step was captured, and the line that raised it.
-
-    Lines of torch's and of this package's are left out, unless there are no others.
-    """
+    """What any error says that was raised while a step was captured, and the user's line of it."""
     if is_of_dynamo(error):
         return reason_of(error)
     raised = traceback.extract_tb(error.__traceback__)

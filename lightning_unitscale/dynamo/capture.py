@@ -144,10 +144,8 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def no_graph_breaks() -> Iterator[None]:
-    """Within this context what would break a graph is an error, before anything has run.
-
-    With ``fullgraph=True`` Dynamo would capture ``.item()`` as well, and so another graph.
-    """
+    """Within this context what would break a graph is an error, before anything has run."""
+    # With ``fullgraph=True`` Dynamo would capture ``.item()`` as well, and so another graph.
     with torch._dynamo.error_on_graph_break(True):
         yield
 
@@ -163,10 +161,7 @@ def forget_code(functions: Iterable[CodeType]) -> None:
 
 
 def forget(function: Callable[..., Any]) -> None:
-    """Make Dynamo look again at a function that it may have given up on, and at what follows it.
-
-    Uses ``reset_code`` and the trackers of seen code (checked on torch 2.13).
-    """
+    """Make Dynamo look again at a function that it may have given up on, and at what follows it."""
     code = getattr(function, "__code__", None)
     if code is None:
         return

@@ -38,11 +38,8 @@ def rename_node(node: fx.Node, name: str) -> None:
 
 
 def copy_graph_module(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """A copy that may be rewritten: nodes, metadata and nested graphs, but not tensors.
-
-    Its code is written when it is first run: most copies are rewritten, copied again or run node by
-    node.
-    """
+    """A copy that may be rewritten: nodes, metadata and nested graphs, but not tensors."""
+    # Its code is written when it is first run: most copies are rewritten or copied again.
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph_module.graph.nodes:
@@ -190,10 +187,7 @@ def is_higher_order(node: fx.Node) -> bool:
 
 
 def autocast_dtypes(graph: fx.Graph) -> dict[fx.Node, torch.dtype]:
-    """For each node that runs under autocast, the type that autocast casts to.
-
-    The surroundings of the graph count as well as the regions inside it.
-    """
+    """Return, for each node that runs under autocast around or in the graph, autocast's type."""
     states: dict[fx.Node, torch.dtype] = {}
     entered: dict[fx.Node, tuple[str, torch.dtype, bool]] = {}
     for node in graph.nodes:

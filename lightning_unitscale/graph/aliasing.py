@@ -90,11 +90,7 @@ def same_tensor(node: fx.Node) -> fx.Node | None:
 
 
 def memory_roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """For each node the one that stands for the memory of its result.
-
-    Nodes that share memory have one root: the input or attribute that it came in by, or else the
-    node that made it.
-    """
+    """For each node the one that its memory came in by, or else the one that made it."""
     groups = UnionFind(graph.nodes)
     inputs: dict[Any, fx.Node] = {}
     for node in graph.nodes:
@@ -113,10 +109,7 @@ def memory_roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
 
 def aliased_by_mutation(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes that share memory with a tensor that the graph still writes into.
-
-    Giving such a tensor a new identity would cut the tie, so a pass leaves them alone.
-    """
+    """Nodes that share memory with a tensor that the graph still writes into, to be left alone."""
     roots = memory_roots(graph)
     mutated = {roots[target] for node in graph.nodes for target in written_arguments(node)}
     return {node for node, root in roots.items() if root in mutated}
@@ -197,11 +190,7 @@ def _owns_memory(node: fx.Node, earlier: Sequence[fx.Node]) -> bool:
 
 
 def _functional(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
-    """The function or method that computes the same out of place, with its arguments.
-
-    Its name follows from torch's and Python's own conventions; whether it does compute the same,
-    :func:`_same_result` finds out.
-    """
+    """The function or method that may compute the same out of place, by its name."""
     name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
     if getattr(operator, name, None) is node.target and name.startswith("i"):
         function = getattr(operator, name[1:], None) or getattr(operator, f"{name[1:]}_", None)

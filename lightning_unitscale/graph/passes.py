@@ -11,6 +11,7 @@ import enum
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, fx, nn
 
 from lightning_unitscale.dynamo.graphs import add_placeholder, fake_like, is_checkpoint
 from lightning_unitscale.graph.aliasing import make_out_of_place
-from lightning_unitscale.graph.nodes import INTERNAL, device_of
+from lightning_unitscale.graph.nodes import INTERNAL
 
 # Runs a graph: the user's outputs for the user's inputs.
 Run = Callable[[Sequence[Any]], Sequence[Any]]
@@ -88,7 +89,9 @@ class StepGraph:
         self.step = step
         self.observed = observed  # with probes, as on sampled steps
         self.notes: dict[str, Any] = {}  # from one pass to another
-        self.device = device_of(graph_module.graph)
+        tensors = (node.meta.get("example_value") for node in graph_module.graph.nodes)
+        floats = (one for one in tensors if isinstance(one, Tensor) and one.is_floating_point())
+        self.device = next((tensor.device for tensor in floats), torch.device("cpu"))
         self.states: list[tuple[fx.Node, Callable[[], Tensor]]] = []
         self.results: list[tuple[fx.Node, Callable[[Tensor], None]]] = []
 
@@ -205,14 +208,9 @@ def run_passes(
         )
 
     if out_of_place or any(graph_pass.out_of_place for graph_pass in due):
-        record("out of place", lambda: _make_out_of_place(graph))
+        regions = [region.graph for region in graph.regions()]
+        record("out of place", lambda: tuple(chain.from_iterable(map(make_out_of_place, regions))))
     for graph_pass in due:
         record(graph_pass.name, lambda graph_pass=graph_pass: graph_pass.run(graph))  # type: ignore[misc]
     graph.finish()
     return records
-
-
-def _make_out_of_place(graph: StepGraph) -> tuple[str, ...]:
-    return tuple(
-        line for region in list(graph.regions()) for line in make_out_of_place(region.graph)
-    )

@@ -24,15 +24,9 @@ from lightning_unitscale.functional.scale import whole_view
 from lightning_unitscale.graph.passes import Region, StepGraph
 from lightning_unitscale.scales.reduce import row_dtype
 
-# Key in the meta of a node that returns its argument and taps its gradient.
-TAP = "gradient_tap"
-
 
 class GraphInterpreter(fx.Interpreter):
-    """Runs a captured graph and the bodies of its activation checkpoints, node by node.
-
-    Nothing is recomputed: what a checkpoint would drop is kept, so that its nodes can be measured.
-    """
+    """Runs a captured graph and its activation checkpoints, node by node; recomputes nothing."""
 
     def __init__(
         self,

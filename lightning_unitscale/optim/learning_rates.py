@@ -225,12 +225,8 @@ def known_class(optimizer: Optimizer) -> type[Optimizer] | None:
     """The class of the table that an optimizer is of; ``None`` if there is none."""
     classes = [cls for cls in type(optimizer).__mro__ if cls.__name__ in ALGORITHMS]
     by_name = (cls for cls in classes if ALGORITHMS[cls.__name__].is_known_by_name)
-    return next((cls for cls in classes if is_torchs(cls)), next(by_name, None))
-
-
-def is_torchs(cls: type) -> bool:
-    """Whether a class is the optimizer that torch has by its name."""
-    return cls is getattr(torch.optim, cls.__name__, None)
+    of_torch = (cls for cls in classes if cls is getattr(torch.optim, cls.__name__, None))
+    return next(of_torch, next(by_name, None))
 
 
 def is_decay_decoupled(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:

@@ -181,14 +181,12 @@ def _with_output_scales(
 
 
 def _structure_of(flow: Flow, prior: RulePlan) -> Structure:
-    """The structure of a flow, if it agrees with what is decided already.
-
-    A parameter that is at unit scale already must not be read by what no rule rewrites.
-    """
+    """The structure of a flow, if it agrees with what is decided already."""
     structure = find_structure(flow)
     for fqn, uses in structure.uses.items():
         plan = prior.parameters.get(fqn)
         other = [use.node for use in uses if use.kind == "other"]
+        # A parameter that is at unit scale must not be read by what no rule rewrites.
         if plan is not None and plan.action != "left" and other:
             raise RuntimeError(
                 f"{fqn}: it was set to unit scale for an earlier step, but {other[0].name} of this "

@@ -264,10 +264,7 @@ class Flow:
             self._sizes[self.resolve(node)] = root_mean_square(real) / share.sqrt()
 
     def size(self, node: fx.Node) -> float | None:
-        """RMS of the entries that are not zero of a tensor that is not learned; 1 for a mask.
-
-        ``None`` for any other tensor, and where no run has seen its values.
-        """
+        """RMS of the nonzero entries of a tensor that is not learned, if a run has seen them."""
         node = self.resolve(node)
         if node in self._learned or node not in self._sizes:
             return None

@@ -50,10 +50,7 @@ _MAX_OPERATIONS = 64
 
 
 def times_number(flow: Flow, node: fx.Node) -> tuple[fx.Node, float] | None:
-    """The tensor that the node multiplies by, or divides by, a number, and the factor's size.
-
-    A number is one of Python or a tensor of one element that is not learned.
-    """
+    """The tensor that a node multiplies by a number that is not learned, and the number's size."""
     if not is_operation(node) or op_name(node) not in DIVIDED | TIMES:
         return None
     values = _operands(node)

@@ -19,9 +19,9 @@ from lightning_unitscale.graph.nodes import (
     MODULE,
     NAME,
     argument_at,
+    changed_arguments,
     example_tensor,
     is_float_tensor,
-    map_arguments,
     op_name,
     replace_other_uses,
     tensor_name,
@@ -233,7 +233,7 @@ def _apply(
     scaled: dict[tuple[fx.Node, float], fx.Node],
 ) -> None:
     graph = region.graph
-    replacements: dict[tuple[Any, ...], fx.Node] = {}
+    args, kwargs = node.args, {**node.kwargs, **dict(decision.kwargs)}
     for argument in decision.arguments:
         source = argument_at(node, argument.path)
         product = scaled.get((source, argument.factor))
@@ -245,10 +245,9 @@ def _apply(
             product.meta[INTERNAL] = True
             if source not in mutated:
                 scaled[source, argument.factor] = product
-        replacements[argument.path] = product
-    map_arguments(node, replacements)
-    if decision.kwargs:
-        node.kwargs = {**node.kwargs, **dict(decision.kwargs)}
+        # One use of a tensor that the node may read several times.
+        args, kwargs = changed_arguments(args, kwargs, argument.path, product)
+    node.args, node.kwargs = args, kwargs
     if decision.output != 1.0:
         with graph.inserting_after(node):
             result = graph.call_function(torch.mul, (node, decision.output))

@@ -111,10 +111,7 @@ def _with_averages(
 
 
 def plan_parameters(structure: Structure, *, init_weights: bool) -> dict[str, ParameterPlan]:
-    """Role of each parameter, and whether it is set to unit scale.
-
-    A parameter is rescaled only if every use of it is one that the rules rewrite.
-    """
+    """Role of each parameter; it is rescaled only if rules rewrite every use of it."""
     depths = _depths(structure.residuals)
     plans = {}
     for fqn, uses in structure.uses.items():
@@ -195,10 +192,8 @@ def _losses(flow: Flow) -> Iterator[fx.Node]:
 
 
 def _plain_adds(flow: Flow, residuals: Mapping[fx.Node, Residual]) -> Iterator[fx.Node]:
-    """Sums of tensors that the rules themselves have brought to RMS 1.
-
-    Any other sum is part of a function that is written by hand, and a factor would change it.
-    """
+    """Sums of tensors that the rules themselves have brought to RMS 1."""
+    # Any other sum is part of a function that is written by hand, and a factor would change it.
     ours: set[fx.Node] = set()
     for node in flow.nodes:
         rule = rule_of(node)

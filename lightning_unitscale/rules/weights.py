@@ -184,10 +184,7 @@ class ParameterGradients(GraphPass):
         return gradient if exponent == 0 else gradient * 2.0**exponent
 
     def scale_new(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Bring gradients without a factor to RMS 1; the device is not waited for.
-
-        All ranks find the same: their gradients have been reduced.
-        """
+        """Bring gradients without a factor to RMS 1; the device is not waited for."""
         gradients = {fqn: self._new_gradient(fqn, parameter) for fqn, parameter in parameters}
         new = {fqn: grad for fqn, grad in gradients.items() if grad is not None}
         sent = None
