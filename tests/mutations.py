@@ -605,13 +605,6 @@ MUTATIONS = (
         "return is_fresh",
         "graph/test_functionalize.py",
     ),
-    Mutation(
-        "calls on tensors of other strides are taken for the same",
-        "graph/described_calls.py",
-        "lengths = (*value.size(), *value.stride())",
-        "lengths = (*value.size(),)",
-        "graph/test_described_calls.py",
-    ),
     # What is measured.
     Mutation(
         "a tap hands on another gradient",

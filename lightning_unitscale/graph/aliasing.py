@@ -16,7 +16,7 @@ import contextlib
 import inspect
 import operator
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,6 @@ from lightning_unitscale.dynamo.graphs import (
     is_higher_order,
     stand_ins,
 )
-from lightning_unitscale.graph.described_calls import found_once
 from lightning_unitscale.graph.nodes import (
     Path,
     argument_at,
@@ -63,7 +62,6 @@ class Effects:
 
 
 _NOTHING = Effects()
-_KNOWN: dict[Hashable, Effects] = {}
 
 
 def written_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
@@ -283,7 +281,7 @@ def _find(node: fx.Node) -> Effects:
     try:
         # With real examples it would draw random numbers.
         if not isinstance(mode, contextlib.nullcontext):
-            return found_once(_KNOWN, node, lambda: _seen_by_running(node, paths, mode))
+            return _seen_by_running(node, paths, mode)
     except Exception:
         # It does not run by itself.
         pass
