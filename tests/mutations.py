@@ -1095,7 +1095,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a view of a sharded parameter is read when it is free",
-        "capture/gathering.py",
+        "capture/sharded.py",
         "origin = node.meta.get(INPUT) or roots[node].meta.get(INPUT)",
         "origin = node.meta.get(INPUT)",
         "distributed/test_rules_sharded.py",

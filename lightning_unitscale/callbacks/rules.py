@@ -35,8 +35,7 @@ from lightning_unitscale.callbacks.steps import (
 )
 from lightning_unitscale.callbacks.trainer_settings import RuleSettings, refuse_rate_search
 from lightning_unitscale.capture.captured_step import CapturedStep
-from lightning_unitscale.capture.gathering import GatherParameters
-from lightning_unitscale.capture.sharded import ShardedModule
+from lightning_unitscale.capture.sharded import GatherParameters, ShardedModule
 from lightning_unitscale.capture.step_messages import CaptureError
 from lightning_unitscale.capture.steps import ModuleSteps
 from lightning_unitscale.graph.passes import GraphPass

@@ -89,7 +89,7 @@ class CapturedStep:
         self.graph_breaks: list[Reason] = []
         self.num_graph_calls = 0  # in the last call of the step
         self.recaptures.reset()
-        self.messages.reset()
+        self.messages.has_warned = False
         self._running: Executor = "eager"
         self._callables: dict[Executor, Callable[..., Any]] = {}
         self._backends: dict[Executor, GraphBackend] = {}
@@ -324,7 +324,7 @@ class CapturedStep:
         return torch.compiler.disable(self._run)(executor, args, kwargs)
 
     def _run_transformed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run below ``torch.func.grad``, ``vmap``, ... as it is; Dynamo would do so for ever after."""
+        """Run below ``torch.func.grad``, ``vmap``, ... as it is, as Dynamo would for ever after."""
         self._refuse_under_rules(
             "it runs within a torch.func transform", "No graph is captured there", _DEPLOY
         )

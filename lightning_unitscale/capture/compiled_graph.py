@@ -207,7 +207,8 @@ class CompiledGraph:
             graph.example_inputs(examples),
             owner.partition_fn,
             owner.compile_mode,
-            backward_is_autocast=owner.backward_is_inside,
+            # Steps under manual optimization take their backward passes themselves.
+            backward_is_autocast=not getattr(owner.module, "automatic_optimization", True),
             rewriter=owner.rewriter,
         )
         return Variant(graph, run)
@@ -275,7 +276,7 @@ class GraphCall:
 
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[tuple[Callable[[Interpreter], Any], tuple[Any, ...]]]:
-        """Run the graph in this context; random states and what it writes into are put back then."""
+        """Run the graph in this context; random states and written inputs are put back then."""
         inputs = tuple(_leaf(value) for value in self.inputs)
         restorers = [restore for value in self._written(inputs) for restore in restorers_of(value)]
         devices = {value.device for value in inputs if isinstance(value, Tensor)}

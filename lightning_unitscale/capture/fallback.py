@@ -1,16 +1,29 @@
-"""A step that cannot run captured runs as the user wrote it: found out before it, or undone."""
+"""A step that cannot run captured runs as the user wrote it: found out before it, or undone.
+
+A captured graph is one node of autograd's. Hooks of modules inside of it never see a gradient, and
+hooks of parameters run in another order, because all gradients arrive at once. The node cannot be
+differentiated a second time.
+
+Private names used here were checked on torch 2.13 and 2.11: ``_engine_run_backward``, by which
+``torch.autograd`` runs all backward passes, ``RemovableHandle.next_id``, and the dictionaries of
+hooks of modules, of parameters and of all modules.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import graph as autograd_graph
+from torch.nn.modules import module as module_hooks
 from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
 
 from lightning_unitscale.capture.reached_code import find_recorded_pass
 from lightning_unitscale.capture.rollback import undoers
@@ -24,13 +37,8 @@ from lightning_unitscale.dynamo.breaks import (
 )
 from lightning_unitscale.dynamo.capture import around_captures, original_error
 from lightning_unitscale.dynamo.executors import Executor
-from lightning_unitscale.dynamo.hooks import (
-    find_backward_hook,
-    noticing_recorded_passes,
-    num_registered,
-)
 from lightning_unitscale.graph.nodes import returned_loss
-from lightning_unitscale.patching import nothing
+from lightning_unitscale.patching import nothing, shadowed
 from lightning_unitscale.profiler.sharded import is_sharded
 
 if TYPE_CHECKING:
@@ -71,7 +79,8 @@ class Fallback:
             return False
         looks = self._is_possible and executor != "eager" and torch.is_grad_enabled()
         if self.reason is None and looks:
-            count = num_registered()
+            # It grows whenever a hook is registered on anything.
+            count: int = RemovableHandle.next_id
             if count != self._num_hooks:
                 self._num_hooks = count
                 if (hook := find_backward_hook(self._step.owner.module)) is not None:
@@ -133,7 +142,7 @@ class Fallback:
                 yield
         except Exception as error:
             raise self._undone(trial, error) from None
-        if trial.has_begun and executor != "eager" and torch.is_grad_enabled():
+        if trial.undoers and executor != "eager" and torch.is_grad_enabled():
             self._pending = trial
 
     def _undone(self, trial: Trial, error: Exception) -> BaseException:
@@ -210,30 +219,25 @@ class Trial:
         self._module = module
         self._keep = keep
         self._takes = any(isinstance(value, Iterator) for value in arguments)
-        self._undo: list[Callable[[], object]] = []
+        self.undoers: list[Callable[[], object]] = []
         self._before: list[Any] = []
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether it can be undone, if no parameter changes."""
-        return bool(self._undo)
 
     def begin(self) -> None:
         """Note how things are; nothing of the call has run yet."""
         # What was taken from an iterator cannot be put back, nor what FSDP knows of its gathering.
         # Most calls never begin, and all parameters are asked.
-        if not self._undo and not self._takes and not is_sharded(self._module):
+        if not self.undoers and not self._takes and not is_sharded(self._module):
             self._before = [_state_of(param) for param in self._module.parameters()]
-            self._undo = list(undoers(self._module, self._keep))
+            self.undoers = list(undoers(self._module, self._keep))
 
     def undo(self) -> bool:
         """Undo the call; returns whether that was possible."""
-        if not self._undo:
+        if not self.undoers:
             return False  # nor may parameters be read: FSDP has freed what it gathered
         after = list(map(_state_of, self._module.parameters()))
         if len(after) != len(self._before) or not all(map(_is_same, after, self._before)):
             return False
-        for undo in reversed(self._undo):
+        for undo in reversed(self.undoers):
             undo()
         return True
 
@@ -255,3 +259,66 @@ def _is_same(after: Any, before: Any) -> bool:
     if after != before:
         return False
     return not isinstance(total, Tensor) or torch.equal(total.nan_to_num(), expected.nan_to_num())
+
+
+_OF_MODULES = {"_backward_hooks": "backward hook", "_backward_pre_hooks": "backward pre-hook"}
+_OF_PARAMETERS = {
+    "_backward_hooks": "gradient hook",
+    "_post_accumulate_grad_hooks": "post-accumulate-grad hook",
+}
+_OWN_PACKAGE = __name__.partition(".")[0]
+
+
+def find_backward_hook(module: nn.Module) -> str | None:
+    """Name a hook that takes part in backward passes of a module; ``None`` if there is none."""
+    for name, kind in _OF_MODULES.items():
+        if (hook := _first(getattr(module_hooks, f"_global{name}"))) is not None:
+            return f"all modules have a {kind}, {_named(hook)}"
+    for path, owner in module.named_modules():
+        for name, kind in _OF_MODULES.items():
+            if (hook := _first(getattr(owner, name, None))) is not None:
+                return f"{path or type(owner).__name__} has a {kind}, {_named(hook)}"
+    for path, parameter in module.named_parameters():
+        for name, kind in _OF_PARAMETERS.items():
+            if (hook := _first(getattr(parameter, name, None))) is not None:
+                return f"{path} has a {kind}, {_named(hook)}"
+    return None
+
+
+def _first(hooks: Mapping[int, Any] | None) -> Any:
+    """The first hook that is not this package's own."""
+    return next((hook for hook in (hooks or {}).values() if not _is_own(hook)), None)
+
+
+def _is_own(hook: Any) -> bool:
+    name = getattr(hook, "__module__", None) or type(hook).__module__
+    return str(name).partition(".")[0] == _OWN_PACKAGE
+
+
+def _named(hook: Any) -> str:
+    """The hook's name, and where it was written."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    name = getattr(hook, "__qualname__", type(hook).__qualname__)
+    code = getattr(inspect.unwrap(hook), "__code__", None)
+    return name if code is None else f"{name} at {code.co_filename}:{code.co_firstlineno}"
+
+
+@contextlib.contextmanager
+def noticing_recorded_passes(notice: Callable[[], None]) -> Iterator[None]:
+    """Within this context ``notice`` is called before each pass with ``create_graph=True``."""
+    run = autograd_graph._engine_run_backward
+    # Both run in the middle of a step, whose functions Dynamo captures as it meets them.
+    notice = torch.compiler.disable(notice)
+
+    @functools.partial(torch.compiler.disable, recursive=False)
+    @functools.wraps(run)
+    def notice_and_run(
+        outputs: Any, grad_outputs: Any, keeps_graph: Any, creates_graph: Any, *args: Any, **kw: Any
+    ) -> Any:
+        if creates_graph:
+            notice()
+        return run(outputs, grad_outputs, keeps_graph, creates_graph, *args, **kw)
+
+    with shadowed(torch.autograd, _engine_run_backward=notice_and_run):
+        yield

@@ -47,7 +47,7 @@ def restoring(module: nn.Module, *, parameters: bool = True) -> Iterator[None]:
 
 
 def undoers(module: nn.Module, keep: Collection[str] = ()) -> Iterator[Callable[[], object]]:
-    """Yield what undoes a step that leaves parameters alone, and takes off its hooks; in reverse."""
+    """Yield what undoes a step that leaves parameters alone; call it in reverse."""
     yield from _restorers(module, parameters=False, keep=keep)
     for parameter in module.parameters():
         yield functools.partial(_restore_hooks, parameter, set(parameter._backward_hooks or ()))

@@ -60,10 +60,6 @@ class StepMessages:
 
     def __init__(self, step: CapturedStep) -> None:
         self._step = step
-        self.reset()
-
-    def reset(self) -> None:
-        """Warn again: something else is captured now."""
         self.has_warned = False
 
     def warn_once(self, text: str) -> None:

@@ -86,7 +86,7 @@ class ModuleSteps:
         self.records: list[PassRecord] = []
         self.graph_breaks: list[Reason] = []
         self.say: Callable[[str], None] = nothing
-        self._owners: list[str] = []
+        self.owners: list[str] = []
         self._observers: set[str] = set()
         self._always_observed = False
         self._put = ExitStack()
@@ -95,15 +95,10 @@ class ModuleSteps:
         }
         self.steps = {name: CapturedStep(self, name) for name in step_names}
 
-    @property
-    def owners(self) -> tuple[str, ...]:
-        """Who has attached the steps."""
-        return tuple(self._owners)
-
     def attach(self, owner: str) -> None:
         """Put the captured steps on the module; safe to call again for another owner."""
-        if owner not in self._owners:
-            self._owners.append(owner)
+        if owner not in self.owners:
+            self.owners.append(owner)
         if not self.is_attached:
             self._put.enter_context(unmarked(self.module))
             self._put.enter_context(shadowed(self.module, **{ATTRIBUTE: self}, **self.steps))
@@ -114,11 +109,11 @@ class ModuleSteps:
 
     def detach(self, owner: str, *passes: GraphPass) -> None:
         """Take the owner's passes away; the last owner restores the module. Idempotent."""
-        if owner in self._owners:
-            self._owners.remove(owner)
+        if owner in self.owners:
+            self.owners.remove(owner)
         self.passes = [graph_pass for graph_pass in self.passes if graph_pass not in passes]
         self._observers.discard(owner)
-        if not self._owners:
+        if not self.owners:
             self._put.close()
             self.reset()
 
@@ -126,11 +121,6 @@ class ModuleSteps:
     def changes_function(self) -> bool:
         """Whether a pass makes the steps compute something else than the user's own code."""
         return any(graph_pass.phase is Phase.REPARAMETRIZE for graph_pass in self.passes)
-
-    @property
-    def backward_is_inside(self) -> bool:
-        """Whether steps take their backward passes themselves, by manual optimization."""
-        return not getattr(self.module, "automatic_optimization", True)
 
     def add_pass(self, graph_pass: GraphPass) -> None:
         """Add a pass; every graph is recaptured before its next run."""
@@ -234,7 +224,7 @@ class ModuleSteps:
         new = object.__new__(type(self))
         memo[id(self)] = new
         vars(new).update(
-            vars(self), records=[], graph_breaks=[], _owners=list(self._owners), _put=ExitStack()
+            vars(self), records=[], graph_breaks=[], owners=list(self.owners), _put=ExitStack()
         )
         new.rewriter = None  # of the copy's own session, if it gets one
         new._observers = set(self._observers)

@@ -9,12 +9,21 @@ dropout multiplies by a mask that is rounded to the type of its input, and its d
 Under autocast AOTAutograd traces the backward pass with autocast on. Whoever calls ``backward()``
 outside of it, as a Trainer does, runs it without.
 
+``_trilinear``, the kernel of ``nn.Bilinear``, multiplies by ``bmm``. A plain step runs it within
+autocast, and so these in BF16; a captured graph has the kernel as one operation and runs it outside
+of autocast. So an operator of ours runs it within.
+
+AOTAutograd calls its graph with the inputs as they are. Where one is of a class whose operations
+only Python knows (``__torch_function__``), its checks of the first call end in an error. So such
+inputs are given as plain tensors.
+
 Private names used here were checked on torch 2.13 and 2.11: Inductor's ``custom_partitioner_fn``,
 functorch's ``backward_pass_autocast``, and the switches of the two caches of compiled graphs;
 ``OpOverload.py_kernels``, ``OpOverload._dispatch_cache``, ``OpOverload._op_dk`` and
 ``OpOverload._schema``, ``torch._C.DispatchKey``, ``TorchDispatchMode``;
 ``upsample_compute_output_size``, ``suggest_memory_format`` and
-``compute_elementwise_output_logical_to_physical_perm`` of torch's decompositions.
+``compute_elementwise_output_logical_to_physical_perm`` of torch's decompositions;
+``_disabled_torch_dispatch_impl``.
 """
 
 from __future__ import annotations

@@ -2,7 +2,10 @@
 
 Everything above works on :class:`CapturedGraph` and on callables. Private names used here were
 checked on torch 2.13 and 2.11: ``node.meta["grapharg"]``, ``node._dynamo_source``,
-``CompileContext.current_compile_id``, and ``_dynamo_static_input_type`` of parameters and buffers.
+``CompileContext.current_compile_id``, ``_dynamo_static_input_type`` of parameters and buffers;
+``ConvertFrame``, which is called once for each function to capture, and returns when its graph is
+compiled; ``ConvertFrameAssert``, which it asks; ``guarded_code`` of what it returns,
+``frame_exec_strategy`` of an error by which it gives up on a function, ``GraphCompileReason``.
 """
 
 from __future__ import annotations

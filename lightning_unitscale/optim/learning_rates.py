@@ -3,7 +3,7 @@
 Write the stored weight as ``V = W / sigma``, its gradient as ``G = c * g`` with ``g`` that of ``W``
 in the plain model (``c``, the product of all factors on the way back, is unknown before the first
 backward pass), and a step as ``W -= lr * U(g, W)``. The step of ``V`` is that of ``W`` divided by
-``sigma`` if its rate is ``lr * U(g, W) / (sigma * U(G, V))``. By the table in :mod:`.optimizers`
+``sigma`` if its rate is ``lr * U(g, W) / (sigma * U(G, V))``. By the table in :data:`ALGORITHMS`
 that is ``lr / sigma`` for scale-invariant and orthogonal optimizers, ``lr`` for relative ones, and
 by the unknown ``c`` unknown for linear ones.
 

@@ -240,10 +240,6 @@ class Flow:
         """The operations that read a node's result, in any graph."""
         return list(self.graph.successors(self.resolve(node)))
 
-    def parameter(self, node: fx.Node) -> str | None:
-        """Path in the module of the parameter that the node is, if it is one."""
-        return parameter_path(self.resolve(node))
-
     def is_learned(self, node: fx.Node) -> bool:
         """Whether a tensor depends on a parameter; it need not require a gradient for that."""
         return self.resolve(node) in self._learned
@@ -279,7 +275,7 @@ class Flow:
 
     def parameter_of(self, node: fx.Node) -> str | None:
         """Path of the parameter whose elements the tensor has."""
-        return self.parameter(self.root(node))
+        return parameter_path(self.root(node))
 
     def has_graph(self, graph: fx.Graph) -> bool:
         """Whether a graph has been added."""

@@ -1,4 +1,4 @@
-"""Patterns of operations: scaling by a number, the path to a softmax, hand-written activations."""
+"""Patterns of operations: scaling, softmax, hand-written activations, averages of parameters."""
 
 from __future__ import annotations
 
@@ -277,7 +277,12 @@ _FOREACH = "foreach_"
 
 @dataclass(frozen=True)
 class Averages:
-    """The updates of parameters from parameters in a step."""
+    """The updates of parameters from parameters in a step: momentum encoders, averages of a model.
+
+    ``teacher.lerp_(student, 0.01)`` is the same update at whichever scale the two have together, so
+    it keeps no weight from being set to unit scale, and has no factors. Only sums of multiples of
+    parameters that a parameter is overwritten with are meant: no clamp.
+    """
 
     nodes: frozenset[fx.Node]  # nothing else reads their results
     groups: tuple[frozenset[str], ...]  # parameters that are added up, and so need one scale
