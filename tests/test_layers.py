@@ -72,7 +72,7 @@ TORCH_ADAPTERS = (
     "dynamo",
     "functional/low_precision.py",
     "functional/scale.py",
-    "graph/after_backward.py",
+    "graph/autograd.py",
     "graph/decompose.py",
     "pipeline/breadth_first.py",
     "pipeline/capture.py",

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from lightning_unitscale.capture.rollback import restorers_of
 from lightning_unitscale.capture.user_checkpoints import refuse_checkpoints
@@ -25,6 +24,7 @@ from lightning_unitscale.dynamo.breaks import joined_reasons
 from lightning_unitscale.dynamo.capture import CapturedGraph
 from lightning_unitscale.dynamo.executors import Executor
 from lightning_unitscale.dynamo.graphs import copy_graph_module
+from lightning_unitscale.functional.scale import outside_transforms
 from lightning_unitscale.graph.aliasing import find_effects, memory_roots, written_arguments
 from lightning_unitscale.graph.decompose import expand_composites
 from lightning_unitscale.graph.passes import (
@@ -142,7 +142,7 @@ class CompiledGraph:
         if observed not in self._variants:
             # Between two graph breaks it may be called within a transform of torch.func's, which
             # its rewriting is no part of.
-            with temporarily_clear_interpreter_stack():
+            with outside_transforms():
                 self._variants[observed] = self._build(observed, inputs)
         return self._variants[observed](*inputs)
 

@@ -1,29 +1,16 @@
-"""A step that cannot run captured runs as the user wrote it: found out before it, or undone.
-
-A captured graph is one node of autograd's. Hooks of modules inside of it never see a gradient, and
-hooks of parameters run in another order, because all gradients arrive at once. The node cannot be
-differentiated a second time.
-
-Private names used here were checked on torch 2.13 and 2.11: ``_engine_run_backward``, by which
-``torch.autograd`` runs all backward passes, ``RemovableHandle.next_id``, and the dictionaries of
-hooks of modules, of parameters and of all modules.
-"""
+"""A step that cannot run captured runs as the user wrote it: found out before it, or undone."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import graph as autograd_graph
-from torch.nn.modules import module as module_hooks
 from torch.nn.parameter import is_lazy
-from torch.utils.hooks import RemovableHandle
 
 from lightning_unitscale.capture.reached_code import find_recorded_pass
 from lightning_unitscale.capture.rollback import undoers
@@ -37,8 +24,13 @@ from lightning_unitscale.dynamo.breaks import (
 )
 from lightning_unitscale.dynamo.capture import around_captures, original_error
 from lightning_unitscale.dynamo.executors import Executor
+from lightning_unitscale.dynamo.hooks import (
+    find_backward_hook,
+    noticing_recorded_passes,
+    num_registered,
+)
 from lightning_unitscale.graph.nodes import returned_loss
-from lightning_unitscale.patching import nothing, shadowed
+from lightning_unitscale.patching import nothing
 from lightning_unitscale.profiler.sharded import is_sharded
 
 if TYPE_CHECKING:
@@ -79,8 +71,7 @@ class Fallback:
             return False
         looks = self._is_possible and executor != "eager" and torch.is_grad_enabled()
         if self.reason is None and looks:
-            # It grows whenever a hook is registered on anything.
-            count: int = RemovableHandle.next_id
+            count = num_registered()
             if count != self._num_hooks:
                 self._num_hooks = count
                 if (hook := find_backward_hook(self._step.owner.module)) is not None:
@@ -259,66 +250,3 @@ def _is_same(after: Any, before: Any) -> bool:
     if after != before:
         return False
     return not isinstance(total, Tensor) or torch.equal(total.nan_to_num(), expected.nan_to_num())
-
-
-_OF_MODULES = {"_backward_hooks": "backward hook", "_backward_pre_hooks": "backward pre-hook"}
-_OF_PARAMETERS = {
-    "_backward_hooks": "gradient hook",
-    "_post_accumulate_grad_hooks": "post-accumulate-grad hook",
-}
-_OWN_PACKAGE = __name__.partition(".")[0]
-
-
-def find_backward_hook(module: nn.Module) -> str | None:
-    """Name a hook that takes part in backward passes of a module; ``None`` if there is none."""
-    for name, kind in _OF_MODULES.items():
-        if (hook := _first(getattr(module_hooks, f"_global{name}"))) is not None:
-            return f"all modules have a {kind}, {_named(hook)}"
-    for path, owner in module.named_modules():
-        for name, kind in _OF_MODULES.items():
-            if (hook := _first(getattr(owner, name, None))) is not None:
-                return f"{path or type(owner).__name__} has a {kind}, {_named(hook)}"
-    for path, parameter in module.named_parameters():
-        for name, kind in _OF_PARAMETERS.items():
-            if (hook := _first(getattr(parameter, name, None))) is not None:
-                return f"{path} has a {kind}, {_named(hook)}"
-    return None
-
-
-def _first(hooks: Mapping[int, Any] | None) -> Any:
-    """The first hook that is not this package's own."""
-    return next((hook for hook in (hooks or {}).values() if not _is_own(hook)), None)
-
-
-def _is_own(hook: Any) -> bool:
-    name = getattr(hook, "__module__", None) or type(hook).__module__
-    return str(name).partition(".")[0] == _OWN_PACKAGE
-
-
-def _named(hook: Any) -> str:
-    """The hook's name, and where it was written."""
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    name = getattr(hook, "__qualname__", type(hook).__qualname__)
-    code = getattr(inspect.unwrap(hook), "__code__", None)
-    return name if code is None else f"{name} at {code.co_filename}:{code.co_firstlineno}"
-
-
-@contextlib.contextmanager
-def noticing_recorded_passes(notice: Callable[[], None]) -> Iterator[None]:
-    """Within this context ``notice`` is called before each pass with ``create_graph=True``."""
-    run = autograd_graph._engine_run_backward
-    # Both run in the middle of a step, whose functions Dynamo captures as it meets them.
-    notice = torch.compiler.disable(notice)
-
-    @functools.partial(torch.compiler.disable, recursive=False)
-    @functools.wraps(run)
-    def notice_and_run(
-        outputs: Any, grad_outputs: Any, keeps_graph: Any, creates_graph: Any, *args: Any, **kw: Any
-    ) -> Any:
-        if creates_graph:
-            notice()
-        return run(outputs, grad_outputs, keeps_graph, creates_graph, *args, **kw)
-
-    with shadowed(torch.autograd, _engine_run_backward=notice_and_run):
-        yield
