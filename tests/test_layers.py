@@ -71,7 +71,7 @@ TORCH_ADAPTERS = (
     "dynamo",
     "functional/low_precision.py",
     "functional/scale.py",
-    "graph/after_backward.py",
+    "graph/autograd.py",
     "graph/decompose.py",
     "pipeline/capture.py",
     "pipeline/dataflow.py",

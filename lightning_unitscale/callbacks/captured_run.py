@@ -37,4 +37,6 @@ def capture_run(
     if compile:
         steps.use_executor("inductor", mode_of(compile))
     keep_plain_where_recorded(steps, module)
+    for graph_pass in passes:
+        steps.add_pass(graph_pass)
     return steps

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_unitscale.callbacks.packages import is_overridden
 from lightning_unitscale.capture.fallback import RECORDED
-from lightning_unitscale.capture.recorded_passes import find_recorded_pass
+from lightning_unitscale.capture.reached_code import find_recorded_pass
 from lightning_unitscale.capture.steps import ModuleSteps
 from lightning_unitscale.patching import Replacement, shadowed
 

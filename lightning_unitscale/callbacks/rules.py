@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,14 +14,31 @@ from lightning_unitscale.arguments import check_choice, check_flag, is_same, sho
 from lightning_unitscale.callbacks.distributed import (
     joint_over_parts,
     pipeline_of,
+    refuse_sharded_parameters,
+    rehearsed,
     rehearsing,
 )
 from lightning_unitscale.callbacks.options import Rules
-from lightning_unitscale.callbacks.packages import misconfigured, rank_zero_info, rank_zero_warn
-from lightning_unitscale.callbacks.steps import step_context, takes_iterator
+from lightning_unitscale.callbacks.packages import (
+    is_lightning,
+    misconfigured,
+    rank_zero_info,
+    rank_zero_warn,
+)
+from lightning_unitscale.callbacks.remat import RematCallback
+from lightning_unitscale.callbacks.steps import (
+    all_callbacks,
+    starting_batch,
+    step_arguments,
+    step_context,
+    takes_iterator,
+)
 from lightning_unitscale.callbacks.trainer_settings import RuleSettings, refuse_rate_search
 from lightning_unitscale.capture.captured_step import CapturedStep
+from lightning_unitscale.capture.sharded import GatherParameters, ShardedModule
 from lightning_unitscale.capture.step_messages import CaptureError
+from lightning_unitscale.capture.steps import ModuleSteps
+from lightning_unitscale.graph.passes import GraphPass
 from lightning_unitscale.optim.learning_rates import Method, ParameterInfo, Role
 from lightning_unitscale.patching import shadowed
 from lightning_unitscale.ranks import gathered
@@ -39,16 +56,19 @@ from lightning_unitscale.rules.weights import (
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-
 _TRAINING = "training_step"
 _NOTHING_READ = "no captured graph reads a parameter"
 
 
 class RuleScaling:
-    """Scales one LightningModule by rules over fits, tests and restarts."""
+    """Scales the steps of one LightningModule by rules, each before its first batch.
+
+    Units and formats of the matmuls are the session's, as those of any captured step.
+    """
 
     def __init__(
         self,
+        method: Rules,
         options: RuleOptions,
         replace: Replace | None,
         lr_scaling: Method | None,
@@ -58,6 +78,10 @@ class RuleScaling:
         self.init_weights = init_weights
         self.rules = RuleRewrite(options, replace)
         self.gradients = ParameterGradients()
+        self._method = method
+        self._trainer: pl.Trainer | None = None
+        self._steps: ModuleSteps | None = None
+        self._sharded: ShardedModule | None = None
         self._settings = RuleSettings(lr_scaling)
         self._rates_follow = False
         # Whether an evaluation of a plain module is under way.
@@ -68,18 +92,81 @@ class RuleScaling:
         """What has been decided so far."""
         return self.rules.plan
 
-    def attach(self, trainer: pl.Trainer, module: pl.LightningModule, *, is_other: bool) -> None:
-        """Take over the module's own plan, if it has been scaled before."""
+    def passes_for(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        *,
+        is_other: bool,
+        is_compiled: bool,
+    ) -> list[GraphPass]:
+        """Return the passes over the steps; takes over the module's own plan, if it has one."""
+        is_sharded = is_lightning(trainer.strategy, "ModelParallelStrategy")
+        self._check_sharding(trainer, is_sharded=is_sharded, is_compiled=is_compiled)
         refuse_rate_search(trainer)
         if is_other or not self.plan.steps():
             self.rules.plan = vars(module).get(PLAN_ATTRIBUTE, RulePlan())
             self.gradients.clear()
+        self._sharded = ShardedModule(module) if is_sharded else None
+        gathering = [] if self._sharded is None else [GatherParameters(self._sharded)]
+        return [self.rules, self.gradients, *gathering]
+
+    def attach(self, trainer: pl.Trainer, steps: ModuleSteps, leaving: ExitStack) -> None:
+        """Scale captured steps that have the passes, until ``leaving`` is closed."""
+        leaving.callback(self._leave)
+        steps.sharded = self._sharded
+        self._trainer, self._steps = trainer, steps
+
+    def _leave(self) -> None:
+        """End what reaches beyond the module's steps."""
+        if self._steps is not None:
+            self._steps.sharded = None
+        self._trainer = self._steps = None
+        self._settings.restore()
+        self.gradients.remove()
+        self._rates_follow = False
+        self._is_plain = False
+
+    def _check_sharding(self, trainer: pl.Trainer, *, is_sharded: bool, is_compiled: bool) -> None:
+        """Refuse to scale by rules what the steps of a sharded module cannot have."""
+        if not is_sharded:
+            refuse_sharded_parameters(
+                trainer,
+                f"method={self._method!r}",
+                "sets whole parameters to RMS 1",
+                "ModelParallelStrategy with fully_shard, DDP, or method='lossless'",
+            )
+        elif is_compiled:
+            raise misconfigured(
+                f"compile=True with method={self._method!r}: FSDP gathers parameters in the middle "
+                "of the graph, which Inductor does not compile; expected compile=False with "
+                "ModelParallelStrategy; leave it out, or use DDP."
+            )
+        elif any(isinstance(callback, RematCallback) for callback in all_callbacks(trainer)):
+            raise misconfigured(
+                f"method={self._method!r} with RematCallback: by rules FSDP gathers parameters in "
+                "the middle of the graph, of which nothing can run again then; expected only one "
+                "of them with ModelParallelStrategy; checkpoint the blocks yourself, or use DDP."
+            )
+
+    def begin_batch(self, name: str, batch: Any, *indices: int) -> None:
+        """Have the rules decide on a step, if they have not seen it."""
+        trainer, steps = self._trainer, self._steps
+        assert trainer is not None and steps is not None
+        step, module = steps.steps[name], trainer.lightning_module
+        is_training = name == "training_step"
+        if is_training and step.fallback.is_due(steps.executor):
+            return
+        with starting_batch(module, step, *indices):
+            seen = rehearsed(trainer, batch) if is_training else batch
+            arguments = step_arguments(module, name, seen, *indices)
+            self._plan_step(trainer, step, arguments, train=is_training)
 
     def start_fit(self, trainer: pl.Trainer) -> None:
         """Give clipping and the loss scale their meaning for gradients at unit scale."""
         self._settings.start(trainer)
 
-    def plan_step(
+    def _plan_step(
         self, trainer: pl.Trainer, step: CapturedStep, arguments: tuple[Any, ...], *, train: bool
     ) -> None:
         """Decide on a step on its first batch; before the first training step, set the weights.
@@ -159,13 +246,6 @@ class RuleScaling:
             # A rank has gradients of its own stages alone, and any rank writes the checkpoint.
             for factors in gathered(self.gradients.log2_factors):
                 self.gradients.log2_factors.update(factors)
-
-    def restore(self) -> None:
-        """End what reaches beyond the module's steps; idempotent."""
-        self._settings.restore()
-        self.gradients.remove()
-        self._rates_follow = False
-        self._is_plain = False
 
     def state_dict(self) -> dict[str, Any]:
         """For the checkpoint: with it, nothing is decided, measured or scaled a second time."""
@@ -267,7 +347,7 @@ def rules_of(
         check_choice("lr_scaling", lr_scaling, ("match", "u-mup", "auto"), "unknown choice", advice)
     rates = _RATES[method.method] if lr_scaling == "auto" else cast(Method | None, lr_scaling)
     options = method.options(residual=residual, on_unknown=on_unknown)
-    return RuleScaling(options, replace, rates, init_weights)
+    return RuleScaling(method, options, replace, rates, init_weights)
 
 
 _RATES: dict[str, Method] = {"unit-scaling": "match", "u-mup": "u-mup"}

@@ -27,7 +27,7 @@ from lightning_unitscale.callbacks.packages import (
     rank_zero_info,
 )
 from lightning_unitscale.capture.captured_step import CapturedStep
-from lightning_unitscale.capture.growing_lists import functions_of, names_in
+from lightning_unitscale.capture.reached_code import functions_of, names_in
 from lightning_unitscale.capture.steps import LIGHTNING_STEPS, ModuleSteps, steps_of
 from lightning_unitscale.dynamo.capture import is_compiled
 from lightning_unitscale.loops.attach import Attachment, attach_in_fabric

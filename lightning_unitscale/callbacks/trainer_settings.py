@@ -20,10 +20,8 @@ from lightning_unitscale.callbacks.packages import (
 )
 from lightning_unitscale.callbacks.steps import all_callbacks
 from lightning_unitscale.functional.low_precision import why_no_fp8
-from lightning_unitscale.optim.learning_rates import Method, ParameterInfo, check_group
-from lightning_unitscale.optim.optimizers import known_class
-from lightning_unitscale.optim.rate_notes import rate_notes
-from lightning_unitscale.optim.scaled_step import scale_learning_rates
+from lightning_unitscale.optim.learning_rates import Method, ParameterInfo, check_group, known_class
+from lightning_unitscale.optim.scaled_step import rate_notes, scale_learning_rates
 from lightning_unitscale.patching import Replacement, shadowed
 
 if TYPE_CHECKING:

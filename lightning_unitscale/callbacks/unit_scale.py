@@ -35,7 +35,6 @@ from lightning_unitscale.callbacks.options import (
 from lightning_unitscale.callbacks.packages import rank_zero_warn
 from lightning_unitscale.callbacks.product_units import ProductUnits
 from lightning_unitscale.callbacks.remat import budget_claim, compile_claim, step_partitioner
-from lightning_unitscale.callbacks.ruled_steps import RuledSteps
 from lightning_unitscale.callbacks.rules import rules_of
 from lightning_unitscale.callbacks.step_schedules import RecalibrationSchedule
 from lightning_unitscale.callbacks.steps import StepsCallback, captures_steps, enter
@@ -49,6 +48,7 @@ from lightning_unitscale.callbacks.trainer_settings import (
 from lightning_unitscale.capture.steps import ModuleSteps, breaks_list
 from lightning_unitscale.dispatch.coverage import Coverage
 from lightning_unitscale.dynamo.executors import CompileMode
+from lightning_unitscale.graph.passes import GraphPass
 from lightning_unitscale.loops.loop import Claim, Loop
 from lightning_unitscale.lossless.gauge import Gauge
 from lightning_unitscale.patching import nothing
@@ -166,9 +166,6 @@ class UnitScaleCallback(StepsCallback):
             self._simulation = self.simulate.rounding_pass()
         schedule = RecalibrationSchedule(recalibrate)
         self._products = ProductUnits(schedule, self._simulation, self._fp8)
-        self._ruled: RuledSteps | None = None
-        if self._rules is not None and isinstance(self.method, Rules):
-            self._ruled = RuledSteps(self.method, self._rules, remat=self.remat, compile=compile)
         self._checkpoints = ExitStack()
         self._captured = ExitStack()
         # The captured steps, and what explain() says of them.
@@ -210,14 +207,14 @@ class UnitScaleCallback(StepsCallback):
         self._note_captured()
         *parts, units = self._products.explain().parts
         captured = self._what_was_captured
-        if self._ruled is not None:
+        if self._rules is not None:
             return Explanation(captured, *parts, units)
         return Explanation(*parts, captured, units)
 
     def _note_captured(self) -> None:
         if self._steps is None:
             return
-        if self._ruled is not None:
+        if self._rules is not None:
             self._what_was_captured = self._steps.explain()
         elif self._steps.graph_breaks:
             self._what_was_captured = breaks_list(self._steps.graph_breaks)
@@ -249,11 +246,12 @@ class UnitScaleCallback(StepsCallback):
         )
         loop = LightningLoop(trainer, pl_module)
         is_other = self._take(loop)
-        if self._ruled is not None:
-            self._steps = self._ruled.capture(
-                trainer, pl_module, self, is_other=is_other, leaving=self._captured
-            )
-        elif captures_steps(trainer):
+        if captures_steps(trainer):
+            passes: list[GraphPass] = []
+            if self._rules is not None:
+                passes = self._rules.passes_for(
+                    trainer, pl_module, is_other=is_other, is_compiled=bool(self.compile)
+                )
             remat = self.remat
             self._steps = capture_run(
                 trainer,
@@ -261,8 +259,11 @@ class UnitScaleCallback(StepsCallback):
                 self,
                 None if remat is None else step_partitioner(trainer, pl_module, remat),
                 compile=self.compile,
+                passes=passes,
                 leaving=self._captured,
             )
+            if self._rules is not None:
+                self._rules.attach(trainer, self._steps, self._captured)
         self._products.attach(loop, is_other=is_other)
 
     @override
@@ -295,8 +296,8 @@ class UnitScaleCallback(StepsCallback):
         assert self._loop is not None
         if (grid := self._moving_grid()) is not None:
             grid.follow(self._loop.step_index)
-        if self._ruled is not None:
-            self._ruled.begin_batch("training_step", batch, batch_idx)
+        if self._rules is not None:
+            self._rules.begin_batch("training_step", batch, batch_idx)
         self._products.begin_batch(batch, batch_idx)
 
     @override
@@ -308,8 +309,8 @@ class UnitScaleCallback(StepsCallback):
 
     @override
     def begin_evaluation(self, name: str, batch: Any = None, *indices: int) -> None:
-        if self._ruled is not None:
-            self._ruled.begin_batch(name, batch, *indices)
+        if self._rules is not None:
+            self._rules.begin_batch(name, batch, *indices)
         self._products.begin_evaluation(name, batch, *indices)
 
     @override

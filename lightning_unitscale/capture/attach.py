@@ -33,6 +33,10 @@ def own_copy(module: nn.Module) -> nn.Module:
     reject_compiled(module)
     memo: dict[int, Any] = {}
     new: nn.Module = detached_copy(module, memo)
+    for parameter in new.parameters():
+        if not parameter.is_leaf:
+            # torch's copy of a scripted module has them computed.
+            parameter.detach_().requires_grad_()
     for parameter in module.parameters():
         hook: Any
         for hook in (parameter._backward_hooks or {}).values():

@@ -21,11 +21,14 @@ from lightning_unitscale.capture.compiled_graph import (
     stop_at_graph,
 )
 from lightning_unitscale.capture.fallback import Fallback, StaysPlain
-from lightning_unitscale.capture.progress import CaptureProgress
-from lightning_unitscale.capture.recaptures import Recaptures
-from lightning_unitscale.capture.second_capture import SecondCapture
+from lightning_unitscale.capture.recaptures import Recaptures, SecondCapture
 from lightning_unitscale.capture.side_effects import Postponed, UntracedCalls, plain_forward
-from lightning_unitscale.capture.step_messages import NO_REASON, CaptureError, StepMessages
+from lightning_unitscale.capture.step_messages import (
+    NO_REASON,
+    CaptureError,
+    CaptureProgress,
+    StepMessages,
+)
 from lightning_unitscale.compiling import is_compiling, is_exporting
 from lightning_unitscale.dynamo import capture
 from lightning_unitscale.dynamo.breaks import (
@@ -47,28 +50,11 @@ from lightning_unitscale.patching import nothing, shadowed
 if TYPE_CHECKING:
     from lightning_unitscale.capture.steps import ModuleSteps
 
-_DEPLOYED = "a plain module; take transforms.deploy(module, *example_args)"
+_DEPLOY = "Use the plain module that transforms.deploy(module, *example_args) makes"
 
 
 class CapturedStep:
-    """Stands in for one method of a module: the same call, run as rewritten graphs.
-
-    Attributes:
-        names: Names of the tensors: its own, whatever step is called before it.
-        graphs: What was captured.
-        interpreter: Runs the graphs in their place, if there is one.
-        is_rehearsing: Whether nothing that the step does is to remain.
-        refused: Class of an input for which the last call ran as it is.
-        num_graph_calls: Calls of graphs in the last call of the step.
-        before_call: Called with the step and the arguments of a call that is about to be made.
-        before_rehearsal: Called with the arguments of a rehearsal that is about to begin.
-        postponed: What it logs and appends to lists.
-        fallback: Lets calls run the user's own method, if they cannot run captured.
-        messages: What the user reads about it.
-        progress: How long it was captured.
-        second_capture: Captures it anew if its first call was the only one to break.
-        recaptures: Counts the calls that capture it.
-    """
+    """Stands in for one method of a module: the same call, run as rewritten graphs."""
 
     def __init__(self, owner: ModuleSteps, name: str) -> None:
         self.owner = owner
@@ -77,8 +63,10 @@ class CapturedStep:
         self._captured = capture.with_own_code(self.__wrapped__)
         self.__name__ = name
         self.__doc__ = self.__wrapped__.__doc__
+        # Runs the graphs in their place, if there is one.
         self.interpreter: Interpreter | None = None
-        self.is_rehearsing = False
+        self.is_rehearsing = False  # nothing that the step does is to remain
+        # Called with the step and the arguments of a call, or with those of a rehearsal.
         self.before_call: Callable[..., None] | None = None
         self.before_rehearsal: Callable[..., None] | None = None
         self.messages = StepMessages(self)
@@ -99,17 +87,19 @@ class CapturedStep:
         self.names = Names()
         self.graphs: list[CompiledGraph] = []
         self.graph_breaks: list[Reason] = []
-        self.num_graph_calls = 0
+        self.num_graph_calls = 0  # in the last call of the step
         self.recaptures.reset()
-        self.messages.reset()
+        self.messages.has_warned = False
         self._running: Executor = "eager"
         self._callables: dict[Executor, Callable[..., Any]] = {}
         self._backends: dict[Executor, GraphBackend] = {}
         self.postponed = Postponed(self.owner.module, self.__wrapped__, self.owner.defer)
         self._untraced = UntracedCalls(
-            self.owner.find_untraced, lambda function: self._traced(self._running, function)
+            lambda: self.owner.untraced(self.owner.module),
+            lambda function: self._traced(self._running, function),
         )
         self._flags: list[bool] = []
+        # Class of an input for which the last call ran as it is.
         self.refused: str | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -199,12 +189,9 @@ class CapturedStep:
         return result
 
     def invalidate(self) -> None:
-        """Have the passes rewrite what was captured again, before the next run of a graph.
-
-        Compiled graphs are recaptured: they can be compiled only while Dynamo collects its guards.
-        """
+        """Have the passes rewrite what was captured again, before the next run of a graph."""
         if any(graph.executor != "eager" for graph in self.graphs):
-            self.reset()
+            self.reset()  # they are compiled only while Dynamo collects its guards
         for graph in self.graphs:
             graph.invalidate()
 
@@ -242,8 +229,9 @@ class CapturedStep:
                 self.refused = not_followed((args, kwargs))
                 if self.refused is not None:
                     self._refuse_under_rules(
-                        f"it is called with a {self.refused}, which Dynamo does not follow",
-                        "plain tensors; hand it image.as_subclass(torch.Tensor)",
+                        f"it is called with a {self.refused}",
+                        "Dynamo does not follow that class",
+                        "Pass plain tensors, such as image.as_subclass(torch.Tensor)",
                     )
                     result = self.__wrapped__(*args, **kwargs)
                 else:
@@ -332,16 +320,13 @@ class CapturedStep:
         if not self.owner.changes_function:
             return self.__wrapped__(*args, **kwargs)
         if is_exporting():
-            self._refuse_under_rules("cannot be exported as it is", _DEPLOYED)
+            self._refuse_under_rules("it is exported", "An export has the plain model", _DEPLOY)
         return torch.compiler.disable(self._run)(executor, args, kwargs)
 
     def _run_transformed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run below ``torch.func.grad``, ``vmap``, ...: as it is, and without Dynamo.
-
-        Dynamo would do the same, and never look at the function again, with or without them.
-        """
+        """Run below ``torch.func.grad``, ``vmap``, ... as it is, as Dynamo would for ever after."""
         self._refuse_under_rules(
-            "cannot run within a torch.func transform, where it would be another model", _DEPLOYED
+            "it runs within a torch.func transform", "No graph is captured there", _DEPLOY
         )
         self.messages.warn_once(
             f"{self.title}: called within a torch.func transform, which no graph is captured "
@@ -365,9 +350,7 @@ class CapturedStep:
         """The module's class and the method."""
         return f"{type(self.owner.module).__name__}.{self.name}"
 
-    def _refuse_under_rules(self, why: str, expected: str) -> None:
+    def _refuse_under_rules(self, reason: str, need: str, advice: str) -> None:
         """Raise an error if what would run in place of the graphs is another model."""
         if self.owner.changes_function and not self.fallback.awaits_rules:
-            raise CaptureError(
-                f"{self.title} is unit-scaled by rules and {why}; expected {expected}.", why
-            )
+            raise CaptureError.by_rules(self.title, reason, need, advice)

@@ -24,9 +24,16 @@ from lightning_unitscale.dynamo.breaks import joined_reasons
 from lightning_unitscale.dynamo.capture import CapturedGraph
 from lightning_unitscale.dynamo.executors import Executor
 from lightning_unitscale.dynamo.graphs import copy_graph_module
+from lightning_unitscale.functional.scale import outside_transforms
 from lightning_unitscale.graph.aliasing import find_effects, memory_roots, written_arguments
 from lightning_unitscale.graph.decompose import expand_composites
-from lightning_unitscale.graph.passes import Phase, StepGraph, run_passes
+from lightning_unitscale.graph.passes import (
+    GraphPass,
+    PassRecord,
+    Phase,
+    StepGraph,
+    run_passes,
+)
 from lightning_unitscale.graph.regions import PRODUCTS, Places
 from lightning_unitscale.patching import shadowed
 
@@ -51,21 +58,19 @@ class GraphBackend:
         step = self.step()
         if step is None:
             return graph_module.forward
-        step.recaptures.note_graph()
+        step.recaptures.num_graphs += 1
         captured = capture.describe(graph_module, example_inputs, step.owner.module)
         return _GraphOfEachModule(step, captured, self.executor).__call__
 
 
 class _GraphOfEachModule:
-    """Gives each module that runs the same captured code a graph, and so names, of its own.
-
-    After a graph break Dynamo captures a layer's ``forward`` once for all layers of the class, with
-    the parameters as inputs; but the scales of the tensors are each layer's own.
-    """
+    """Gives each module that runs the same captured code a graph, and so names, of its own."""
 
     def __init__(self, step: CapturedStep, captured: CapturedGraph, executor: Executor) -> None:
+        # After a graph break Dynamo captures a layer's ``forward`` once for all layers of a class,
+        # with the parameters as inputs; but the scales of the tensors are each layer's own.
         self._step = weakref.ref(step)
-        # After a graph break they are activations, which would be alive ever after.
+        # They are activations then, which would be alive ever after.
         self._captured = replace(captured, example_inputs=())
         self._executor = executor
         self._position = captured.first_parameter()
@@ -104,18 +109,13 @@ class _GraphOfEachModule:
 
 
 class CompiledGraph:
-    """One captured graph and its variants, with and without probes.
-
-    Attributes:
-        base: The captured graph with composites expanded and names assigned; passes copy it.
-        index: Which graph of the step, in the order of capture.
-        num_rewrites: How often what was rewritten has been forgotten.
-    """
+    """One captured graph and its variants, with and without probes."""
 
     def __init__(self, step: CapturedStep, captured: CapturedGraph, executor: Executor) -> None:
         self._step = weakref.ref(step)
         self.executor = executor
         self.index = len(step.graphs)
+        # As captured, with composites expanded and names assigned; passes copy it.
         self.base = copy_graph_module(captured.graph_module)
         step.names.assign(captured, self.base)
         expand_composites(self.base)
@@ -130,19 +130,20 @@ class CompiledGraph:
             # Compiling may specialise on shapes, and only while Dynamo is still collecting its
             # guards do those become part of them. The eager executor specialises on nothing.
             for observed in step.owner.variants():
-                self._variants[observed] = self._build(step, observed, captured.example_inputs)
+                self._variants[observed] = self._build(observed, captured.example_inputs)
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the variant that is wanted now, or the step's interpreter if it has one."""
-        step = self._step()
-        if step is None:
-            raise RuntimeError("a captured graph was called after its module was restored")
+        step = self._owner
         step.num_graph_calls += 1
         if step.interpreter is not None:
             return step.interpreter(self, inputs)
         observed = step.owner.observed
         if observed not in self._variants:
-            self._variants[observed] = self._build(step, observed, inputs)
+            # Between two graph breaks it may be called within a transform of torch.func's, which
+            # its rewriting is no part of.
+            with outside_transforms():
+                self._variants[observed] = self._build(observed, inputs)
         return self._variants[observed](*inputs)
 
     def invalidate(self) -> None:
@@ -154,73 +155,62 @@ class CompiledGraph:
     def interpret(
         self, interpret: Callable[[fx.GraphModule], Callable[..., Any]], inputs: Sequence[Any]
     ) -> Any:
-        """Run the base, not rewritten but for its in-place operations, through an interpreter.
-
-        What a reparametrization changed is part of what the step computes, so it is there.
-
-        It carries the probes that are wanted, unless this is a rehearsal.
-        """
-        step = self._step()
-        assert step is not None
-        observed = step.owner.observed and not step.is_rehearsing
+        """Run the captured graph, out of place and reparametrized, through an interpreter."""
+        step = self._owner
+        observed = step.owner.observed and not step.is_rehearsing  # with the probes that are wanted
         if observed not in self._interpreted:
-            graph = self._copied(step, observed)
             phases = (Phase.REPARAMETRIZE, Phase.OBSERVE)
             passes = [graph_pass for graph_pass in step.owner.passes if graph_pass.phase in phases]
-            run_passes(graph, passes, step=step.name, graph_index=self.index, out_of_place=True)
-            self._interpreted[observed] = graph
+            self._interpreted[observed], _ = self._after(passes, observed=observed)
         graph = self._interpreted[observed]
         return Variant(graph, interpret(graph.graph_module))(*inputs)
 
-    def rewritten(self) -> StepGraph:
-        """The plain variant as a graph, out of place: for whoever runs it in another way."""
-        step = self._step()
-        assert step is not None
-        return self._rewrite(step, observed=False, out_of_place=True)
+    def rewritten(self, *, observed: bool = False, out_of_place: bool = True) -> StepGraph:
+        """A variant as a graph: for whoever runs it in another way."""
+        owner = self._owner.owner
+        graph, records = self._after(owner.passes, observed=observed, out_of_place=out_of_place)
+        owner.records += records
+        return graph
 
     def out_of_place(self) -> StepGraph:
         """The captured graph before any pass, its in-place operations out of place."""
-        step = self._step()
-        assert step is not None
-        graph = self._copied(step, observed=False)
-        run_passes(graph, (), step=step.name, graph_index=self.index, out_of_place=True)
-        return graph
+        return self._after(())[0]
 
-    def _copied(self, step: CapturedStep, observed: bool) -> StepGraph:
-        base = copy_graph_module(self.base)
-        graph = StepGraph(base, observed=observed, step=step.name)
+    @property
+    def _owner(self) -> CapturedStep:
+        step = self._step()
+        if step is None:
+            raise RuntimeError("a captured graph was called after its module was restored")
+        return step
+
+    def _after(
+        self, passes: Sequence[GraphPass], *, observed: bool = False, out_of_place: bool = True
+    ) -> tuple[StepGraph, list[PassRecord]]:
+        """A copy that some passes have rewritten, and what they did."""
+        step = self._owner
+        graph = StepGraph(copy_graph_module(self.base), observed=observed, step=step.name)
         if (rewriter := step.owner.rewriter) is not None:
             rewriter.describe(graph)
         graph.notes[PRODUCTS] = Places(graph).operands_and_products()
-        return graph
-
-    def _rewrite(
-        self, step: CapturedStep, observed: bool, *, out_of_place: bool = False
-    ) -> StepGraph:
-        graph = self._copied(step, observed)
         with step.fallback.not_for_errors():
-            step.owner.records += run_passes(
-                graph,
-                step.owner.passes,
-                step=step.name,
-                graph_index=self.index,
-                out_of_place=out_of_place,
+            records = run_passes(
+                graph, passes, step=step.name, graph_index=self.index, out_of_place=out_of_place
             )
-        return graph
+        return graph, records
 
-    def _build(self, step: CapturedStep, observed: bool, examples: Sequence[Any]) -> Variant:
-        graph = self._rewrite(step, observed)
-        inputs = graph.example_inputs(examples)
-        options: dict[str, Any] = {}
-        if step.owner.backward_is_inside:
-            options["backward_is_autocast"] = True
-        if step.owner.partition_fn is not None:
-            options["partition_fn"] = step.owner.partition_fn
-        if step.owner.compile_mode != "default":
-            options["mode"] = step.owner.compile_mode
-        if step.owner.rewriter is not None:
-            options["rewriter"] = step.owner.rewriter
-        run = executors.execute_with(self.executor, graph.graph_module, inputs, **options)
+    def _build(self, observed: bool, examples: Sequence[Any]) -> Variant:
+        owner = self._owner.owner
+        graph = self.rewritten(observed=observed, out_of_place=False)
+        run = executors.execute_with(
+            self.executor,
+            graph.graph_module,
+            graph.example_inputs(examples),
+            owner.partition_fn,
+            owner.compile_mode,
+            # Steps under manual optimization take their backward passes themselves.
+            backward_is_autocast=not getattr(owner.module, "automatic_optimization", True),
+            rewriter=owner.rewriter,
+        )
         return Variant(graph, run)
 
 
@@ -267,13 +257,7 @@ def stop_at_graph(graph: CompiledGraph, inputs: tuple[Any, ...]) -> Any:
 
 @dataclass(frozen=True)
 class GraphCall:
-    """The one graph that a call of a step runs.
-
-    Attributes:
-        step: The step.
-        graph: The graph.
-        inputs: What the call gives it: parameters and buffers as well.
-    """
+    """The one graph that a call of a step runs, with its inputs: parameters and buffers as well."""
 
     step: CapturedStep
     graph: CompiledGraph
@@ -292,10 +276,7 @@ class GraphCall:
 
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[tuple[Callable[[Interpreter], Any], tuple[Any, ...]]]:
-        """Within this context the graph may run; afterwards nothing of that has happened.
-
-        Covered: torch's random states, and the memory of inputs that the graph writes into.
-        """
+        """Run the graph in this context; random states and written inputs are put back then."""
         inputs = tuple(_leaf(value) for value in self.inputs)
         restorers = [restore for value in self._written(inputs) for restore in restorers_of(value)]
         devices = {value.device for value in inputs if isinstance(value, Tensor)}
@@ -311,15 +292,13 @@ class GraphCall:
                     restore()
 
     def _written(self, inputs: Sequence[Any]) -> Iterator[Any]:
-        """The inputs that the graph may write into: parameters only if an operation says so.
-
-        Kernels of normalisation layers write into running statistics, and their schemas are silent.
-        """
+        """The inputs that the graph may write into: parameters only if an operation says so."""
         graph = self.graph.base.graph
         roots = memory_roots(graph)
         mutated = {roots[target] for node in graph.nodes for target in written_arguments(node)}
         placeholders = graph.find_nodes(op="placeholder")
         for node, origin, value in zip(placeholders, self.graph.inputs, inputs, strict=True):
+            # Kernels of normalization layers write into running statistics, and do not say so.
             if origin.kind != "parameter" or roots[node] in mutated:
                 yield value
 

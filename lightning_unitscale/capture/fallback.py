@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from lightning_unitscale.capture.recorded_passes import find_recorded_pass
-from lightning_unitscale.capture.trial import Trial
+from lightning_unitscale.capture.reached_code import find_recorded_pass
+from lightning_unitscale.capture.rollback import undoers
 from lightning_unitscale.capture.user_checkpoints import CheckpointNotKept
 from lightning_unitscale.dynamo.breaks import (
     calling_line,
@@ -21,8 +22,7 @@ from lightning_unitscale.dynamo.breaks import (
     num_graph_breaks,
     reason_raised,
 )
-from lightning_unitscale.dynamo.capture import original_error
-from lightning_unitscale.dynamo.conversions import around_captures
+from lightning_unitscale.dynamo.capture import around_captures, original_error
 from lightning_unitscale.dynamo.executors import Executor
 from lightning_unitscale.dynamo.hooks import (
     find_backward_hook,
@@ -31,10 +31,10 @@ from lightning_unitscale.dynamo.hooks import (
 )
 from lightning_unitscale.graph.nodes import returned_loss
 from lightning_unitscale.patching import nothing
+from lightning_unitscale.profiler.sharded import is_sharded
 
 if TYPE_CHECKING:
     from lightning_unitscale.capture.captured_step import CapturedStep
-
 
 RECORDED = "it takes gradients of gradients (create_graph=True)"
 
@@ -44,10 +44,7 @@ class Refusal(Exception):
 
 
 class StaysPlain(BaseException):
-    """Raised in the middle of a step that was undone; no ``except Exception`` of a user's sees it.
-
-    Its text is the reason.
-    """
+    """Undoes a step in the middle, with the reason; no ``except Exception`` of a user's sees it."""
 
 
 class Fallback:
@@ -55,16 +52,12 @@ class Fallback:
 
     Steps that are scaled by rules never do: that would be another model. Until the rules have
     changed the module, they may.
-
-    Attributes:
-        reason: Why all calls run the user's own method, if they do.
-        awaits_rules: Whether rules are to scale the step and have changed nothing yet.
     """
 
     def __init__(self, step: CapturedStep) -> None:
         self._step = step
-        self.reason: str | None = None
-        self.awaits_rules = False
+        self.reason: str | None = None  # why all calls run the user's own method, if they do
+        self.awaits_rules = False  # rules are to scale the step and have changed nothing yet
         # How many hooks had been registered when it last looked for some.
         self._num_hooks = -1
         self._error_of_pass: Exception | None = None
@@ -108,7 +101,7 @@ class Fallback:
         module, keep = self._step.owner.module, self._step.postponed.names
         trial = Trial(module, *arguments, keep=keep)
         recaptures, num_breaks = self._step.recaptures, num_graph_breaks()
-        recaptures.begin_call()
+        recaptures.num_graphs = 0
         if self._is_possible and self._step.graph_breaks and self._may_record:
             # The pass may be in a part of the step whose beginning is not captured again.
             trial.begin()
@@ -140,7 +133,7 @@ class Fallback:
                 yield
         except Exception as error:
             raise self._undone(trial, error) from None
-        if trial.has_begun and executor != "eager" and torch.is_grad_enabled():
+        if trial.undoers and executor != "eager" and torch.is_grad_enabled():
             self._pending = trial
 
     def _undone(self, trial: Trial, error: Exception) -> BaseException:
@@ -204,3 +197,56 @@ class Fallback:
     def _is_possible(self) -> bool:
         is_scaled = self._step.owner.changes_function and not self.awaits_rules
         return self._step.interpreter is None and not is_scaled
+
+
+class Trial:
+    """Undoes what a call of a step has done so far, as if it had not begun.
+
+    Covered: random states, gradients, and whatever a module holds. Of parameters no copy is kept,
+    which might not fit: if one has changed, the call cannot be undone.
+    """
+
+    def __init__(self, module: nn.Module, *arguments: Any, keep: Collection[str] = ()) -> None:
+        self._module = module
+        self._keep = keep
+        self._takes = any(isinstance(value, Iterator) for value in arguments)
+        self.undoers: list[Callable[[], object]] = []
+        self._before: list[Any] = []
+
+    def begin(self) -> None:
+        """Note how things are; nothing of the call has run yet."""
+        # What was taken from an iterator cannot be put back, nor what FSDP knows of its gathering.
+        # Most calls never begin, and all parameters are asked.
+        if not self.undoers and not self._takes and not is_sharded(self._module):
+            self._before = [_state_of(param) for param in self._module.parameters()]
+            self.undoers = list(undoers(self._module, self._keep))
+
+    def undo(self) -> bool:
+        """Undo the call; returns whether that was possible."""
+        if not self.undoers:
+            return False  # nor may parameters be read: FSDP has freed what it gathered
+        after = list(map(_state_of, self._module.parameters()))
+        if len(after) != len(self._before) or not all(map(_is_same, after, self._before)):
+            return False
+        for undo in reversed(self.undoers):
+            undo()
+        return True
+
+
+def _state_of(parameter: nn.Parameter) -> Any:
+    """What tells whether a parameter has other numbers: also after a write past its version."""
+    if is_lazy(parameter):
+        return None
+    where, numbers = parameter.untyped_storage(), parameter.detach()
+    checksum = numbers.sum() if numbers.device.type != "meta" else None
+    return where.data_ptr(), parameter._version, checksum
+
+
+def _is_same(after: Any, before: Any) -> bool:
+    if after is None or before is None:
+        return after is before
+    *after, total = after
+    *before, expected = before
+    if after != before:
+        return False
+    return not isinstance(total, Tensor) or torch.equal(total.nan_to_num(), expected.nan_to_num())

@@ -3,18 +3,24 @@
 Dynamo may cut one call into dozens of graphs, or capture a graph anew at most calls. Each takes
 about a second, and the plan of a memory budget with it. If the step computes other numbers captured
 than as it is (by rules, in a format), it is captured each time.
+
+A step is captured a second time if its first call has removed the reason why it broke. Libraries
+install hooks under a lock, fill caches, or make tensors when a module is first called. Dynamo does
+not trace that and captures the step in parts, though every later call is one graph.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from types import CodeType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lightning_unitscale.dynamo import capture
 from lightning_unitscale.dynamo.breaks import last_recapture
+from lightning_unitscale.graph.nodes import Names
+from lightning_unitscale.patching import nothing, shadowed
 
 if TYPE_CHECKING:
     from lightning_unitscale.capture.captured_step import CapturedStep
@@ -26,13 +32,9 @@ MANY_GRAPHS = 32
 
 
 class Recaptures:
-    """Counts what is captured of a step.
+    """Counts what is captured of a step."""
 
-    Attributes:
-        is_limited: Whether a call that is rehearsed may be refused.
-    """
-
-    is_limited = False
+    is_limited = False  # whether a call that is rehearsed may be refused
 
     def __init__(self, step: CapturedStep) -> None:
         self._step = step
@@ -40,29 +42,19 @@ class Recaptures:
 
     def reset(self) -> None:
         """Begin to count: nothing is captured."""
-        self._num_calls = self._num_captures = self._num_graphs = 0
+        self._num_calls = self._num_captures = 0
+        self.num_graphs = 0  # of the current call
         self._functions: Counter[CodeType] = Counter()
-
-    def begin_call(self) -> None:
-        """Count what the call captures that begins."""
-        self._num_graphs = 0
-
-    def note_graph(self) -> None:
-        """Count a graph that Dynamo has captured."""
-        self._num_graphs += 1
 
     def note_function(self, code: CodeType) -> str | None:
         """Count a function that Dynamo is about to capture."""
         self._functions[code] += 1
-        if self._num_graphs < MANY_GRAPHS:
+        if self.num_graphs < MANY_GRAPHS:
             return None
         return f"it is cut into more than {MANY_GRAPHS} graphs"
 
     def before_call(self) -> None:
-        """Forget what was captured if Dynamo is about to refuse to capture more of it.
-
-        Past its limit it would run the function as it is, without a word to us.
-        """
+        """Forget what was captured before Dynamo, past its limit, runs more of it as it is."""
         most = max(self._functions.values(), default=0)
         if most < max(1, capture.RECOMPILE_LIMIT // 2):
             return
@@ -88,3 +80,50 @@ class Recaptures:
             step.messages.warn_of_captures(reason)
         elif torch.is_grad_enabled():
             step.fallback.stay_plain(reason)
+
+
+class SecondCapture:
+    """Decides once for each step whether it is captured anew.
+
+    Steps with passes never are: measurements and units refer to their parts.
+    """
+
+    def __init__(self, step: CapturedStep) -> None:
+        self._step = step
+        self._has_looked = False
+        self.is_due = False  # the next call is captured anew, as one graph
+
+    def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Trace the call that has ended again, if it broke, to see whether it is one graph now."""
+        if not self._may_come or not self._step.graph_breaks:
+            return
+        self._has_looked = True
+        anew = capture.with_own_code(self._step.__wrapped__)
+        num_graph_calls = self._step.num_graph_calls
+        with shadowed(self._step, names=Names(), graphs=[]):
+            try:
+                self._step.stop_at_graph(anew, args, kwargs)
+                self.is_due = True
+            except Exception:
+                pass  # it breaks as before
+        self._step.num_graph_calls = num_graph_calls
+        if not self.is_due:
+            getattr(self._step.owner.partition_fn, "refuse", nothing)()
+
+    def begin(self) -> None:
+        """Forget the parts if the call that begins is one graph."""
+        partition_fn = self._step.owner.partition_fn
+        getattr(partition_fn, "put_off_refusals", nothing)(self._may_come)
+        if not self.is_due:
+            return
+        self.is_due = False
+        owner = self._step.owner
+        for graph_break in self._step.graph_breaks:
+            owner.graph_breaks.remove(graph_break)
+        self._step.forget()
+        getattr(partition_fn, "forget_plans", nothing)()
+
+    @property
+    def _may_come(self) -> bool:
+        """Whether a call that breaks is looked at once more."""
+        return not self._has_looked and not self._step.owner.passes

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, is_lazy
 from torch.overrides import TorchFunctionMode
 
+from lightning_unitscale.dynamo.backend import is_python_subclass
+
 # What a module registers; hooks are not among it: a step may install some.
 _REGISTERED = frozenset(
     {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_compiled_call_impl"}
@@ -45,11 +47,7 @@ def restoring(module: nn.Module, *, parameters: bool = True) -> Iterator[None]:
 
 
 def undoers(module: nn.Module, keep: Collection[str] = ()) -> Iterator[Callable[[], object]]:
-    """Yield what undoes a step of a module whose parameters it leaves alone; call in reverse.
-
-    As :func:`restoring`, for a caller that finds out later whether the step is to be undone. It
-    also puts back gradients, and takes off the hooks that the step has put on parameters.
-    """
+    """Yield what undoes a step that leaves parameters alone; call it in reverse."""
     yield from _restorers(module, parameters=False, keep=keep)
     for parameter in module.parameters():
         yield functools.partial(_restore_hooks, parameter, set(parameter._backward_hooks or ()))
@@ -79,6 +77,9 @@ def _restorers(
         kept = keep if owner is module else ()
         saved = {name: value for name, value in _own_attributes(owner).items() if name not in kept}
         yield functools.partial(_restore_module, owner, type(owner), saved, kept)
+        for registered in (owner._parameters, owner._modules):
+            if isinstance(registered, dict):  # a scripted module moves nothing
+                yield functools.partial(_restore_registered, registered, dict(registered))
     for _, value in held_values(module):
         yield from restorers_of(value)
     for tensor in (*module.parameters(), *module.buffers()):
@@ -105,6 +106,13 @@ def _restore_module(
     # The first call of a lazy module changes its class.
     if type(module) is not kind:
         module.__class__ = kind
+
+
+def _restore_registered(registered: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Put back what a parametrization has moved; FSDP exchanges parameters under their names."""
+    if registered.keys() != saved.keys():
+        registered.clear()
+        registered.update(saved)
 
 
 def _restore_lazy(tensor: Tensor, kind: type, data: Tensor) -> None:
@@ -164,10 +172,7 @@ def _own_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def restorers_of(value: Any) -> Iterator[Callable[[], object]]:
-    """What puts the contents of an object back, which others may hold as well.
-
-    Nothing, for an object of a kind that is not covered.
-    """
+    """What puts the contents of an object back, which others may hold; nothing for other kinds."""
     if isinstance(value, (torch.Generator, np.random.RandomState)):
         state: Any = value.get_state()
         yield functools.partial(value.set_state, state)
@@ -233,7 +238,10 @@ class _Leaves(TorchFunctionMode):
         if tensor.is_leaf:
             with contextlib.suppress(RuntimeError):  # of a subclass
                 return func(tensor, memo)
-        new = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        new = tensor.detach().clone()
+        if type(new) is not type(tensor) and is_python_subclass(tensor):
+            new = new.as_subclass(type(tensor))
+        new.requires_grad_(tensor.requires_grad)
         memo[id(tensor)] = new
         vars(new).update(copy.deepcopy(vars(tensor), memo))
         return new

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_unitscale.capture.growing_lists import lists_of, only_appended_to
+from lightning_unitscale.capture.reached_code import lists_of, only_appended_to
 from lightning_unitscale.patching import shadowed
 
 # An object, the name of its method and, where a rehearsal is to do something in its place, what.
@@ -120,18 +120,15 @@ def _as_it_is(value: Any) -> Any:
 
 
 class UntracedCalls:
-    """Replaces methods of objects, while a step runs, by ones that Dynamo does not look into.
-
-    Attributes:
-        is_rehearsing: Whether the methods are left out, but for the closures that they are given:
-            a rehearsal must not update weights.
-    """
+    """Replaces methods of objects, while a step runs, by ones that Dynamo does not look into."""
 
     def __init__(
         self, find: Callable[[], Calls], trace: Callable[[Callable[..., Any]], Callable[..., Any]]
     ) -> None:
         self._find = find
         self.trace = trace
+        # The methods are left out then, but for the closures that they are given: a rehearsal must
+        # not update weights.
         self.is_rehearsing = False
         # Kept, since Dynamo guards on the identity of what it calls.
         self._calls: dict[tuple[int, str], _Untraced] = {}

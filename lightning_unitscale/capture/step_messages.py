@@ -1,9 +1,12 @@
-"""What the user reads about a step that is not captured, or not all of it."""
+"""What the user reads about a step: why it is not all captured, and how long capture took."""
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from lightning_unitscale.dynamo.breaks import Reason, is_watched, joined_reasons, reason_of
@@ -43,20 +46,20 @@ class CaptureError(RuntimeError):
             f"{culprit}{more} ({why})",
         )
 
+    @classmethod
+    def by_rules(cls, title: str, reason: str, need: str, advice: str) -> CaptureError:
+        """The error about a step that runs otherwise than rules can scale it."""
+        return cls(
+            f"{title} cannot be unit-scaled by rules: {reason}. {need}. {advice}.",
+            reason,
+        )
+
 
 class StepMessages:
-    """The warnings about one step, of which one is given.
-
-    Attributes:
-        has_warned: Whether one was given.
-    """
+    """The warnings about one step, of which one is given."""
 
     def __init__(self, step: CapturedStep) -> None:
         self._step = step
-        self.reset()
-
-    def reset(self) -> None:
-        """Warn again: something else is captured now."""
         self.has_warned = False
 
     def warn_once(self, text: str) -> None:
@@ -131,4 +134,51 @@ class StepMessages:
             f"{self._step.title}: {reason}, which takes time and memory. Expected a step that "
             "depends on tensors, numbers and the sizes of a few kinds of batches; "
             "TORCH_LOGS=recompiles shows what changes."
+        )
+
+
+# Seconds after which a user wants to know why the first step has not begun.
+PATIENCE_SECONDS = 5.0
+
+
+class CaptureProgress:
+    """Adds up the time in which a step is captured, and reports it."""
+
+    def __init__(self, title: str, say: Callable[[str], None]) -> None:
+        self.seconds = 0.0
+        self._title = title
+        self._say = say
+        self._is_reported = False
+        self._has_waited = False
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Within this context a function is captured, and its graph compiled and planned."""
+        started = time.perf_counter()
+        left = max(0.0, PATIENCE_SECONDS - self.seconds)
+        timer = threading.Timer(left, self._say_that_it_takes_long)
+        timer.daemon = True
+        if not self._has_waited:
+            timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            self.seconds += time.perf_counter() - started
+
+    def report(self, num_graphs: int, planning_seconds: float) -> None:
+        """Log once how long the first step was captured, and planned."""
+        if self._is_reported or not num_graphs:
+            return
+        self._is_reported = True
+        graphs = "1 graph" if num_graphs == 1 else f"{num_graphs} graphs"
+        planned = f" and planned in {planning_seconds:.1f} s" if planning_seconds else ""
+        captured = max(0.0, self.seconds - planning_seconds)
+        self._say(f"{self._title}: captured in {captured:.1f} s{planned} ({graphs})")
+
+    def _say_that_it_takes_long(self) -> None:
+        self._has_waited = True
+        self._say(
+            f"{self._title}: capture and planning take more than {PATIENCE_SECONDS:.0f} s; "
+            "the first step begins afterwards"
         )

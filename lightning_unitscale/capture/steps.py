@@ -7,7 +7,6 @@ whoever comes first puts the captured steps on the module, whoever leaves last t
 from __future__ import annotations
 
 import copy
-import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -63,17 +62,7 @@ def steps_of(module: nn.Module) -> ModuleSteps | None:
 
 
 class ModuleSteps:
-    """The captured steps of one module with the passes that all of them share.
-
-    Attributes:
-        steps: The captured steps by name.
-        sharded: The module, if its steps are captured as those of a whole one.
-        rewriter: Rewrites what AOTAutograd makes of the graphs, if they run op by op.
-        passes: Passes over every graph, in the order they were given.
-        records: What the passes did, graph by graph.
-        graph_breaks: Reasons of the graph breaks met while capturing.
-        say: Logs a line for the user.
-    """
+    """The captured steps of one module with the passes that all of them share."""
 
     def __init__(
         self,
@@ -81,7 +70,7 @@ class ModuleSteps:
         step_names: Sequence[str],
         *,
         defer: Sequence[str] = (),
-        untraced: Callable[[nn.Module], Calls] | None = None,
+        untraced: Callable[[nn.Module], Calls] = lambda _: (),
     ) -> None:
         self.module = module
         self.defer = tuple(defer)
@@ -89,13 +78,15 @@ class ModuleSteps:
         self.executor: Executor = "eager"
         self.compile_mode: CompileMode = "default"
         self.partition_fn: Any = None
+        # Rewrites what AOTAutograd makes of the graphs, if they run op by op.
         self.rewriter: GraphRewriter | None = None
+        # The module, if its steps are captured as those of a whole one.
         self.sharded: ShardedModule | None = None
         self.passes: list[GraphPass] = []
         self.records: list[PassRecord] = []
         self.graph_breaks: list[Reason] = []
         self.say: Callable[[str], None] = nothing
-        self._owners: list[str] = []
+        self.owners: list[str] = []
         self._observers: set[str] = set()
         self._always_observed = False
         self._put = ExitStack()
@@ -104,15 +95,10 @@ class ModuleSteps:
         }
         self.steps = {name: CapturedStep(self, name) for name in step_names}
 
-    @property
-    def owners(self) -> tuple[str, ...]:
-        """Who has attached the steps."""
-        return tuple(self._owners)
-
     def attach(self, owner: str) -> None:
         """Put the captured steps on the module; safe to call again for another owner."""
-        if owner not in self._owners:
-            self._owners.append(owner)
+        if owner not in self.owners:
+            self.owners.append(owner)
         if not self.is_attached:
             self._put.enter_context(unmarked(self.module))
             self._put.enter_context(shadowed(self.module, **{ATTRIBUTE: self}, **self.steps))
@@ -122,15 +108,12 @@ class ModuleSteps:
         self._put.enter_context(context)
 
     def detach(self, owner: str, *passes: GraphPass) -> None:
-        """Take the owner's interest and passes away; the last one restores the module. Idempotent.
-
-        Graphs captured so far stay until then, and with them what ``explain()`` says of them.
-        """
-        if owner in self._owners:
-            self._owners.remove(owner)
+        """Take the owner's passes away; the last owner restores the module. Idempotent."""
+        if owner in self.owners:
+            self.owners.remove(owner)
         self.passes = [graph_pass for graph_pass in self.passes if graph_pass not in passes]
         self._observers.discard(owner)
-        if not self._owners:
+        if not self.owners:
             self._put.close()
             self.reset()
 
@@ -138,11 +121,6 @@ class ModuleSteps:
     def changes_function(self) -> bool:
         """Whether a pass makes the steps compute something else than the user's own code."""
         return any(graph_pass.phase is Phase.REPARAMETRIZE for graph_pass in self.passes)
-
-    @property
-    def backward_is_inside(self) -> bool:
-        """Whether steps take their backward passes themselves, by manual optimization."""
-        return not getattr(self.module, "automatic_optimization", True)
 
     def add_pass(self, graph_pass: GraphPass) -> None:
         """Add a pass; every graph is recaptured before its next run."""
@@ -157,11 +135,9 @@ class ModuleSteps:
             self.reset()
 
     def partition_by(self, partition_fn: Any) -> None:
-        """Split forward and backward graphs by ``partition_fn`` from now on, or as torch does.
-
-        The eager executor, which leaves that to autograd, gives way to ``"aot_eager"``.
-        """
+        """Split forward and backward graphs by ``partition_fn`` from now on, or as torch does."""
         self.partition_fn = partition_fn
+        # The eager executor leaves that to autograd.
         if partition_fn is not None and self.executor == "eager":
             self.executor = "aot_eager"
         elif partition_fn is None and self.executor == "aot_eager":
@@ -192,7 +168,8 @@ class ModuleSteps:
         """Which variants a compiled graph needs: plain, observed, or both."""
         if self._always_observed:
             return (True,)
-        return (False, True) if any(graph_pass.observes for graph_pass in self.passes) else (False,)
+        has_probes = any(graph_pass.phase is Phase.OBSERVE for graph_pass in self.passes)
+        return (False, True) if has_probes else (False,)
 
     @property
     def observed(self) -> bool:
@@ -223,10 +200,6 @@ class ModuleSteps:
         with self.sharded.standing_in(), no_graph_breaks():
             yield
 
-    def find_untraced(self) -> Calls:
-        """Methods of objects that the next step shall call outside of Dynamo."""
-        return () if self.untraced is None else self.untraced(self.module)
-
     def original(self, name: str) -> Callable[..., Any]:
         """The user's own method, unwrapped."""
         if name in self._shadowed:
@@ -251,7 +224,7 @@ class ModuleSteps:
         new = object.__new__(type(self))
         memo[id(self)] = new
         vars(new).update(
-            vars(self), records=[], graph_breaks=[], _owners=list(self._owners), _put=ExitStack()
+            vars(self), records=[], graph_breaks=[], owners=list(self.owners), _put=ExitStack()
         )
         new.rewriter = None  # of the copy's own session, if it gets one
         new._observers = set(self._observers)
@@ -261,11 +234,7 @@ class ModuleSteps:
         for name, step in self.steps.items():
             memo[id(step)] = new.steps[name]
         for name, step in self.steps.items():
-            # A transform's own object goes with the copy; a callback's method would take the
-            # callback, and its Trainer, along.
-            if not isinstance(step.before_call, (types.FunctionType, types.MethodType)):
-                new.steps[name].interpreter = copy.deepcopy(step.interpreter, memo)
-                new.steps[name].before_call = copy.deepcopy(step.before_call, memo)
+            new.steps[name].before_call = copy.deepcopy(step.before_call, memo)
         if self.is_attached:
             # Of the module's copy, only an empty shell may be there as yet.
             vars(new.module).update(new._shadowed)

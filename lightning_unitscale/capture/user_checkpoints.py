@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
 from lightning_unitscale.dynamo.capture import GraphInput
-from lightning_unitscale.dynamo.graphs import fake_mode_of, is_checkpoint, stand_ins
-from lightning_unitscale.graph.aliasing import memory_roots, written_arguments
-from lightning_unitscale.graph.nodes import call, line_of, op_name, requires_grad
-from lightning_unitscale.profiler.fake_device import DispatchMode
+from lightning_unitscale.dynamo.graphs import is_checkpoint
+from lightning_unitscale.graph.aliasing import is_random, memory_roots, written_arguments
+from lightning_unitscale.graph.nodes import line_of, op_name, requires_grad
 
 
 class CheckpointNotKept(Exception):
@@ -54,7 +52,7 @@ def _why_not_kept(graph_module: fx.GraphModule, node: fx.Node, own: set[fx.Node]
     )
     if next(writes, None) is not None or any(map(_updates_statistics, region.nodes)):
         return "writes into a buffer, which torch does a second time when it runs again"
-    if node.kwargs.get("preserve_rng_state", True) is False and any(map(_is_random, region.nodes)):
+    if node.kwargs.get("preserve_rng_state", True) is False and any(map(is_random, region.nodes)):
         return "draws random numbers with preserve_rng_state=False, others when it runs again"
     return ""
 
@@ -67,28 +65,3 @@ def _updates_statistics(node: fx.Node) -> bool:
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     trains = given.get("training", given.get("use_input_stats", op_name(node) == "instance_norm"))
     return given.get("running_mean") is not None and bool(trains)
-
-
-class _Draws(DispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.has_drawn = False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.has_drawn |= torch.Tag.nondeterministic_seeded in func.tags
-        return func(*args, **(kwargs or {}))
-
-
-def _is_random(node: fx.Node) -> bool:
-    """Return whether a node draws random numbers, as far as it runs by itself without data."""
-    draws = _Draws()
-    try:
-        mode, values = stand_ins(fake_mode_of(node.graph), node.all_input_nodes)
-        args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-        with mode, torch.no_grad(), draws:
-            call(node.target, args, kwargs)
-    except Exception:
-        return False
-    return draws.has_drawn

@@ -57,18 +57,12 @@ _Place = tuple[tuple[tuple[str, int], ...], str]
 
 
 class _Told(threading.local):
-    """Who was told what; threads wait for each other in Dynamo, not around it.
-
-    Attributes:
-        no: Who was told no since the function that is being captured was begun.
-        yes: Who is told yes.
-        strictness: Left with the function that is being captured; without one, graphs break as
-            ever.
-    """
+    """Who was told what; threads wait for each other in Dynamo, not around it."""
 
     def __init__(self) -> None:
-        self.no: list[_Asker] = []
+        self.no: list[_Asker] = []  # since the function that is being captured was begun
         self.yes: set[_Asker] = set()
+        # Left with that function; without one, graphs break as ever.
         self.strictness: contextlib.ExitStack | None = None
 
 
@@ -100,11 +94,7 @@ def plain_answers() -> Iterator[None]:
 
 
 def trace_one_graph(trace: Callable[[], _Traced]) -> _Traced:
-    """Return the result of ``trace``, which captures a function as one graph.
-
-    Whom it tells yes is forgotten: the capture of a step does not depend on what was exported
-    before it.
-    """
+    """Return the result of ``trace``, which captures one graph; whom it tells yes is forgotten."""
     before = set(_TOLD.yes)
     try:
         return _tell_until_traced(trace)

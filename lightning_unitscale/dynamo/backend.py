@@ -9,23 +9,32 @@ dropout multiplies by a mask that is rounded to the type of its input, and its d
 Under autocast AOTAutograd traces the backward pass with autocast on. Whoever calls ``backward()``
 outside of it, as a Trainer does, runs it without.
 
+``_trilinear``, the kernel of ``nn.Bilinear``, multiplies by ``bmm``. A plain step runs it within
+autocast, and so these in BF16; a captured graph has the kernel as one operation and runs it outside
+of autocast. So an operator of ours runs it within.
+
+AOTAutograd calls its graph with the inputs as they are. Where one is of a class whose operations
+only Python knows (``__torch_function__``), its checks of the first call end in an error. So such
+inputs are given as plain tensors.
+
 Private names used here were checked on torch 2.13 and 2.11: Inductor's ``custom_partitioner_fn``,
 functorch's ``backward_pass_autocast``, and the switches of the two caches of compiled graphs;
 ``OpOverload.py_kernels``, ``OpOverload._dispatch_cache``, ``OpOverload._op_dk`` and
 ``OpOverload._schema``, ``torch._C.DispatchKey``, ``TorchDispatchMode``;
 ``upsample_compute_output_size``, ``suggest_memory_format`` and
-``compute_elementwise_output_logical_to_physical_perm`` of torch's decompositions.
+``compute_elementwise_output_logical_to_physical_perm`` of torch's decompositions;
+``_disabled_torch_dispatch_impl``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C import DispatchKey
 from torch._decomp.decompositions import upsample_compute_output_size
 from torch._ops import OpOverload
@@ -37,7 +46,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_unitscale.dynamo.recurrent import recurrent_dropout
-from lightning_unitscale.dynamo.trilinear import trilinear
 
 
 @contextlib.contextmanager
@@ -181,20 +189,18 @@ def _with_python_kernel(
 
 
 class Writes(TorchDispatchMode):
-    """Notes the storages that operators write into, by what their schemas say.
-
-    Attributes:
-        storages: The storages.
-    """
+    """Notes the storages that operators write into, and random draws, by what their schemas say."""
 
     def __init__(self) -> None:
         super().__init__()
         self.storages: set[torch.UntypedStorage] = set()
+        self.has_drawn = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         options = kwargs or {}
+        self.has_drawn |= torch.Tag.nondeterministic_seeded in func.tags
         if func._schema.is_mutable:
             for position, argument in enumerate(func._schema.arguments):
                 if argument.alias_info is None or not argument.alias_info.is_write:
@@ -206,3 +212,92 @@ class Writes(TorchDispatchMode):
                     if isinstance(tensor, Tensor)
                 )
         return func(*args, **options)
+
+
+_KERNEL = torch.ops.aten._trilinear.default
+
+
+def trilinear(i1: Tensor, i2: Tensor, i3: Tensor, *dims: Any, **options: Any) -> Tensor:
+    """Run the kernel as a step does that is not captured; stands in for its autograd kernel."""
+    device = i1.device.type
+    if not torch.is_autocast_enabled(device):
+        result: Tensor = _KERNEL._op_dk(DispatchKey.Autograd, i1, i2, i3, *dims, **options)
+        return result
+    within: Tensor = _operator()(i1, i2, i3, *dims[:4], torch.get_autocast_dtype(device))
+    return within
+
+
+@functools.cache
+def _operator() -> Any:
+    """Return the operator; made when it is first needed, since that takes a moment."""
+
+    @torch.library.custom_op("lightning_unitscale::trilinear_within_autocast", mutates_args=())
+    def run(
+        i1: Tensor, i2: Tensor, i3: Tensor, expand1: Sequence[int], expand2: Sequence[int],
+        expand3: Sequence[int], sumdim: Sequence[int], dtype: torch.dtype,
+    ) -> Tensor:  # fmt: skip
+        with torch.autocast(i1.device.type, dtype):
+            result: Tensor = _KERNEL(i1, i2, i3, expand1, expand2, expand3, sumdim)
+        return result
+
+    def shape(i1: Tensor, i2: Tensor, i3: Tensor, *dims: Any) -> Tensor:
+        result: Tensor = _KERNEL(i1, i2, i3, *dims[:4])
+        return result
+
+    run.register_fake(shape)
+    run.register_autograd(_gradients, setup_context=_save)
+    return run
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+    ctx.dims = inputs[3:7]
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    """Return the gradients as torch's own derivative computes them, by the same kernel."""
+    i1, i2, i3 = ctx.saved_tensors
+    first, second, third, total = ctx.dims
+    run = torch.ops.aten._trilinear
+    needed = ctx.needs_input_grad
+    return (
+        run(grad, i2, i3, total, second, third, first) if needed[0] else None,
+        run(i1, grad, i3, first, total, third, second) if needed[1] else None,
+        run(i1, i2, grad, first, second, total, third) if needed[2] else None,
+        *[None] * 5,
+    )
+
+
+_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
+
+
+def on_plain_tensors(run: Callable[..., Any], examples: Sequence[Any]) -> Callable[..., Any]:
+    """Return a function that runs ``run`` on the numbers of its inputs.
+
+    Dynamo guards on classes, so the examples show which inputs are of which.
+    """
+    positions = [index for index, value in enumerate(examples) if is_python_subclass(value)]
+    if not positions:
+        return run
+
+    @functools.wraps(run)
+    def run_on_plain(*inputs: Any) -> Any:
+        plain = list(inputs)
+        for index in positions:
+            # The same memory, and a gradient reaches the tensor that was given.
+            plain[index] = plain[index].as_subclass(Tensor)
+        return run(*plain)
+
+    return run_on_plain
+
+
+def is_python_subclass(value: Any) -> bool:
+    """Whether a tensor is of a class whose operations only Python knows."""
+    # A parameter may hold one.
+    tensor = value.data if isinstance(value, nn.Parameter) else value
+    kind = type(tensor)
+    return (
+        isinstance(tensor, Tensor)
+        and kind not in {Tensor, nn.Parameter}
+        and kind.__torch_dispatch__ is _NO_DISPATCH
+    )

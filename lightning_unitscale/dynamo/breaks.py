@@ -53,15 +53,10 @@ _PRINTERS = ("torch._subclasses.fake_tensor", "torch._dynamo.variables.tensor")
 
 
 class Reason(str):
-    """What Dynamo does not capture, and where, in one line.
-
-    Attributes:
-        why: What it does not capture.
-        lines: The lines that it was about to trace, outermost first.
-    """
+    """What Dynamo does not capture, and where, in one line."""
 
     why: str
-    lines: Sequence[Any]
+    lines: Sequence[Any]  # which it was about to trace, outermost first
 
     @classmethod
     def of(cls, text: str, lines: Sequence[Any] = ()) -> Reason:
@@ -101,7 +96,9 @@ def num_graph_breaks() -> int:
 
 def is_of_dynamo(error: BaseException) -> bool:
     """Whether Dynamo raised the error itself, rather than code that it ran."""
-    return isinstance(error, exc.TorchDynamoException | exc.FailOnRecompileLimitHit)
+    # Dynamo lets assertions of its own pass as they are, and notes which capture has failed.
+    is_passed_on = hasattr(error, "compile_id")
+    return is_passed_on or isinstance(error, exc.TorchDynamoException | exc.FailOnRecompileLimitHit)
 
 
 def reason_of(error: BaseException) -> Reason:
@@ -112,10 +109,7 @@ def reason_of(error: BaseException) -> Reason:
 
 
 def reason_raised(error: BaseException) -> Reason:
-    """What any error says that was raised while a step was captured, and the line that raised it.
-
-    Lines of torch's and of this package's are left out, unless there are no others.
-    """
+    """What any error says that was raised while a step was captured, and the user's line of it."""
     if is_of_dynamo(error):
         return reason_of(error)
     raised = traceback.extract_tb(error.__traceback__)

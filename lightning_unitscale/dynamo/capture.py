@@ -2,15 +2,20 @@
 
 Everything above works on :class:`CapturedGraph` and on callables. Private names used here were
 checked on torch 2.13 and 2.11: ``node.meta["grapharg"]``, ``node._dynamo_source``,
-``CompileContext.current_compile_id``, and ``_dynamo_static_input_type`` of parameters and buffers.
+``CompileContext.current_compile_id``, ``_dynamo_static_input_type`` of parameters and buffers;
+``ConvertFrame``, which is called once for each function to capture, and returns when its graph is
+compiled; ``ConvertFrameAssert``, which it asks; ``guarded_code`` of what it returns,
+``frame_exec_strategy`` of an error by which it gives up on a function, ``GraphCompileReason``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from types import CodeType
 from typing import Any, Literal
@@ -20,11 +25,14 @@ import torch._dynamo.config
 from torch import Tensor, fx, nn
 from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo import convert_frame
+from torch._dynamo.exc import Unsupported
+from torch._dynamo.output_graph import GraphCompileReason
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
+from torch._dynamo.utils import graph_break_reasons
 from torch._guards import CompileContext
 
 from lightning_unitscale.dynamo.answers import plain_answers
-from lightning_unitscale.dynamo.breaks import without_dynamos_texts
+from lightning_unitscale.dynamo.breaks import frames_of, without_dynamos_texts
 from lightning_unitscale.dynamo.graphs import copy_graph_module
 from lightning_unitscale.dynamo.patches import (
     absent_packages,
@@ -33,10 +41,12 @@ from lightning_unitscale.dynamo.patches import (
     plain_optimizers,
     quiet_libraries,
 )
+from lightning_unitscale.patching import shadowed_here
 
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
+# A gradient is one that a step reads off a parameter.
 InputKind = Literal["parameter", "buffer", "gradient", "input", "symbol"]
 
 # What Dynamo marks parameters and buffers by.
@@ -50,33 +60,20 @@ RECOMPILE_LIMIT = 256
 
 @dataclass(frozen=True)
 class GraphInput:
-    """One placeholder of a captured graph.
-
-    Attributes:
-        kind: What it is in the module's eyes; a gradient is one that a step reads off a parameter.
-        fqn: Path of the parameter or buffer in the module, else ``None``.
-        source: Where the captured code found it, such as ``L['self']._parameters['weight']``.
-    """
+    """One placeholder of a captured graph: what it is in the module's eyes, and where."""
 
     kind: InputKind
     fqn: str | None
-    source: str = ""
+    source: str = ""  # such as ``L['self']._parameters['weight']``
 
 
 @dataclass(frozen=True)
 class CapturedGraph:
-    """One graph as Dynamo handed it over. Never mutated: Dynamo builds its guards from it later.
-
-    Attributes:
-        graph_module: Dynamo's graph, with ``F.*`` nodes and parameters as placeholders.
-        example_inputs: Inputs it was captured with, in placeholder order.
-        frame_id: Which Python frame it came from; a recompilation of a frame keeps its id.
-        inputs: What each placeholder is.
-    """
+    """One graph as Dynamo handed it over. Never mutated: Dynamo builds its guards from it later."""
 
     graph_module: fx.GraphModule
     example_inputs: tuple[Any, ...]
-    frame_id: int
+    frame_id: int  # of the Python frame; a recompilation keeps it
     inputs: tuple[GraphInput, ...]
 
     def roots(self) -> dict[str, str]:
@@ -150,10 +147,8 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def no_graph_breaks() -> Iterator[None]:
-    """Within this context what would break a graph is an error, before anything has run.
-
-    With ``fullgraph=True`` Dynamo would capture ``.item()`` as well, and so another graph.
-    """
+    """Within this context what would break a graph is an error, before anything has run."""
+    # With ``fullgraph=True`` Dynamo would capture ``.item()`` as well, and so another graph.
     with torch._dynamo.error_on_graph_break(True):
         yield
 
@@ -169,10 +164,7 @@ def forget_code(functions: Iterable[CodeType]) -> None:
 
 
 def forget(function: Callable[..., Any]) -> None:
-    """Make Dynamo look again at a function that it may have given up on, and at what follows it.
-
-    Uses ``reset_code`` and the trackers of seen code (checked on torch 2.13).
-    """
+    """Make Dynamo look again at a function that it may have given up on, and at what follows it."""
     code = getattr(function, "__code__", None)
     if code is None:
         return
@@ -287,3 +279,38 @@ def original_error(error: BaseException) -> BaseException:
     """The error that a backend raised, without Dynamo's wrapping."""
     inner = getattr(error, "inner_exception", None)
     return inner if isinstance(inner, BaseException) else error
+
+
+@contextlib.contextmanager
+def around_captures(enter: Callable[[CodeType], AbstractContextManager[None]]) -> Iterator[None]:
+    """Within this context every function is captured within a context of ours."""
+    convert = convert_frame.ConvertFrame.__call__
+    attempt = convert_frame.ConvertFrameAssert.__call__
+    refusals: list[Unsupported] = []
+
+    @functools.wraps(convert)
+    def convert_within(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        refusals.clear()
+        with enter(frame.f_code):
+            result = convert(self, frame, *args, **kwargs)
+        if refusals and result.guarded_code is None:
+            # Of what breaks a graph and cannot be resumed, Dynamo itself notes nothing.
+            error = refusals.pop()
+            graph_break_reasons.append(GraphCompileReason(str(error), frames_of(error)))
+        return result
+
+    @functools.wraps(attempt)
+    def attempt_and_note(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return attempt(*args, **kwargs)
+        except Unsupported as error:
+            # In a function that was captured too often, nothing breaks the graph.
+            if getattr(error, "frame_exec_strategy", None) is None:
+                refusals.append(error)
+            raise
+
+    with (
+        shadowed_here(convert_frame.ConvertFrame, __call__=convert_within),
+        shadowed_here(convert_frame.ConvertFrameAssert, __call__=attempt_and_note),
+    ):
+        yield

@@ -17,6 +17,7 @@ from torch._dynamo.backends.debugging import boxed_nop
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from lightning_unitscale.dynamo.backend import (
+    on_plain_tensors,
     partitioned_by,
     plain_kernels,
     traced_backward,
@@ -24,7 +25,6 @@ from lightning_unitscale.dynamo.backend import (
 from lightning_unitscale.dynamo.graphs import compiled_forward, is_checkpoint
 from lightning_unitscale.dynamo.patches import drop_inference_mode
 from lightning_unitscale.dynamo.recurrent import keep_workspaces, recurrent_dropout
-from lightning_unitscale.dynamo.subclasses import on_plain_tensors
 from lightning_unitscale.scales.step_rows import join_rows
 
 Executor = Literal["eager", "aot_eager", "inductor"]

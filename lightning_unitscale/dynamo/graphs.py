@@ -38,11 +38,8 @@ def rename_node(node: fx.Node, name: str) -> None:
 
 
 def copy_graph_module(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """A copy that may be rewritten: nodes, metadata and nested graphs, but not tensors.
-
-    Its code is written when it is first run: most copies are rewritten, copied again or run node by
-    node.
-    """
+    """A copy that may be rewritten: nodes, metadata and nested graphs, but not tensors."""
+    # Its code is written when it is first run: most copies are rewritten or copied again.
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph_module.graph.nodes:
@@ -81,17 +78,11 @@ def compiled_forward(graph_module: fx.GraphModule) -> Callable[..., Any]:
 
 
 class _Lines(NamedTuple):
-    """Of which module each line of a graph's code is, and what it makes.
+    """Of which module each line of a graph's code is, and what it makes."""
 
-    Attributes:
-        names: Path of the module of each node, and name of its tensor.
-        nodes: The node of each line of the body.
-        start: Number of the line before the body's first.
-    """
-
-    names: tuple[tuple[str, str], ...]
-    nodes: Mapping[int, int | None]
-    start: int
+    names: tuple[tuple[str, str], ...]  # the path of each node's module, and its tensor's name
+    nodes: Mapping[int, int | None]  # of each line of the body
+    start: int  # the line before the body's first
 
 
 # By the identity of the code of a graph's ``forward``.
@@ -196,10 +187,7 @@ def is_higher_order(node: fx.Node) -> bool:
 
 
 def autocast_dtypes(graph: fx.Graph) -> dict[fx.Node, torch.dtype]:
-    """For each node that runs under autocast, the type that autocast casts to.
-
-    The surroundings of the graph count as well as the regions inside it.
-    """
+    """Return, for each node that runs under autocast around or in the graph, autocast's type."""
     states: dict[fx.Node, torch.dtype] = {}
     entered: dict[fx.Node, tuple[str, torch.dtype, bool]] = {}
     for node in graph.nodes:
@@ -215,6 +203,8 @@ def autocast_dtypes(graph: fx.Graph) -> dict[fx.Node, torch.dtype]:
             inner = [state for state in entered.values() if state[0] == device_type]
             if inner:
                 enabled, dtype = inner[-1][2], inner[-1][1]
+            elif not torch.amp.is_autocast_available(device_type):
+                continue
             else:
                 enabled = torch.is_autocast_enabled(device_type)
                 dtype = torch.get_autocast_dtype(device_type)

@@ -211,7 +211,9 @@ def concrete_size(size: int | torch.SymInt) -> int:
     """
     if isinstance(size, int):
         return size
-    if (hint := hint_of(size)) is None:
+    hint = hint_of(size)
+    # The length of a ragged dimension is another one in each row.
+    if hint is None or isinstance(hint, torch.SymInt):
         raise ValueError(
             f"size={size}: it depends on the values of a tensor; expected a size that is known "
             "before the step runs."
@@ -252,6 +254,8 @@ def product(sizes: Iterable[float]) -> float:
 
 def numel_of(value: Any) -> float:
     """Number of elements of a tensor; a number is one."""
+    if isinstance(value, Tensor) and value.layout is torch.jagged:
+        value = value.values()
     return product(shape_of(value))
 
 

@@ -7,7 +7,7 @@ range of its type.
 Private names of torch, checked on torch 2.11 and 2.13: in ``torch._C`` whether ``torch.func``
 transforms are active, in ``torch._C._functorch`` their wrapped tensors and the depth of their
 stack, the level of forward-mode differentiation, and whether hooks on saved tensors are disabled
-(which transforms do).
+(which transforms do); the context of ``torch._functorch`` that leaves the stack.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 
 from lightning_unitscale.compiling import is_compiling
@@ -43,6 +44,11 @@ def is_transforming() -> bool:
     """Whether a ``torch.func`` transform (``grad``, ``vmap``, ...) runs the calling code."""
     active: bool = torch._C._are_functorch_transforms_active()
     return active
+
+
+def outside_transforms() -> contextlib.AbstractContextManager[Any]:
+    """Return a context without the ``torch.func`` transforms that run the calling code."""
+    return temporarily_clear_interpreter_stack()
 
 
 @contextlib.contextmanager

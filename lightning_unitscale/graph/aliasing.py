@@ -16,11 +16,12 @@ import contextlib
 import inspect
 import operator
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from networkx.utils import UnionFind
 from torch import Tensor, fx
 
 from lightning_unitscale.dynamo.backend import Writes
@@ -30,7 +31,6 @@ from lightning_unitscale.dynamo.graphs import (
     is_higher_order,
     stand_ins,
 )
-from lightning_unitscale.graph.described_calls import found_once
 from lightning_unitscale.graph.nodes import (
     Path,
     argument_at,
@@ -53,26 +53,25 @@ _NO_COUNTERPART = {"bernoulli", "elu", "celu", "selu"}
 
 @dataclass(frozen=True)
 class Effects:
-    """What an operation does with the memory of its arguments, which are given by their paths.
-
-    Attributes:
-        writes: Into which it writes.
-        views: Whose memory its result looks into.
-        same: Which one it hands back as the very tensor, not even as a view.
-    """
+    """What an operation does with the memory of its arguments, which are given by their paths."""
 
     writes: tuple[Path, ...] = ()
-    views: tuple[Path, ...] = ()
-    same: Path | None = None
+    views: tuple[Path, ...] = ()  # whose memory its result looks into
+    same: Path | None = None  # which one it hands back as the very tensor, not even as a view
+    is_random: bool = False  # whether it draws from torch's generators
 
 
 _NOTHING = Effects()
-_KNOWN: dict[Hashable, Effects] = {}
 
 
 def written_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
     """The tensors that the node writes into."""
     return _arguments(node, _effects(node).writes)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether the node draws random numbers, as far as it runs by itself without data."""
+    return _effects(node).is_random
 
 
 def same_tensor(node: fx.Node) -> fx.Node | None:
@@ -89,42 +88,26 @@ def same_tensor(node: fx.Node) -> fx.Node | None:
 
 
 def memory_roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """For each node the one that stands for the memory of its result.
-
-    Nodes that share memory have one root: the input or attribute that it came in by, or else the
-    node that made it.
-    """
-    parents: dict[fx.Node, fx.Node] = {}
-    order = {node: (not _is_input(node), index) for index, node in enumerate(graph.nodes)}
-
-    def root(node: fx.Node) -> fx.Node:
-        while parents[node] is not node:
-            node = parents[node]
-        return node
-
-    def join(first: fx.Node, second: fx.Node) -> None:
-        first, second = sorted((root(first), root(second)), key=order.__getitem__)
-        parents[second] = first
-
+    """For each node the one that its memory came in by, or else the one that made it."""
+    groups = UnionFind(graph.nodes)
     inputs: dict[Any, fx.Node] = {}
     for node in graph.nodes:
-        parents[node] = node
         if _is_input(node):
             # One storage may come in several times, as several views of it.
             keys: list[Any] = [*_storages(node.meta.get("example_value"))]
             keys += [node.target] if node.op == "get_attr" else []
             for key in keys:
-                join(node, inputs.setdefault(key, node))
-        for argument in _arguments(node, _effects(node).views):
-            join(node, argument)
-    return {node: root(node) for node in parents}
+                groups.union(node, inputs.setdefault(key, node))
+        groups.union(node, *_arguments(node, _effects(node).views))
+    order = {node: (not _is_input(node), index) for index, node in enumerate(graph.nodes)}
+    roots: dict[fx.Node, fx.Node] = {}
+    for group in groups.to_sets():
+        roots |= dict.fromkeys(group, min(group, key=order.__getitem__))
+    return {node: roots[node] for node in graph.nodes}
 
 
 def aliased_by_mutation(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes that share memory with a tensor that the graph still writes into.
-
-    Giving such a tensor a new identity would cut the tie, so a pass leaves them alone.
-    """
+    """Nodes that share memory with a tensor that the graph still writes into, to be left alone."""
     roots = memory_roots(graph)
     mutated = {roots[target] for node in graph.nodes for target in written_arguments(node)}
     return {node for node, root in roots.items() if root in mutated}
@@ -205,11 +188,7 @@ def _owns_memory(node: fx.Node, earlier: Sequence[fx.Node]) -> bool:
 
 
 def _functional(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
-    """The function or method that computes the same out of place, with its arguments.
-
-    Its name follows from torch's and Python's own conventions; whether it does compute the same,
-    :func:`_same_result` finds out.
-    """
+    """The function or method that may compute the same out of place, by its name."""
     name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
     if getattr(operator, name, None) is node.target and name.startswith("i"):
         function = getattr(operator, name[1:], None) or getattr(operator, f"{name[1:]}_", None)
@@ -290,7 +269,7 @@ def _find(node: fx.Node) -> Effects:
         for path in argument_paths(node)
         if tensors_in(argument_at(node, path).meta.get("example_value"))
     ]
-    if not paths:
+    if not paths and example_tensor(node) is None:
         # Not to be run: it may enter autocast, or turn gradients off.
         return _NOTHING
     if is_higher_order(node):
@@ -302,7 +281,7 @@ def _find(node: fx.Node) -> Effects:
     try:
         # With real examples it would draw random numbers.
         if not isinstance(mode, contextlib.nullcontext):
-            return found_once(_KNOWN, node, lambda: _seen_by_running(node, paths, mode))
+            return _seen_by_running(node, paths, mode)
     except Exception:
         # It does not run by itself.
         pass
@@ -327,6 +306,7 @@ def _seen_by_running(node: fx.Node, paths: list[Path], mode: Any) -> Effects:
         tuple(path for path, value in values.items() if _is_written(value, writes)),
         tuple(_sharing(result, values.items())),
         next((path for path, value in values.items() if result is value), None),
+        writes.has_drawn,
     )
 
 

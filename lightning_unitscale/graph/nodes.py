@@ -241,17 +241,6 @@ def call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return getattr(args[0], target)(*args[1:], **kwargs)
 
 
-def map_arguments(node: fx.Node, replacements: dict[tuple[Any, ...], fx.Node]) -> None:
-    """Replace single arguments of a node, by their path as in :func:`argument_at`.
-
-    Unlike ``replace_input_with`` this changes one use of a node that is passed several times.
-    """
-    args, kwargs = node.args, node.kwargs
-    for path, new in replacements.items():
-        args, kwargs = changed_arguments(args, kwargs, path, new)
-    node.args, node.kwargs = args, kwargs
-
-
 def changed_arguments(
     args: Sequence[Any], kwargs: Mapping[str, Any], path: Path, new: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -273,15 +262,6 @@ def _replaced(value: Any, path: Path, new: Any) -> Any:
 def _input_name(node: fx.Node) -> str:
     name = re.sub(r"^[lLgG]_+|_+$", "", str(node.target))
     return re.sub(r"_+", "_", name) or "tensor"
-
-
-def device_of(graph: fx.Graph) -> torch.device:
-    """Device on which the graph's floating-point tensors live."""
-    for node in graph.nodes:
-        tensor = example_tensor(node)
-        if tensor is not None and tensor.is_floating_point():
-            return tensor.device
-    return torch.device("cpu")
 
 
 def first_operation(graph: fx.Graph) -> fx.Node:

@@ -11,6 +11,7 @@ import enum
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, fx, nn
 
 from lightning_unitscale.dynamo.graphs import add_placeholder, fake_like, is_checkpoint
 from lightning_unitscale.graph.aliasing import make_out_of_place
-from lightning_unitscale.graph.nodes import INTERNAL, device_of
+from lightning_unitscale.graph.nodes import INTERNAL
 
 # Runs a graph: the user's outputs for the user's inputs.
 Run = Callable[[Sequence[Any]], Sequence[Any]]
@@ -40,18 +41,7 @@ class Phase(enum.IntEnum):
 
 @dataclass(frozen=True)
 class PassRecord:
-    """What one pass did to one graph.
-
-    Attributes:
-        step: Name of the captured callable, such as ``training_step``.
-        graph_index: Which graph of the step, in the order of capture.
-        pass_name: The pass.
-        observed: Whether this is the variant that carries probes.
-        nodes_before: Number of nodes it was given.
-        nodes_after: Number of nodes it left.
-        seconds: Wall-clock time of the pass.
-        changes: What it changed, one line each.
-    """
+    """What one pass did to one graph, which is counted in the order of capture."""
 
     step: str
     graph_index: int
@@ -92,22 +82,16 @@ class Region:
 
 
 class StepGraph:
-    """A graph under rewrite, with inputs and outputs of its own beside the user's.
-
-    Attributes:
-        graph_module: The copy that passes rewrite.
-        step: Name of the captured callable.
-        observed: Whether this variant carries probes; it runs on sampled steps only.
-        device: Device of the graph's floating-point tensors.
-        notes: What an earlier pass tells a later one.
-    """
+    """A graph under rewrite, with inputs and outputs of its own beside the user's."""
 
     def __init__(self, graph_module: fx.GraphModule, *, observed: bool, step: str = "") -> None:
         self.graph_module = graph_module
         self.step = step
-        self.observed = observed
-        self.notes: dict[str, Any] = {}
-        self.device = device_of(graph_module.graph)
+        self.observed = observed  # with probes, as on sampled steps
+        self.notes: dict[str, Any] = {}  # from one pass to another
+        tensors = (node.meta.get("example_value") for node in graph_module.graph.nodes)
+        floats = (one for one in tensors if isinstance(one, Tensor) and one.is_floating_point())
+        self.device = next((tensor.device for tensor in floats), torch.device("cpu"))
         self.states: list[tuple[fx.Node, Callable[[], Tensor]]] = []
         self.results: list[tuple[fx.Node, Callable[[Tensor], None]]] = []
 
@@ -159,21 +143,12 @@ class StepGraph:
 
 
 class GraphPass(abc.ABC):
-    """Rewrites one graph in place. Instances may keep state across the graphs of a step.
-
-    Attributes:
-        name: Shown in ``explain()``.
-        phase: When it runs.
-        out_of_place: Whether it needs in-place operations made out of place first.
-        observes: Whether it makes the observed variant differ from the plain one.
-        kept_whole: Functions that the capture must not look into.
-    """
+    """Rewrites one graph in place. Instances may keep state across the graphs of a step."""
 
     name: str
     phase: Phase
-    out_of_place: bool = False
-    observes: bool = False
-    kept_whole: tuple[Callable[..., Any], ...] = ()
+    out_of_place: bool = False  # in-place operations are made out of place first
+    kept_whole: tuple[Callable[..., Any], ...] = ()  # functions that no capture looks into
 
     @abc.abstractmethod
     def run(self, graph: StepGraph) -> tuple[str, ...]:
@@ -233,14 +208,9 @@ def run_passes(
         )
 
     if out_of_place or any(graph_pass.out_of_place for graph_pass in due):
-        record("out of place", lambda: _make_out_of_place(graph))
+        regions = [region.graph for region in graph.regions()]
+        record("out of place", lambda: tuple(chain.from_iterable(map(make_out_of_place, regions))))
     for graph_pass in due:
         record(graph_pass.name, lambda graph_pass=graph_pass: graph_pass.run(graph))  # type: ignore[misc]
     graph.finish()
     return records
-
-
-def _make_out_of_place(graph: StepGraph) -> tuple[str, ...]:
-    return tuple(
-        line for region in list(graph.regions()) for line in make_out_of_place(region.graph)
-    )

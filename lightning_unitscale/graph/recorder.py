@@ -24,15 +24,9 @@ from lightning_unitscale.functional.scale import whole_view
 from lightning_unitscale.graph.passes import Region, StepGraph
 from lightning_unitscale.scales.reduce import row_dtype
 
-# Key in the meta of a node that returns its argument and taps its gradient.
-TAP = "gradient_tap"
-
 
 class GraphInterpreter(fx.Interpreter):
-    """Runs a captured graph and the bodies of its activation checkpoints, node by node.
-
-    Nothing is recomputed: what a checkpoint would drop is kept, so that its nodes can be measured.
-    """
+    """Runs a captured graph and its activation checkpoints, node by node; recomputes nothing."""
 
     def __init__(
         self,
@@ -121,15 +115,10 @@ def stored_elements(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class CallRecord:
-    """What one call of a graph recorded.
-
-    Attributes:
-        forward: Rows of the forward pass, shape ``(rows, columns)``.
-        slots: Leaf whose gradient holds the rows of the backward pass once it has run.
-    """
+    """What one call of a graph recorded, as rows of shape ``(rows, columns)``."""
 
     forward: Tensor
-    slots: Tensor
+    slots: Tensor  # a leaf whose gradient holds the rows of the backward pass once it has run
 
     @property
     def backward(self) -> Tensor:

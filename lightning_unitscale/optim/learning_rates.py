@@ -3,7 +3,7 @@
 Write the stored weight as ``V = W / sigma``, its gradient as ``G = c * g`` with ``g`` that of ``W``
 in the plain model (``c``, the product of all factors on the way back, is unknown before the first
 backward pass), and a step as ``W -= lr * U(g, W)``. The step of ``V`` is that of ``W`` divided by
-``sigma`` if its rate is ``lr * U(g, W) / (sigma * U(G, V))``. By the table in :mod:`.optimizers`
+``sigma`` if its rate is ``lr * U(g, W) / (sigma * U(G, V))``. By the table in :data:`ALGORITHMS`
 that is ``lr / sigma`` for scale-invariant and orthogonal optimizers, ``lr`` for relative ones, and
 by the unknown ``c`` unknown for linear ones.
 
@@ -24,9 +24,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch.optim import Optimizer
-
-from lightning_unitscale.optim.optimizers import ALGORITHMS, Family, is_decay_decoupled, known_class
 
 
 class Role(enum.Enum):
@@ -43,32 +42,17 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """Role and scale of one parameter.
-
-    Attributes:
-        fqn: Its path in the module.
-        role: Its role; ``OTHER`` for one that the rules leave alone.
-        fan_in: Number of terms in each sum that the weight takes part in.
-        fan_out: Number of features that it makes; the length of a bias or a norm weight.
-        model_width: Width of the residual stream, or of the embedding itself.
-        num_residuals: Number of residual branches in the model, if the parameter is inside one;
-            0 outside of them.
-        sigma: RMS that the parameter had: the stored one is it divided by ``sigma`` (1 where it
-            was left as it was).
-        output_scale: Factor that the graph puts on what the parameter makes: a bias is multiplied
-            by it.
-        is_tied: Whether it has a second role (an embedding that is the readout too).
-    """
+    """Role and scale of one parameter."""
 
     fqn: str
     role: Role
-    fan_in: int
-    fan_out: int
-    model_width: int
-    num_residuals: int = 0
-    sigma: float = 1.0
-    output_scale: float = 1.0
-    is_tied: bool = False
+    fan_in: int  # number of terms in each sum that the weight takes part in
+    fan_out: int  # number of features that it makes; the length of a bias or a norm weight
+    model_width: int  # of the residual stream, or of the embedding itself
+    num_residuals: int = 0  # branches of the stream whose branch it is in
+    sigma: float = 1.0  # RMS that it had: the stored one is it divided by this
+    output_scale: float = 1.0  # factor that the graph puts on what it makes: that of a bias
+    is_tied: bool = False  # it has a second role: an embedding that is the readout too
 
 
 Method = Literal["match", "u-mup"]
@@ -77,21 +61,13 @@ METHODS = ("match", "u-mup")
 
 @dataclass(frozen=True)
 class RateFactors:
-    """Factors on the settings of one parameter.
-
-    Attributes:
-        lr: Factor on the learning rate.
-        weight_decay: Factor on the weight decay.
-        is_decay_independent: Whether the decay is divided by the group's peak rate as well: each
-            step then shrinks the weight by ``weight_decay`` times the schedule's share of its peak.
-        floor: Factor on the smallest parameter RMS that a relative optimizer counts with
-            (Adafactor's second ``eps``), which is in units of the parameter.
-    """
+    """Factors on the settings of one parameter."""
 
     lr: float = 1.0
     weight_decay: float = 1.0
+    # Each step then shrinks the weight by ``weight_decay`` times the schedule's share of its peak.
     is_decay_independent: bool = False
-    floor: float = 1.0
+    floor: float = 1.0  # on the smallest RMS that Adafactor counts with, its second ``eps``
 
 
 def family_of(optimizer: Optimizer) -> Family:
@@ -208,3 +184,54 @@ def _positive(info: ParameterInfo, name: str) -> float:
             "expected a positive finite number; give it its measured one, or the role 'other'."
         )
     return value
+
+
+class Family(enum.Enum):
+    """How a step ``W -= lr * U(g, W)`` depends on scales: what is ``U(c * g, W / s)``?"""
+
+    SCALE_INVARIANT = "scale-invariant"  # U(g, W)
+    ORTHOGONAL = "orthogonal"  # U(g, W)
+    RELATIVE = "relative"  # U(g, W) / s
+    LINEAR = "linear"  # c * U(g, W)
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """What is known of an optimizer."""
+
+    family: Family = Family.SCALE_INVARIANT
+    adds_decay: bool = False  # to the gradient, where a group does not say
+    is_known_by_name: bool = False  # it is what its name says wherever it is implemented
+
+
+ALGORITHMS = {
+    "Adam": Algorithm(),
+    "AdamW": Algorithm(),
+    "NAdam": Algorithm(),
+    # Its first steps (5 at beta2 = 0.999) are linear.
+    "RAdam": Algorithm(),
+    "Adamax": Algorithm(adds_decay=True),
+    "SparseAdam": Algorithm(),
+    "RMSprop": Algorithm(adds_decay=True),
+    "Adagrad": Algorithm(adds_decay=True),
+    "Adafactor": Algorithm(Family.RELATIVE),
+    "SGD": Algorithm(Family.LINEAR, adds_decay=True),
+    "Lion": Algorithm(is_known_by_name=True),
+    "Muon": Algorithm(Family.ORTHOGONAL, is_known_by_name=True),
+}
+
+
+def known_class(optimizer: Optimizer) -> type[Optimizer] | None:
+    """The class of the table that an optimizer is of; ``None`` if there is none."""
+    classes = [cls for cls in type(optimizer).__mro__ if cls.__name__ in ALGORITHMS]
+    by_name = (cls for cls in classes if ALGORITHMS[cls.__name__].is_known_by_name)
+    of_torch = (cls for cls in classes if cls is getattr(torch.optim, cls.__name__, None))
+    return next(of_torch, next(by_name, None))
+
+
+def is_decay_decoupled(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
+    """Whether weight decay shrinks the weight by itself, instead of being added to the gradient."""
+    if "decoupled_weight_decay" in group:
+        return bool(group["decoupled_weight_decay"])
+    cls = known_class(optimizer)
+    return cls is None or not ALGORITHMS[cls.__name__].adds_decay

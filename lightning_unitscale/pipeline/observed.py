@@ -23,7 +23,7 @@ from lightning_unitscale.capture.compiled_graph import Variant
 from lightning_unitscale.dynamo.executors import execute_with
 from lightning_unitscale.dynamo.graphs import copy_graph_module
 from lightning_unitscale.graph.nodes import ELSEWHERE, tensor_name
-from lightning_unitscale.graph.passes import GraphPass, StepGraph
+from lightning_unitscale.graph.passes import GraphPass, Phase, StepGraph
 from lightning_unitscale.graph.recorder import tap_gradient
 from lightning_unitscale.pipeline.pipe import Pipe
 from lightning_unitscale.pipeline.stage import StageModule
@@ -41,7 +41,7 @@ class ObservedStages:
         rank_of: Callable[[int], int],
         group: dist.ProcessGroup | None,
     ) -> None:
-        self._passes = [graph_pass for graph_pass in passes if graph_pass.observes]
+        self._passes = [graph_pass for graph_pass in passes if graph_pass.phase is Phase.OBSERVE]
         self._rank_of = rank_of
         self._group = group
         self._rank = dist.get_rank(group)

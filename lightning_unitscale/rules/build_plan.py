@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,9 +13,8 @@ from torch import Tensor, fx
 from torch.nn.parameter import is_lazy
 
 from lightning_unitscale.capture.captured_step import CapturedStep
-from lightning_unitscale.capture.compiled_graph import CompiledGraph
-from lightning_unitscale.capture.rehearsal import rehearse
-from lightning_unitscale.capture.rollback import detached_copy
+from lightning_unitscale.capture.compiled_graph import CompiledGraph, Interpreter, NotOneGraphError
+from lightning_unitscale.capture.rollback import detached_copy, find_once_only, restoring
 from lightning_unitscale.capture.step_messages import CaptureError
 from lightning_unitscale.graph.matmuls import product_of
 from lightning_unitscale.graph.nodes import (
@@ -62,11 +62,11 @@ def plan_step(
         if plan is not None:
             return prior.updated(plan)
     reason = f"it ran other graphs in each of {_MAX_ATTEMPTS} runs on the same batch"
-    raise CaptureError(
-        f"{step.title}: {reason}; expected a step that is captured alike each time; keep counters, "
-        "random Python choices, and branches on how large activations are, which unit scaling "
-        "changes, out of it.",
+    raise CaptureError.by_rules(
+        step.title,
         reason,
+        "Rules need a step that is captured alike each time",
+        "Keep counters, random Python choices and branches on the size of activations out of it",
     )
 
 
@@ -98,6 +98,7 @@ def _plan_once(
     with grad():
         rehearse(step, recorder, args, kwargs)
     flow = recorder.result()
+    _reject_new_parameters(step, flow)
     structure = _structure_of(flow, prior)
     parameters = {**plan_parameters(structure, init_weights=init_weights), **prior.parameters}
     most_calls = _MANY_TIMES * (recorder.num_calls + 1)
@@ -110,6 +111,19 @@ def _plan_once(
     plans = _with_output_scales(structure, parameters, decisions)
     by_key = {key(step.name, name): decision for name, decision in decisions.items()}
     return RulePlan(by_key, plans, _unseen(step, plans))
+
+
+def _reject_new_parameters(step: CapturedStep, flow: Flow) -> None:
+    """Raise if the step makes parameters while it runs: their weights could not be set before."""
+    known = {fqn for fqn, _ in step.owner.module.named_parameters()}
+    new = sorted(flow.parameters.keys() - known)
+    if new:
+        raise CaptureError.by_rules(
+            step.title,
+            f"it registers {new[0]} while it runs",
+            "Rules set all parameters before the first call",
+            "Register parameters and parametrizations before that",
+        )
 
 
 def plan_graph(
@@ -167,14 +181,12 @@ def _with_output_scales(
 
 
 def _structure_of(flow: Flow, prior: RulePlan) -> Structure:
-    """The structure of a flow, if it agrees with what is decided already.
-
-    A parameter that is at unit scale already must not be read by what no rule rewrites.
-    """
+    """The structure of a flow, if it agrees with what is decided already."""
     structure = find_structure(flow)
     for fqn, uses in structure.uses.items():
         plan = prior.parameters.get(fqn)
         other = [use.node for use in uses if use.kind == "other"]
+        # A parameter that is at unit scale must not be read by what no rule rewrites.
         if plan is not None and plan.action != "left" and other:
             raise RuntimeError(
                 f"{fqn}: it was set to unit scale for an earlier step, but {other[0].name} of this "
@@ -185,12 +197,7 @@ def _structure_of(flow: Flow, prior: RulePlan) -> Structure:
 
 
 class Recorder:
-    """Runs the graphs of a step as they are, and records which reads what another one made.
-
-    Attributes:
-        flow: What was recorded.
-        num_calls: Calls of graphs.
-    """
+    """Runs the graphs of a step as they are, and records which reads what another one made."""
 
     def __init__(self) -> None:
         self.flow = Flow()
@@ -248,13 +255,7 @@ class Recorder:
 
 
 class _ScaledRun:
-    """Runs the graphs of a step with every factor in place as soon as it is decided.
-
-    Attributes:
-        decider: Takes the decisions.
-        saw_new_graph: Whether a graph ran that was not recorded: the first run of a step may change
-            what the next one runs (a setting that is filled in, a cache).
-    """
+    """Runs the graphs of a step with every factor in place as soon as it is decided."""
 
     def __init__(
         self,
@@ -270,6 +271,7 @@ class _ScaledRun:
         self._title, self._most_calls, self._num_calls = title, most_calls, 0
         self._joint = joint
         self.decider = Decider(structure, parameters, options, self.measure, prior=prior)
+        # The first run of a step may change what the next one runs (a setting, a cache).
         self.saw_new_graph = False
         # What was planned before has its values already.
         self._prepare = prepared_like(
@@ -282,11 +284,11 @@ class _ScaledRun:
         """Run one graph; the interpreter that ``CapturedStep`` expects."""
         self._num_calls += 1
         if self._num_calls > self._most_calls:
-            reason = f"scaled, it runs its graphs over {_MANY_TIMES} times as often"
-            raise CaptureError(
-                f"{self._title}: {reason}; expected a step that does as much at any scale; keep "
-                "solvers with adaptive steps out of it.",
-                reason,
+            raise CaptureError.by_rules(
+                self._title,
+                f"scaled, it runs its graphs over {_MANY_TIMES} times as often",
+                "Rules need a step that does as much at any scale",
+                "Keep solvers with adaptive steps out of it",
             )
 
         def run_with(captured: fx.GraphModule) -> Callable[..., Any]:
@@ -338,3 +340,37 @@ class _ScaledRun:
         if isinstance(value, Tensor) and value.is_floating_point():
             self._values[node] = value.detach()
         return value
+
+
+def rehearse(
+    step: CapturedStep,
+    interpreter: Interpreter,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> None:
+    """Run a step with ``interpreter`` running its graphs, and undo what it did.
+
+    A step that is one graph is not called: the graph runs on the inputs of the call. Where it is
+    several, the user's code runs on copies.
+    """
+    module = step.owner.module
+    with restoring(module, parameters=False):
+        try:
+            call = step.graph_call(*args, **kwargs)
+        except NotOneGraphError as error:
+            reason = str(error)
+        else:
+            with call.rehearsing() as (run, _):
+                run(interpreter)
+            return
+    if (once_only := find_once_only(module)) is not None:
+        warnings.warn(
+            f"{type(module).__name__}.{step.name}: its first call runs twice, once to decide, "
+            f"since it is not one graph ({reason}), and what it reads from "
+            f"{once_only} cannot be put back; expected a step that takes its data from the batch; "
+            "let train_dataloader return all loaders.",
+            stacklevel=2,
+        )
+    with restoring(module):
+        copied_args, copied_kwargs = detached_copy((args, dict(kwargs)))
+        step.rehearse(interpreter, *copied_args, **copied_kwargs)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import networkx as nx
 import torch
 from torch import Tensor, fx
 
@@ -208,19 +208,14 @@ class Flow:
 
     A placeholder that another graph of the step, or the graph around a checkpoint, has made is that
     other node: readers and sources go across.
-
-    Attributes:
-        nodes: Operations and inputs, in the order of execution.
-        outputs: Float tensors that leave the step.
-        parameters: The node of every parameter, by its path in the module.
     """
 
     nodes: list[fx.Node] = field(default_factory=list)
-    outputs: list[fx.Node] = field(default_factory=list)
+    outputs: list[fx.Node] = field(default_factory=list)  # float tensors that leave the step
     parameters: dict[str, fx.Node] = field(default_factory=dict)
     _same: dict[fx.Node, fx.Node] = field(default_factory=dict)
     _order: dict[fx.Node, int] = field(default_factory=dict)
-    _readers: dict[fx.Node, list[fx.Node]] = field(default_factory=lambda: defaultdict(list))
+    graph: nx.DiGraph = field(default_factory=nx.DiGraph)  # an edge to each reader of a result
     _graphs: dict[fx.Graph, fx.GraphModule] = field(default_factory=dict)
     _learned: set[fx.Node] = field(default_factory=set)
     _gradients: set[fx.Node] = field(default_factory=set)
@@ -243,11 +238,7 @@ class Flow:
 
     def readers(self, node: fx.Node) -> list[fx.Node]:
         """The operations that read a node's result, in any graph."""
-        return self._readers[self.resolve(node)]
-
-    def parameter(self, node: fx.Node) -> str | None:
-        """Path in the module of the parameter that the node is, if it is one."""
-        return parameter_path(self.resolve(node))
+        return list(self.graph.successors(self.resolve(node)))
 
     def is_learned(self, node: fx.Node) -> bool:
         """Whether a tensor depends on a parameter; it need not require a gradient for that."""
@@ -269,10 +260,7 @@ class Flow:
             self._sizes[self.resolve(node)] = root_mean_square(real) / share.sqrt()
 
     def size(self, node: fx.Node) -> float | None:
-        """RMS of the entries that are not zero of a tensor that is not learned; 1 for a mask.
-
-        ``None`` for any other tensor, and where no run has seen its values.
-        """
+        """RMS of the nonzero entries of a tensor that is not learned, if a run has seen them."""
         node = self.resolve(node)
         if node in self._learned or node not in self._sizes:
             return None
@@ -287,7 +275,7 @@ class Flow:
 
     def parameter_of(self, node: fx.Node) -> str | None:
         """Path of the parameter whose elements the tensor has."""
-        return self.parameter(self.root(node))
+        return parameter_path(self.root(node))
 
     def has_graph(self, graph: fx.Graph) -> bool:
         """Whether a graph has been added."""
@@ -320,6 +308,7 @@ class Flow:
             return
         self._order[node] = len(self.nodes)
         self.nodes.append(node)
+        self.graph.add_node(node)
         if fqn is not None:
             self.parameters[fqn] = node
             self._learned.add(node)
@@ -332,8 +321,7 @@ class Flow:
                 self._of_data.add(node)
         if is_operation(node):
             sources = dict.fromkeys(self.sources(node))
-            for source in sources:
-                self._readers[source].append(node)
+            self.graph.add_edges_from((source, node) for source in sources)
             for source in () if takes_form_only(node) else sources:
                 for marked in (self._gradients, self._of_data):
                     if source in marked:

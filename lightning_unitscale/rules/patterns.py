@@ -1,8 +1,8 @@
-"""Patterns of operations: scaling by a number, the path to a softmax, hand-written activations."""
+"""Patterns of operations: scaling, softmax, hand-written activations, averages of parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from lightning_unitscale.graph.nodes import (
 from lightning_unitscale.rules.flow import (
     ADDS,
     DIVIDED,
+    SUBTRACTS,
     TIMES,
     Flow,
     handed_on,
@@ -26,6 +27,7 @@ from lightning_unitscale.rules.flow import (
     is_operation,
     is_softmax,
     may_be_float,
+    writes,
 )
 
 # Steps that are followed: scaling, a bias, a mask, a soft cap, casts and views.
@@ -48,10 +50,7 @@ _MAX_OPERATIONS = 64
 
 
 def times_number(flow: Flow, node: fx.Node) -> tuple[fx.Node, float] | None:
-    """The tensor that the node multiplies by, or divides by, a number, and the factor's size.
-
-    A number is one of Python or a tensor of one element that is not learned.
-    """
+    """The tensor that a node multiplies by a number that is not learned, and the number's size."""
     if not is_operation(node) or op_name(node) not in DIVIDED | TIMES:
         return None
     values = _operands(node)
@@ -190,13 +189,9 @@ class Result:
 
 @dataclass(frozen=True)
 class Elementwise:
-    """A function of one tensor, element by element; equal ones are derived once.
+    """A function of one tensor, element by element; equal ones are derived once."""
 
-    Attributes:
-        steps: Operations in order: ``(op, target, args, kwargs)``, with a :class:`Result` for each
-            earlier result, 0 being the tensor itself.
-    """
-
+    # (op, target, args, kwargs), with a Result for each earlier one, 0 being the tensor itself.
     steps: tuple[tuple[str, Any, tuple[Any, ...], tuple[tuple[str, Any], ...]], ...]
 
     def __call__(self, input: Tensor) -> Tensor:
@@ -270,3 +265,82 @@ def _as_function(flow: Flow, root: fx.Node, nodes: list[fx.Node]) -> Elementwise
         steps.append((node.op, node.target, tuple(args), tuple(dict(kwargs).items())))
         results[node] = Result(len(results))
     return Elementwise(tuple(steps))
+
+
+# What Dynamo makes of ``.data = ...`` beside ``set_``.
+_LOWERED = "lower_version_count_by_1"
+_SAME = frozenset({"detach", "get_data_attr", _LOWERED, "neg", "negative", "copy", "set"})
+_SUMS = ADDS | SUBTRACTS | {"rsub"}
+# In place, on a list of tensors.
+_FOREACH = "foreach_"
+
+
+@dataclass(frozen=True)
+class Averages:
+    """The updates of parameters from parameters in a step: momentum encoders, averages of a model.
+
+    ``teacher.lerp_(student, 0.01)`` is the same update at whichever scale the two have together, so
+    it keeps no weight from being set to unit scale, and has no factors. Only sums of multiples of
+    parameters that a parameter is overwritten with are meant: no clamp.
+    """
+
+    nodes: frozenset[fx.Node]  # nothing else reads their results
+    groups: tuple[frozenset[str], ...]  # parameters that are added up, and so need one scale
+
+
+def find_averages(flow: Flow) -> Averages:
+    """Find the updates of a step."""
+    paths: dict[fx.Node, frozenset[str]] = {
+        node: frozenset({fqn}) for fqn, node in flow.parameters.items()
+    }
+    groups: dict[fx.Node, list[frozenset[str]]] = {}
+    for node in filter(is_operation, flow.nodes):
+        terms = list(_terms(node))
+        if terms and all(_is_linear(flow, node, term, paths.keys()) for term in terms):
+            groups[node] = [
+                frozenset().union(*(paths[flow.resolve(tensor)] for tensor in _tensors(term)))
+                for term in terms
+            ]
+            paths[node] = frozenset().union(*groups[node])
+    kept: set[fx.Node] = set()
+    # Readers come later, so that they are judged first.
+    for node in reversed(groups):
+        is_end = writes(node) or op_name(node) == _LOWERED
+        if (node.users or is_end) and all(reader in kept for reader in node.users):
+            kept.add(node)
+    written = {group for node in kept if writes(node) for group in groups[node]}
+    return Averages(frozenset(kept), tuple(sorted(written, key=sorted)))
+
+
+def _terms(node: fx.Node) -> Iterator[list[Any]]:
+    """Yield the arguments of an operation, or those for each tensor of the list that it changes."""
+    arguments = [*node.args, *node.kwargs.values()]
+    if not op_name(node).startswith(_FOREACH):
+        yield arguments
+        return
+    changed = node.args[0]
+    if not writes(node) or not isinstance(changed, (list, tuple)):
+        return
+    for index in range(len(changed)):
+        yield [value[index] if isinstance(value, (list, tuple)) else value for value in arguments]
+
+
+def _is_linear(flow: Flow, node: fx.Node, term: list[Any], linear: Iterable[fx.Node]) -> bool:
+    tensors = _tensors(term)
+    if not tensors or not all(flow.resolve(tensor) in linear for tensor in tensors):
+        return False
+    name = op_name(node).removeprefix(_FOREACH)
+    if handed_on(node) is not None or name in _SAME:
+        return True
+    # Without ``out``.
+    operands = [value for value in term[: len(node.args)] if is_float_tensor(value)]
+    if name in TIMES:
+        return len(operands) == 1
+    if name in DIVIDED:
+        return len(operands) == 1 and operands[0] is term[0]
+    # With a tensor of weights ``lerp`` adds no multiples.
+    return len(operands) == 2 and (name in _SUMS or name == "lerp")
+
+
+def _tensors(term: list[Any]) -> list[fx.Node]:
+    return [value for value in term if example_tensor(value) is not None]

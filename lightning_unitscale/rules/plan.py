@@ -17,12 +17,7 @@ Origin = Literal["rule", "derived", "calibrated", "residual", "kept", "loss"]
 
 @dataclass(frozen=True)
 class Argument:
-    """A factor on one argument of an operation.
-
-    Attributes:
-        path: Its position or name: ``(0,)``, ``("weight",)``, ``(0, 1)``.
-        factor: The factor.
-    """
+    """A factor on the argument of an operation at a path, such as ``(0,)`` or ``("weight",)``."""
 
     path: tuple[int | str, ...]
     factor: float
@@ -30,25 +25,16 @@ class Argument:
 
 @dataclass(frozen=True)
 class Decision:
-    """The factors of one operation.
+    """The factors of one operation."""
 
-    Attributes:
-        op: Its name, to make sure that it is the same operation in another graph.
-        reads: Names of the tensors that it reads, ``""`` for inputs; for the same reason.
-        origin: Where the factors come from.
-        reason: The same in words, with the paper section or the measured value.
-        output: Factor on the result.
-        arguments: Factors on arguments.
-        kwargs: Keyword arguments that are set (a fused attention's temperature).
-    """
-
+    # Name and reads (``""`` for inputs) show that it is the same operation in another graph.
     op: str
     reads: tuple[str, ...]
     origin: Origin
-    reason: str
+    reason: str  # with the paper section or the measured value
     output: float = 1.0
     arguments: tuple[Argument, ...] = ()
-    kwargs: tuple[tuple[str, float], ...] = ()
+    kwargs: tuple[tuple[str, float], ...] = ()  # such as a fused attention's scale
 
     @property
     def identity(self) -> tuple[str, tuple[str, ...]]:
@@ -63,13 +49,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class ParameterPlan:
-    """The role of one parameter, and how it is set, once.
-
-    Attributes:
-        info: Its role and its scale.
-        action: ``"scaled"`` to RMS 1, ``"zeroed"``, or ``"left"``.
-        reason: Why.
-    """
+    """The role of one parameter, and how it is set, once."""
 
     info: ParameterInfo
     action: Action
@@ -99,16 +79,11 @@ class RulePlan(Mapping[str, Decision]):
 
     Branches of a step that never run together may have operations of one name. Those that came
     later are found under the name with a number behind it.
-
-    Attributes:
-        decisions: Factors of each operation, by :func:`key`.
-        parameters: Plan of each parameter.
-        unseen: Parameters that are in no graph that was planned, which stay as they are, with the
-            reason.
     """
 
     decisions: Mapping[str, Decision] = field(default_factory=dict)
     parameters: Mapping[str, ParameterPlan] = field(default_factory=dict)
+    # Why each parameter that is in no planned graph stays as it is.
     unseen: Mapping[str, str] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Decision:
@@ -185,20 +160,9 @@ class RulePlan(Mapping[str, Decision]):
 
 @dataclass(frozen=True)
 class RuleOptions:
-    """The choices that a user has.
+    """The choices that a user has; :func:`.unit_scale` describes them."""
 
-    Attributes:
-        residual: Weights of residual branches with and without attention; the u-muP depth rule
-            by default.
-        on_unknown: ``"calibrate"``, ``"keep"`` or ``"error"``.
-        residual_mult: u-muP's share of all branches.
-        residual_attn_ratio: u-muP's share of attention branches.
-        attention_mult: Factor on attention's logits.
-        activation_mult: Factor on the input of activations after a weight.
-        loss_mult: Factor on the logits of a cross-entropy.
-    """
-
-    residual: tuple[float, float] | None = None
+    residual: tuple[float, float] | None = None  # with attention, and without
     on_unknown: OnUnknown = "calibrate"
     residual_mult: float = 1.0
     residual_attn_ratio: float = 1.0

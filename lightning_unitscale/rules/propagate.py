@@ -22,6 +22,7 @@ from lightning_unitscale.rules.flow import (
     made_rms,
     numel,
     output_factor,
+    parameter_path,
     rule_of,
     writes,
 )
@@ -106,7 +107,7 @@ class Scales:
         node = self.flow.resolve(node)
         factor = 1.0
         while node not in self._rms:
-            fqn = self.flow.parameter(node)
+            fqn = parameter_path(node)
             if fqn is not None:
                 plan = self.parameters.get(fqn)
                 return factor if plan is not None and plan.action == "scaled" else None

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+import networkx as nx
 from torch import fx
 
 from lightning_unitscale.graph.matmuls import product_of
@@ -30,24 +31,14 @@ _MAX_PARALLEL = 8
 
 @dataclass(frozen=True)
 class Residual:
-    """A residual add: ``skip + branch``, where the branch was computed from the skip.
-
-    Attributes:
-        add: The node.
-        skip: Which argument is the skip.
-        branch: Which argument is the branch.
-        nodes: The nodes of the branch.
-        has_attention: Whether there is an attention in the branch.
-        stream: Number of the chain of residual adds that this one belongs to.
-        index: Its position in that chain, from 0.
-        length: Number of residual adds in that chain.
-    """
+    """A residual add: ``skip + branch``, where the branch was computed from the skip."""
 
     add: fx.Node
     skip: Path
     branch: Path
     nodes: frozenset[fx.Node]
     has_attention: bool
+    # The chain of residual adds that it belongs to, its position there, and the chain's length.
     stream: int = 0
     index: int = 0
     length: int = 1
@@ -58,8 +49,8 @@ def find_residuals(flow: Flow) -> dict[fx.Node, Residual]:
 
     An add is residual when one operand, or what it was made of without a product, is an ancestor of
     the other, with a matrix product in between: an add inside a hand-written activation is none.
-    The search for an ancestor never goes back beyond it, so over a chain of blocks it takes time
-    and memory in proportion to the number of nodes.
+    The search never goes back beyond the ancestor, so over a chain of blocks it takes time in
+    proportion to the number of nodes.
     """
     residuals: dict[fx.Node, Residual] = {}
     lengths: Counter[int] = Counter()  # of streams
@@ -174,24 +165,14 @@ def _stem(flow: Flow, node: fx.Node) -> fx.Node:
 def _branch_nodes(flow: Flow, branch: fx.Node, root: fx.Node) -> frozenset[fx.Node] | None:
     """The nodes on the paths from ``root`` to ``branch``, if one of them is a product."""
     start = flow.order(root)
-    if flow.order(branch) <= start:
+    later = nx.subgraph_view(flow.graph, filter_node=lambda node: flow.order(node) >= start)
+    if branch not in later:
         return None
-    seen = {branch}
-    pending = [branch]
-    while pending:
-        for source in flow.sources(pending.pop()):
-            if source not in seen and flow.order(source) > start:
-                seen.add(source)
-                pending.append(source)
-    reached: set[fx.Node] = set()
-    through_product: set[fx.Node] = set()
-    for node in sorted(seen, key=flow.order):
-        sources = flow.sources(node)
-        if root in sources or any(source in reached for source in sources):
-            reached.add(node)
-            if product_of(node) is not None or any(source in through_product for source in sources):
-                through_product.add(node)
-    return frozenset(reached) if branch in through_product else None
+    sources = nx.ancestors(later, branch) | {branch}
+    if root not in sources - {branch}:
+        return None
+    nodes = nx.descendants(flow.graph.subgraph(sources), root)
+    return frozenset(nodes) if any(product_of(node) for node in nodes) else None
 
 
 def _previous(flow: Flow, skip: fx.Node, residuals: dict[fx.Node, Residual]) -> fx.Node | None:

@@ -19,8 +19,9 @@ from lightning_unitscale.graph.nodes import (
     MODULE,
     NAME,
     argument_at,
+    changed_arguments,
+    example_tensor,
     is_float_tensor,
-    map_arguments,
     op_name,
     replace_other_uses,
     tensor_name,
@@ -40,12 +41,7 @@ from lightning_unitscale.rules.propagate import HANDS_ON
 
 
 def coverage_report(plan: RulePlan) -> str:
-    """Two tables, of operations and of parameters, and a summary of each.
-
-    Every parameter of the module is in the second one, also where no graph reads it.
-
-    Operations that only hand a tensor on (views, casts, dropout) are counted, not listed.
-    """
+    """Return two tables, of operations and of all parameters, and a summary of each."""
     if not plan.decisions:
         return "The rules have seen no step yet."
     kinds = Counter("handed on" if d.reason == HANDS_ON else d.origin for d in plan.values())
@@ -60,7 +56,7 @@ def coverage_report(plan: RulePlan) -> str:
             decision.reason,
         )
         for name, decision in plan.items()
-        if decision.reason != HANDS_ON
+        if decision.reason != HANDS_ON  # views, casts and dropout are counted only
     ]
     # The reason of a residual add may begin alike: with the kind of its branch.
     num_attentions = sum(
@@ -99,11 +95,7 @@ def _counted(counts: Mapping[Any, int]) -> str:
 
 
 class RuleRewrite(GraphPass):
-    """Multiplies arguments and results by the factors of a plan; gradients follow by themselves.
-
-    Attributes:
-        plan: The decisions in force; when it changes, graphs must be rewritten again.
-    """
+    """Multiplies arguments and results by the factors of a plan; gradients follow by themselves."""
 
     name = "unit scale by rules"
     phase = Phase.REPARAMETRIZE
@@ -117,7 +109,7 @@ class RuleRewrite(GraphPass):
         self.options = options or RuleOptions()
         self.replace = checked_replace(replace)
         self.kept_whole = tuple(self.replace)
-        self.plan = RulePlan()
+        self.plan = RulePlan()  # when it changes, graphs must be rewritten again
         # Names of the functions that were called, and of those of them that were replaced.
         self._called: dict[str, None] = {}
         self._replaced: set[str] = set()
@@ -149,6 +141,9 @@ class RuleRewrite(GraphPass):
             # Before anything is renamed.
             decided = [(node, self._decision(graph, node)) for node in region.graph.nodes]
             for node, decision in decided:
+                if _may_switch_modes(node):
+                    # A factor that was multiplied without gradients is not the one with them.
+                    scaled.clear()
                 if decision is not None and decision.changes:
                     counts[decision.origin] += 1
                     _apply(region, node, decision, mutated, scaled)
@@ -204,6 +199,12 @@ def _counts(node: fx.Node) -> bool:
     return product_of(node) is not None or added_tensors(node) is not None or reads_parameter
 
 
+def _may_switch_modes(node: fx.Node) -> bool:
+    """Whether a node has no tensor: it may switch gradients or inference mode on or off."""
+    tensors = map(example_tensor, (node, *node.all_input_nodes))
+    return is_operation(node) and all(tensor is None for tensor in tensors)
+
+
 def checked_replace(
     replace: Mapping[Callable[..., Any], Callable[..., Any]] | None,
 ) -> dict[Callable[..., Any], Callable[..., Any]]:
@@ -232,7 +233,7 @@ def _apply(
     scaled: dict[tuple[fx.Node, float], fx.Node],
 ) -> None:
     graph = region.graph
-    replacements: dict[tuple[Any, ...], fx.Node] = {}
+    args, kwargs = node.args, {**node.kwargs, **dict(decision.kwargs)}
     for argument in decision.arguments:
         source = argument_at(node, argument.path)
         product = scaled.get((source, argument.factor))
@@ -244,10 +245,9 @@ def _apply(
             product.meta[INTERNAL] = True
             if source not in mutated:
                 scaled[source, argument.factor] = product
-        replacements[argument.path] = product
-    map_arguments(node, replacements)
-    if decision.kwargs:
-        node.kwargs = {**node.kwargs, **dict(decision.kwargs)}
+        # One use of a tensor that the node may read several times.
+        args, kwargs = changed_arguments(args, kwargs, argument.path, product)
+    node.args, node.kwargs = args, kwargs
     if decision.output != 1.0:
         with graph.inserting_after(node):
             result = graph.call_function(torch.mul, (node, decision.output))

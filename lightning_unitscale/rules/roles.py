@@ -18,9 +18,9 @@ from lightning_unitscale.graph.nodes import (
     tensor_name,
 )
 from lightning_unitscale.optim.learning_rates import ParameterInfo, Role
-from lightning_unitscale.rules.averages import Averages, find_averages
 from lightning_unitscale.rules.flow import (
     EMBEDDINGS,
+    RULE_ERRORS,
     TIMES,
     Flow,
     added_tensors,
@@ -31,7 +31,7 @@ from lightning_unitscale.rules.flow import (
     parameter_path,
     rule_of,
 )
-from lightning_unitscale.rules.patterns import logit_factor
+from lightning_unitscale.rules.patterns import Averages, find_averages, logit_factor
 from lightning_unitscale.rules.plan import Action, ParameterPlan
 from lightning_unitscale.rules.residuals import Residual, find_residuals
 
@@ -49,13 +49,7 @@ _JOINS = frozenset({"cat", "concat", "stack", "concatenate"})
 
 @dataclass(frozen=True)
 class Use:
-    """One operation that reads a parameter.
-
-    Attributes:
-        kind: Its role there.
-        node: The operation.
-        path: Which of its arguments the parameter is.
-    """
+    """One operation that reads a parameter, as the argument at a path."""
 
     kind: UseKind
     node: fx.Node
@@ -64,22 +58,13 @@ class Use:
 
 @dataclass(frozen=True)
 class Structure:
-    """All that the rules know of a step before they look at a number.
-
-    Attributes:
-        flow: The operations.
-        residuals: The residual adds.
-        plain_adds: Adds that get a factor of their own.
-        readouts: Products whose result goes to a loss and to no other product.
-        averaging: Operations that only average parameters.
-        uses: How each parameter is used.
-    """
+    """All that the rules know of a step before they look at a number."""
 
     flow: Flow
     residuals: Mapping[fx.Node, Residual]
-    plain_adds: frozenset[fx.Node]
-    readouts: frozenset[fx.Node]
-    averaging: frozenset[fx.Node] = frozenset()
+    plain_adds: frozenset[fx.Node]  # with a factor of their own
+    readouts: frozenset[fx.Node]  # products whose result goes to a loss and to no other product
+    averaging: frozenset[fx.Node] = frozenset()  # they only average parameters
     uses: dict[str, tuple[Use, ...]] = field(default_factory=dict)
 
 
@@ -126,10 +111,7 @@ def _with_averages(
 
 
 def plan_parameters(structure: Structure, *, init_weights: bool) -> dict[str, ParameterPlan]:
-    """Role of each parameter, and whether it is set to unit scale.
-
-    A parameter is rescaled only if every use of it is one that the rules rewrite.
-    """
+    """Role of each parameter; it is rescaled only if rules rewrite every use of it."""
     depths = _depths(structure.residuals)
     plans = {}
     for fqn, uses in structure.uses.items():
@@ -210,10 +192,8 @@ def _losses(flow: Flow) -> Iterator[fx.Node]:
 
 
 def _plain_adds(flow: Flow, residuals: Mapping[fx.Node, Residual]) -> Iterator[fx.Node]:
-    """Sums of tensors that the rules themselves have brought to RMS 1.
-
-    Any other sum is part of a function that is written by hand, and a factor would change it.
-    """
+    """Sums of tensors that the rules themselves have brought to RMS 1."""
+    # Any other sum is part of a function that is written by hand, and a factor would change it.
     ours: set[fx.Node] = set()
     for node in flow.nodes:
         rule = rule_of(node)
@@ -342,7 +322,10 @@ def _info(
     fan_in, fan_out = width, total if tensor.dim() <= 1 else width
     if weights:
         # The factor is the root of one over the number of terms.
-        factor = output_factor(weights[0].node)
+        try:
+            factor = output_factor(weights[0].node)
+        except RULE_ERRORS:
+            factor = None
         fan_in = max(1, round(factor**-2)) if factor else 1
         fan_out = max(1, math.ceil(total / fan_in))
     # A parameter that several branches share (a tied block) counts as one of the first.

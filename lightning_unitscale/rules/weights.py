@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_unitscale.graph.after_backward import after_backward
-from lightning_unitscale.graph.autograd_operations import autograd_operations
+from lightning_unitscale.graph.autograd import after_backward, autograd_operations
 from lightning_unitscale.graph.nodes import tensors_in
 from lightning_unitscale.graph.passes import GraphPass, Phase, StepGraph
 from lightning_unitscale.graph.recorder import stored_elements
@@ -127,11 +126,6 @@ class ParameterGradients(GraphPass):
 
     A gradient has no factor until it is not zero for the first time. :meth:`scale_new` gives it one
     then, before an optimizer has seen anything of it.
-
-    Attributes:
-        log2_factors: Exponent of the factor on the gradient, by path of the parameter.
-        num_accumulated: Batches that were accumulated when gradients were measured.
-        measures_late: Whether gradients without a factor may still get one.
     """
 
     name = "parameter gradients at RMS 1"
@@ -139,9 +133,9 @@ class ParameterGradients(GraphPass):
 
     def __init__(self, *, ends_backward: bool = False) -> None:
         self.ends_backward = ends_backward
-        self.log2_factors: dict[str, int] = {}
-        self.num_accumulated = 1
-        self.measures_late = False
+        self.log2_factors: dict[str, int] = {}  # by path of the parameter
+        self.num_accumulated = 1  # batches, when gradients were measured
+        self.measures_late = False  # gradients without a factor may still get one
         self._log2_shift = 0
         # Factors of the last step, on their way: the parameters, and what is read of each.
         self._sent: tuple[list[str], HostCopy] | None = None
@@ -190,15 +184,12 @@ class ParameterGradients(GraphPass):
         return gradient if exponent == 0 else gradient * 2.0**exponent
 
     def scale_new(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Bring gradients without a factor to RMS 1; the device is not waited for.
-
-        All ranks find the same: their gradients have been reduced.
-        """
+        """Bring gradients without a factor to RMS 1; the device is not waited for."""
         gradients = {fqn: self._new_gradient(fqn, parameter) for fqn, parameter in parameters}
         new = {fqn: grad for fqn, grad in gradients.items() if grad is not None}
         sent = None
         if new:
-            rms = torch.stack([root_mean_square(whole(grad)) for grad in new.values()])
+            rms = torch.stack([_plain_rms(whole(grad)) for grad in new.values()])
             exponents = self._exponents_of(list(new), rms)
             for grad, exponent in zip(new.values(), exponents, strict=True):
                 # A rank has a part of a gradient that is sharded.
@@ -290,6 +281,12 @@ def _multiply(gradient: Tensor, factor: Tensor) -> None:
         gradient.copy_(gradient.float() * factor.float())
     else:
         gradient.mul_(factor.to(gradient.dtype))
+
+
+def _plain_rms(gradient: Tensor) -> Tensor:
+    """The RMS of a gradient as a plain tensor; of a subclass only the number is known to be one."""
+    rms = root_mean_square(gradient)
+    return rms if type(rms) is Tensor else torch.tensor(float(rms), device=rms.device)
 
 
 def _module_of(fqn: str) -> str:

@@ -26,8 +26,7 @@ from lightning_unitscale.dispatch.calls import leave_graph
 from lightning_unitscale.dispatch.session import run_inside
 from lightning_unitscale.dispatch.sites import frames
 from lightning_unitscale.dispatch.torch_internals import FUNCTION_CALL, graph_task
-from lightning_unitscale.graph.after_backward import after_backward
-from lightning_unitscale.graph.autograd_operations import autograd_operations
+from lightning_unitscale.graph.autograd import after_backward, autograd_operations
 from lightning_unitscale.graph.nodes import tensors_in
 from lightning_unitscale.watching.torch_state import OPERATORS, unseen, version_of
 

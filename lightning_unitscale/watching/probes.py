@@ -127,7 +127,6 @@ class ScaleProbes(GraphPass):
     name = "scale probes"
     phase = Phase.OBSERVE
     out_of_place = True
-    observes = True
 
     def __init__(self, layout: RowLayout, select: Select = lambda _: True) -> None:
         self.layout = layout

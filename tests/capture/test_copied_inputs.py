@@ -77,3 +77,36 @@ def test_what_is_copied() -> None:
     image = marked(computed.detach())
     (other,), _ = detached_copy(((image,), {}))
     assert type(other) is Marked and other.note == image.note and other.note is not image.note
+
+
+class Shy(Tensor):
+    """A class whose operations return plain tensors."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def test_a_copy_keeps_its_class() -> None:
+    given = torch.randn(3).as_subclass(Shy)
+    computed = (torch.randn(3, requires_grad=True) * 2).as_subclass(Shy)
+    for tensor in (given, computed):
+        copied = detached_copy(tensor)
+        assert type(copied) is Shy and copied.requires_grad == tensor.requires_grad
+        assert_same_bits(copied.as_subclass(Tensor), tensor.as_subclass(Tensor).detach())
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("how", [torch.jit.script, lambda m: torch.jit.trace(m, torch.ones(1, 4))])
+def test_the_copy_of_a_scripted_module_can_be_trained(how: Any) -> None:
+    copied = track_scales(nn.Sequential(nn.Linear(4, 4), how(network())))
+    loss = copied(torch.randn(3, 4)).square().mean()
+    optimizer = torch.optim.SGD(copied.parameters(), 0.1)
+    loss.backward()
+    before = [param.detach().clone() for param in copied.parameters()]
+    optimizer.step()
+    for param, old in zip(copied.parameters(), before, strict=True):
+        assert param.grad is not None and not torch.equal(param, old)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_unitscale.capture.progress import PATIENCE_SECONDS, CaptureProgress
+from lightning_unitscale.capture import step_messages
+from lightning_unitscale.capture.step_messages import PATIENCE_SECONDS, CaptureProgress
 from lightning_unitscale.capture.steps import ModuleSteps
 
 
@@ -17,36 +19,44 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.timers: list[tuple[float, Callable[[], None]]] = []
-
-    def __call__(self) -> float:
-        return self.now
-
-    def start_timer(self, seconds: float, run: Callable[[], None]) -> Callable[[], None]:
-        timer = (self.now + seconds, run)
-        self.timers.append(timer)
-        return lambda: self.timers.remove(timer) if timer in self.timers else None
+        self.timers: list[Timer] = []
 
     def pass_by(self, seconds: float) -> None:
         self.now += seconds
-        due = [timer for timer in self.timers if timer[0] <= self.now]
-        for timer in due:
-            self.timers.remove(timer)
-            timer[1]()
+        for timer in [timer for timer in self.timers if timer.due <= self.now]:
+            timer.cancel()
+            timer.run()
+
+
+class Timer:
+    """A timer of the clock's; started by itself."""
+
+    def __init__(self, clock: Clock, seconds: float, run: Callable[[], None]) -> None:
+        self.clock, self.due, self.run = clock, clock.now + seconds, run
+
+    def start(self) -> None:
+        self.clock.timers.append(self)
+
+    def cancel(self) -> None:
+        if self in self.clock.timers:
+            self.clock.timers.remove(self)
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(step_messages.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(step_messages.threading, "Timer", functools.partial(Timer, clock))
+    return clock
 
 
-def _progress(clock: Clock, lines: list[str]) -> CaptureProgress:
-    return CaptureProgress("Net.step", lines.append, clock, clock.start_timer)
+def _progress(lines: list[str]) -> CaptureProgress:
+    return CaptureProgress("Net.step", lines.append)
 
 
 def test_a_short_capture_is_reported_once(clock: Clock) -> None:
     lines: list[str] = []
-    progress = _progress(clock, lines)
+    progress = _progress(lines)
     progress.report(0, 0.0)
     assert lines == []
     with progress.capturing():
@@ -59,7 +69,7 @@ def test_a_short_capture_is_reported_once(clock: Clock) -> None:
 
 def test_without_plans_none_are_reported(clock: Clock) -> None:
     lines: list[str] = []
-    progress = _progress(clock, lines)
+    progress = _progress(lines)
     with progress.capturing():
         clock.pass_by(1.0)
     progress.report(2, 0.0)
@@ -68,7 +78,7 @@ def test_without_plans_none_are_reported(clock: Clock) -> None:
 
 def test_a_line_appears_while_it_takes_long(clock: Clock) -> None:
     lines: list[str] = []
-    progress = _progress(clock, lines)
+    progress = _progress(lines)
     with progress.capturing():
         clock.pass_by(PATIENCE_SECONDS - 1)
     # Between two functions a graph runs, which is no capture.
@@ -86,7 +96,7 @@ def test_a_line_appears_while_it_takes_long(clock: Clock) -> None:
 
 def test_an_error_stops_the_timer(clock: Clock) -> None:
     lines: list[str] = []
-    progress = _progress(clock, lines)
+    progress = _progress(lines)
     with pytest.raises(KeyError), progress.capturing():
         raise KeyError
     clock.pass_by(60.0)

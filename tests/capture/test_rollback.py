@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
 
-from lightning_unitscale.capture.rollback import find_once_only, restoring
+from lightning_unitscale.capture.rollback import find_once_only, restoring, undoers
 from tests.helpers import assert_same_bits
 
 
@@ -169,3 +170,37 @@ def test_what_can_be_read_once_only_is_found(value: object, named: str, tmp_path
         assert find_once_only(module) is None
         module[0].it = value
         assert find_once_only(module) == f"0.{named}"
+
+
+class Reparametrized(nn.Module):
+    """Registers a parametrization in its first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not parametrize.is_parametrized(self.layer):
+            parametrize.register_parametrization(self.layer, "weight", nn.Tanh(), unsafe=True)
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("undo", ["restoring", "undoers"])
+def test_parameters_that_a_step_has_moved_are_back(undo: str) -> None:
+    module, x = Reparametrized(), torch.randn(2, 4)
+    weight, kind = module.layer.weight, type(module.layer)
+    expected = {name: param.detach().clone() for name, param in module.named_parameters()}
+    if undo == "restoring":
+        with restoring(module):
+            module(x)
+    else:
+        restorers = list(undoers(module))
+        module(x)
+        assert "layer.parametrizations.weight.original" in dict(module.named_parameters())
+        for restore in reversed(restorers):
+            restore()
+    assert module.layer.weight is weight and type(module.layer) is kind
+    assert dict(module.layer.named_children()) == {}
+    assert expected.keys() == dict(module.named_parameters()).keys()
+    if undo == "restoring":
+        assert_same_bits(expected, {name: p.detach() for name, p in module.named_parameters()})

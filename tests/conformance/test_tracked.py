@@ -18,12 +18,9 @@ from tests.watching.test_metrics import assert_close
 from tests.watching.tracked import metrics
 
 METHODS = ("track_scales", "units, tracked", "tracked, in units")
-_COPY = "copy.deepcopy makes parameters of it that an optimizer refuses"
 _TINY = "elements of a gradient below 1e-37 may differ by a subnormal number"
 # Of a copy, and of units as the example has them.
 DIFFERENT = {
-    "neighbours-a_scripted_block": _COPY,
-    "neighbours-a_traced_block": _COPY,
     "neighbours-an_exported_block": "its copy lacks attributes",
     "autograd-parameter_hooks": "a hook of the copy notes what it sees in the original",
 }

@@ -12,7 +12,13 @@ from torch import Tensor, fx, nn
 
 from lightning_unitscale.capture.steps import ModuleSteps
 from lightning_unitscale.dynamo.capture import CapturedGraph
-from lightning_unitscale.graph.nodes import Names, argument_at, map_arguments, op_name, tensor_name
+from lightning_unitscale.graph.nodes import (
+    Names,
+    argument_at,
+    changed_arguments,
+    op_name,
+    tensor_name,
+)
 from tests.helpers import captured
 
 
@@ -174,10 +180,11 @@ def test_one_use_of_an_argument_is_replaced() -> None:
     graph = fx.Graph()
     x, y = graph.placeholder("x"), graph.placeholder("y")
     node = graph.call_function(torch.cat, ([x, x, (x,)],), {"out": x})
-    map_arguments(node, {(0, 1): y, (0, 2, 0): y})
+    for path in ((0, 1), (0, 2, 0)):
+        node.args, node.kwargs = changed_arguments(node.args, node.kwargs, path, y)
     assert node.args == ([x, y, (y,)],)
     assert node.kwargs == {"out": x}
-    map_arguments(node, {("out",): y})
+    node.args, node.kwargs = changed_arguments(node.args, node.kwargs, ("out",), y)
     assert argument_at(node, ("out",)) is y
     assert argument_at(node, (0, 0)) is x
     assert set(node.all_input_nodes) == {x, y}

@@ -21,7 +21,6 @@ class Mark(GraphPass):
 
     def __init__(self, name: str, phase: Phase, log: list[str], out_of_place: bool = False) -> None:
         self.name, self.phase, self.log, self.out_of_place = name, phase, log, out_of_place
-        self.observes = phase is Phase.OBSERVE
 
     def run(self, graph: StepGraph) -> tuple[str, ...]:
         self.log.append(self.name)

@@ -12,17 +12,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_unitscale.optim.learning_rates import (
+    Family,
     ParameterInfo,
     RateFactors,
     Role,
     check_group,
     family_of,
+    is_decay_decoupled,
     rate_factors,
     u_mup_rate,
 )
-from lightning_unitscale.optim.optimizers import Family, is_decay_decoupled
-from lightning_unitscale.optim.rate_notes import rate_notes
-from lightning_unitscale.optim.scaled_step import scale_learning_rates
+from lightning_unitscale.optim.scaled_step import rate_notes, scale_learning_rates
 from tests.optim.stored import TINY, Lion
 
 

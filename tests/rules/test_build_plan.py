@@ -126,7 +126,8 @@ def test_a_step_that_is_never_the_same_is_refused() -> None:
             return x
 
     with pytest.raises(
-        RuntimeError, match=r"Restless\.forward: it ran other graphs in each of 3 runs.*expected"
+        RuntimeError,
+        match=r"Restless\.forward cannot.*: it ran other graphs in each of 3 runs.*need",
     ):
         plan(Restless(), torch.randn(4, W))
 
@@ -138,7 +139,7 @@ def test_a_scaled_step_that_runs_its_graphs_too_often_is_ended(
     module = nn.Sequential(nn.Linear(W, W), nn.Tanh())
     assert plan(module, torch.randn(4, W))
     monkeypatch.setattr(build_plan, "_MANY_TIMES", 0)
-    with pytest.raises(CaptureError, match=r"Sequential\.forward: scaled, it runs its graphs over"):
+    with pytest.raises(CaptureError, match=r"Sequential\.forward .*: scaled, it runs its graphs"):
         plan(module, torch.randn(4, W))
 
 
@@ -154,7 +155,7 @@ def test_a_branch_on_what_scaling_changes_is_refused() -> None:
                 x = x.tanh()
             return self.last(x).square().mean()
 
-    with pytest.raises(RuntimeError, match="branches on how large activations are"):
+    with pytest.raises(RuntimeError, match="branches on the size of activations"):
         plan(Branching(), torch.randn(4, W) * 0.001)
 
 

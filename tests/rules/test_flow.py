@@ -70,7 +70,7 @@ def test_one_parameter_is_one_tensor_in_all_graphs() -> None:
     assert set(flow.parameters) == {"parts.0.weight", "parts.0.bias"}
     weight = flow.parameters["parts.0.weight"]
     assert flow.readers(weight) == [*_named(flow, "linear"), *_named(flow, "matmul")]
-    assert flow.parameter(weight) == "parts.0.weight"
+    assert flow.parameter_of(weight) == "parts.0.weight"
 
 
 def test_into_checkpoints_and_out_of_them() -> None:
@@ -88,7 +88,7 @@ def test_into_checkpoints_and_out_of_them() -> None:
     (tanh,), (add,) = _named(flow, "tanh"), _named(flow, "add")
     assert flow.sources(inner)[0] is outer
     assert flow.sources(add) == [outer, tanh]
-    assert flow.parameter(flow.sources(inner)[1]) == "parts.1.weight"
+    assert flow.parameter_of(flow.sources(inner)[1]) == "parts.1.weight"
 
 
 def test_seen_through_what_only_hands_on() -> None:

@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -370,3 +371,35 @@ def test_other_shapes_have_the_same_factors(shape: tuple[int, ...]) -> None:
     h = F.relu(x @ first.T * W**-0.5) * 2**0.5
     torch.testing.assert_close(scaled(x), h @ second.T * W**-0.5, rtol=1e-4, atol=1e-5)
     assert_same_bits(scaled(x), scaled(x))
+
+
+class Target(nn.Module):
+    """Reads one activation with and without gradients, as an encoder and its teacher do."""
+
+    def __init__(self, first: Callable[[], Any], is_shared: bool) -> None:
+        super().__init__()
+        self.first, self.is_shared = first, is_shared
+        self.a, self.b, self.c = nn.Linear(W, W), nn.Linear(W, W), nn.Linear(W, W)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x).relu() * 3.0
+        with self.first():
+            # Apart, the operand of the second matmul has a factor of its own.
+            target = self.b(h if self.is_shared else h.clone()).clone()
+        return (self.c(h) - target.clone()).square().mean()
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_an_operand_that_is_read_without_gradients_too_has_its_gradient(
+    context: Callable[[], Any],
+) -> None:
+    runs = []
+    for is_shared in (True, False):
+        torch.manual_seed(0)
+        scaled = unit_scale(Target(context, is_shared))
+        loss = scaled(X)
+        loss.backward()
+        gradients = {fqn: param.grad for fqn, param in scaled.named_parameters()}
+        assert gradients["a.weight"] is not None and gradients["b.weight"] is None
+        runs.append([loss.detach(), gradients["a.weight"], gradients["c.weight"]])
+    assert_same_bits(*runs)

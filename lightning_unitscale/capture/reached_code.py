@@ -1,4 +1,4 @@
-"""Lists that a step appends to and never looks at, read off the code that it reaches."""
+"""What the code that a step reaches does: append to lists, ask for gradients of gradients."""
 
 from __future__ import annotations
 
@@ -164,3 +164,17 @@ def codes_of(code: CodeType) -> Iterator[CodeType]:
 def root_of(value: Any) -> str:
     """The package that a class or a function was written in."""
     return str(getattr(value, "__module__", None) or "").partition(".")[0]
+
+
+_OPTION = "create_graph"
+
+
+def find_recorded_pass(module: nn.Module, method: Callable[..., Any]) -> str | None:
+    """Where the user's code that a method reaches mentions ``create_graph``, if anywhere."""
+    for function in reachable(module, method):
+        for code in codes_of(function.__code__):
+            # Names of keyword arguments of a call are a tuple among the constants.
+            tuples = [constant for constant in code.co_consts if isinstance(constant, tuple)]
+            if any(_OPTION in constants for constants in (code.co_consts, *tuples)):
+                return f"{code.co_filename}:{code.co_firstlineno}"
+    return None

@@ -1,0 +1,110 @@
+"""The matrix under rules: units change no bit of it, and what cannot be captured says so."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+from torch import nn
+
+from lightning_unitscale import RematCallback
+from lightning_unitscale.capture.attach import products_of
+from lightning_unitscale.capture.step_messages import CaptureError
+from lightning_unitscale.transforms import unit_scale
+from tests.conformance.cases import Case
+from tests.conformance.harness import CALLBACKS, TRANSFORMS, differences, plain, train
+from tests.conformance.test_conformance import CASES
+from tests.helpers import assert_same_bits
+
+TRANSFORMS["rules"] = lambda module, *batch: unit_scale(module)
+TRANSFORMS["rules alone"] = lambda module, *batch: _without_units(unit_scale(module))
+
+
+def _without_units(scaled: nn.Module) -> nn.Module:
+    products_of(scaled).detach()
+    return scaled
+
+
+CALLBACKS["remat"] = lambda: [RematCallback(1.0)]
+# Dynamo fails on them, and plain code between graphs would be another model.
+REFUSED = {
+    "autograd-layers_thaw": "requires_grad_",
+    "autograd-straight_through": "Expected fwd_out to be a BaseListVariable",
+    "control_flow-exceptions_are_caught": "must have same reduction dim",
+    "functorch-linearized": "ran other graphs",
+    "neighbours-a_layer_that_fails_and_goes_on": "must have same reduction dim",
+    "subclasses-a_counted_batch": "a Counted",
+    "subclasses-cached_parametrizations": "registers a.parametrizations.weight.original",
+}
+# torch refuses each of them somewhere else than other modules.
+ODD = {
+    *REFUSED,
+    "autograd-inference_tensors_are_cloned",
+    "functorch-functionalized",
+    "neighbours-a_scripted_block",
+    "neighbours-a_traced_block",
+    "subclasses-a_wrapped_batch_and_plain_layers",
+    "types-nested_rows",
+}
+
+
+def _cases() -> list[Any]:
+    params = []
+    for index, case in enumerate(CASES):
+        if case.name in REFUSED:
+            continue
+        is_quick = case.name in ODD or index % 40 == 0
+        marks = [] if is_quick else [pytest.mark.slow]
+        params.append(pytest.param(case, id=case.name, marks=marks))
+    return params
+
+
+def _named(name: str) -> Case:
+    return next(case for case in CASES if case.name == name)
+
+
+@pytest.mark.parametrize("case", _cases())
+def test_units_change_no_bit(case: Case) -> None:
+    found = differences(train(case, "rules"), train(case, "rules alone"))
+    assert not found, "\n".join(found[:20])
+
+
+def _state(module: nn.Module) -> dict[str, Any]:
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    return {name: tensor.detach().clone() for name, tensor in tensors}
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_a_refusal_names_the_reason_and_changes_nothing(name: str) -> None:
+    case = _named(name)
+    scaled = unit_scale(case.module())
+    before, classes = _state(scaled), [type(one) for one in scaled.modules()]
+    with pytest.raises(CaptureError) as caught, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for batch in case.batches():
+            case.loss(scaled(*batch)).backward()
+            # What is refused in a later call was trained until then.
+            before = _state(scaled)
+    text = str(caught.value)
+    assert REFUSED[name] in text and text.count(". ") >= 2, text
+    assert type(scaled).__name__ in text
+    after = _state(scaled)
+    assert before.keys() == after.keys()
+    assert_same_bits(list(before.values()), list(after.values()))
+    assert classes == [type(one) for one in scaled.modules()]
+
+
+@pytest.mark.parametrize("name", sorted(ODD))
+def test_without_a_plan_training_goes_on(name: str) -> None:
+    case = _named(name)
+    found = differences(train(case, "remat"), plain(case))
+    assert not found, "\n".join(found[:20])
+
+
+def test_the_warning_says_that_there_is_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(warnings, "warn", lambda text, *args, **kwargs: told.append(str(text)))
+    train(_named("autograd-straight_through"), "remat")
+    (text,) = [text for text in told if "without a plan" in text]
+    assert "Expected fwd_out to be a BaseListVariable" in text
