@@ -121,7 +121,7 @@ MUTATIONS = (
     # The dispatcher.
     Mutation(
         "the gradients of a convolution's input and weight change units",
-        "dispatch/products.py",
+        "graph/operators.py",
         """((1, 0, 1), (1, 1, 0), (1, 0, 0)),
         _word("convolution", "input", "weight"),""",
         """((1, 1, 0), (1, 0, 1), (1, 0, 0)),
@@ -130,7 +130,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the query's gradient is not divided by the query's unit",
-        "dispatch/products.py",
+        "graph/operators.py",
         "((1, -1, 0, 1), (1, 0, -1, 1)",
         "((1, 0, 0, 1), (1, 0, -1, 1)",
         "conformance/test_conformance.py -k layers-attention_plain-both",
@@ -326,31 +326,31 @@ MUTATIONS = (
     ),
     Mutation(
         "what a masked convolution does not read is measured and copied",
-        "dispatch/products.py",
+        "graph/operators.py",
         "if any(powers and powers[k] for powers in made_of)]",
         "]",
         "dispatch/test_unread_operands.py -k masked_gradients",
     ),
     Mutation(
         "an addend times zero is measured",
-        "dispatch/products.py",
+        "graph/operators.py",
         'kwargs.get("beta", 1) == 0',
         'kwargs.get("beta", 1) is None',
         "dispatch/test_unread_operands.py -k addends_times_zero",
     ),
     Mutation(
         "matrices that an empty one is multiplied by are measured",
-        "dispatch/products.py",
+        "graph/operators.py",
         "            if args[position].numel() == 0:",
         "            if False:",
         "dispatch/test_unread_operands.py -k empty_matrices",
     ),
     Mutation(
         "what lies beyond the last group is measured",
-        "dispatch/products.py",
+        "graph/operators.py",
         "% end.clamp(min=1)",
         "",
-        "dispatch/test_products.py -k last_group",
+        "graph/test_operators.py -k last_group",
     ),
     Mutation(
         "a product that is written into a tensor is written into another",

@@ -18,9 +18,9 @@ from lightning_unitscale.dispatch.compiled_looks import FoundProduct, looks_of
 from lightning_unitscale.dispatch.compiled_products import CompiledProduct, PlainProduct
 from lightning_unitscale.dispatch.compiled_sites import PRODUCT, rule_of, tangents_of, value_of
 from lightning_unitscale.dispatch.compiler_internals import GraphPass
-from lightning_unitscale.dispatch.products import ProductRule
 from lightning_unitscale.dispatch.scaled_nodes import Scaling
 from lightning_unitscale.graph.nodes import first_operation
+from lightning_unitscale.graph.operators import ProductRule
 
 _OURS = torch.ops.lightning_unitscale
 

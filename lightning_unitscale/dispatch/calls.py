@@ -16,10 +16,10 @@ from torch import Tensor
 from lightning_unitscale.dispatch.execute import Product
 from lightning_unitscale.dispatch.measurement import Site
 from lightning_unitscale.dispatch.nodes import NodeKey, keys_of, latest_key, thread_number
-from lightning_unitscale.dispatch.products import ProductRule, Sources, is_turned
 from lightning_unitscale.dispatch.sites import function_arguments
 from lightning_unitscale.dispatch.tensors import Extent
 from lightning_unitscale.dispatch.torch_internals import last_sequence_number, saves_elsewhere
+from lightning_unitscale.graph.operators import ProductRule, Sources, is_turned
 
 # What was measured of each operand in this step; empty where nothing was.
 Extents = tuple[Extent | None, ...]

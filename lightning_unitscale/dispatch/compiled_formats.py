@@ -21,10 +21,10 @@ from lightning_unitscale.dispatch.calls import CALLS, Call, record
 from lightning_unitscale.dispatch.compiled_callers import Callers
 from lightning_unitscale.dispatch.compiled_runs import GraphRun, GraphRuns, Place
 from lightning_unitscale.dispatch.compiler_internals import define_operator
-from lightning_unitscale.dispatch.products import ProductRule, Sources
 from lightning_unitscale.dispatch.session import run_inside
 from lightning_unitscale.dispatch.tensors import forget_copy
 from lightning_unitscale.dispatch.torch_internals import Kernel, plain_functions
+from lightning_unitscale.graph.operators import ProductRule, Sources
 
 # Runs that may go on, one in a thread.
 _MAX_BEGUN = 2**6

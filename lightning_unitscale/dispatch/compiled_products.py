@@ -9,8 +9,8 @@ import torch
 from lightning_unitscale.dispatch.compiled_runs import Place
 from lightning_unitscale.dispatch.execute import combined
 from lightning_unitscale.dispatch.measurement import Site
-from lightning_unitscale.dispatch.products import ProductRule, Sources
 from lightning_unitscale.functional.scale import LARGEST_LOG2
+from lightning_unitscale.graph.operators import ProductRule, Sources
 
 
 @dataclass(eq=False)

@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor, fx
 
 from lightning_unitscale.dispatch.execute import are_real
-from lightning_unitscale.dispatch.products import RULES, ProductRule, Sources
 from lightning_unitscale.dispatch.session import ProductSession
 from lightning_unitscale.dispatch.torch_internals import fake_mode_of
+from lightning_unitscale.graph.operators import RULES, ProductRule, Sources
 from lightning_unitscale.profiler.costs import concrete
 
 _RULES = {f"aten.{rule.operator}.default": rule for rule in RULES}

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from lightning_unitscale.dispatch.measurement import Site
-from lightning_unitscale.dispatch.products import ProductRule, Sources
 from lightning_unitscale.dispatch.tensors import scaled_copy, shared_copy
 from lightning_unitscale.dispatch.torch_internals import Kernel, overridden_kernel
 from lightning_unitscale.functional.scale import scale_in_place
+from lightning_unitscale.graph.operators import ProductRule, Sources
 
 _HAS_MKL = torch.backends.mkl.is_available()
 _FLOATS = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})

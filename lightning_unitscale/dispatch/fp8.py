@@ -20,7 +20,6 @@ from lightning_unitscale.dispatch.flushed import FlushedOperands
 from lightning_unitscale.dispatch.formats import Numerics, SimulatedProducts, grid_factor
 from lightning_unitscale.dispatch.measurement import FORWARD
 from lightning_unitscale.dispatch.owners import asking_session
-from lightning_unitscale.dispatch.products import RULES
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
 from lightning_unitscale.dispatch.sites import frames
 from lightning_unitscale.dispatch.torch_internals import (
@@ -41,6 +40,7 @@ from lightning_unitscale.functional.low_precision import (
     to_largest,
 )
 from lightning_unitscale.functional.scale import Factor
+from lightning_unitscale.graph.operators import RULES
 from lightning_unitscale.lossless.fp8_range import Direction, Unrepresentable
 from lightning_unitscale.lossless.measured import Measured, stored_row
 from lightning_unitscale.precision.fp8 import NO_LINEAR, FP8Linears

@@ -37,10 +37,10 @@ from lightning_unitscale.dispatch.compiled_sites import (
 from lightning_unitscale.dispatch.compiler_internals import GraphPass, is_of_backward, note_strides
 from lightning_unitscale.dispatch.fp8 import is_weight
 from lightning_unitscale.dispatch.owners import running_session
-from lightning_unitscale.dispatch.products import ProductRule
 from lightning_unitscale.dispatch.session import ProductSession
 from lightning_unitscale.dispatch.torch_internals import Kernel, current_node
 from lightning_unitscale.graph.nodes import first_operation
+from lightning_unitscale.graph.operators import ProductRule
 from lightning_unitscale.profiler.costs import concrete
 
 _OURS = torch.ops.lightning_unitscale

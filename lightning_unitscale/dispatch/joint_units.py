@@ -30,13 +30,13 @@ from lightning_unitscale.dispatch.compiled_sites import (
 )
 from lightning_unitscale.dispatch.compiler_internals import GraphPass, is_of_backward
 from lightning_unitscale.dispatch.measurement import FORWARD
-from lightning_unitscale.dispatch.products import ProductRule, Sources
 from lightning_unitscale.dispatch.recompiling import note_compiled
 from lightning_unitscale.dispatch.scaled_nodes import Scaling
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
 from lightning_unitscale.dispatch.torch_internals import current_node
 from lightning_unitscale.dispatch.unreached import UNREACHED
 from lightning_unitscale.graph.nodes import first_operation
+from lightning_unitscale.graph.operators import ProductRule, Sources
 from lightning_unitscale.profiler.costs import concrete
 
 _ATEN = torch.ops.aten

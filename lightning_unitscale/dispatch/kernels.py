@@ -26,7 +26,6 @@ from lightning_unitscale.dispatch.owners import (
     suspend_in_optimizers,
     waiting_session,
 )
-from lightning_unitscale.dispatch.products import RULES, ProductRule
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession, run_inside
 from lightning_unitscale.dispatch.torch_internals import (
     Kernel,
@@ -35,6 +34,7 @@ from lightning_unitscale.dispatch.torch_internals import (
     plain_functions,
 )
 from lightning_unitscale.dispatch.unreached import UNREACHED, unreached_kernel, writing_kernel
+from lightning_unitscale.graph.operators import RULES, ProductRule
 
 _PASSES = (joint_formats.PASS, joint_units.PASS, *aot_pass.PASSES)
 # By the identity of a session: what ends it, here or when nobody has it any more.

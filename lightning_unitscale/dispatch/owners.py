@@ -24,10 +24,10 @@ from torch.utils._pytree import tree_leaves
 from lightning_unitscale.dispatch.calls import Call, call_of
 from lightning_unitscale.dispatch.makers import maker_of
 from lightning_unitscale.dispatch.nodes import thread_number
-from lightning_unitscale.dispatch.products import ProductRule
 from lightning_unitscale.dispatch.session import LOCAL, SESSION, ProductSession
 from lightning_unitscale.dispatch.sites import frames, recomputed_checkpoint
 from lightning_unitscale.dispatch.torch_internals import FUNCTION_CALL, current_node, graph_task
+from lightning_unitscale.graph.operators import ProductRule
 
 # Sessions that are open, by identity.
 OPEN: dict[int, weakref.ref[ProductSession]] = {}

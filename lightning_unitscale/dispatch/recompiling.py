@@ -23,8 +23,8 @@ from lightning_unitscale.dispatch.compiler_internals import (
     num_compiled,
 )
 from lightning_unitscale.dispatch.owners import INSTALLED
-from lightning_unitscale.dispatch.products import RULES
 from lightning_unitscale.dispatch.session import ProductSession
+from lightning_unitscale.graph.operators import RULES
 
 # Sessions that have begun a step.
 _met: weakref.WeakSet[ProductSession] = weakref.WeakSet()

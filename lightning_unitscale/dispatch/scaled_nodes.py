@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_unitscale.dispatch.compiled_products import CompiledProduct
 from lightning_unitscale.dispatch.compiled_sites import ARRANGED, arranged, fake_mode_in, value_of
-from lightning_unitscale.dispatch.products import ProductRule
+from lightning_unitscale.graph.operators import ProductRule
 from lightning_unitscale.profiler.costs import concrete
 
 _ATEN = torch.ops.aten

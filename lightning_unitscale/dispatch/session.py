@@ -36,12 +36,12 @@ from lightning_unitscale.dispatch.makers import making
 from lightning_unitscale.dispatch.measurement import FORWARD, Measurement, Site
 from lightning_unitscale.dispatch.measuring import Measuring
 from lightning_unitscale.dispatch.nodes import HandedOn, thread_number
-from lightning_unitscale.dispatch.products import ProductRule, Sources
 from lightning_unitscale.dispatch.sites import Sites
 from lightning_unitscale.dispatch.tensors import forget_copy
 from lightning_unitscale.dispatch.torch_internals import Kernel, graph_task
 from lightning_unitscale.dispatch.units import Units
 from lightning_unitscale.dynamo.patches import opened_layers
+from lightning_unitscale.graph.operators import ProductRule, Sources
 from lightning_unitscale.lossless.fp8_range import Unrepresentable
 
 _Args = tuple[Any, ...]

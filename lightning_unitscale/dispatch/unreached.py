@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_leaves
 from lightning_unitscale.dispatch.compiled_callers import OWN_CALLERS, caller, is_ours
 from lightning_unitscale.dispatch.compiled_graphs import COMPILED_BEFORE
 from lightning_unitscale.dispatch.owners import owner_of
-from lightning_unitscale.dispatch.products import Arguments, ProductRule, contraction
 from lightning_unitscale.dispatch.session import LOCAL, run_inside
 from lightning_unitscale.dispatch.torch_internals import Kernel, calling_frame, plain_functions
 from lightning_unitscale.graph.matmuls import DISTANCES, FUSED, RECURRENT
+from lightning_unitscale.graph.operators import Arguments, ProductRule, contraction
 from lightning_unitscale.profiler.costs import cudnn_recurrent_flops, recurrent_flops
 
 
@@ -51,6 +51,10 @@ def _encoder_layer_flops(args: Arguments, _: Any) -> int:
     return 2 * int(tokens) * sum(int(weight.numel()) for weight in weights)
 
 
+def _distance_flops(args: Arguments, _: Any) -> int:
+    return 2 * int(args[0].numel()) * int(args[1].shape[-2])
+
+
 # Operators of the table whose results are written, or added, into a tensor: how that is spelled,
 # and at which argument their operands begin.
 _WRITING = (
@@ -78,7 +82,7 @@ UNREACHED: tuple[UnreachedRule, ...] = (
         for form in ("dtype", "dtype_out")
     ),
     UnreachedRule("_int_mm", "a product of integers", contraction(0, 1)),
-    UnreachedRule("_cdist_forward", DISTANCES, contraction(0, 0)),
+    UnreachedRule("_cdist_forward", DISTANCES, _distance_flops),
     UnreachedRule("mkldnn_rnn_layer", RECURRENT, recurrent_flops, has_backward=True),
     UnreachedRule("_cudnn_rnn", RECURRENT, cudnn_recurrent_flops, has_backward=True),
     UnreachedRule("_transformer_encoder_layer_fwd", FUSED, _encoder_layer_flops),

@@ -230,6 +230,7 @@ def scaled_op(
     *,
     name: str | None = None,
     weights: str = "",
+    operands: str = "",
     aliases: str | None = "",
 ) -> Callable[..., Any]:
     """Register the rule of a function of torch, and make the function's unit-scaled form.
@@ -247,6 +248,7 @@ def scaled_op(
         name: Name of the operation, where it is not that of the function.
         weights: As in :class:`~lightning_unitscale.functional.rules.ScaleRule`, separated by
             blanks.
+        operands: The same.
         aliases: Further names by which torch knows the operation, separated by blanks; ``None`` if
             what torch has by the function's name elsewhere takes other arguments.
 
@@ -262,6 +264,7 @@ def scaled_op(
         reference,
         tuple(weights.split()),
         of_torch[-1].kind is inspect.Parameter.VAR_POSITIONAL,
+        tuple(operands.split()),
     )
     names = () if aliases is None else (rule.name, *aliases.split())
     register_rule(rule, function, names=names)

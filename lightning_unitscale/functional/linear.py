@@ -13,12 +13,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_unitscale.functional.call import (
-    DEFAULT_POWER,
-    ScalePower,
-    scaled_call,
-    scaled_op,
-)
+from lightning_unitscale.functional.call import scaled_call, scaled_op
 from lightning_unitscale.functional.moments import largest_of_normals
 from lightning_unitscale.functional.rules import (
     Factors,
@@ -81,11 +76,16 @@ def _embedding_bag(arguments: Mapping[str, Any]) -> Factors:
     )
 
 
-_LINEAR = register_rule(
-    ScaleRule(
-        "linear", ("input", "weight", "bias"), _linear, "linear", _REFERENCE, ("weight", "bias")
-    ),
+linear = scaled_op(
     F.linear,
+    _linear,
+    "linear",
+    f"{_REFERENCE}. The gradients of weight and bias get ``rows**-0.5``, rows being those of this "
+    "call: with averaged gradients of several devices, or accumulated ones, the caller corrects "
+    "them",
+    "input, weight, bias=None",
+    weights="weight bias",
+    operands="input weight",
 )
 bilinear = scaled_op(
     F.bilinear,
@@ -94,6 +94,7 @@ bilinear = scaled_op(
     "a sum of in1 * in2 independent products of unit variance, and so for its gradients",
     "input1, input2, weight, bias=None",
     weights="weight bias",
+    operands="input1 input2 weight",
 )
 # torch.embedding has the two tensors the other way round, but F.embedding is what a graph holds.
 _EMBEDDING = register_rule(
@@ -117,31 +118,6 @@ embedding_bag = scaled_op(
 )
 
 
-def linear(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    constraint: str | None = "to_output_scale",
-    scale_power: ScalePower = DEFAULT_POWER,
-) -> Tensor:
-    """Unit-scaled linear map, ``fan_in**-0.5 * (input @ weight.T + bias)``.
-
-    References:
-        Blake, Orr, Luschi, "Unit Scaling" (arXiv 2303.11257), table of ops. The gradients of weight
-        and bias get ``rows**-0.5``, rows being those of this call: with averaged gradients of
-        several devices, or accumulated ones, the caller corrects them.
-    """
-    result: Tensor = scaled_call(
-        _LINEAR,
-        F.linear,
-        (input, weight, bias),
-        constraint=constraint,
-        scale_power=scale_power,
-    )
-    return result
-
-
 def linear_readout(
     input: Tensor,
     weight: Tensor,
@@ -154,7 +130,8 @@ def linear_readout(
     References:
         Blake et al., "u-muP" (arXiv 2407.17465), table 2, output weights.
     """
-    return linear(input, weight, bias, constraint=constraint, scale_power=(1.0, 0.5, 0.5))
+    result: Tensor = linear(input, weight, bias, constraint=constraint, scale_power=(1.0, 0.5, 0.5))
+    return result
 
 
 def embedding(

@@ -10,7 +10,7 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -64,7 +64,7 @@ def _matmul_numel(left: tuple[int, ...], right: tuple[int, ...]) -> float:
     return product(broadcast(left[:-2], right[:-2])) * rows * columns
 
 
-def _added_product_of(left: str, right: str) -> Any:
+def _added_product_of(left: str, right: str, *, is_summed_over_batch: bool = False) -> Any:
     def factors(arguments: Mapping[str, Any]) -> Factors:
         a, b, addend = arguments[left], arguments[right], arguments["input"]
         mult = arguments.get("mult", 1.0)
@@ -73,7 +73,7 @@ def _added_product_of(left: str, right: str) -> Any:
         terms = float(a_shape[-1])
         out = _matmul_numel(a_shape, b_shape)
         index_space = terms * out
-        if len(a_shape) == 3 and arguments.get("is_summed_over_batch"):
+        if is_summed_over_batch:
             terms, out = terms * a_shape[0], out / max(a_shape[0], 1)
         # A bias is 0 at the start, and small beside the product later; a whole tensor is not.
         is_bias = numel_of(addend) != out or len(b_shape) < 2
@@ -86,10 +86,6 @@ def _added_product_of(left: str, right: str) -> Any:
         return unit_factors(square, **squares)
 
     return factors
-
-
-def _addbmm(arguments: Mapping[str, Any]) -> Factors:
-    return _added_product_of("batch1", "batch2")({**arguments, "is_summed_over_batch": True})
 
 
 def _inner(arguments: Mapping[str, Any]) -> Factors:
@@ -182,35 +178,54 @@ def _chain(arguments: Mapping[str, Any]) -> Factors:
 
 
 _product = partial(scaled_op, kind="linear", reference=_REFERENCE)
-matmul = _product(
-    torch.matmul,
-    _matmul_of("input", "other"),
-    parameters="input, other",
-    aliases="__matmul__ imatmul",
-)
-mm = _product(torch.mm, _matmul_of("input", "mat2"), parameters="input, mat2")
-bmm = _product(torch.bmm, _matmul_of("input", "mat2"), parameters="input, mat2")
-mv = _product(torch.mv, _matmul_of("input", "vec"), parameters="input, vec")
-dot = _product(torch.dot, _matmul_of("input", "tensor"), parameters="input, tensor", aliases="vdot")
-inner = _product(torch.inner, _inner, parameters="input, other")
+
+
+def _of_two(function: Callable[..., Any], left: str, right: str, aliases: str = "") -> Any:
+    return _product(
+        function,
+        _matmul_of(left, right),
+        parameters=f"{left}, {right}",
+        operands=f"{left} {right}",
+        aliases=aliases,
+    )
+
+
+matmul = _of_two(torch.matmul, "input", "other", "__matmul__ imatmul")
+mm = _of_two(torch.mm, "input", "mat2")
+bmm = _of_two(torch.bmm, "input", "mat2")
+mv = _of_two(torch.mv, "input", "vec")
+dot = _of_two(torch.dot, "input", "tensor", "vdot")
+inner = _product(torch.inner, _inner, parameters="input, other", operands="input other")
 outer = _product(torch.outer, _outer, parameters="input, vec2", aliases="ger")
-tensordot = _product(torch.tensordot, _tensordot)
-einsum = _product(torch.einsum, _einsum, parameters="equation, *operands")
-multi_dot = _product(torch.linalg.multi_dot, _chain, parameters="tensors", name="multi_dot")
+tensordot = _product(torch.tensordot, _tensordot, operands="a b")
+einsum = _product(torch.einsum, _einsum, parameters="equation, *operands", operands="operands")
+multi_dot = _product(
+    torch.linalg.multi_dot, _chain, parameters="tensors", operands="tensors", name="multi_dot"
+)
+_MATRICES = ("matrices",)
 register_rule(
-    ScaleRule("chain_matmul", ("matrices",), _chain, "linear", _REFERENCE, is_variadic=True),
+    ScaleRule(
+        "chain_matmul", _MATRICES, _chain, "linear", _REFERENCE, (), True, operands=_MATRICES
+    ),
     torch.chain_matmul,
 )
 
-_added = partial(
-    scaled_op,
-    kind="linear",
-    reference=f"{_REFERENCE}; a whole tensor that is added counts as one more term, a bias as none",
-    weights="input",
-)
-addmm = _added(torch.addmm, _added_product_of("mat1", "mat2"), parameters="input, mat1, mat2")
-addmv = _added(torch.addmv, _added_product_of("mat", "vec"), parameters="input, mat, vec")
-baddbmm = _added(
-    torch.baddbmm, _added_product_of("batch1", "batch2"), parameters="input, batch1, batch2"
-)
-addbmm = _added(torch.addbmm, _addbmm, parameters="input, batch1, batch2")
+_ADDED = f"{_REFERENCE}; a whole tensor that is added counts as one more term, a bias as none"
+
+
+def _added_to(function: Callable[..., Any], left: str, right: str) -> Any:
+    factors = _added_product_of(left, right, is_summed_over_batch=function is torch.addbmm)
+    return _product(
+        function,
+        factors,
+        reference=_ADDED,
+        parameters=f"input, {left}, {right}",
+        weights="input",
+        operands=f"{left} {right}",
+    )
+
+
+addmm = _added_to(torch.addmm, "mat1", "mat2")
+addmv = _added_to(torch.addmv, "mat", "vec")
+baddbmm = _added_to(torch.baddbmm, "batch1", "batch2")
+addbmm = _added_to(torch.addbmm, "batch1", "batch2")

@@ -66,6 +66,8 @@ class ScaleRule:
         weights: Parameters whose gradient is summed over the batch. The second operand of a
             product may be a weight too: only the caller knows.
         is_variadic: Whether the last parameter takes all further positional arguments, as a list.
+        operands: Parameters that a matmul multiplies: it is linear in each, a list counts each of
+            its tensors. Empty for what is no matmul.
     """
 
     name: str
@@ -75,6 +77,12 @@ class ScaleRule:
     reference: str
     weights: tuple[str, ...] = ()
     is_variadic: bool = False
+    operands: tuple[str, ...] = ()
+
+    @property
+    def addends(self) -> tuple[str, ...]:
+        """Parameters that are added to a matmul as they are."""
+        return tuple(name for name in self.weights if name not in self.operands)
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments of a call by name.
@@ -156,6 +164,12 @@ def rule_of_function(function: object) -> ScaleRule | None:
 def rule_of_method(name: str) -> ScaleRule | None:
     """The rule of a method of tensors, or ``None``."""
     return _BY_METHOD.get(name)
+
+
+def matmul_names() -> set[str]:
+    """Names of the functions and methods of torch that multiply matrices."""
+    functions = {function.__name__: rule for function, rule in _BY_FUNCTION.items()}
+    return {name for name, rule in {**functions, **_BY_METHOD}.items() if rule.operands}
 
 
 def registered_rules() -> tuple[ScaleRule, ...]:

@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
 
 Arguments = Sequence[Any]
 # For one result, the power to which each operand's unit enters it; ``None``: none of them does.
@@ -204,23 +203,28 @@ def contraction(first: int, second: int) -> Callable[[Arguments, Any], int]:
     return flops
 
 
-def _matmul(operator: str, word: Word, *, is_added: bool = False, **options: Any) -> ProductRule:
-    """A product of two matrices, or of two batches of them, and what it ``is_added`` to."""
-    first, addends = (1, (0,)) if is_added else (0, ())
-    flops = contraction(first, first + 1)
-    return ProductRule(operator, (first, first + 1), _BOTH, word, flops, addends, **options)
+def _convolved(positions: Tensor, weight: Tensor) -> int:
+    """Each element of the weight at each position; its shape knows of groups."""
+    return 2 * int(math.prod((positions.shape[0], *positions.shape[2:]))) * int(weight.numel())
 
 
-def _registered(operator: str) -> Callable[[Arguments, Any], int]:
-    """What torch itself counts."""
-    count = flop_registry[getattr(torch.ops.aten, operator)]
-    return lambda args, result: int(count(*args, out_val=result))
+def _convolution_flops(args: Arguments, result: Any) -> int:
+    return _convolved(args[0] if args[6] else result, args[1])
 
 
-def _attention_flops(query: int, *, num_products: int) -> Callable[[Arguments, Any], int]:
+def _convolution_backward_flops(args: Arguments, _: Any) -> int:
+    # Each gradient takes as many as the forward pass.
+    once = _convolved(args[1] if args[7] else args[0], args[2])
+    return once * (bool(args[10][0]) + bool(args[10][1]))
+
+
+def _attention_flops(query: int, *, of_depth: int, of_values: int) -> Callable[..., int]:
+    """So many products over the depth of keys, and over that of values; a mask lowers nothing."""
+
     def flops(args: Arguments, _: Any) -> int:
-        q, k = args[query], args[query + 1]
-        return num_products * 2 * int(q.numel()) * int(k.shape[-2])
+        q, k, v = args[query : query + 3]
+        scores = int(math.prod(q.shape[:-1])) * int(k.shape[-2])
+        return 2 * scores * (of_depth * int(q.shape[-1]) + of_values * int(v.shape[-1]))
 
     return flops
 
@@ -239,13 +243,20 @@ def _conv_tbc_flops(args: Arguments, result: Any) -> int:
     return 2 * int(result.numel()) * int(math.prod(args[1].shape[:2]))
 
 
+def _matmul(operator: str, word: Word, *, is_added: bool = False, **options: Any) -> ProductRule:
+    """A product of two matrices, or of two batches of them, and what it ``is_added`` to."""
+    first, addends = (1, (0,)) if is_added else (0, ())
+    flops = contraction(first, first + 1)
+    return ProductRule(operator, (first, first + 1), _BOTH, word, flops, addends, **options)
+
+
 def _attention(operator: str) -> ProductRule:
     return ProductRule(
         operator,
         (0, 1, 2),
         ((0, 0, 1),),
         _word("scaled_dot_product_attention", "query", "key", "value"),
-        _attention_flops(0, num_products=2),
+        _attention_flops(0, of_depth=1, of_values=1),
         temperature=(1, 1, 0),
     )
 
@@ -257,7 +268,7 @@ def _attention_backward(operator: str, output: int, *, has_bias: bool = False) -
         (0, 1, 2, 3),
         ((1, -1, 0, 1), (1, 0, -1, 1), (1, 0, 0, 0), *of_bias),
         _word("scaled_dot_product_attention", "query", "key", "value"),
-        _attention_flops(1, num_products=5),
+        _attention_flops(1, of_depth=3, of_values=2),
         follows=((output, 3),),
         temperature=(0, 1, 1, 0),
         sources=(None, 0, 1, 2),
@@ -287,15 +298,13 @@ RULES: tuple[ProductRule, ...] = (
     ),
     _matmul("addbmm", _word("addbmm", "batch1", "batch2"), is_added=True),
     _matmul("addmv", _word("addmv", "mat", "vec"), is_added=True),
-    ProductRule(
-        "convolution", (0, 1), _BOTH, _convolution_word, _registered("convolution"), addends=(2,)
-    ),
+    ProductRule("convolution", (0, 1), _BOTH, _convolution_word, _convolution_flops, addends=(2,)),
     ProductRule(
         "convolution_backward",
         (0, 1, 2),
         ((1, 0, 1), (1, 1, 0), (1, 0, 0)),
         _word("convolution", "input", "weight"),
-        _registered("convolution_backward"),
+        _convolution_backward_flops,
         sources=(None, 0, 1),
         mask=10,
     ),
