@@ -2,38 +2,82 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from typing_extensions import override
 
 from lightning_unitscale.capture.steps import EVALUATION_STEPS, LIGHTNING_STEPS, steps_of
 from lightning_unitscale.compiling import is_exporting
-from lightning_unitscale.dispatch.captured_graphs import SessionRewriter
+from lightning_unitscale.dispatch.aot_pass import finish_graph, note_products
+from lightning_unitscale.dispatch.compiled_formats import FormatsInGraph
 from lightning_unitscale.dispatch.formats import Numerics
+from lightning_unitscale.dispatch.joint_graphs import PRODUCT
+from lightning_unitscale.dispatch.joint_units import UnitsInGraph
 from lightning_unitscale.dispatch.kernels import close_session, install_passes, open_session
 from lightning_unitscale.dispatch.recompiling import running_compiled
-from lightning_unitscale.dispatch.session import LOCAL, ProductSession
+from lightning_unitscale.dispatch.session import LOCAL, ProductSession, run_inside
 from lightning_unitscale.dispatch.torch_internals import (
+    Kernel,
     current_node,
     is_recording,
     is_tracing,
     plain_functions,
 )
 from lightning_unitscale.dispatch.units import Units
+from lightning_unitscale.graph.passes import StepGraph
+from lightning_unitscale.lossless.held import GAUGE, HELD, held_units
 from lightning_unitscale.patching import Shadow, StandIn
 
 
-class SessionMethod(StandIn):
-    """Stands in for one method of a module: the same call, with its products in the session.
+class SessionRewriter:
+    """Gives the matmuls of captured graphs units and formats, as Inductor's passes do.
 
-    Attributes:
-        owner: The same.
+    No Inductor runs these graphs: they run op by op.
     """
+
+    def __init__(self, session: ProductSession) -> None:
+        self._session = session
+
+    def describe(self, graph: StepGraph) -> None:
+        """Note in which units matmuls read the tensors of a captured graph."""
+        units = self._session.units
+        graph.notes[GAUGE] = lambda: units.gauge
+        # Asked for once rules have rewritten it, and before it is cut into parts.
+        graph.notes[HELD] = functools.cache(lambda: held_units(graph))
+
+    def rewrite_joint(self, graph: fx.Graph) -> None:
+        """Scale the matmuls of the graph of both passes, or of the only one."""
+        if self._session.numerics:
+            FormatsInGraph(graph, self._session).run()
+        UnitsInGraph(graph, self._session, is_fused=False).run()
+
+    def rewrite_part(self, graph: fx.Graph) -> None:
+        """Let the matmuls of one pass be looked at, and call torch's own kernels for them."""
+        note_products(graph)
+        finish_graph(graph)
+        for node in graph.nodes:
+            # What is saved for the backward pass keeps its meta there, as an input.
+            if node.op == "call_function" and PRODUCT in node.meta:
+                node.target = _unwatched(node.target)
+
+
+def _unwatched(operator: Any) -> Kernel:
+    """Return an operator whose kernel belongs to no session: its graph has scaled it."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return run_inside(operator, *args, **kwargs)
+
+    return run
+
+
+class SessionMethod(StandIn):
+    """Stands in for one method of a module: the same call, with its products in the session."""
 
     def __init__(self, owner: AttachedSession, name: str, method: Any) -> None:
         super().__init__(method)
@@ -97,13 +141,7 @@ def begin_microbatch(module: nn.Module, name: str, index: int) -> None:
 
 
 class AttachedSession:
-    """A session with the methods of its module that run in it, until :meth:`detach`.
-
-    Attributes:
-        session: The session.
-        methods: What stands in for each method.
-        trains: Whether calls are of training, where the loop tells; else the module's mode does.
-    """
+    """A session with the methods of its module that run in it, until :meth:`detach`."""
 
     method_type: type[SessionMethod] = SessionMethod
 
@@ -117,13 +155,14 @@ class AttachedSession:
         outlasts_calls: bool = False,
     ) -> None:
         self.outlasts_calls = outlasts_calls
+        # Whether calls are of training, where the loop tells; else the module's mode does.
         self.trains: bool | None = None
         self.session = ProductSession(
             module, SessionMethod.run_as.__code__, units or Units(), numerics
         )
         self._module = module
         self._steps = steps_of(module)
-        self.methods: dict[str, SessionMethod] = {}
+        self.methods: dict[str, SessionMethod] = {}  # what stands in for each method
         self._shadows: dict[str, Shadow] = {}
         with ExitStack() as undo:
             undo.callback(self.detach)

@@ -17,12 +17,9 @@ from lightning_unitscale.dispatch.execute import Product
 from lightning_unitscale.dispatch.measurement import Site
 from lightning_unitscale.dispatch.nodes import NodeKey, keys_of, latest_key, thread_number
 from lightning_unitscale.dispatch.sites import function_arguments
-from lightning_unitscale.dispatch.tensors import Extent
+from lightning_unitscale.dispatch.tensors import Extent, Extents
 from lightning_unitscale.dispatch.torch_internals import last_sequence_number, saves_elsewhere
 from lightning_unitscale.graph.operators import ProductRule, Sources, is_turned
-
-# What was measured of each operand in this step; empty where nothing was.
-Extents = tuple[Extent | None, ...]
 
 
 @functools.cache
@@ -203,21 +200,14 @@ def _order_of(index: int, is_turned: bool) -> Sources:
 
 @dataclass(frozen=True)
 class RanProduct:
-    """A forward matmul, for whoever shows tensors in the units that they are stored in.
+    """A forward matmul, for whoever shows tensors in the units that they are stored in."""
 
-    Attributes:
-        operands: What it reads.
-        log2_sigmas: Exponent of the unit of each operand; ``None`` while none is measured.
-        log2_gamma: The same of the gradient that arrives at it.
-        nodes: Numbers of the autograd nodes that it was made for.
-        names: Names of the operands in the gauge.
-    """
-
-    operands: tuple[Tensor, ...]
+    operands: tuple[Tensor, ...]  # what it reads
+    # Exponent of the unit of each operand; ``None`` while none is measured.
     log2_sigmas: tuple[int | None, ...]
-    log2_gamma: int | None
-    nodes: range
-    names: tuple[str, ...]
+    log2_gamma: int | None  # the same of the gradient that arrives at it
+    nodes: range  # numbers of the autograd nodes that it was made for
+    names: tuple[str, ...]  # names of the operands in the gauge
 
 
 class _Watched(threading.local):

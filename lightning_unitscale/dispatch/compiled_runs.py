@@ -11,14 +11,16 @@ from __future__ import annotations
 import itertools
 import weakref
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_unitscale.dispatch.calls import node_key
+from lightning_unitscale.dispatch.compiled_callers import Callers
 from lightning_unitscale.dispatch.measurement import Site
 from lightning_unitscale.dispatch.nodes import NodeKey, keys_of
 from lightning_unitscale.dispatch.owners import running_session
 from lightning_unitscale.dispatch.session import ProductSession
 from lightning_unitscale.dispatch.torch_internals import current_node
+from lightning_unitscale.graph.operators import ProductRule, Sources
 
 # A run is known by a number. A graph has fewer matmuls than there is room for between two runs.
 MAX_PRODUCTS = 2**16
@@ -27,51 +29,56 @@ _NUMBERS = itertools.count(MAX_PRODUCTS, MAX_PRODUCTS)
 _MAX_RUNS = 2**12
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a matmul of a compiled graph was when it was compiled.
+class Place(NamedTuple):
+    """Where a matmul of a compiled graph was when it was compiled."""
 
-    Attributes:
-        word: What it is called.
-        roles: What its operands are called.
-        path: Path of its module.
-    """
+    word: str  # what it is called
+    roles: tuple[str, ...]  # what its operands are called
+    path: str  # of its module
 
-    word: str
-    roles: tuple[str, ...]
-    path: str
+
+@dataclass(eq=False)
+class GraphMatmul:
+    """A matmul of a compiled graph, forward or backward."""
+
+    rule: ProductRule
+    place: Place  # of the forward matmul that it belongs to
+    number: int  # in its graph
+    forward: int  # number of that forward matmul; its own, if it has a site of its own
+    sources: Sources  # which forward operand each operand is; ``None``: the arriving gradient
+    flops: int  # of the shapes that it was compiled with
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether it belongs to a forward matmul of the graph."""
+        return self.forward != self.number
 
 
 @dataclass(eq=False, slots=True)
 class GraphRun:
-    """One run of a graph.
+    """One run of a graph."""
 
-    Attributes:
-        number: Which one, a multiple of ``MAX_PRODUCTS``.
-        session: Whose it is.
-        sites: The site of each matmul that has a place, by its index in the graph.
-        exponents: Of the factors that it has taken, where the graph has some.
-    """
-
-    number: int
+    number: int  # which one, a multiple of ``MAX_PRODUCTS``
     session: weakref.ref[ProductSession]
-    sites: dict[int, Site]
-    exponents: list[int] = field(default_factory=list)
+    sites: dict[int, Site]  # of each matmul that has one, by its number in the graph
+    exponents: list[int] = field(default_factory=list)  # of the factors that it has taken
 
 
 class GraphRuns:
-    """The runs of one compiled graph.
-
-    Attributes:
-        places: Of its forward matmuls, by their index in the graph.
-    """
+    """A compiled graph: where its matmuls were, what calls it, and its runs."""
 
     def __init__(self, root: str) -> None:
-        self.places: dict[int, Place] = {}
+        self.callers = Callers()
+        self._places: dict[int, Place] = {}
         self._root = root
         self._of_node: dict[NodeKey, GraphRun] = {}
 
-    def begin(self) -> GraphRun | None:
+    def add_place(self, matmul: GraphMatmul) -> None:
+        """Note where a matmul was, unless it belongs to a forward one."""
+        if not matmul.is_backward:
+            self._places[matmul.number] = matmul.place
+
+    def begin_run(self) -> GraphRun | None:
         """Begin a run of the forward graph; ``None`` where no session has its matmuls.
 
         Where a memory budget saves the inputs alone, the backward graph runs all of the forward
@@ -84,9 +91,9 @@ class GraphRuns:
         if session is None or where is None or not session.is_open:
             return None
         sites = {}
-        for index, place in self.places.items():
+        for number, place in self._places.items():
             path = _moved(place.path, self._root, where.path)
-            sites[index] = session.sites.find(place.word, place.roles, where._replace(path=path))
+            sites[number] = session.sites.find(place.word, place.roles, where._replace(path=path))
         run = GraphRun(next(_NUMBERS), session.ref, sites)
         if (key := node_key(())) is not None:
             if len(self._of_node) >= _MAX_RUNS:

@@ -14,7 +14,7 @@ from lightning_unitscale.dispatch.measurement import Site
 from lightning_unitscale.dispatch.tensors import scaled_copy, shared_copy
 from lightning_unitscale.dispatch.torch_internals import Kernel, overridden_kernel
 from lightning_unitscale.functional.scale import scale_in_place
-from lightning_unitscale.graph.operators import ProductRule, Sources
+from lightning_unitscale.graph.operators import ProductRule, Sources, combined
 
 _HAS_MKL = torch.backends.mkl.is_available()
 _FLOATS = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
@@ -30,39 +30,26 @@ def are_real(tensors: Sequence[Any]) -> bool:
 
 @dataclass(slots=True)
 class Product:
-    """A product that is about to run.
-
-    Attributes:
-        rule: Its operator.
-        site: Which product of the step it is, or the backward product of.
-        slot: ``"forward"``, or which gradient it makes.
-        log2_units: Exponents of the units of its operands; 0 for one without a unit.
-        is_gradient: Which of its operands is an arriving gradient.
-        names: Names of the operands in the gauge; that of the product for a gradient.
-        step: Number of the step that it belongs to.
-        reads_weight: Whether its second operand is the weight of a linear layer; ``None`` where
-            what calls has to tell.
-        lacking: Which of its operands have no unit; empty if all have one.
-        scaled: Position, exponent of the unit, and whether it is a gradient, of each operand that
-            is divided.
-        common: Exponent of the product of all units.
-        results: By result, the exponent that it is multiplied by.
-        backward: The backward matmuls of a forward one, by rule and sources, with the unit of the
-            gradient that they were made for.
-    """
+    """A product that is about to run."""
 
     rule: ProductRule
-    site: Site
-    slot: str
-    log2_units: tuple[int, ...]
-    is_gradient: tuple[bool, ...]
+    site: Site  # which product of the step it is, or the backward product of
+    slot: str  # ``"forward"``, or which gradient it makes
+    log2_units: tuple[int, ...]  # exponents of the units of its operands; 0 for one without a unit
+    is_gradient: tuple[bool, ...]  # which of its operands is an arriving gradient
+    # Names of the operands in the gauge; that of the product for a gradient.
     names: tuple[str, ...]
-    step: int
+    step: int  # number of the step that it belongs to
+    # Whether its second operand is the weight of a linear layer; ``None`` where what calls
+    # has to tell.
     reads_weight: bool | None = None
-    lacking: tuple[bool, ...] = ()
+    lacking: tuple[bool, ...] = ()  # which of its operands have no unit; empty if all have one
+    # Position, exponent of the unit, and whether it is a gradient, of each operand that is
+    # divided.
     scaled: tuple[tuple[int, int, bool], ...] = ()
-    common: int = 0
-    results: tuple[int, ...] = ()
+    exponents: tuple[int, ...] = ()  # of the factors of its operands, its addends and its results
+    # The backward matmuls of a forward one, by rule and sources, with the unit of the
+    # gradient that they were made for.
     backward: dict[tuple[int, Sources], tuple[int, Product]] = field(default_factory=dict)
 
     def take(self, log2_units: Sequence[int | None]) -> None:
@@ -73,11 +60,7 @@ class Product:
         self.log2_units = tuple(unit or 0 for unit in log2_units)
         rows = zip(self.rule.operands, self.log2_units, self.is_gradient, strict=True)
         self.scaled = tuple(row for row in rows if row[1])
-        self.common = sum(self.log2_units)
-        self.results = tuple(
-            0 if powers is None else combined(powers, self.log2_units)
-            for powers in self.rule.results
-        )
+        self.exponents = self.rule.exponents(self.log2_units)
 
     def known(self) -> tuple[int | None, ...]:
         """Exponents of the units of its operands, ``None`` for one without."""
@@ -104,7 +87,8 @@ def run_in_units(
 
 def run_scaled(product: Product, original: Kernel, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """:func:`run_in_units` with operands that are in their units already."""
-    rule, units, common = product.rule, product.log2_units, product.common
+    rule, units, exponents = product.rule, product.log2_units, product.exponents
+    common = -exponents[len(units)]
     if common and rule.with_factor and _takes_factor(args[rule.operands[0]]):
         first, second = rule.operands_in(args)
         if rule.operands[0] > 0:
@@ -115,19 +99,16 @@ def run_scaled(product: Product, original: Kernel, args: list[Any], kwargs: dict
         run = overridden_kernel(rule.with_factor, first.device.type)
         nothing = _nothing(first.dim(), first.dtype, first.device)
         return run(nothing, first, second, beta=0, alpha=2.0**common)
-    if common:
-        for position in rule.addends_in(args):
-            args[position] = scaled_copy(args[position], -common)
-    for position, index in rule.follows:
-        if units[index]:
-            args[position] = scaled_copy(args[position], -units[index])
+    for position, index in rule.taking_factors(args):
+        if exponents[index]:
+            args[position] = scaled_copy(args[position], exponents[index])
     if rule.temperature is not None:
         exponent = combined(rule.temperature, units)
         if exponent:
             kwargs = {**kwargs, "scale": rule.scale_in(args, kwargs) * 2.0**exponent}
     result = original(*args, **kwargs)
     results = result if isinstance(result, (tuple, list)) else (result,)
-    for tensor, exponent in zip(results, product.results, strict=False):
+    for tensor, exponent in zip(results, exponents[len(units) + 1 :], strict=False):
         if exponent and tensor is not None:
             scale_in_place(tensor, exponent)
     return result
@@ -148,8 +129,3 @@ def _takes_factor(operand: Tensor) -> bool:
     if operand.dtype is torch.float16:
         return operand.device.type in ("cpu", "cuda")
     return _HAS_MKL and operand.dtype is torch.float32 and operand.device.type == "cpu"
-
-
-def combined(coefficients: tuple[int, ...], units: tuple[int, ...]) -> int:
-    """Exponent of the factor of a result: units of operands to the power of its coefficients."""
-    return sum(power * unit for power, unit in zip(coefficients, units, strict=True))

@@ -16,8 +16,12 @@ from typing_extensions import override
 
 from lightning_unitscale.dispatch.calls import show
 from lightning_unitscale.dispatch.execute import Product
-from lightning_unitscale.dispatch.flushed import FlushedOperands
-from lightning_unitscale.dispatch.formats import Numerics, SimulatedProducts, grid_factor
+from lightning_unitscale.dispatch.formats import (
+    FlushedOperands,
+    Numerics,
+    SimulatedProducts,
+    grid_factor,
+)
 from lightning_unitscale.dispatch.measurement import FORWARD
 from lightning_unitscale.dispatch.owners import asking_session
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
@@ -33,11 +37,11 @@ from lightning_unitscale.formats import get_format
 from lightning_unitscale.functional.low_precision import (
     GRADIENTS,
     OPERAND,
-    as_tensor,
     fp8_linear,
     fp8_matrices,
     scaled_product,
     to_largest,
+    undoing,
 )
 from lightning_unitscale.functional.scale import Factor
 from lightning_unitscale.graph.operators import RULES
@@ -182,53 +186,38 @@ class FP8Products(Numerics):
         first, second = product.rule.operands
         if args[first].shape[1] != args[second].shape[0]:
             return original(*args, **kwargs)  # which says what is wrong; FP8 would pad it
-        scale: Factor = 1.0
         casts: list[Tensor] = []
+        factors: list[Factor] = []
         for position, unit, is_gradient, name in product.places():
             # The hardware multiplies no two matrices in E5M2.
             is_wide = is_gradient and not any(cast.dtype == GRADIENTS["E5M2"] for cast in casts)
             dtype = GRADIENTS[config.gradient_of(site.name)] if is_wide else OPERAND
             matrix = args[position] if position == first else args[position].t()
-            factor: Factor
-            if config.scaling == "dynamic":
-                factor = to_largest(matrix, dtype)
-            else:
-                factor = 2.0**-unit * grid_factor(config.moving_grid, name, product.step)
-            scale = scale / factor
+            is_dynamic = config.scaling == "dynamic"
+            factor = to_largest(matrix, dtype) if is_dynamic else self._factor(unit, name, product)
+            factors.append(factor)
             casts += fp8_matrices(matrix, factor, dtype)
         tensor = args[first]
-        result = scaled_product(
-            casts[0],
-            casts[1],
-            as_tensor(scale, tensor.device),
-            tensor.dtype,
-            fast=not any(product.is_gradient),
-        )
+        scale = undoing(factors[0], factors[1], tensor)
+        is_fast = not any(product.is_gradient)
+        result = scaled_product(casts[0], casts[1], scale, tensor.dtype, fast=is_fast)
         return result.add_(args[0]) if product.rule.addends else result
+
+    def _factor(self, log2_unit: int, name: str, product: Product) -> float:
+        """By what a tensor is multiplied before it is cast, with constant scales."""
+        return 2.0**-log2_unit * grid_factor(self._config.moving_grid, name, product.step)
 
     def run_layer(
         self, product: Product, input: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
         """Run a linear layer so that it keeps FP8 for its backward pass."""
-        config, site = self._config, product.site
-        x, w, g = (2.0**unit for unit in (*product.log2_units, site.log2_gamma or 0))
-        x_grid, w_grid, g_grid = (
-            grid_factor(config.moving_grid, name, product.step)
-            for name in (*product.names, site.name)
-        )
+        site, factors = product.site, []
+        if self._config.scaling == "constant":
+            units, names = (*product.log2_units, site.log2_gamma or 0), (*product.names, site.name)
+            factors = [self._factor(*each, product) for each in zip(units, names, strict=True)]
+        gradient_format = self._config.gradient_of(site.name)
         return fp8_linear(
-            input,
-            weight,
-            bias,
-            config.scaling,
-            input.dtype,
-            x_grid / x,
-            w_grid / w,
-            x * w / (x_grid * w_grid),
-            g_grid / g,
-            g * w / (g_grid * w_grid),
-            g * x / (g_grid * x_grid),
-            gradient_format=config.gradient_of(site.name),
+            input, weight, bias, input.dtype, *factors, gradient_format=gradient_format
         )
 
     def _why_not(

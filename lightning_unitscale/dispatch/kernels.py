@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lightning_unitscale.dispatch import aot_pass, joint_formats, joint_units
+from lightning_unitscale.dispatch import aot_pass, compiled_formats, joint_units
 from lightning_unitscale.dispatch.calls import forget, leave
 from lightning_unitscale.dispatch.compiled_callers import OWN_CALLERS, caller, is_ours
 from lightning_unitscale.dispatch.fp8 import layer_kernel
@@ -36,7 +36,7 @@ from lightning_unitscale.dispatch.torch_internals import (
 from lightning_unitscale.dispatch.unreached import UNREACHED, unreached_kernel, writing_kernel
 from lightning_unitscale.graph.operators import RULES, ProductRule
 
-_PASSES = (joint_formats.PASS, joint_units.PASS, *aot_pass.PASSES)
+_PASSES = (compiled_formats.PASS, joint_units.PASS, *aot_pass.PASSES)
 # By the identity of a session: what ends it, here or when nobody has it any more.
 _sessions: dict[int, weakref.finalize[..., ProductSession]] = {}
 _ELSEWHERE = "a thread of the user's own, not that of the step"

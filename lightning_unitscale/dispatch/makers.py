@@ -33,15 +33,12 @@ _MAX_NODES = 2**10
 
 @dataclass
 class _Made:
-    """What calls have made on one thread.
+    """What calls have made on one thread."""
 
-    Attributes:
-        finished: Numbers of the nodes of each call, in the order in which the calls have ended,
-            with whose call it was.
-        running: The first number of each call that goes on, the innermost last.
-    """
-
+    # Numbers of the nodes of each call, in the order in which the calls have ended, with
+    # whose call it was.
     finished: list[tuple[range, weakref.ref[Any]]] = field(default_factory=list)
+    # The first number of each call that goes on, the innermost last.
     running: list[tuple[int, weakref.ref[Any]]] = field(default_factory=list)
 
     def by(self, number: int) -> Any:

@@ -26,37 +26,26 @@ _LOG2_TERMS = 20
 
 @dataclass(eq=False, slots=True)
 class Site:
-    """One product of a module's step, with the units of what it reads.
+    """One product of a module's step, with the units of what it reads."""
 
-    Attributes:
-        name: Such as ``blocks.0.up.linear``, with ``_1``, ``_2`` for further calls.
-        module: Path of the module that runs it.
-        roles: What its operands are called.
-        word: What the operation is called.
-        index: How many like it run before it in a call of the module.
-        operand_names: Their names in the gauge.
-        log2_units: Exponent of the unit of each operand; ``None`` for one without a unit.
-        log2_gamma: Exponent of the unit of the arriving gradient; ``None`` likewise.
-        plain: Which of its products run as they are, and why: ``"forward"``, or a backward one.
-        is_settled: Whether all of its units were known when the step began.
-        seen: By slot, the last matmul whose operands and addends were all measured.
-        latest: By name in the gauge, the last extent that gives a unit.
-        product: What a forward matmul runs with in the units in force, if one has.
-    """
-
-    name: str
-    module: str
-    roles: tuple[str, ...]
-    word: str = ""
-    index: int = 0
-    operand_names: tuple[str, ...] = ()
+    name: str  # such as ``blocks.0.up.linear``, with ``_1``, ``_2`` for further calls
+    module: str  # path of the module that runs it
+    roles: tuple[str, ...]  # what its operands are called
+    word: str = ""  # what the operation is called
+    index: int = 0  # how many like it run before it in a call of the module
+    operand_names: tuple[str, ...] = ()  # their names in the gauge
+    # Exponent of the unit of each operand; ``None`` for one without a unit.
     log2_units: tuple[int | None, ...] = ()
+    # Exponent of the unit of the arriving gradient; ``None`` likewise.
     log2_gamma: int | None = None
+    # Which of its products run as they are, and why: ``"forward"``, or a backward one.
     plain: dict[str, str] = field(default_factory=dict)
-    is_settled: bool = False
+    is_settled: bool = False  # whether all of its units were known when the step began
+    # By slot, the last matmul whose operands and addends were all measured.
     seen: dict[str, MeasuredProduct] = field(default_factory=dict)
+    # By name in the gauge, the last extent that gives a unit.
     latest: dict[str, Extent] = field(default_factory=dict)
-    product: Any = None
+    product: Any = None  # what a forward matmul runs with in the units in force, if one has
 
     def __post_init__(self) -> None:
         self.operand_names = tuple(f"{self.name}:{role}" for role in self.roles)
@@ -69,27 +58,19 @@ class Site:
 
 @dataclass(frozen=True)
 class MeasuredProduct:
-    """One product as it was met.
+    """One product as it was met."""
 
-    Attributes:
-        site: Which product of the step.
-        slot: ``"forward"``, or which backward product of it.
-        names: Names in the gauge of the operands that were measured; that of the product for its
-            gradient.
-        extents: Of these operands.
-        addends: Of what is added to it.
-        dtype: Type of its operands.
-        log2_units: Exponents of the units that its operands had, ``None`` where they had none.
-        is_whole: Whether all operands and addends were measured, not only those without a unit.
-    """
-
-    site: Site
-    slot: str
+    site: Site  # which product of the step
+    slot: str  # ``"forward"``, or which backward product of it
+    # Names in the gauge of the operands that were measured; that of the product for its
+    # gradient.
     names: tuple[str, ...]
-    extents: tuple[Extent, ...]
-    addends: tuple[Extent, ...]
-    dtype: torch.dtype
+    extents: tuple[Extent, ...]  # of these operands
+    addends: tuple[Extent, ...]  # of what is added to it
+    dtype: torch.dtype  # type of its operands
+    # Exponents of the units that its operands had, ``None`` where they had none.
     log2_units: tuple[int | None, ...]
+    # Whether all operands and addends were measured, not only those without a unit.
     is_whole: bool = True
 
     def why_inexact(self, log2_units: Sequence[int]) -> str:
@@ -135,13 +116,9 @@ class MeasuredProduct:
 
 @dataclass(frozen=True)
 class Measurement(Measured):
-    """What one step has shown.
+    """What one step has shown."""
 
-    Attributes:
-        products: Product by product.
-    """
-
-    products: tuple[MeasuredProduct, ...] = ()
+    products: tuple[MeasuredProduct, ...] = ()  # product by product
 
     @property
     def has_backward(self) -> bool:

@@ -18,9 +18,13 @@ from lightning_unitscale.capture.attach import PRODUCTS, products_of
 from lightning_unitscale.capture.rollback import detached_copy, restoring
 from lightning_unitscale.capture.steps import steps_of
 from lightning_unitscale.dispatch.attach import AttachedSession, SessionMethod
-from lightning_unitscale.dispatch.coverage import Coverage, CoverageCounter, lacking_line
+from lightning_unitscale.dispatch.coverage import (
+    Coverage,
+    CoverageCounter,
+    LostFormats,
+    lacking_line,
+)
 from lightning_unitscale.dispatch.fp8 import numerics_of
-from lightning_unitscale.dispatch.lost_formats import LostFormats
 from lightning_unitscale.dispatch.measurement import Measurement
 from lightning_unitscale.dispatch.torch_internals import current_node
 from lightning_unitscale.dispatch.units import Units
@@ -103,16 +107,12 @@ class _ForwardMethod(SessionMethod):
 
 
 class ModuleProducts(AttachedSession):
-    """The ``forward`` of a module in a session that transforms have asked for.
-
-    Attributes:
-        formats: What its products are rounded to, or run in.
-    """
+    """The ``forward`` of a module in a session that transforms have asked for."""
 
     method_type = _ForwardMethod
 
     def __init__(self, module: nn.Module, formats: Sequence[Format], *, has_units: bool) -> None:
-        self.formats = tuple(formats)
+        self.formats = tuple(formats)  # what its products are rounded to, or run in
         self._coverage = Coverage()
         self._num_calls = self._counted_call = 0
         self._has_returned = False

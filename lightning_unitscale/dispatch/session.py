@@ -22,24 +22,22 @@ from torch import nn
 
 from lightning_unitscale.dispatch.calls import (
     Call,
-    Extents,
     may_belong_to,
     remember,
     show,
     slot_of,
     sources_of,
 )
-from lightning_unitscale.dispatch.coverage import CoverageCounter, Kind
+from lightning_unitscale.dispatch.coverage import NO_UNIT, CoverageCounter, Kind
 from lightning_unitscale.dispatch.execute import Product, are_real, run_in_units
-from lightning_unitscale.dispatch.formats import NO_UNIT, Numerics
+from lightning_unitscale.dispatch.formats import Numerics
 from lightning_unitscale.dispatch.makers import making
 from lightning_unitscale.dispatch.measurement import FORWARD, Measurement, Site
-from lightning_unitscale.dispatch.measuring import Measuring
 from lightning_unitscale.dispatch.nodes import HandedOn, thread_number
 from lightning_unitscale.dispatch.sites import Sites
-from lightning_unitscale.dispatch.tensors import forget_copy
+from lightning_unitscale.dispatch.tensors import Extents, forget_copy
 from lightning_unitscale.dispatch.torch_internals import Kernel, graph_task
-from lightning_unitscale.dispatch.units import Units
+from lightning_unitscale.dispatch.units import Measuring, Units
 from lightning_unitscale.dynamo.patches import opened_layers
 from lightning_unitscale.graph.operators import ProductRule, Sources
 from lightning_unitscale.lossless.fp8_range import Unrepresentable
@@ -49,16 +47,12 @@ SESSION: HandedOn[ProductSession | None] = HandedOn("session", None)
 
 
 class _Local(threading.local):
-    """What goes on in one thread.
+    """What goes on in one thread."""
 
-    Attributes:
-        after_call: Whose step goes on outside of any call of its module, weakly: a loop of the
-            user's computes its loss there.
-        is_inside: Whether a product is running, whose own kernels are nobody's.
-    """
-
+    # Whose step goes on outside of any call of its module, weakly: a loop of the user's
+    # computes its loss there.
     after_call: weakref.ref[ProductSession] | None = None
-    is_inside: bool = False
+    is_inside: bool = False  # whether a product is running, whose own kernels are nobody's
 
     @property
     def session(self) -> ProductSession | None:
@@ -83,21 +77,9 @@ def run_inside(function: Kernel, *args: Any, **kwargs: Any) -> Any:
 
 
 class ProductSession:
-    """The products of one module's steps, with their units.
+    """The products of one module's steps, with their units."""
 
-    Attributes:
-        ref: The session, weakly: the same object each time.
-        units: The units in force.
-        numerics: What rounds products.
-        sites: Which product is which.
-        counter: Counts the products that run, if somebody has put it there.
-        is_open: Whether its products are run by it; see :meth:`close`.
-        is_after_call: Whether a step goes on after a call, until :meth:`end_step`.
-        threads: Numbers of the threads that run a call.
-        rewrites_graphs: Whether graphs get units that are compiled in its steps.
-    """
-
-    rewrites_graphs = True
+    rewrites_graphs = True  # whether graphs get units that are compiled in its steps
 
     def __init__(
         self,
@@ -106,15 +88,16 @@ class ProductSession:
         units: Units,
         numerics: Sequence[Numerics] = (),
     ) -> None:
-        self.ref = weakref.ref(self)
+        self.ref = weakref.ref(self)  # the session, weakly: the same object each time
         self.units = units
-        self.numerics = tuple(numerics)
+        self.numerics = tuple(numerics)  # what rounds products
         self._measuring = Measuring(units, self.numerics)
         self.sites = Sites(module, boundary, units)
+        # Counts the products that run, if somebody has put it there.
         self.counter: CoverageCounter | None = None
-        self.is_open = True
-        self.is_after_call = False
-        self.threads: list[int] = []
+        self.is_open = True  # whether its products are run by it; see :meth:`close`
+        self.is_after_call = False  # whether a step goes on after a call, until :meth:`end_step`
+        self.threads: list[int] = []  # numbers of the threads that run a call
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:

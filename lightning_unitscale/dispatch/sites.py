@@ -60,19 +60,13 @@ def recomputed_checkpoint() -> Any:
 
 
 class Run(NamedTuple):
-    """Where a forward product runs.
+    """Where a forward product runs."""
 
-    Attributes:
-        path: Of its module.
-        episode: What occurrences are counted within: a step, or one run of a checkpoint's body.
-        checkpoint: Whose body is computed again, if one is.
-        result: Name of the tensor that it makes, where a captured graph has one for it.
-    """
-
-    path: str
+    path: str  # of its module
+    # What occurrences are counted within: a step, or one run of a checkpoint's body.
     episode: object
-    checkpoint: object = None
-    result: str = ""
+    checkpoint: object = None  # whose body is computed again, if one is
+    result: str = ""  # name of the tensor that it makes, where a captured graph has one for it
 
 
 def _occurrence(result: str, path: str, word: str) -> int | None:

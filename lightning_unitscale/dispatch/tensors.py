@@ -103,21 +103,14 @@ def forget_copy() -> None:
 
 @dataclass(eq=False, slots=True)
 class Extent:
-    """How large the elements of a tensor are.
+    """How large the elements of a tensor are."""
 
-    Attributes:
-        rms: Root of their mean square; NaN if there are none, or some that are not finite.
-        smallest: Smallest magnitude other than zero; infinite if there is none.
-        largest: Largest finite magnitude.
-        row: The statistics that they are read from, on their device until then.
-        log2_unit: Exponent of what the tensor of the row was divided by.
-    """
-
+    # Root of their mean square; NaN if there are none, or some that are not finite.
     rms: float = math.nan
-    smallest: float = math.inf
-    largest: float = 0.0
-    row: Tensor | None = None
-    log2_unit: int = 0
+    smallest: float = math.inf  # smallest magnitude other than zero; infinite if there is none
+    largest: float = 0.0  # largest finite magnitude
+    row: Tensor | None = None  # the statistics that they are read from, on their device until then
+    log2_unit: int = 0  # exponent of what the tensor of the row was divided by
 
     @property
     def gives_unit(self) -> bool:
@@ -138,6 +131,10 @@ class Extent:
         self.smallest = math.ldexp(row[MOMENTS.index("abs_min")], self.log2_unit)
         self.largest = math.ldexp(row[MOMENTS.index("abs_max")], self.log2_unit)
         self.row = None
+
+
+# What was measured of each operand in this step; empty where nothing was.
+Extents = tuple[Extent | None, ...]
 
 
 def reading(extents: Iterable[Extent]) -> Callable[[], None]:

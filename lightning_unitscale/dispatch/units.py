@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
+from torch import Tensor
+
+from lightning_unitscale.dispatch.execute import Product
+from lightning_unitscale.dispatch.formats import Numerics
 from lightning_unitscale.dispatch.measurement import MeasuredProduct, Measurement, Site
-from lightning_unitscale.dispatch.tensors import Extent, reading
+from lightning_unitscale.dispatch.tensors import Extent, Extents, reading
 from lightning_unitscale.lossless.gauge import Gauge
 
 
@@ -16,26 +21,22 @@ class Units:
 
     An operand that is all zero, empty or not finite gives no unit. It is measured again in each
     step until it gives one. These numbers come by :meth:`receive`, which waits for no device.
-
-    Attributes:
-        gauge: The units in force, by the names of operands and products.
-        plain: By site, which of its products run as they are, and why.
-        step: How many training steps have begun.
-        part: Which microbatch of the step runs.
-        is_looking: Whether the steps measure what has units already, for :meth:`take`.
-        sites: The products that have run, by name; each knows its own units.
-        lacking: Names of operands and gradients that were measured and have no unit yet, with what
-            to call them.
     """
 
     def __init__(self, *, is_used: bool = True) -> None:
         self.is_used = is_used
-        self.gauge = Gauge()
+        self.gauge = Gauge()  # the units in force, by the names of operands and products
+        # By site, which of its products run as they are, and why.
         self.plain: dict[str, dict[str, str]] = {}
+        # How many training steps have begun, and which microbatch of the step runs.
         self.step = self.part = self._num_more = 0
         self._is_training = False
+        # Whether the steps measure what has units already, for :meth:`take`.
         self.is_looking = False
+        # The products that have run, by name; each knows its own units.
         self.sites: dict[str, Site] = {}
+        # Names of operands and gradients that were measured and have no unit yet, with what
+        # to call them.
         self.lacking: dict[str, str] = {}
         self._measured: list[MeasuredProduct] = []
         # What was sent for, and by slot and names what has arrived and gives new units.
@@ -242,3 +243,71 @@ class Units:
                 site.plain[slot] = reason
             else:
                 site.plain.pop(slot, None)
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """Measures operands for units and for formats."""
+
+    units: Units  # the units in force, and those to come
+    numerics: Sequence[Numerics]  # what rounds products, by precedence
+
+    def measure(
+        self,
+        product: Product,
+        args: Sequence[Any],
+        known: tuple[int | None, ...],
+        before: Extents,
+    ) -> Extents:
+        """Measure operands, and give them units at once where a format waits for them.
+
+        The first time, and in a look, all operands are measured. At other times those without a
+        unit are, so that one that stays zero costs a row in each step.
+        """
+        rule, site, slot = product.rule, product.site, product.slot
+        operands, read = rule.operands_in(args), rule.measured_in(args)
+        is_new = slot not in site.seen
+        is_whole = is_new or self.units.is_looking
+        extents: list[Extent | None] = list(before) or [None] * len(operands)
+        chosen = [index for index, unit in enumerate(known) if is_whole or unit is None]
+        measured = []
+        for index in chosen:
+            extent = extents[index]
+            if extent is None:
+                extent = extents[index] = Extent.of(read[index])
+            measured.append(extent)
+        noted = MeasuredProduct(
+            site,
+            slot,
+            tuple(product.names[index] for index in chosen),
+            tuple(measured),
+            tuple(Extent.of(args[at]) for at in rule.addends_in(args)) if is_whole else (),
+            operands[0].dtype,
+            tuple(known[index] for index in chosen),
+            is_whole,
+        )
+        self.units.note(noted)
+        if not self.numerics:
+            return tuple(extents)
+        # No step waits for a unit that is late.
+        is_first = is_new and not self.units.lacking.keys() >= _without(noted)
+        if is_first:
+            product.take(self.units.take_at_once(noted))
+        if is_first or self.units.is_looking:
+            for numerics in self.numerics:
+                numerics.measure(product, operands, is_first=is_first)
+        else:
+            self.show(product, operands)
+        return tuple(extents)
+
+    def show(self, product: Product, operands: Sequence[Tensor]) -> None:
+        """Show operands to formats that have not seen them in the units that they have now."""
+        for numerics in self.numerics:
+            if numerics.awaits(product.names):
+                numerics.measure(product, operands, is_first=False)
+
+
+def _without(product: MeasuredProduct) -> set[str]:
+    """Names of the operands without a unit."""
+    named = zip(product.names, product.log2_units, strict=True)
+    return {name for name, unit in named if unit is None}

@@ -24,21 +24,15 @@ from lightning_unitscale.profiler.costs import cudnn_recurrent_flops, recurrent_
 
 @dataclass(frozen=True)
 class UnreachedRule:
-    """An operator that multiplies matrices where no factor can reach its operands.
+    """An operator that multiplies matrices where no factor can reach its operands."""
 
-    Attributes:
-        operator: Its name in ``torch.ops.aten``, with the overload if that is not the default.
-        reason: Why its products run as they are.
-        flops: Floating-point operations of a call.
-        has_backward: Whether its gradients come from a kernel of the same kind, with twice as many.
-        writes: The operator of the table whose products this one writes into a tensor that it is
-            given. Factors reach them except in a graph that was compiled before.
-    """
-
-    operator: str
-    reason: str
-    flops: Callable[[Arguments, Any], int]
+    operator: str  # its name in ``torch.ops.aten``, with the overload if that is not the default
+    reason: str  # why its products run as they are
+    flops: Callable[[Arguments, Any], int]  # floating-point operations of a call
+    # Whether its gradients come from a kernel of the same kind, with twice as many.
     has_backward: bool = False
+    # The operator of the table whose products this one writes into a tensor that it is
+    # given. Factors reach them except in a graph that was compiled before.
     writes: str = ""
 
 

@@ -48,7 +48,6 @@ class Product:
     """A matrix product of a graph with its operands and addends."""
 
     node: fx.Node
-    rule: ScaleRule | Roles
     operands: tuple[Operand, ...]
     addends: tuple[Operand, ...]
 
@@ -58,9 +57,10 @@ _GROUPED = Roles(("mat_a", "mat_b"), ("mat_a", "mat_b"), ("bias",))
 _ROLES: dict[Any, Roles] = {
     torch.convolution: _WEIGHTED,
     torch.conv_tbc: _WEIGHTED,
-    torch._grouped_mm: _GROUPED,
+    getattr(torch, "_grouped_mm", None): _GROUPED,
     getattr(F, "grouped_mm", None): _GROUPED,
 }
+_ROLES.pop(None, None)
 # Operators of other libraries, known by name because those libraries may not be there.
 _CUSTOM_OPERATORS = {
     # What transformers 5 runs a mixture of experts with where torch has no grouped product.
@@ -83,7 +83,7 @@ FUSED = "a fused inference kernel, whose products are inside of it"
 
 def _roles_of(target: Any) -> ScaleRule | Roles | None:
     """The roles of the parameters of a function, a method by its name, or an operator of aten."""
-    if isinstance(target, torch._ops.OpOverload):
+    if hasattr(target, "overloadpacket"):
         if (custom := _CUSTOM_OPERATORS.get(str(target).removesuffix(".default"))) is not None:
             return custom
         namespace, name, overload = str(target).split(".")
@@ -117,7 +117,7 @@ def product_of(node: fx.Node) -> Product | None:
     addends = tuple(operand for name in rule.addends for operand in _tensors(node, rule, name))
     if not all(is_float_tensor(operand.node) for operand in addends):
         return None
-    return Product(node, rule, operands, addends)
+    return Product(node, operands, addends)
 
 
 def operands_of_call(

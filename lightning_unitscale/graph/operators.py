@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any
@@ -42,39 +42,29 @@ Sources = tuple[int | None, ...]
 
 @dataclass(frozen=True)
 class ProductRule:
-    """How one aten operator multiplies.
+    """How one aten operator multiplies."""
 
-    Attributes:
-        operator: Its name in ``torch.ops.aten``.
-        operands: Positions of the arguments in which it is linear.
-        results: The coefficients of each result.
-        word: What a person calls the operation, and the roles of its operands, from the arguments.
-        addends: Positions of arguments that are added to the first result.
-        follows: Arguments that are stored in the units of an operand: position and which operand.
-        temperature: Coefficients of the ``scale`` argument of an attention.
-        sources: For an operator that is always a backward one, what its operands are.
-        mask: Position of the argument that says which results are wanted.
-        ragged: Position of the argument that says where groups end; what lies beyond the last one
-            is not read.
-        with_factor: The operator that multiplies the product by a number, ``alpha``, and adds it to
-            its first argument; the operator itself, if it has that argument.
-        backward_order: The operands of a product of two in the order in which autograd computes
-            their gradients: that of the names that its derivatives are written with.
-        flops: Floating-point operations of a call.
-    """
-
-    operator: str
-    operands: tuple[int, ...]
-    results: tuple[Coefficients, ...]
+    operator: str  # its name in ``torch.ops.aten``
+    operands: tuple[int, ...]  # positions of the arguments in which it is linear
+    results: tuple[Coefficients, ...]  # the coefficients of each result
+    # What a person calls the operation, and the roles of its operands, from the arguments.
     word: Word
-    flops: Callable[[Arguments, Any], int]
-    addends: tuple[int, ...] = ()
+    flops: Callable[[Arguments, Any], int]  # floating-point operations of a call
+    addends: tuple[int, ...] = ()  # positions of arguments that are added to the first result
+    # Arguments that are stored in the units of an operand: position and which operand.
     follows: tuple[tuple[int, int], ...] = ()
+    # Coefficients of the ``scale`` argument of an attention.
     temperature: tuple[int, ...] | None = None
-    sources: Sources = ()
-    mask: int | None = None
+    sources: Sources = ()  # for an operator that is always a backward one, what its operands are
+    mask: int | None = None  # position of the argument that says which results are wanted
+    # Position of the argument that says where groups end; what lies beyond the last one is
+    # not read.
     ragged: int | None = None
+    # The operator that multiplies the product by a number, ``alpha``, and adds it to its
+    # first argument; the operator itself, if it has that argument.
     with_factor: str = ""
+    # The operands of a product of two in the order in which autograd computes their
+    # gradients: that of the names that its derivatives are written with.
     backward_order: tuple[int, ...] = (0, 1)
     # What calls read, by the mask: a rule takes long to hash.
     _masked: dict[tuple[bool, ...], ProductRule] = field(
@@ -136,11 +126,36 @@ class ProductRule:
         """Positions of the addends that a call has."""
         return [at for at in self.addends if at < len(args) and args[at] is not None]
 
+    @property
+    def num_factors(self) -> int:
+        """How many :meth:`exponents` a call has."""
+        return len(self.operands) + 1 + len(self.results)
+
+    def exponents(self, log2_units: Sequence[int]) -> tuple[int, ...]:
+        """Exponents of the factors of a call: of its operands, its addends, and its results.
+
+        This and :meth:`taking_factors` are all that a call in units is, in eager mode and in a
+        compiled graph; the factor of :attr:`temperature` comes on top.
+        """
+        results = [0 if row is None else combined(row, log2_units) for row in self.results]
+        return (*(-unit for unit in log2_units), -sum(log2_units), *results)
+
+    def taking_factors(self, args: Arguments) -> Iterator[tuple[int, int]]:
+        """Each argument that is multiplied beside the operands: position, and which factor."""
+        for position in self.addends_in(args):
+            yield position, len(self.operands)
+        yield from self.follows
+
     def scale_in(self, args: Arguments, kwargs: Mapping[str, Any]) -> float:
         """The factor of an attention's logits, given or torch's own."""
         scale = kwargs.get("scale")
         query = args[self.operands[1 if self.sources else 0]]
         return 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
+
+
+def combined(coefficients: Sequence[int], log2_units: Sequence[int]) -> int:
+    """Exponent of a product of units, each to the power of its coefficient."""
+    return sum(power * unit for power, unit in zip(coefficients, log2_units, strict=True))
 
 
 def _masked(rule: ProductRule, wanted: tuple[bool, ...]) -> ProductRule:

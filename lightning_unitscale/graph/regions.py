@@ -33,15 +33,12 @@ class Place(NamedTuple):
 
 
 class Places:
-    """All of a graph's places, in the order in which they run.
-
-    Attributes:
-        regions: The graph and, after it, the bodies of its checkpoints at any depth.
-        bodies: The bodies, by the node that calls them.
-    """
+    """All of a graph's places, in the order in which they run."""
 
     def __init__(self, graph: StepGraph) -> None:
+        # The graph and, after it, the bodies of its checkpoints at any depth.
         self.regions = list(graph.regions())
+        # The bodies, by the node that calls them.
         self.bodies = {region.call: region for region in self.regions if region.call is not None}
 
     def in_order(self, region: Region | None = None) -> Iterator[Place]:

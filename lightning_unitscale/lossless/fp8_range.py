@@ -39,14 +39,11 @@ Shares = tuple[Direction, str, Sequence[float]]
 
 @dataclass(frozen=True)
 class Unrepresentable:
-    """What FP8 cannot represent, by the name of the product, with the reason.
+    """What FP8 cannot represent, by the name of the product, with the reason."""
 
-    Attributes:
-        products: Products that are better kept out of FP8.
-        gradients: Products that are not, but whose gradients need E5M2's range.
-    """
-
+    # Products that are better kept out of FP8.
     products: Mapping[str, str] = field(default_factory=dict)
+    # Products that are not, but whose gradients need E5M2's range.
     gradients: Mapping[str, str] = field(default_factory=dict)
 
     def joined(self, other: Unrepresentable) -> Unrepresentable:

@@ -122,17 +122,11 @@ def nearest_exponent(rms: float, limit: int) -> int:
 
 @dataclass(frozen=True)
 class Factor:
-    """A power of two as an integer combination of exponents of the gauge.
+    """A power of two as an integer combination of exponents of the gauge."""
 
-    Attributes:
-        sigmas: ``(name, coefficient)`` of forward units.
-        gammas: ``(name, coefficient)`` of gradient units.
-        constant: Exponent added to the combination.
-    """
-
-    sigmas: tuple[tuple[str, int], ...] = ()
-    gammas: tuple[tuple[str, int], ...] = ()
-    constant: int = 0
+    sigmas: tuple[tuple[str, int], ...] = ()  # ``(name, coefficient)`` of forward units
+    gammas: tuple[tuple[str, int], ...] = ()  # ``(name, coefficient)`` of gradient units
+    constant: int = 0  # exponent added to the combination
 
     def exponent(self, gauge: Gauge) -> int:
         """Exponent of the factor under ``gauge``."""

@@ -30,15 +30,10 @@ UNSCALED = ":unscaled"
 
 @dataclass(frozen=True)
 class Held:
-    """How a tensor is stored at the products that read it.
+    """How a tensor is stored at the products that read it."""
 
-    Attributes:
-        sigma: Forward unit of the stored value.
-        gamma: Unit of the stored gradient.
-    """
-
-    sigma: Factor = ONE
-    gamma: Factor = ONE
+    sigma: Factor = ONE  # forward unit of the stored value
+    gamma: Factor = ONE  # unit of the stored gradient
 
 
 _TRUE = Held()

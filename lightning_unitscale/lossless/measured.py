@@ -63,18 +63,13 @@ def is_late_look(count: int) -> bool:
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured of tensors with units of their own, by name in the gauge.
+    """What was measured of tensors with units of their own, by name in the gauge."""
 
-    Attributes:
-        forward: RMS as the model means it.
-        backward: RMS of the gradient as the model means it.
-        outside: Tensors whose RMS in the units in force has left [1/4, 4], with that RMS.
-        unrepresentable: What FP8 does not represent, though its RMS is within that range.
-    """
-
-    forward: Sizes = field(default_factory=dict)
-    backward: Sizes = field(default_factory=dict)
+    forward: Sizes = field(default_factory=dict)  # RMS as the model means it
+    backward: Sizes = field(default_factory=dict)  # RMS of the gradient as the model means it
+    # Tensors whose RMS in the units in force has left [1/4, 4], with that RMS.
     outside: Sizes = field(default_factory=dict)
+    # What FP8 does not represent, though its RMS is within that range.
     unrepresentable: Unrepresentable = field(default_factory=Unrepresentable)
 
     @staticmethod

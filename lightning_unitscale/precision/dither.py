@@ -49,13 +49,10 @@ class MovingGrid:
     The logarithms start at a place of their own for every cast, given by its name alone, and all
     go on by the golden ratio at every training step: independent of each other, the same after a
     restart, in every graph of a step, and on every stage of a pipeline.
-
-    Attributes:
-        step: How many training steps there have been, evaluation not counted.
     """
 
     def __init__(self) -> None:
-        self.step = 0
+        self.step = 0  # how many training steps there have been, evaluation not counted
         self._counts_calls = True
 
     def follow(self, step: int) -> None:

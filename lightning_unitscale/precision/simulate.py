@@ -38,15 +38,7 @@ def format_pair(setting: Any, *, argument: str) -> tuple[Any, Any]:
 
 
 class SimulateFormat:
-    """What products are rounded to: the arguments of :func:`simulate_format`.
-
-    Attributes:
-        operand_format: Format of the operands.
-        gradient_format: Format of the gradients.
-        rounding: ``"nearest"`` or ``"stochastic"``.
-        seed: Of stochastic rounding.
-        moving_grid: What moves the numbers of the formats; ``None`` where they stay.
-    """
+    """What products are rounded to: the arguments of :func:`simulate_format`."""
 
     def __init__(
         self,
@@ -66,14 +58,16 @@ class SimulateFormat:
             check_flag("saturate", saturate)
         check_count("seed", seed, least=0)
         given = f"operand_format={shown(operand_format)}"
-        self.operand_format = checked_format(operand_format, given=given)
+        self.operand_format = checked_format(operand_format, given=given)  # format of the operands
         given = f"gradient_format={shown(gradient_format)}"
+        # Format of the gradients.
         self.gradient_format = checked_format(gradient_format, given=given)
-        self.rounding = rounding
+        self.rounding = rounding  # ``"nearest"`` or ``"stochastic"``
         self.saturate = saturate
+        # What moves the numbers of the formats; ``None`` where they stay.
         self.moving_grid = MovingGrid() if grid == "moving" else None
         self.patterns = NamePatterns(include, exclude)
-        self.seed = seed
+        self.seed = seed  # of stochastic rounding
 
     @property
     def rounding_text(self) -> str:

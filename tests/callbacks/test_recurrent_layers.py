@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_unitscale import UnitScaleCallback
-from lightning_unitscale.dispatch.formats import NO_UNIT
+from lightning_unitscale.dispatch.coverage import NO_UNIT
 from lightning_unitscale.graph.matmuls import RECURRENT
 from tests.callbacks.runs import QUIET
 

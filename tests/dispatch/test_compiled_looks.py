@@ -15,8 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lightning_unitscale.dispatch import kernels, unreached
 from lightning_unitscale.dispatch.attach import AttachedSession
-from lightning_unitscale.dispatch.compiled_graphs import GRAPHS
-from lightning_unitscale.dispatch.compiled_products import CompiledProduct
+from lightning_unitscale.dispatch.compiled_graphs import GRAPHS, CompiledProduct
 from lightning_unitscale.dispatch.measurement import FORWARD, Measurement
 from lightning_unitscale.lossless.gauge import Gauge
 

@@ -11,16 +11,15 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.dispatch.test_products import CONVOLUTION, GARBAGE, MASKS, randn
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from lightning_unitscale import UnitScaleCallback
 from lightning_unitscale.dispatch import execute
-from lightning_unitscale.dispatch.compiled_graphs import GRAPHS
-from lightning_unitscale.dispatch.compiled_products import CompiledProduct
+from lightning_unitscale.dispatch.compiled_graphs import GRAPHS, CompiledProduct
 from lightning_unitscale.dispatch.tensors import Extent
 from tests.callbacks.runs import QUIET
+from tests.graph.test_operators import CONVOLUTION, GARBAGE, MASKS, randn
 from tests.helpers import assert_same_bits
 
 _ATEN = torch.ops.aten
