@@ -72,8 +72,8 @@ MUTATIONS = (
     Mutation(
         "gradient units enter factors with the wrong sign",
         "lossless/gauge.py",
-        "+ sum(c * gauge.pair(name).log2_gamma",
-        "- sum(c * gauge.pair(name).log2_gamma",
+        "+ gauge.pair(self.gradient).log2_gamma",
+        "- gauge.pair(self.gradient).log2_gamma",
         "lossless/test_gauge.py",
     ),
     Mutation(
@@ -270,7 +270,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a node of a plain model is that of a session in another thread",
-        "dispatch/makers.py",
+        "dispatch/calls.py",
         "    return makers.get(calling_thread())",
         "    return next(iter(makers.values()))",
         "dispatch/test_threads.py -k plain",

@@ -45,8 +45,12 @@ from lightning_unitscale.functional.low_precision import (
 )
 from lightning_unitscale.functional.scale import Factor
 from lightning_unitscale.graph.operators import RULES
-from lightning_unitscale.lossless.fp8_range import Direction, Unrepresentable
-from lightning_unitscale.lossless.measured import Measured, stored_row
+from lightning_unitscale.lossless.fp8_range import (
+    Unrepresentable,
+    stored_row,
+    unrepresentable_among,
+)
+from lightning_unitscale.lossless.measured import Direction
 from lightning_unitscale.precision.fp8 import NO_LINEAR, FP8Linears
 from lightning_unitscale.precision.simulate import SimulateFormat
 from lightning_unitscale.scales.transfer import joint_copy
@@ -166,11 +170,10 @@ class FP8Products(Numerics):
             # A tensor of zeros shows nothing.
             seen = {name for (_, name, _), row in zip(rows, numbers, strict=True) if row[0] > 0.0}
             self._config.unseen -= seen
-            return Measured.of(
-                # As they are stored: in a unit of 1.
-                (direction, name, 0, row)
+            return unrepresentable_among(
+                (direction, name, row)
                 for (direction, name, _), row in zip(rows, numbers, strict=True)
-            ).unrepresentable
+            )
 
         return arrived
 

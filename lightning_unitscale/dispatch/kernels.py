@@ -15,10 +15,9 @@ from typing import Any
 import torch
 
 from lightning_unitscale.dispatch import aot_pass, compiled_formats, joint_units
-from lightning_unitscale.dispatch.calls import forget, leave
-from lightning_unitscale.dispatch.compiled_callers import OWN_CALLERS, caller, is_ours
+from lightning_unitscale.dispatch.calls import forget, forget_made, leave
+from lightning_unitscale.dispatch.compiled_runs import OWN_CALLERS, caller, is_ours
 from lightning_unitscale.dispatch.fp8 import layer_kernel
-from lightning_unitscale.dispatch.makers import forget_made
 from lightning_unitscale.dispatch.owners import (
     INSTALLED,
     OPEN,

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from lightning_unitscale.dispatch.tensors import Extent
-from lightning_unitscale.lossless.fp8_range import Direction
-from lightning_unitscale.lossless.measured import Measured, Row
+from lightning_unitscale.lossless.measured import Direction, Measured, Row
 
 # Where a product runs beside the slots of its operands' gradients.
 FORWARD = "forward"
@@ -137,5 +136,5 @@ class Measurement(Measured):
                 if extent.gives_unit:
                     direction: Direction = "backward" if name in gradients else "forward"
                     # One tensor read by several backward products is measured once.
-                    rows[name, id(extent)] = direction, name, unit, (extent.rms,)
+                    rows[name, id(extent)] = direction, name, unit, extent.rms
         return Measurement(**vars(Measured.of(rows.values())), products=tuple(products))

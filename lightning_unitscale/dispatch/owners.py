@@ -21,8 +21,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils._pytree import tree_leaves
 
-from lightning_unitscale.dispatch.calls import Call, call_of
-from lightning_unitscale.dispatch.makers import maker_of
+from lightning_unitscale.dispatch.calls import Call, call_of, maker_of
 from lightning_unitscale.dispatch.nodes import thread_number
 from lightning_unitscale.dispatch.session import LOCAL, SESSION, ProductSession
 from lightning_unitscale.dispatch.sites import frames, recomputed_checkpoint

@@ -22,6 +22,7 @@ from torch import nn
 
 from lightning_unitscale.dispatch.calls import (
     Call,
+    making,
     may_belong_to,
     remember,
     show,
@@ -31,7 +32,6 @@ from lightning_unitscale.dispatch.calls import (
 from lightning_unitscale.dispatch.coverage import NO_UNIT, CoverageCounter, Kind
 from lightning_unitscale.dispatch.execute import Product, are_real, run_in_units
 from lightning_unitscale.dispatch.formats import Numerics
-from lightning_unitscale.dispatch.makers import making
 from lightning_unitscale.dispatch.measurement import FORWARD, Measurement, Site
 from lightning_unitscale.dispatch.nodes import HandedOn, thread_number
 from lightning_unitscale.dispatch.sites import Sites

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_unitscale.dispatch.compiled_callers import OWN_CALLERS, caller, is_ours
 from lightning_unitscale.dispatch.compiled_graphs import COMPILED_BEFORE
+from lightning_unitscale.dispatch.compiled_runs import OWN_CALLERS, caller, is_ours
 from lightning_unitscale.dispatch.owners import owner_of
 from lightning_unitscale.dispatch.session import LOCAL, run_inside
 from lightning_unitscale.dispatch.torch_internals import Kernel, calling_frame, plain_functions

@@ -13,14 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from lightning_unitscale.formats import E4M3FN, E5M2, NumberFormat
-
-Direction = Literal["forward", "backward"]
+from lightning_unitscale.lossless.measured import HIGH, LOW, Direction, root_mean_square
 
 # An element beyond the range is a wrong number, not a rounded one: not a single one is accepted.
 # One that becomes zero was worth less than 2**-10 of the RMS: only many of them matter.
@@ -33,8 +31,8 @@ FORMATS: dict[Direction, tuple[NumberFormat, ...]] = {
 }
 # Shares per tensor that describe what FP8 would lose of it, in either direction.
 NUM_SHARES = 4
-# Direction, name in the gauge, and for each of the formats the shares beyond the range and flushed.
-Shares = tuple[Direction, str, Sequence[float]]
+# Direction, name in the gauge, and the numbers of :func:`stored_row`.
+StoredRow = tuple[Direction, str, Sequence[float]]
 
 
 @dataclass(frozen=True)
@@ -60,14 +58,16 @@ class Unrepresentable:
         )
 
 
-def unrepresentable_among(shares: Iterable[Shares]) -> Unrepresentable:
-    """What does not fit, by what formats would lose of it: see :func:`stored_shares`."""
+def unrepresentable_among(rows: Iterable[StoredRow]) -> Unrepresentable:
+    """What does not fit; what has left the range of its unit gets another one first."""
     products: dict[str, str] = {}
     gradients: dict[str, str] = {}
-    for direction, name, numbers in shares:
+    for direction, name, (rms, *shares) in rows:
+        if not LOW <= rms <= HIGH:
+            continue
         product = name.partition(":")[0]
         what = name.rpartition(":")[2] if direction == "forward" else "gradient"
-        pairs = zip(numbers[::2], numbers[1::2], FORMATS[direction], strict=False)
+        pairs = zip(shares[::2], shares[1::2], FORMATS[direction], strict=False)
         *narrow, (beyond, flushed, widest) = pairs
         if beyond > 0.0:
             products[product] = _beyond(beyond, what, widest)
@@ -79,6 +79,12 @@ def unrepresentable_among(shares: Iterable[Shares]) -> Unrepresentable:
             elif flushed > MAX_FLUSHED:
                 gradients.setdefault(product, _flushed(flushed, what, format))
     return Unrepresentable(products, gradients)
+
+
+def stored_row(tensor: Tensor, direction: Direction) -> Tensor:
+    """RMS of a tensor that is in its units, and for each format what is beyond it and flushed."""
+    row = root_mean_square(tensor).reshape(1)
+    return torch.cat([row, stored_shares(tensor, direction).to(row.dtype)])
 
 
 def stored_shares(tensor: Tensor, direction: Direction) -> Tensor:

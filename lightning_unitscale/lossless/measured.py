@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from lightning_unitscale.graph.recorder import stored_elements
-from lightning_unitscale.lossless.fp8_range import (
-    Direction,
-    Shares,
-    Unrepresentable,
-    stored_shares,
-    unrepresentable_among,
-)
 from lightning_unitscale.scales.reduce import row_dtype
 
+Direction = Literal["forward", "backward"]
 # RMS of tensors, or of their gradients, by name in the gauge.
 Sizes = Mapping[str, float]
 # Direction, name in the gauge, exponent of the unit in force (``None`` without one), and the RMS as
-# the model means it, followed by what FP8 would lose of the tensor where that was measured.
-Row = tuple[Direction, str, int | None, Sequence[float]]
+# the model means it.
+Row = tuple[Direction, str, int | None, float]
 
 # The range that lossless unit scaling promises for the stored RMS of an operand.
 LOW, HIGH = 0.25, 4.0
@@ -50,12 +45,6 @@ def combined_rms(values: list[float]) -> float:
     return largest * math.sqrt(sum((rms / largest) ** 2 for rms in values) / len(values))
 
 
-def stored_row(tensor: Tensor, direction: Direction) -> Tensor:
-    """The numbers of a tensor that is in its units."""
-    row = root_mean_square(tensor).reshape(1)
-    return torch.cat([row, stored_shares(tensor, direction).to(row.dtype)])
-
-
 def is_late_look(count: int) -> bool:
     """Whether what has been zero so far is worth a second run of a step, or a meeting of ranks."""
     return count in (1, 2, 4) or (count > 0 and count % 8 == 0)
@@ -69,22 +58,16 @@ class Measured:
     backward: Sizes = field(default_factory=dict)  # RMS of the gradient as the model means it
     # Tensors whose RMS in the units in force has left [1/4, 4], with that RMS.
     outside: Sizes = field(default_factory=dict)
-    # What FP8 does not represent, though its RMS is within that range.
-    unrepresentable: Unrepresentable = field(default_factory=Unrepresentable)
 
     @staticmethod
     def of(rows: Iterable[Row]) -> Measured:
         """What rows say together: several calls measure one tensor, which has one unit."""
         true: dict[tuple[Direction, str], list[float]] = {}
         units: dict[tuple[Direction, str], int] = {}
-        shares: list[Shares] = []
-        for direction, name, unit, (rms, *lost) in rows:
+        for direction, name, unit, rms in rows:
             true.setdefault((direction, name), []).append(rms)
             if unit is not None:
                 units[direction, name] = unit
-            # Out of the range it gets other units first.
-            if lost and (unit is None or LOW <= math.ldexp(rms, -unit) <= HIGH):
-                shares.append((direction, name, lost))
         joint = {key: combined_rms(values) for key, values in true.items()}
         stored = {key: math.ldexp(joint[key], -unit) for key, unit in units.items()}
         return Measured(
@@ -95,5 +78,4 @@ class Measured:
                 for (_, name), rms in stored.items()
                 if rms > 0.0 and not LOW <= rms <= HIGH
             },
-            unrepresentable_among(shares),
         )

@@ -33,16 +33,6 @@ def check_grid(grid: object) -> None:
     check_choice("grid", grid, get_args(Grid), "unknown grid", advice)
 
 
-def _start(name: str) -> float:
-    """Where the factor of a cast is before the first step."""
-    return 2.0 ** -(zlib.crc32(name.encode()) / 2**32)
-
-
-def _moved_by(step: int) -> float:
-    """By how much the factors of all casts have moved, up to a factor of two."""
-    return 2.0 ** -(step * _STRIDE % 1.0)
-
-
 class MovingGrid:
     """The factors of all casts of a module's steps.
 
@@ -63,7 +53,8 @@ class MovingGrid:
     def factor(self, name: str, call: int) -> float:
         """The factor of a cast."""
         step = max(call - 1, 0) if self._counts_calls else self.step
-        moved = _start(name) * _moved_by(step)
+        start = 2.0 ** -(zlib.crc32(name.encode()) / 2**32)
+        moved = start * 2.0 ** -(step * _STRIDE % 1.0)
         # Rounded to FP32, in which kernels hold it.
         mantissa, exponent = math.frexp(moved if moved > 0.5 else 2 * moved)
         return math.ldexp(round(mantissa * 2**24) / 2**24, exponent)

@@ -208,11 +208,11 @@ def _count_factors(
 
     Formats are counted of what matmuls read.
     """
-    pairs = [(tensor.held.sigma.inverse(), tensor.held.gamma.inverse()) for tensor in tensors]
-    factors = [factor for pair in pairs for factor in pair if factor != ONE]
-    if not factors:
+    pairs = [(tensor.held.sigma, tensor.held.gamma) for tensor in tensors]
+    units = [unit for pair in pairs for unit in pair if unit != ONE]
+    if not units:
         return _no_factors
-    nodes = FactorNodes(graph, "count_factors", factors, gauge)
+    nodes = FactorNodes(graph, "count_factors", units, gauge)
 
     def factors_of(index: int, region: Region) -> tuple[fx.Node | None, fx.Node | None]:
         forward, backward = pairs[index]

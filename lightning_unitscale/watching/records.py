@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_unitscale.graph.recorder import CallRecord
-from lightning_unitscale.lossless.gauge import Factor, Gauge
+from lightning_unitscale.lossless.gauge import Gauge, Unit
 from lightning_unitscale.lossless.held import Held
 from lightning_unitscale.scales.estimates import completed_rows
 from lightning_unitscale.scales.layout import RowLayout
@@ -50,9 +50,9 @@ class ProbedTensor:
     def lacks_unit_in(self, gauge: Gauge) -> tuple[bool, bool]:
         """Return whether a matmul reads it without a unit, or its gradient, under a gauge."""
         value, gradient = self.lacks_unit
-        value |= any(name not in gauge for name, _ in self.held.sigma.sigmas)
-        gradient |= any(name not in gauge for name, _ in self.held.gamma.gammas)
-        return value, gradient
+        names = self.held.sigma.operand, self.held.gamma.gradient
+        lacks = [bool(name) and name not in gauge for name in names]
+        return value or lacks[0], gradient or lacks[1]
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class CutGraph:
         (tensor,) = (tensor for tensor in self._tensors if tensor.name == name)
         gauge = self._gauge()
 
-        def row(of: Tensor, unit: Factor) -> Tensor:
+        def row(of: Tensor, unit: Unit) -> Tensor:
             exponent = 0 if self._layout.is_sampled else unit.exponent(gauge)
             # As for the others, formats are counted of what is stored.
             (factor,) = numbers_on(of.device, [2.0**-exponent], torch.float32)

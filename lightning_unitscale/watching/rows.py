@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from lightning_unitscale.graph.recorder import stored_elements
-from lightning_unitscale.lossless.gauge import Factor
+from lightning_unitscale.lossless.gauge import Unit
 from lightning_unitscale.lossless.held import Held
 from lightning_unitscale.patching import nothing
 from lightning_unitscale.scales.layout import RowLayout
@@ -69,7 +69,7 @@ class TensorRow:
 
     def described(self, inputs: Iterable[TensorRow]) -> ProbedTensor:
         """What a snapshot says of it beside the numbers."""
-        held = Held(Factor(constant=self.log2_sigma), Factor(constant=self.log2_gamma))
+        held = Held(Unit(log2=self.log2_sigma), Unit(log2=self.log2_gamma))
         names = dict.fromkeys(row.name for row in inputs if row.name != self.name)
         return ProbedTensor(
             self.name,
