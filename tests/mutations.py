@@ -320,8 +320,8 @@ MUTATIONS = (
     Mutation(
         "what a backward product is added to is not measured",
         "dispatch/units.py",
-        "for at in rule.addends_in(args)) if is_whole",
-        "for at in ()) if is_whole",
+        "range(len(known), len(known) + num_addends) if is_whole",
+        "() if is_whole",
         "dispatch/test_user_code.py -k range",
     ),
     Mutation(
@@ -537,7 +537,7 @@ MUTATIONS = (
     Mutation(
         "each step measures all that a product without a unit reads",
         "dispatch/units.py",
-        "is_whole = is_new or self.units.is_looking",
+        "is_whole = self.is_looking or slot not in site.seen",
         "is_whole = True",
         "callbacks/test_late_units.py -k costs_a_row",
     ),

@@ -21,7 +21,7 @@ from lightning_unitscale.dispatch.joint_graphs import PRODUCT
 from lightning_unitscale.dispatch.joint_units import UnitsInGraph
 from lightning_unitscale.dispatch.kernels import close_session, install_passes, open_session
 from lightning_unitscale.dispatch.recompiling import running_compiled
-from lightning_unitscale.dispatch.session import LOCAL, ProductSession, run_inside
+from lightning_unitscale.dispatch.session import LOCAL, SESSION, ProductSession, run_inside
 from lightning_unitscale.dispatch.torch_internals import (
     Kernel,
     current_node,
@@ -106,7 +106,7 @@ class SessionMethod(StandIn):
         """Run what stands for the method, such as its stages, within the session."""
         owner, session = self.owner, self.owner.session
         # Somebody may have kept it beyond its session's end.
-        if LOCAL.session is session or not session.is_open:
+        if SESSION.get() is session or not session.is_open:
             return method(*args, **kwargs)
         # Within a checkpoint that is computed again it is the same step of training.
         is_new = current_node() is None

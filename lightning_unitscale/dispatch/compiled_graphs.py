@@ -20,7 +20,7 @@ from lightning_unitscale.dispatch.calls import slot_of
 from lightning_unitscale.dispatch.compiled_runs import GraphMatmul, GraphRun, GraphRuns
 from lightning_unitscale.dispatch.compiler_internals import define_operator
 from lightning_unitscale.dispatch.coverage import Kind
-from lightning_unitscale.dispatch.measurement import FORWARD, MeasuredProduct, Site
+from lightning_unitscale.dispatch.measurement import FORWARD, Site
 from lightning_unitscale.dispatch.session import ProductSession
 from lightning_unitscale.dispatch.tensors import Extent
 from lightning_unitscale.dispatch.torch_internals import current_node
@@ -272,31 +272,20 @@ class CompiledGraph(GraphRuns):
         site = run.sites[product.forward]
         known = product.known(site)
         count = len(known)
-        is_whole = session.units.is_looking or product.slot not in site.seen
         # As they were when the forward pass began, like the factors.
         *units, common = (-exponent for exponent in run.exponents[product.start :][: count + 1])
         units += [common] * (len(looked_at.reads) - count)
-        names = site.names_of(product.sources)
-        chosen = [k for k in range(len(units)) if is_whole or (k < count and known[k] is None)]
-        measured = []
-        for index in chosen:
+
+        def extent_of(index: int) -> Extent:
             which, in_units = looked_at.reads[index]
             key = which, units[index] if in_units else 0
             if key not in extents:
                 extents[key] = Extent.of(tensors[which], key[1])
-            measured.append(extents[key])
-        operands = [index for index in chosen if index < count]
-        session.units.note(
-            MeasuredProduct(
-                site,
-                product.slot,
-                tuple(names[index] for index in operands),
-                tuple(measured[: len(operands)]),
-                tuple(measured[len(operands) :]),
-                product.dtype,
-                tuple(known[index] for index in operands),
-                is_whole,
-            )
+            return extents[key]
+
+        names, num_addends = site.names_of(product.sources), len(units) - count
+        session.units.measure(
+            site, product.slot, names, known, product.dtype, extent_of, num_addends
         )
 
 

@@ -24,7 +24,7 @@ from lightning_unitscale.dispatch.formats import (
 )
 from lightning_unitscale.dispatch.measurement import FORWARD
 from lightning_unitscale.dispatch.owners import asking_session
-from lightning_unitscale.dispatch.session import LOCAL, ProductSession
+from lightning_unitscale.dispatch.session import LOCAL, SESSION, ProductSession
 from lightning_unitscale.dispatch.sites import frames
 from lightning_unitscale.dispatch.torch_internals import (
     MODULE_CALL,
@@ -284,7 +284,7 @@ def layer_kernel(original: Kernel) -> Kernel:
     """A kernel of ``linear``, above autograd, that keeps FP8 for the backward pass."""
 
     def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-        session, node = LOCAL.session, current_node()
+        session, node = SESSION.get(), current_node()
         if session is None and node is not None:
             session, _ = asking_session(node)
         result = None

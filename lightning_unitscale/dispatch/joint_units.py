@@ -36,7 +36,7 @@ from lightning_unitscale.dispatch.joint_graphs import (
     value_of,
 )
 from lightning_unitscale.dispatch.recompiling import note_compiled
-from lightning_unitscale.dispatch.session import LOCAL, ProductSession
+from lightning_unitscale.dispatch.session import SESSION, ProductSession
 from lightning_unitscale.dispatch.unreached import UNREACHED
 from lightning_unitscale.graph.nodes import first_operation
 from lightning_unitscale.graph.operators import ProductRule
@@ -62,7 +62,7 @@ _RECOMPUTE, _CHECKPOINT = "recompute", "ac_graph_id"
 
 def _give_units(graph: fx.Graph) -> None:
     """Give units to the products of a graph that is compiled in a step of a session's."""
-    session = LOCAL.session
+    session = SESSION.get()
     if session is not None and session.rewrites_graphs and compiles_frame():
         note_compiled()
         UnitsInGraph(graph, session).run()

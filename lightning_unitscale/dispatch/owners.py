@@ -41,8 +41,8 @@ def asking_session(node: Any) -> tuple[ProductSession | None, Call | None]:
     """Whose a product is that runs within an autograd node, and what the node was made for."""
     if (recorded := call_of(node)) is not None:
         return recorded[0](), recorded[1]
-    if LOCAL.session is not None:
-        return LOCAL.session, None
+    if (session := SESSION.get()) is not None:
+        return session, None
     # The body of a checkpoint, which a node has asked for that makes no product.
     sessions = [session for ref in list(OPEN.values()) if (session := ref()) is not None]
     checkpoint = recomputed_checkpoint()
@@ -124,7 +124,7 @@ def waiting_session() -> ProductSession | None:
 def running_session() -> ProductSession | None:
     """Whose step runs, or whose checkpoint is computed again."""
     node = current_node()
-    return LOCAL.session if node is None else asking_session(node)[0]
+    return SESSION.get() if node is None else asking_session(node)[0]
 
 
 def suspend_in_optimizers() -> None:
@@ -140,7 +140,8 @@ _SUSPENDED: WeakKeyDictionary[Optimizer, weakref.ref[ProductSession] | None] = W
 
 
 def _suspend(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    session, LOCAL.session = LOCAL.session, None
+    session = SESSION.get()
+    SESSION.set(None)
     _LATEST.pop(graph_task(), None)  # it may step in a hook of the backward pass
     _SUSPENDED[optimizer] = None if session is None else session.ref
     if session is None:
@@ -166,4 +167,4 @@ def _resume(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     # Kernels may have been overridden in the middle of a step.
     if optimizer in _SUSPENDED:
         session = _SUSPENDED.pop(optimizer)
-        LOCAL.session = None if session is None else session()
+        SESSION.set(None if session is None else session())

@@ -18,7 +18,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_unitscale.dispatch.calls import (
     Call,
@@ -35,14 +35,15 @@ from lightning_unitscale.dispatch.formats import Numerics
 from lightning_unitscale.dispatch.measurement import FORWARD, Measurement, Site
 from lightning_unitscale.dispatch.nodes import HandedOn, thread_number
 from lightning_unitscale.dispatch.sites import Sites
-from lightning_unitscale.dispatch.tensors import Extents, forget_copy
+from lightning_unitscale.dispatch.tensors import Extent, Extents, forget_copy
 from lightning_unitscale.dispatch.torch_internals import Kernel, graph_task
-from lightning_unitscale.dispatch.units import Measuring, Units
+from lightning_unitscale.dispatch.units import Units
 from lightning_unitscale.dynamo.patches import opened_layers
 from lightning_unitscale.graph.operators import ProductRule, Sources
 from lightning_unitscale.lossless.fp8_range import Unrepresentable
 
 _Args = tuple[Any, ...]
+# Whose the forward products are; a backward pass that a step calls has it as well.
 SESSION: HandedOn[ProductSession | None] = HandedOn("session", None)
 
 
@@ -53,15 +54,6 @@ class _Local(threading.local):
     # computes its loss there.
     after_call: weakref.ref[ProductSession] | None = None
     is_inside: bool = False  # whether a product is running, whose own kernels are nobody's
-
-    @property
-    def session(self) -> ProductSession | None:
-        """Whose the forward products are; a backward pass that a step calls has it as well."""
-        return SESSION.get()
-
-    @session.setter
-    def session(self, session: ProductSession | None) -> None:
-        SESSION.set(session)
 
 
 LOCAL = _Local()
@@ -91,7 +83,6 @@ class ProductSession:
         self.ref = weakref.ref(self)  # the session, weakly: the same object each time
         self.units = units
         self.numerics = tuple(numerics)  # what rounds products
-        self._measuring = Measuring(units, self.numerics)
         self.sites = Sites(module, boundary, units)
         # Counts the products that run, if somebody has put it there.
         self.counter: CoverageCounter | None = None
@@ -260,9 +251,9 @@ class ProductSession:
         product.take(units)
         extents: Extents = ()
         if product.lacking or self.units.is_looking:
-            extents = self._measuring.measure(product, args, units, ())
+            extents = self._measure(product, args, units, ())
         elif self.numerics:
-            self._measuring.show(product, operands)
+            self._show(product, operands)
         else:
             site.product = product
         return product, extents
@@ -298,17 +289,61 @@ class ProductSession:
         if gamma is None or is_looking:
             before = call.extents or (None,) * len(forward.log2_units)
             measured = tuple(call.gradient_extent if k is None else before[k] for k in sources)
-            extents = self._measuring.measure(product, args, known, measured)
+            extents = self._measure(product, args, known, measured)
             if None in sources:
                 call.gradient_extent = extents[sources.index(None)]
         elif self.numerics:
-            self._measuring.show(product, operands)
+            self._show(product, operands)
         elif is_kept:
             forward.backward[id(rule), sources] = gamma, product
         if torch.is_grad_enabled():
             derived = self.sites.derive(site, product.slot, tuple(map(str, range(len(operands)))))
             remember(self.ref, replace(product, site=derived), operands, extents)
         return product
+
+    def _measure(
+        self, product: Product, args: _Args, known: tuple[int | None, ...], before: Extents
+    ) -> Extents:
+        """Measure operands, and give them units at once where a format waits for them."""
+        rule, site = product.rule, product.site
+        operands, read, addends = (
+            rule.operands_in(args),
+            rule.measured_in(args),
+            rule.addends_in(args),
+        )
+        is_new = product.slot not in site.seen
+        extents: list[Extent | None] = list(before) or [None] * len(operands)
+
+        def extent_of(index: int) -> Extent:
+            if index >= len(operands):
+                return Extent.of(args[addends[index - len(operands)]])
+            if (extent := extents[index]) is None:
+                extent = extents[index] = Extent.of(read[index])
+            return extent
+
+        dtype, num_addends = operands[0].dtype, len(addends)
+        measured = self.units.measure(
+            site, product.slot, product.names, known, dtype, extent_of, num_addends
+        )
+        if not self.numerics:
+            return tuple(extents)
+        without = {name for name, unit in zip(product.names, known, strict=True) if unit is None}
+        # No step waits for a unit that is late.
+        is_first = is_new and not self.units.lacking.keys() >= without
+        if is_first:
+            product.take(self.units.take_at_once(measured))
+        if is_first or self.units.is_looking:
+            for numerics in self.numerics:
+                numerics.measure(product, operands, is_first=is_first)
+        else:
+            self._show(product, operands)
+        return tuple(extents)
+
+    def _show(self, product: Product, operands: Sequence[Tensor]) -> None:
+        """Show operands to formats that have not seen them in the units that they have now."""
+        for numerics in self.numerics:
+            if numerics.awaits(product.names):
+                numerics.measure(product, operands, is_first=False)
 
     def receive(self) -> list[Unrepresentable]:
         """Receive what was measured in the step before, without waiting for the device."""

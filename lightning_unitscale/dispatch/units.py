@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
 
-from torch import Tensor
+import torch
 
-from lightning_unitscale.dispatch.execute import Product
-from lightning_unitscale.dispatch.formats import Numerics
 from lightning_unitscale.dispatch.measurement import MeasuredProduct, Measurement, Site
-from lightning_unitscale.dispatch.tensors import Extent, Extents, reading
+from lightning_unitscale.dispatch.tensors import Extent, reading
 from lightning_unitscale.lossless.gauge import Gauge
 
 
@@ -100,11 +97,38 @@ class Units:
         """Number of the step, or of the microbatch, that random numbers are drawn for."""
         return self.step + self.part
 
-    def note(self, product: MeasuredProduct) -> None:
-        """Note what was measured of a product, for :meth:`take` or :meth:`receive`."""
+    def measure(
+        self,
+        site: Site,
+        slot: str,
+        names: Sequence[str],
+        known: Sequence[int | None],
+        dtype: torch.dtype,
+        extent_of: Callable[[int], Extent],
+        num_addends: int,
+    ) -> MeasuredProduct:
+        """Measure operands and the addends after them, for :meth:`take` or :meth:`receive`.
+
+        The first time, and in a look, all are measured. At other times operands without a unit
+        are, so that one that stays zero costs a row in each step.
+        """
+        is_whole = self.is_looking or slot not in site.seen
+        chosen = [index for index, unit in enumerate(known) if is_whole or unit is None]
+        addends = range(len(known), len(known) + num_addends) if is_whole else ()
+        product = MeasuredProduct(
+            site,
+            slot,
+            tuple(names[index] for index in chosen),
+            tuple(map(extent_of, chosen)),
+            tuple(map(extent_of, addends)),
+            dtype,
+            tuple(known[index] for index in chosen),
+            is_whole,
+        )
         self._measured.append(product)
-        if product.is_whole:
-            product.site.seen[product.slot] = product
+        if is_whole:
+            site.seen[slot] = product
+        return product
 
     def take_at_once(self, product: MeasuredProduct) -> tuple[int | None, ...]:
         """Wait for what was measured of a product, and put its units into force."""
@@ -243,71 +267,3 @@ class Units:
                 site.plain[slot] = reason
             else:
                 site.plain.pop(slot, None)
-
-
-@dataclass(frozen=True)
-class Measuring:
-    """Measures operands for units and for formats."""
-
-    units: Units  # the units in force, and those to come
-    numerics: Sequence[Numerics]  # what rounds products, by precedence
-
-    def measure(
-        self,
-        product: Product,
-        args: Sequence[Any],
-        known: tuple[int | None, ...],
-        before: Extents,
-    ) -> Extents:
-        """Measure operands, and give them units at once where a format waits for them.
-
-        The first time, and in a look, all operands are measured. At other times those without a
-        unit are, so that one that stays zero costs a row in each step.
-        """
-        rule, site, slot = product.rule, product.site, product.slot
-        operands, read = rule.operands_in(args), rule.measured_in(args)
-        is_new = slot not in site.seen
-        is_whole = is_new or self.units.is_looking
-        extents: list[Extent | None] = list(before) or [None] * len(operands)
-        chosen = [index for index, unit in enumerate(known) if is_whole or unit is None]
-        measured = []
-        for index in chosen:
-            extent = extents[index]
-            if extent is None:
-                extent = extents[index] = Extent.of(read[index])
-            measured.append(extent)
-        noted = MeasuredProduct(
-            site,
-            slot,
-            tuple(product.names[index] for index in chosen),
-            tuple(measured),
-            tuple(Extent.of(args[at]) for at in rule.addends_in(args)) if is_whole else (),
-            operands[0].dtype,
-            tuple(known[index] for index in chosen),
-            is_whole,
-        )
-        self.units.note(noted)
-        if not self.numerics:
-            return tuple(extents)
-        # No step waits for a unit that is late.
-        is_first = is_new and not self.units.lacking.keys() >= _without(noted)
-        if is_first:
-            product.take(self.units.take_at_once(noted))
-        if is_first or self.units.is_looking:
-            for numerics in self.numerics:
-                numerics.measure(product, operands, is_first=is_first)
-        else:
-            self.show(product, operands)
-        return tuple(extents)
-
-    def show(self, product: Product, operands: Sequence[Tensor]) -> None:
-        """Show operands to formats that have not seen them in the units that they have now."""
-        for numerics in self.numerics:
-            if numerics.awaits(product.names):
-                numerics.measure(product, operands, is_first=False)
-
-
-def _without(product: MeasuredProduct) -> set[str]:
-    """Names of the operands without a unit."""
-    named = zip(product.names, product.log2_units, strict=True)
-    return {name for name, unit in named if unit is None}

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_unitscale.dispatch.compiled_graphs import COMPILED_BEFORE
 from lightning_unitscale.dispatch.compiled_runs import OWN_CALLERS, caller, is_ours
 from lightning_unitscale.dispatch.owners import owner_of
-from lightning_unitscale.dispatch.session import LOCAL, run_inside
+from lightning_unitscale.dispatch.session import LOCAL, SESSION, run_inside
 from lightning_unitscale.dispatch.torch_internals import Kernel, calling_frame, plain_functions
 from lightning_unitscale.graph.matmuls import DISTANCES, FUSED, RECURRENT
 from lightning_unitscale.graph.operators import Arguments, ProductRule, contraction
@@ -88,7 +88,7 @@ def unreached_kernel(rule: UnreachedRule, original: Kernel) -> Kernel:
     """A kernel that counts the products of an operator and leaves them as they are."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        session = LOCAL.session
+        session = SESSION.get()
         if LOCAL.is_inside or session is None or (graph := caller()) in OWN_CALLERS:
             return original(*args, **kwargs)
         result = run_inside(original, *args, **kwargs)
