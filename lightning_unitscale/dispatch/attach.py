@@ -36,10 +36,9 @@ from lightning_unitscale.patching import Shadow, StandIn
 
 
 class SessionRewriter:
-    """Gives the matmuls of captured graphs units and formats, as Inductor's passes do.
+    """Gives the matmuls of captured graphs units and formats, as Inductor's passes do."""
 
-    No Inductor runs these graphs: they run op by op.
-    """
+    # No Inductor runs these graphs: they run op by op.
 
     def __init__(self, session: ProductSession) -> None:
         self._session = session

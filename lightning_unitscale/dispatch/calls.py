@@ -149,21 +149,17 @@ def forget(session: weakref.ref[Any]) -> None:
 
 
 def may_belong_to(rule: ProductRule, call: Call) -> bool:
-    """Whether a product may be one of the backward products of a call.
-
-    The backward pass of a user's own function may run whatever it likes.
-    """
+    """Whether a product may be one of the backward products of a call."""
+    # The backward pass of a user's own function may run whatever it likes.
     if not rule.sources:
         return len(rule.operands) <= len(call.operands)
     return all(k is None or k < len(call.operands) for k in rule.sources)
 
 
 def sources_of(rule: ProductRule, call: Call, operands: Sequence[Tensor]) -> Sources:
-    """Which forward operand each operand of a backward product is; ``None``: the gradient.
-
-    Shapes tell, and between equal ones the address of the data, unless what was saved for the
-    backward pass was moved or computed again; then the order in which autograd works.
-    """
+    """Which forward operand each operand of a backward product is; ``None``: the gradient."""
+    # Shapes tell, and between equal ones the address of the data, unless what was saved for the
+    # backward pass was moved or computed again; then the order in which autograd works.
     if rule.sources:
         return rule.sources
     read = call.operands
@@ -205,11 +201,9 @@ def _sources_by_shape(
 
 
 def _order_of(index: int, is_turned: bool) -> Sources:
-    """What autograd multiplies for the gradient of an operand of ``mm``, in its order.
-
-    ``g b^T`` for the first and ``a^T g`` for the second, unless the operand is columns after
-    columns: then it makes the transposed gradient, so that it is columns after columns as well.
-    """
+    """What autograd multiplies for the gradient of an operand of ``mm``, in its order."""
+    # ``g b^T`` for the first and ``a^T g`` for the second, unless the operand is columns after
+    # columns: then it makes the transposed gradient, so that it is columns after columns as well.
     if index == 0:
         return (1, None) if is_turned else (None, 1)
     return (None, 0) if is_turned else (0, None)
@@ -284,12 +278,10 @@ def forget_made(session: weakref.ref[Any]) -> None:
 
 
 def maker_of(node: Any) -> Any:
-    """Whose call has made an autograd node; ``None`` if no call has.
-
-    Threads give out the same numbers, so what a node reads has to agree: the nearest product that
-    is known, or the nearest parameter. Of a node that reads neither, the thread that calls the
-    backward pass has to be the one that has made it.
-    """
+    """Whose call has made an autograd node; ``None`` if no call has."""
+    # Threads give out the same numbers, so what a node reads has to agree: the nearest product
+    # that is known, or the nearest parameter. Of a node that reads neither, the thread that calls
+    # the backward pass has to be the one that has made it.
     number = sequence_number(node)
     makers = {thread: made.by(number) for thread, made in list(_MADE.items())}
     makers = {thread: session for thread, session in makers.items() if session is not None}

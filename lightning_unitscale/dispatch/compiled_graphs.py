@@ -55,10 +55,8 @@ class CompiledProduct(GraphMatmul):
         return tuple((self.forward, source) for source in self.sources)
 
     def stays(self, operand: int) -> bool:
-        """Whether an operand has no unit.
-
-        The temperature of an attention is a Python number in the graph: what it takes stays.
-        """
+        """Whether an operand has no unit."""
+        # The temperature of an attention is a Python number in the graph: what it takes stays.
         return self.rule.temperature is not None and self.rule.temperature[operand] != 0
 
     def known(self, site: Site) -> tuple[int | None, ...]:
@@ -66,10 +64,8 @@ class CompiledProduct(GraphMatmul):
         return tuple(site.log2_gamma if k is None else site.log2_units[k] for k in self.sources)
 
     def why_plain(self, site: Site) -> str:
-        """Why it runs plain in the units in force; empty where it does not.
-
-        Products of a site read copies in common, so that all of them do or none.
-        """
+        """Why it runs plain in the units in force; empty where it does not."""
+        # Products of a site read copies in common, so that all of them do or none.
         reasons = list(site.plain.values())
         if any(
             abs(exponent) > LARGEST_LOG2 for kin in self.kin for exponent in kin._exponents(site)
@@ -213,10 +209,8 @@ class CompiledGraph(GraphRuns):
         return _Factors([0] * self.num_factors if run is None else run.exponents).on(device)
 
     def parts(self, factors: Tensor, products: Sequence[int]) -> list[Tensor]:
-        """The factors of some products, each with memory of their own.
-
-        Where a factor stands is a part of a kernel's code: kernels of equal layers are one so.
-        """
+        """The factors of some products, each with memory of their own."""
+        # Where a factor stands is a part of a kernel's code: kernels of equal layers are one so.
         if not products:
             return []
         between = [

@@ -87,11 +87,9 @@ class GraphRuns:
             self._places[matmul.number] = matmul.place
 
     def begin_run(self) -> GraphRun | None:
-        """Begin a run of the forward graph; ``None`` where no session has its matmuls.
-
-        Where a memory budget saves the inputs alone, the backward graph runs all of the forward
-        graph again: that is the same run.
-        """
+        """Begin a run of the forward graph; ``None`` where no session has its matmuls."""
+        # Where a memory budget saves the inputs alone, the backward graph runs all of the forward
+        # graph again: that is the same run.
         session, node = running_session(), current_node()
         where = None if session is None else session.sites.run_of(node)
         if where is None and node is not None:

@@ -192,10 +192,8 @@ class CoverageCounter:
         self._counted.append((module, kind, reason, flops, plain, outside))
 
     def add_complex(self, module: str, operands: Sequence[Tensor], flops: int) -> None:
-        """Count a product of complex numbers with those of its gradients, which run plain.
-
-        These are counted here, since they do not say whose they are.
-        """
+        """Count a product of complex numbers with those of its gradients, which run plain."""
+        # These are counted here, since they do not say whose they are.
         num_gradients = sum(operand.requires_grad for operand in operands)
         for _ in range(1 + num_gradients if torch.is_grad_enabled() else 1):
             self.add(module, "plain", "complex numbers", 4 * flops)

@@ -137,11 +137,10 @@ class FlushedOperands:
 
 
 class SimulatedProducts(Numerics):
-    """Rounds what products read: operands to one format, arriving gradients to another.
+    """Rounds what products read: operands to one format, arriving gradients to another."""
 
-    A backward product rounds a saved operand as its forward product did: a random or a moving grid
-    is drawn by the operand's name and the step, not by the call.
-    """
+    # A backward product rounds a saved operand as its forward product did: a random or a moving
+    # grid is drawn by the operand's name and the step, not by the call.
 
     name = "a simulated format"
 

@@ -102,10 +102,8 @@ class FP8Products(Numerics):
         return self._config.decisions.get(product.site.name) or NO_LINEAR
 
     def measure(self, product: Product, operands: Sequence[Tensor], *, is_first: bool) -> None:
-        """Find out what FP8 would lose of operands in their units; see :meth:`fit`.
-
-        At first sight it is decided at once: what does not fit is not to be cast even once.
-        """
+        """Find out what FP8 would lose of operands in their units; see :meth:`fit`."""
+        # At first sight it is decided at once: what does not fit is not to be cast even once.
         if not self._measures_range:
             return
         is_made = product.rule.operator in ("mm", "addmm")
@@ -255,10 +253,8 @@ def _calling_layer() -> nn.Module | None:
 
 
 def is_weight(name: str, weight: Tensor, layer: nn.Module | None) -> bool:
-    """Whether a matrix is made of a parameter of the layer that reads it, by its shape.
-
-    ``F.linear(x, 2 * w)`` and ``x @ y.t()`` are the same operation.
-    """
+    """Whether a matrix is made of a parameter of the layer that reads it, by its shape."""
+    # ``F.linear(x, 2 * w)`` and ``x @ y.t()`` are the same operation.
     if layer is None or not name.rpartition(".")[2].startswith(_LINEAR):
         return False
     shape = weight.shape[::-1]

@@ -147,10 +147,8 @@ def _reads_one_channel(rule: ProductRule, node: fx.Node) -> bool:
 
 
 def _may_join_a_sum(node: fx.Node, rule: ProductRule) -> bool:
-    """Whether Inductor may let a product and a sum run as one, as it does without units.
-
-    It decides that later, in the forward and the backward graph: see ``aot_pass.py``.
-    """
+    """Whether Inductor may let a product and a sum run as one, as it does without units."""
+    # It decides that later, in the forward and the backward graph: see ``aot_pass.py``.
     if rule.operator != "mm":
         return False
     return any(getattr(user.target, "overloadpacket", None) is _ATEN.add for user in node.users)

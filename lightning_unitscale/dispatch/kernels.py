@@ -44,11 +44,10 @@ _keys: set[str] = set()
 
 
 class _Installed:
-    """How often there has been a first session, and for which of them the passes are there.
+    """How often there has been a first session, and for which of them the passes are there."""
 
-    In torch 2.13 a setting of Inductor is one of a context of Python, and a step may run in another
-    one: on a thread, in a task, or in the next cell of a notebook.
-    """
+    # In torch 2.13 a setting of Inductor is one of a context of Python, and a step may run in
+    # another one: on a thread, in a task, or in the next cell of a notebook.
 
     number = 0
     here: ContextVar[int] = ContextVar("lightning_unitscale.passes", default=0)

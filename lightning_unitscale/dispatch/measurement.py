@@ -73,12 +73,10 @@ class MeasuredProduct:
     is_whole: bool = True
 
     def why_inexact(self, log2_units: Sequence[int]) -> str:
-        """Why it would have other bits with its operands in these units; empty if it would not.
-
-        A product of two elements below the smallest normal number vanishes in the plain product
-        and survives in units, where it may break a tie of larger terms. A sum that overflows on its
-        way is infinite or NaN there and may be a number in units.
-        """
+        """Why it would have other bits with its operands in these units; empty if it would not."""
+        # A product of two elements below the smallest normal number vanishes in the plain product
+        # and survives in units, where it may break a tie of larger terms. A sum that overflows on
+        # its way is infinite or NaN there and may be a number in units.
         if self.dtype is torch.float16:
             return self._why_overflowing(log2_units)
         limit = _SMALLEST_LOG2[self.dtype]

@@ -46,11 +46,9 @@ Format = SimulateFormat | FP8Linears
 
 
 def units_of_example(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Units:
-    """Run a copy of a module on copies of an example, forward and, with a loss, backward.
-
-    Neither the module nor any random state changes. A module in FP16, or under autocast to it, is
-    measured in FP32 as well: what FP16 loses measures as zero.
-    """
+    """Run a copy of a module on copies of an example, forward and, with a loss, backward."""
+    # Neither the module nor any random state changes. A module in FP16, or under autocast to it,
+    # is measured in FP32 as well: what FP16 loses measures as zero.
     units, measurement = _measure(module, args, kwargs, is_wide=False)
     if runs_in_fp16(module):
         with warning_where_fp16_is_cast_to(f"{type(module).__name__}.forward"):
@@ -152,10 +150,8 @@ class ModuleProducts(AttachedSession):
 
     @property
     def coverage(self) -> Coverage:
-        """What became of the products of a call and of its backward pass.
-
-        The call is the first, or the last in which matmuls left their format.
-        """
+        """What became of the products of a call and of its backward pass."""
+        # The call is the first, or the last in which matmuls left their format.
         self._read_coverage()
         return self._coverage
 
@@ -192,10 +188,8 @@ class ModuleProducts(AttachedSession):
 
     @override
     def before_call(self) -> None:
-        """Take late units; count the first call, and all of those in a format.
-
-        A call ends with the next one.
-        """
+        """Take late units; count the first call, and all of those in a format."""
+        # A call ends with the next one.
         if self._has_returned:
             self._warn_of_lost_formats()
         self._has_returned = False

@@ -87,10 +87,8 @@ def _note_latest(session: ProductSession | None) -> None:
 
 
 def _session_of_loss(operands: Sequence[Any]) -> ProductSession | None:
-    """Whose a product is that a loop computes between a module's call and the optimizer's step.
-
-    Of the module's step is what needs a gradient, and is no other model's.
-    """
+    """Whose a product is that a loop computes between a module's call and the optimizer's step."""
+    # Of the module's step is what needs a gradient, and is no other model's.
     session = None if LOCAL.after_call is None else LOCAL.after_call()
     if session is None or not session.is_after_call or not _needs_gradient(operands):
         return None
@@ -107,10 +105,9 @@ def _needs_gradient(operands: Sequence[Any]) -> bool:
 
 
 def waiting_session() -> ProductSession | None:
-    """Whose step has this thread, one of the user's own, run a module; nothing is scaled there.
-
-    Another step may as well be running the module, or none: the step need not wait for the thread.
-    """
+    """Whose step has this thread, one of the user's own, run a module; nothing is scaled there."""
+    # Another step may as well be running the module, or none: the step need not wait for the
+    # thread.
     for ref in list(OPEN.values()):
         session = ref()
         threads = () if session is None else session.threads

@@ -42,11 +42,9 @@ def note_compiled() -> None:
 
 
 def running_compiled(session: ProductSession) -> AbstractContextManager[Any]:
-    """A context for a step, in which what the user has compiled has its units and formats.
-
-    For formats Inductor leaves small products whole, and so all is compiled again; what another
-    backend compiles runs uncompiled.
-    """
+    """A context for a step, in which what the user has compiled has its units and formats."""
+    # For formats Inductor leaves small products whole, and so all is compiled again; what another
+    # backend compiles runs uncompiled.
     is_first, module = session not in _met, session.sites.module
     _met.add(session)
     if module is None or not (session.numerics or (is_first and session.rewrites_graphs)):

@@ -46,10 +46,8 @@ def _copy_strides(
 
 
 def scaled_copy(tensor: Tensor, exponent: int) -> Tensor:
-    """``tensor * 2**exponent`` with the strides and the alignment of ``tensor``.
-
-    BLAS may add in another order for another stride, and for another place within a cache line.
-    """
+    """``tensor * 2**exponent`` with the strides and the alignment of ``tensor``."""
+    # BLAS may add in another order for another stride, and for another place within a cache line.
     factor = POWERS_OF_TWO[tensor.dtype][exponent]
     # Memory that is allocated begins with a line, so that only what does too can be like its copy.
     offset = tensor.data_ptr() % _LINE_BYTES
@@ -78,10 +76,8 @@ _LAST: dict[int, tuple[Any, int, Tensor, Tensor]] = {}
 
 
 def shared_copy(tensor: Tensor, exponent: int) -> Tensor:
-    """:func:`scaled_copy` of a gradient, or another view of the copy that was made just before.
-
-    Within one node of autograd's own nothing can have written into the gradient meanwhile.
-    """
+    """:func:`scaled_copy` of a gradient, or another view of the copy that was made just before."""
+    # Within one node of autograd's own nothing can have written into the gradient meanwhile.
     node, thread = current_node(), get_ident()
     line = _LINE_BYTES // tensor.element_size()
     is_shared = node is not None and _copy_strides(tensor.shape, tensor.stride(), line)[0]

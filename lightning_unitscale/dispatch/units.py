@@ -14,11 +14,10 @@ from lightning_unitscale.lossless.gauge import Gauge
 
 
 class Units:
-    """The units in force of a module's products; they outlive the session that runs these.
+    """The units in force of a module's products; they outlive the session that runs these."""
 
-    An operand that is all zero, empty or not finite gives no unit. It is measured again in each
-    step until it gives one. These numbers come by :meth:`receive`, which waits for no device.
-    """
+    # An operand that is all zero, empty or not finite gives no unit. It is measured again in each
+    # step until it gives one. These numbers come by :meth:`receive`, which waits for no device.
 
     def __init__(self, *, is_used: bool = True) -> None:
         self.is_used = is_used
@@ -107,11 +106,9 @@ class Units:
         extent_of: Callable[[int], Extent],
         num_addends: int,
     ) -> MeasuredProduct:
-        """Measure operands and the addends after them, for :meth:`take` or :meth:`receive`.
-
-        The first time, and in a look, all are measured. At other times operands without a unit
-        are, so that one that stays zero costs a row in each step.
-        """
+        """Measure operands and the addends after them, for :meth:`take` or :meth:`receive`."""
+        # The first time, and in a look, all are measured. At other times operands without a unit
+        # are, so that one that stays zero costs a row in each step.
         is_whole = self.is_looking or slot not in site.seen
         chosen = [index for index, unit in enumerate(known) if is_whole or unit is None]
         addends = range(len(known), len(known) + num_addends) if is_whole else ()
@@ -191,11 +188,9 @@ class Units:
         return self.send()()
 
     def receive(self) -> None:
-        """Receive what was sent for in the last call, and send for what was measured since.
-
-        It waits for no device: from CUDA, numbers arrive one call after they were sent, whether
-        they are there before or not; from elsewhere at once.
-        """
+        """Receive what was sent for in the last call, and send for what was measured since."""
+        # It waits for no device: from CUDA, numbers arrive one call after they were sent, whether
+        # they are there before or not; from elsewhere at once.
         sent, self._sent = self._sent, None
         if sent is not None:
             self._keep(sent())

@@ -105,11 +105,9 @@ def fp8_linear(
     *factors: float,
     gradient_format: GradientFormat = DEFAULT_GRADIENT,
 ) -> Tensor:
-    """``input @ weight.T + bias`` through FP8; only FP8 is kept for the backward pass.
-
-    The factors are those of the input, the weight and the gradient; without them scales are
-    dynamic.
-    """
+    """``input @ weight.T + bias`` through FP8; only FP8 is kept for the backward pass."""
+    # The factors are those of the input, the weight and the gradient; without them scales are
+    # dynamic.
     # Outside of the autograd function, whose result must be no view where it is written into.
     rows = input.reshape(-1, input.shape[-1])
     result: Tensor = _FP8Linear.apply(rows, weight, dtype, gradient_format, *factors)
@@ -118,11 +116,9 @@ def fp8_linear(
 
 
 def to_fp8(tensor: Tensor, factor: Factor, dtype: torch.dtype) -> Tensor:
-    """``tensor * factor`` in FP8, rounded to nearest.
-
-    What is beyond the range becomes the largest number; infinities and NaN become NaN, so that
-    nothing that has gone wrong before looks well afterwards.
-    """
+    """``tensor * factor`` in FP8, rounded to nearest."""
+    # What is beyond the range becomes the largest number; infinities and NaN become NaN, so that
+    # nothing that has gone wrong before looks well afterwards.
     wide = tensor.float() * factor
     largest = torch.finfo(dtype).max
     clipped = wide.clamp(-largest, largest)
@@ -137,11 +133,9 @@ def fp8_matrices(
     rows: bool = True,
     turned: bool = False,
 ) -> list[Tensor]:
-    """A matrix as :func:`to_fp8` casts it, and its transpose, each if it is wanted.
-
-    On CUDA one kernel makes both in one read, as :func:`scaled_product` wants them: in rows, padded
-    with zeros to a multiple of 16. Elsewhere the transpose is a view.
-    """
+    """A matrix as :func:`to_fp8` casts it, and its transpose, each if it is wanted."""
+    # On CUDA one kernel makes both in one read, as :func:`scaled_product` wants them: in rows,
+    # padded with zeros to a multiple of 16. Elsewhere the transpose is a view.
     if matrix.device.type != "cuda" or matrix.numel() == 0 or not has_triton():
         cast = to_fp8(matrix, factor, dtype)
         return [cast] * rows + [cast.t()] * turned

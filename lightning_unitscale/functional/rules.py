@@ -85,11 +85,7 @@ class ScaleRule:
         return tuple(name for name in self.weights if name not in self.operands)
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments of a call by name.
-
-        Raises:
-            TypeError: If the call does not fit the parameters.
-        """
+        """Return the arguments of a call by name, if it fits the parameters."""
         if self.is_variadic and len(args) >= len(self.parameters):
             fixed = len(self.parameters) - 1
             rest = args[fixed:]
@@ -218,11 +214,7 @@ def hint_of(value: Any) -> Any:
 
 
 def concrete_size(size: int | torch.SymInt) -> int:
-    """The number behind a symbolic size, without adding a guard on it.
-
-    Raises:
-        ValueError: If the size depends on the values of a tensor.
-    """
+    """The number behind a symbolic size, without adding a guard on it."""
     if isinstance(size, int):
         return size
     if (hint := hint_of(size)) is None:
@@ -270,13 +262,7 @@ def numel_of(value: Any) -> float:
 
 
 def tuple_of(value: int | Iterable[int] | None, length: int, default: int) -> tuple[int, ...]:
-    """One number per spatial dimension, where torch takes one for all of them or a sequence.
-
-    Args:
-        value: A number, a sequence, or ``None``.
-        length: Number of spatial dimensions.
-        default: The number that ``None`` and an empty sequence stand for.
-    """
+    """One number per spatial dimension, where torch takes one for all of them or a sequence."""
     if value is None:
         return (default,) * length
     if isinstance(value, (int, torch.SymInt)):
@@ -287,6 +273,7 @@ def tuple_of(value: int | Iterable[int] | None, length: int, default: int) -> tu
     return numbers * length if len(numbers) == 1 else numbers
 
 
+# Constraints take a mean for all factors, or one of them.
 _MEANS: dict[str, Callable[[tuple[float, ...]], float]] = {
     "gmean": lambda factors: math.exp(sum([math.log(factor) for factor in factors]) / len(factors)),
     "hmean": lambda factors: len(factors) / sum([1 / factor for factor in factors]),
@@ -302,21 +289,7 @@ _POSITIONS: dict[str, tuple[int, int | None]] = {
 
 
 def apply_constraint(constraint: str | None, *factors: float) -> tuple[float, ...]:
-    """The factors of one operation under a constraint.
-
-    Args:
-        constraint: ``None`` leaves each as it is. ``"to_output_scale"`` takes the first for all,
-            ``"gmean"``, ``"hmean"`` and ``"amean"`` their geometric, harmonic or arithmetic mean,
-            ``"to_grad_input_scale"`` that of the only gradient, ``"to_left_grad_scale"`` and
-            ``"to_right_grad_scale"`` that of the first or second of two gradients.
-        *factors: That of the output, then those of the gradients.
-
-    Returns:
-        As many factors.
-
-    Raises:
-        ValueError: If the constraint is unknown, or has no meaning for that many gradients.
-    """
+    """Make the factors of the output and of the gradients agree; ``None`` leaves each as it is."""
     if constraint is None:
         return factors
     if constraint in _MEANS:

@@ -132,11 +132,9 @@ class ProductRule:
         return len(self.operands) + 1 + len(self.results)
 
     def exponents(self, log2_units: Sequence[int]) -> tuple[int, ...]:
-        """Exponents of the factors of a call: of its operands, its addends, and its results.
-
-        This and :meth:`taking_factors` are all that a call in units is, in eager mode and in a
-        compiled graph; the factor of :attr:`temperature` comes on top.
-        """
+        """Exponents of the factors of a call: of its operands, its addends, and its results."""
+        # This and :meth:`taking_factors` are all that a call in units is, in eager mode and in a
+        # compiled graph; the factor of :attr:`temperature` comes on top.
         results = [0 if row is None else combined(row, log2_units) for row in self.results]
         return (*(-unit for unit in log2_units), -sum(log2_units), *results)
 
@@ -177,10 +175,8 @@ def _without_addends(rule: ProductRule) -> ProductRule:
 
 
 def _up_to(end: Tensor, tensor: Tensor, dim: int) -> Tensor:
-    """A tensor with what lies before ``end`` in place of what does not; NaN if nothing does.
-
-    The device is not waited for: the size stays, and slices before ``end`` come again and again.
-    """
+    """A tensor with what lies before ``end`` in place of what does not; NaN if nothing does."""
+    # The device is not waited for: the size stays, and slices before ``end`` come again and again.
     index = torch.arange(tensor.shape[dim], device=tensor.device) % end.clamp(min=1)
     return torch.where(end > 0, tensor.detach().index_select(dim, index), math.nan)
 

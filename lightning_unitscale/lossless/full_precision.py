@@ -54,11 +54,9 @@ def warning_where_fp16_is_cast_to(title: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def full_precision(module: nn.Module) -> Iterator[None]:
-    """Within this context FP16 parameters and buffers are FP32, and autocast is off.
-
-    So are attributes of the modules that name FP16, to which steps cast: a LightningModule's
-    ``dtype`` is one. The tensors that were there come back afterwards, untouched.
-    """
+    """Within this context FP16 parameters and buffers are FP32, and autocast is off."""
+    # So are attributes of the modules that name FP16, to which steps cast: a LightningModule's
+    # ``dtype`` is one. The tensors that were there come back afterwards, untouched.
     tensors = [*module.parameters(), *module.buffers()]
     wide = {
         tensor: nn.Parameter(tensor.detach().float(), tensor.requires_grad)

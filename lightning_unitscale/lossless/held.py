@@ -80,10 +80,9 @@ def _add_held_for_products(held: dict[str, Held], region: Region, places: Places
 
 
 def _read_through(node: fx.Node) -> Iterator[tuple[fx.Node, int]]:
-    """Yield an operand and what it is made of, with the exponent of the factor in between.
-
-    A view, or a rule's factor, stands between the tensor that is shown and what the matmul reads.
-    """
+    """Yield an operand and what it is made of, with the exponent of the factor in between."""
+    # A view, or a rule's factor, stands between the tensor that is shown and what the matmul
+    # reads.
     log2_factor = 0
     yield node, log2_factor
     while FACTOR in node.meta or is_whole_view(node):
@@ -117,11 +116,9 @@ class FactorNodes:
         self._items: dict[int, fx.Node] = {}
 
     def __call__(self, region: Region, unit: Unit) -> fx.Node:
-        """The 0-d tensor of a unit's inverse in ``region``.
-
-        A checkpoint gets each as an argument. Inductor can neither recompute an ``unbind`` in one
-        nor save its result, which is a tuple.
-        """
+        """The 0-d tensor of a unit's inverse in ``region``."""
+        # A checkpoint gets each as an argument. Inductor can neither recompute an ``unbind`` in
+        # one nor save its result, which is a tuple.
         row = self._rows[unit]
         if row not in self._items:
             self._items[row] = self._item(row)

@@ -25,10 +25,8 @@ LOW, HIGH = 0.25, 4.0
 
 
 def root_mean_square(tensor: Tensor) -> Tensor:
-    """RMS of a tensor as a 0-d tensor; it neither overflows nor underflows for FP32 values.
-
-    A gradient of 1e-25 is ordinary and its square is 0 in FP32, so squares are summed in FP64.
-    """
+    """RMS of a tensor as a 0-d tensor; it neither overflows nor underflows for FP32 values."""
+    # A gradient of 1e-25 is ordinary and its square is 0 in FP32, so squares are summed in FP64.
     dtype = row_dtype(tensor.device)
     tensor = stored_elements(tensor.detach())
     if tensor.numel() == 0:

@@ -34,12 +34,11 @@ def check_grid(grid: object) -> None:
 
 
 class MovingGrid:
-    """The factors of all casts of a module's steps.
+    """The factors of all casts of a module's steps."""
 
-    The logarithms start at a place of their own for every cast, given by its name alone, and all
-    go on by the golden ratio at every training step: independent of each other, the same after a
-    restart, in every graph of a step, and on every stage of a pipeline.
-    """
+    # The logarithms start at a place of their own for every cast, given by its name alone, and all
+    # go on by the golden ratio at every training step: independent of each other, the same after a
+    # restart, in every graph of a step, and on every stage of a pipeline.
 
     def __init__(self) -> None:
         self.step = 0  # how many training steps there have been, evaluation not counted
