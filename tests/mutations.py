@@ -144,7 +144,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the RMS is the norm",
-        "dispatch/tensors.py",
+        "dispatch/measurement.py",
         "statistics.rms if is_finite",
         "statistics.rms * statistics.numel**0.5 if is_finite",
         "dispatch/test_pieces.py",
@@ -277,7 +277,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the last copy of a gradient on an engine's thread is kept for ever",
-        "dispatch/tensors.py",
+        "dispatch/execute.py",
         "    _LAST.clear()",
         "    _LAST.pop(get_ident(), None)",
         "dispatch/test_threads.py -k let_go",
@@ -298,7 +298,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a copy in units closes the gaps of its source",
-        "dispatch/tensors.py",
+        "dispatch/execute.py",
         "        if is_kept:\n",
         "        if is_kept or strides is not None:\n",
         "dispatch/test_pieces.py -k lies_as",
@@ -515,7 +515,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a tensor of zeros has the unit 1",
-        "dispatch/tensors.py",
+        "dispatch/measurement.py",
         "return self.rms > 0.0",
         "return self.rms >= 0.0",
         "callbacks/test_late_units.py -k first_value",

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from lightning_unitscale.callbacks.packages import rank_zero_info
 from lightning_unitscale.dispatch.coverage import listed
-from lightning_unitscale.lossless.fp8_range import Unrepresentable
+from lightning_unitscale.lossless.measured import Unrepresentable
 from lightning_unitscale.precision.fp8 import WIDE_GRADIENT
 
 

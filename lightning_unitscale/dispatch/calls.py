@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_unitscale.dispatch.execute import Product
-from lightning_unitscale.dispatch.measurement import Site
+from lightning_unitscale.dispatch.measurement import Extent, Extents, Site
 from lightning_unitscale.dispatch.nodes import (
     NodeKey,
     calling_thread,
@@ -30,7 +30,6 @@ from lightning_unitscale.dispatch.nodes import (
     upstream,
 )
 from lightning_unitscale.dispatch.sites import function_arguments
-from lightning_unitscale.dispatch.tensors import Extent, Extents
 from lightning_unitscale.dispatch.torch_internals import (
     last_sequence_number,
     saves_elsewhere,

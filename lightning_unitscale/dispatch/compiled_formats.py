@@ -27,6 +27,7 @@ from lightning_unitscale.dispatch.compiler_internals import (
     define_operator,
     note_strides,
 )
+from lightning_unitscale.dispatch.execute import forget_copy
 from lightning_unitscale.dispatch.fp8 import is_weight
 from lightning_unitscale.dispatch.joint_graphs import (
     ARRANGED,
@@ -39,7 +40,6 @@ from lightning_unitscale.dispatch.joint_graphs import (
 )
 from lightning_unitscale.dispatch.owners import running_session
 from lightning_unitscale.dispatch.session import ProductSession, run_inside
-from lightning_unitscale.dispatch.tensors import forget_copy
 from lightning_unitscale.dispatch.torch_internals import Kernel, plain_functions
 from lightning_unitscale.graph.nodes import first_operation
 from lightning_unitscale.graph.operators import ProductRule

@@ -20,9 +20,8 @@ from lightning_unitscale.dispatch.calls import slot_of
 from lightning_unitscale.dispatch.compiled_runs import GraphMatmul, GraphRun, GraphRuns
 from lightning_unitscale.dispatch.compiler_internals import define_operator
 from lightning_unitscale.dispatch.coverage import Kind
-from lightning_unitscale.dispatch.measurement import FORWARD, Site
+from lightning_unitscale.dispatch.measurement import FORWARD, Extent, Site
 from lightning_unitscale.dispatch.session import ProductSession
-from lightning_unitscale.dispatch.tensors import Extent
 from lightning_unitscale.dispatch.torch_internals import current_node
 from lightning_unitscale.functional.scale import LARGEST_LOG2
 from lightning_unitscale.patching import nothing

@@ -1,21 +1,29 @@
-"""Run one product on operands in units, and give its results in true values."""
+"""Run one product on copies of its operands in units, and give its results in true values."""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_unitscale.dispatch.measurement import Site
-from lightning_unitscale.dispatch.tensors import scaled_copy, shared_copy
-from lightning_unitscale.dispatch.torch_internals import Kernel, overridden_kernel
-from lightning_unitscale.functional.scale import scale_in_place
+from lightning_unitscale.dispatch.torch_internals import Kernel, current_node, overridden_kernel
+from lightning_unitscale.functional.scale import (
+    POWERS_OF_TWO,
+    empty_placed_like,
+    multiply,
+    placed_strides,
+    scale_in_place,
+)
 from lightning_unitscale.graph.operators import ProductRule, Sources, combined
 
+_LINE_BYTES = 64
 _HAS_MKL = torch.backends.mkl.is_available()
 _FLOATS = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
 
@@ -72,6 +80,75 @@ class Product:
     def places(self) -> Iterator[tuple[int, int, bool, str]]:
         """Position, unit, whether it is a gradient, and name of each operand."""
         return zip(self.rule.operands, self.log2_units, self.is_gradient, self.names, strict=True)
+
+
+@functools.lru_cache(maxsize=2**12)
+def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Elements of memory from the first one of a tensor to the last."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
+@functools.lru_cache(maxsize=2**12)
+def _copy_strides(
+    shape: tuple[int, ...], strides: tuple[int, ...], line: int
+) -> tuple[bool, tuple[int, ...] | None]:
+    """How a copy has to lie that begins with a cache line, like its source."""
+    is_kept = (torch.empty_strided(shape, strides, device="meta") * 2.0).stride() == strides
+    if 0 in strides or 0 < _span(shape, strides) < math.prod(shape):
+        return is_kept, None
+    return is_kept, placed_strides(shape, strides, line)[0]
+
+
+def scaled_copy(tensor: Tensor, exponent: int) -> Tensor:
+    """``tensor * 2**exponent`` with the strides and the alignment of ``tensor``."""
+    # BLAS may add in another order for another stride, and for another place within a cache line.
+    factor = POWERS_OF_TWO[tensor.dtype][exponent]
+    # Memory that is allocated begins with a line, so that only what does too can be like its copy.
+    offset = tensor.data_ptr() % _LINE_BYTES
+    if offset == 0:
+        line = _LINE_BYTES // tensor.element_size()
+        is_kept, strides = _copy_strides(tensor.shape, tensor.stride(), line)
+        if is_kept:
+            return torch.mul(tensor, factor)
+        if strides is not None:
+            return torch.mul(tensor, factor, out=tensor.new_empty_strided(tensor.shape, strides))
+    if 0 in tensor.stride():
+        return multiply(tensor, 2.0**exponent)
+    if 0 < (span := _span(tensor.shape, tensor.stride())) < tensor.numel():
+        # Rows lie over each other, and cuBLAS takes them another way than rows side by side.
+        memory = scaled_copy(tensor.as_strided((span,), (1,)), exponent)
+        return memory.as_strided(tensor.shape, tensor.stride())
+    placed = empty_placed_like(tensor, tensor.dtype, offset // tensor.element_size())
+    torch.mul(tensor, factor, out=placed)
+    return placed
+
+
+# By thread, the last gradient that was scaled: within which autograd node, by which exponent, the
+# gradient, and its copy. No variable of a thread: the steps' thread frees what an engine's thread
+# has kept.
+_LAST: dict[int, tuple[Any, int, Tensor, Tensor]] = {}
+
+
+def shared_copy(tensor: Tensor, exponent: int) -> Tensor:
+    """:func:`scaled_copy` of a gradient, or another view of the copy that was made just before."""
+    # Within one node of autograd's own nothing can have written into the gradient meanwhile.
+    node, thread = current_node(), get_ident()
+    line = _LINE_BYTES // tensor.element_size()
+    is_shared = node is not None and _copy_strides(tensor.shape, tensor.stride(), line)[0]
+    if is_shared and (last := _LAST.pop(thread, None)) is not None:
+        last_node, last_exponent, source, copy = last
+        is_same = last_node is node and last_exponent == exponent
+        if is_same and source.data_ptr() == tensor.data_ptr() and source.numel() == tensor.numel():
+            return copy.as_strided(tensor.shape, tensor.stride(), copy.storage_offset())
+    copy = scaled_copy(tensor, exponent)
+    if is_shared:
+        _LAST[thread] = node, exponent, tensor, copy
+    return copy
+
+
+def forget_copy() -> None:
+    """Let go of the last copy of each thread; those that go on scale once more."""
+    _LAST.clear()
 
 
 def run_in_units(

@@ -17,9 +17,8 @@ from lightning_unitscale.dispatch.execute import Product, run_scaled
 from lightning_unitscale.dispatch.measurement import Site
 from lightning_unitscale.dispatch.torch_internals import Kernel
 from lightning_unitscale.formats import NumberFormat
-from lightning_unitscale.lossless.fp8_range import MAX_FLUSHED, Unrepresentable
-from lightning_unitscale.precision.dither import MovingGrid
-from lightning_unitscale.precision.simulate import SimulateFormat
+from lightning_unitscale.lossless.measured import MAX_FLUSHED, Unrepresentable
+from lightning_unitscale.precision.simulate import MovingGrid, SimulateFormat
 from lightning_unitscale.quantize import rounded
 from lightning_unitscale.scales.transfer import HostCopy, numbers_on
 
@@ -47,12 +46,10 @@ class Numerics(abc.ABC):
         return True
 
     @abc.abstractmethod
-    def applies_to(self, product: Product, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether a product is rounded."""
-
-    @abc.abstractmethod
-    def why_not(self, product: Product) -> str:
-        """Return why a product is not rounded that :meth:`applies_to` has just refused."""
+    def why_not(
+        self, product: Product, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> str | None:
+        """Return why a product is not rounded; ``None`` if it is."""
 
     @abc.abstractmethod
     def run(
@@ -149,13 +146,11 @@ class SimulatedProducts(Numerics):
         self._measures_range = measures_range
         self._flushed = FlushedOperands()
 
-    def applies_to(self, product: Product, *_: Any) -> bool:
-        """Whether a product is rounded: all are, but for those that are left out by name."""
-        return bool(self._configs_of(product.site))
-
-    def why_not(self, product: Product) -> str:
-        """Return which of the names' globs leave a product out."""
+    def why_not(self, product: Product, *_: Any) -> str | None:
+        """Return which of the names' globs leave a product out; all others are rounded."""
         site = product.site
+        if self._configs_of(site):
+            return None
         return self._configs[0].patterns.why_not(site.name, site.module)
 
     def run(

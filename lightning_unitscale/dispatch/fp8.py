@@ -45,12 +45,12 @@ from lightning_unitscale.functional.low_precision import (
 )
 from lightning_unitscale.functional.scale import Factor
 from lightning_unitscale.graph.operators import RULES
-from lightning_unitscale.lossless.fp8_range import (
+from lightning_unitscale.lossless.measured import (
+    Direction,
     Unrepresentable,
     stored_row,
     unrepresentable_among,
 )
-from lightning_unitscale.lossless.measured import Direction
 from lightning_unitscale.precision.fp8 import NO_LINEAR, FP8Linears
 from lightning_unitscale.precision.simulate import SimulateFormat
 from lightning_unitscale.scales.transfer import joint_copy
@@ -80,10 +80,12 @@ class FP8Products(Numerics):
         """Whether the steps that run now are in FP8."""
         return self.is_training or self._config.in_evaluation
 
-    def applies_to(self, product: Product, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether a product runs in FP8."""
+    def why_not(
+        self, product: Product, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> str | None:
+        """Return why a product is not in FP8; empty in steps that are not."""
         if not self.is_active:
-            return False
+            return ""
         decisions, name = self._config.decisions, product.site.name
         is_made = product.rule.operator in ("mm", "addmm") and "out" not in kwargs
         if product.slot == FORWARD:
@@ -93,13 +95,8 @@ class FP8Products(Numerics):
             if name not in decisions or self._decided_by.get(name) != decided_by:
                 self._decided_by[name] = decided_by
                 decisions[name] = self._why_not(product, args, kwargs) if is_made else NO_LINEAR
-        return is_made and decisions.get(name, NO_LINEAR) is None
-
-    def why_not(self, product: Product) -> str:
-        """Return why a product is not in FP8; empty in steps that are not."""
-        if not self.is_active:
-            return ""
-        return self._config.decisions.get(product.site.name) or NO_LINEAR
+        reason = decisions.get(name, NO_LINEAR)
+        return reason if is_made else reason or NO_LINEAR
 
     def measure(self, product: Product, operands: Sequence[Tensor], *, is_first: bool) -> None:
         """Find out what FP8 would lose of operands in their units; see :meth:`fit`."""
@@ -308,7 +305,9 @@ def _run_layer(
     names = site.operand_names
     product = Product(_MM, site, FORWARD, (), (False, False), names, session.units.rounding_step)
     product.take(site.log2_units)
-    if numerics.awaits((*names, site.name)) or not numerics.applies_to(product, operands, {}):
+    if numerics.awaits((*names, site.name)):
+        return None
+    if numerics.why_not(product, operands, {}) is not None:
         return None
     sites.find(_LINEAR, _ROLES, run)
     if session.counter is not None:

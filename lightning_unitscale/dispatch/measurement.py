@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from lightning_unitscale.dispatch.tensors import Extent
 from lightning_unitscale.lossless.measured import Direction, Measured, Row
+from lightning_unitscale.patching import nothing
+from lightning_unitscale.scales.layout import MOMENTS
+from lightning_unitscale.scales.statistics import statistics_row
+from lightning_unitscale.scales.tensor_statistics import FloatArray, TensorStatistics
+from lightning_unitscale.scales.transfer import joint_copy
 
 # Where a product runs beside the slots of its operands' gradients.
 FORWARD = "forward"
@@ -21,6 +26,57 @@ _SMALLEST_LOG2 = {torch.float32: -126, torch.bfloat16: -126, torch.float64: -102
 _LARGEST_LOG2_FP16 = 13
 # As many terms as a product may add, as an exponent of two.
 _LOG2_TERMS = 20
+
+
+@dataclass(eq=False, slots=True)
+class Extent:
+    """How large the elements of a tensor are."""
+
+    # Root of their mean square; NaN if there are none, or some that are not finite.
+    rms: float = math.nan
+    smallest: float = math.inf  # smallest magnitude other than zero; infinite if there is none
+    largest: float = 0.0  # largest finite magnitude
+    row: Tensor | None = None  # the statistics that they are read from, on their device until then
+    log2_unit: int = 0  # exponent of what the tensor of the row was divided by
+
+    @property
+    def gives_unit(self) -> bool:
+        """Whether its RMS gives a unit: not if all is zero, or nothing, or not all is finite."""
+        return self.rms > 0.0  # NaN is not
+
+    @staticmethod
+    def of(tensor: Tensor, log2_unit: int = 0) -> Extent:
+        """Measure a tensor, without waiting for its device."""
+        return Extent(row=statistics_row(tensor, MOMENTS), log2_unit=log2_unit)
+
+    def read(self, row: FloatArray) -> None:
+        """Take the numbers of a row that has arrived."""
+        statistics = TensorStatistics(row, MOMENTS, self.log2_unit)
+        # What is not finite, or not there, says nothing of the next.
+        is_finite = 0 < statistics.numel == statistics.num_finite
+        self.rms = statistics.rms if is_finite else math.nan
+        self.smallest = math.ldexp(row[MOMENTS.index("abs_min")], self.log2_unit)
+        self.largest = math.ldexp(row[MOMENTS.index("abs_max")], self.log2_unit)
+        self.row = None
+
+
+# What was measured of each operand in this step; empty where nothing was.
+Extents = tuple[Extent | None, ...]
+
+
+def reading(extents: Iterable[Extent]) -> Callable[[], None]:
+    """Send for what was measured, with one transfer; what is returned waits for it and fills in."""
+    unread = {id(extent): extent for extent in extents if extent.row is not None}
+    rows = [extent.row for extent in unread.values() if extent.row is not None]
+    if not rows:
+        return nothing
+    copy = joint_copy(rows)
+
+    def fill_in() -> None:
+        for extent, row in zip(unread.values(), copy.numbers().numpy(), strict=True):
+            extent.read(row)
+
+    return fill_in
 
 
 @dataclass(eq=False, slots=True)

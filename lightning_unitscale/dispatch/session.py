@@ -30,17 +30,16 @@ from lightning_unitscale.dispatch.calls import (
     sources_of,
 )
 from lightning_unitscale.dispatch.coverage import NO_UNIT, CoverageCounter, Kind
-from lightning_unitscale.dispatch.execute import Product, are_real, run_in_units
+from lightning_unitscale.dispatch.execute import Product, are_real, forget_copy, run_in_units
 from lightning_unitscale.dispatch.formats import Numerics
-from lightning_unitscale.dispatch.measurement import FORWARD, Measurement, Site
+from lightning_unitscale.dispatch.measurement import FORWARD, Extent, Extents, Measurement, Site
 from lightning_unitscale.dispatch.nodes import HandedOn, thread_number
 from lightning_unitscale.dispatch.sites import Sites
-from lightning_unitscale.dispatch.tensors import Extent, Extents, forget_copy
 from lightning_unitscale.dispatch.torch_internals import Kernel, graph_task
 from lightning_unitscale.dispatch.units import Units
 from lightning_unitscale.dynamo.patches import opened_layers
 from lightning_unitscale.graph.operators import ProductRule, Sources
-from lightning_unitscale.lossless.fp8_range import Unrepresentable
+from lightning_unitscale.lossless.measured import Unrepresentable
 
 _Args = tuple[Any, ...]
 # Whose the forward products are; a backward pass that a step calls has it as well.
@@ -222,12 +221,12 @@ class ProductSession:
         """What rounds a product, or why nothing does."""
         outside = ""
         for each in self.numerics:
-            if each.applies_to(product, args, kwargs):
+            if (why := each.why_not(product, args, kwargs)) is None:
                 # Cast in a unit of 1, the first values that are not zero could all be flushed.
                 if product.lacking or each.awaits(product.names):
                     return None, NO_UNIT
                 return each, ""
-            outside = outside or each.why_not(product)
+            outside = outside or why
         return None, outside
 
     def forward_product(

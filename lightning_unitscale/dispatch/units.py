@@ -8,8 +8,13 @@ from types import MappingProxyType
 
 import torch
 
-from lightning_unitscale.dispatch.measurement import MeasuredProduct, Measurement, Site
-from lightning_unitscale.dispatch.tensors import Extent, reading
+from lightning_unitscale.dispatch.measurement import (
+    Extent,
+    MeasuredProduct,
+    Measurement,
+    Site,
+    reading,
+)
 from lightning_unitscale.lossless.gauge import Gauge
 
 

@@ -273,7 +273,8 @@ def tuple_of(value: int | Iterable[int] | None, length: int, default: int) -> tu
     return numbers * length if len(numbers) == 1 else numbers
 
 
-# Constraints take a mean for all factors, or one of them.
+# What a constraint takes for the output and all gradients: the geometric, harmonic or arithmetic
+# mean of their factors, or that of the output, of the only gradient, or of one of two gradients.
 _MEANS: dict[str, Callable[[tuple[float, ...]], float]] = {
     "gmean": lambda factors: math.exp(sum([math.log(factor) for factor in factors]) / len(factors)),
     "hmean": lambda factors: len(factors) / sum([1 / factor for factor in factors]),

@@ -21,8 +21,8 @@ from lightning_unitscale.functional.low_precision import (
     why_no_fp8,
 )
 from lightning_unitscale.graph.name_patterns import EXCLUDED, NamePatterns
-from lightning_unitscale.lossless.fp8_range import Unrepresentable
-from lightning_unitscale.precision.dither import Grid, MovingGrid, check_grid
+from lightning_unitscale.lossless.measured import Unrepresentable
+from lightning_unitscale.precision.simulate import Grid, MovingGrid, check_grid
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NO_LINEAR = "it is no linear layer"

@@ -17,7 +17,7 @@ from torch.func import functional_call, grad, vmap
 from lightning_unitscale import UnitScaleCallback
 from lightning_unitscale.dispatch import execute
 from lightning_unitscale.dispatch.compiled_graphs import GRAPHS, CompiledProduct
-from lightning_unitscale.dispatch.tensors import Extent
+from lightning_unitscale.dispatch.measurement import Extent
 from tests.callbacks.runs import QUIET
 from tests.graph.test_operators import CONVOLUTION, GARBAGE, MASKS, randn
 from tests.helpers import assert_same_bits

@@ -10,15 +10,16 @@ from torch import Tensor, nn
 from lightning_unitscale.dispatch.attach import AttachedSession
 from lightning_unitscale.dispatch.fp8 import FP8Products
 from lightning_unitscale.formats import E4M3FN, E5M2, NumberFormat
-from lightning_unitscale.lossless.fp8_range import (
+from lightning_unitscale.lossless.measured import (
     FORMATS,
     NUM_SHARES,
+    Direction,
     Unrepresentable,
+    root_mean_square,
     stored_row,
     stored_shares,
     unrepresentable_among,
 )
-from lightning_unitscale.lossless.measured import Direction, root_mean_square
 from lightning_unitscale.precision.fp8 import FP8Linears
 from lightning_unitscale.quantize import quantize
 
