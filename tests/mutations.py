@@ -249,9 +249,9 @@ MUTATIONS = (
     ),
     Mutation(
         "what was compiled in a plain run stays without units",
-        "dispatch/recompiling.py",
-        "if session.numerics or number != _Known.number:",
-        "if session.numerics:",
+        "dispatch/compiler_internals.py",
+        "if always or number != _Known.number:",
+        "if always:",
         "dispatch/test_aot_pass.py -k compiled_before",
     ),
     Mutation(
@@ -523,7 +523,7 @@ MUTATIONS = (
     Mutation(
         "a format rounds what has no unit yet in a unit of 1",
         "dispatch/session.py",
-        "if product.lacking or each.awaits(product.names):",
+        "if None in product.known or each.awaits(product.names):",
         "if each.awaits(product.names):",
         "callbacks/test_late_units.py -k is_not_rounded",
     ),

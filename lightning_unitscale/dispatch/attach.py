@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
+import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -16,11 +19,18 @@ from lightning_unitscale.capture.steps import EVALUATION_STEPS, LIGHTNING_STEPS,
 from lightning_unitscale.compiling import is_exporting
 from lightning_unitscale.dispatch.aot_pass import finish_graph, note_products
 from lightning_unitscale.dispatch.compiled_formats import FormatsInGraph
+from lightning_unitscale.dispatch.compiler_internals import (
+    codes,
+    compiled_parts,
+    forget_others,
+    is_by_inductor,
+    keeping_whole,
+)
 from lightning_unitscale.dispatch.formats import Numerics
 from lightning_unitscale.dispatch.joint_graphs import PRODUCT
 from lightning_unitscale.dispatch.joint_units import UnitsInGraph
 from lightning_unitscale.dispatch.kernels import close_session, install_passes, open_session
-from lightning_unitscale.dispatch.recompiling import running_compiled
+from lightning_unitscale.dispatch.owners import INSTALLED
 from lightning_unitscale.dispatch.session import LOCAL, SESSION, ProductSession, run_inside
 from lightning_unitscale.dispatch.torch_internals import (
     Kernel,
@@ -30,9 +40,13 @@ from lightning_unitscale.dispatch.torch_internals import (
     plain_functions,
 )
 from lightning_unitscale.dispatch.units import Units
+from lightning_unitscale.graph.operators import RULES
 from lightning_unitscale.graph.passes import StepGraph
 from lightning_unitscale.lossless.held import GAUGE, HELD, held_units
 from lightning_unitscale.patching import Shadow, StandIn
+
+# Sessions that have begun a step.
+_met: weakref.WeakSet[ProductSession] = weakref.WeakSet()
 
 
 class SessionRewriter:
@@ -73,6 +87,36 @@ def _unwatched(operator: Any) -> Kernel:
         return run_inside(operator, *args, **kwargs)
 
     return run
+
+
+def running_compiled(session: ProductSession) -> AbstractContextManager[Any]:
+    """A context for a step, in which what the user has compiled has its units and formats."""
+    # For formats Inductor leaves small products whole, and so all is compiled again; what another
+    # backend compiles runs uncompiled.
+    is_first, module = session not in _met, session.sites.module
+    _met.add(session)
+    if module is None or not (session.numerics or is_first):
+        return contextlib.nullcontext()
+    parts = compiled_parts(module)
+    # Functions that a module calls may be compiled as well.
+    has_compiled = bool(parts) or codes() is not None
+    # Units need no more of another backend than that it calls torch's kernels.
+    is_possible = not session.numerics or all(map(is_by_inductor, parts))
+    if is_first and is_possible:
+        if has_compiled:
+            forget_others(always=bool(session.numerics))
+        if session.numerics:
+            INSTALLED.callback(keeping_whole([rule.operator for rule in RULES]))
+    if is_possible:
+        return contextlib.nullcontext()
+    if is_first:
+        warnings.warn(
+            f"{type(module).__name__} has parts that were compiled by another backend than "
+            "Inductor, whose products cannot be rounded, so they run uncompiled; expected "
+            "torch.compile(backend='inductor'), its default, or none.",
+            stacklevel=4,
+        )
+    return torch.compiler.set_stance("force_eager")
 
 
 class SessionMethod(StandIn):

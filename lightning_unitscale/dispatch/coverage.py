@@ -191,12 +191,13 @@ class CoverageCounter:
         """Count one product."""
         self._counted.append((module, kind, reason, flops, plain, outside))
 
-    def add_complex(self, module: str, operands: Sequence[Tensor], flops: int) -> None:
-        """Count a product of complex numbers with those of its gradients, which run plain."""
-        # These are counted here, since they do not say whose they are.
+    def add_with_gradients(
+        self, module: str, kind: Kind, reason: str, flops: int, operands: Sequence[Tensor]
+    ) -> None:
+        """Count a product with those of its gradients, which do not say whose they are."""
         num_gradients = sum(operand.requires_grad for operand in operands)
         for _ in range(1 + num_gradients if torch.is_grad_enabled() else 1):
-            self.add(module, "plain", "complex numbers", 4 * flops)
+            self.add(module, kind, reason, flops)
 
     def outside(self) -> set[tuple[str, str]]:
         """Return what ran outside of the format of the step: modules, each with a reason."""

@@ -43,7 +43,7 @@ class Product:
     rule: ProductRule
     site: Site  # which product of the step it is, or the backward product of
     slot: str  # ``"forward"``, or which gradient it makes
-    log2_units: tuple[int, ...]  # exponents of the units of its operands; 0 for one without a unit
+    known: tuple[int | None, ...]  # exponents of the units of its operands; ``None`` for none
     is_gradient: tuple[bool, ...]  # which of its operands is an arriving gradient
     # Names of the operands in the gauge; that of the product for a gradient.
     names: tuple[str, ...]
@@ -51,31 +51,25 @@ class Product:
     # Whether its second operand is the weight of a linear layer; ``None`` where what calls
     # has to tell.
     reads_weight: bool | None = None
-    lacking: tuple[bool, ...] = ()  # which of its operands have no unit; empty if all have one
-    # Position, exponent of the unit, and whether it is a gradient, of each operand that is
-    # divided.
-    scaled: tuple[tuple[int, int, bool], ...] = ()
-    exponents: tuple[int, ...] = ()  # of the factors of its operands, its addends and its results
     # The backward matmuls of a forward one, by rule and sources, with the unit of the
     # gradient that they were made for.
     backward: dict[tuple[int, Sources], tuple[int, Product]] = field(default_factory=dict)
 
-    def take(self, log2_units: Sequence[int | None]) -> None:
-        """Take the units of its operands, ``None`` for one without."""
-        self.lacking = ()
-        if None in log2_units:
-            self.lacking = tuple(unit is None for unit in log2_units)
-        self.log2_units = tuple(unit or 0 for unit in log2_units)
+    log2_units: tuple[int, ...] = field(init=False)  # the same, 0 for none
+    # Position, exponent of the unit, and whether it is a gradient, of each operand that is divided.
+    scaled: tuple[tuple[int, int, bool], ...] = field(init=False)
+    exponents: tuple[int, ...] = field(init=False)  # of the factors of its rule
+
+    def __post_init__(self) -> None:
+        self.take(self.known)
+
+    def take(self, known: tuple[int | None, ...]) -> None:
+        """Take the units of its operands."""
+        self.known = known
+        self.log2_units = tuple(unit or 0 for unit in known)
         rows = zip(self.rule.operands, self.log2_units, self.is_gradient, strict=True)
         self.scaled = tuple(row for row in rows if row[1])
         self.exponents = self.rule.exponents(self.log2_units)
-
-    def known(self) -> tuple[int | None, ...]:
-        """Exponents of the units of its operands, ``None`` for one without."""
-        if not self.lacking:
-            return self.log2_units
-        pairs = zip(self.log2_units, self.lacking, strict=True)
-        return tuple(None if is_lacking else unit for unit, is_lacking in pairs)
 
     def places(self) -> Iterator[tuple[int, int, bool, str]]:
         """Position, unit, whether it is a gradient, and name of each operand."""

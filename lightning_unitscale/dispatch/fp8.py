@@ -108,11 +108,10 @@ class FP8Products(Numerics):
             # It is not in FP8 anyway.
             self._config.unseen.difference_update(product.names)
             return
-        known = product.known()
         places = [
             (operands[index].detach().float() * 2.0**-unit, is_gradient, name)
             for index, (_, unit, is_gradient, name) in enumerate(product.places())
-            if known[index] is not None
+            if product.known[index] is not None
         ]
         for stored, is_gradient, name in places:
             direction: Direction = "backward" if is_gradient else "forward"
@@ -302,18 +301,16 @@ def _run_layer(
     site = None if run is None else sites.peek(_LINEAR, run)
     if run is None or site is None or not site.is_settled or input.shape[-1:] != weight.shape[1:]:
         return None
-    names = site.operand_names
-    product = Product(_MM, site, FORWARD, (), (False, False), names, session.units.rounding_step)
-    product.take(site.log2_units)
+    names, step = site.operand_names, session.units.rounding_step
+    product = Product(_MM, site, FORWARD, site.log2_units, (False, False), names, step)
     if numerics.awaits((*names, site.name)):
         return None
     if numerics.why_not(product, operands, {}) is not None:
         return None
     sites.find(_LINEAR, _ROLES, run)
     if session.counter is not None:
-        # The product, and those of its gradients.
-        for _ in range(1 + input.requires_grad + weight.requires_grad):
-            session.counter.add(site.module, "format", "", _MM.flops(operands, None))
+        flops = _MM.flops(operands, None)
+        session.counter.add_with_gradients(site.module, "format", "", flops, operands)
     first_node = last_sequence_number() + 1
     result = numerics.run_layer(product, input, weight, bias)
     show(site, operands, first_node)

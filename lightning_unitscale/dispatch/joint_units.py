@@ -23,7 +23,7 @@ from lightning_unitscale.dispatch.compiled_graphs import (
     CompiledProduct,
     PlainProduct,
 )
-from lightning_unitscale.dispatch.compiler_internals import GraphPass
+from lightning_unitscale.dispatch.compiler_internals import GraphPass, note_compiled
 from lightning_unitscale.dispatch.joint_graphs import (
     ARRANGED,
     PRODUCT,
@@ -35,7 +35,6 @@ from lightning_unitscale.dispatch.joint_graphs import (
     tangents_of,
     value_of,
 )
-from lightning_unitscale.dispatch.recompiling import note_compiled
 from lightning_unitscale.dispatch.session import SESSION, ProductSession
 from lightning_unitscale.dispatch.unreached import UNREACHED
 from lightning_unitscale.graph.nodes import first_operation
@@ -63,7 +62,7 @@ _RECOMPUTE, _CHECKPOINT = "recompute", "ac_graph_id"
 def _give_units(graph: fx.Graph) -> None:
     """Give units to the products of a graph that is compiled in a step of a session's."""
     session = SESSION.get()
-    if session is not None and session.rewrites_graphs and compiles_frame():
+    if session is not None and compiles_frame():
         note_compiled()
         UnitsInGraph(graph, session).run()
 

@@ -132,9 +132,12 @@ def product_kernel(rule: ProductRule, original: Kernel) -> Kernel:
             return original(*args, **kwargs)
         session, node, call = owner_of(rule, args)
         if session is None and node is None and (waiting := waiting_session()) is not None:
-            leave(rule.operands_in(args))
+            operands = rule.operands_in(args)
+            leave(operands)
             result = run_inside(original, *args, **kwargs)
-            _count_elsewhere(waiting, rule, args, result)
+            if waiting.counter is not None:
+                path, flops = waiting.sites.forward_run().path, rule.flops(args, result)
+                waiting.counter.add_with_gradients(path, "plain", _ELSEWHERE, flops, operands)
             return result
         if session is None or (frame is not None and caller() in OWN_CALLERS):
             return original(*args, **kwargs)
@@ -142,13 +145,3 @@ def product_kernel(rule: ProductRule, original: Kernel) -> Kernel:
             return session.run(rule, original, args, kwargs, node, call, frame)
 
     return kernel
-
-
-def _count_elsewhere(session: ProductSession, rule: ProductRule, args: Any, result: Any) -> None:
-    """Count a product on a thread of the user's, with those of its gradients."""
-    if session.counter is None:
-        return
-    path, flops = session.sites.forward_run().path, rule.flops(args, result)
-    num_gradients = sum(operand.requires_grad for operand in rule.operands_in(args))
-    for _ in range(1 + num_gradients if torch.is_grad_enabled() else 1):
-        session.counter.add(path, "plain", _ELSEWHERE, flops)

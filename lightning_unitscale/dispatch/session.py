@@ -70,8 +70,6 @@ def run_inside(function: Kernel, *args: Any, **kwargs: Any) -> Any:
 class ProductSession:
     """The products of one module's steps, with their units."""
 
-    rewrites_graphs = True  # whether graphs get units that are compiled in its steps
-
     def __init__(
         self,
         module: nn.Module,
@@ -163,7 +161,9 @@ class ProductSession:
             result = run_inside(original, *args, **kwargs)
             is_complex = any(operand.is_complex() for operand in operands)
             if self.counter is not None and is_complex and run is not None:
-                self.counter.add_complex(run.path, operands, rule.flops(args, result))
+                flops = 4 * rule.flops(args, result)
+                reason = "complex numbers"
+                self.counter.add_with_gradients(run.path, "plain", reason, flops, operands)
             return result
         if run is None and call is not None and may_belong_to(rule, call):
             call.num_visits += 1
@@ -223,7 +223,7 @@ class ProductSession:
         for each in self.numerics:
             if (why := each.why_not(product, args, kwargs)) is None:
                 # Cast in a unit of 1, the first values that are not zero could all be flushed.
-                if product.lacking or each.awaits(product.names):
+                if None in product.known or each.awaits(product.names):
                     return None, NO_UNIT
                 return each, ""
             outside = outside or why
@@ -236,21 +236,14 @@ class ProductSession:
         product: Product | None = site.product
         if product is not None and product.rule is rule and not self.units.is_looking:
             return product, ()
-        operands = rule.operands_in(args)
-        units = site.log2_units
+        operands, step = rule.operands_in(args), self.units.rounding_step
+        is_gradient = (False,) * len(operands)
         product = Product(
-            rule,
-            site,
-            FORWARD,
-            (),
-            (False,) * len(operands),
-            site.operand_names,
-            self.units.rounding_step,
+            rule, site, FORWARD, site.log2_units, is_gradient, site.operand_names, step
         )
-        product.take(units)
         extents: Extents = ()
-        if product.lacking or self.units.is_looking:
-            extents = self._measure(product, args, units, ())
+        if None in product.known or self.units.is_looking:
+            extents = self._measure(product, args, ())
         elif self.numerics:
             self._show(product, operands)
         else:
@@ -272,23 +265,21 @@ class ProductSession:
             kept_gamma, product = kept
             if kept_gamma == gamma:
                 return product
-        operands, known_before = rule.operands_in(args), forward.known()
-        known = tuple(gamma if k is None else known_before[k] for k in sources)
+        operands = rule.operands_in(args)
         product = Product(
             rule,
             site,
             slot_of(sources),
-            (),
+            tuple(gamma if k is None else forward.known[k] for k in sources),
             tuple(k is None or forward.is_gradient[k] for k in sources),
             site.names_of(sources),
             forward.step,
         )
-        product.take(known)
         extents: Extents = ()
         if gamma is None or is_looking:
             before = call.extents or (None,) * len(forward.log2_units)
             measured = tuple(call.gradient_extent if k is None else before[k] for k in sources)
-            extents = self._measure(product, args, known, measured)
+            extents = self._measure(product, args, measured)
             if None in sources:
                 call.gradient_extent = extents[sources.index(None)]
         elif self.numerics:
@@ -300,16 +291,11 @@ class ProductSession:
             remember(self.ref, replace(product, site=derived), operands, extents)
         return product
 
-    def _measure(
-        self, product: Product, args: _Args, known: tuple[int | None, ...], before: Extents
-    ) -> Extents:
+    def _measure(self, product: Product, args: _Args, before: Extents) -> Extents:
         """Measure operands, and give them units at once where a format waits for them."""
-        rule, site = product.rule, product.site
-        operands, read, addends = (
-            rule.operands_in(args),
-            rule.measured_in(args),
-            rule.addends_in(args),
-        )
+        rule, site, names, known = product.rule, product.site, product.names, product.known
+        operands, read = rule.operands_in(args), rule.measured_in(args)
+        addends = rule.addends_in(args)
         is_new = product.slot not in site.seen
         extents: list[Extent | None] = list(before) or [None] * len(operands)
 
@@ -322,11 +308,11 @@ class ProductSession:
 
         dtype, num_addends = operands[0].dtype, len(addends)
         measured = self.units.measure(
-            site, product.slot, product.names, known, dtype, extent_of, num_addends
+            site, product.slot, names, known, dtype, extent_of, num_addends
         )
         if not self.numerics:
             return tuple(extents)
-        without = {name for name, unit in zip(product.names, known, strict=True) if unit is None}
+        without = {name for name, unit in zip(names, known, strict=True) if unit is None}
         # No step waits for a unit that is late.
         is_first = is_new and not self.units.lacking.keys() >= without
         if is_first:

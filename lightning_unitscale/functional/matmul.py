@@ -1,7 +1,7 @@
 """Matmuls in every form, linear maps and embeddings: their scale rules and unit-scaled forms.
 
-Matmuls are sums over an index space: the output sums over the indices that it does not have, and the
-gradient of each operand over the indices that the operand does not have. Sums of N independent
+Matmuls are sums over an index space: the output sums over the indices that it does not have, and
+the gradient of each operand over the indices that the operand does not have. Sums of N independent
 products of unit variance have variance N.
 
 References:
@@ -291,8 +291,8 @@ linear = scaled_op(
     F.linear,
     _linear,
     "linear",
-    f"{_LINEAR_REFERENCE}. The gradients of weight and bias get ``rows**-0.5``, rows being those of "
-    "this call: with averaged gradients of several devices, or accumulated ones, the caller "
+    f"{_LINEAR_REFERENCE}. The gradients of weight and bias get ``rows**-0.5``, rows being those "
+    "of this call: with averaged gradients of several devices, or accumulated ones, the caller "
     "corrects them",
     "input, weight, bias=None",
     weights="weight bias",
