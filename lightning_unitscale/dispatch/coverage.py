@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from tabulate import tabulate
@@ -31,40 +31,27 @@ _EXPECTED_IF_SMALL = frozenset({EXCLUDED_BY_DEFAULT})
 
 @dataclass(frozen=True)
 class ProductCount:
-    """Products that ran alike in one module.
+    """Products that ran alike in one module."""
 
-    Attributes:
-        module: Path of the module; empty for the root.
-        kind: ``"units"``, ``"format"`` (rounded to fewer bits, in units if there are any),
-            ``"plain"``, or ``"left out"`` of the format where there are no units.
-        reason: Why they ran plain, or outside of a format; empty otherwise.
-        num_products: How many there were in a step.
-        flops: Their floating-point operations.
-        outside: Why they ran outside of the format of the step; empty if they did not.
-    """
-
-    module: str
+    module: str  # path of the module; empty for the root
+    # ``"units"``, ``"format"`` (rounded to fewer bits, in units if there are any),
+    # ``"plain"``, or ``"left out"`` of the format where there are no units.
     kind: Kind
-    reason: str
-    num_products: int
-    flops: int
-    outside: str = ""
+    reason: str  # why they ran plain, or outside of a format; empty otherwise
+    num_products: int  # how many there were in a step
+    flops: int  # their floating-point operations
+    outside: str = ""  # why they ran outside of the format of the step; empty if they did not
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """The products of one step, forward and backward.
+    """The products of one step, forward and backward."""
 
-    Attributes:
-        counts: By module, kind and reason, in the order in which they ran.
-        has_units: Whether products run in units; if not, they are only rounded.
-        lacking: Operands, and gradients, that had no unit after the step.
-        format: The format that the step was to run in, such as ``"FP8"``; empty without one.
-    """
-
+    # By module, kind and reason, in the order in which they ran.
     counts: tuple[ProductCount, ...] = ()
-    has_units: bool = True
-    lacking: tuple[str, ...] = ()
+    has_units: bool = True  # whether products run in units; if not, they are only rounded
+    lacking: tuple[str, ...] = ()  # operands, and gradients, that had no unit after the step
+    # The format that the step was to run in, such as ``"FP8"``; empty without one.
     format: str = ""
 
     @property
@@ -90,19 +77,16 @@ class Coverage:
     @property
     def reasons(self) -> Mapping[str, float]:
         """Why products ran plain, with their share of the step's floating-point operations."""
-        return self._shares((one.reason, one.flops) for one in self.counts if one.kind == "plain")
+        return self._shares(lambda one: one.reason if one.kind == "plain" else "")
 
     @property
     def reasons_outside(self) -> Mapping[str, float]:
         """Why products ran outside of the format, with their share of the step's FLOPs."""
-        return self._shares((one.outside, one.flops) for one in self.counts if one.outside)
+        return self._shares(lambda one: one.outside)
 
-    def _shares(self, flops_of: Iterable[tuple[str, int]]) -> Mapping[str, float]:
-        shares: Counter[str] = Counter()
-        for reason, flops in flops_of:
-            shares[reason] += flops
-        total = self.flops or 1
-        return {reason: flops / total for reason, flops in shares.most_common()}
+    def _shares(self, reason_of: Callable[[ProductCount], str]) -> Mapping[str, float]:
+        flops, total = _flops_by(self.counts, reason_of), self.flops or 1
+        return {reason: count / total for reason, count in flops.most_common() if reason}
 
     def fraction_of_flops(self, *kinds: Kind) -> float:
         """Share of the step's floating-point operations in products of these kinds; 1 if none."""
@@ -112,11 +96,8 @@ class Coverage:
 
     def uncovered_modules(self) -> tuple[str, ...]:
         """Modules with plain products, those with the most operations first."""
-        flops: Counter[str] = Counter()
-        for count in self.counts:
-            if count.kind == "plain":
-                flops[count.module or "the step itself"] += count.flops
-        return tuple(module for module, _ in flops.most_common())
+        plain = [count for count in self.counts if count.kind == "plain"]
+        return tuple(name for name, _ in _flops_by(plain, _module_name).most_common())
 
     def line(self) -> str:
         """One line for the log."""
@@ -171,6 +152,17 @@ class Coverage:
             for count in self.counts
         ]
         return tabulate(rows, headers=("module", "products", "FLOPs", "run in", "why"))
+
+
+def _flops_by(counts: Iterable[ProductCount], key: Callable[[ProductCount], Any]) -> Counter[Any]:
+    flops = Counter[Any]()
+    for count in counts:
+        flops[key(count)] += count.flops
+    return flops
+
+
+def _module_name(count: ProductCount) -> str:
+    return count.module or "the step itself"
 
 
 class CoverageCounter:
@@ -240,6 +232,12 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_NUM_NAMED]) + (", ..." if len(names) > _NUM_NAMED else "")
 
 
+def first_of(texts: Sequence[str]) -> str:
+    """The first few, and how many more there are."""
+    more = len(texts) - _NUM_NAMED
+    return "; ".join(texts[:_NUM_NAMED]) + (f"; and {more} more" if more > 0 else "")
+
+
 def percent(share: float) -> str:
     """Return a share as text."""
     return "100 %" if share == 1.0 else f"{100 * share:.3g} %"
@@ -299,11 +297,9 @@ class LostFormats:
 
 def _share_of_layers(coverage: Coverage) -> float:
     """Share of the format among the matmuls that can have it."""
-    flops = Counter[bool]()
-    for count in coverage.counts:
-        if count.outside not in _EXPECTED:
-            flops[count.kind == "format"] += count.flops
-    return flops[True] / (flops.total() or 1)
+    counts = [count for count in coverage.counts if count.outside not in _EXPECTED]
+    flops = _flops_by(counts, lambda count: count.kind == "format")
+    return float(flops[True] / (flops.total() or 1))
 
 
 def _text(lost: Sequence[ProductCount], coverage: Coverage) -> str:
@@ -317,9 +313,5 @@ def _text(lost: Sequence[ProductCount], coverage: Coverage) -> str:
 
 def _named(counts: Sequence[ProductCount]) -> str:
     """Modules with the reason of each, those with the most operations first."""
-    flops = Counter[tuple[str, str]]()
-    for count in counts:
-        flops[count.module or "the step itself", count.outside] += count.flops
-    named = [f"{module} ({reason})" for (module, reason), _ in flops.most_common()]
-    more = len(named) - _NUM_NAMED
-    return "; ".join(named[:_NUM_NAMED]) + (f"; and {more} more" if more > 0 else "")
+    flops = _flops_by(counts, lambda count: (_module_name(count), count.outside))
+    return first_of([f"{module} ({reason})" for (module, reason), _ in flops.most_common()])

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_unitscale.dispatch.coverage import percent
+from lightning_unitscale.dispatch.coverage import first_of, percent
 from lightning_unitscale.dispatch.execute import Product, run_scaled
 from lightning_unitscale.dispatch.measurement import Site
 from lightning_unitscale.dispatch.torch_internals import Kernel
@@ -31,7 +31,6 @@ _OF_NORMAL = 3
 _MAX_SHARES = (MAX_SILENT, MAX_FLUSHED)
 # Elements that are none of these: of a small tensor, one is a large share.
 _FEW = 2
-_NAMED = 5
 
 
 class Numerics(abc.ABC):
@@ -126,11 +125,8 @@ class FlushedOperands:
             for (name, format), share in zip(names, copy.numbers().tolist(), strict=True):
                 if is_rounded(name):
                     self._note(name, share, format)
-        if not self._found:
-            return ""
         texts, self._found = list(self._found.values()), {}
-        more = len(texts) - _NAMED
-        return "; ".join(texts[:_NAMED]) + (f"; and {more} more" if more > 0 else "")
+        return first_of(texts)
 
 
 class SimulatedProducts(Numerics):
