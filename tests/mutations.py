@@ -354,7 +354,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a product that is written into a tensor is written into another",
-        "dispatch/unreached.py",
+        "dispatch/kernels.py",
         '        rule = replace(rule, with_factor="")',
         "        pass",
         "dispatch/test_user_code.py -k written_into_tensors",

@@ -24,6 +24,7 @@ from lightning_unitscale.dispatch.measurement import FORWARD, Extent, Site
 from lightning_unitscale.dispatch.session import ProductSession
 from lightning_unitscale.dispatch.torch_internals import current_node
 from lightning_unitscale.functional.scale import LARGEST_LOG2
+from lightning_unitscale.graph.operators import COMPILED_BEFORE
 from lightning_unitscale.patching import nothing
 from lightning_unitscale.scales.transfer import numbers_on
 
@@ -283,7 +284,6 @@ class CompiledGraph(GraphRuns):
 
 
 GRAPHS: list[CompiledGraph] = []
-COMPILED_BEFORE = "compiled before this callback was attached"
 
 
 def _factors(index: int, device: torch.device, is_backward: bool) -> Tensor:

@@ -36,9 +36,8 @@ from lightning_unitscale.dispatch.joint_graphs import (
     value_of,
 )
 from lightning_unitscale.dispatch.session import SESSION, ProductSession
-from lightning_unitscale.dispatch.unreached import UNREACHED
 from lightning_unitscale.graph.nodes import first_operation
-from lightning_unitscale.graph.operators import ProductRule
+from lightning_unitscale.graph.operators import UNREACHED, ProductRule
 from lightning_unitscale.profiler.costs import concrete
 
 _ATEN = torch.ops.aten

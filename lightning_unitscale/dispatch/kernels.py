@@ -10,9 +10,12 @@ from __future__ import annotations
 import functools
 import weakref
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lightning_unitscale.dispatch import aot_pass, compiled_formats, joint_units
 from lightning_unitscale.dispatch.calls import forget, forget_made, leave
@@ -25,15 +28,21 @@ from lightning_unitscale.dispatch.owners import (
     suspend_in_optimizers,
     waiting_session,
 )
-from lightning_unitscale.dispatch.session import LOCAL, ProductSession, run_inside
+from lightning_unitscale.dispatch.session import LOCAL, SESSION, ProductSession, run_inside
 from lightning_unitscale.dispatch.torch_internals import (
     Kernel,
     KernelOverrides,
     calling_frame,
     plain_functions,
 )
-from lightning_unitscale.dispatch.unreached import UNREACHED, unreached_kernel, writing_kernel
-from lightning_unitscale.graph.operators import RULES, ProductRule
+from lightning_unitscale.graph.flops import Arguments
+from lightning_unitscale.graph.operators import (
+    COMPILED_BEFORE,
+    RULES,
+    UNREACHED,
+    ProductRule,
+    UnreachedRule,
+)
 
 _PASSES = (compiled_formats.PASS, joint_units.PASS, *aot_pass.PASSES)
 # By the identity of a session: what ends it, here or when nobody has it any more.
@@ -145,3 +154,52 @@ def product_kernel(rule: ProductRule, original: Kernel) -> Kernel:
             return session.run(rule, original, args, kwargs, node, call, frame)
 
     return kernel
+
+
+def unreached_kernel(rule: UnreachedRule, original: Kernel) -> Kernel:
+    """A kernel that counts the products of an operator and leaves them as they are."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        session = SESSION.get()
+        if LOCAL.is_inside or session is None or (graph := caller()) in OWN_CALLERS:
+            return original(*args, **kwargs)
+        result = run_inside(original, *args, **kwargs)
+        if session.counter is not None:
+            path = session.sites.forward_run().path
+            reason = rule.reason if graph is None else COMPILED_BEFORE
+            flops = rule.flops(args, result)
+            session.counter.add(path, "plain", reason, flops)
+            if rule.has_backward and torch.is_grad_enabled() and _needs_gradient(args):
+                # Counted here: a backward pass of its own does not say whose it is.
+                session.counter.add(path, "plain", reason, 2 * flops)
+        return result
+
+    return kernel
+
+
+def writing_kernel(rule: ProductRule, unreached: UnreachedRule, original: Kernel) -> Kernel:
+    """A kernel that writes a product of the table into a tensor of its caller's."""
+    plain = unreached_kernel(unreached, original)
+    writing = functools.partial(run_inside, getattr(torch.ops.aten, rule.operator).out)
+    if not rule.addends:
+        # What multiplies by a factor in passing makes a tensor.
+        rule = replace(rule, with_factor="")
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        frame = calling_frame()
+        if LOCAL.is_inside or is_ours(frame):
+            return original(*args, **kwargs)
+        session, node, call = owner_of(rule, args)
+        if session is None:
+            return original(*args, **kwargs)
+        if caller() is not None:
+            return plain(*args, **kwargs)
+        options = {**kwargs, "out": kwargs.get("out", args[0])}
+        with plain_functions():
+            return session.run(rule, writing, args, options, node, call, frame)
+
+    return kernel
+
+
+def _needs_gradient(args: Arguments) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(args))

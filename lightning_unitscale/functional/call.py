@@ -67,11 +67,9 @@ def scaled_loss(
     mult: float = 1.0,
     correction: Factor = 1.0,
 ) -> Tensor:
-    """Call a loss: its value is the plain one, the gradients of its arguments are at RMS 1.
-
-    16-bit arguments are computed with in FP32, where the gradient has room on its way from the
-    scalar to the elements; the result has the type that the plain loss has.
-    """
+    """Call a loss: its value is the plain one, the gradients of its arguments are at RMS 1."""
+    # 16-bit arguments are computed with in FP32, where the gradient has room on its way from the
+    # scalar to the elements; the result has the type that the plain loss has.
     mult = positive(f"{rule.name}: mult", mult)
     arguments, factors, tensors = _prepared(rule, function, args, kwargs or {}, mult)
     first = _first_input(rule, tensors)

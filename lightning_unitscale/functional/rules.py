@@ -176,39 +176,18 @@ def registered_rules() -> tuple[ScaleRule, ...]:
 def elementwise_factors(
     function: Callable[..., Tensor], mult: float = 1.0, **options: Any
 ) -> Factors:
-    """Scale factors of any elementwise function of a normal tensor, derived by quadrature in FP64.
-
-    With x ~ N(0, 1) the output factor is ``(E f(mult x)^2)^(-1/2)``; that of the gradient, which is
-    taken with respect to x as in every rule, is ``(mult^2 E f'(mult x)^2)^(-1/2)``, where f' is
-    what autograd makes of ``function``.
-
-    Args:
-        function: A torch function, elementwise in its first argument: ``torch.nn.functional.mish``
-            or one's own.
-        mult: RMS of the argument; the function sees ``mult * x``.
-        **options: Its other keyword arguments. Hashable ones are cached.
-
-    Returns:
-        Factors with ``gradients["input"]``, which is absent where the derivative is 0 everywhere.
-
-    Raises:
-        ValueError: If the function or its derivative has no finite mean square (``log``, ``1/x``),
-            or if it is not elementwise.
-
-    Examples:
-        >>> round(elementwise_factors(torch.relu).output, 4)  # E relu(x)^2 = 1/2
-        1.4142
-    """
+    """Scale factors of any elementwise function of a normal tensor, by quadrature in FP64."""
+    # With x ~ N(0, 1) the output factor is (E f(mult x)^2)^(-1/2). That of the gradient, which is
+    # taken with respect to x as in every rule, is (mult^2 E f'(mult x)^2)^(-1/2), where f' is what
+    # autograd makes of the function; it is absent where the derivative is 0 everywhere.
     output, gradient = elementwise_moments(function, mult, tuple(options.items()))
     gradients = {"input": (mult**2 * gradient) ** -0.5} if gradient * mult else {}
     return Factors(output**-0.5 if output else 1.0, gradients)
 
 
 def hint_of(value: Any) -> Any:
-    """The number that a symbolic number was in the captured call; other values as they are.
-
-    No guard comes of it. It is ``None`` where the number depends on the values of a tensor.
-    """
+    """The number that a symbolic number was in the captured call; other values as they are."""
+    # No guard comes of it. It is ``None`` where the number depends on the values of a tensor.
     is_symbolic = isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
     return value.node.hint if is_symbolic else value
 
@@ -226,10 +205,8 @@ def concrete_size(size: int | torch.SymInt) -> int:
 
 
 def specialized(size: int) -> int:
-    """The number of a size for a computation that a compiler does not look into.
-
-    A compiled graph is then one of this size; another size recompiles.
-    """
+    """The number of a size for a computation that a compiler does not look into."""
+    # A compiled graph is then one of this size; another size recompiles.
     return len(range(size)) if is_compiling() else size
 
 

@@ -75,11 +75,6 @@ PRODUCT_WORDS = frozenset(
     name.strip("_") + overload for name in _NAMES for overload in ("", ".default")
 )
 
-# Why no factor can reach the operands of a product, or it writes into a tensor of the user's.
-DISTANCES = "a kernel of distances"
-RECURRENT = "a recurrent kernel, whose products are inside of it"
-FUSED = "a fused inference kernel, whose products are inside of it"
-
 
 def _roles_of(target: Any) -> ScaleRule | Roles | None:
     """The roles of the parameters of a function, a method by its name, or an operator of aten."""

@@ -30,7 +30,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Arguments = Sequence[Any]
+from lightning_unitscale.graph.flops import (
+    Arguments,
+    Formula,
+    attention_flops,
+    contraction,
+    conv_tbc_backward_flops,
+    conv_tbc_flops,
+    convolution_backward_flops,
+    convolution_flops,
+    cudnn_recurrent_flops,
+    distance_flops,
+    encoder_layer_flops,
+    grouped_flops,
+    recurrent_flops,
+    trilinear_flops,
+)
+
 # For one result, the power to which each operand's unit enters it; ``None``: none of them does.
 Coefficients = tuple[int, ...] | None
 # What a person calls a call, and the roles of its operands.
@@ -49,7 +65,7 @@ class ProductRule:
     results: tuple[Coefficients, ...]  # the coefficients of each result
     # What a person calls the operation, and the roles of its operands, from the arguments.
     word: Word
-    flops: Callable[[Arguments, Any], int]  # floating-point operations of a call
+    flops: Formula  # floating-point operations of a call
     addends: tuple[int, ...] = ()  # positions of arguments that are added to the first result
     # Arguments that are stored in the units of an operand: position and which operand.
     follows: tuple[tuple[int, int], ...] = ()
@@ -204,56 +220,6 @@ def _convolution_word(args: Arguments) -> tuple[str, tuple[str, ...]]:
     return f"{kind}{args[0].dim() - 2}d", ("input", "weight")
 
 
-def contraction(first: int, second: int) -> Callable[[Arguments, Any], int]:
-    """Multiplications and additions of a product of two matrices, or of two batches of them."""
-
-    def flops(args: Arguments, _: Any) -> int:
-        columns = args[second].shape[-1] if args[second].dim() > 1 else 1
-        return 2 * int(args[first].numel()) * int(columns)
-
-    return flops
-
-
-def _convolved(positions: Tensor, weight: Tensor) -> int:
-    """Each element of the weight at each position; its shape knows of groups."""
-    return 2 * int(math.prod((positions.shape[0], *positions.shape[2:]))) * int(weight.numel())
-
-
-def _convolution_flops(args: Arguments, result: Any) -> int:
-    return _convolved(args[0] if args[6] else result, args[1])
-
-
-def _convolution_backward_flops(args: Arguments, _: Any) -> int:
-    # Each gradient takes as many as the forward pass.
-    once = _convolved(args[1] if args[7] else args[0], args[2])
-    return once * (bool(args[10][0]) + bool(args[10][1]))
-
-
-def _attention_flops(query: int, *, of_depth: int, of_values: int) -> Callable[..., int]:
-    """So many products over the depth of keys, and over that of values; a mask lowers nothing."""
-
-    def flops(args: Arguments, _: Any) -> int:
-        q, k, v = args[query : query + 3]
-        scores = int(math.prod(q.shape[:-1])) * int(k.shape[-2])
-        return 2 * scores * (of_depth * int(q.shape[-1]) + of_values * int(v.shape[-1]))
-
-    return flops
-
-
-def _trilinear_flops(args: Arguments, result: Any) -> int:
-    return 2 * int(args[1].numel()) * int(result.shape[0] if result.dim() else 1)
-
-
-def _grouped_flops(args: Arguments, result: Any) -> int:
-    if args[0].dim() == args[1].dim() == 2:  # each group sums over columns of its own
-        return contraction(0, 1)(args, result)
-    return 2 * int(result.numel()) * int(args[0].shape[-1])
-
-
-def _conv_tbc_flops(args: Arguments, result: Any) -> int:
-    return 2 * int(result.numel()) * int(math.prod(args[1].shape[:2]))
-
-
 def _matmul(operator: str, word: Word, *, is_added: bool = False, **options: Any) -> ProductRule:
     """A product of two matrices, or of two batches of them, and what it ``is_added`` to."""
     first, addends = (1, (0,)) if is_added else (0, ())
@@ -267,7 +233,7 @@ def _attention(operator: str) -> ProductRule:
         (0, 1, 2),
         ((0, 0, 1),),
         _word("scaled_dot_product_attention", "query", "key", "value"),
-        _attention_flops(0, of_depth=1, of_values=1),
+        attention_flops(0, of_depth=1, of_values=1),
         temperature=(1, 1, 0),
     )
 
@@ -279,7 +245,7 @@ def _attention_backward(operator: str, output: int, *, has_bias: bool = False) -
         (0, 1, 2, 3),
         ((1, -1, 0, 1), (1, 0, -1, 1), (1, 0, 0, 0), *of_bias),
         _word("scaled_dot_product_attention", "query", "key", "value"),
-        _attention_flops(1, of_depth=3, of_values=2),
+        attention_flops(1, of_depth=3, of_values=2),
         follows=((output, 3),),
         temperature=(0, 1, 1, 0),
         sources=(None, 0, 1, 2),
@@ -309,25 +275,25 @@ RULES: tuple[ProductRule, ...] = (
     ),
     _matmul("addbmm", _word("addbmm", "batch1", "batch2"), is_added=True),
     _matmul("addmv", _word("addmv", "mat", "vec"), is_added=True),
-    ProductRule("convolution", (0, 1), _BOTH, _convolution_word, _convolution_flops, addends=(2,)),
+    ProductRule("convolution", (0, 1), _BOTH, _convolution_word, convolution_flops, addends=(2,)),
     ProductRule(
         "convolution_backward",
         (0, 1, 2),
         ((1, 0, 1), (1, 1, 0), (1, 0, 0)),
         _word("convolution", "input", "weight"),
-        _convolution_backward_flops,
+        convolution_backward_flops,
         sources=(None, 0, 1),
         mask=10,
     ),
     ProductRule(
-        "conv_tbc", (0, 1), _BOTH, _word("conv_tbc", "input", "weight"), _conv_tbc_flops, (2,)
+        "conv_tbc", (0, 1), _BOTH, _word("conv_tbc", "input", "weight"), conv_tbc_flops, (2,)
     ),
     ProductRule(
         "conv_tbc_backward",
         (0, 1, 2),
         ((1, 0, 1), (1, 1, 0), (1, 0, 0)),
         _word("conv_tbc", "input", "weight"),
-        lambda args, _: 4 * int(args[0].numel()) * int(math.prod(args[2].shape[:2])),
+        conv_tbc_backward_flops,
         sources=(None, 0, 1),
     ),
     ProductRule(
@@ -335,14 +301,14 @@ RULES: tuple[ProductRule, ...] = (
         (0, 1, 2),
         ((1, 1, 1),),
         _word("bilinear", "input1", "weight", "input2"),
-        _trilinear_flops,
+        trilinear_flops,
     ),
     ProductRule(
         "_grouped_mm",
         (0, 1),
         _BOTH,
         _word("grouped_mm", "mat_a", "mat_b"),
-        _grouped_flops,
+        grouped_flops,
         addends=(3,),
         ragged=2,
     ),
@@ -354,4 +320,60 @@ RULES: tuple[ProductRule, ...] = (
     _attention_backward(f"{_SDPA}_flash_attention_backward", 4),
     _attention_backward(f"{_SDPA}_efficient_attention_backward", 5, has_bias=True),
     _attention_backward(f"{_SDPA}_cudnn_attention_backward", 4),
+)
+
+# Why no factor can reach the operands of a product, or it writes into a tensor of the user's.
+DISTANCES = "a kernel of distances"
+RECURRENT = "a recurrent kernel, whose products are inside of it"
+FUSED = "a fused inference kernel, whose products are inside of it"
+COMPILED_BEFORE = "compiled before this callback was attached"
+_WIDENED = "a product whose result has a type of its own"
+
+
+@dataclass(frozen=True)
+class UnreachedRule:
+    """An operator that multiplies matrices where no factor can reach its operands."""
+
+    operator: str  # its name in ``torch.ops.aten``, with the overload if that is not the default
+    reason: str  # why its products run as they are
+    flops: Formula  # floating-point operations of a call
+    # Whether its gradients come from a kernel of the same kind, with twice as many.
+    has_backward: bool = False
+    # The operator of the table whose products this one writes into a tensor that it is
+    # given. Factors reach them except in a graph that was compiled before.
+    writes: str = ""
+
+
+# Operators of the table whose results are written, or added, into a tensor: how that is spelled,
+# and at which argument their operands begin.
+_WRITING = (
+    ("addmm", "_", 1),
+    ("baddbmm", "_", 1),
+    ("addbmm", "_", 1),
+    ("addmv", "_", 1),
+    ("mm", ".out", 0),
+    ("bmm", ".out", 0),
+    ("addmm", ".out", 1),
+    ("baddbmm", ".out", 1),
+)
+
+# Operators of CUDA whose result has another type than their operands, and where these begin.
+_WIDENING = (("mm", 0), ("bmm", 0), ("addmm", 1), ("baddbmm", 1))
+
+UNREACHED: tuple[UnreachedRule, ...] = (
+    *(
+        UnreachedRule(name + form, COMPILED_BEFORE, contraction(at, at + 1), writes=name)
+        for name, form, at in _WRITING
+    ),
+    *(
+        UnreachedRule(f"{name}.{form}", _WIDENED, contraction(at, at + 1))
+        for name, at in _WIDENING
+        for form in ("dtype", "dtype_out")
+    ),
+    UnreachedRule("_int_mm", "a product of integers", contraction(0, 1)),
+    UnreachedRule("_cdist_forward", DISTANCES, distance_flops),
+    UnreachedRule("mkldnn_rnn_layer", RECURRENT, recurrent_flops, has_backward=True),
+    UnreachedRule("_cudnn_rnn", RECURRENT, cudnn_recurrent_flops, has_backward=True),
+    UnreachedRule("_transformer_encoder_layer_fwd", FUSED, encoder_layer_flops),
+    UnreachedRule("_native_multi_head_attention", FUSED, encoder_layer_flops),
 )

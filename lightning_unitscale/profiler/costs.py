@@ -24,8 +24,9 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
 from lightning_unitscale.functional.rules import hint_of
+from lightning_unitscale.graph.flops import Formula, contraction
 from lightning_unitscale.graph.nodes import tensors_in
-from lightning_unitscale.graph.operators import RULES
+from lightning_unitscale.graph.operators import RULES, UNREACHED
 from lightning_unitscale.profiler.workspace import by_operator, workspace_bytes
 
 aten = torch.ops.aten
@@ -222,32 +223,16 @@ def _is_view(function: Any) -> bool:
     return bool(aliases) and not any(alias.is_write for alias in aliases)
 
 
-def _shape(value: Any) -> tuple[int, ...]:
-    return tuple(map(int, value.shape))
+def _twice(formula: Formula) -> Formula:
+    return lambda args, result: 2 * formula(args, result)
 
 
-def recurrent_flops(args: Sequence[Any], result: Any) -> int:
-    """Return the operations of oneDNN's recurrent layer: both matrices for each token."""
-    tokens, *matrices = map(_shape, args[:3])
-    return 2 * prod(tokens[:2]) * sum(map(prod, matrices))
-
-
-def cudnn_recurrent_flops(args: Sequence[Any], result: Any) -> int:
-    """Return the operations of cuDNN's recurrent layers: all matrices for each token."""
-    matrices = [_shape(weight) for weight in args[1] if weight.dim() > 1]
-    return 2 * prod(_shape(args[0])[:2]) * sum(map(prod, matrices))
-
-
-_OPERATORS = {rule.operator: rule.flops for rule in RULES}
 _FORMULAS = by_operator(
     {
-        **_OPERATORS,
-        "vdot": _OPERATORS["dot"],
-        "addmv_": _OPERATORS["addmv"],
-        "mkldnn_rnn_layer": recurrent_flops,
-        "mkldnn_rnn_layer_backward": lambda args, result: 2 * recurrent_flops(args, result),
-        "_cudnn_rnn": cudnn_recurrent_flops,
-        "_cudnn_rnn_backward": lambda args, result: 2 * cudnn_recurrent_flops(args, result),
+        **{rule.operator: rule.flops for rule in RULES},
+        **{rule.operator: rule.flops for rule in UNREACHED},
+        **{f"{r.operator}_backward": _twice(r.flops) for r in UNREACHED if r.has_backward},
+        "vdot": contraction(0, 1),
     }
 )
 
