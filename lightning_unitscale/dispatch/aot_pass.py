@@ -54,10 +54,8 @@ class _Known:
 
 
 class _Noted(threading.local):
-    """The products of the graph that this thread is compiling, and the number of the graph."""
-
-    products: tuple[_Known, ...] = ()
-    graph: int | None = None
+    products: tuple[_Known, ...] = ()  # of the graph that this thread is compiling
+    graph: int | None = None  # its number
 
 
 _NOTED = _Noted()

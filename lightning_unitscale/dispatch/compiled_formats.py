@@ -252,8 +252,9 @@ class FormatsInGraph:
             results = tuple(k for k, item in enumerate(value) if isinstance(item, Tensor))
         matmul = self._matmuls.describe(node, rule, len(self._compiled.products))
         args, kwargs = _template(node)
+        operation: Any = node.target
         product = RoundedProduct(
-            **vars(matmul), operator=_operator(node), args=args, kwargs=kwargs, results=results
+            **vars(matmul), operator=operation, args=args, kwargs=kwargs, results=results
         )
         if len(operands) == 2 and not product.is_backward:
             self._look_for_weight(product, operands[1])
@@ -298,11 +299,6 @@ class FormatsInGraph:
         item = self._graph.call_function(operator.getitem, (results, index))
         item.meta = dict(like.meta)
         return item
-
-
-def _operator(node: fx.Node) -> Kernel:
-    assert callable(node.target), "it is an operator of aten"
-    return node.target
 
 
 def _can_move(node: fx.Node) -> bool:

@@ -93,29 +93,25 @@ def _added_product_of(left: str, right: str, *, is_summed_over_batch: bool = Fal
     return factors
 
 
-def _inner(arguments: Mapping[str, Any]) -> Factors:
-    a, b = arguments["input"], arguments["other"]
-    inner = shape_of(a)[-1] if shape_of(a) else 1
-    space = numel_of(a) * numel_of(b) / max(inner, 1)
-    return _contraction(inner, space, {"input": a, "other": b}, arguments.get("mult", 1.0))
+def _product_of(
+    left: str, right: str, terms_of: Callable[[tuple[int, ...], Mapping[str, Any]], float]
+) -> Any:
+    """Factors of a product with so many terms, by the shape of its left operand."""
+
+    def factors(arguments: Mapping[str, Any]) -> Factors:
+        a, b = arguments[left], arguments[right]
+        terms = terms_of(shape_of(a), arguments)
+        space = numel_of(a) * numel_of(b) / max(terms, 1)
+        return _contraction(terms, space, {left: a, right: b}, arguments.get("mult", 1.0))
+
+    return factors
 
 
-def _outer(arguments: Mapping[str, Any]) -> Factors:
-    a, b = arguments["input"], arguments["vec2"]
-    space = numel_of(a) * numel_of(b)
-    return _contraction(1, space, {"input": a, "vec2": b}, arguments.get("mult", 1.0))
-
-
-def _tensordot(arguments: Mapping[str, Any]) -> Factors:
-    a, b, dims = arguments["a"], arguments["b"], arguments.get("dims", 2)
-    sizes = shape_of(a)
+def _contracted(sizes: tuple[int, ...], arguments: Mapping[str, Any]) -> float:
+    dims = arguments.get("dims", 2)
     if isinstance(dims, int):
-        contracted = sizes[len(sizes) - dims :]
-    else:
-        contracted = tuple([sizes[int(dim)] for dim in dims[0]])
-    terms = product(contracted)
-    space = numel_of(a) * numel_of(b) / max(terms, 1)
-    return _contraction(terms, space, {"a": a, "b": b}, arguments.get("mult", 1.0))
+        return product(sizes[len(sizes) - dims :])
+    return product([sizes[int(dim)] for dim in dims[0]])
 
 
 def _einsum(arguments: Mapping[str, Any]) -> Factors:
@@ -200,9 +196,19 @@ mm = _of_two(torch.mm, "input", "mat2")
 bmm = _of_two(torch.bmm, "input", "mat2")
 mv = _of_two(torch.mv, "input", "vec")
 dot = _of_two(torch.dot, "input", "tensor", "vdot")
-inner = _product(torch.inner, _inner, parameters="input, other", operands="input other")
-outer = _product(torch.outer, _outer, parameters="input, vec2", aliases="ger")
-tensordot = _product(torch.tensordot, _tensordot, operands="a b")
+inner = _product(
+    torch.inner,
+    _product_of("input", "other", lambda sizes, _: sizes[-1] if sizes else 1),
+    parameters="input, other",
+    operands="input other",
+)
+outer = _product(
+    torch.outer,
+    _product_of("input", "vec2", lambda *_: 1),
+    parameters="input, vec2",
+    aliases="ger",
+)
+tensordot = _product(torch.tensordot, _product_of("a", "b", _contracted), operands="a b")
 einsum = _product(torch.einsum, _einsum, parameters="equation, *operands", operands="operands")
 multi_dot = _product(
     torch.linalg.multi_dot, _chain, parameters="tensors", operands="tensors", name="multi_dot"

@@ -6,7 +6,6 @@ tensors that meet in a product and its gradients is all there is to simulate.
 
 from __future__ import annotations
 
-import copy
 import math
 import zlib
 from collections.abc import Sequence
@@ -128,9 +127,3 @@ class SimulateFormat:
         """What is rounded to what, and how."""
         formats = f"Operands rounded to {self.operand_format}, gradients to {self.gradient_format}"
         return f"{formats} ({self.rounding_text})"
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SimulateFormat:
-        new = copy.copy(self)
-        memo[id(self)] = new
-        new.moving_grid = copy.copy(self.moving_grid)
-        return new
