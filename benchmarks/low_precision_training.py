@@ -107,11 +107,8 @@ class DynamicScaling(Numerics):
         self.powers_of_two = powers_of_two
         self.fwd_format, self.bwd_format = get_format(fwd_format), get_format(bwd_format)
 
-    def applies_to(self, product: Product, *_: Any) -> bool:
-        return self.patterns.match_names(product.site.name, product.site.module)
-
-    def why_not(self, product: Product) -> str:
-        return self.patterns.why_not(product.site.name, product.site.module)
+    def why_not(self, product: Product, *_: Any) -> str | None:
+        return self.patterns.why_not(product.site.name, product.site.module) or None
 
     def run(
         self, product: Product, original: Kernel, args: list[Any], kwargs: dict[str, Any]

@@ -122,16 +122,7 @@ def rounding_keys(
 
 
 def checked_format(format: FormatLike, *, given: str | None = None) -> NumberFormat:
-    """Find a format, of which every number is an FP32 number.
-
-    Args:
-        format: As for ``get_format``.
-        given: The same.
-
-    Raises:
-        ValueError: If there is no such format, or it is finer or wider than FP32.
-        TypeError: If ``format`` is not the name, the bits or the description of a format.
-    """
+    """Find a format as ``get_format`` does, of which every number is an FP32 number."""
     resolved = get_format(format, given=given)
     if resolved.mantissa_bits > _MANTISSA_BITS or resolved.max > FP32.max:
         raise ValueError(
@@ -143,11 +134,7 @@ def checked_format(format: FormatLike, *, given: str | None = None) -> NumberFor
 
 
 def check_rounding(rounding: object) -> None:
-    """Refuse an unknown way of rounding.
-
-    Raises:
-        ValueError: If it is not one of ``Rounding``.
-    """
+    """Refuse an unknown way of rounding."""
     advice = "leave the argument out for 'nearest'"
     check_choice("rounding", rounding, get_args(Rounding), "unknown rounding", advice)
 
@@ -155,15 +142,7 @@ def check_rounding(rounding: object) -> None:
 def rounded(
     tensor: Tensor, format: NumberFormat, saturate: bool | None = None, key: Tensor | None = None
 ) -> Tensor:
-    """:func:`quantize` without its checks and without a gradient.
-
-    Args:
-        tensor: Floating point, of any shape.
-        format: The format.
-        saturate: Whether what is beyond the range becomes the largest number; by default where a
-            format has no infinities.
-        key: INT64 of shape ``(2,)``, of a stochastic rounding; ``None`` rounds to nearest.
-    """
+    """:func:`quantize` without its checks and without a gradient; a key rounds stochastically."""
     clips = format.finite_only if saturate is None else saturate
     wide = tensor.detach().float()
     if format.exponent_bits == FP32.exponent_bits:
@@ -182,12 +161,10 @@ def rounded(
 def _round_multiples(
     wide: Tensor, format: NumberFormat, key: Tensor | None, *, overflows: bool
 ) -> Tensor:
-    """Round to multiples of the spacing that the format has at each value's exponent.
-
-    The spacing is a power of two, so both products with it are exact. Below the smallest normal it
-    stays what it is there, which makes subnormals; at the top it stays too, so what is out of range
-    still is afterwards. Values keep their sign, also where they become zero.
-    """
+    """Round to multiples of the spacing that the format has at each value's exponent."""
+    # The spacing is a power of two, so both products with it are exact. Below the smallest normal
+    # it stays what it is there, which makes subnormals; at the top it stays too, so what is out of
+    # range still is afterwards. Values keep their sign, also where they become zero.
     lowest = (format.min_exponent + _BIAS) << _MANTISSA_BITS
     highest = (format.max_exponent + _BIAS) << _MANTISSA_BITS
     exponents = (wide.view(torch.int32) & _EXPONENT_CODES).clamp_(lowest, highest)
@@ -214,11 +191,9 @@ def _round_up_or_down(multiples: Tensor, key: Tensor) -> Tensor:
 
 
 def _round_codes(wide: Tensor, format: NumberFormat, key: Tensor | None) -> Tensor:
-    """Round to a format with FP32's exponents: codes are cut off after adding to them.
-
-    Codes are in the order of the numbers, through subnormals and up to infinity, so a carry out of
-    the mantissa does what it should.
-    """
+    """Round to a format with FP32's exponents: codes are cut off after adding to them."""
+    # Codes are in the order of the numbers, through subnormals and up to infinity, so a carry out
+    # of the mantissa does what it should.
     num_cut = _MANTISSA_BITS - format.mantissa_bits
     if num_cut == 0:
         return wide.clone()

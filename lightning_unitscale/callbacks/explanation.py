@@ -10,11 +10,16 @@ from dataclasses import dataclass, replace
 from tabulate import tabulate
 
 from lightning_unitscale.callbacks.packages import rank_zero_info, rank_zero_warn
-from lightning_unitscale.dispatch.coverage import Coverage, CoverageCounter, lacking_line, listed
-from lightning_unitscale.dispatch.formats import NO_UNIT
-from lightning_unitscale.dispatch.lost_formats import LostFormats
-from lightning_unitscale.lossless.fp8_range import Unrepresentable
+from lightning_unitscale.dispatch.coverage import (
+    NO_UNIT,
+    Coverage,
+    CoverageCounter,
+    LostFormats,
+    lacking_line,
+    listed,
+)
 from lightning_unitscale.lossless.gauge import Gauge, GaugePair
+from lightning_unitscale.lossless.measured import Unrepresentable
 from lightning_unitscale.precision.fp8 import WIDE_GRADIENT
 from lightning_unitscale.tensorboard.table import STEP_ITSELF
 

@@ -20,9 +20,8 @@ from lightning_unitscale.dynamo.executors import CompileMode
 from lightning_unitscale.formats import NumberFormat
 from lightning_unitscale.functional.low_precision import DEFAULT_GRADIENT, GradientFormat
 from lightning_unitscale.graph.name_patterns import EXCLUDED
-from lightning_unitscale.precision.dither import Grid
 from lightning_unitscale.precision.fp8 import EXCLUDED_BY_DEFAULT, FP8Linears
-from lightning_unitscale.precision.simulate import SimulateFormat, format_pair
+from lightning_unitscale.precision.simulate import Grid, SimulateFormat, format_pair
 from lightning_unitscale.quantize import Rounding
 from lightning_unitscale.rules.plan import RuleOptions
 

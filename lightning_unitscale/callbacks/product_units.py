@@ -24,8 +24,8 @@ from lightning_unitscale.dispatch.measurement import Measurement
 from lightning_unitscale.dispatch.session import ProductSession
 from lightning_unitscale.dispatch.units import Units
 from lightning_unitscale.loops.loop import Loop, LoopCallback
-from lightning_unitscale.lossless.fp8_range import Unrepresentable
 from lightning_unitscale.lossless.gauge import Gauge, GaugePair
+from lightning_unitscale.lossless.measured import Unrepresentable
 from lightning_unitscale.precision.fp8 import FP8Linears
 from lightning_unitscale.precision.simulate import SimulateFormat
 from lightning_unitscale.ranks import any_rank, is_distributed

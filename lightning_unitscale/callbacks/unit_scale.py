@@ -52,7 +52,7 @@ from lightning_unitscale.graph.passes import GraphPass
 from lightning_unitscale.loops.loop import Claim, Loop
 from lightning_unitscale.lossless.gauge import Gauge
 from lightning_unitscale.patching import nothing
-from lightning_unitscale.precision.dither import MovingGrid
+from lightning_unitscale.precision.simulate import MovingGrid
 from lightning_unitscale.remat.planner import check_budget
 
 if TYPE_CHECKING:

@@ -2,38 +2,125 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
+import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from typing_extensions import override
 
 from lightning_unitscale.capture.steps import EVALUATION_STEPS, LIGHTNING_STEPS, steps_of
 from lightning_unitscale.compiling import is_exporting
-from lightning_unitscale.dispatch.captured_graphs import SessionRewriter
+from lightning_unitscale.dispatch.aot_pass import finish_graph, note_products
+from lightning_unitscale.dispatch.compiled_formats import FormatsInGraph
+from lightning_unitscale.dispatch.compiler_internals import (
+    codes,
+    compiled_parts,
+    forget_others,
+    is_by_inductor,
+    keeping_whole,
+)
 from lightning_unitscale.dispatch.formats import Numerics
+from lightning_unitscale.dispatch.joint_graphs import PRODUCT
+from lightning_unitscale.dispatch.joint_units import UnitsInGraph
 from lightning_unitscale.dispatch.kernels import close_session, install_passes, open_session
-from lightning_unitscale.dispatch.recompiling import running_compiled
-from lightning_unitscale.dispatch.session import LOCAL, ProductSession
+from lightning_unitscale.dispatch.owners import INSTALLED
+from lightning_unitscale.dispatch.session import LOCAL, SESSION, ProductSession, run_inside
 from lightning_unitscale.dispatch.torch_internals import (
+    Kernel,
     current_node,
     is_recording,
     is_tracing,
     plain_functions,
 )
 from lightning_unitscale.dispatch.units import Units
+from lightning_unitscale.graph.operators import RULES
+from lightning_unitscale.graph.passes import StepGraph
+from lightning_unitscale.lossless.held import GAUGE, HELD, held_units
 from lightning_unitscale.patching import Shadow, StandIn
+
+# Sessions that have begun a step.
+_met: weakref.WeakSet[ProductSession] = weakref.WeakSet()
+
+
+class SessionRewriter:
+    """Gives the matmuls of captured graphs units and formats, as Inductor's passes do."""
+
+    # No Inductor runs these graphs: they run op by op.
+
+    def __init__(self, session: ProductSession) -> None:
+        self._session = session
+
+    def describe(self, graph: StepGraph) -> None:
+        """Note in which units matmuls read the tensors of a captured graph."""
+        units = self._session.units
+        graph.notes[GAUGE] = lambda: units.gauge
+        # Asked for once rules have rewritten it, and before it is cut into parts.
+        graph.notes[HELD] = functools.cache(lambda: held_units(graph))
+
+    def rewrite_joint(self, graph: fx.Graph) -> None:
+        """Scale the matmuls of the graph of both passes, or of the only one."""
+        if self._session.numerics:
+            FormatsInGraph(graph, self._session).run()
+        UnitsInGraph(graph, self._session, is_fused=False).run()
+
+    def rewrite_part(self, graph: fx.Graph) -> None:
+        """Let the matmuls of one pass be looked at, and call torch's own kernels for them."""
+        note_products(graph)
+        finish_graph(graph)
+        for node in graph.nodes:
+            # What is saved for the backward pass keeps its meta there, as an input.
+            if node.op == "call_function" and PRODUCT in node.meta:
+                node.target = _unwatched(node.target)
+
+
+def _unwatched(operator: Any) -> Kernel:
+    """Return an operator whose kernel belongs to no session: its graph has scaled it."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return run_inside(operator, *args, **kwargs)
+
+    return run
+
+
+def running_compiled(session: ProductSession) -> AbstractContextManager[Any]:
+    """A context for a step, in which what the user has compiled has its units and formats."""
+    # For formats Inductor leaves small products whole, and so all is compiled again; what another
+    # backend compiles runs uncompiled.
+    is_first, module = session not in _met, session.sites.module
+    _met.add(session)
+    if module is None or not (session.numerics or is_first):
+        return contextlib.nullcontext()
+    parts = compiled_parts(module)
+    # Functions that a module calls may be compiled as well.
+    has_compiled = bool(parts) or codes() is not None
+    # Units need no more of another backend than that it calls torch's kernels.
+    is_possible = not session.numerics or all(map(is_by_inductor, parts))
+    if is_first and is_possible:
+        if has_compiled:
+            forget_others(always=bool(session.numerics))
+        if session.numerics:
+            INSTALLED.callback(keeping_whole([rule.operator for rule in RULES]))
+    if is_possible:
+        return contextlib.nullcontext()
+    if is_first:
+        warnings.warn(
+            f"{type(module).__name__} has parts that were compiled by another backend than "
+            "Inductor, whose products cannot be rounded, so they run uncompiled; expected "
+            "torch.compile(backend='inductor'), its default, or none.",
+            stacklevel=4,
+        )
+    return torch.compiler.set_stance("force_eager")
 
 
 class SessionMethod(StandIn):
-    """Stands in for one method of a module: the same call, with its products in the session.
-
-    Attributes:
-        owner: The same.
-    """
+    """Stands in for one method of a module: the same call, with its products in the session."""
 
     def __init__(self, owner: AttachedSession, name: str, method: Any) -> None:
         super().__init__(method)
@@ -62,7 +149,7 @@ class SessionMethod(StandIn):
         """Run what stands for the method, such as its stages, within the session."""
         owner, session = self.owner, self.owner.session
         # Somebody may have kept it beyond its session's end.
-        if LOCAL.session is session or not session.is_open:
+        if SESSION.get() is session or not session.is_open:
             return method(*args, **kwargs)
         # Within a checkpoint that is computed again it is the same step of training.
         is_new = current_node() is None
@@ -97,13 +184,7 @@ def begin_microbatch(module: nn.Module, name: str, index: int) -> None:
 
 
 class AttachedSession:
-    """A session with the methods of its module that run in it, until :meth:`detach`.
-
-    Attributes:
-        session: The session.
-        methods: What stands in for each method.
-        trains: Whether calls are of training, where the loop tells; else the module's mode does.
-    """
+    """A session with the methods of its module that run in it, until :meth:`detach`."""
 
     method_type: type[SessionMethod] = SessionMethod
 
@@ -117,13 +198,14 @@ class AttachedSession:
         outlasts_calls: bool = False,
     ) -> None:
         self.outlasts_calls = outlasts_calls
+        # Whether calls are of training, where the loop tells; else the module's mode does.
         self.trains: bool | None = None
         self.session = ProductSession(
             module, SessionMethod.run_as.__code__, units or Units(), numerics
         )
         self._module = module
         self._steps = steps_of(module)
-        self.methods: dict[str, SessionMethod] = {}
+        self.methods: dict[str, SessionMethod] = {}  # what stands in for each method
         self._shadows: dict[str, Shadow] = {}
         with ExitStack() as undo:
             undo.callback(self.detach)

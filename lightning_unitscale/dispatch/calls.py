@@ -1,4 +1,8 @@
-"""Products that autograd has recorded, and which of their operands a backward product reads."""
+"""Products that autograd has recorded: what backward products read of them, and whose nodes are.
+
+A function of the user's own may multiply in its backward pass only. Its node is one of those that
+were made, on the thread of the call, while the call of a session ran.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +15,27 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_unitscale.dispatch.execute import Product
-from lightning_unitscale.dispatch.measurement import Site
-from lightning_unitscale.dispatch.nodes import NodeKey, keys_of, latest_key, thread_number
-from lightning_unitscale.dispatch.products import ProductRule, Sources, is_turned
+from lightning_unitscale.dispatch.measurement import Extent, Extents, Site
+from lightning_unitscale.dispatch.nodes import (
+    NodeKey,
+    calling_thread,
+    keys_of,
+    latest_key,
+    leaf_of,
+    note_thread,
+    thread_number,
+    upstream,
+)
 from lightning_unitscale.dispatch.sites import function_arguments
-from lightning_unitscale.dispatch.tensors import Extent
-from lightning_unitscale.dispatch.torch_internals import last_sequence_number, saves_elsewhere
-
-# What was measured of each operand in this step; empty where nothing was.
-Extents = tuple[Extent | None, ...]
+from lightning_unitscale.dispatch.torch_internals import (
+    last_sequence_number,
+    saves_elsewhere,
+    sequence_number,
+)
+from lightning_unitscale.graph.operators import ProductRule, Sources, is_turned
 
 
 @functools.cache
@@ -135,21 +148,17 @@ def forget(session: weakref.ref[Any]) -> None:
 
 
 def may_belong_to(rule: ProductRule, call: Call) -> bool:
-    """Whether a product may be one of the backward products of a call.
-
-    The backward pass of a user's own function may run whatever it likes.
-    """
+    """Whether a product may be one of the backward products of a call."""
+    # The backward pass of a user's own function may run whatever it likes.
     if not rule.sources:
         return len(rule.operands) <= len(call.operands)
     return all(k is None or k < len(call.operands) for k in rule.sources)
 
 
 def sources_of(rule: ProductRule, call: Call, operands: Sequence[Tensor]) -> Sources:
-    """Which forward operand each operand of a backward product is; ``None``: the gradient.
-
-    Shapes tell, and between equal ones the address of the data, unless what was saved for the
-    backward pass was moved or computed again; then the order in which autograd works.
-    """
+    """Which forward operand each operand of a backward product is; ``None``: the gradient."""
+    # Shapes tell, and between equal ones the address of the data, unless what was saved for the
+    # backward pass was moved or computed again; then the order in which autograd works.
     if rule.sources:
         return rule.sources
     read = call.operands
@@ -191,33 +200,117 @@ def _sources_by_shape(
 
 
 def _order_of(index: int, is_turned: bool) -> Sources:
-    """What autograd multiplies for the gradient of an operand of ``mm``, in its order.
-
-    ``g b^T`` for the first and ``a^T g`` for the second, unless the operand is columns after
-    columns: then it makes the transposed gradient, so that it is columns after columns as well.
-    """
+    """What autograd multiplies for the gradient of an operand of ``mm``, in its order."""
+    # ``g b^T`` for the first and ``a^T g`` for the second, unless the operand is columns after
+    # columns: then it makes the transposed gradient, so that it is columns after columns as well.
     if index == 0:
         return (1, None) if is_turned else (None, 1)
     return (None, 0) if is_turned else (0, None)
 
 
+# Calls of one thread, and threads, whose backward passes may still come.
+_MAX_FINISHED = 2**12
+_MAX_THREADS = 2**8
+# How far a node's sources are followed.
+_MAX_NODES = 2**10
+
+
+@dataclass
+class _Made:
+    """What calls have made on one thread."""
+
+    # Numbers of the nodes of each call, in the order in which the calls have ended, with
+    # whose call it was.
+    finished: list[tuple[range, weakref.ref[Any]]] = field(default_factory=list)
+    # The first number of each call that goes on, the innermost last.
+    running: list[tuple[int, weakref.ref[Any]]] = field(default_factory=list)
+
+    def by(self, number: int) -> Any:
+        """The session in whose call a number was given out; ``None`` if in nobody's."""
+        for first, session in reversed(self.running):
+            if number >= first:
+                return _if_open(session)
+        maker: Any = None
+        for numbers, session in reversed(self.finished):
+            if number in numbers:
+                maker = _if_open(session)  # a call within this one comes next
+            elif number >= numbers.stop:
+                break
+        return maker
+
+
+def _if_open(ref: weakref.ref[Any]) -> Any:
+    session = ref()
+    return session if session is not None and session.is_open else None
+
+
+# By the number of the thread.
+_MADE: dict[int, _Made] = {}
+
+
+@contextlib.contextmanager
+def making(session: weakref.ref[Any]) -> Iterator[None]:
+    """Within this context the nodes that this thread makes are those of a session's call."""
+    made = _MADE.get(thread_number())
+    if made is None:
+        if len(_MADE) >= _MAX_THREADS:
+            del _MADE[min(list(_MADE), key=lambda thread: len(_MADE[thread].finished))]
+        made = _MADE[thread_number()] = _Made()
+    first = last_sequence_number() + 1
+    made.running.append((first, session))
+    note_thread()
+    try:
+        yield
+    finally:
+        made.running.pop()
+        if len(made.finished) >= _MAX_FINISHED:
+            del made.finished[: _MAX_FINISHED // 2]
+        numbers = range(first, last_sequence_number() + 1)
+        if numbers:
+            made.finished.append((numbers, session))
+
+
+def forget_made(session: weakref.ref[Any]) -> None:
+    """Forget which nodes the calls of a session have made."""
+    for made in list(_MADE.values()):
+        made.finished = [call for call in made.finished if call[1] is not session]
+
+
+def maker_of(node: Any) -> Any:
+    """Whose call has made an autograd node; ``None`` if no call has."""
+    # Threads give out the same numbers, so what a node reads has to agree: the nearest product
+    # that is known, or the nearest parameter. Of a node that reads neither, the thread that calls
+    # the backward pass has to be the one that has made it.
+    number = sequence_number(node)
+    makers = {thread: made.by(number) for thread, made in list(_MADE.items())}
+    makers = {thread: session for thread, session in makers.items() if session is not None}
+    if not makers:
+        return None
+    for source in upstream(node, _MAX_NODES):
+        if (recorded := call_of(source)) is not None:
+            session = makers.get(recorded[1].thread)
+            if session is not None and session is recorded[0]():
+                return session
+            break
+        leaf = leaf_of(source)
+        for session in makers.values() if leaf is not None else ():
+            if any(leaf is parameter for parameter in session.parameters()):
+                return session
+        if isinstance(leaf, nn.Parameter):
+            break
+    return makers.get(calling_thread())
+
+
 @dataclass(frozen=True)
 class RanProduct:
-    """A forward matmul, for whoever shows tensors in the units that they are stored in.
+    """A forward matmul, for whoever shows tensors in the units that they are stored in."""
 
-    Attributes:
-        operands: What it reads.
-        log2_sigmas: Exponent of the unit of each operand; ``None`` while none is measured.
-        log2_gamma: The same of the gradient that arrives at it.
-        nodes: Numbers of the autograd nodes that it was made for.
-        names: Names of the operands in the gauge.
-    """
-
-    operands: tuple[Tensor, ...]
+    operands: tuple[Tensor, ...]  # what it reads
+    # Exponent of the unit of each operand; ``None`` while none is measured.
     log2_sigmas: tuple[int | None, ...]
-    log2_gamma: int | None
-    nodes: range
-    names: tuple[str, ...]
+    log2_gamma: int | None  # the same of the gradient that arrives at it
+    nodes: range  # numbers of the autograd nodes that it was made for
+    names: tuple[str, ...]  # names of the operands in the gauge
 
 
 class _Watched(threading.local):

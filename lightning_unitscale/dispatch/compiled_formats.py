@@ -1,4 +1,4 @@
-"""Products of compiled graphs in formats: operators that do what a kernel does in eager mode.
+"""Formats in what the user compiles: products become operators that do what an eager kernel does.
 
 Whether a product runs in a format, and in which units, is decided whenever it runs, so a decision
 of FP8's compiles nothing again. A graph begins with one operator that finds the session; its result
@@ -8,72 +8,68 @@ run of the forward graph that it belongs to: its units, its step, its random num
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import register_flop_formula
 
 from lightning_unitscale.dispatch.calls import CALLS, Call, record
-from lightning_unitscale.dispatch.compiled_callers import Callers
-from lightning_unitscale.dispatch.compiled_runs import GraphRun, GraphRuns, Place
-from lightning_unitscale.dispatch.compiler_internals import define_operator
-from lightning_unitscale.dispatch.products import ProductRule, Sources
-from lightning_unitscale.dispatch.session import run_inside
-from lightning_unitscale.dispatch.tensors import forget_copy
+from lightning_unitscale.dispatch.compiled_runs import GraphMatmul, GraphRun, GraphRuns
+from lightning_unitscale.dispatch.compiler_internals import (
+    GraphPass,
+    define_operator,
+    note_strides,
+)
+from lightning_unitscale.dispatch.execute import forget_copy
+from lightning_unitscale.dispatch.fp8 import is_weight
+from lightning_unitscale.dispatch.joint_graphs import (
+    ARRANGED,
+    CAST,
+    JointMatmuls,
+    arrangements,
+    fake_mode_in,
+    rule_of,
+    value_of,
+)
+from lightning_unitscale.dispatch.owners import running_session
+from lightning_unitscale.dispatch.session import ProductSession, run_inside
 from lightning_unitscale.dispatch.torch_internals import Kernel, plain_functions
+from lightning_unitscale.graph.nodes import first_operation
+from lightning_unitscale.graph.operators import ProductRule
 
 # Runs that may go on, one in a thread.
 _MAX_BEGUN = 2**6
 # The run of a graph that nobody rounds.
 _NOBODY = 0
+_OURS = torch.ops.lightning_unitscale
 
 
 @dataclass(frozen=True)
 class Changing:
-    """Stands for what changes among the arguments of a product.
+    """Stands for what changes among the arguments of a product."""
 
-    Attributes:
-        index: Which of the tensors it is, or of the numbers that change with the shapes.
-        is_tensor: Which of the two.
-    """
-
-    index: int
-    is_tensor: bool
+    index: int  # which of the tensors, or of the numbers that change with the shapes
+    is_tensor: bool  # which of the two
 
 
 @dataclass(eq=False)
-class RoundedProduct:
-    """A product of a compiled graph, forward or backward.
+class RoundedProduct(GraphMatmul):
+    """A product of a compiled graph, forward or backward."""
 
-    Attributes:
-        rule: Its operator.
-        operator: The same, as torch calls it.
-        args: Its arguments, with :class:`Changing` in place of what changes.
-        kwargs: Its keyword arguments.
-        results: Positions of its results that are tensors; ``None`` for one that is no tuple.
-        place: Where it was when it was compiled.
-        flops: Its floating-point operations, of the shapes that it was compiled with.
-        forward: For a backward product, the index in the graph of its forward product.
-        sources: For each operand of a backward product which forward operand it is.
-        is_weight: Whether its second operand is made of a parameter of the layer that runs it.
-        input: Index of the graph's input, if any, that its second operand is an arrangement of.
-    """
-
-    rule: ProductRule
-    operator: Kernel
-    args: tuple[Any, ...]
+    operator: Kernel  # of its rule, as torch calls it
+    args: tuple[Any, ...]  # with :class:`Changing` in place of what changes
     kwargs: dict[str, Any]
+    # Positions of its results that are tensors; ``None`` for one that is no tuple.
     results: tuple[int, ...] | None
-    place: Place
-    flops: int
-    forward: int | None = None
-    sources: Sources = ()
-    is_weight: bool = False
-    input: int | None = None
+    is_weight: bool = False  # its second operand is made of a parameter of the layer that runs it
+    input: int | None = None  # which input of the graph that operand is an arrangement of
 
     def arguments(
         self, tensors: Sequence[Tensor], sizes: Sequence[int]
@@ -93,31 +89,27 @@ class RoundedProduct:
         return [result] if self.results is None else [result[index] for index in self.results]
 
 
-class RoundedGraph:
-    """The products of one compiled graph, forward and backward.
-
-    Attributes:
-        products: The products.
-    """
+class RoundedGraph(GraphRuns):
+    """The products of one compiled graph, forward and backward."""
 
     def __init__(self, root: str) -> None:
+        super().__init__(root)
         self.products: list[RoundedProduct] = []
-        self._runs = GraphRuns(root)
         # The latest runs: another thread may run the graph meanwhile.
         self._begun: dict[int, GraphRun] = {}
         self._are_parameters: tuple[bool, ...] = ()
-        self._callers = Callers()
+        self._has_backward = False
 
     def add(self, product: RoundedProduct) -> None:
         """Add a product, which comes last."""
-        if product.forward is None:
-            self._runs.places[len(self.products)] = product.place
+        self.add_place(product)
+        self._has_backward |= product.is_backward
         self.products.append(product)
 
     def begin(self, inputs: Sequence[Tensor]) -> int:
         """Number of the run that begins; that of nobody's where no session has its products."""
-        self._callers.note(is_backward=False)
-        run = self._runs.begin()
+        self.callers.note(is_backward=False)
+        run = self.begin_run()
         if run is None:
             return _NOBODY
         self._are_parameters = tuple(isinstance(tensor, nn.Parameter) for tensor in inputs)
@@ -131,47 +123,45 @@ class RoundedGraph:
     ) -> list[Tensor]:
         """Run a product."""
         product = self.products[index]
-        if product.forward is not None:
-            self._callers.note(is_backward=True)
+        if product.is_backward:
+            self.callers.note(is_backward=True)
         args, kwargs = product.arguments(tensors, sizes)
         # The memory of a gradient may be another's by now, within one autograd node.
         forget_copy()
         try:
             with plain_functions():
-                return product.listed(self._run(product, index, run, args, kwargs))
+                return product.listed(self._run(product, run, args, kwargs))
         finally:
             forget_copy()
 
     def _run(
         self,
         product: RoundedProduct,
-        index: int,
         run: int,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
         if not product.rule.multiplies(args, kwargs):
             return run_inside(product.operator, *args, **kwargs)
-        first = index if product.forward is None else product.forward
-        number = run + first
+        number = run + product.forward
         recorded, begun = CALLS.get(number), self._begun.get(run)
         session = None
         if recorded is not None:
             session = recorded[0]()
-        elif begun is not None and product.forward is None:
+        elif begun is not None and not product.is_backward:
             session = begun.session()
         if session is None or not session.is_open:
             return run_inside(product.operator, *args, **kwargs)
-        if product.forward is not None and recorded is not None:
+        if product.is_backward and recorded is not None:
             run_as = session.backward_product(product.rule, args, recorded[1], product.sources)
         elif recorded is not None:
             # A checkpoint computes it again.
             run_as = recorded[1].product
         else:
             assert begun is not None, "a session was found by it"
-            site = begun.sites[index]
+            site = begun.sites[product.number]
             run_as, extents = session.forward_product(product.rule, site, args)
-            if len(self._runs.places) < len(self.products):  # there is a backward graph
+            if self._has_backward:  # there is a backward graph
                 record(number, session.ref, Call(run_as, extents=extents))
         run_as.reads_weight = product.is_weight
         if product.input is not None:
@@ -213,3 +203,127 @@ define_operator(
 )
 # What a plan runs again costs as much as the matmul that it is.
 register_flop_formula(torch.ops.lightning_unitscale.product)(_product_flops)
+
+
+def _round(graph: fx.Graph) -> None:
+    """Let the products of a graph round, if it is compiled in a step whose products do."""
+    session = running_session()
+    if session is not None and session.numerics:
+        FormatsInGraph(graph, session).run()
+
+
+PASS = GraphPass("joint_custom_pre_pass", _round)
+
+
+class FormatsInGraph:
+    """Lets the products of one graph round, before Inductor has joined one with anything."""
+
+    def __init__(self, graph: fx.Graph, session: ProductSession) -> None:
+        self._graph = graph
+        self._session = session
+        self._matmuls = JointMatmuls(graph, session, guesses=False)
+        self._compiled = RoundedGraph(self._matmuls.root)
+        self._index = len(GRAPHS)
+        self._inputs: list[fx.Node] = []
+
+    def run(self) -> None:
+        """Rewrite it."""
+        found = [(node, rule) for node in self._graph.nodes if (rule := rule_of(node)) is not None]
+        found = [(node, rule) for node, rule in found if _can_move(node)]
+        if not found:
+            return
+        products = self._compiled.products
+        for node, rule in found:
+            self._compiled.add(self._product(rule, node))
+        GRAPHS.append(self._compiled)
+        with fake_mode_in(self._graph), self._graph.inserting_before(first_operation(self._graph)):
+            begin = self._graph.call_function(_OURS.begin.default, (self._inputs, self._index))
+            begin.meta["val"] = torch.empty((), dtype=torch.int64)
+            # Another one in the backward graph would be another run.
+            begin.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        for index, ((node, _), product) in enumerate(zip(found, products, strict=True)):
+            self._replace(index, node, product, begin)
+
+    def _product(self, rule: ProductRule, node: fx.Node) -> RoundedProduct:
+        """What is known of a product before it runs."""
+        value, operands = value_of(node), rule.operands_in(node.args)
+        results = None
+        if not isinstance(value, Tensor):
+            results = tuple(k for k, item in enumerate(value) if isinstance(item, Tensor))
+        matmul = self._matmuls.describe(node, rule, len(self._compiled.products))
+        args, kwargs = _template(node)
+        operation: Any = node.target
+        product = RoundedProduct(
+            **vars(matmul), operator=operation, args=args, kwargs=kwargs, results=results
+        )
+        if len(operands) == 2 and not product.is_backward:
+            self._look_for_weight(product, operands[1])
+        return product
+
+    def _look_for_weight(self, product: RoundedProduct, node: fx.Node) -> None:
+        """Find out what the second operand of a product is made of."""
+        module = self._session.sites.module
+        layer = None if module is None else module.get_submodule(product.place.path)
+        product.is_weight = is_weight(product.place.word, value_of(node), layer)
+        for source in arrangements(node):
+            if source.op == "placeholder" and not product.is_weight:
+                if source not in self._inputs:
+                    self._inputs.append(source)
+                product.input = self._inputs.index(source)
+            if str(source.target) not in ARRANGED | {CAST}:
+                break
+
+    def _replace(self, index: int, node: fx.Node, product: RoundedProduct, begin: fx.Node) -> None:
+        leaves = pytree.tree_leaves((node.args, node.kwargs))
+        nodes = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
+        tensors = [leaf for leaf in nodes if isinstance(value_of(leaf), Tensor)]
+        sizes = [leaf for leaf in nodes if not isinstance(value_of(leaf), Tensor)]
+        with self._graph.inserting_before(node):
+            new = self._graph.call_function(
+                _OURS.product.default, (tensors, sizes, begin, self._index, index)
+            )
+            new.meta = dict(node.meta)
+            new.meta["val"] = product.listed(value_of(node))
+            note_strides(new, fx.map_arg(new.args, value_of))
+            if product.results is None:
+                node.replace_all_uses_with(self._item(new, 0, node))
+        for user in list(node.users):
+            with self._graph.inserting_before(user):
+                assert product.results is not None
+                item = self._item(new, product.results.index(user.args[1]), user)
+            user.replace_all_uses_with(item)
+            self._graph.erase_node(user)
+        self._graph.erase_node(node)
+
+    def _item(self, results: fx.Node, index: int, like: fx.Node) -> fx.Node:
+        item = self._graph.call_function(operator.getitem, (results, index))
+        item.meta = dict(like.meta)
+        return item
+
+
+def _can_move(node: fx.Node) -> bool:
+    """Whether all that changes among a product's arguments, and all that is read, can be moved."""
+    leaves = pytree.tree_leaves((node.args, node.kwargs))
+    values = [value_of(leaf) for leaf in leaves if isinstance(leaf, fx.Node)]
+    if not all(isinstance(value, (Tensor, int, torch.SymInt)) for value in values):
+        return False
+    if isinstance(value_of(node), Tensor):
+        return True
+    return all(
+        user.target is operator.getitem and isinstance(user.meta.get("val"), Tensor)
+        for user in node.users
+    )
+
+
+def _template(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a node, with what changes numbered."""
+    tensors, sizes = itertools.count(), itertools.count()
+
+    def numbered(leaf: Any) -> Any:
+        if not isinstance(leaf, fx.Node):
+            return leaf
+        is_tensor = isinstance(value_of(leaf), Tensor)
+        return Changing(next(tensors if is_tensor else sizes), is_tensor)
+
+    args, kwargs = pytree.tree_map(numbered, (node.args, node.kwargs))
+    return tuple(args), dict(kwargs)

@@ -16,31 +16,101 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from lightning_unitscale.dispatch.compiled_callers import Callers
-from lightning_unitscale.dispatch.compiled_products import CompiledProduct, LookedAt, PlainProduct
-from lightning_unitscale.dispatch.compiled_runs import GraphRun, GraphRuns
+from lightning_unitscale.dispatch.calls import slot_of
+from lightning_unitscale.dispatch.compiled_runs import GraphMatmul, GraphRun, GraphRuns
 from lightning_unitscale.dispatch.compiler_internals import define_operator
 from lightning_unitscale.dispatch.coverage import Kind
-from lightning_unitscale.dispatch.measurement import MeasuredProduct
+from lightning_unitscale.dispatch.measurement import FORWARD, Extent, Site
 from lightning_unitscale.dispatch.session import ProductSession
-from lightning_unitscale.dispatch.tensors import Extent
 from lightning_unitscale.dispatch.torch_internals import current_node
+from lightning_unitscale.functional.scale import LARGEST_LOG2
+from lightning_unitscale.graph.operators import COMPILED_BEFORE
 from lightning_unitscale.patching import nothing
 from lightning_unitscale.scales.transfer import numbers_on
 
 
 @dataclass(eq=False)
-class _Factors:
-    """The factors of a graph in the units of some sites.
+class CompiledProduct(GraphMatmul):
+    """A matmul of a graph with units."""
 
-    Attributes:
-        exponents: Of all factors.
-        known: The units that they were made of.
-        written: By device: the factors, and the exponents that were written there.
-    """
+    dtype: torch.dtype  # of its operands
+    start: int = 0  # where its factors begin among those of the graph
+    is_scaled: bool = False  # since the graph of both passes was rewritten
+    # The matmuls of its graph that are of its site, itself included.
+    kin: list[CompiledProduct] = field(default_factory=list)
+
+    @property
+    def slot(self) -> str:
+        """``"forward"``, or which gradient it makes."""
+        return slot_of(self.sources) if self.is_backward else FORWARD
+
+    @property
+    def num_factors(self) -> int:
+        """One more than its rule has for a gradient: back from its unit."""
+        return self.rule.num_factors + (None in self.sources)
+
+    @property
+    def names(self) -> tuple[tuple[int, int | None], ...]:
+        """What tells the units of its operands apart within its graph."""
+        return tuple((self.forward, source) for source in self.sources)
+
+    def stays(self, operand: int) -> bool:
+        """Whether an operand has no unit."""
+        # The temperature of an attention is a Python number in the graph: what it takes stays.
+        return self.rule.temperature is not None and self.rule.temperature[operand] != 0
+
+    def known(self, site: Site) -> tuple[int | None, ...]:
+        """Exponents of the units of its operands, ``None`` where nobody has measured."""
+        return tuple(site.log2_gamma if k is None else site.log2_units[k] for k in self.sources)
+
+    def why_plain(self, site: Site) -> str:
+        """Why it runs plain in the units in force; empty where it does not."""
+        # Products of a site read copies in common, so that all of them do or none.
+        reasons = list(site.plain.values())
+        if any(
+            abs(exponent) > LARGEST_LOG2 for kin in self.kin for exponent in kin._exponents(site)
+        ):
+            reasons.append(f"units that make 2**{LARGEST_LOG2} together, in a compiled graph")
+        return reasons[0] if reasons else ""
+
+    def exponents(self, site: Site) -> list[int]:
+        """Exponents of its factors."""
+        return [0] * self.num_factors if self.why_plain(site) else self._exponents(site)
+
+    def _exponents(self, site: Site) -> list[int]:
+        known = enumerate(self.known(site))
+        units = tuple(0 if self.stays(index) else unit or 0 for index, unit in known)
+        back = [units[index] for index, source in enumerate(self.sources) if source is None]
+        return [*self.rule.exponents(units), *back]
+
+
+@dataclass(frozen=True)
+class PlainProduct:
+    """A matmul of a compiled graph without units."""
+
+    operator: str  # its name
+    module: str  # path of its module
+    reason: str  # why it has none
+    flops: int
+
+
+@dataclass(frozen=True)
+class LookedAt:
+    """A matmul that is looked at together with others."""
+
+    index: int  # which one of its graph
+    # For each of its operands, and of what is added to it, which of the tensors that the look is
+    # given it is, and whether that is in units.
+    reads: tuple[tuple[int, bool], ...]
+
+
+@dataclass(eq=False)
+class _Factors:
+    """The factors of a graph in the units of some sites."""
 
     exponents: list[int]
-    known: list[tuple[Any, ...]] = field(default_factory=list)
+    known: list[tuple[Any, ...]] = field(default_factory=list)  # the units that they were made of
+    # By device: the factors, and the exponents that were written there.
     written: dict[torch.device, tuple[Tensor, list[int]]] = field(default_factory=dict)
 
     def on(self, device: torch.device) -> Tensor:
@@ -64,22 +134,15 @@ class _Now(threading.local):
         self.operators: set[str] = set()
 
 
-class CompiledGraph:
-    """The products of one compiled graph, with the factors that they run with.
-
-    Attributes:
-        products: The products.
-        num_factors: Number of all factors.
-        looks: The products that are looked at together.
-        callers: What calls it.
-    """
+class CompiledGraph(GraphRuns):
+    """The matmuls of one compiled graph, with the factors that they run with."""
 
     def __init__(self, root: str) -> None:
+        super().__init__(root)
         self.products: list[CompiledProduct | PlainProduct] = []
         self.num_factors = 0
+        # The matmuls that are looked at together.
         self.looks: list[tuple[LookedAt, ...]] = []
-        self.callers = Callers()
-        self._runs = GraphRuns(root)
         # The sites of one session: several blocks of a model may share the graph.
         self._factors: WeakKeyDictionary[ProductSession, dict[tuple[int, ...], _Factors]]
         self._factors = WeakKeyDictionary()
@@ -89,13 +152,10 @@ class CompiledGraph:
     def add(self, product: CompiledProduct | PlainProduct) -> None:
         """Add a product, which comes last."""
         if isinstance(product, CompiledProduct):
-            product.number, product.start = len(self.products), self.num_factors
-            first: CompiledProduct | PlainProduct = product
-            if product.forward == product.number:
-                self._runs.places[product.number] = product.place
-            else:
-                first = self.products[product.forward]
-            assert isinstance(first, CompiledProduct), "it has backward products"
+            self.add_place(product)
+            product.start = self.num_factors
+            first = self.products[product.forward] if product.is_backward else product
+            assert isinstance(first, CompiledProduct), "it has backward matmuls"
             product.kin = first.kin
             product.kin.append(product)
             self.num_factors += product.num_factors
@@ -106,7 +166,7 @@ class CompiledGraph:
         now = self._now
         if not now.operators or operator in now.operators:
             now.operators = set()
-            now.run = self._runs.begin()
+            now.run = self.begin_run()
             now.factors = self._factors_of(now.run)
             if now.run is not None:
                 now.run.exponents = now.factors.exponents
@@ -116,7 +176,7 @@ class CompiledGraph:
     def resume(self) -> GraphRun | None:
         """The run of the forward graph whose backward pass begins."""
         now, node = self._now, current_node()
-        found = None if node is None else self._runs.of_node(node)
+        found = None if node is None else self.of_node(node)
         now.run, now.operators = found or now.run, set()
         return now.run
 
@@ -149,10 +209,8 @@ class CompiledGraph:
         return _Factors([0] * self.num_factors if run is None else run.exponents).on(device)
 
     def parts(self, factors: Tensor, products: Sequence[int]) -> list[Tensor]:
-        """The factors of some products, each with memory of their own.
-
-        Where a factor stands is a part of a kernel's code: kernels of equal layers are one so.
-        """
+        """The factors of some products, each with memory of their own."""
+        # Where a factor stands is a part of a kernel's code: kernels of equal layers are one so.
         if not products:
             return []
         between = [
@@ -208,36 +266,24 @@ class CompiledGraph:
         site = run.sites[product.forward]
         known = product.known(site)
         count = len(known)
-        is_whole = session.units.is_looking or product.slot not in site.seen
         # As they were when the forward pass began, like the factors.
         *units, common = (-exponent for exponent in run.exponents[product.start :][: count + 1])
         units += [common] * (len(looked_at.reads) - count)
-        names = site.names_of(product.sources)
-        chosen = [k for k in range(len(units)) if is_whole or (k < count and known[k] is None)]
-        measured = []
-        for index in chosen:
+
+        def extent_of(index: int) -> Extent:
             which, in_units = looked_at.reads[index]
             key = which, units[index] if in_units else 0
             if key not in extents:
                 extents[key] = Extent.of(tensors[which], key[1])
-            measured.append(extents[key])
-        operands = [index for index in chosen if index < count]
-        session.units.note(
-            MeasuredProduct(
-                site,
-                product.slot,
-                tuple(names[index] for index in operands),
-                tuple(measured[: len(operands)]),
-                tuple(measured[len(operands) :]),
-                product.dtype,
-                tuple(known[index] for index in operands),
-                is_whole,
-            )
+            return extents[key]
+
+        names, num_addends = site.names_of(product.sources), len(units) - count
+        session.units.measure(
+            site, product.slot, names, known, product.dtype, extent_of, num_addends
         )
 
 
 GRAPHS: list[CompiledGraph] = []
-COMPILED_BEFORE = "compiled before this callback was attached"
 
 
 def _factors(index: int, device: torch.device, is_backward: bool) -> Tensor:

@@ -139,9 +139,26 @@ class GraphPass(CustomGraphPass):
         """None: what is compiled with it is not cached."""
 
 
-def num_compiled() -> int:
-    """Number of graphs that AOTAutograd has compiled in this process, and of calls of this."""
-    return next(AOT_COUNTER)
+class _Known:
+    """The number of the next graph, if all that Dynamo keeps was compiled for sessions."""
+
+    number = 0
+
+
+def note_compiled() -> None:
+    """Note that a graph is being compiled for a session."""
+    _Known.number += 1
+
+
+def forget_others(*, always: bool) -> None:
+    """Have all compiled again, if some of it was not compiled for a session, or ``always``."""
+    # Dynamo keeps what it compiles with the code of a function, for every module of the class and
+    # for every later fit. What was compiled in a plain run has no operators of ours, so a later
+    # session would run it as it is. What was compiled in another session serves this one as well.
+    number = next(AOT_COUNTER)
+    if always or number != _Known.number:
+        torch.compiler.reset()
+    _Known.number = number + 1
 
 
 def is_of_backward(node: fx.Node) -> bool:

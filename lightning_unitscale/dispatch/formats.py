@@ -3,38 +3,41 @@
 from __future__ import annotations
 
 import abc
+import math
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_unitscale.dispatch.coverage import first_of, percent
 from lightning_unitscale.dispatch.execute import Product, run_scaled
-from lightning_unitscale.dispatch.flushed import FlushedOperands
 from lightning_unitscale.dispatch.measurement import Site
 from lightning_unitscale.dispatch.torch_internals import Kernel
 from lightning_unitscale.formats import NumberFormat
-from lightning_unitscale.lossless.fp8_range import Unrepresentable
-from lightning_unitscale.precision.dither import MovingGrid
-from lightning_unitscale.precision.simulate import SimulateFormat
+from lightning_unitscale.lossless.measured import MAX_FLUSHED, Unrepresentable
+from lightning_unitscale.precision.simulate import MovingGrid, SimulateFormat
 from lightning_unitscale.quantize import rounded
-from lightning_unitscale.scales.transfer import numbers_on
+from lightning_unitscale.scales.transfer import HostCopy, numbers_on
 
-# Why a product runs outside of a format.
-NO_UNIT = "no unit yet"
+# Share of the elements other than zero that may become zero without a word, beyond three times what
+# the format does to normal numbers: E4M3FN makes one of a thousand zero, E2M1FN one of five. Of the
+# gradients of attention, E4M3FN makes 5 % zero in healthy trainings.
+MAX_SILENT = 0.1
+_OF_NORMAL = 3
+# What was reported is reported once more when it has become this bad.
+_MAX_SHARES = (MAX_SILENT, MAX_FLUSHED)
+# Elements that are none of these: of a small tensor, one is a large share.
+_FEW = 2
 
 
 class Numerics(abc.ABC):
-    """What a format does to products: simulated, or run in it.
+    """What a format does to products: simulated, or run in it."""
 
-    Attributes:
-        name: What users call the format.
-        is_training: Whether the steps that run now are those of training.
-    """
-
-    name: str
-    is_training = True
+    name: str  # what users call the format
+    is_training = True  # whether the steps that run now are those of training
 
     @property
     def is_active(self) -> bool:
@@ -42,12 +45,10 @@ class Numerics(abc.ABC):
         return True
 
     @abc.abstractmethod
-    def applies_to(self, product: Product, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether a product is rounded."""
-
-    @abc.abstractmethod
-    def why_not(self, product: Product) -> str:
-        """Return why a product is not rounded that :meth:`applies_to` has just refused."""
+    def why_not(
+        self, product: Product, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> str | None:
+        """Return why a product is not rounded; ``None`` if it is."""
 
     @abc.abstractmethod
     def run(
@@ -83,12 +84,56 @@ class Numerics(abc.ABC):
         return Unrepresentable()
 
 
-class SimulatedProducts(Numerics):
-    """Rounds what products read: operands to one format, arriving gradients to another.
+class FlushedOperands:
+    """Collects shares of operands that become zero; reads from a device without waiting for it."""
 
-    A backward product rounds a saved operand as its forward product did: a random or a moving grid
-    is drawn by the operand's name and the step, not by the call.
-    """
+    def __init__(self) -> None:
+        self._rows: list[tuple[str, NumberFormat, Tensor]] = []
+        self._sent: list[tuple[list[tuple[str, NumberFormat]], HostCopy]] = []
+        self._found: dict[str, str] = {}
+        # By operand: the level above which its next report is.
+        self._levels: Counter[str] = Counter()
+
+    def measure(self, name: str, stored: Tensor, format: NumberFormat) -> None:
+        """Measure an operand."""
+        if self._levels[name] == len(_MAX_SHARES):
+            return
+        magnitudes = stored.detach().abs()
+        is_some = magnitudes > 0
+        flushed = (is_some & (magnitudes <= format.flush_threshold)).sum()
+        share = torch.where(flushed > _FEW, flushed / is_some.sum().clamp(min=1), 0.0)
+        self._rows.append((name, format, share))
+
+    def _note(self, name: str, share: float, format: NumberFormat) -> None:
+        usual = _OF_NORMAL * math.erf(format.flush_threshold / math.sqrt(2.0))
+        level = sum(share > each + usual for each in _MAX_SHARES)
+        if level > self._levels[name]:
+            self._levels[name] = level
+            # A product's own name is that of the gradient that arrives at it.
+            shown = name if ":" in name else f"{name}:gradient"
+            self._found[name] = f"{shown} ({percent(share)} of its elements in {format})"
+
+    def take(self, is_rounded: Callable[[str], bool] = lambda name: True) -> str:
+        """Return what has arrived and was not reported yet; empty if that is nothing."""
+        if self._rows:
+            rows, self._rows = self._rows, []
+            device = rows[0][2].device
+            shares = torch.stack([share.to(device) for *_, share in rows])
+            self._sent.append(([(name, format) for name, format, _ in rows], HostCopy(shares)))
+        while self._sent and self._sent[0][1].has_arrived:
+            names, copy = self._sent.pop(0)
+            for (name, format), share in zip(names, copy.numbers().tolist(), strict=True):
+                if is_rounded(name):
+                    self._note(name, share, format)
+        texts, self._found = list(self._found.values()), {}
+        return first_of(texts)
+
+
+class SimulatedProducts(Numerics):
+    """Rounds what products read: operands to one format, arriving gradients to another."""
+
+    # A backward product rounds a saved operand as its forward product did: a random or a moving
+    # grid is drawn by the operand's name and the step, not by the call.
 
     name = "a simulated format"
 
@@ -97,13 +142,11 @@ class SimulatedProducts(Numerics):
         self._measures_range = measures_range
         self._flushed = FlushedOperands()
 
-    def applies_to(self, product: Product, *_: Any) -> bool:
-        """Whether a product is rounded: all are, but for those that are left out by name."""
-        return bool(self._configs_of(product.site))
-
-    def why_not(self, product: Product) -> str:
-        """Return which of the names' globs leave a product out."""
+    def why_not(self, product: Product, *_: Any) -> str | None:
+        """Return which of the names' globs leave a product out; all others are rounded."""
         site = product.site
+        if self._configs_of(site):
+            return None
         return self._configs[0].patterns.why_not(site.name, site.module)
 
     def run(

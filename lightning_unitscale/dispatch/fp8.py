@@ -16,12 +16,15 @@ from typing_extensions import override
 
 from lightning_unitscale.dispatch.calls import show
 from lightning_unitscale.dispatch.execute import Product
-from lightning_unitscale.dispatch.flushed import FlushedOperands
-from lightning_unitscale.dispatch.formats import Numerics, SimulatedProducts, grid_factor
+from lightning_unitscale.dispatch.formats import (
+    FlushedOperands,
+    Numerics,
+    SimulatedProducts,
+    grid_factor,
+)
 from lightning_unitscale.dispatch.measurement import FORWARD
 from lightning_unitscale.dispatch.owners import asking_session
-from lightning_unitscale.dispatch.products import RULES
-from lightning_unitscale.dispatch.session import LOCAL, ProductSession
+from lightning_unitscale.dispatch.session import LOCAL, SESSION, ProductSession
 from lightning_unitscale.dispatch.sites import frames
 from lightning_unitscale.dispatch.torch_internals import (
     MODULE_CALL,
@@ -34,15 +37,20 @@ from lightning_unitscale.formats import get_format
 from lightning_unitscale.functional.low_precision import (
     GRADIENTS,
     OPERAND,
-    as_tensor,
     fp8_linear,
     fp8_matrices,
     scaled_product,
     to_largest,
+    undoing,
 )
 from lightning_unitscale.functional.scale import Factor
-from lightning_unitscale.lossless.fp8_range import Direction, Unrepresentable
-from lightning_unitscale.lossless.measured import Measured, stored_row
+from lightning_unitscale.graph.operators import RULES
+from lightning_unitscale.lossless.measured import (
+    Direction,
+    Unrepresentable,
+    stored_row,
+    unrepresentable_among,
+)
 from lightning_unitscale.precision.fp8 import NO_LINEAR, FP8Linears
 from lightning_unitscale.precision.simulate import SimulateFormat
 from lightning_unitscale.scales.transfer import joint_copy
@@ -72,10 +80,12 @@ class FP8Products(Numerics):
         """Whether the steps that run now are in FP8."""
         return self.is_training or self._config.in_evaluation
 
-    def applies_to(self, product: Product, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether a product runs in FP8."""
+    def why_not(
+        self, product: Product, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> str | None:
+        """Return why a product is not in FP8; empty in steps that are not."""
         if not self.is_active:
-            return False
+            return ""
         decisions, name = self._config.decisions, product.site.name
         is_made = product.rule.operator in ("mm", "addmm") and "out" not in kwargs
         if product.slot == FORWARD:
@@ -85,19 +95,12 @@ class FP8Products(Numerics):
             if name not in decisions or self._decided_by.get(name) != decided_by:
                 self._decided_by[name] = decided_by
                 decisions[name] = self._why_not(product, args, kwargs) if is_made else NO_LINEAR
-        return is_made and decisions.get(name, NO_LINEAR) is None
-
-    def why_not(self, product: Product) -> str:
-        """Return why a product is not in FP8; empty in steps that are not."""
-        if not self.is_active:
-            return ""
-        return self._config.decisions.get(product.site.name) or NO_LINEAR
+        reason = decisions.get(name, NO_LINEAR)
+        return reason if is_made else reason or NO_LINEAR
 
     def measure(self, product: Product, operands: Sequence[Tensor], *, is_first: bool) -> None:
-        """Find out what FP8 would lose of operands in their units; see :meth:`fit`.
-
-        At first sight it is decided at once: what does not fit is not to be cast even once.
-        """
+        """Find out what FP8 would lose of operands in their units; see :meth:`fit`."""
+        # At first sight it is decided at once: what does not fit is not to be cast even once.
         if not self._measures_range:
             return
         is_made = product.rule.operator in ("mm", "addmm")
@@ -105,11 +108,10 @@ class FP8Products(Numerics):
             # It is not in FP8 anyway.
             self._config.unseen.difference_update(product.names)
             return
-        known = product.known()
         places = [
             (operands[index].detach().float() * 2.0**-unit, is_gradient, name)
             for index, (_, unit, is_gradient, name) in enumerate(product.places())
-            if known[index] is not None
+            if product.known[index] is not None
         ]
         for stored, is_gradient, name in places:
             direction: Direction = "backward" if is_gradient else "forward"
@@ -162,11 +164,10 @@ class FP8Products(Numerics):
             # A tensor of zeros shows nothing.
             seen = {name for (_, name, _), row in zip(rows, numbers, strict=True) if row[0] > 0.0}
             self._config.unseen -= seen
-            return Measured.of(
-                # As they are stored: in a unit of 1.
-                (direction, name, 0, row)
+            return unrepresentable_among(
+                (direction, name, row)
                 for (direction, name, _), row in zip(rows, numbers, strict=True)
-            ).unrepresentable
+            )
 
         return arrived
 
@@ -182,53 +183,38 @@ class FP8Products(Numerics):
         first, second = product.rule.operands
         if args[first].shape[1] != args[second].shape[0]:
             return original(*args, **kwargs)  # which says what is wrong; FP8 would pad it
-        scale: Factor = 1.0
         casts: list[Tensor] = []
+        factors: list[Factor] = []
         for position, unit, is_gradient, name in product.places():
             # The hardware multiplies no two matrices in E5M2.
             is_wide = is_gradient and not any(cast.dtype == GRADIENTS["E5M2"] for cast in casts)
             dtype = GRADIENTS[config.gradient_of(site.name)] if is_wide else OPERAND
             matrix = args[position] if position == first else args[position].t()
-            factor: Factor
-            if config.scaling == "dynamic":
-                factor = to_largest(matrix, dtype)
-            else:
-                factor = 2.0**-unit * grid_factor(config.moving_grid, name, product.step)
-            scale = scale / factor
+            is_dynamic = config.scaling == "dynamic"
+            factor = to_largest(matrix, dtype) if is_dynamic else self._factor(unit, name, product)
+            factors.append(factor)
             casts += fp8_matrices(matrix, factor, dtype)
         tensor = args[first]
-        result = scaled_product(
-            casts[0],
-            casts[1],
-            as_tensor(scale, tensor.device),
-            tensor.dtype,
-            fast=not any(product.is_gradient),
-        )
+        scale = undoing(factors[0], factors[1], tensor)
+        is_fast = not any(product.is_gradient)
+        result = scaled_product(casts[0], casts[1], scale, tensor.dtype, fast=is_fast)
         return result.add_(args[0]) if product.rule.addends else result
+
+    def _factor(self, log2_unit: int, name: str, product: Product) -> float:
+        """By what a tensor is multiplied before it is cast, with constant scales."""
+        return 2.0**-log2_unit * grid_factor(self._config.moving_grid, name, product.step)
 
     def run_layer(
         self, product: Product, input: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
         """Run a linear layer so that it keeps FP8 for its backward pass."""
-        config, site = self._config, product.site
-        x, w, g = (2.0**unit for unit in (*product.log2_units, site.log2_gamma or 0))
-        x_grid, w_grid, g_grid = (
-            grid_factor(config.moving_grid, name, product.step)
-            for name in (*product.names, site.name)
-        )
+        site, factors = product.site, []
+        if self._config.scaling == "constant":
+            units, names = (*product.log2_units, site.log2_gamma or 0), (*product.names, site.name)
+            factors = [self._factor(*each, product) for each in zip(units, names, strict=True)]
+        gradient_format = self._config.gradient_of(site.name)
         return fp8_linear(
-            input,
-            weight,
-            bias,
-            config.scaling,
-            input.dtype,
-            x_grid / x,
-            w_grid / w,
-            x * w / (x_grid * w_grid),
-            g_grid / g,
-            g * w / (g_grid * w_grid),
-            g * x / (g_grid * x_grid),
-            gradient_format=config.gradient_of(site.name),
+            input, weight, bias, input.dtype, *factors, gradient_format=gradient_format
         )
 
     def _why_not(
@@ -263,10 +249,8 @@ def _calling_layer() -> nn.Module | None:
 
 
 def is_weight(name: str, weight: Tensor, layer: nn.Module | None) -> bool:
-    """Whether a matrix is made of a parameter of the layer that reads it, by its shape.
-
-    ``F.linear(x, 2 * w)`` and ``x @ y.t()`` are the same operation.
-    """
+    """Whether a matrix is made of a parameter of the layer that reads it, by its shape."""
+    # ``F.linear(x, 2 * w)`` and ``x @ y.t()`` are the same operation.
     if layer is None or not name.rpartition(".")[2].startswith(_LINEAR):
         return False
     shape = weight.shape[::-1]
@@ -292,7 +276,7 @@ def layer_kernel(original: Kernel) -> Kernel:
     """A kernel of ``linear``, above autograd, that keeps FP8 for the backward pass."""
 
     def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-        session, node = LOCAL.session, current_node()
+        session, node = SESSION.get(), current_node()
         if session is None and node is not None:
             session, _ = asking_session(node)
         result = None
@@ -317,16 +301,16 @@ def _run_layer(
     site = None if run is None else sites.peek(_LINEAR, run)
     if run is None or site is None or not site.is_settled or input.shape[-1:] != weight.shape[1:]:
         return None
-    names = site.operand_names
-    product = Product(_MM, site, FORWARD, (), (False, False), names, session.units.rounding_step)
-    product.take(site.log2_units)
-    if numerics.awaits((*names, site.name)) or not numerics.applies_to(product, operands, {}):
+    names, step = site.operand_names, session.units.rounding_step
+    product = Product(_MM, site, FORWARD, site.log2_units, (False, False), names, step)
+    if numerics.awaits((*names, site.name)):
+        return None
+    if numerics.why_not(product, operands, {}) is not None:
         return None
     sites.find(_LINEAR, _ROLES, run)
     if session.counter is not None:
-        # The product, and those of its gradients.
-        for _ in range(1 + input.requires_grad + weight.requires_grad):
-            session.counter.add(site.module, "format", "", _MM.flops(operands, None))
+        flops = _MM.flops(operands, None)
+        session.counter.add_with_gradients(site.module, "format", "", flops, operands)
     first_node = last_sequence_number() + 1
     result = numerics.run_layer(product, input, weight, bias)
     show(site, operands, first_node)

@@ -10,15 +10,17 @@ from __future__ import annotations
 import functools
 import weakref
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from lightning_unitscale.dispatch import aot_pass, joint_formats, joint_units
-from lightning_unitscale.dispatch.calls import forget, leave
-from lightning_unitscale.dispatch.compiled_callers import OWN_CALLERS, caller, is_ours
+from lightning_unitscale.dispatch import aot_pass, compiled_formats, joint_units
+from lightning_unitscale.dispatch.calls import forget, forget_made, leave
+from lightning_unitscale.dispatch.compiled_runs import OWN_CALLERS, caller, is_ours
 from lightning_unitscale.dispatch.fp8 import layer_kernel
-from lightning_unitscale.dispatch.makers import forget_made
 from lightning_unitscale.dispatch.owners import (
     INSTALLED,
     OPEN,
@@ -26,17 +28,23 @@ from lightning_unitscale.dispatch.owners import (
     suspend_in_optimizers,
     waiting_session,
 )
-from lightning_unitscale.dispatch.products import RULES, ProductRule
-from lightning_unitscale.dispatch.session import LOCAL, ProductSession, run_inside
+from lightning_unitscale.dispatch.session import LOCAL, SESSION, ProductSession, run_inside
 from lightning_unitscale.dispatch.torch_internals import (
     Kernel,
     KernelOverrides,
     calling_frame,
     plain_functions,
 )
-from lightning_unitscale.dispatch.unreached import UNREACHED, unreached_kernel, writing_kernel
+from lightning_unitscale.graph.flops import Arguments
+from lightning_unitscale.graph.operators import (
+    COMPILED_BEFORE,
+    RULES,
+    UNREACHED,
+    ProductRule,
+    UnreachedRule,
+)
 
-_PASSES = (joint_formats.PASS, joint_units.PASS, *aot_pass.PASSES)
+_PASSES = (compiled_formats.PASS, joint_units.PASS, *aot_pass.PASSES)
 # By the identity of a session: what ends it, here or when nobody has it any more.
 _sessions: dict[int, weakref.finalize[..., ProductSession]] = {}
 _ELSEWHERE = "a thread of the user's own, not that of the step"
@@ -45,11 +53,10 @@ _keys: set[str] = set()
 
 
 class _Installed:
-    """How often there has been a first session, and for which of them the passes are there.
+    """How often there has been a first session, and for which of them the passes are there."""
 
-    In torch 2.13 a setting of Inductor is one of a context of Python, and a step may run in another
-    one: on a thread, in a task, or in the next cell of a notebook.
-    """
+    # In torch 2.13 a setting of Inductor is one of a context of Python, and a step may run in
+    # another one: on a thread, in a task, or in the next cell of a notebook.
 
     number = 0
     here: ContextVar[int] = ContextVar("lightning_unitscale.passes", default=0)
@@ -134,9 +141,12 @@ def product_kernel(rule: ProductRule, original: Kernel) -> Kernel:
             return original(*args, **kwargs)
         session, node, call = owner_of(rule, args)
         if session is None and node is None and (waiting := waiting_session()) is not None:
-            leave(rule.operands_in(args))
+            operands = rule.operands_in(args)
+            leave(operands)
             result = run_inside(original, *args, **kwargs)
-            _count_elsewhere(waiting, rule, args, result)
+            if waiting.counter is not None:
+                path, flops = waiting.sites.forward_run().path, rule.flops(args, result)
+                waiting.counter.add_with_gradients(path, "plain", _ELSEWHERE, flops, operands)
             return result
         if session is None or (frame is not None and caller() in OWN_CALLERS):
             return original(*args, **kwargs)
@@ -146,11 +156,50 @@ def product_kernel(rule: ProductRule, original: Kernel) -> Kernel:
     return kernel
 
 
-def _count_elsewhere(session: ProductSession, rule: ProductRule, args: Any, result: Any) -> None:
-    """Count a product on a thread of the user's, with those of its gradients."""
-    if session.counter is None:
-        return
-    path, flops = session.sites.forward_run().path, rule.flops(args, result)
-    num_gradients = sum(operand.requires_grad for operand in rule.operands_in(args))
-    for _ in range(1 + num_gradients if torch.is_grad_enabled() else 1):
-        session.counter.add(path, "plain", _ELSEWHERE, flops)
+def unreached_kernel(rule: UnreachedRule, original: Kernel) -> Kernel:
+    """A kernel that counts the products of an operator and leaves them as they are."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        session = SESSION.get()
+        if LOCAL.is_inside or session is None or (graph := caller()) in OWN_CALLERS:
+            return original(*args, **kwargs)
+        result = run_inside(original, *args, **kwargs)
+        if session.counter is not None:
+            path = session.sites.forward_run().path
+            reason = rule.reason if graph is None else COMPILED_BEFORE
+            flops = rule.flops(args, result)
+            session.counter.add(path, "plain", reason, flops)
+            if rule.has_backward and torch.is_grad_enabled() and _needs_gradient(args):
+                # Counted here: a backward pass of its own does not say whose it is.
+                session.counter.add(path, "plain", reason, 2 * flops)
+        return result
+
+    return kernel
+
+
+def writing_kernel(rule: ProductRule, unreached: UnreachedRule, original: Kernel) -> Kernel:
+    """A kernel that writes a product of the table into a tensor of its caller's."""
+    plain = unreached_kernel(unreached, original)
+    writing = functools.partial(run_inside, getattr(torch.ops.aten, rule.operator).out)
+    if not rule.addends:
+        # What multiplies by a factor in passing makes a tensor.
+        rule = replace(rule, with_factor="")
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        frame = calling_frame()
+        if LOCAL.is_inside or is_ours(frame):
+            return original(*args, **kwargs)
+        session, node, call = owner_of(rule, args)
+        if session is None:
+            return original(*args, **kwargs)
+        if caller() is not None:
+            return plain(*args, **kwargs)
+        options = {**kwargs, "out": kwargs.get("out", args[0])}
+        with plain_functions():
+            return session.run(rule, writing, args, options, node, call, frame)
+
+    return kernel
+
+
+def _needs_gradient(args: Arguments) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(args))

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from lightning_unitscale.dispatch.tensors import Extent
-from lightning_unitscale.lossless.fp8_range import Direction
-from lightning_unitscale.lossless.measured import Measured, Row
+from lightning_unitscale.lossless.measured import Direction, Measured, Row
+from lightning_unitscale.patching import nothing
+from lightning_unitscale.scales.layout import MOMENTS
+from lightning_unitscale.scales.statistics import statistics_row
+from lightning_unitscale.scales.tensor_statistics import FloatArray, TensorStatistics
+from lightning_unitscale.scales.transfer import joint_copy
 
 # Where a product runs beside the slots of its operands' gradients.
 FORWARD = "forward"
@@ -25,38 +29,78 @@ _LOG2_TERMS = 20
 
 
 @dataclass(eq=False, slots=True)
+class Extent:
+    """How large the elements of a tensor are."""
+
+    # Root of their mean square; NaN if there are none, or some that are not finite.
+    rms: float = math.nan
+    smallest: float = math.inf  # smallest magnitude other than zero; infinite if there is none
+    largest: float = 0.0  # largest finite magnitude
+    row: Tensor | None = None  # the statistics that they are read from, on their device until then
+    log2_unit: int = 0  # exponent of what the tensor of the row was divided by
+
+    @property
+    def gives_unit(self) -> bool:
+        """Whether its RMS gives a unit: not if all is zero, or nothing, or not all is finite."""
+        return self.rms > 0.0  # NaN is not
+
+    @staticmethod
+    def of(tensor: Tensor, log2_unit: int = 0) -> Extent:
+        """Measure a tensor, without waiting for its device."""
+        return Extent(row=statistics_row(tensor, MOMENTS), log2_unit=log2_unit)
+
+    def read(self, row: FloatArray) -> None:
+        """Take the numbers of a row that has arrived."""
+        statistics = TensorStatistics(row, MOMENTS, self.log2_unit)
+        # What is not finite, or not there, says nothing of the next.
+        is_finite = 0 < statistics.numel == statistics.num_finite
+        self.rms = statistics.rms if is_finite else math.nan
+        self.smallest = math.ldexp(row[MOMENTS.index("abs_min")], self.log2_unit)
+        self.largest = math.ldexp(row[MOMENTS.index("abs_max")], self.log2_unit)
+        self.row = None
+
+
+# What was measured of each operand in this step; empty where nothing was.
+Extents = tuple[Extent | None, ...]
+
+
+def reading(extents: Iterable[Extent]) -> Callable[[], None]:
+    """Send for what was measured, with one transfer; what is returned waits for it and fills in."""
+    unread = {id(extent): extent for extent in extents if extent.row is not None}
+    rows = [extent.row for extent in unread.values() if extent.row is not None]
+    if not rows:
+        return nothing
+    copy = joint_copy(rows)
+
+    def fill_in() -> None:
+        for extent, row in zip(unread.values(), copy.numbers().numpy(), strict=True):
+            extent.read(row)
+
+    return fill_in
+
+
+@dataclass(eq=False, slots=True)
 class Site:
-    """One product of a module's step, with the units of what it reads.
+    """One product of a module's step, with the units of what it reads."""
 
-    Attributes:
-        name: Such as ``blocks.0.up.linear``, with ``_1``, ``_2`` for further calls.
-        module: Path of the module that runs it.
-        roles: What its operands are called.
-        word: What the operation is called.
-        index: How many like it run before it in a call of the module.
-        operand_names: Their names in the gauge.
-        log2_units: Exponent of the unit of each operand; ``None`` for one without a unit.
-        log2_gamma: Exponent of the unit of the arriving gradient; ``None`` likewise.
-        plain: Which of its products run as they are, and why: ``"forward"``, or a backward one.
-        is_settled: Whether all of its units were known when the step began.
-        seen: By slot, the last matmul whose operands and addends were all measured.
-        latest: By name in the gauge, the last extent that gives a unit.
-        product: What a forward matmul runs with in the units in force, if one has.
-    """
-
-    name: str
-    module: str
-    roles: tuple[str, ...]
-    word: str = ""
-    index: int = 0
-    operand_names: tuple[str, ...] = ()
+    name: str  # such as ``blocks.0.up.linear``, with ``_1``, ``_2`` for further calls
+    module: str  # path of the module that runs it
+    roles: tuple[str, ...]  # what its operands are called
+    word: str = ""  # what the operation is called
+    index: int = 0  # how many like it run before it in a call of the module
+    operand_names: tuple[str, ...] = ()  # their names in the gauge
+    # Exponent of the unit of each operand; ``None`` for one without a unit.
     log2_units: tuple[int | None, ...] = ()
+    # Exponent of the unit of the arriving gradient; ``None`` likewise.
     log2_gamma: int | None = None
+    # Which of its products run as they are, and why: ``"forward"``, or a backward one.
     plain: dict[str, str] = field(default_factory=dict)
-    is_settled: bool = False
+    is_settled: bool = False  # whether all of its units were known when the step began
+    # By slot, the last matmul whose operands and addends were all measured.
     seen: dict[str, MeasuredProduct] = field(default_factory=dict)
+    # By name in the gauge, the last extent that gives a unit.
     latest: dict[str, Extent] = field(default_factory=dict)
-    product: Any = None
+    product: Any = None  # what a forward matmul runs with in the units in force, if one has
 
     def __post_init__(self) -> None:
         self.operand_names = tuple(f"{self.name}:{role}" for role in self.roles)
@@ -69,36 +113,26 @@ class Site:
 
 @dataclass(frozen=True)
 class MeasuredProduct:
-    """One product as it was met.
+    """One product as it was met."""
 
-    Attributes:
-        site: Which product of the step.
-        slot: ``"forward"``, or which backward product of it.
-        names: Names in the gauge of the operands that were measured; that of the product for its
-            gradient.
-        extents: Of these operands.
-        addends: Of what is added to it.
-        dtype: Type of its operands.
-        log2_units: Exponents of the units that its operands had, ``None`` where they had none.
-        is_whole: Whether all operands and addends were measured, not only those without a unit.
-    """
-
-    site: Site
-    slot: str
+    site: Site  # which product of the step
+    slot: str  # ``"forward"``, or which backward product of it
+    # Names in the gauge of the operands that were measured; that of the product for its
+    # gradient.
     names: tuple[str, ...]
-    extents: tuple[Extent, ...]
-    addends: tuple[Extent, ...]
-    dtype: torch.dtype
+    extents: tuple[Extent, ...]  # of these operands
+    addends: tuple[Extent, ...]  # of what is added to it
+    dtype: torch.dtype  # type of its operands
+    # Exponents of the units that its operands had, ``None`` where they had none.
     log2_units: tuple[int | None, ...]
+    # Whether all operands and addends were measured, not only those without a unit.
     is_whole: bool = True
 
     def why_inexact(self, log2_units: Sequence[int]) -> str:
-        """Why it would have other bits with its operands in these units; empty if it would not.
-
-        A product of two elements below the smallest normal number vanishes in the plain product
-        and survives in units, where it may break a tie of larger terms. A sum that overflows on its
-        way is infinite or NaN there and may be a number in units.
-        """
+        """Why it would have other bits with its operands in these units; empty if it would not."""
+        # A product of two elements below the smallest normal number vanishes in the plain product
+        # and survives in units, where it may break a tie of larger terms. A sum that overflows on
+        # its way is infinite or NaN there and may be a number in units.
         if self.dtype is torch.float16:
             return self._why_overflowing(log2_units)
         limit = _SMALLEST_LOG2[self.dtype]
@@ -135,13 +169,9 @@ class MeasuredProduct:
 
 @dataclass(frozen=True)
 class Measurement(Measured):
-    """What one step has shown.
+    """What one step has shown."""
 
-    Attributes:
-        products: Product by product.
-    """
-
-    products: tuple[MeasuredProduct, ...] = ()
+    products: tuple[MeasuredProduct, ...] = ()  # product by product
 
     @property
     def has_backward(self) -> bool:
@@ -160,5 +190,5 @@ class Measurement(Measured):
                 if extent.gives_unit:
                     direction: Direction = "backward" if name in gradients else "forward"
                     # One tensor read by several backward products is measured once.
-                    rows[name, id(extent)] = direction, name, unit, (extent.rms,)
+                    rows[name, id(extent)] = direction, name, unit, extent.rms
         return Measurement(**vars(Measured.of(rows.values())), products=tuple(products))

@@ -18,9 +18,13 @@ from lightning_unitscale.capture.attach import PRODUCTS, products_of
 from lightning_unitscale.capture.rollback import detached_copy, restoring
 from lightning_unitscale.capture.steps import steps_of
 from lightning_unitscale.dispatch.attach import AttachedSession, SessionMethod
-from lightning_unitscale.dispatch.coverage import Coverage, CoverageCounter, lacking_line
+from lightning_unitscale.dispatch.coverage import (
+    Coverage,
+    CoverageCounter,
+    LostFormats,
+    lacking_line,
+)
 from lightning_unitscale.dispatch.fp8 import numerics_of
-from lightning_unitscale.dispatch.lost_formats import LostFormats
 from lightning_unitscale.dispatch.measurement import Measurement
 from lightning_unitscale.dispatch.torch_internals import current_node
 from lightning_unitscale.dispatch.units import Units
@@ -42,11 +46,9 @@ Format = SimulateFormat | FP8Linears
 
 
 def units_of_example(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Units:
-    """Run a copy of a module on copies of an example, forward and, with a loss, backward.
-
-    Neither the module nor any random state changes. A module in FP16, or under autocast to it, is
-    measured in FP32 as well: what FP16 loses measures as zero.
-    """
+    """Run a copy of a module on copies of an example, forward and, with a loss, backward."""
+    # Neither the module nor any random state changes. A module in FP16, or under autocast to it,
+    # is measured in FP32 as well: what FP16 loses measures as zero.
     units, measurement = _measure(module, args, kwargs, is_wide=False)
     if runs_in_fp16(module):
         with warning_where_fp16_is_cast_to(f"{type(module).__name__}.forward"):
@@ -103,16 +105,12 @@ class _ForwardMethod(SessionMethod):
 
 
 class ModuleProducts(AttachedSession):
-    """The ``forward`` of a module in a session that transforms have asked for.
-
-    Attributes:
-        formats: What its products are rounded to, or run in.
-    """
+    """The ``forward`` of a module in a session that transforms have asked for."""
 
     method_type = _ForwardMethod
 
     def __init__(self, module: nn.Module, formats: Sequence[Format], *, has_units: bool) -> None:
-        self.formats = tuple(formats)
+        self.formats = tuple(formats)  # what its products are rounded to, or run in
         self._coverage = Coverage()
         self._num_calls = self._counted_call = 0
         self._has_returned = False
@@ -152,10 +150,8 @@ class ModuleProducts(AttachedSession):
 
     @property
     def coverage(self) -> Coverage:
-        """What became of the products of a call and of its backward pass.
-
-        The call is the first, or the last in which matmuls left their format.
-        """
+        """What became of the products of a call and of its backward pass."""
+        # The call is the first, or the last in which matmuls left their format.
         self._read_coverage()
         return self._coverage
 
@@ -192,10 +188,8 @@ class ModuleProducts(AttachedSession):
 
     @override
     def before_call(self) -> None:
-        """Take late units; count the first call, and all of those in a format.
-
-        A call ends with the next one.
-        """
+        """Take late units; count the first call, and all of those in a format."""
+        # A call ends with the next one.
         if self._has_returned:
             self._warn_of_lost_formats()
         self._has_returned = False

@@ -21,13 +21,12 @@ from torch.optim.optimizer import (
 )
 from torch.utils._pytree import tree_leaves
 
-from lightning_unitscale.dispatch.calls import Call, call_of
-from lightning_unitscale.dispatch.makers import maker_of
+from lightning_unitscale.dispatch.calls import Call, call_of, maker_of
 from lightning_unitscale.dispatch.nodes import thread_number
-from lightning_unitscale.dispatch.products import ProductRule
 from lightning_unitscale.dispatch.session import LOCAL, SESSION, ProductSession
 from lightning_unitscale.dispatch.sites import frames, recomputed_checkpoint
 from lightning_unitscale.dispatch.torch_internals import FUNCTION_CALL, current_node, graph_task
+from lightning_unitscale.graph.operators import ProductRule
 
 # Sessions that are open, by identity.
 OPEN: dict[int, weakref.ref[ProductSession]] = {}
@@ -42,8 +41,8 @@ def asking_session(node: Any) -> tuple[ProductSession | None, Call | None]:
     """Whose a product is that runs within an autograd node, and what the node was made for."""
     if (recorded := call_of(node)) is not None:
         return recorded[0](), recorded[1]
-    if LOCAL.session is not None:
-        return LOCAL.session, None
+    if (session := SESSION.get()) is not None:
+        return session, None
     # The body of a checkpoint, which a node has asked for that makes no product.
     sessions = [session for ref in list(OPEN.values()) if (session := ref()) is not None]
     checkpoint = recomputed_checkpoint()
@@ -88,10 +87,8 @@ def _note_latest(session: ProductSession | None) -> None:
 
 
 def _session_of_loss(operands: Sequence[Any]) -> ProductSession | None:
-    """Whose a product is that a loop computes between a module's call and the optimizer's step.
-
-    Of the module's step is what needs a gradient, and is no other model's.
-    """
+    """Whose a product is that a loop computes between a module's call and the optimizer's step."""
+    # Of the module's step is what needs a gradient, and is no other model's.
     session = None if LOCAL.after_call is None else LOCAL.after_call()
     if session is None or not session.is_after_call or not _needs_gradient(operands):
         return None
@@ -108,10 +105,9 @@ def _needs_gradient(operands: Sequence[Any]) -> bool:
 
 
 def waiting_session() -> ProductSession | None:
-    """Whose step has this thread, one of the user's own, run a module; nothing is scaled there.
-
-    Another step may as well be running the module, or none: the step need not wait for the thread.
-    """
+    """Whose step has this thread, one of the user's own, run a module; nothing is scaled there."""
+    # Another step may as well be running the module, or none: the step need not wait for the
+    # thread.
     for ref in list(OPEN.values()):
         session = ref()
         threads = () if session is None else session.threads
@@ -125,7 +121,7 @@ def waiting_session() -> ProductSession | None:
 def running_session() -> ProductSession | None:
     """Whose step runs, or whose checkpoint is computed again."""
     node = current_node()
-    return LOCAL.session if node is None else asking_session(node)[0]
+    return SESSION.get() if node is None else asking_session(node)[0]
 
 
 def suspend_in_optimizers() -> None:
@@ -141,7 +137,8 @@ _SUSPENDED: WeakKeyDictionary[Optimizer, weakref.ref[ProductSession] | None] = W
 
 
 def _suspend(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    session, LOCAL.session = LOCAL.session, None
+    session = SESSION.get()
+    SESSION.set(None)
     _LATEST.pop(graph_task(), None)  # it may step in a hook of the backward pass
     _SUSPENDED[optimizer] = None if session is None else session.ref
     if session is None:
@@ -167,4 +164,4 @@ def _resume(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     # Kernels may have been overridden in the middle of a step.
     if optimizer in _SUSPENDED:
         session = _SUSPENDED.pop(optimizer)
-        LOCAL.session = None if session is None else session()
+        SESSION.set(None if session is None else session())

@@ -18,56 +18,41 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_unitscale.dispatch.calls import (
     Call,
-    Extents,
+    making,
     may_belong_to,
     remember,
     show,
     slot_of,
     sources_of,
 )
-from lightning_unitscale.dispatch.coverage import CoverageCounter, Kind
-from lightning_unitscale.dispatch.execute import Product, are_real, run_in_units
-from lightning_unitscale.dispatch.formats import NO_UNIT, Numerics
-from lightning_unitscale.dispatch.makers import making
-from lightning_unitscale.dispatch.measurement import FORWARD, Measurement, Site
-from lightning_unitscale.dispatch.measuring import Measuring
+from lightning_unitscale.dispatch.coverage import NO_UNIT, CoverageCounter, Kind
+from lightning_unitscale.dispatch.execute import Product, are_real, forget_copy, run_in_units
+from lightning_unitscale.dispatch.formats import Numerics
+from lightning_unitscale.dispatch.measurement import FORWARD, Extent, Extents, Measurement, Site
 from lightning_unitscale.dispatch.nodes import HandedOn, thread_number
-from lightning_unitscale.dispatch.products import ProductRule, Sources
 from lightning_unitscale.dispatch.sites import Sites
-from lightning_unitscale.dispatch.tensors import forget_copy
 from lightning_unitscale.dispatch.torch_internals import Kernel, graph_task
 from lightning_unitscale.dispatch.units import Units
 from lightning_unitscale.dynamo.patches import opened_layers
-from lightning_unitscale.lossless.fp8_range import Unrepresentable
+from lightning_unitscale.graph.operators import ProductRule, Sources
+from lightning_unitscale.lossless.measured import Unrepresentable
 
 _Args = tuple[Any, ...]
+# Whose the forward products are; a backward pass that a step calls has it as well.
 SESSION: HandedOn[ProductSession | None] = HandedOn("session", None)
 
 
 class _Local(threading.local):
-    """What goes on in one thread.
+    """What goes on in one thread."""
 
-    Attributes:
-        after_call: Whose step goes on outside of any call of its module, weakly: a loop of the
-            user's computes its loss there.
-        is_inside: Whether a product is running, whose own kernels are nobody's.
-    """
-
+    # Whose step goes on outside of any call of its module, weakly: a loop of the user's
+    # computes its loss there.
     after_call: weakref.ref[ProductSession] | None = None
-    is_inside: bool = False
-
-    @property
-    def session(self) -> ProductSession | None:
-        """Whose the forward products are; a backward pass that a step calls has it as well."""
-        return SESSION.get()
-
-    @session.setter
-    def session(self, session: ProductSession | None) -> None:
-        SESSION.set(session)
+    is_inside: bool = False  # whether a product is running, whose own kernels are nobody's
 
 
 LOCAL = _Local()
@@ -83,21 +68,7 @@ def run_inside(function: Kernel, *args: Any, **kwargs: Any) -> Any:
 
 
 class ProductSession:
-    """The products of one module's steps, with their units.
-
-    Attributes:
-        ref: The session, weakly: the same object each time.
-        units: The units in force.
-        numerics: What rounds products.
-        sites: Which product is which.
-        counter: Counts the products that run, if somebody has put it there.
-        is_open: Whether its products are run by it; see :meth:`close`.
-        is_after_call: Whether a step goes on after a call, until :meth:`end_step`.
-        threads: Numbers of the threads that run a call.
-        rewrites_graphs: Whether graphs get units that are compiled in its steps.
-    """
-
-    rewrites_graphs = True
+    """The products of one module's steps, with their units."""
 
     def __init__(
         self,
@@ -106,15 +77,15 @@ class ProductSession:
         units: Units,
         numerics: Sequence[Numerics] = (),
     ) -> None:
-        self.ref = weakref.ref(self)
+        self.ref = weakref.ref(self)  # the session, weakly: the same object each time
         self.units = units
-        self.numerics = tuple(numerics)
-        self._measuring = Measuring(units, self.numerics)
+        self.numerics = tuple(numerics)  # what rounds products
         self.sites = Sites(module, boundary, units)
+        # Counts the products that run, if somebody has put it there.
         self.counter: CoverageCounter | None = None
-        self.is_open = True
-        self.is_after_call = False
-        self.threads: list[int] = []
+        self.is_open = True  # whether its products are run by it; see :meth:`close`
+        self.is_after_call = False  # whether a step goes on after a call, until :meth:`end_step`
+        self.threads: list[int] = []  # numbers of the threads that run a call
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -190,7 +161,9 @@ class ProductSession:
             result = run_inside(original, *args, **kwargs)
             is_complex = any(operand.is_complex() for operand in operands)
             if self.counter is not None and is_complex and run is not None:
-                self.counter.add_complex(run.path, operands, rule.flops(args, result))
+                flops = 4 * rule.flops(args, result)
+                reason = "complex numbers"
+                self.counter.add_with_gradients(run.path, "plain", reason, flops, operands)
             return result
         if run is None and call is not None and may_belong_to(rule, call):
             call.num_visits += 1
@@ -248,12 +221,12 @@ class ProductSession:
         """What rounds a product, or why nothing does."""
         outside = ""
         for each in self.numerics:
-            if each.applies_to(product, args, kwargs):
+            if (why := each.why_not(product, args, kwargs)) is None:
                 # Cast in a unit of 1, the first values that are not zero could all be flushed.
-                if product.lacking or each.awaits(product.names):
+                if None in product.known or each.awaits(product.names):
                     return None, NO_UNIT
                 return each, ""
-            outside = outside or each.why_not(product)
+            outside = outside or why
         return None, outside
 
     def forward_product(
@@ -263,23 +236,16 @@ class ProductSession:
         product: Product | None = site.product
         if product is not None and product.rule is rule and not self.units.is_looking:
             return product, ()
-        operands = rule.operands_in(args)
-        units = site.log2_units
+        operands, step = rule.operands_in(args), self.units.rounding_step
+        is_gradient = (False,) * len(operands)
         product = Product(
-            rule,
-            site,
-            FORWARD,
-            (),
-            (False,) * len(operands),
-            site.operand_names,
-            self.units.rounding_step,
+            rule, site, FORWARD, site.log2_units, is_gradient, site.operand_names, step
         )
-        product.take(units)
         extents: Extents = ()
-        if product.lacking or self.units.is_looking:
-            extents = self._measuring.measure(product, args, units, ())
+        if None in product.known or self.units.is_looking:
+            extents = self._measure(product, args, ())
         elif self.numerics:
-            self._measuring.show(product, operands)
+            self._show(product, operands)
         else:
             site.product = product
         return product, extents
@@ -299,33 +265,70 @@ class ProductSession:
             kept_gamma, product = kept
             if kept_gamma == gamma:
                 return product
-        operands, known_before = rule.operands_in(args), forward.known()
-        known = tuple(gamma if k is None else known_before[k] for k in sources)
+        operands = rule.operands_in(args)
         product = Product(
             rule,
             site,
             slot_of(sources),
-            (),
+            tuple(gamma if k is None else forward.known[k] for k in sources),
             tuple(k is None or forward.is_gradient[k] for k in sources),
             site.names_of(sources),
             forward.step,
         )
-        product.take(known)
         extents: Extents = ()
         if gamma is None or is_looking:
             before = call.extents or (None,) * len(forward.log2_units)
             measured = tuple(call.gradient_extent if k is None else before[k] for k in sources)
-            extents = self._measuring.measure(product, args, known, measured)
+            extents = self._measure(product, args, measured)
             if None in sources:
                 call.gradient_extent = extents[sources.index(None)]
         elif self.numerics:
-            self._measuring.show(product, operands)
+            self._show(product, operands)
         elif is_kept:
             forward.backward[id(rule), sources] = gamma, product
         if torch.is_grad_enabled():
             derived = self.sites.derive(site, product.slot, tuple(map(str, range(len(operands)))))
             remember(self.ref, replace(product, site=derived), operands, extents)
         return product
+
+    def _measure(self, product: Product, args: _Args, before: Extents) -> Extents:
+        """Measure operands, and give them units at once where a format waits for them."""
+        rule, site, names, known = product.rule, product.site, product.names, product.known
+        operands, read = rule.operands_in(args), rule.measured_in(args)
+        addends = rule.addends_in(args)
+        is_new = product.slot not in site.seen
+        extents: list[Extent | None] = list(before) or [None] * len(operands)
+
+        def extent_of(index: int) -> Extent:
+            if index >= len(operands):
+                return Extent.of(args[addends[index - len(operands)]])
+            if (extent := extents[index]) is None:
+                extent = extents[index] = Extent.of(read[index])
+            return extent
+
+        dtype, num_addends = operands[0].dtype, len(addends)
+        measured = self.units.measure(
+            site, product.slot, names, known, dtype, extent_of, num_addends
+        )
+        if not self.numerics:
+            return tuple(extents)
+        without = {name for name, unit in zip(names, known, strict=True) if unit is None}
+        # No step waits for a unit that is late.
+        is_first = is_new and not self.units.lacking.keys() >= without
+        if is_first:
+            product.take(self.units.take_at_once(measured))
+        if is_first or self.units.is_looking:
+            for numerics in self.numerics:
+                numerics.measure(product, operands, is_first=is_first)
+        else:
+            self._show(product, operands)
+        return tuple(extents)
+
+    def _show(self, product: Product, operands: Sequence[Tensor]) -> None:
+        """Show operands to formats that have not seen them in the units that they have now."""
+        for numerics in self.numerics:
+            if numerics.awaits(product.names):
+                numerics.measure(product, operands, is_first=False)
 
     def receive(self) -> list[Unrepresentable]:
         """Receive what was measured in the step before, without waiting for the device."""

@@ -60,26 +60,18 @@ def recomputed_checkpoint() -> Any:
 
 
 class Run(NamedTuple):
-    """Where a forward product runs.
+    """Where a forward product runs."""
 
-    Attributes:
-        path: Of its module.
-        episode: What occurrences are counted within: a step, or one run of a checkpoint's body.
-        checkpoint: Whose body is computed again, if one is.
-        result: Name of the tensor that it makes, where a captured graph has one for it.
-    """
-
-    path: str
+    path: str  # of its module
+    # What occurrences are counted within: a step, or one run of a checkpoint's body.
     episode: object
-    checkpoint: object = None
-    result: str = ""
+    checkpoint: object = None  # whose body is computed again, if one is
+    result: str = ""  # name of the tensor that it makes, where a captured graph has one for it
 
 
 def _occurrence(result: str, path: str, word: str) -> int | None:
-    """Return how many products of a word run before the one whose result has this name.
-
-    A part of a cut graph does not begin with the first. ``None`` if the name does not tell.
-    """
+    """Return how many products of a word run before the one whose result has this name."""
+    # A part of a cut graph does not begin with the first. ``None`` if the name does not tell.
     name = result.removeprefix(f"{path}." if path else "")
     if name == word:
         return 0
@@ -88,11 +80,11 @@ def _occurrence(result: str, path: str, word: str) -> int | None:
 
 
 class Sites:
-    """The products of a module's steps.
+    """The products of a module's steps."""
 
-    A product's module is the innermost one whose call is on the Python stack. No hook is needed for
-    that: nothing of the user's is changed, and nothing is there to be copied, pickled or traced.
-    """
+    # A product's module is the innermost one whose call is on the Python stack. No hook is needed
+    # for that: nothing of the user's is changed, and nothing is there to be copied, pickled or
+    # traced.
 
     def __init__(self, module: nn.Module, boundary: CodeType, units: Units) -> None:
         # Weak: an autograd graph keeps its session, and must not keep the module.
@@ -191,11 +183,9 @@ class Sites:
         return False
 
     def run_of(self, node: Any, frame: FrameType | None = None) -> Run | None:
-        """Where the forward product runs that calls, within an autograd node or ``None``.
-
-        Within one it is a product that a checkpoint's body computes again, for the node that asked
-        for it; otherwise it is one of the backward pass, and there is no such place.
-        """
+        """Where the forward product runs that calls, within an autograd node or ``None``."""
+        # Within one it is a product that a checkpoint's body computes again, for the node that
+        # asked for it; otherwise it is one of the backward pass, and there is no such place.
         frame = sys._getframe(1) if frame is None else frame
         return self.forward_run(frame) if node is None else self._backward_run(node, frame)
 

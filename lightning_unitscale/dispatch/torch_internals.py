@@ -167,11 +167,9 @@ def _original_kernel(overload: Any, key: str) -> Kernel | None:
 
 
 def _leave_uncompiled(function: Kernel) -> None:
-    """Let Dynamo compile neither a function nor what it calls.
-
-    A layer of torch's own that is compiled by itself, as by ``linear.compile()``, runs as it is
-    written, and Dynamo would compile whatever Python its products come to.
-    """
+    """Let Dynamo compile neither a function nor what it calls."""
+    # A layer of torch's own that is compiled by itself, as by ``linear.compile()``, runs as it is
+    # written, and Dynamo would compile whatever Python its products come to.
     while isinstance(function, functools.partial):
         function = function.func
     skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)

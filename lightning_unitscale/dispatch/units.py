@@ -2,40 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
-from lightning_unitscale.dispatch.measurement import MeasuredProduct, Measurement, Site
-from lightning_unitscale.dispatch.tensors import Extent, reading
+import torch
+
+from lightning_unitscale.dispatch.measurement import (
+    Extent,
+    MeasuredProduct,
+    Measurement,
+    Site,
+    reading,
+)
 from lightning_unitscale.lossless.gauge import Gauge
 
 
 class Units:
-    """The units in force of a module's products; they outlive the session that runs these.
+    """The units in force of a module's products; they outlive the session that runs these."""
 
-    An operand that is all zero, empty or not finite gives no unit. It is measured again in each
-    step until it gives one. These numbers come by :meth:`receive`, which waits for no device.
-
-    Attributes:
-        gauge: The units in force, by the names of operands and products.
-        plain: By site, which of its products run as they are, and why.
-        step: How many training steps have begun.
-        part: Which microbatch of the step runs.
-        is_looking: Whether the steps measure what has units already, for :meth:`take`.
-        sites: The products that have run, by name; each knows its own units.
-        lacking: Names of operands and gradients that were measured and have no unit yet, with what
-            to call them.
-    """
+    # An operand that is all zero, empty or not finite gives no unit. It is measured again in each
+    # step until it gives one. These numbers come by :meth:`receive`, which waits for no device.
 
     def __init__(self, *, is_used: bool = True) -> None:
         self.is_used = is_used
-        self.gauge = Gauge()
+        self.gauge = Gauge()  # the units in force, by the names of operands and products
+        # By site, which of its products run as they are, and why.
         self.plain: dict[str, dict[str, str]] = {}
+        # How many training steps have begun, and which microbatch of the step runs.
         self.step = self.part = self._num_more = 0
         self._is_training = False
+        # Whether the steps measure what has units already, for :meth:`take`.
         self.is_looking = False
+        # The products that have run, by name; each knows its own units.
         self.sites: dict[str, Site] = {}
+        # Names of operands and gradients that were measured and have no unit yet, with what
+        # to call them.
         self.lacking: dict[str, str] = {}
         self._measured: list[MeasuredProduct] = []
         # What was sent for, and by slot and names what has arrived and gives new units.
@@ -99,11 +101,36 @@ class Units:
         """Number of the step, or of the microbatch, that random numbers are drawn for."""
         return self.step + self.part
 
-    def note(self, product: MeasuredProduct) -> None:
-        """Note what was measured of a product, for :meth:`take` or :meth:`receive`."""
+    def measure(
+        self,
+        site: Site,
+        slot: str,
+        names: Sequence[str],
+        known: Sequence[int | None],
+        dtype: torch.dtype,
+        extent_of: Callable[[int], Extent],
+        num_addends: int,
+    ) -> MeasuredProduct:
+        """Measure operands and the addends after them, for :meth:`take` or :meth:`receive`."""
+        # The first time, and in a look, all are measured. At other times operands without a unit
+        # are, so that one that stays zero costs a row in each step.
+        is_whole = self.is_looking or slot not in site.seen
+        chosen = [index for index, unit in enumerate(known) if is_whole or unit is None]
+        addends = range(len(known), len(known) + num_addends) if is_whole else ()
+        product = MeasuredProduct(
+            site,
+            slot,
+            tuple(names[index] for index in chosen),
+            tuple(map(extent_of, chosen)),
+            tuple(map(extent_of, addends)),
+            dtype,
+            tuple(known[index] for index in chosen),
+            is_whole,
+        )
         self._measured.append(product)
-        if product.is_whole:
-            product.site.seen[product.slot] = product
+        if is_whole:
+            site.seen[slot] = product
+        return product
 
     def take_at_once(self, product: MeasuredProduct) -> tuple[int | None, ...]:
         """Wait for what was measured of a product, and put its units into force."""
@@ -166,11 +193,9 @@ class Units:
         return self.send()()
 
     def receive(self) -> None:
-        """Receive what was sent for in the last call, and send for what was measured since.
-
-        It waits for no device: from CUDA, numbers arrive one call after they were sent, whether
-        they are there before or not; from elsewhere at once.
-        """
+        """Receive what was sent for in the last call, and send for what was measured since."""
+        # It waits for no device: from CUDA, numbers arrive one call after they were sent, whether
+        # they are there before or not; from elsewhere at once.
         sent, self._sent = self._sent, None
         if sent is not None:
             self._keep(sent())

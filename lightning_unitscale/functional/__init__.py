@@ -10,7 +10,6 @@ from lightning_unitscale.functional.activation import *  # noqa: F403
 from lightning_unitscale.functional.arithmetic import *  # noqa: F403
 from lightning_unitscale.functional.attention import *  # noqa: F403
 from lightning_unitscale.functional.conv import *  # noqa: F403
-from lightning_unitscale.functional.linear import *  # noqa: F403
 from lightning_unitscale.functional.loss import *  # noqa: F403
 from lightning_unitscale.functional.matmul import *  # noqa: F403
 from lightning_unitscale.functional.scale import *  # noqa: F403

@@ -111,6 +111,7 @@ _ATTENTION = register_rule(
         "other",
         "exact moments of a softmax of normal logits; a mask counts only as is_causal, since a "
         "rule sees no values",
+        operands=("query", "key", "value"),
     ),
     F.scaled_dot_product_attention,
 )

@@ -67,11 +67,9 @@ def scaled_loss(
     mult: float = 1.0,
     correction: Factor = 1.0,
 ) -> Tensor:
-    """Call a loss: its value is the plain one, the gradients of its arguments are at RMS 1.
-
-    16-bit arguments are computed with in FP32, where the gradient has room on its way from the
-    scalar to the elements; the result has the type that the plain loss has.
-    """
+    """Call a loss: its value is the plain one, the gradients of its arguments are at RMS 1."""
+    # 16-bit arguments are computed with in FP32, where the gradient has room on its way from the
+    # scalar to the elements; the result has the type that the plain loss has.
     mult = positive(f"{rule.name}: mult", mult)
     arguments, factors, tensors = _prepared(rule, function, args, kwargs or {}, mult)
     first = _first_input(rule, tensors)
@@ -230,6 +228,7 @@ def scaled_op(
     *,
     name: str | None = None,
     weights: str = "",
+    operands: str = "",
     aliases: str | None = "",
 ) -> Callable[..., Any]:
     """Register the rule of a function of torch, and make the function's unit-scaled form.
@@ -247,6 +246,7 @@ def scaled_op(
         name: Name of the operation, where it is not that of the function.
         weights: As in :class:`~lightning_unitscale.functional.rules.ScaleRule`, separated by
             blanks.
+        operands: The same.
         aliases: Further names by which torch knows the operation, separated by blanks; ``None`` if
             what torch has by the function's name elsewhere takes other arguments.
 
@@ -262,6 +262,7 @@ def scaled_op(
         reference,
         tuple(weights.split()),
         of_torch[-1].kind is inspect.Parameter.VAR_POSITIONAL,
+        tuple(operands.split()),
     )
     names = () if aliases is None else (rule.name, *aliases.split())
     register_rule(rule, function, names=names)

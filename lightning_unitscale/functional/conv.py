@@ -114,6 +114,7 @@ _convolved = partial(
     "gradient of the input",
     parameters="input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1",
     weights="weight bias",
+    operands="input weight",
 )
 conv1d = _convolved(F.conv1d)
 conv2d = _convolved(F.conv2d)
@@ -127,6 +128,7 @@ _convolved_back = partial(
     parameters="input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, "
     "dilation=1",
     weights="weight bias",
+    operands="input weight",
 )
 conv_transpose1d = _convolved_back(F.conv_transpose1d)
 conv_transpose2d = _convolved_back(F.conv_transpose2d)

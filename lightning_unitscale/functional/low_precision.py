@@ -2,12 +2,11 @@
 
 With ``x8 = e4m3(x f_x)``, ``w8 = e4m3(w f_w)`` and ``g8 = e4m3(g f_g)`` or ``e5m2(g f_g)``:
 
-- ``y = f_y x8 w8^T + b``
-- ``dx = f_dx g8 w8``, ``dw = f_dw g8^T x8``, ``db`` the sum of ``g``
+- ``y = x8 w8^T / (f_x f_w) + b``
+- ``dx = g8 w8 / (f_g f_w)``, ``dw = g8^T x8 / (f_g f_x)``, ``db`` the sum of ``g``
 
-Constant scales give all six factors: no maximum is computed, nothing is kept from step to step.
-With dynamic scales the first three bring the largest element of each tensor to the end of its
-format, and the others undo that.
+Constant scales are given: no maximum is computed, nothing is kept from step to step. Dynamic ones
+bring the largest element of each tensor to the end of its format.
 
 References:
     Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv 2209.05433), section 3; Blake, Orr,
@@ -102,25 +101,24 @@ def fp8_linear(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    scaling: Scaling,
     dtype: torch.dtype,
-    *factors: Factor,
+    *factors: float,
     gradient_format: GradientFormat = DEFAULT_GRADIENT,
 ) -> Tensor:
     """``input @ weight.T + bias`` through FP8; only FP8 is kept for the backward pass."""
+    # The factors are those of the input, the weight and the gradient; without them scales are
+    # dynamic.
     # Outside of the autograd function, whose result must be no view where it is written into.
     rows = input.reshape(-1, input.shape[-1])
-    result: Tensor = _FP8Linear.apply(rows, weight, scaling, dtype, gradient_format, *factors)
+    result: Tensor = _FP8Linear.apply(rows, weight, dtype, gradient_format, *factors)
     output = result.reshape(*input.shape[:-1], weight.shape[0])
     return output if bias is None else output + bias.to(dtype)
 
 
 def to_fp8(tensor: Tensor, factor: Factor, dtype: torch.dtype) -> Tensor:
-    """``tensor * factor`` in FP8, rounded to nearest.
-
-    What is beyond the range becomes the largest number; infinities and NaN become NaN, so that
-    nothing that has gone wrong before looks well afterwards.
-    """
+    """``tensor * factor`` in FP8, rounded to nearest."""
+    # What is beyond the range becomes the largest number; infinities and NaN become NaN, so that
+    # nothing that has gone wrong before looks well afterwards.
     wide = tensor.float() * factor
     largest = torch.finfo(dtype).max
     clipped = wide.clamp(-largest, largest)
@@ -135,11 +133,9 @@ def fp8_matrices(
     rows: bool = True,
     turned: bool = False,
 ) -> list[Tensor]:
-    """A matrix as :func:`to_fp8` casts it, and its transpose, each if it is wanted.
-
-    On CUDA one kernel makes both in one read, as :func:`scaled_product` wants them: in rows, padded
-    with zeros to a multiple of 16. Elsewhere the transpose is a view.
-    """
+    """A matrix as :func:`to_fp8` casts it, and its transpose, each if it is wanted."""
+    # On CUDA one kernel makes both in one read, as :func:`scaled_product` wants them: in rows,
+    # padded with zeros to a multiple of 16. Elsewhere the transpose is a view.
     if matrix.device.type != "cuda" or matrix.numel() == 0 or not has_triton():
         cast = to_fp8(matrix, factor, dtype)
         return [cast] * rows + [cast.t()] * turned
@@ -206,20 +202,13 @@ class _FP8Linear(torch.autograd.Function):
         ctx: Any,
         rows: Tensor,
         weight: Tensor,
-        scaling: Scaling,
         dtype: torch.dtype,
         gradient: GradientFormat,
-        *factors: Factor,
+        *factors: float,
     ) -> Tensor:
-        kept: tuple[Tensor, ...]
-        if scaling == "dynamic":
-            of_input, of_weight = to_largest(rows, OPERAND), to_largest(weight, OPERAND)
-            of_result = (of_input * of_weight).reciprocal()
-            kept = (of_input, of_weight)
-        else:
-            tensors = [as_tensor(factor, rows.device) for factor in factors]
-            of_input, of_weight, of_result, *others = tensors
-            kept = tuple(others)
+        of_input, of_weight = (
+            factors[:2] if factors else (to_largest(rows, OPERAND), to_largest(weight, OPERAND))
+        )
         needs_input, needs_weight = ctx.needs_input_grad[:2]
         # Hopper multiplies rows by columns only, so gradients read the operands turned. What a
         # gradient that nobody asks for would read is not kept.
@@ -228,25 +217,22 @@ class _FP8Linear(torch.autograd.Function):
         ctx.save_for_backward(
             turned_rows[0] if needs_weight else None,
             turned_weight[0] if needs_input else None,
-            *kept,
+            *(() if factors else (of_input, of_weight)),
         )
         ctx.set_materialize_grads(False)
-        ctx.scaling, ctx.dtypes = scaling, (rows.dtype, weight.dtype)
+        ctx.factors, ctx.dtypes = factors, (rows.dtype, weight.dtype)
         ctx.gradient = GRADIENTS[gradient]
-        return scaled_product(rows8, weight8, of_result, dtype, fast=True)
+        return scaled_product(rows8, weight8, undoing(of_input, of_weight, rows), dtype, fast=True)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         if gradient is None:
             return (None,) * len(ctx.needs_input_grad)
         turned_rows, turned_weight, *kept = ctx.saved_tensors
-        if ctx.scaling == "dynamic":
-            of_input, of_weight = kept
-            of_gradient = to_largest(gradient, ctx.gradient)
-            of_grad_rows = (of_gradient * of_weight).reciprocal()
-            of_grad_weight = (of_gradient * of_input).reciprocal()
-        else:
-            of_gradient, of_grad_rows, of_grad_weight = kept
+        of_input, of_weight, of_gradient = ctx.factors or (
+            *kept,
+            to_largest(gradient, ctx.gradient),
+        )
         needs_input, needs_weight = turned_weight is not None, turned_rows is not None
         gradients8 = fp8_matrices(
             gradient,
@@ -257,9 +243,11 @@ class _FP8Linear(torch.autograd.Function):
         )
         grad_rows = grad_weight = None
         if needs_input:
-            grad_rows = scaled_product(gradients8[0], turned_weight, of_grad_rows, ctx.dtypes[0])
+            scale = undoing(of_gradient, of_weight, gradient)
+            grad_rows = scaled_product(gradients8[0], turned_weight, scale, ctx.dtypes[0])
         if needs_weight:
-            grad_weight = scaled_product(gradients8[-1], turned_rows, of_grad_weight, ctx.dtypes[1])
+            scale = undoing(of_gradient, of_input, gradient)
+            grad_weight = scaled_product(gradients8[-1], turned_rows, scale, ctx.dtypes[1])
         return grad_rows, grad_weight, *(None,) * (len(ctx.needs_input_grad) - 2)
 
 
@@ -273,8 +261,9 @@ def to_largest(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(usable, torch.finfo(dtype).max / largest, 1.0)
 
 
-def as_tensor(factor: Factor, device: torch.device) -> Tensor:
-    """A factor as a 0-d FP32 tensor."""
-    if isinstance(factor, Tensor):
-        return factor
-    return torch.full((), factor, dtype=torch.float32, device=device)
+def undoing(first: Factor, second: Factor, like: Tensor) -> Tensor:
+    """The scale of a matmul of two matrices with these factors, FP32, on the device of a tensor."""
+    scale = 1.0 / (first * second)
+    if isinstance(scale, Tensor):
+        return scale
+    return torch.full((), scale, dtype=torch.float32, device=like.device)

@@ -1,22 +1,26 @@
-"""Scale rules of matrix products in every form: matmul, addmm, einsum, tensordot, chains.
+"""Matmuls in every form, linear maps and embeddings: their scale rules and unit-scaled forms.
 
-All are sums over an index space: the output sums over the indices that it does not have, and the
-gradient of each operand over the indices that the operand does not have. Sums of N independent
+Matmuls are sums over an index space: the output sums over the indices that it does not have, and
+the gradient of each operand over the indices that the operand does not have. Sums of N independent
 products of unit variance have variance N.
 
 References:
-    Blake, Orr, Luschi, "Unit Scaling" (arXiv 2303.11257), table of scaling factors, matmul.
+    Blake, Orr, Luschi, "Unit Scaling" (arXiv 2303.11257), table of scaling factors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from lightning_unitscale.functional.call import scaled_op
+from lightning_unitscale.functional.call import scaled_call, scaled_op
+from lightning_unitscale.functional.moments import largest_of_normals
 from lightning_unitscale.functional.rules import (
     Factors,
     ScaleRule,
@@ -29,8 +33,9 @@ from lightning_unitscale.functional.rules import (
 )
 
 __all__ = [
-    "addbmm", "addmm", "addmv", "baddbmm", "bmm", "dot", "einsum", "inner", "matmul", "mm",
-    "multi_dot", "mv", "outer", "tensordot",
+    "addbmm", "addmm", "addmv", "baddbmm", "bilinear", "bmm", "dot", "einsum", "embedding",
+    "embedding_bag", "inner", "linear", "linear_readout", "matmul", "mm", "multi_dot", "mv",
+    "outer", "tensordot",
 ]  # fmt: skip
 
 _REFERENCE = "Unit Scaling (arXiv 2303.11257), table of ops, matmul; any index space alike"
@@ -64,7 +69,7 @@ def _matmul_numel(left: tuple[int, ...], right: tuple[int, ...]) -> float:
     return product(broadcast(left[:-2], right[:-2])) * rows * columns
 
 
-def _added_product_of(left: str, right: str) -> Any:
+def _added_product_of(left: str, right: str, *, is_summed_over_batch: bool = False) -> Any:
     def factors(arguments: Mapping[str, Any]) -> Factors:
         a, b, addend = arguments[left], arguments[right], arguments["input"]
         mult = arguments.get("mult", 1.0)
@@ -73,7 +78,7 @@ def _added_product_of(left: str, right: str) -> Any:
         terms = float(a_shape[-1])
         out = _matmul_numel(a_shape, b_shape)
         index_space = terms * out
-        if len(a_shape) == 3 and arguments.get("is_summed_over_batch"):
+        if is_summed_over_batch:
             terms, out = terms * a_shape[0], out / max(a_shape[0], 1)
         # A bias is 0 at the start, and small beside the product later; a whole tensor is not.
         is_bias = numel_of(addend) != out or len(b_shape) < 2
@@ -88,33 +93,25 @@ def _added_product_of(left: str, right: str) -> Any:
     return factors
 
 
-def _addbmm(arguments: Mapping[str, Any]) -> Factors:
-    return _added_product_of("batch1", "batch2")({**arguments, "is_summed_over_batch": True})
+def _product_of(
+    left: str, right: str, terms_of: Callable[[tuple[int, ...], Mapping[str, Any]], float]
+) -> Any:
+    """Factors of a product with so many terms, by the shape of its left operand."""
+
+    def factors(arguments: Mapping[str, Any]) -> Factors:
+        a, b = arguments[left], arguments[right]
+        terms = terms_of(shape_of(a), arguments)
+        space = numel_of(a) * numel_of(b) / max(terms, 1)
+        return _contraction(terms, space, {left: a, right: b}, arguments.get("mult", 1.0))
+
+    return factors
 
 
-def _inner(arguments: Mapping[str, Any]) -> Factors:
-    a, b = arguments["input"], arguments["other"]
-    inner = shape_of(a)[-1] if shape_of(a) else 1
-    space = numel_of(a) * numel_of(b) / max(inner, 1)
-    return _contraction(inner, space, {"input": a, "other": b}, arguments.get("mult", 1.0))
-
-
-def _outer(arguments: Mapping[str, Any]) -> Factors:
-    a, b = arguments["input"], arguments["vec2"]
-    space = numel_of(a) * numel_of(b)
-    return _contraction(1, space, {"input": a, "vec2": b}, arguments.get("mult", 1.0))
-
-
-def _tensordot(arguments: Mapping[str, Any]) -> Factors:
-    a, b, dims = arguments["a"], arguments["b"], arguments.get("dims", 2)
-    sizes = shape_of(a)
+def _contracted(sizes: tuple[int, ...], arguments: Mapping[str, Any]) -> float:
+    dims = arguments.get("dims", 2)
     if isinstance(dims, int):
-        contracted = sizes[len(sizes) - dims :]
-    else:
-        contracted = tuple([sizes[int(dim)] for dim in dims[0]])
-    terms = product(contracted)
-    space = numel_of(a) * numel_of(b) / max(terms, 1)
-    return _contraction(terms, space, {"a": a, "b": b}, arguments.get("mult", 1.0))
+        return product(sizes[len(sizes) - dims :])
+    return product([sizes[int(dim)] for dim in dims[0]])
 
 
 def _einsum(arguments: Mapping[str, Any]) -> Factors:
@@ -182,35 +179,206 @@ def _chain(arguments: Mapping[str, Any]) -> Factors:
 
 
 _product = partial(scaled_op, kind="linear", reference=_REFERENCE)
-matmul = _product(
-    torch.matmul,
-    _matmul_of("input", "other"),
+
+
+def _of_two(function: Callable[..., Any], left: str, right: str, aliases: str = "") -> Any:
+    return _product(
+        function,
+        _matmul_of(left, right),
+        parameters=f"{left}, {right}",
+        operands=f"{left} {right}",
+        aliases=aliases,
+    )
+
+
+matmul = _of_two(torch.matmul, "input", "other", "__matmul__ imatmul")
+mm = _of_two(torch.mm, "input", "mat2")
+bmm = _of_two(torch.bmm, "input", "mat2")
+mv = _of_two(torch.mv, "input", "vec")
+dot = _of_two(torch.dot, "input", "tensor", "vdot")
+inner = _product(
+    torch.inner,
+    _product_of("input", "other", lambda sizes, _: sizes[-1] if sizes else 1),
     parameters="input, other",
-    aliases="__matmul__ imatmul",
+    operands="input other",
 )
-mm = _product(torch.mm, _matmul_of("input", "mat2"), parameters="input, mat2")
-bmm = _product(torch.bmm, _matmul_of("input", "mat2"), parameters="input, mat2")
-mv = _product(torch.mv, _matmul_of("input", "vec"), parameters="input, vec")
-dot = _product(torch.dot, _matmul_of("input", "tensor"), parameters="input, tensor", aliases="vdot")
-inner = _product(torch.inner, _inner, parameters="input, other")
-outer = _product(torch.outer, _outer, parameters="input, vec2", aliases="ger")
-tensordot = _product(torch.tensordot, _tensordot)
-einsum = _product(torch.einsum, _einsum, parameters="equation, *operands")
-multi_dot = _product(torch.linalg.multi_dot, _chain, parameters="tensors", name="multi_dot")
+outer = _product(
+    torch.outer,
+    _product_of("input", "vec2", lambda *_: 1),
+    parameters="input, vec2",
+    aliases="ger",
+)
+tensordot = _product(torch.tensordot, _product_of("a", "b", _contracted), operands="a b")
+einsum = _product(torch.einsum, _einsum, parameters="equation, *operands", operands="operands")
+multi_dot = _product(
+    torch.linalg.multi_dot, _chain, parameters="tensors", operands="tensors", name="multi_dot"
+)
+_MATRICES = ("matrices",)
 register_rule(
-    ScaleRule("chain_matmul", ("matrices",), _chain, "linear", _REFERENCE, is_variadic=True),
+    ScaleRule(
+        "chain_matmul", _MATRICES, _chain, "linear", _REFERENCE, (), True, operands=_MATRICES
+    ),
     torch.chain_matmul,
 )
 
-_added = partial(
-    scaled_op,
-    kind="linear",
-    reference=f"{_REFERENCE}; a whole tensor that is added counts as one more term, a bias as none",
-    weights="input",
+_ADDED = f"{_REFERENCE}; a whole tensor that is added counts as one more term, a bias as none"
+
+
+def _added_to(function: Callable[..., Any], left: str, right: str) -> Any:
+    factors = _added_product_of(left, right, is_summed_over_batch=function is torch.addbmm)
+    return _product(
+        function,
+        factors,
+        reference=_ADDED,
+        parameters=f"input, {left}, {right}",
+        weights="input",
+        operands=f"{left} {right}",
+    )
+
+
+addmm = _added_to(torch.addmm, "mat1", "mat2")
+addmv = _added_to(torch.addmv, "mat", "vec")
+baddbmm = _added_to(torch.baddbmm, "batch1", "batch2")
+addbmm = _added_to(torch.addbmm, "batch1", "batch2")
+
+_LINEAR_REFERENCE = (
+    "Unit Scaling (arXiv 2303.11257), table of ops; u-muP (arXiv 2407.17465), table 2"
 )
-addmm = _added(torch.addmm, _added_product_of("mat1", "mat2"), parameters="input, mat1, mat2")
-addmv = _added(torch.addmv, _added_product_of("mat", "vec"), parameters="input, mat, vec")
-baddbmm = _added(
-    torch.baddbmm, _added_product_of("batch1", "batch2"), parameters="input, batch1, batch2"
+
+
+def _linear(arguments: Mapping[str, Any]) -> Factors:
+    weight = shape_of(arguments["weight"])
+    fan_in, fan_out = weight[-1], weight[0] if len(weight) > 1 else 1
+    mult = arguments.get("mult", 1.0)
+    rows = numel_of(arguments["input"]) / max(fan_in, 1)
+    return unit_factors(mult**2 * fan_in, input=mult**2 * fan_out, weight=mult**2 * rows, bias=rows)
+
+
+def _bilinear(arguments: Mapping[str, Any]) -> Factors:
+    fan_out, left, right = shape_of(arguments["weight"])
+    mult = arguments.get("mult", 1.0)
+    rows = numel_of(arguments["input1"]) / max(left, 1)
+    return unit_factors(
+        mult**2 * left * right,
+        input1=mult**2 * fan_out * right,
+        input2=mult**2 * fan_out * left,
+        weight=mult**2 * rows,
+        bias=rows,
+    )
+
+
+def _embedding(arguments: Mapping[str, Any]) -> Factors:
+    lookups = numel_of(arguments["input"])
+    num_embeddings = shape_of(arguments["weight"])[0]
+    return unit_factors(1.0, weight=lookups / num_embeddings)
+
+
+def _embedding_bag(arguments: Mapping[str, Any]) -> Factors:
+    input = shape_of(arguments["input"])
+    num_embeddings, width = shape_of(arguments["weight"])
+    lookups = numel_of(arguments["input"])
+    if len(input) == 2:
+        bags = float(input[0])
+    else:
+        offsets = arguments.get("offsets")
+        bags = numel_of(offsets) - bool(arguments.get("include_last_offset"))
+    size = lookups / max(bags, 1)
+    mode = arguments.get("mode", "mean")
+    if mode == "max":
+        largest = largest_of_normals(max(round(size), 1))
+        return unit_factors(largest, weight=bags / num_embeddings)
+    share = 1 / size if mode == "mean" and size else 1.0
+    return unit_factors(
+        size * share**2, weight=share**2 * lookups / num_embeddings, per_sample_weights=width
+    )
+
+
+linear = scaled_op(
+    F.linear,
+    _linear,
+    "linear",
+    f"{_LINEAR_REFERENCE}. The gradients of weight and bias get ``rows**-0.5``, rows being those "
+    "of this call: with averaged gradients of several devices, or accumulated ones, the caller "
+    "corrects them",
+    "input, weight, bias=None",
+    weights="weight bias",
+    operands="input weight",
 )
-addbmm = _added(torch.addbmm, _addbmm, parameters="input, batch1, batch2")
+bilinear = scaled_op(
+    F.bilinear,
+    _bilinear,
+    "linear",
+    "a sum of in1 * in2 independent products of unit variance, and so for its gradients",
+    "input1, input2, weight, bias=None",
+    weights="weight bias",
+    operands="input1 input2 weight",
+)
+# torch.embedding has the two tensors the other way round, but F.embedding is what a graph holds.
+_EMBEDDING = register_rule(
+    ScaleRule(
+        "embedding",
+        tuple(inspect.signature(F.embedding).parameters),
+        _embedding,
+        "linear",
+        f"{_LINEAR_REFERENCE}; a row of the weight is looked up lookups / num_embeddings times",
+        ("weight",),
+    ),
+    F.embedding,
+)
+embedding_bag = scaled_op(
+    F.embedding_bag,
+    _embedding_bag,
+    "linear",
+    "an embedding, and a sum, mean or maximum over bags of equal size",
+    weights="weight",
+    aliases=None,
+)
+
+
+def linear_readout(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    constraint: str | None = None,
+) -> Tensor:
+    """Unit-scaled linear map for a network's final output: its factor is ``1 / in_features``.
+
+    References:
+        Blake et al., "u-muP" (arXiv 2407.17465), table 2, output weights.
+    """
+    result: Tensor = linear(input, weight, bias, constraint=constraint, scale_power=(1.0, 0.5, 0.5))
+    return result
+
+
+def embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    """Unit-scaled lookup in a table.
+
+    References:
+        Blake, Orr, Luschi, "Unit Scaling" (arXiv 2303.11257), table of ops: the gradient of the
+        weight gets ``(num_embeddings / number of lookups)**0.5``.
+    """
+    for name, value, default in (
+        ("max_norm", max_norm, None),
+        ("scale_grad_by_freq", scale_grad_by_freq, False),
+        ("sparse", sparse, False),
+    ):
+        if value is not default:
+            raise ValueError(
+                f"embedding: {name}={value}: it has no unit-scaled form; expected {default}. Use "
+                "torch.nn.functional.embedding for this table."
+            )
+    result: Tensor = scaled_call(
+        _EMBEDDING,
+        F.embedding,
+        (input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse),
+    )
+    return result

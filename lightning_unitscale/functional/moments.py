@@ -132,15 +132,11 @@ _MAX_STD = 30.0
 
 
 class SoftmaxMoments(NamedTuple):
-    """Expectations of sums over the n probabilities p of one softmax.
+    """Expectations of sums over the n probabilities p of one softmax."""
 
-    Attributes:
-        output: E sum p^2.
-        gradient: E sum of squares of the gradient of the logits, for a gradient of independent
-            unit entries: E sum p^2 - 2 E sum p^3 + E (sum p^2)^2.
-    """
-
-    output: float
+    output: float  # E sum p^2
+    # E sum of squares of the gradient of the logits, for a gradient of independent unit entries:
+    # E sum p^2 - 2 E sum p^3 + E (sum p^2)^2.
     gradient: float
 
 

@@ -66,6 +66,8 @@ class ScaleRule:
         weights: Parameters whose gradient is summed over the batch. The second operand of a
             product may be a weight too: only the caller knows.
         is_variadic: Whether the last parameter takes all further positional arguments, as a list.
+        operands: Parameters that a matmul multiplies: it is linear in each, a list counts each of
+            its tensors. Empty for what is no matmul.
     """
 
     name: str
@@ -75,13 +77,15 @@ class ScaleRule:
     reference: str
     weights: tuple[str, ...] = ()
     is_variadic: bool = False
+    operands: tuple[str, ...] = ()
+
+    @property
+    def addends(self) -> tuple[str, ...]:
+        """Parameters that are added to a matmul as they are."""
+        return tuple(name for name in self.weights if name not in self.operands)
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments of a call by name.
-
-        Raises:
-            TypeError: If the call does not fit the parameters.
-        """
+        """Return the arguments of a call by name, if it fits the parameters."""
         if self.is_variadic and len(args) >= len(self.parameters):
             fixed = len(self.parameters) - 1
             rest = args[fixed:]
@@ -158,6 +162,12 @@ def rule_of_method(name: str) -> ScaleRule | None:
     return _BY_METHOD.get(name)
 
 
+def matmul_names() -> set[str]:
+    """Names of the functions and methods of torch that multiply matrices."""
+    functions = {function.__name__: rule for function, rule in _BY_FUNCTION.items()}
+    return {name for name, rule in {**functions, **_BY_METHOD}.items() if rule.operands}
+
+
 def registered_rules() -> tuple[ScaleRule, ...]:
     """Every rule once, in the order of registration."""
     return tuple({id(rule): rule for rule in _BY_FUNCTION.values()}.values())
@@ -166,49 +176,24 @@ def registered_rules() -> tuple[ScaleRule, ...]:
 def elementwise_factors(
     function: Callable[..., Tensor], mult: float = 1.0, **options: Any
 ) -> Factors:
-    """Scale factors of any elementwise function of a normal tensor, derived by quadrature in FP64.
-
-    With x ~ N(0, 1) the output factor is ``(E f(mult x)^2)^(-1/2)``; that of the gradient, which is
-    taken with respect to x as in every rule, is ``(mult^2 E f'(mult x)^2)^(-1/2)``, where f' is
-    what autograd makes of ``function``.
-
-    Args:
-        function: A torch function, elementwise in its first argument: ``torch.nn.functional.mish``
-            or one's own.
-        mult: RMS of the argument; the function sees ``mult * x``.
-        **options: Its other keyword arguments. Hashable ones are cached.
-
-    Returns:
-        Factors with ``gradients["input"]``, which is absent where the derivative is 0 everywhere.
-
-    Raises:
-        ValueError: If the function or its derivative has no finite mean square (``log``, ``1/x``),
-            or if it is not elementwise.
-
-    Examples:
-        >>> round(elementwise_factors(torch.relu).output, 4)  # E relu(x)^2 = 1/2
-        1.4142
-    """
+    """Scale factors of any elementwise function of a normal tensor, by quadrature in FP64."""
+    # With x ~ N(0, 1) the output factor is (E f(mult x)^2)^(-1/2). That of the gradient, which is
+    # taken with respect to x as in every rule, is (mult^2 E f'(mult x)^2)^(-1/2), where f' is what
+    # autograd makes of the function; it is absent where the derivative is 0 everywhere.
     output, gradient = elementwise_moments(function, mult, tuple(options.items()))
     gradients = {"input": (mult**2 * gradient) ** -0.5} if gradient * mult else {}
     return Factors(output**-0.5 if output else 1.0, gradients)
 
 
 def hint_of(value: Any) -> Any:
-    """The number that a symbolic number was in the captured call; other values as they are.
-
-    No guard comes of it. It is ``None`` where the number depends on the values of a tensor.
-    """
+    """The number that a symbolic number was in the captured call; other values as they are."""
+    # No guard comes of it. It is ``None`` where the number depends on the values of a tensor.
     is_symbolic = isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
     return value.node.hint if is_symbolic else value
 
 
 def concrete_size(size: int | torch.SymInt) -> int:
-    """The number behind a symbolic size, without adding a guard on it.
-
-    Raises:
-        ValueError: If the size depends on the values of a tensor.
-    """
+    """The number behind a symbolic size, without adding a guard on it."""
     if isinstance(size, int):
         return size
     hint = hint_of(size)
@@ -222,10 +207,8 @@ def concrete_size(size: int | torch.SymInt) -> int:
 
 
 def specialized(size: int) -> int:
-    """The number of a size for a computation that a compiler does not look into.
-
-    A compiled graph is then one of this size; another size recompiles.
-    """
+    """The number of a size for a computation that a compiler does not look into."""
+    # A compiled graph is then one of this size; another size recompiles.
     return len(range(size)) if is_compiling() else size
 
 
@@ -260,13 +243,7 @@ def numel_of(value: Any) -> float:
 
 
 def tuple_of(value: int | Iterable[int] | None, length: int, default: int) -> tuple[int, ...]:
-    """One number per spatial dimension, where torch takes one for all of them or a sequence.
-
-    Args:
-        value: A number, a sequence, or ``None``.
-        length: Number of spatial dimensions.
-        default: The number that ``None`` and an empty sequence stand for.
-    """
+    """One number per spatial dimension, where torch takes one for all of them or a sequence."""
     if value is None:
         return (default,) * length
     if isinstance(value, (int, torch.SymInt)):
@@ -277,6 +254,8 @@ def tuple_of(value: int | Iterable[int] | None, length: int, default: int) -> tu
     return numbers * length if len(numbers) == 1 else numbers
 
 
+# What a constraint takes for the output and all gradients: the geometric, harmonic or arithmetic
+# mean of their factors, or that of the output, of the only gradient, or of one of two gradients.
 _MEANS: dict[str, Callable[[tuple[float, ...]], float]] = {
     "gmean": lambda factors: math.exp(sum([math.log(factor) for factor in factors]) / len(factors)),
     "hmean": lambda factors: len(factors) / sum([1 / factor for factor in factors]),
@@ -292,21 +271,7 @@ _POSITIONS: dict[str, tuple[int, int | None]] = {
 
 
 def apply_constraint(constraint: str | None, *factors: float) -> tuple[float, ...]:
-    """The factors of one operation under a constraint.
-
-    Args:
-        constraint: ``None`` leaves each as it is. ``"to_output_scale"`` takes the first for all,
-            ``"gmean"``, ``"hmean"`` and ``"amean"`` their geometric, harmonic or arithmetic mean,
-            ``"to_grad_input_scale"`` that of the only gradient, ``"to_left_grad_scale"`` and
-            ``"to_right_grad_scale"`` that of the first or second of two gradients.
-        *factors: That of the output, then those of the gradients.
-
-    Returns:
-        As many factors.
-
-    Raises:
-        ValueError: If the constraint is unknown, or has no meaning for that many gradients.
-    """
+    """Make the factors of the output and of the gradients agree; ``None`` leaves each as it is."""
     if constraint is None:
         return factors
     if constraint in _MEANS:

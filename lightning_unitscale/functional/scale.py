@@ -30,11 +30,9 @@ __all__ = ["scale", "scale_bwd", "scale_fwd"]
 
 
 def whole_view(tensor: Tensor) -> Tensor:
-    """A view of all of a tensor, with its strides, also those of dimensions of size 1.
-
-    ``view_as`` makes those up, and convolutions tell by them whether images are channels-last: a
-    single image would go through another kernel, with other last bits.
-    """
+    """A view of all of a tensor, with its strides, also those of dimensions of size 1."""
+    # ``view_as`` makes those up, and convolutions tell by them whether images are channels-last: a
+    # single image would go through another kernel, with other last bits.
     if tensor.layout is torch.jagged:
         return tensor.view_as(tensor)
     return torch.ops.aten.alias.default(tensor)
@@ -53,11 +51,9 @@ def outside_transforms() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def leaving_transforms() -> Iterator[None]:
-    """Leave, with this context, the transforms that were entered within it.
-
-    A captured graph enters and leaves them by operations of its own, so an exception in between
-    leaves them active for all that follows, plain operations included.
-    """
+    """Leave, with this context, the transforms that were entered within it."""
+    # A captured graph enters and leaves them by operations of its own, so an exception in between
+    # leaves them active for all that follows, plain operations included.
     functorch, autograd = torch._C._functorch, torch._C._autograd
     depth = functorch.get_dynamic_layer_stack_depth()
     message = autograd._saved_tensors_hooks_get_disabled_error_message()
@@ -143,13 +139,11 @@ def _scaled(input: Tensor, forward_factor: Factor | None, backward_factor: Facto
 
 
 def multiply(tensor: Tensor, factor: Factor) -> Tensor:
-    """``tensor * factor`` in the type and memory layout of ``tensor``, exact for powers of two.
-
-    A 16-bit kernel may round a tensor factor to its own type first (2**20 is inf in FP16), so FP16
-    is multiplied in FP32. An expanded dimension stays expanded and a slice keeps its gaps: a dense
-    copy would let what follows take another kernel, with another order of summation or (on a CPU,
-    where vectors and their remainders are computed differently) with other last bits.
-    """
+    """``tensor * factor`` in the type and memory layout of ``tensor``, exact for powers of two."""
+    # A 16-bit kernel may round a tensor factor to its own type first (2**20 is inf in FP16), so
+    # FP16 is multiplied in FP32. An expanded dimension stays expanded and a slice keeps its gaps:
+    # a dense copy would let what follows take another kernel, with another order of summation or
+    # (on a CPU, where vectors and their remainders are computed differently) with other last bits.
     if not is_compiling() and tensor.layout is not torch.strided:
         # The gradient of a sparse embedding, or rows of different lengths: no layout to keep.
         return _product(tensor, factor)
@@ -205,12 +199,10 @@ def scale_in_place(tensor: Tensor, exponent: int) -> None:
 
 
 def empty_placed_like(tensor: Tensor, dtype: torch.dtype, offset: int) -> Tensor:
-    """Memory whose dimensions merge where those of ``tensor`` do, and nowhere else.
-
-    Kernels run over merged dimensions, and in other steps where rows are aligned in another way:
-    every stride and the address are those of ``tensor`` modulo a cache line. The gaps themselves
-    may be smaller: a slice of one column out of a thousand does not need a thousand columns.
-    """
+    """Memory whose dimensions merge where those of ``tensor`` do, and nowhere else."""
+    # Kernels run over merged dimensions, and in other steps where rows are aligned in another way:
+    # every stride and the address are those of ``tensor`` modulo a cache line. The gaps themselves
+    # may be smaller: a slice of one column out of a thousand does not need a thousand columns.
     shape, strides = tensor.shape, tensor.stride()
     if isinstance(sum(shape) + sum(strides), torch.SymInt):  # as soon as one of them is
         return torch.empty(shape, dtype=dtype, device=tensor.device)

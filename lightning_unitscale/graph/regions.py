@@ -33,15 +33,12 @@ class Place(NamedTuple):
 
 
 class Places:
-    """All of a graph's places, in the order in which they run.
-
-    Attributes:
-        regions: The graph and, after it, the bodies of its checkpoints at any depth.
-        bodies: The bodies, by the node that calls them.
-    """
+    """All of a graph's places, in the order in which they run."""
 
     def __init__(self, graph: StepGraph) -> None:
+        # The graph and, after it, the bodies of its checkpoints at any depth.
         self.regions = list(graph.regions())
+        # The bodies, by the node that calls them.
         self.bodies = {region.call: region for region in self.regions if region.call is not None}
 
     def in_order(self, region: Region | None = None) -> Iterator[Place]:
@@ -90,10 +87,8 @@ class Places:
         return {name: tuple(read) for name, read in inputs.items()}
 
     def operands_and_products(self) -> tuple[set[str], set[str]]:
-        """Names of the tensors that matrix products read, if only through views, and make.
-
-        Of a graph as it was captured: a pass may put functions of its own in place of products.
-        """
+        """Names of the tensors that matrix products read, if only through views, and make."""
+        # Of a graph as it was captured: a pass may put functions of its own in place of products.
         tensors = (node for _, node in self.probeable() if not is_whole_view(node))
         sources = self._sources({tensor_name(node) for node in tensors})
         products = [product for _, node in self.in_order() if (product := product_of(node))]
@@ -142,13 +137,10 @@ def _read(node: fx.Node, sources: Mapping[fx.Node, _Names]) -> _Names:
 
 
 def probeable_nodes(region: Region) -> list[fx.Node]:
-    """Nodes that make a plain floating-point tensor of the user's step, in graph order.
-
-    Left out: what passes inserted; what is handed back as it is, which is the
-    tensor of another node; what is made inside a ``vmap`` or ``grad`` transform, where a tensor is
-    not yet what it seems; and in the body of a checkpoint its inputs, which are tensors of the
-    graph around it.
-    """
+    """Nodes that make a plain floating-point tensor of the user's step, in graph order."""
+    # Left out: what passes inserted; what is handed back as it is, which is the tensor of another
+    # node; what is made inside a ``vmap`` or ``grad`` transform, where a tensor is not yet what it
+    # seems; and in the body of a checkpoint its inputs, which are tensors of the graph around it.
     nodes, depth = [], 0
     for node in region.graph.nodes:
         name = op_name(node)

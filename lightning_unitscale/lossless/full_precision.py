@@ -53,52 +53,24 @@ def warning_where_fp16_is_cast_to(title: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def full_precision(module: nn.Module) -> Iterator[None]:
-    """Within this context FP16 parameters and buffers are FP32, and autocast is off.
-
-    So are attributes of the modules that name FP16, to which steps cast: a LightningModule's
-    ``dtype`` is one. The tensors that were there come back afterwards, untouched.
-    """
-    tensors = [*module.parameters(), *module.buffers()]
-    wide = {
-        tensor: nn.Parameter(tensor.detach().float(), tensor.requires_grad)
-        if isinstance(tensor, nn.Parameter)
-        else tensor.float()
-        for tensor in tensors
-        if tensor.dtype == torch.float16
-    }
-    tensor_attributes = [
-        (owner, name, tensor)
-        for owner in module.modules()
-        for name, tensor in (*owner._parameters.items(), *owner._buffers.items())
-        if tensor is not None and tensor in wide
-    ]
-    dtype_attributes = [
-        (attributes, name)
-        for attributes in map(vars, module.modules())
-        for name, value in attributes.items()
-        if value is torch.float16
-    ]
+def full_precision(trial: nn.Module) -> Iterator[None]:
+    """Make a copy of a module FP32 where it is FP16; autocast is off within this context."""
+    tensors = [*trial.parameters(), *trial.buffers()]
+    for tensor in tensors:
+        if tensor.dtype == torch.float16:
+            tensor.data = tensor.data.float()
+    # Steps cast to attributes that name FP16: a LightningModule's ``dtype`` is one.
+    for attributes in map(vars, trial.modules()):
+        named = [name for name, value in attributes.items() if value is torch.float16]
+        attributes.update(dict.fromkeys(named, torch.float32))
     default = torch.get_default_dtype()
     with contextlib.ExitStack() as stack:
         for device_type in {tensor.device.type for tensor in tensors}:
             stack.enter_context(torch.autocast(device_type, enabled=False))
-        try:
-            # Other objects, not other ``data`` in them: with a change of type a parameter loses its
-            # node of the autograd graph, and with it DDP's hook that averages the gradient.
-            for owner, name, tensor in tensor_attributes:
-                setattr(owner, name, wide[tensor])
-            for attributes, name in dtype_attributes:
-                attributes[name] = torch.float32
-            if default == torch.float16:
-                torch.set_default_dtype(torch.float32)
-            yield
-        finally:
-            torch.set_default_dtype(default)
-            for attributes, name in dtype_attributes:
-                attributes[name] = torch.float16
-            for owner, name, tensor in tensor_attributes:
-                setattr(owner, name, tensor)
+        stack.callback(torch.set_default_dtype, default)
+        if default == torch.float16:
+            torch.set_default_dtype(torch.float32)
+        yield
 
 
 def in_full_precision(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The gauge: a pair of powers of two per tensor, and the factors that a graph needs of it."""
+"""The gauge: a pair of powers of two per tensor."""
 
 from __future__ import annotations
 
@@ -121,62 +121,17 @@ def nearest_exponent(rms: float, limit: int) -> int:
 
 
 @dataclass(frozen=True)
-class Factor:
-    """A power of two as an integer combination of exponents of the gauge.
+class Unit:
+    """The power of two that a tensor is stored in: one of the gauge, times a constant."""
 
-    Attributes:
-        sigmas: ``(name, coefficient)`` of forward units.
-        gammas: ``(name, coefficient)`` of gradient units.
-        constant: Exponent added to the combination.
-    """
-
-    sigmas: tuple[tuple[str, int], ...] = ()
-    gammas: tuple[tuple[str, int], ...] = ()
-    constant: int = 0
+    operand: str = ""  # whose forward unit it is
+    gradient: str = ""  # whose gradient unit it is
+    log2: int = 0  # exponent of the constant
 
     def exponent(self, gauge: Gauge) -> int:
-        """Exponent of the factor under ``gauge``."""
-        return (
-            self.constant
-            + sum(c * gauge.pair(name).log2_sigma for name, c in self.sigmas)
-            + sum(c * gauge.pair(name).log2_gamma for name, c in self.gammas)
-        )
-
-    def __mul__(self, other: Factor) -> Factor:
-        return Factor(
-            _merged(self.sigmas + other.sigmas),
-            _merged(self.gammas + other.gammas),
-            self.constant + other.constant,
-        )
-
-    def __truediv__(self, other: Factor) -> Factor:
-        return self * other.inverse()
-
-    def inverse(self) -> Factor:
-        """The factor that undoes this one."""
-        return Factor(
-            tuple((name, -c) for name, c in self.sigmas),
-            tuple((name, -c) for name, c in self.gammas),
-            -self.constant,
-        )
+        """Exponent of the unit under ``gauge``."""
+        units = gauge.pair(self.operand).log2_sigma + gauge.pair(self.gradient).log2_gamma
+        return units + self.log2
 
 
-def _merged(terms: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
-    """One term a name, none with coefficient 0: equal factors compare equal, and 1 is seen as 1."""
-    total: dict[str, int] = {}
-    for name, coefficient in terms:
-        total[name] = total.get(name, 0) + coefficient
-    return tuple(sorted((name, c) for name, c in total.items() if c))
-
-
-def sigma(name: str) -> Factor:
-    """The forward unit of a tensor."""
-    return Factor(sigmas=((name, 1),))
-
-
-def gamma(name: str) -> Factor:
-    """The gradient unit of a tensor."""
-    return Factor(gammas=((name, 1),))
-
-
-ONE = Factor()
+ONE = Unit()

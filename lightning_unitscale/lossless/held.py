@@ -16,7 +16,7 @@ from lightning_unitscale.graph.matmuls import Operand, Product, product_of
 from lightning_unitscale.graph.nodes import is_whole_view, tensor_name
 from lightning_unitscale.graph.passes import Region, StepGraph
 from lightning_unitscale.graph.regions import Places
-from lightning_unitscale.lossless.gauge import ONE, Factor, Gauge, gamma, sigma
+from lightning_unitscale.lossless.gauge import ONE, Gauge, Unit
 from lightning_unitscale.scales.transfer import numbers_on
 
 # Keys of ``StepGraph.notes``: what gives the units in force, and how tensors are held.
@@ -30,15 +30,10 @@ UNSCALED = ":unscaled"
 
 @dataclass(frozen=True)
 class Held:
-    """How a tensor is stored at the products that read it.
+    """How a tensor is stored at the products that read it."""
 
-    Attributes:
-        sigma: Forward unit of the stored value.
-        gamma: Unit of the stored gradient.
-    """
-
-    sigma: Factor = ONE
-    gamma: Factor = ONE
+    sigma: Unit = ONE  # forward unit of the stored value
+    gamma: Unit = ONE  # unit of the stored gradient
 
 
 _TRUE = Held()
@@ -70,47 +65,47 @@ def _add_held_for_products(held: dict[str, Held], region: Region, places: Places
         if product is None:
             continue
         for operand in product.operands:
-            unit = sigma(operand_name(product, operand))
-            for read, factor in _read_through(operand.node):
+            unit = Unit(operand_name(product, operand))
+            for read, log2_factor in _read_through(operand.node):
                 name = tensor_name(places.origin(region, read))
                 # A tensor that several products read is shown in the units of the first.
-                if held.get(name, _TRUE).sigma == ONE:
-                    held[name] = replace(held.get(name, _TRUE), sigma=unit / factor)
-        arriving = gamma(_site_name(node))
+                known = held.get(name, _TRUE)
+                if known.sigma == ONE:
+                    held[name] = replace(known, sigma=replace(unit, log2=-log2_factor))
+        arriving = Unit(gradient=_site_name(node))
         for result in (node, *(reader for reader in node.users if FACTOR in reader.meta)):
             name = tensor_name(result)
-            stored = arriving if result is node else arriving / _constant(result)
+            stored = arriving if result is node else replace(arriving, log2=-_log2_factor(result))
             held[name] = replace(held.get(name, _TRUE), gamma=stored)
 
 
-def _read_through(node: fx.Node) -> Iterator[tuple[fx.Node, Factor]]:
-    """Yield an operand and what it is made of, each with the factor between it and the operand.
-
-    A view, or a rule's factor, stands between the tensor that is shown and what the matmul reads.
-    """
-    factor = ONE
-    yield node, factor
+def _read_through(node: fx.Node) -> Iterator[tuple[fx.Node, int]]:
+    """Yield an operand and what it is made of, with the exponent of the factor in between."""
+    # A view, or a rule's factor, stands between the tensor that is shown and what the matmul
+    # reads.
+    log2_factor = 0
+    yield node, log2_factor
     while FACTOR in node.meta or is_whole_view(node):
-        factor = factor * _constant(node)
+        log2_factor += _log2_factor(node)
         node = node.all_input_nodes[0]
-        yield node, factor
+        yield node, log2_factor
 
 
-def _constant(node: fx.Node) -> Factor:
-    """The power of two nearest to the factor that a rule multiplies by here."""
-    return Factor(constant=round(math.log2(abs(node.meta.get(FACTOR, 1.0)))))
+def _log2_factor(node: fx.Node) -> int:
+    """Exponent of the power of two nearest to the factor that a rule multiplies by here."""
+    return round(math.log2(abs(node.meta.get(FACTOR, 1.0))))
 
 
 class FactorNodes:
-    """Gives a graph factors of the gauge in force, and hands them out as 0-d tensors."""
+    """Gives a graph what divides by units of the gauge in force, as 0-d tensors."""
 
     def __init__(
-        self, graph: StepGraph, name: str, factors: Iterable[Factor], gauge: Callable[[], Gauge]
+        self, graph: StepGraph, name: str, units: Iterable[Unit], gauge: Callable[[], Gauge]
     ) -> None:
-        self._rows = {factor: row for row, factor in enumerate(dict.fromkeys(factors))}
+        self._rows = {unit: row for row, unit in enumerate(dict.fromkeys(units))}
 
         def supply() -> Tensor:
-            powers = [2.0 ** factor.exponent(gauge()) for factor in self._rows]
+            powers = [2.0 ** -unit.exponent(gauge()) for unit in self._rows]
             # An evaluation may come first, whose tensors no training could save.
             with torch.inference_mode(False):
                 return numbers_on(graph.device, powers, torch.float32)
@@ -120,13 +115,11 @@ class FactorNodes:
         self._example: Any = None
         self._items: dict[int, fx.Node] = {}
 
-    def __call__(self, region: Region, factor: Factor) -> fx.Node:
-        """The 0-d tensor of ``factor`` in ``region``.
-
-        A checkpoint gets each as an argument. Inductor can neither recompute an ``unbind`` in one
-        nor save its result, which is a tuple.
-        """
-        row = self._rows[factor]
+    def __call__(self, region: Region, unit: Unit) -> fx.Node:
+        """The 0-d tensor of a unit's inverse in ``region``."""
+        # A checkpoint gets each as an argument. Inductor can neither recompute an ``unbind`` in
+        # one nor save its result, which is a tuple.
+        row = self._rows[unit]
         if row not in self._items:
             self._items[row] = self._item(row)
         return region.thread(self._items[row], self._example)

@@ -1,39 +1,55 @@
-"""What was measured of the operands of matmuls, and of the gradients that arrive at them."""
+"""What was measured of the operands of matmuls, and of the gradients that arrive at them.
+
+A tensor near RMS 1 fits into FP8 unless its elements differ too much among themselves: a few of
+them are many hundred times the RMS, as the massive activations of some language models are, or
+most of them are nearly zero next to the others.
+
+References:
+    Sun et al., "Massive Activations in Large Language Models" (arXiv 2402.17762); Blake et al.,
+    "u-muP" (arXiv 2407.17465), section 4.2, which keeps the layers known for it out of FP8.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from lightning_unitscale.formats import E4M3FN, E5M2, NumberFormat
 from lightning_unitscale.graph.recorder import stored_elements
-from lightning_unitscale.lossless.fp8_range import (
-    Direction,
-    Shares,
-    Unrepresentable,
-    stored_shares,
-    unrepresentable_among,
-)
 from lightning_unitscale.scales.reduce import row_dtype
 
+Direction = Literal["forward", "backward"]
 # RMS of tensors, or of their gradients, by name in the gauge.
 Sizes = Mapping[str, float]
 # Direction, name in the gauge, exponent of the unit in force (``None`` without one), and the RMS as
-# the model means it, followed by what FP8 would lose of the tensor where that was measured.
-Row = tuple[Direction, str, int | None, Sequence[float]]
+# the model means it.
+Row = tuple[Direction, str, int | None, float]
 
 # The range that lossless unit scaling promises for the stored RMS of an operand.
 LOW, HIGH = 0.25, 4.0
+# An element beyond the range is a wrong number, not a rounded one: not a single one is accepted.
+# One that becomes zero was worth less than 2**-10 of the RMS: only many of them matter.
+MAX_FLUSHED = 0.25
+
+# The formats that a tensor may be cast to, from the finest on.
+FORMATS: dict[Direction, tuple[NumberFormat, ...]] = {
+    "forward": (E4M3FN,),
+    "backward": (E4M3FN, E5M2),
+}
+# Shares per tensor that describe what FP8 would lose of it, in either direction.
+NUM_SHARES = 4
+# Direction, name in the gauge, and the numbers of :func:`stored_row`.
+StoredRow = tuple[Direction, str, Sequence[float]]
 
 
 def root_mean_square(tensor: Tensor) -> Tensor:
-    """RMS of a tensor as a 0-d tensor; it neither overflows nor underflows for FP32 values.
-
-    A gradient of 1e-25 is ordinary and its square is 0 in FP32, so squares are summed in FP64.
-    """
+    """RMS of a tensor as a 0-d tensor; it neither overflows nor underflows for FP32 values."""
+    # A gradient of 1e-25 is ordinary and its square is 0 in FP32, so squares are summed in FP64.
     dtype = row_dtype(tensor.device)
     tensor = stored_elements(tensor.detach())
     if tensor.numel() == 0:
@@ -50,12 +66,6 @@ def combined_rms(values: list[float]) -> float:
     return largest * math.sqrt(sum((rms / largest) ** 2 for rms in values) / len(values))
 
 
-def stored_row(tensor: Tensor, direction: Direction) -> Tensor:
-    """The numbers of a tensor that is in its units."""
-    row = root_mean_square(tensor).reshape(1)
-    return torch.cat([row, stored_shares(tensor, direction).to(row.dtype)])
-
-
 def is_late_look(count: int) -> bool:
     """Whether what has been zero so far is worth a second run of a step, or a meeting of ranks."""
     return count in (1, 2, 4) or (count > 0 and count % 8 == 0)
@@ -63,33 +73,22 @@ def is_late_look(count: int) -> bool:
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured of tensors with units of their own, by name in the gauge.
+    """What was measured of tensors with units of their own, by name in the gauge."""
 
-    Attributes:
-        forward: RMS as the model means it.
-        backward: RMS of the gradient as the model means it.
-        outside: Tensors whose RMS in the units in force has left [1/4, 4], with that RMS.
-        unrepresentable: What FP8 does not represent, though its RMS is within that range.
-    """
-
-    forward: Sizes = field(default_factory=dict)
-    backward: Sizes = field(default_factory=dict)
+    forward: Sizes = field(default_factory=dict)  # RMS as the model means it
+    backward: Sizes = field(default_factory=dict)  # RMS of the gradient as the model means it
+    # Tensors whose RMS in the units in force has left [1/4, 4], with that RMS.
     outside: Sizes = field(default_factory=dict)
-    unrepresentable: Unrepresentable = field(default_factory=Unrepresentable)
 
     @staticmethod
     def of(rows: Iterable[Row]) -> Measured:
         """What rows say together: several calls measure one tensor, which has one unit."""
         true: dict[tuple[Direction, str], list[float]] = {}
         units: dict[tuple[Direction, str], int] = {}
-        shares: list[Shares] = []
-        for direction, name, unit, (rms, *lost) in rows:
+        for direction, name, unit, rms in rows:
             true.setdefault((direction, name), []).append(rms)
             if unit is not None:
                 units[direction, name] = unit
-            # Out of the range it gets other units first.
-            if lost and (unit is None or LOW <= math.ldexp(rms, -unit) <= HIGH):
-                shares.append((direction, name, lost))
         joint = {key: combined_rms(values) for key, values in true.items()}
         stored = {key: math.ldexp(joint[key], -unit) for key, unit in units.items()}
         return Measured(
@@ -100,5 +99,78 @@ class Measured:
                 for (_, name), rms in stored.items()
                 if rms > 0.0 and not LOW <= rms <= HIGH
             },
-            unrepresentable_among(shares),
         )
+
+
+@dataclass(frozen=True)
+class Unrepresentable:
+    """What FP8 cannot represent, by the name of the product, with the reason."""
+
+    # Products that are better kept out of FP8.
+    products: Mapping[str, str] = field(default_factory=dict)
+    # Products that are not, but whose gradients need E5M2's range.
+    gradients: Mapping[str, str] = field(default_factory=dict)
+
+    def joined(self, other: Unrepresentable) -> Unrepresentable:
+        """Those of both, with the reasons of ``other`` where both have some."""
+        return Unrepresentable(
+            {**self.products, **other.products}, {**self.gradients, **other.gradients}
+        )
+
+    def without(self, other: Unrepresentable) -> Unrepresentable:
+        """Those that are not in ``other``."""
+        return Unrepresentable(
+            {name: why for name, why in self.products.items() if name not in other.products},
+            {name: why for name, why in self.gradients.items() if name not in other.gradients},
+        )
+
+
+def unrepresentable_among(rows: Iterable[StoredRow]) -> Unrepresentable:
+    """What does not fit; what has left the range of its unit gets another one first."""
+    products: dict[str, str] = {}
+    gradients: dict[str, str] = {}
+    for direction, name, (rms, *shares) in rows:
+        if not LOW <= rms <= HIGH:
+            continue
+        product = name.partition(":")[0]
+        what = name.rpartition(":")[2] if direction == "forward" else "gradient"
+        pairs = zip(shares[::2], shares[1::2], FORMATS[direction], strict=False)
+        *narrow, (beyond, flushed, widest) = pairs
+        if beyond > 0.0:
+            products[product] = _beyond(beyond, what, widest)
+        elif flushed > MAX_FLUSHED:
+            products.setdefault(product, _flushed(flushed, what, widest))
+        for beyond, flushed, format in narrow:
+            if beyond > 0.0:
+                gradients[product] = _beyond(beyond, what, format)
+            elif flushed > MAX_FLUSHED:
+                gradients.setdefault(product, _flushed(flushed, what, format))
+    return Unrepresentable(products, gradients)
+
+
+def stored_row(tensor: Tensor, direction: Direction) -> Tensor:
+    """RMS of a tensor that is in its units, and for each format what is beyond it and flushed."""
+    row = root_mean_square(tensor).reshape(1)
+    return torch.cat([row, stored_shares(tensor, direction).to(row.dtype)])
+
+
+def stored_shares(tensor: Tensor, direction: Direction) -> Tensor:
+    """What formats would lose of a tensor that is in its units."""
+    magnitudes = tensor.abs().float()
+    is_some = magnitudes > 0
+    count = is_some.sum().clamp(min=1)
+    shares = []
+    for format in FORMATS[direction]:
+        beyond = (magnitudes > format.overflow_threshold).sum() / max(tensor.numel(), 1)
+        flushed = (is_some & (magnitudes <= format.flush_threshold)).sum() / count
+        shares += [beyond, flushed]
+    nothing = torch.zeros_like(shares[0])
+    return torch.stack([*shares, *[nothing] * (NUM_SHARES - len(shares))])
+
+
+def _beyond(share: float, what: str, format: NumberFormat) -> str:
+    return f"{share:.2g} of its {what} is beyond {format}'s range"
+
+
+def _flushed(share: float, what: str, format: NumberFormat) -> str:
+    return f"{share:.0%} of its {what} would be zero in {format}"

@@ -21,8 +21,8 @@ from lightning_unitscale.functional.low_precision import (
     why_no_fp8,
 )
 from lightning_unitscale.graph.name_patterns import EXCLUDED, NamePatterns
-from lightning_unitscale.lossless.fp8_range import Unrepresentable
-from lightning_unitscale.precision.dither import Grid, MovingGrid, check_grid
+from lightning_unitscale.lossless.measured import Unrepresentable
+from lightning_unitscale.precision.simulate import Grid, MovingGrid, check_grid
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NO_LINEAR = "it is no linear layer"
@@ -37,19 +37,7 @@ _TRAINING_ONLY = (
 
 
 class FP8Linears:
-    """What runs in FP8: the arguments of :func:`fp8_linears`, and the decision on each layer.
-
-    Attributes:
-        decisions: For every product seen, why it is not in FP8, or ``None`` if it is.
-        gradient_format: Format of gradients that fit into it; E5M2 is that of others.
-        unfit: Products that the caller keeps out of FP8, and gradients that it keeps in E5M2.
-        unseen: Names of tensors that were zero at first, and that the caller has not seen in their
-            units since: what reads them is not cast yet.
-        moving_grid: What moves the numbers of FP8; ``None`` where they stay.
-        in_evaluation: Whether Lightning's evaluation steps are in FP8 as well. If not, they have
-            the numbers that a checkpoint of the module has without FP8.
-        why_excluded: What to say of a layer that ``exclude`` matches.
-    """
+    """What runs in FP8: the arguments of :func:`fp8_linears`, and the decision on each layer."""
 
     def __init__(
         self,
@@ -73,14 +61,22 @@ class FP8Linears:
                 "where the numbers of its format lie; expected 'fixed'; leave the argument out."
             )
         self.scaling: Scaling = scaling
+        # Format of gradients that fit into it; E5M2 is that of others.
         self.gradient_format: GradientFormat = gradient_format
+        # What moves the numbers of FP8; ``None`` where they stay.
         self.moving_grid = MovingGrid() if grid == "moving" else None
         self.patterns = NamePatterns(exclude=exclude)
+        # For every product seen, why it is not in FP8, or ``None`` if it is.
         self.decisions: dict[str, str | None] = {}
+        # Products that the caller keeps out of FP8, and gradients that it keeps in E5M2.
         self.unfit = Unrepresentable()
+        # Names of tensors that were zero at first, and that the caller has not seen in their
+        # units since: what reads them is not cast yet.
         self.unseen: set[str] = set()
+        # Whether Lightning's evaluation steps are in FP8 as well. If not, they have the
+        # numbers that a checkpoint of the module has without FP8.
         self.in_evaluation = in_evaluation
-        self.why_excluded = why_excluded
+        self.why_excluded = why_excluded  # what to say of a layer that ``exclude`` matches
 
     def leave_out(self, unrepresentable: Unrepresentable) -> Unrepresentable:
         """Keep products out of FP8, or their gradients in E5M2, by the products' names."""

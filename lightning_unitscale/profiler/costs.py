@@ -19,7 +19,9 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
 from lightning_unitscale.functional.rules import hint_of
+from lightning_unitscale.graph.flops import Formula, contraction
 from lightning_unitscale.graph.nodes import tensors_in
+from lightning_unitscale.graph.operators import RULES, UNREACHED
 from lightning_unitscale.profiler.workspace import by_operator, workspace_bytes
 
 aten = torch.ops.aten
@@ -154,21 +156,18 @@ def operator_flops(
     """Return the floating-point operations of the matmuls of one call; a multiply-add is two.
 
     References:
-        The formulas of `torch.utils.flop_counter`, and those below for what it leaves out: the
-        attention kernel of the CPU, matrix times vector, grouped matmuls, recurrent layers, and
-        the backward pass of a convolution in groups, which it counts once per group.
+        The formulas of the table of operators, and of `torch.utils.flop_counter` for others.
     """
     packet = getattr(function, "overloadpacket", function)
-    if packet in _FORMULAS:
-        return _FORMULAS[packet](args, result)
-    formula = flop_registry.get(packet)
-    if formula is None:
-        return 0
-    options = {name: _shapes_in(value) for name, value in kwargs.items()}
     try:
-        return int(formula(*map(_shapes_in, args), **options, out_val=_shapes_in(result)))
-    except (AssertionError, IndexError, TypeError, ValueError):
-        return 0  # an overload that the registry's formula does not know
+        if (own := _FORMULAS.get(packet)) is not None:
+            return own(args, result)
+        if (registered := flop_registry.get(packet)) is None:
+            return 0
+        options = {name: _shapes_in(value) for name, value in kwargs.items()}
+        return int(registered(*map(_shapes_in, args), **options, out_val=_shapes_in(result)))
+    except (AssertionError, AttributeError, IndexError, TypeError, ValueError):
+        return 0  # an overload, or a way to write the call, that the formula does not know
 
 
 def _bytes_moved(function: Any, inputs: Any, result: Any) -> int:
@@ -195,68 +194,20 @@ def _touched_bytes(tensor: Tensor) -> int:
 def _shapes_in(value: Any) -> Any:
     """Replace tensors by their shapes in plain integers, all that the formulas read."""
     if isinstance(value, Tensor):
-        return torch.Size(_shape(value))
+        return torch.Size(map(int, value.shape))
     return tuple(map(_shapes_in, value)) if isinstance(value, (tuple, list)) else value
 
 
-def _shape(value: Any) -> tuple[int, ...]:
-    return tuple(map(int, value.shape))
-
-
-def _grouped_matmul(args: Sequence[Any], result: Any) -> int:
-    """Return the operations of the rows of all groups times one matrix each."""
-    left, right = _shape(args[0]), _shape(args[1])
-    if len(left) == 2 and len(right) == 2:  # the contracted dimension is cut
-        return 2 * left[0] * left[1] * right[1]
-    return 2 * prod(left) * _shape(result)[-1]
-
-
-def _attention(args: Sequence[Any], result: Any) -> int:
-    """Return the operations of ``(..., S, E) (..., E, L)`` and ``(..., S, L) (..., L, Ev)``."""
-    # A causal mask does not lower the count, as in torch's own formulas.
-    (*batch, length, depth), (*_, keys, _), (*_, value_depth) = map(_shape, args[:3])
-    return 2 * prod(batch) * length * keys * (depth + value_depth)
-
-
-def _attention_backward(args: Sequence[Any], result: Any) -> int:
-    """Return the operations of the scores and the gradients of weights, query, key and value."""
-    (*batch, length, depth), (*_, keys, _), (*_, value_depth) = map(_shape, args[1:4])
-    return 2 * prod(batch) * length * keys * (3 * depth + 2 * value_depth)
-
-
-def _convolution_backward(args: Sequence[Any], result: Any) -> int:
-    """Return the operations of the gradients, for each as many as in the forward pass."""
-    grad, images, weight, transposed, mask = args[0], args[1], args[2], args[7], args[10]
-    positions = _shape(images if transposed else grad)
-    # The weight is (out, in / groups, *kernel), or (in, out / groups, *kernel) if transposed.
-    once = 2 * positions[0] * prod(positions[2:]) * prod(_shape(weight))
-    return once * (bool(mask[0]) + bool(mask[1]))
-
-
-def recurrent_flops(args: Sequence[Any], result: Any) -> int:
-    """Return the operations of oneDNN's recurrent layer: both matrices for each token."""
-    tokens, *matrices = map(_shape, args[:3])
-    return 2 * prod(tokens[:2]) * sum(map(prod, matrices))
-
-
-def cudnn_recurrent_flops(args: Sequence[Any], result: Any) -> int:
-    """Return the operations of cuDNN's recurrent layers: all matrices for each token."""
-    matrices = [_shape(weight) for weight in args[1] if weight.dim() > 1]
-    return 2 * prod(_shape(args[0])[:2]) * sum(map(prod, matrices))
+def _twice(formula: Formula) -> Formula:
+    return lambda args, result: 2 * formula(args, result)
 
 
 _FORMULAS = by_operator(
     {
-        **dict.fromkeys(("mv", "dot", "vdot"), lambda args, _: 2 * prod(_shape(args[0]))),
-        **dict.fromkeys(("addmv", "addmv_"), lambda args, _: 2 * prod(_shape(args[1]))),
-        "_grouped_mm": _grouped_matmul,
-        "convolution_backward": _convolution_backward,
-        "_scaled_dot_product_flash_attention_for_cpu": _attention,
-        "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
-        "mkldnn_rnn_layer": recurrent_flops,
-        "mkldnn_rnn_layer_backward": lambda args, result: 2 * recurrent_flops(args, result),
-        "_cudnn_rnn": cudnn_recurrent_flops,
-        "_cudnn_rnn_backward": lambda args, result: 2 * cudnn_recurrent_flops(args, result),
+        **{rule.operator: rule.flops for rule in RULES},
+        **{rule.operator: rule.flops for rule in UNREACHED},
+        **{f"{r.operator}_backward": _twice(r.flops) for r in UNREACHED if r.has_backward},
+        "vdot": contraction(0, 1),
     }
 )
 

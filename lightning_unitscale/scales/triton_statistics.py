@@ -42,12 +42,11 @@ def triton_row(tensor: Tensor, layout: RowLayout) -> Tensor:
 
 
 class TritonRows:
-    """Collects rows of tensors of one device and stream, in memory that they share.
+    """Collects rows of tensors of one device and stream, in memory that they share."""
 
-    A tensor with gaps is read where it lies, in the order of memory. Copied first, at the price of
-    another launch, are FP8 tensors and those whose elements take more than four strides to
-    describe.
-    """
+    # A tensor with gaps is read where it lies, in the order of memory. Copied first, at the price
+    # of another launch, are FP8 tensors and those whose elements take more than four strides to
+    # describe.
 
     def __init__(
         self, layout: RowLayout, device: torch.device, num_waiting: int = _WAITING

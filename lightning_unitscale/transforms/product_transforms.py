@@ -28,9 +28,8 @@ from lightning_unitscale.functional.low_precision import (
     Scaling,
 )
 from lightning_unitscale.lossless.gauge import Gauge
-from lightning_unitscale.precision.dither import Grid
 from lightning_unitscale.precision.fp8 import FP8Linears
-from lightning_unitscale.precision.simulate import FP8_FORMATS, SimulateFormat
+from lightning_unitscale.precision.simulate import FP8_FORMATS, Grid, SimulateFormat
 from lightning_unitscale.quantize import FormatLike, Rounding
 
 

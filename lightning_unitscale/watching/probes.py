@@ -30,7 +30,7 @@ from lightning_unitscale.graph.recorder import (
     tap_gradient,
 )
 from lightning_unitscale.graph.regions import PRODUCTS, Place, Places
-from lightning_unitscale.lossless.gauge import ONE, Factor, Gauge
+from lightning_unitscale.lossless.gauge import ONE, Gauge, Unit
 from lightning_unitscale.lossless.held import GAUGE, HELD, FactorNodes, Held
 from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.reduce import absent_rows, completed_rows, merge_rows, shift_rows
@@ -64,9 +64,9 @@ class ProbedTensor:
     def lacks_unit_in(self, gauge: Gauge) -> tuple[bool, bool]:
         """Return whether a matmul reads it without a unit, or its gradient, under a gauge."""
         value, gradient = self.lacks_unit
-        value |= any(name not in gauge for name, _ in self.held.sigma.sigmas)
-        gradient |= any(name not in gauge for name, _ in self.held.gamma.gammas)
-        return value, gradient
+        names = self.held.sigma.operand, self.held.gamma.gradient
+        lacks = [bool(name) and name not in gauge for name in names]
+        return value or lacks[0], gradient or lacks[1]
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class CutGraph:
         (tensor,) = (tensor for tensor in self._tensors if tensor.name == name)
         gauge = self._gauge()
 
-        def row(of: Tensor, unit: Factor) -> Tensor:
+        def row(of: Tensor, unit: Unit) -> Tensor:
             exponent = 0 if self._layout.is_sampled else unit.exponent(gauge)
             # As for the others, formats are counted of what is stored.
             (factor,) = numbers_on(of.device, [2.0**-exponent], torch.float32)
@@ -280,11 +280,11 @@ def _count_factors(
     graph: StepGraph, tensors: Sequence[ProbedTensor], gauge: Callable[[], Gauge]
 ) -> FactorsOf:
     """Return the powers of two that turn each tensor into the stored one, for exact counts."""
-    pairs = [(tensor.held.sigma.inverse(), tensor.held.gamma.inverse()) for tensor in tensors]
-    factors = [factor for pair in pairs for factor in pair if factor != ONE]
-    if not factors:
+    pairs = [(tensor.held.sigma, tensor.held.gamma) for tensor in tensors]
+    units = [unit for pair in pairs for unit in pair if unit != ONE]
+    if not units:
         return lambda index, region: (None, None)
-    nodes = FactorNodes(graph, "count_factors", factors, gauge)
+    nodes = FactorNodes(graph, "count_factors", units, gauge)
 
     def factors_of(index: int, region: Region) -> tuple[fx.Node | None, fx.Node | None]:
         forward, backward = pairs[index]

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_unitscale.dispatch.calls import RanProduct
 from lightning_unitscale.dispatch.torch_internals import sequence_number
 from lightning_unitscale.graph.recorder import local_part, stored_elements
-from lightning_unitscale.lossless.gauge import Factor
+from lightning_unitscale.lossless.gauge import Unit
 from lightning_unitscale.lossless.held import Held
 from lightning_unitscale.patching import nothing
 from lightning_unitscale.scales.layout import RowLayout
@@ -32,7 +32,7 @@ _ON_THE_WAY = re.compile(
 )
 _MOST_ON_THE_WAY = 16
 # Units by which operands were divided, as exponents; ``None`` where they have none yet.
-Unit = int | None
+Log2Unit = int | None
 
 
 @dataclass(eq=False)
@@ -70,7 +70,7 @@ class TensorRow:
 
     def described(self, inputs: Iterable[TensorRow]) -> ProbedTensor:
         """Return what a snapshot has of it besides the numbers."""
-        held = Held(Factor(constant=self.log2_sigma), Factor(constant=self.log2_gamma))
+        held = Held(Unit(log2=self.log2_sigma), Unit(log2=self.log2_gamma))
         names = dict.fromkeys(row.name for row in inputs if row.name != self.name)
         return ProbedTensor(
             self.name,
@@ -208,11 +208,11 @@ class RunningFunction:
 
     def __init__(self, arguments: Sequence[Tensor]) -> None:
         # An argument, its unit and its name in the gauge, in the order in which matmuls read them.
-        self.units: list[tuple[Tensor, Unit, str]] = []
+        self.units: list[tuple[Tensor, Log2Unit, str]] = []
         self._arguments = [tensor for tensor in arguments if is_readable(tensor)]
         # Arguments that were found by their size, which several may have.
         self._taken: set[int] = set()
-        self._ran: list[tuple[range, Unit]] = []
+        self._ran: list[tuple[range, Log2Unit]] = []
 
     def see(self, ran: RanProduct) -> None:
         """Take in a matmul that it has run."""
@@ -227,7 +227,7 @@ class RunningFunction:
             if argument is not None:
                 self.units.append((argument, unit, name))
 
-    def gamma_of(self, result: Tensor) -> tuple[Unit] | None:
+    def gamma_of(self, result: Tensor) -> tuple[Log2Unit] | None:
         """Return the unit of the gradient that arrives at a matmul which has made a result."""
         if not self._ran:
             return None

@@ -30,10 +30,10 @@ from lightning_unitscale.watching.names import (
 from lightning_unitscale.watching.probes import ProbedTensor
 from lightning_unitscale.watching.rows import (
     Gradients,
+    Log2Unit,
     Measuring,
     RunningFunction,
     TensorRow,
-    Unit,
     shown_inputs,
 )
 from lightning_unitscale.watching.torch_state import (
@@ -338,7 +338,7 @@ class WatchedCall:
             if with_gradient and takes_part(tensor) and not row.is_hooked:
                 self.gradients.measure(row, tensor)
 
-    def _set_unit(self, tensor: Tensor, unit: Unit) -> None:
+    def _set_unit(self, tensor: Tensor, unit: Log2Unit) -> None:
         """Note the unit in which a matmul has just read a tensor; the first one known counts."""
         row = self._only_row(tensor)
         if row is None:

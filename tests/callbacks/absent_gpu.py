@@ -21,7 +21,7 @@ from typing_extensions import override
 import lightning_unitscale
 from lightning_unitscale.dispatch import fp8
 from lightning_unitscale.dispatch.kernels import product_kernel
-from lightning_unitscale.dispatch.products import RULES
+from lightning_unitscale.graph.operators import RULES
 from lightning_unitscale.profiler.fake_device import SimulatedDevice, simulating
 from lightning_unitscale.scales import transfer
 from lightning_unitscale.scales.layout import MOMENTS, RowLayout

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from lightning_unitscale import ScaleMonitor, UnitScaleCallback
 from lightning_unitscale.capture.compiled_graph import GraphBackend, Variant
-from lightning_unitscale.dispatch.tensors import Extent
+from lightning_unitscale.dispatch.measurement import Extent
 from lightning_unitscale.graph.recorder import GraphInterpreter
 from tests.callbacks.modules import Evaluated, Regression, regression_with
 from tests.callbacks.runs import (

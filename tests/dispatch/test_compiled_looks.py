@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from lightning_unitscale.dispatch import kernels, unreached
+from lightning_unitscale.dispatch import kernels
 from lightning_unitscale.dispatch.attach import AttachedSession
-from lightning_unitscale.dispatch.compiled_graphs import GRAPHS
-from lightning_unitscale.dispatch.compiled_products import CompiledProduct
+from lightning_unitscale.dispatch.compiled_graphs import GRAPHS, CompiledProduct
 from lightning_unitscale.dispatch.measurement import FORWARD, Measurement
 from lightning_unitscale.lossless.gauge import Gauge
 
@@ -119,7 +118,7 @@ def test_what_is_measured_is_what_eager_mode_measures() -> None:
 def test_between_looks_python_hears_of_no_product() -> None:
     module, x = Module(is_compiled=True), torch.randn(64, 16)
     attached = AttachedSession(module, ["step"])
-    files = {kernels.__file__, unreached.__file__}
+    files = {kernels.__file__}
     calls: list[str] = []
 
     def note(frame: FrameType, event: str, _: Any) -> None:

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from lightning_unitscale.dispatch.calls import Call, sources_of
 from lightning_unitscale.dispatch.coverage import CoverageCounter
-from lightning_unitscale.dispatch.execute import Product
-from lightning_unitscale.dispatch.measurement import FORWARD, MeasuredProduct, Site
-from lightning_unitscale.dispatch.products import RULES
-from lightning_unitscale.dispatch.tensors import Extent, reading, scaled_copy
+from lightning_unitscale.dispatch.execute import Product, scaled_copy
+from lightning_unitscale.dispatch.measurement import FORWARD, Extent, MeasuredProduct, Site, reading
 from lightning_unitscale.functional.scale import scale_in_place
+from lightning_unitscale.graph.operators import RULES
 
 MM = next(rule for rule in RULES if rule.operator == "mm")
 

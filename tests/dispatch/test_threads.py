@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_unitscale import RematCallback, ScaleMonitor, UnitScaleCallback, attach
-from lightning_unitscale.dispatch import tensors
+from lightning_unitscale.dispatch import execute
 from lightning_unitscale.dynamo.patches import opened_layers
 from lightning_unitscale.patching import shadowed
 from tests.dispatch.test_backward_only import Late
@@ -305,7 +305,7 @@ class Kept(torch.autograd.Function):
 def test_gradients_on_an_engines_thread_are_let_go() -> None:
     """The thread lives as long as the process; the next step frees what it has kept."""
     copies: list[weakref.ref[Tensor]] = []
-    original = tensors.scaled_copy
+    original = execute.scaled_copy
 
     def scaled_copy(tensor: Tensor, exponent: int) -> Tensor:
         copy = original(tensor, exponent)
@@ -317,7 +317,7 @@ def test_gradients_on_an_engines_thread_are_let_go() -> None:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     with (
         attach(module, optimizer, [UnitScaleCallback()]),
-        shadowed(tensors, scaled_copy=scaled_copy),
+        shadowed(execute, scaled_copy=scaled_copy),
     ):
         for _ in range(2):
             with backward_on_engine_thread():

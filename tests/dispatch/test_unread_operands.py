@@ -16,11 +16,10 @@ from torch.func import functional_call, grad, vmap
 
 from lightning_unitscale import UnitScaleCallback
 from lightning_unitscale.dispatch import execute
-from lightning_unitscale.dispatch.compiled_graphs import GRAPHS
-from lightning_unitscale.dispatch.compiled_products import CompiledProduct
-from lightning_unitscale.dispatch.tensors import Extent
+from lightning_unitscale.dispatch.compiled_graphs import GRAPHS, CompiledProduct
+from lightning_unitscale.dispatch.measurement import Extent
 from tests.callbacks.runs import QUIET
-from tests.dispatch.test_products import CONVOLUTION, GARBAGE, MASKS, randn
+from tests.graph.test_operators import CONVOLUTION, GARBAGE, MASKS, randn
 from tests.helpers import assert_same_bits
 
 _ATEN = torch.ops.aten

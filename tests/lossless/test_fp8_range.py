@@ -10,14 +10,16 @@ from torch import Tensor, nn
 from lightning_unitscale.dispatch.attach import AttachedSession
 from lightning_unitscale.dispatch.fp8 import FP8Products
 from lightning_unitscale.formats import E4M3FN, E5M2, NumberFormat
-from lightning_unitscale.lossless.fp8_range import (
+from lightning_unitscale.lossless.measured import (
     FORMATS,
     NUM_SHARES,
     Direction,
     Unrepresentable,
+    root_mean_square,
+    stored_row,
     stored_shares,
+    unrepresentable_among,
 )
-from lightning_unitscale.lossless.measured import Measured, root_mean_square, stored_row
 from lightning_unitscale.precision.fp8 import FP8Linears
 from lightning_unitscale.quantize import quantize
 
@@ -49,8 +51,8 @@ def test_shares_are_those_of_a_rounding(format: NumberFormat, size: float) -> No
     ids=["zeros", "empty", "inf", "nan"],
 )
 def test_nothing_is_said_of_tensors_without_a_unit(tensor: Tensor) -> None:
-    row = ("backward", "linear", 0, stored_row(tensor, "backward").tolist())
-    assert Measured.of([row]).unrepresentable == Unrepresentable()
+    row = ("backward", "linear", stored_row(tensor, "backward").tolist())
+    assert unrepresentable_among([row]) == Unrepresentable()
 
 
 class _Tower(nn.Module):

@@ -25,7 +25,7 @@ def test_root_mean_square_neither_overflows_nor_underflows(dtype: torch.dtype) -
 
 
 def test_a_tensor_measured_twice_gets_the_rms_of_both() -> None:
-    measured = Measured.of([("forward", "x", None, [3e100]), ("forward", "x", None, [4e100])])
+    measured = Measured.of([("forward", "x", None, 3e100), ("forward", "x", None, 4e100)])
     assert measured.forward == pytest.approx({"x": math.sqrt(12.5) * 1e100})
     assert measured.backward == {}
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_unitscale.capture.attach import captured_forward
 from lightning_unitscale.capture.steps import steps_of
 from lightning_unitscale.dispatch.formats import grid_factor
-from lightning_unitscale.precision.dither import MovingGrid
+from lightning_unitscale.precision.simulate import MovingGrid
 from lightning_unitscale.quantize import quantize
 from lightning_unitscale.transforms import fp8_linears, lossless_unit_scale, simulate_format
 from tests.helpers import assert_same_bits

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_unitscale.capture.attach import captured_forward, products_of
 from lightning_unitscale.capture.steps import steps_of
-from lightning_unitscale.lossless.fp8_range import Unrepresentable
+from lightning_unitscale.lossless.measured import Unrepresentable
 from lightning_unitscale.precision import fp8
 from lightning_unitscale.precision.fp8 import FP8Linears
 from lightning_unitscale.transforms import (

@@ -1,16 +1,19 @@
-"""The products of a graph of aten operators: which they are, and of which module."""
+"""The matmuls of a graph of aten operators: which they are, and of which module."""
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterator
 from typing import Any
 
 from torch import Tensor, fx
 
+from lightning_unitscale.dispatch.compiled_runs import GraphMatmul, Place
+from lightning_unitscale.dispatch.compiler_internals import is_of_backward
 from lightning_unitscale.dispatch.execute import are_real
-from lightning_unitscale.dispatch.products import RULES, ProductRule, Sources
 from lightning_unitscale.dispatch.session import ProductSession
-from lightning_unitscale.dispatch.torch_internals import fake_mode_of
+from lightning_unitscale.dispatch.torch_internals import current_node, fake_mode_of
+from lightning_unitscale.graph.operators import RULES, ProductRule, Sources
 from lightning_unitscale.profiler.costs import concrete
 
 _RULES = {f"aten.{rule.operator}.default": rule for rule in RULES}
@@ -36,14 +39,61 @@ PRODUCT = "lightning_unitscale_product"
 _SAME = ARRANGED | {"aten.clone.default", "aten._unsafe_view.default", CAST}
 
 
-def path_of(node: fx.Node, session: ProductSession, root: str) -> str:
-    """Path of the module that a node is of."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    for key in reversed(list(stack)):
-        path = session.sites.path_of(int(str(key).partition("@")[0]))
-        if path is not None:
-            return path
-    return root
+class JointMatmuls:
+    """Describes the matmuls of the graph of both passes, in their order."""
+
+    def __init__(self, graph: fx.Graph, session: ProductSession, *, guesses: bool) -> None:
+        self._session = session
+        self._guesses = guesses
+        run = session.sites.run_of(current_node())
+        self.root = "" if run is None else run.path
+        # What the backward pass computes of the gradients that arrive.
+        self.after_tangents = set(tangents_of(graph))
+        for node in graph.nodes:
+            if not self.after_tangents.isdisjoint(node.all_input_nodes):
+                self.after_tangents.add(node)
+        # By the number of the autograd node: forward matmuls, with what they read.
+        self._forward: dict[int, list[tuple[GraphMatmul, list[Any]]]] = defaultdict(list)
+        self._visits: Counter[int] = Counter()
+
+    def describe(self, node: fx.Node, rule: ProductRule, number: int) -> GraphMatmul:
+        """What is known of a matmul before it runs."""
+        word, roles = rule.name_in(arguments_of(node))
+        place = Place(word, roles, self.path_of(node))
+        operands, autograd_node = rule.operands_in(node.args), node.meta.get("seq_nr")
+        flops = int(rule.flops(arguments_of(node), concrete(value_of(node))))
+        found = GraphMatmul(rule, place, number, number, tuple(range(len(operands))), flops)
+        known = [] if autograd_node is None else self._forward[autograd_node]
+        if not (node in self.after_tangents or is_of_backward(node)):
+            known.append((found, operands))
+        elif (belongs := self._forward_of(rule, operands, known, autograd_node)) is not None:
+            forward, found.sources = belongs
+            found.forward, found.place = forward.number, forward.place
+        else:
+            found.place = place._replace(word=f"{word}@backward")
+        return found
+
+    def _forward_of(
+        self, rule: ProductRule, operands: list[Any], known: list[Any], autograd_node: Any
+    ) -> tuple[GraphMatmul, Sources] | None:
+        """The forward matmul that a backward one belongs to, and what of it the operands are."""
+        self._visits[autograd_node] += 1
+        for forward, saved in known:
+            if (sources := known_sources(rule, operands, saved)) is not None:
+                return forward, sources
+        if not known or not self._guesses:
+            return None
+        # In the order in which autograd works.
+        return known[0][0], (None, 1) if self._visits[autograd_node] == 1 else (0, None)
+
+    def path_of(self, node: fx.Node) -> str:
+        """Path of the module that a node is of."""
+        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+        for key in reversed(list(stack)):
+            path = self._session.sites.path_of(int(str(key).partition("@")[0]))
+            if path is not None:
+                return path
+        return self.root
 
 
 def rule_of(node: fx.Node) -> ProductRule | None:

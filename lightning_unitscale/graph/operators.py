@@ -22,16 +22,31 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
 
-Arguments = Sequence[Any]
+from lightning_unitscale.graph.flops import (
+    Arguments,
+    Formula,
+    attention_flops,
+    contraction,
+    conv_tbc_backward_flops,
+    conv_tbc_flops,
+    convolution_backward_flops,
+    convolution_flops,
+    cudnn_recurrent_flops,
+    distance_flops,
+    encoder_layer_flops,
+    grouped_flops,
+    recurrent_flops,
+    trilinear_flops,
+)
+
 # For one result, the power to which each operand's unit enters it; ``None``: none of them does.
 Coefficients = tuple[int, ...] | None
 # What a person calls a call, and the roles of its operands.
@@ -43,39 +58,29 @@ Sources = tuple[int | None, ...]
 
 @dataclass(frozen=True)
 class ProductRule:
-    """How one aten operator multiplies.
+    """How one aten operator multiplies."""
 
-    Attributes:
-        operator: Its name in ``torch.ops.aten``.
-        operands: Positions of the arguments in which it is linear.
-        results: The coefficients of each result.
-        word: What a person calls the operation, and the roles of its operands, from the arguments.
-        addends: Positions of arguments that are added to the first result.
-        follows: Arguments that are stored in the units of an operand: position and which operand.
-        temperature: Coefficients of the ``scale`` argument of an attention.
-        sources: For an operator that is always a backward one, what its operands are.
-        mask: Position of the argument that says which results are wanted.
-        ragged: Position of the argument that says where groups end; what lies beyond the last one
-            is not read.
-        with_factor: The operator that multiplies the product by a number, ``alpha``, and adds it to
-            its first argument; the operator itself, if it has that argument.
-        backward_order: The operands of a product of two in the order in which autograd computes
-            their gradients: that of the names that its derivatives are written with.
-        flops: Floating-point operations of a call.
-    """
-
-    operator: str
-    operands: tuple[int, ...]
-    results: tuple[Coefficients, ...]
+    operator: str  # its name in ``torch.ops.aten``
+    operands: tuple[int, ...]  # positions of the arguments in which it is linear
+    results: tuple[Coefficients, ...]  # the coefficients of each result
+    # What a person calls the operation, and the roles of its operands, from the arguments.
     word: Word
-    flops: Callable[[Arguments, Any], int]
-    addends: tuple[int, ...] = ()
+    flops: Formula  # floating-point operations of a call
+    addends: tuple[int, ...] = ()  # positions of arguments that are added to the first result
+    # Arguments that are stored in the units of an operand: position and which operand.
     follows: tuple[tuple[int, int], ...] = ()
+    # Coefficients of the ``scale`` argument of an attention.
     temperature: tuple[int, ...] | None = None
-    sources: Sources = ()
-    mask: int | None = None
+    sources: Sources = ()  # for an operator that is always a backward one, what its operands are
+    mask: int | None = None  # position of the argument that says which results are wanted
+    # Position of the argument that says where groups end; what lies beyond the last one is
+    # not read.
     ragged: int | None = None
+    # The operator that multiplies the product by a number, ``alpha``, and adds it to its
+    # first argument; the operator itself, if it has that argument.
     with_factor: str = ""
+    # The operands of a product of two in the order in which autograd computes their
+    # gradients: that of the names that its derivatives are written with.
     backward_order: tuple[int, ...] = (0, 1)
     # What calls read, by the mask: a rule takes long to hash.
     _masked: dict[tuple[bool, ...], ProductRule] = field(
@@ -137,11 +142,34 @@ class ProductRule:
         """Positions of the addends that a call has."""
         return [at for at in self.addends if at < len(args) and args[at] is not None]
 
+    @property
+    def num_factors(self) -> int:
+        """How many :meth:`exponents` a call has."""
+        return len(self.operands) + 1 + len(self.results)
+
+    def exponents(self, log2_units: Sequence[int]) -> tuple[int, ...]:
+        """Exponents of the factors of a call: of its operands, its addends, and its results."""
+        # This and :meth:`taking_factors` are all that a call in units is, in eager mode and in a
+        # compiled graph; the factor of :attr:`temperature` comes on top.
+        results = [0 if row is None else combined(row, log2_units) for row in self.results]
+        return (*(-unit for unit in log2_units), -sum(log2_units), *results)
+
+    def taking_factors(self, args: Arguments) -> Iterator[tuple[int, int]]:
+        """Each argument that is multiplied beside the operands: position, and which factor."""
+        for position in self.addends_in(args):
+            yield position, len(self.operands)
+        yield from self.follows
+
     def scale_in(self, args: Arguments, kwargs: Mapping[str, Any]) -> float:
         """The factor of an attention's logits, given or torch's own."""
         scale = kwargs.get("scale")
         query = args[self.operands[1 if self.sources else 0]]
         return 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
+
+
+def combined(coefficients: Sequence[int], log2_units: Sequence[int]) -> int:
+    """Exponent of a product of units, each to the power of its coefficient."""
+    return sum(power * unit for power, unit in zip(coefficients, log2_units, strict=True))
 
 
 def _masked(rule: ProductRule, wanted: tuple[bool, ...]) -> ProductRule:
@@ -163,10 +191,8 @@ def _without_addends(rule: ProductRule) -> ProductRule:
 
 
 def _up_to(end: Tensor, tensor: Tensor, dim: int) -> Tensor:
-    """A tensor with what lies before ``end`` in place of what does not; NaN if nothing does.
-
-    The device is not waited for: the size stays, and slices before ``end`` come again and again.
-    """
+    """A tensor with what lies before ``end`` in place of what does not; NaN if nothing does."""
+    # The device is not waited for: the size stays, and slices before ``end`` come again and again.
     index = torch.arange(tensor.shape[dim], device=tensor.device) % end.clamp(min=1)
     return torch.where(end > 0, tensor.detach().index_select(dim, index), math.nan)
 
@@ -194,49 +220,11 @@ def _convolution_word(args: Arguments) -> tuple[str, tuple[str, ...]]:
     return f"{kind}{args[0].dim() - 2}d", ("input", "weight")
 
 
-def contraction(first: int, second: int) -> Callable[[Arguments, Any], int]:
-    """Multiplications and additions of a product of two matrices, or of two batches of them."""
-
-    def flops(args: Arguments, _: Any) -> int:
-        columns = args[second].shape[-1] if args[second].dim() > 1 else 1
-        return 2 * int(args[first].numel()) * int(columns)
-
-    return flops
-
-
 def _matmul(operator: str, word: Word, *, is_added: bool = False, **options: Any) -> ProductRule:
     """A product of two matrices, or of two batches of them, and what it ``is_added`` to."""
     first, addends = (1, (0,)) if is_added else (0, ())
     flops = contraction(first, first + 1)
     return ProductRule(operator, (first, first + 1), _BOTH, word, flops, addends, **options)
-
-
-def _registered(operator: str) -> Callable[[Arguments, Any], int]:
-    """What torch itself counts."""
-    count = flop_registry[getattr(torch.ops.aten, operator)]
-    return lambda args, result: int(count(*args, out_val=result))
-
-
-def _attention_flops(query: int, *, num_products: int) -> Callable[[Arguments, Any], int]:
-    def flops(args: Arguments, _: Any) -> int:
-        q, k = args[query], args[query + 1]
-        return num_products * 2 * int(q.numel()) * int(k.shape[-2])
-
-    return flops
-
-
-def _trilinear_flops(args: Arguments, result: Any) -> int:
-    return 2 * int(args[1].numel()) * int(result.shape[0] if result.dim() else 1)
-
-
-def _grouped_flops(args: Arguments, result: Any) -> int:
-    if args[0].dim() == args[1].dim() == 2:  # each group sums over columns of its own
-        return contraction(0, 1)(args, result)
-    return 2 * int(result.numel()) * int(args[0].shape[-1])
-
-
-def _conv_tbc_flops(args: Arguments, result: Any) -> int:
-    return 2 * int(result.numel()) * int(math.prod(args[1].shape[:2]))
 
 
 def _attention(operator: str) -> ProductRule:
@@ -245,7 +233,7 @@ def _attention(operator: str) -> ProductRule:
         (0, 1, 2),
         ((0, 0, 1),),
         _word("scaled_dot_product_attention", "query", "key", "value"),
-        _attention_flops(0, num_products=2),
+        attention_flops(0, of_depth=1, of_values=1),
         temperature=(1, 1, 0),
     )
 
@@ -257,7 +245,7 @@ def _attention_backward(operator: str, output: int, *, has_bias: bool = False) -
         (0, 1, 2, 3),
         ((1, -1, 0, 1), (1, 0, -1, 1), (1, 0, 0, 0), *of_bias),
         _word("scaled_dot_product_attention", "query", "key", "value"),
-        _attention_flops(1, num_products=5),
+        attention_flops(1, of_depth=3, of_values=2),
         follows=((output, 3),),
         temperature=(0, 1, 1, 0),
         sources=(None, 0, 1, 2),
@@ -287,27 +275,25 @@ RULES: tuple[ProductRule, ...] = (
     ),
     _matmul("addbmm", _word("addbmm", "batch1", "batch2"), is_added=True),
     _matmul("addmv", _word("addmv", "mat", "vec"), is_added=True),
-    ProductRule(
-        "convolution", (0, 1), _BOTH, _convolution_word, _registered("convolution"), addends=(2,)
-    ),
+    ProductRule("convolution", (0, 1), _BOTH, _convolution_word, convolution_flops, addends=(2,)),
     ProductRule(
         "convolution_backward",
         (0, 1, 2),
         ((1, 0, 1), (1, 1, 0), (1, 0, 0)),
         _word("convolution", "input", "weight"),
-        _registered("convolution_backward"),
+        convolution_backward_flops,
         sources=(None, 0, 1),
         mask=10,
     ),
     ProductRule(
-        "conv_tbc", (0, 1), _BOTH, _word("conv_tbc", "input", "weight"), _conv_tbc_flops, (2,)
+        "conv_tbc", (0, 1), _BOTH, _word("conv_tbc", "input", "weight"), conv_tbc_flops, (2,)
     ),
     ProductRule(
         "conv_tbc_backward",
         (0, 1, 2),
         ((1, 0, 1), (1, 1, 0), (1, 0, 0)),
         _word("conv_tbc", "input", "weight"),
-        lambda args, _: 4 * int(args[0].numel()) * int(math.prod(args[2].shape[:2])),
+        conv_tbc_backward_flops,
         sources=(None, 0, 1),
     ),
     ProductRule(
@@ -315,14 +301,14 @@ RULES: tuple[ProductRule, ...] = (
         (0, 1, 2),
         ((1, 1, 1),),
         _word("bilinear", "input1", "weight", "input2"),
-        _trilinear_flops,
+        trilinear_flops,
     ),
     ProductRule(
         "_grouped_mm",
         (0, 1),
         _BOTH,
         _word("grouped_mm", "mat_a", "mat_b"),
-        _grouped_flops,
+        grouped_flops,
         addends=(3,),
         ragged=2,
     ),
@@ -334,4 +320,60 @@ RULES: tuple[ProductRule, ...] = (
     _attention_backward(f"{_SDPA}_flash_attention_backward", 4),
     _attention_backward(f"{_SDPA}_efficient_attention_backward", 5, has_bias=True),
     _attention_backward(f"{_SDPA}_cudnn_attention_backward", 4),
+)
+
+# Why no factor can reach the operands of a product, or it writes into a tensor of the user's.
+DISTANCES = "a kernel of distances"
+RECURRENT = "a recurrent kernel, whose products are inside of it"
+FUSED = "a fused inference kernel, whose products are inside of it"
+COMPILED_BEFORE = "compiled before this callback was attached"
+_WIDENED = "a product whose result has a type of its own"
+
+
+@dataclass(frozen=True)
+class UnreachedRule:
+    """An operator that multiplies matrices where no factor can reach its operands."""
+
+    operator: str  # its name in ``torch.ops.aten``, with the overload if that is not the default
+    reason: str  # why its products run as they are
+    flops: Formula  # floating-point operations of a call
+    # Whether its gradients come from a kernel of the same kind, with twice as many.
+    has_backward: bool = False
+    # The operator of the table whose products this one writes into a tensor that it is
+    # given. Factors reach them except in a graph that was compiled before.
+    writes: str = ""
+
+
+# Operators of the table whose results are written, or added, into a tensor: how that is spelled,
+# and at which argument their operands begin.
+_WRITING = (
+    ("addmm", "_", 1),
+    ("baddbmm", "_", 1),
+    ("addbmm", "_", 1),
+    ("addmv", "_", 1),
+    ("mm", ".out", 0),
+    ("bmm", ".out", 0),
+    ("addmm", ".out", 1),
+    ("baddbmm", ".out", 1),
+)
+
+# Operators of CUDA whose result has another type than their operands, and where these begin.
+_WIDENING = (("mm", 0), ("bmm", 0), ("addmm", 1), ("baddbmm", 1))
+
+UNREACHED: tuple[UnreachedRule, ...] = (
+    *(
+        UnreachedRule(name + form, COMPILED_BEFORE, contraction(at, at + 1), writes=name)
+        for name, form, at in _WRITING
+    ),
+    *(
+        UnreachedRule(f"{name}.{form}", _WIDENED, contraction(at, at + 1))
+        for name, at in _WIDENING
+        for form in ("dtype", "dtype_out")
+    ),
+    UnreachedRule("_int_mm", "a product of integers", contraction(0, 1)),
+    UnreachedRule("_cdist_forward", DISTANCES, distance_flops),
+    UnreachedRule("mkldnn_rnn_layer", RECURRENT, recurrent_flops, has_backward=True),
+    UnreachedRule("_cudnn_rnn", RECURRENT, cudnn_recurrent_flops, has_backward=True),
+    UnreachedRule("_transformer_encoder_layer_fwd", FUSED, encoder_layer_flops),
+    UnreachedRule("_native_multi_head_attention", FUSED, encoder_layer_flops),
 )

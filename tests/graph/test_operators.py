@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_unitscale.dispatch.products import RULES, ProductRule
+from lightning_unitscale.graph.operators import RULES, ProductRule
 from tests.helpers import assert_same_bits
 
 _ATEN = torch.ops.aten
