@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -25,7 +26,7 @@ from demo_step import DemoLoss, demo_batch, training_step
 from tabulate import tabulate
 
 from lightning_unitscale import ScaleMonitor, UnitScaleCallback, attach
-from lightning_unitscale.loops.loggers import writer_for
+from lightning_unitscale.loops.loggers import RunWriters
 from lightning_unitscale.scales.export import summarize
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 
@@ -66,11 +67,12 @@ def main() -> None:
         for name, (package, make) in loggers(folder).items():
             if find_spec(package) is None:
                 continue
-            writer, seconds = writer_for(make(), "operands"), []
+            loop: Any = SimpleNamespace(loggers=[make()], is_global_zero=True)
+            writers, seconds = RunWriters("operands", lambda _: None), []
             for step in range(options.samples):
                 sample = dataclasses.replace(snapshot, step=step)
                 start = time.process_time()
-                writer.write(sample, summarize(sample), complete=False)
+                writers.write(loop, sample, summarize(sample), ())
                 seconds.append(time.process_time() - start)
             # The first one begins the run.
             early, late = seconds[1:_WITH_TABLES], seconds[_WITH_TABLES:]
