@@ -28,7 +28,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import truediv
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,8 @@ _SIZES: dict[str, dict[str, Any]] = {
 MIB = 2**20
 # Rows between two looks at the clock, so that their launches overlap.
 _MANY = 20
+# Steps of a training loop, which does not wait for the device after each of them.
+_STEPS = 5
 Batch = tuple[Tensor, Tensor]
 Step = Callable[[], object]
 
@@ -201,14 +203,35 @@ def _row(bench: Bench, name: str, step: Step) -> dict[str, Any]:
         warmup=bench.sizes["warmup"],
         clock=bench.clock,
     )
-    # Each round has a ratio of its own: what else the machine did then is on both sides.
-    ratio = statistics.median(map(truediv, taken[name], taken["plain"]))
+    in_a_row = interleaved(
+        {"plain": _in_a_row(plain), name: _in_a_row(step)},
+        rounds=max(1, bench.sizes["rounds"] // _STEPS),
+        warmup=1,
+        clock=bench.clock,
+    )
     return {
         "variant": name,
         "ms per step": round(1e3 * statistics.median(taken[name]), 3),
         "plain, ms": round(1e3 * statistics.median(taken["plain"]), 3),
-        "ratio": round(ratio, 3),
+        "ratio": round(_ratio(taken, name), 3),
+        "in a row, ms": round(1e3 * statistics.median(in_a_row[name]) / _STEPS, 3),
+        "ratio in a row": round(_ratio(in_a_row, name), 3),
     }
+
+
+def _in_a_row(step: Step) -> Step:
+    """Several steps without a look at the clock: the host need not wait for the device."""
+
+    def steps() -> None:
+        for _ in range(_STEPS):
+            step()
+
+    return steps
+
+
+def _ratio(taken: Mapping[str, Sequence[float]], name: str) -> float:
+    # Each round has a ratio of its own: what else the machine did then is on both sides.
+    return statistics.median(map(truediv, taken[name], taken["plain"]))
 
 
 def rows(bench: Bench) -> Iterator[dict[str, Any]]:
