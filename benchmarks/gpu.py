@@ -4,6 +4,7 @@ A GPT in BF16 autocast, forward, backward and AdamW:
 
 - unit scaling over the plain step, in eager mode and by Inductor, with CUDA graphs too;
 - ``ScaleMonitor`` over the plain step, event file included;
+- its row of statistics: bytes read in a second, and its time over that of ``torch.aminmax``;
 - memory budgets: the time and the allocator's peak of each, and the predicted peak;
 - FP8 linears over BF16 and torchao's dynamic scales, in a block of width 4,096 (``fp8_matmul.py``).
 
@@ -18,14 +19,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import gc
 import importlib
+import itertools
 import json
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import truediv
 from pathlib import Path
 from typing import Any
@@ -44,6 +47,8 @@ from lightning_unitscale.functional.low_precision import why_no_fp8
 from lightning_unitscale.profiler import profile_graph
 from lightning_unitscale.profiler.measure import PeakMeter, storage_bytes
 from lightning_unitscale.remat import remat
+from lightning_unitscale.scales.layout import RowLayout
+from lightning_unitscale.scales.step_rows import new_rows
 from lightning_unitscale.transforms import compile as compile_graphs
 from lightning_unitscale.transforms import lossless_unit_scale, unit_scale
 
@@ -51,13 +56,19 @@ _SIZES: dict[str, dict[str, Any]] = {
     "cuda": {
         **{"width": 1024, "depth": 4, "context": 512, "batch": 16, "rounds": 30, "warmup": 8},
         "budgets": (1.0, 0.85, 0.7),
+        "elements": (2**20, 2**28),
     },
     "cpu": {
         **{"width": 32, "depth": 1, "context": 16, "batch": 2, "rounds": 2, "warmup": 1},
         "budgets": (1.0, 0.95),
+        "elements": (2**12,),
     },
 }
 MIB = 2**20
+# Rows between two looks at the clock, so that their launches overlap.
+_MANY = 20
+# Steps of a training loop, which does not wait for the device after each of them.
+_STEPS = 5
 Batch = tuple[Tensor, Tensor]
 Step = Callable[[], object]
 
@@ -192,14 +203,69 @@ def _row(bench: Bench, name: str, step: Step) -> dict[str, Any]:
         warmup=bench.sizes["warmup"],
         clock=bench.clock,
     )
-    # Each round has a ratio of its own: what else the machine did then is on both sides.
-    ratio = statistics.median(map(truediv, taken[name], taken["plain"]))
+    in_a_row = interleaved(
+        {"plain": _in_a_row(plain), name: _in_a_row(step)},
+        rounds=max(1, bench.sizes["rounds"] // _STEPS),
+        warmup=1,
+        clock=bench.clock,
+    )
     return {
         "variant": name,
         "ms per step": round(1e3 * statistics.median(taken[name]), 3),
         "plain, ms": round(1e3 * statistics.median(taken["plain"]), 3),
-        "ratio": round(ratio, 3),
+        "ratio": round(_ratio(taken, name), 3),
+        "in a row, ms": round(1e3 * statistics.median(in_a_row[name]) / _STEPS, 3),
+        "ratio in a row": round(_ratio(in_a_row, name), 3),
     }
+
+
+def _in_a_row(step: Step) -> Step:
+    """Several steps without a look at the clock: the host need not wait for the device."""
+
+    def steps() -> None:
+        for _ in range(_STEPS):
+            step()
+
+    return steps
+
+
+def _ratio(taken: Mapping[str, Sequence[float]], name: str) -> float:
+    # Each round has a ratio of its own: what else the machine did then is on both sides.
+    return statistics.median(map(truediv, taken[name], taken["plain"]))
+
+
+def rows(bench: Bench) -> Iterator[dict[str, Any]]:
+    """A row for each type and number of elements: the monitor's statistics beside aminmax."""
+    for dtype, numel in itertools.product((torch.bfloat16, torch.float32), bench.sizes["elements"]):
+        with bench.alone(f"row of {numel} elements, {dtype}"):
+            tensor = torch.randn(numel, device=bench.device, dtype=dtype)
+            taken = interleaved(
+                {
+                    "row": functools.partial(_many_rows, tensor),
+                    "aminmax": lambda tensor=tensor: [torch.aminmax(tensor) for _ in range(_MANY)],
+                },
+                rounds=bench.sizes["rounds"],
+                warmup=bench.sizes["warmup"],
+                clock=bench.clock,
+            )
+            row, aminmax = (statistics.median(times) / _MANY for times in taken.values())
+            size = tensor.nbytes
+            del tensor
+        yield {
+            "type": str(dtype).removeprefix("torch."),
+            "elements": numel,
+            "µs per row": round(1e6 * row, 1),
+            "aminmax, µs": round(1e6 * aminmax, 1),
+            "ratio": round(row / aminmax, 3),
+            "TB/s": round(size / row / 1e12, 3),
+        }
+
+
+def _many_rows(tensor: Tensor) -> None:
+    collected = new_rows(RowLayout().measured, tensor.device)
+    for _ in range(_MANY):
+        collected.add(tensor)
+    collected.finish()
 
 
 def budgets(bench: Bench) -> Iterator[dict[str, Any]]:
@@ -252,6 +318,7 @@ def fp8(bench: Bench) -> Iterator[dict[str, Any]]:
 
 PARTS: dict[str, Callable[[Bench], Iterator[dict[str, Any]]]] = {
     "eager": eager,
+    "rows": rows,
     "compiled": compiled,
     "budgets": budgets,
     "fp8": fp8,

@@ -31,11 +31,14 @@ def interleaved(
     A machine's speed drifts over seconds and minutes. Running one step of each variant in turn
     exposes all of them to the same drift. A step pays too for what its predecessor left in the
     caches and gave back to the system, so that the order is another one in every round; and garbage
-    is collected between rounds, not in some of the steps.
+    is collected between rounds, not in some of the steps. What lived before the first round is left
+    out of it, for a look at all that torch has imported takes longer than many a step.
     """
     samples: dict[str, list[float]] = {name: [] for name in steps}
     dice = random.Random(0)
     gc.disable()
+    gc.collect()
+    gc.freeze()
     for round_index in range(warmup + rounds):
         for name in dice.sample(list(steps), len(steps)):
             start = clock()
@@ -44,6 +47,7 @@ def interleaved(
             if round_index >= warmup:
                 samples[name].append(elapsed)
         gc.collect()
+    gc.unfreeze()
     gc.enable()
     return samples
 

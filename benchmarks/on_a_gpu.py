@@ -83,6 +83,12 @@ STEPS = (
         "--rehearse",
     ),
     Step(
+        "rows",
+        "the monitor's statistics of a tensor: bytes in a second, and beside aminmax",
+        "benchmarks/gpu.py --only rows --output {output}",
+        "--rehearse",
+    ),
+    Step(
         "compiled",
         "what unit scaling takes under Inductor and in CUDA graphs",
         "benchmarks/gpu.py --only compiled --output {output}",
