@@ -193,8 +193,10 @@ def _nothing(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def _takes_factor(operand: Tensor) -> bool:
     """Whether BLAS multiplies by a factor in passing, with the sums that it has without one."""
-    # MKL's FP32 does, on all of many thousand shapes; other libraries were not looked at. In FP16
-    # the sums are in FP32, and a result in units may not fit where the true one does.
-    if operand.dtype is torch.float16:
-        return operand.device.type in ("cpu", "cuda")
-    return _HAS_MKL and operand.dtype is torch.float32 and operand.device.type == "cpu"
+    # cuBLAS multiplies its sums, which are in FP32 or FP64, and chooses an algorithm without looking
+    # at the factor. MKL's FP32 does the same, on all of many thousand shapes. In FP16 the sums are
+    # in FP32, and a scaled result may not fit where the true one does.
+    device = operand.device.type
+    if device == "cuda" or operand.dtype is torch.float16:
+        return device in ("cpu", "cuda")
+    return _HAS_MKL and operand.dtype is torch.float32 and device == "cpu"
