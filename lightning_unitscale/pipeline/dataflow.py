@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import networkx as nx
 import torch
 from torch import Tensor, fx
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
@@ -204,33 +205,31 @@ def find_gradients(graph_module: fx.GraphModule, loss: fx.Node | None) -> frozen
             return str(node.target) in trainable
         return bool(writers_of(node)) or _differentiable(node)
 
+    flow = nx.DiGraph()  # an edge from what gets a gradient to what it comes from
+    for node in graph.nodes:
+        flow.add_edges_from((node, read) for read in filter(takes_gradient, node.all_input_nodes))
+        flow.add_edges_from((node, writer) for writer in writers_of(node))
     returned = filter(_differentiable, graph.output_node().all_input_nodes)
-    reached = set[fx.Node]()
-    pending = list(returned) if loss is None else [loss]
-    while pending:
-        node = pending.pop()
-        if node not in reached:
-            reached.add(node)
-            pending += writers_of(node)
-            pending += filter(takes_gradient, node.all_input_nodes)
-    return frozenset(reached)
+    return _reached(flow, returned if loss is None else [loss])
 
 
-def find_sources(graph: fx.Graph, nodes: Iterable[fx.Node]) -> set[fx.Node]:
+def find_sources(graph: fx.Graph, nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:
     """Return nodes with all nodes that their values depend on, writes into memory included."""
     roots = memory_roots(graph)
     writers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
-    sources: dict[fx.Node, list[fx.Node]] = {}
+    flow = nx.DiGraph()  # an edge to each node that a value depends on
     for node in graph.nodes:
-        reads = node.all_input_nodes
-        sources[node] = [*reads, *(writer for read in reads for writer in writers[roots[read]])]
+        for read in node.all_input_nodes:
+            flow.add_edges_from((node, source) for source in (read, *writers[roots[read]]))
         for target in written_arguments(node):
             writers[roots[target]].append(node)
-    found = set(nodes)
-    for node in reversed(graph.nodes):
-        if node in found:
-            found.update(sources[node])
-    return found
+    return _reached(flow, nodes)
+
+
+def _reached(flow: nx.DiGraph, nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:
+    """Return nodes with all that edges lead to from there."""
+    flow.add_edges_from(("start", node) for node in nodes)
+    return frozenset(nx.descendants(flow, "start") if "start" in flow else ())
 
 
 def _differentiable(node: fx.Node) -> bool:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import networkx as nx
+
 from lightning_unitscale.arguments import check_count, shown
 
 _WIDTH = 96
@@ -63,25 +65,24 @@ def simulate_1f1b(
         section 3.2.
     """
     num_stages = len(forward_seconds)
-    orders = [order_of_1f1b(stage, num_stages, num_microbatches) for stage in range(num_stages)]
-    # By stage, microbatch and direction; the first stage waits for nothing.
-    ended = {(-1, microbatch, True): 0.0 for microbatch in range(num_microbatches)}
-    free = [0.0] * num_stages
+    # An edge from each pass, of a stage and a microbatch, to those that wait for it.
+    passes = nx.DiGraph()
+    for stage in range(num_stages):
+        order = order_of_1f1b(stage, num_stages, num_microbatches)
+        nx.add_path(passes, [(stage, *one) for one in order])
+        for microbatch in range(num_microbatches):
+            if stage + 1 < num_stages:
+                passes.add_edge((stage, microbatch, True), (stage + 1, microbatch, True))
+                passes.add_edge((stage + 1, microbatch, False), (stage, microbatch, False))
+            else:
+                passes.add_edge((stage, microbatch, True), (stage, microbatch, False))
+    ended: dict[tuple[int, int, bool], float] = {}
     work: list[Work] = []
-    while any(orders):
-        for stage, order in enumerate(orders):
-            while order:
-                microbatch, forward = order[0]
-                needed = (stage + (-1 if forward else 1), microbatch, forward)
-                if not forward and stage == num_stages - 1:
-                    needed = (stage, microbatch, True)
-                if needed not in ended:
-                    break
-                start = max(free[stage], ended[needed])
-                seconds = forward_seconds[stage] if forward else backward_seconds[stage]
-                free[stage] = ended[stage, microbatch, forward] = start + seconds
-                work.append(Work(stage, microbatch, forward, start, start + seconds))
-                order.pop(0)
+    for one in nx.topological_sort(passes):
+        stage, microbatch, forward = one
+        start = max((ended[before] for before in passes.predecessors(one)), default=0.0)
+        ended[one] = start + (forward_seconds if forward else backward_seconds)[stage]
+        work.append(Work(stage, microbatch, forward, start, ended[one]))
     return PipelineTimeline(tuple(work), num_stages)
 
 

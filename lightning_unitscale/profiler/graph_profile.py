@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import networkx as nx
 import numpy as np
+import torch
 from tabulate import tabulate
 from torch import nn
 
@@ -23,6 +26,7 @@ from lightning_unitscale.profiler.record import (
     Peak,
     Phase,
     StepRecord,
+    field_names,
     memory_timeline,
     module_costs,
     node_costs,
@@ -222,6 +226,31 @@ class GraphProfile:
         if path is not None:
             figure.savefig(path, dpi=150)
         return figure
+
+    def to_networkx(self) -> nx.DiGraph:
+        """Return the forward graph of the step, with an edge to each node from those it reads.
+
+        Returns:
+            A graph of networkx with the totals of the step. A node has the attributes of
+            :class:`NodeCosts`, and the ``num_bytes`` of its first result. Parameters, buffers and
+            inputs have only the ``op`` ``"placeholder"``. An edge has the ``num_bytes`` of the
+            tensor, if they are known, and ``saved`` (whether autograd saves it for this reader).
+        """
+        totals = ("device", "peak_bytes", "fwd_flops", "bwd_flops", *field_names(GraphProfile))
+        graph = nx.DiGraph(**{name: getattr(self, name) for name in totals})
+        shown = ("op", "module", "dtype", *field_names(NodeCosts))
+        for node in self.nodes:
+            given = [read for read in node.inputs if read not in graph]
+            graph.add_nodes_from(given, op="placeholder")
+            numbers = {name: getattr(node, name) for name in shown}
+            item_bytes = getattr(torch, node.dtype).itemsize if node.dtype else 0
+            num_bytes = math.prod(node.shape) * item_bytes
+            graph.add_node(node.name, shape=str(node.shape), num_bytes=num_bytes, **numbers)
+            for read in node.inputs:
+                graph.add_edge(read, node.name, saved=read in node.save_fwd_in)
+                if "num_bytes" in graph.nodes[read]:
+                    graph.edges[read, node.name]["num_bytes"] = graph.nodes[read]["num_bytes"]
+        return graph
 
     def to_json(self) -> str:
         """Return the profile as JSON."""

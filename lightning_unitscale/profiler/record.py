@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from torch import nn
@@ -343,6 +343,6 @@ def module_costs(nodes: Iterable[NodeCosts], module: nn.Module) -> tuple[ModuleC
     return tuple(costs)
 
 
-def field_names(costs: type[Costs]) -> tuple[str, ...]:
+def field_names(dataclass: type[Any]) -> tuple[str, ...]:
     """Return the names of the fields that hold numbers."""
-    return tuple(each.name for each in fields(costs) if each.type == "int")
+    return tuple(each.name for each in fields(dataclass) if each.type == "int")

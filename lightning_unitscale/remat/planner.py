@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import networkx as nx
 import numpy as np
 
 from lightning_unitscale.arguments import shown
@@ -128,6 +129,41 @@ class RematPlan:
                 digest.update(node.name.encode() + b";")
         digest.update(self.order.nodes.astype("<i8").tobytes())
         return digest.hexdigest()[:16]
+
+    def to_networkx(self) -> nx.DiGraph:
+        """Return the joint graph with what the plan does to each node.
+
+        Returns:
+            A graph of networkx with the totals of the plan. A node has ``op``, ``num_bytes`` (of
+            the storage that it allocates), ``flops`` and estimated ``seconds``. Its ``role`` is
+            ``"input"``, ``"forward"``, ``"saved"``, ``"recomputed"`` or ``"backward"``. It runs
+            ``num_runs`` times, from ``first_run`` to ``last_run`` in the schedule; both are -1 for
+            an input. An edge has the ``num_bytes`` of the storage that is read, and ``saved``
+            (whether the backward pass reads a saved value).
+        """
+        totals = ("name", "hash", "peak_bytes", "saved_bytes", "flops", "seconds")
+        graph = nx.DiGraph(**{total: getattr(self, total) for total in totals})
+        nodes, saved = self.problem.nodes, self.saved.tolist()
+        num_forward = self.timeline.num_forward
+        runs: list[list[int]] = [[] for _ in nodes]
+        for position, index in enumerate(self.timeline.nodes.tolist()):
+            runs[index].append(position)
+        for node, keeps, at in zip(nodes, saved, runs, strict=True):
+            first, last = (at[0], at[-1]) if at else (-1, -1)
+            again = "recomputed" if last >= num_forward else "forward"
+            role = "backward" if first >= num_forward else "saved" if keeps else again
+            graph.add_node(
+                node.name,
+                op=node.kind,
+                role="input" if node.region is NodeRegion.INPUT else role,
+                **{name: getattr(node, name) for name in ("num_bytes", "flops", "seconds")},
+                **{"num_runs": len(at), "first_run": first, "last_run": last},
+            )
+            for read in node.inputs:
+                size = nodes[nodes[read].base].num_bytes
+                is_saved = saved[read] and last >= num_forward
+                graph.add_edge(nodes[read].name, node.name, num_bytes=size, saved=is_saved)
+        return graph
 
 
 @dataclass(frozen=True, eq=False)

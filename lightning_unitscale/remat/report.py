@@ -12,8 +12,8 @@ from tabulate import tabulate
 from torch import fx
 
 from lightning_unitscale.profiler.report import format_bytes, new_figure
+from lightning_unitscale.remat.joint_graph import kind_of
 from lightning_unitscale.remat.planner import RematPlan
-from lightning_unitscale.remat.problem import NodeRegion, recomputed
 
 
 @dataclass(frozen=True)
@@ -142,17 +142,7 @@ def draw_joint_graph(plan: RematPlan, path: str | Path) -> None:
     Raises:
         ModuleNotFoundError: If a picture is asked for and matplotlib is not installed.
     """
-    problem, graph = plan.problem, nx.DiGraph()
-    again = recomputed(problem, plan.saved)
-    by_region = {NodeRegion.INPUT: "input", NodeRegion.BACKWARD: "backward"}
-    for i, node in enumerate(problem.nodes):
-        in_forward = "saved" if plan.saved[i] else "recomputed" if again[i] else "forward"
-        role = by_region.get(node.region, in_forward)
-        graph.add_node(node.name, role=role, label=f"{node.name}\\n{node.kind}")
-        for read in node.inputs:
-            is_cut = bool(plan.saved[read]) and role != "forward"
-            graph.add_edge(problem.nodes[read].name, node.name, width=3 if is_cut else 1)
-    _write(graph, path)
+    _write(plan.to_networkx(), path)
 
 
 def draw_graph(graph_module: fx.GraphModule, path: str | Path) -> None:
@@ -169,8 +159,8 @@ def draw_graph(graph_module: fx.GraphModule, path: str | Path) -> None:
     for node in graph_module.graph.nodes:
         is_input = node.op == "placeholder"
         role = "saved" if node in results else "input" if is_input else "forward"
-        graph.add_node(node.name, role=role, label=node.name)
-        graph.add_edges_from(((read.name, node.name) for read in node.all_input_nodes), width=1)
+        graph.add_node(node.name, op=kind_of(node), role=role)
+        graph.add_edges_from(((read.name, node.name) for read in node.all_input_nodes), saved=False)
     _write(graph, path)
 
 
@@ -178,12 +168,12 @@ def _write(graph: nx.DiGraph, path: str | Path) -> None:
     if Path(path).suffix == ".dot":
         lines = ["digraph remat {", "  node [shape=box, style=filled];"]
         lines += [
-            f'  "{name}" [label="{data["label"]}", fillcolor={_COLORS[data["role"]]}];'
+            f'  "{name}" [label="{name}\\n{data["op"]}", fillcolor={_COLORS[data["role"]]}];'
             for name, data in graph.nodes.items()
         ]
         lines += [
-            f'  "{tail}" -> "{head}" [penwidth={width}];'
-            for tail, head, width in graph.edges(data="width")
+            f'  "{tail}" -> "{head}" [penwidth={3 if is_saved else 1}];'
+            for tail, head, is_saved in graph.edges(data="saved")
         ]
         Path(path).write_text("\n".join([*lines, "}", ""]))
         return
@@ -196,7 +186,7 @@ def _write(graph: nx.DiGraph, path: str | Path) -> None:
         {name: (x, -y) for y, row in enumerate(rows) for x, name in enumerate(row)},
         ax=axes,
         node_color=[_COLORS[role] for _, role in graph.nodes(data="role")],
-        width=[0.5 * width for *_, width in graph.edges(data="width")],
+        width=[1.5 if is_saved else 0.5 for *_, is_saved in graph.edges(data="saved")],
         node_size=120,
         font_size=5,
     )

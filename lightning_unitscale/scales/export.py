@@ -29,22 +29,9 @@ from lightning_unitscale.scales.layout import (
     Direction,
 )
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
-from lightning_unitscale.scales.tensor_statistics import FloatArray
+from lightning_unitscale.scales.tensor_statistics import MEASURED, FloatArray
 from lightning_unitscale.scales.violations import judged_by_format
 
-_MEASURED = (
-    "numel",
-    "zeros",
-    "nans",
-    "infs",
-    "mean",
-    "mean_abs",
-    "rms",
-    "std",
-    "abs_max",
-    "abs_min",
-    "log2_rms",
-)
 # Losses to a format, and whether the larger one of two tensors with equal losses is worse.
 _LOSSES: Final = (("overflow", "overflow", True), ("underflow", "flushed", False))
 _QUANTILES: Final = {"min": 0.0, "median": 0.5, "max": 1.0}
@@ -67,7 +54,7 @@ def snapshot_rows(snapshot: ScaleSnapshot) -> Iterator[dict[str, Any]]:
                 "module": snapshot.modules[index],
                 "direction": direction,
                 "operand": operands[index],
-                **{field: getattr(statistics, field) for field in _MEASURED},
+                **{field: getattr(statistics, field) for field in MEASURED},
                 "log2_unit": units[index],
                 "log2_rms_stored": stored[index],
             }

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import networkx as nx
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -19,7 +21,7 @@ from lightning_unitscale.scales.layout import (
     RowLayout,
 )
 from lightning_unitscale.scales.reduce import merge_rows
-from lightning_unitscale.scales.tensor_statistics import FloatArray, TensorStatistics
+from lightning_unitscale.scales.tensor_statistics import MEASURED, FloatArray, TensorStatistics
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,6 +196,31 @@ class ScaleSnapshot:
         if not self.layout.histogram:
             return None
         return self.rows(direction)[:, self.layout.exponents]
+
+    def to_networkx(self) -> nx.DiGraph:
+        """Return the tensors as a graph, with an edge to each tensor from those it is made from.
+
+        Returns:
+            A graph of networkx. A node has ``module``, ``operand`` and ``matmul`` (whether a matmul
+            reads or makes it), and the numbers of :class:`TensorStatistics`, such as
+            ``forward_rms`` and ``backward_rms``, that are known and finite. An edge has the
+            ``numel`` of the tensor that is read.
+        """
+        graph = nx.DiGraph(step=self.step)
+        for index, name in enumerate(self.names):
+            flags = {"operand": bool(self.operands[index]), "matmul": bool(self.products[index])}
+            graph.add_node(name, module=self.modules[index], **flags)
+            for direction in DIRECTIONS:
+                statistics = self.statistics(index, direction)
+                for number in () if statistics is None else MEASURED:
+                    if math.isfinite(value := getattr(statistics, number)):
+                        graph.nodes[name][f"{direction}_{number}"] = value
+        numels = dict(graph.nodes(data="forward_numel", default=0))
+        for name, inputs in zip(self.names, self.inputs, strict=True):
+            # A selection may lack some of them.
+            for read in filter(numels.__contains__, inputs):
+                graph.add_edge(read, name, numel=numels[read])
+        return graph
 
     def select(self, names: Sequence[str]) -> ScaleSnapshot:
         """Only the tensors of these names, in this order."""

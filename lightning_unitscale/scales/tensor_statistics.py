@@ -7,6 +7,7 @@ and every scale, long after the tensor is gone. NumPy only: the report and the d
 from __future__ import annotations
 
 import math
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,11 @@ from lightning_unitscale.scales.layout import (
 )
 
 FloatArray = npt.NDArray[np.float64]
+# The numbers of a ``TensorStatistics`` that tables and graphs show.
+MEASURED: Final = (
+    "numel", "zeros", "nans", "infs", "mean", "mean_abs", "rms", "std", "abs_max", "abs_min",
+    "log2_rms",
+)  # fmt: skip
 
 
 def fraction_from_counts(

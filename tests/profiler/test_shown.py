@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
+import networkx as nx
 import pytest
 import torch
 
@@ -71,6 +73,31 @@ def test_without_matplotlib_the_error_names_the_extra(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ModuleNotFoundError, match=r"lightning-unitscale\[report\]"):
         profile.plot()
+
+
+def test_a_graph_of_networkx(profile: GraphProfile, tmp_path: Path) -> None:
+    graph = profile.to_networkx()
+    edges = {(read, node.name) for node in profile.nodes for read in node.inputs}
+    assert set(graph.edges) == edges
+    made = [name for name, op in graph.nodes(data="op") if op != "placeholder"]
+    assert made == [node.name for node in profile.nodes] and nx.is_directed_acyclic_graph(graph)
+    for node in profile.nodes:
+        attributes = graph.nodes[node.name]
+        assert attributes["module"] == node.module and attributes["shape"] == str(node.shape)
+        assert attributes["fwd_flops"] == node.fwd_flops
+        assert attributes["num_bytes"] == 4 * torch.Size(node.shape).numel()
+        saved = {read for read, _, is_saved in graph.in_edges(node.name, data="saved") if is_saved}
+        assert saved == set(node.save_fwd_in)
+    for read, _, num_bytes in graph.edges(data="num_bytes"):
+        assert num_bytes == graph.nodes[read].get("num_bytes")
+    assert graph.graph["peak_bytes"] == profile.peak_bytes
+    assert graph.graph["saved_bytes"] == profile.saved_bytes
+    # Through the branch, not past it.
+    path = nx.dag_longest_path(graph, weight="num_bytes", default_weight=0)
+    assert any("linear" in name for name in path) and path[-1] == profile.nodes[-1].name
+    json.dumps(nx.node_link_data(graph), allow_nan=False)
+    nx.write_graphml(graph, tmp_path / "step.graphml")
+    assert nx.read_graphml(tmp_path / "step.graphml").edges == graph.edges
 
 
 def test_a_node_by_its_name(profile: GraphProfile) -> None:

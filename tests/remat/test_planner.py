@@ -1,7 +1,9 @@
 import dataclasses
 import itertools
+import json
 from pathlib import Path
 
+import networkx as nx
 import numpy as np
 import pytest
 import torch
@@ -296,6 +298,43 @@ def test_pictures_are_written(planner: Planner, tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 5
     text = (tmp_path / "joint.dot").read_text()
     assert "fillcolor=gold" in text and "fillcolor=salmon" in text and "penwidth=3" in text
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.5, "min_cut"])
+def test_a_graph_of_networkx(planner: Planner, budget, tmp_path: Path) -> None:
+    plan = planner.plan(budget)
+    problem, graph = plan.problem, plan.to_networkx()
+    names = [node.name for node in problem.nodes]
+    assert list(graph) == names and nx.is_directed_acyclic_graph(graph)
+    edges = [(names[read], node.name) for node in problem.nodes for read in node.inputs]
+    assert sorted(graph.edges) == sorted(edges)
+    by_role: dict[str, set[int]] = {}
+    for index, role in enumerate(dict(graph.nodes(data="role")).values()):
+        by_role.setdefault(role, set()).add(index)
+    assert by_role["input"] == set(np.flatnonzero(problem.region == NodeRegion.INPUT))
+    assert by_role["backward"] >= set(np.flatnonzero(problem.region == NodeRegion.BACKWARD))
+    assert by_role["recomputed"] == set(plan.again.tolist())
+    assert by_role["saved"] <= set(np.flatnonzero(plan.saved))
+    order = plan.timeline.nodes.tolist()
+    for index, node in enumerate(graph.nodes.values()):
+        assert node["op"] == problem.nodes[index].kind
+        assert node["num_runs"] == order.count(index)
+        if node["num_runs"]:
+            assert order[node["first_run"]] == order[node["last_run"]] == index
+    # What crosses into the backward pass are the saved tensors.
+    crossing = {read for read, _, is_saved in graph.edges(data="saved") if is_saved}
+    assert (
+        {names[i] for i in by_role["saved"]}
+        <= crossing
+        <= {names[i] for i in plan.saved.nonzero()[0]}
+    )
+    bases = {names[i]: int(problem.num_bytes[problem.base[i]]) for i in range(len(problem))}
+    assert all(size == bases[read] for read, _, size in graph.edges(data="num_bytes"))
+    assert graph.graph["peak_bytes"] == plan.peak_bytes
+    assert graph.graph["seconds"] == plan.seconds
+    json.dumps(nx.node_link_data(graph), allow_nan=False)
+    nx.write_graphml(graph, tmp_path / "plan.graphml")
+    assert nx.read_graphml(tmp_path / "plan.graphml").edges == graph.edges
 
 
 def test_a_missing_extra_is_named(planner: Planner, monkeypatch, tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """What is read out of rows: moments, fractions at any scale, merging across micro-batches."""
 
+import json
 import math
 
+import networkx as nx
 import numpy as np
 import pytest
 import torch
@@ -17,7 +19,7 @@ from lightning_unitscale.scales.reduce import (
 )
 from lightning_unitscale.scales.snapshot import ScaleSnapshot, TensorStatistics, merged_by_name
 from lightning_unitscale.scales.statistics import statistics_row
-from lightning_unitscale.scales.tensor_statistics import fraction_from_counts
+from lightning_unitscale.scales.tensor_statistics import MEASURED, fraction_from_counts
 
 LAYOUT = RowLayout(sample_size=None)
 DTYPES = {
@@ -274,3 +276,44 @@ def test_own_format():
     own = NumberFormat("own", 3, 2)
     found = read(torch.tensor([20.0, 0.1, 0.01]), layout=RowLayout(formats=(own,)))
     assert [found.fraction(own, kind) for kind in FORMAT_KINDS] == [1 / 3] * 3
+
+
+def test_a_graph_of_networkx(tmp_path):
+    tensors = [torch.full((4,), 2.0), torch.zeros(2, 3), torch.tensor([1.0, math.nan])]
+    found = snapshot(
+        tensors,
+        {0: torch.full((4,), 0.5)},
+        names=("input", "block.a", "block.b"),
+        modules=("", "block", "block"),
+        inputs=((), ("input",), ("input", "block.a", "elsewhere")),
+        operands=(True, False, False),
+        products=(False, True, False),
+    )
+    graph = found.to_networkx()
+    assert list(graph) == list(found.names) and graph.graph == {"step": 3}
+    assert sorted(graph.edges(data="numel")) == [
+        ("block.a", "block.b", 6),
+        ("input", "block.a", 4),
+        ("input", "block.b", 4),
+    ]
+    given, zeros, last = graph.nodes.values()
+    assert given["forward_rms"] == 2.0 and given["backward_log2_rms"] == -1.0
+    assert given["operand"] and not given["matmul"] and zeros["matmul"]
+    # Only what is known and finite.
+    assert zeros["forward_rms"] == 0.0 and "forward_log2_rms" not in zeros
+    assert not any(number.startswith("backward") for number in zeros)
+    assert last["forward_nans"] == 1 and last["module"] == "block"
+    assert "forward_std" not in last
+    for name, node in graph.nodes.items():
+        statistics = found.statistics(name)
+        known = {f"forward_{number}": getattr(statistics, number) for number in MEASURED}
+        assert (
+            node.items() >= {key: one for key, one in known.items() if math.isfinite(one)}.items()
+        )
+    assert nx.dag_longest_path(graph, weight="numel") == ["input", "block.a", "block.b"]
+    json.dumps(nx.node_link_data(graph), allow_nan=False)
+    nx.write_graphml(graph, tmp_path / "scales.graphml")
+    assert nx.read_graphml(tmp_path / "scales.graphml").edges == graph.edges
+    assert list(found.select(["block.a", "block.b"]).to_networkx().edges) == [
+        ("block.a", "block.b")
+    ]
