@@ -64,7 +64,7 @@ def reject_compiled(module: nn.Module) -> None:
         )
 
 
-def capture(module: nn.Module, owner: str, passes: tuple[GraphPass, ...]) -> ModuleSteps:
+def capture(module: nn.Module, owner: str, passes: tuple[GraphPass, ...] = ()) -> ModuleSteps:
     """Capture ``forward``; units and formats go on around it."""
     products, tracker = products_of(module), module.__dict__.get(TRACKER)
     for each in (products, tracker):

@@ -25,7 +25,7 @@ from lightning_unitscale.dynamo.backend import (
 from lightning_unitscale.dynamo.graphs import compiled_forward, is_checkpoint
 from lightning_unitscale.dynamo.patches import drop_inference_mode
 from lightning_unitscale.dynamo.recurrent import keep_workspaces, recurrent_dropout
-from lightning_unitscale.scales.step_rows import join_rows
+from lightning_unitscale.scales.statistics import join_rows
 
 Executor = Literal["eager", "aot_eager", "inductor"]
 # What ``torch.compile`` calls ``mode``.

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from lightning_unitscale.functional.scale import Factor
-from lightning_unitscale.scales.statistics import has_triton
+from lightning_unitscale.scales.step_rows import has_triton
 
 # Dimensions of the operands must be multiples of this, except the number of rows of the first.
 MULTIPLE = 16

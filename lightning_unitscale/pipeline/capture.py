@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch._dynamo.config
@@ -37,7 +37,7 @@ from lightning_unitscale.graph.aliasing import memory_roots, written_arguments
 from lightning_unitscale.graph.nodes import MODULE, NAME, example_tensor, returned_loss, tensor_name
 from lightning_unitscale.graph.nodes import call as call_of
 from lightning_unitscale.graph.passes import StepGraph
-from lightning_unitscale.patching import shadowed
+from lightning_unitscale.patching import nothing, shadowed
 from lightning_unitscale.pipeline.dataflow import is_operation
 from lightning_unitscale.pipeline.program import (
     LossSpec,
@@ -48,9 +48,6 @@ from lightning_unitscale.pipeline.program import (
     named_tensors,
 )
 from lightning_unitscale.profiler.api import refuse_lazy, refuse_without_forward
-
-if TYPE_CHECKING:
-    from lightning_unitscale.pipeline.whole_batch import WholeBatch
 
 _EXAMPLE = "example_value"
 # Types that a captured graph can return.
@@ -221,9 +218,12 @@ class StepProgram:
 
 
 def program_of_step(
-    call: GraphCall, module: nn.Module, loss: int | None, batch: WholeBatch | None = None
+    call: GraphCall,
+    module: nn.Module,
+    loss: int | None,
+    rewrite: Callable[[StepGraph, int | None], None] = nothing,
 ) -> StepProgram:
-    """Make the program of a step's graph."""
+    """Make the program of a step's graph; ``rewrite`` changes the graph first, given the loss."""
     step_graph = call.graph.rewritten()
     if step_graph.results:
         raise RuntimeError(
@@ -231,8 +231,7 @@ def program_of_step(
             "not have. Only UnitScaleCallback, ScaleMonitor and RematCallback work in a pipeline. "
             "Take other transforms off the module."
         )
-    if batch is not None:
-        batch.rewrite(step_graph, loss)
+    rewrite(step_graph, loss)
     fill_examples(step_graph.graph)
     graph_module = copy_graph_module(step_graph.graph_module)
     graph = graph_module.graph

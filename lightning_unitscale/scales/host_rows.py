@@ -28,9 +28,9 @@ from lightning_unitscale.scales.layout import (
     MOMENTS,
     RowLayout,
 )
-from lightning_unitscale.scales.statistics import functional_row
 from lightning_unitscale.scales.strided import Elements
 from lightning_unitscale.scales.tensor_statistics import FloatArray
+from lightning_unitscale.scales.torch_rows import functional_row
 
 # Elements of a part, which stays in the second level of cache.
 _LIGHT_PART: Final = 2**17

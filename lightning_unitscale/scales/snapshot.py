@@ -105,7 +105,7 @@ class ScaleSnapshot:
         self, tensor: int | str, direction: Direction = "forward", *, stored: bool = False
     ) -> TensorStatistics | None:
         """Statistics of one tensor."""
-        position = self._position(tensor)
+        position = _position(self, tensor)
         row = self.rows(direction)[position]
         if np.isnan(row[0]):
             return None
@@ -197,23 +197,24 @@ class ScaleSnapshot:
 
     def select(self, names: Sequence[str]) -> ScaleSnapshot:
         """Only the tensors of these names, in this order."""
-        chosen = [self._position(name) for name in names]
+        chosen = [_position(self, name) for name in names]
         arrays = ("forward", "backward", "log2_sigma", "log2_gamma")
         tuples = ("names", "modules", "inputs", "operands", "products", "lacking_units")
         kept = {field: getattr(self, field)[chosen] for field in arrays}
         kept |= {field: tuple(getattr(self, field)[k] for k in chosen) for field in tuples}
         return replace(self, **kept)
 
-    def _position(self, tensor: int | str) -> int:
-        if isinstance(tensor, int):
-            return tensor
-        try:
-            return self.names.index(tensor)
-        except ValueError:
-            raise KeyError(
-                f"tensor={tensor!r}: not in this snapshot; expected one of its {len(self)} names; "
-                "see names"
-            ) from None
+
+def _position(snapshot: ScaleSnapshot, tensor: int | str) -> int:
+    if isinstance(tensor, int):
+        return tensor
+    try:
+        return snapshot.names.index(tensor)
+    except ValueError:
+        raise KeyError(
+            f"tensor={tensor!r}: not in this snapshot; expected one of its {len(snapshot)} names; "
+            "see names"
+        ) from None
 
 
 def merged_by_name(snapshots: Sequence[ScaleSnapshot]) -> ScaleSnapshot:
