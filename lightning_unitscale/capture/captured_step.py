@@ -125,8 +125,7 @@ class CapturedStep(StepState):
     @property
     def __code__(self) -> types.CodeType:
         """The user's own code: ``torch.export`` asks a ``forward`` where it was written."""
-        code: types.CodeType = self.__wrapped__.__code__
-        return code
+        return self.__wrapped__.__code__
 
     @override
     def reset(self) -> None:
@@ -228,8 +227,7 @@ class CapturedStep(StepState):
         """The step of the same name of the copied owner."""
         copy.deepcopy(self.owner, memo)
         # In the middle of that there is no copy yet; the owner replaces what stands there then.
-        copied: CapturedStep = memo.get(id(self), self)
-        return copied
+        return memo.get(id(self), self)
 
     def __reduce__(self) -> Any:
         raise self.owner.not_to_be_pickled(self.name)
@@ -286,11 +284,11 @@ class CapturedStep(StepState):
         warn_of_saving(self, breaks)
         self.fallback.note_call(result, *args, **kwargs)
         if self.interpreter is None:
-            reason = self.recaptures.after_call(has_captured=len(self.graphs) > num_graphs)
-            if reason is not None and self.owner.changes_function:
-                warn_of_captures(self, reason)
-            elif reason is not None and torch.is_grad_enabled():
-                self.fallback.stay_plain(reason)
+            too_many = self.recaptures.after_call(has_captured=len(self.graphs) > num_graphs)
+            if too_many is not None and self.owner.changes_function:
+                warn_of_captures(self, too_many)
+            elif too_many is not None and torch.is_grad_enabled():
+                self.fallback.stay_plain(too_many)
             planning = getattr(self.owner.partition_fn, "planning_seconds", 0.0)
             self.progress.report(len(self.graphs), planning)
         return result

@@ -148,21 +148,18 @@ class _GraphOfEachModule:
         self._captured = replace(captured, example_inputs=())
         self._executor = executor
         self._position = captured.first_parameter()
-        self._first = self._new_graph(step, captured)
+        self._first = CompiledGraph(step, captured, executor)
         self._by_roots = {tuple(captured.roots().values()): self._first}
         self._by_parameter: dict[int, CompiledGraph] = {}
 
     def __call__(self, *inputs: Any) -> Any:
-        return self._graph_for(inputs)(*inputs)
-
-    def _graph_for(self, inputs: tuple[Any, ...]) -> CompiledGraph:
         # A compiled graph cannot be compiled again outside of Dynamo, with its guards.
         if self._position is None or self._executor != "eager":
-            return self._first
+            return self._first(*inputs)
         parameter = inputs[self._position]
         if id(parameter) not in self._by_parameter:
             self._by_parameter[id(parameter)] = self._find(inputs)
-        return self._by_parameter[id(parameter)]
+        return self._by_parameter[id(parameter)](*inputs)
 
     def _find(self, inputs: tuple[Any, ...]) -> CompiledGraph:
         step = self._step()
@@ -173,13 +170,8 @@ class _GraphOfEachModule:
         if not roots:
             return self._first
         if roots not in self._by_roots:
-            self._by_roots[roots] = self._new_graph(step, captured)
+            self._by_roots[roots] = CompiledGraph(step, captured, self._executor)
         return self._by_roots[roots]
-
-    def _new_graph(self, step: StepState, captured: CapturedGraph) -> CompiledGraph:
-        graph = CompiledGraph(step, captured, self._executor)
-        step.graphs.append(graph)
-        return graph
 
 
 class CompiledGraph:
@@ -205,6 +197,7 @@ class CompiledGraph:
             # guards do those become part of them. The eager executor specialises on nothing.
             for observed in step.owner.variants():
                 self._variants[observed] = self._build(observed, captured.example_inputs)
+        step.graphs.append(self)
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the variant that is wanted now, or the step's interpreter if it has one."""

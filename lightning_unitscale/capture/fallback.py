@@ -65,7 +65,6 @@ class Fallback:
         self._num_hooks = -1
         # The last call, until its backward pass has shown that it can be captured.
         self._pending: Trial | None = None
-        self._pending_call: tuple[Any, tuple[Any, ...], dict[str, Any]] = (None, (), {})
 
     def is_due(self, executor: Executor) -> bool:
         """Whether a call runs the user's own method; looks for hooks of backward passes."""
@@ -152,7 +151,7 @@ class Fallback:
     def note_call(self, result: Any, *args: Any, **kwargs: Any) -> None:
         """Remember a call that was tried, until its backward pass has succeeded."""
         if self._pending is not None:
-            self._pending_call = (returned_loss(result), args, kwargs)
+            self._pending.call = (returned_loss(result), args, kwargs)
 
     def through_backward(self, run: Callable[[Any], None], loss: Any) -> None:
         """Run the backward pass of the last call; if it fails, undo the call and run it plain."""
@@ -160,7 +159,7 @@ class Fallback:
         if trial is None:
             run(loss)
             return
-        (returned, args, kwargs), self._pending_call = self._pending_call, (None, (), {})
+        returned, args, kwargs = trial.call
         factor = None
         if returned is not loss and isinstance(returned, Tensor) and returned.requires_grad:
             (factor,) = torch.autograd.grad(loss, returned, retain_graph=True, allow_unused=True)
@@ -221,6 +220,8 @@ class Trial:
         self._module = module
         self._keep = keep
         self._takes = any(isinstance(value, Iterator) for value in arguments)
+        # The loss and the arguments, once it has run.
+        self.call: tuple[Any, tuple[Any, ...], dict[str, Any]] = (None, (), {})
         self.undoers: list[Callable[[], object]] = []
         self._before: list[Any] = []
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -72,15 +72,6 @@ class ModuleState:
             return (True,)
         has_probes = any(graph_pass.phase is Phase.OBSERVE for graph_pass in self.passes)
         return (False, True) if has_probes else (False,)
-
-    def gathered(self) -> AbstractContextManager[None]:
-        """Within this context a rehearsal finds whole parameters; all ranks enter it together."""
-        return nullcontext() if self.sharded is None else self.sharded.gathered()
-
-    def shard(self) -> None:
-        """Let the module have the parameters that its optimizers have."""
-        if self.sharded is not None:
-            self.sharded.shard()
 
     @contextmanager
     def standing_in(self) -> Iterator[None]:

@@ -136,10 +136,8 @@ class ModuleSteps(ModuleState):
     def original(self, name: str) -> Callable[..., Any]:
         """The user's own method, unwrapped."""
         if name in self._shadowed:
-            shadowed: Callable[..., Any] = self._shadowed[name]
-            return shadowed
-        method: Callable[..., Any] = getattr(type(self.module), name).__get__(self.module)
-        return method
+            return self._shadowed[name]
+        return getattr(type(self.module), name).__get__(self.module)
 
     def explain(self) -> str:
         """A table of every pass over every graph, and the graph breaks with their reasons."""

@@ -107,8 +107,7 @@ def _run_op_by_op(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callab
             node.target = aten.reshape.default
     keep_workspaces(graph)
     graph_module.recompile()
-    run: Callable[..., Any] = boxed_nop(graph_module, list(inputs))
-    return run
+    return boxed_nop(graph_module, list(inputs))
 
 
 def _rewriting(rewriter: GraphRewriter, partition_fn: Any) -> dict[str, Any]:

@@ -25,13 +25,12 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_map_only, tree_unflatten
 from typing_extensions import override
 
-from lightning_unitscale.arguments import check_instance
+from lightning_unitscale.capture.attach import reject_compiled
 from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.compiled_graph import GraphCall
 from lightning_unitscale.capture.export import export_forward
 from lightning_unitscale.capture.rollback import restoring
 from lightning_unitscale.capture.steps import ModuleSteps, steps_of
-from lightning_unitscale.dynamo.capture import is_compiled
 from lightning_unitscale.dynamo.graphs import copy_graph_module, fake_mode_of
 from lightning_unitscale.graph.aliasing import memory_roots, written_arguments
 from lightning_unitscale.graph.nodes import MODULE, NAME, example_tensor, returned_loss, tensor_name
@@ -66,12 +65,7 @@ def capture_program(
     loss_spec: LossSpec = None,
 ) -> Program:
     """Capture ``module.forward`` for example arguments. Nothing is computed."""
-    check_instance("module", module, nn.Module, "a torch.nn.Module", "pass the model itself")
-    if is_compiled(module):
-        raise ValueError(
-            f"module={type(module).__name__}: it is compiled already; expected a plain module; "
-            "leave out your torch.compile."
-        )
+    reject_compiled(module, "")
     refuse_without_forward(module, "pass the model inside of it, or see explain_step for a step")
     refuse_lazy(module)
     args, kwargs = _distinct((tuple(args), dict(kwargs)))
@@ -155,8 +149,7 @@ def returnable_method(
     Hugging Face models return a cache object by default, which training does not need.
     """
     if name in module.__dict__:
-        own: Callable[..., Any] = module.__dict__[name]
-        return own
+        return module.__dict__[name]
     method = getattr(type(module), name)
 
     # Called while Dynamo traces: an export loses what traced code appends to a list.
@@ -195,10 +188,7 @@ def _name_by_origin(graph: fx.Graph) -> None:
 
 def static_shapes() -> contextlib.AbstractContextManager[Any]:
     """Recapture a batch of another size with sizes as numbers, within this context."""
-    context: contextlib.AbstractContextManager[Any] = torch._dynamo.config.patch(
-        automatic_dynamic_shapes=False
-    )
-    return context
+    return torch._dynamo.config.patch(automatic_dynamic_shapes=False)
 
 
 @dataclass(frozen=True)

@@ -186,8 +186,7 @@ class ScaleSnapshot:
             read = self.column("sampled", direction)
         else:
             read = np.minimum(numel, float(self.layout.sample_size or 0))
-        share: FloatArray = np.divide(read, numel, out=np.ones_like(numel), where=numel != 0)
-        return share
+        return np.divide(read, numel, out=np.ones_like(numel), where=numel != 0)
 
     def exponent_counts(self, direction: Direction = "forward") -> FloatArray | None:
         """Exponent counts of all tensors, as measured, shape ``(len(self), 279)``, or ``None``."""

@@ -55,25 +55,15 @@ JOINT_ROWS_OPERATOR = torch.ops.lightning_unitscale.statistics_rows.default
 
 @torch.library.impl(_LIBRARY, "statistics_row", "CompositeExplicitAutograd")
 def _row(tensor: Tensor, factor: Tensor | None, key: str) -> Tensor:
-    layout = RowLayout.from_key(key)
-    if tensor.device.type != "cpu" or _counts_all(layout):
-        return functional_row(tensor, layout, factor=factor)
-    return host_row(tensor, layout)
+    layout, device = RowLayout.from_key(key), tensor.device.type
+    counts_all = not layout.is_sampled and (layout.histogram or bool(layout.formats))
+    if device == "cpu" and not counts_all:
+        return host_row(tensor, layout)
+    if device == "cuda" and has_triton() and not counts_all:
+        from lightning_unitscale.scales.triton_statistics import triton_row
 
-
-@torch.library.impl(_LIBRARY, "statistics_row", "CUDA")
-def _row_on_cuda(tensor: Tensor, factor: Tensor | None, key: str) -> Tensor:
-    layout = RowLayout.from_key(key)
-    if not has_triton() or _counts_all(layout):
-        return functional_row(tensor, layout, factor=factor)
-    from lightning_unitscale.scales.triton_statistics import triton_row
-
-    return triton_row(tensor, layout)
-
-
-def _counts_all(layout: RowLayout) -> bool:
-    """Return whether formats or exponents are counted of all elements."""
-    return not layout.is_sampled and (layout.histogram or bool(layout.formats))
+        return triton_row(tensor, layout)
+    return functional_row(tensor, layout, factor=factor)
 
 
 @torch.library.impl(_LIBRARY, "statistics_rows", "CompositeExplicitAutograd")
@@ -81,8 +71,7 @@ def _joint_rows(tensors: Sequence[Tensor], key: str) -> Tensor:
     rows = new_rows(RowLayout.from_key(key), tensors[0].device)
     for tensor in tensors:
         rows.add(tensor)
-    joint: Tensor = rows.finish()
-    return joint
+    return rows.finish()
 
 
 @torch.library.register_fake("lightning_unitscale::statistics_rows", lib=_LIBRARY)
@@ -132,8 +121,7 @@ def _makes_light_row(node: fx.Node) -> bool:
 
 
 def _value(node: fx.Node) -> Tensor:
-    value: Tensor = node.meta["val"]
-    return value
+    return node.meta["val"]
 
 
 def _bytes(node: fx.Node) -> int | None:

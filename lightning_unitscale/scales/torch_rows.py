@@ -31,7 +31,9 @@ def functional_row(tensor: Tensor, layout: RowLayout, *, factor: Tensor | None =
     dtype = row_dtype(tensor.device)
     if tensor.numel() == 0:
         return empty_rows(1, layout, tensor.device)[0].clone()
-    wide = widened(tensor.detach())
+    wide = tensor.detach()
+    if wide.dtype not in (torch.float32, torch.float64):
+        wide = wide.float()  # exactly, so that every threshold is one comparison
     magnitude = wide.abs()
     finite = magnitude < math.inf
     # Squares of gradients of 1e-25 vanish in FP32 and those of 1e25 overflow; not so in FP64.
@@ -85,11 +87,6 @@ def check_floating(tensor: Tensor) -> None:
         )
 
 
-def widened(tensor: Tensor) -> Tensor:
-    """To FP32, exactly, whatever is narrower: every threshold is then one comparison."""
-    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.to(torch.float32)
-
-
 def _cuts(layout: RowLayout, wide: Tensor, factor: Tensor | None) -> Sequence[float | Tensor]:
     """``RowLayout.fp32_cuts`` or ``fp64_cuts``, for ``x * factor``.
 
@@ -108,16 +105,6 @@ def _cuts(layout: RowLayout, wide: Tensor, factor: Tensor | None) -> Sequence[fl
 
 def exponent_counts(sample: Tensor, dtype: torch.dtype) -> Tensor:
     """Number of elements, then of finite non-zero ones per exponent -150 to 128."""
-    bins = _exponent_bins(sample)
-    # One bin more, thrown away, for zeros, NaN and infinities.
-    counts = torch.zeros(NUM_EXPONENTS + 1, dtype=dtype, device=sample.device)
-    counts = counts.index_add(0, bins, torch.ones_like(bins, dtype=dtype))
-    sampled = torch.full((1,), sample.numel(), dtype=dtype, device=sample.device)
-    return torch.cat([sampled, counts[:NUM_EXPONENTS]])
-
-
-def _exponent_bins(sample: Tensor) -> Tensor:
-    """Bin of every element: its exponent from -150 on; the last one for zero, NaN and infinity."""
     magnitude = sample.abs()
     if sample.dtype == torch.float64:
         exponent = (magnitude.view(torch.int64) >> 52) - 1023
@@ -128,4 +115,9 @@ def _exponent_bins(sample: Tensor) -> Tensor:
         exponent = (lifted.view(torch.int32) >> 23) - torch.where(tiny, 127 + 64, 127)
     bins = exponent.clamp(MIN_EXPONENT, MAX_EXPONENT) - MIN_EXPONENT
     counted = (magnitude > 0) & (magnitude < math.inf)
-    return torch.where(counted, bins, NUM_EXPONENTS).to(torch.int64)
+    # One bin more, thrown away, for zeros, NaN and infinities.
+    bins = torch.where(counted, bins, NUM_EXPONENTS).to(torch.int64)
+    counts = torch.zeros(NUM_EXPONENTS + 1, dtype=dtype, device=sample.device)
+    counts = counts.index_add(0, bins, torch.ones_like(bins, dtype=dtype))
+    sampled = torch.full((1,), sample.numel(), dtype=dtype, device=sample.device)
+    return torch.cat([sampled, counts[:NUM_EXPONENTS]])

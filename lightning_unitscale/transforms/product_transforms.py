@@ -73,8 +73,7 @@ def lossless_unit_scale(
 
 def _gauge_of(module: nn.Module) -> Gauge:
     """The units in force."""
-    gauge: Gauge = products_of(module).gauge
-    return gauge
+    return products_of(module).gauge
 
 
 def simulate_format(
