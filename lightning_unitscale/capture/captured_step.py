@@ -213,8 +213,12 @@ class CapturedStep(StepState):
 
     def _trace_anew(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Trace a call as if nothing was captured, and forget it; raises if it is not one graph."""
-        with shadowed(self, names=Names(), graphs=[], num_graph_calls=0):
-            self.stop_at_graph(capture.with_own_code(self.__wrapped__), args, kwargs)
+        num_graph_calls = self.num_graph_calls
+        try:
+            with shadowed(self, names=Names(), graphs=[]):
+                self.stop_at_graph(capture.with_own_code(self.__wrapped__), args, kwargs)
+        finally:
+            self.num_graph_calls = num_graph_calls
 
     def replay(self, interpreter: Interpreter, *args: Any, **kwargs: Any) -> Any:
         """Run the step with ``interpreter`` running its graphs, eagerly; then log for real."""
