@@ -18,6 +18,12 @@ from lightning_unitscale.scales.torch_rows import functional_row
 from lightning_unitscale.scales.transfer import HostCopy
 
 
+@functools.cache
+def has_triton() -> bool:
+    """Return whether Triton is installed; it makes the kernels for CUDA."""
+    return importlib.util.find_spec("triton") is not None
+
+
 class SeparateRows:
     """Collects rows of torch operations: exact counts, and devices without a kernel."""
 
@@ -72,12 +78,6 @@ class StepRows:
         sent = {rows: HostCopy(rows.finish()) for rows in self._collected.values()}
         self._collected = {}
         return functools.partial(_read, sent, self._layout)
-
-
-@functools.cache
-def has_triton() -> bool:
-    """Return whether Triton is installed; it makes the kernels for CUDA."""
-    return importlib.util.find_spec("triton") is not None
 
 
 def new_rows(layout: RowLayout, device: torch.device) -> Any:
