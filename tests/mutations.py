@@ -425,7 +425,7 @@ MUTATIONS = (
     Mutation(
         "a step that is captured in most calls goes on so",
         "capture/captured_step.py",
-        "self.fallback.stay_plain(reason)",
+        "self.fallback.stay_plain(too_many)",
         "pass",
         "callbacks/test_recaptures.py -k each_call",
     ),
