@@ -376,8 +376,8 @@ MUTATIONS = (
     Mutation(
         "a layer that leaves FP8 later is not counted",
         "callbacks/product_units.py",
-        "        if counts or self._session.is_rounding:",
-        "        if counts:",
+        "        if is_counted or session.format:",
+        "        if is_counted:",
         "callbacks/test_lost_formats.py -k falls",
     ),
     Mutation(
@@ -544,8 +544,8 @@ MUTATIONS = (
     Mutation(
         "a step waits for the numbers of what was zero at first",
         "dispatch/units.py",
-        "        if is_late:\n            self._sent = arrived",
-        "        if False:\n            self._sent = arrived",
+        "            if is_late:\n                self._sent = arrived",
+        "            if False:\n                self._sent = arrived",
         "callbacks/test_no_waiting.py -k late",
     ),
     Mutation(
@@ -558,8 +558,8 @@ MUTATIONS = (
     Mutation(
         "a unit of 1 that an older version has saved is kept",
         "callbacks/product_units.py",
-        'if "version" in state:',
-        "if True:",
+        'if "version" not in state_dict:',
+        "if False:",
         "callbacks/test_late_units.py -k older_version",
     ),
     Mutation(

@@ -180,7 +180,9 @@ def begin_microbatch(module: nn.Module, name: str, index: int) -> None:
     """Have the matmuls of the next stage named from the first again, if a session has them."""
     method = vars(module).get(name)
     if isinstance(method, SessionMethod):
-        method.owner.session.begin_part(index)
+        session = method.owner.session
+        session.sites.begin()
+        session.units.begin_part(index)
 
 
 class AttachedSession:

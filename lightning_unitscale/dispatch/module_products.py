@@ -89,7 +89,7 @@ def _measure(
             if loss is not None:
                 loss.backward(torch.ones_like(loss))
         units = attached.session.units
-        return units, units.take()
+        return units, units.send()()
     finally:
         attached.detach()
 
@@ -197,7 +197,7 @@ class ModuleProducts(AttachedSession):
             # A checkpoint's body, computed again, has the units that it had.
             self.session.receive()
             units = self.session.units
-            self.session.adopt(units.new_in(units.received()))
+            self.session.adopt(units.received().beyond(units.gauge))
         self._num_calls += 1
         is_counted = self._num_calls == 1 or bool(self.session.numerics)
         self.session.counter = CoverageCounter() if is_counted else None
@@ -212,7 +212,7 @@ class ModuleProducts(AttachedSession):
         self._has_returned = True
         self._warn_of_lost_formats()
         # An evaluation that rounds nothing has the same numbers in units and without.
-        matters = torch.is_grad_enabled() or self.session.is_rounding
+        matters = torch.is_grad_enabled() or self.session.format
         if matters and self._num_calls == 1 and (shortfall := self._coverage.shortfall()):
             warnings.warn(f"{type(self._module).__name__}: {shortfall}", stacklevel=6)
 
