@@ -193,9 +193,9 @@ def _nothing(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def _takes_factor(operand: Tensor) -> bool:
     """Whether BLAS multiplies by a factor in passing, with the sums that it has without one."""
-    # cuBLAS multiplies its sums, which are in FP32 or FP64, and chooses an algorithm without looking
-    # at the factor. MKL's FP32 does the same, on all of many thousand shapes. In FP16 the sums are
-    # in FP32, and a scaled result may not fit where the true one does.
+    # cuBLAS multiplies its sums, which are in FP32 or FP64, and the factor does not change which
+    # algorithm it chooses. MKL's FP32 does the same, on all of many thousand shapes. In FP16 the
+    # sums are in FP32, and a scaled result may not fit where the true one does.
     device = operand.device.type
     if device == "cuda" or operand.dtype is torch.float16:
         return device in ("cpu", "cuda")

@@ -34,6 +34,7 @@ def runs(tmp_path_factory):
     return folder, monitors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("run", "tensor", "kind", "text"),
     [

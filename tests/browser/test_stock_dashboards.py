@@ -79,6 +79,7 @@ def texts(browser, selector):
     return browser.evaluate(f"deep({selector!r}).map((one) => one.textContent)")
 
 
+@pytest.mark.slow
 def test_a_node_of_the_graph_shows_its_scales(graphs):
     do(graphs, "dblclick", shape("head"))
     graphs.wait(f"{shape('head/linear')} !== undefined")

@@ -189,6 +189,7 @@ def test_the_address_brings_the_view_back(dashboard):
     assert "tensor" not in browser.evaluate("location.hash")
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     "fields",
     ["run=gone&scales.compared=gone", "direction=up&scales.limit=x&scales.stored=7", "step=1"],

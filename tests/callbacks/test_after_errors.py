@@ -155,6 +155,7 @@ def _fit(module: Failing, callbacks: list[pl.Callback]) -> tuple[pl.Trainer, dic
     return trainer, before
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(("arrangement", "where", "error"), [*_cases()])
 def test_an_error_leaves_everything_as_it_was(
     arrangement: str, where: str, error: type[BaseException]
@@ -232,6 +233,7 @@ class _Wrapping(pl.Callback):
             pl_module.training_step = self.found
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("undo", ["kept", "removed", "put back"])
 @pytest.mark.parametrize("names", [["lossless", "monitor"], ["monitor", "remat"]])
 @pytest.mark.parametrize("is_first", [False, True])

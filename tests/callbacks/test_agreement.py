@@ -446,6 +446,7 @@ def _train(
     return callback, first
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     ("make", "precision"),
     [
@@ -487,6 +488,7 @@ def test_units_of_matmuls(make: type[Module], precision: str, tmp_path: Path) ->
         assert min(sigmas.values()) <= -5 and min(gammas.values()) <= -3
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("options", [{"method": "unit-scaling"}, {"remat": "min_cut"}], ids=str)
 @pytest.mark.parametrize("make", [Layers, Convolutions, FusedAttention, Checkpointed])

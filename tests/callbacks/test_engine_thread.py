@@ -45,6 +45,7 @@ def _shown(trained: Run) -> list[Any]:
     return shown
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(("method", "kind"), CASES)
 def test_the_engines_thread_changes_nothing(method: str, kind: str) -> None:
     """Bits, coverage, what is explained, and every scale are those of the calling thread."""

@@ -273,6 +273,7 @@ def test_it_has_the_bits_of_plain_and_is_warned_of_once(kind: type[Noted]) -> No
     assert "Nothing is planned: " in callback.explain()
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("arrangement", list(CALLBACKS)[1:])
 @pytest.mark.parametrize("kind", [BackwardHook, GradientNoise, Penalized, Curved])
 def test_whatever_else_captures_it(kind: type[Noted], arrangement: str) -> None:

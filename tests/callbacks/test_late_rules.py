@@ -52,6 +52,7 @@ def _watched(name: str) -> Any:
     return type(kind.__name__, (_Watched, kind), {})
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("method", ["unit-scaling", "u-mup", "lossless"])
 @pytest.mark.parametrize("name", LATE)
 def test_formats_train_as_fp32_does(name: str, method: str) -> None:
@@ -75,6 +76,7 @@ def test_formats_train_as_fp32_does(name: str, method: str) -> None:
         assert "no unit yet" not in callback.explain().partition("\n\n")[0]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("name", LATE)
 def test_no_gradient_is_flushed_for_long(name: str) -> None:
     wide, _ = _run(_watched(name))
@@ -90,6 +92,7 @@ def _first(seen: list[float]) -> int:
     return next(step for step, rms in enumerate(seen) if rms > 0)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("options", [{}, *FORMATS.values()], ids=["FP32", *FORMATS])
 @pytest.mark.parametrize("name", LATE)
 def test_late_gradients_come_to_rms_1(name: str, options: Any) -> None:

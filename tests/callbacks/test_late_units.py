@@ -99,6 +99,7 @@ def test_units_are_those_of_the_first_value(name: str, how: str, recalibrate: An
     assert "no unit yet" not in text and "none yet" not in text
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("name", LATE)
 @pytest.mark.parametrize("how", INTERRUPTED)
 @pytest.mark.parametrize("format", ["simulated", "fp8"])

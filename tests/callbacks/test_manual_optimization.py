@@ -140,6 +140,7 @@ class OnTorch(Manual):
 KINDS = [Manual, Accumulating, Adversarial, Scheduled, Closing, OnTorch]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     ("kind", "captured"),
     [

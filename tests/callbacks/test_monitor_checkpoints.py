@@ -80,6 +80,7 @@ def plain_run():
     return functools.cache(functools.partial(watched, None))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("kind", ["reentrant", "non-reentrant", "nested"])
 @pytest.mark.parametrize("others", [one for one in OTHERS if one != "compiled"])
 def test_statistics_are_those_without_the_checkpoint(plain_run, kind, others):
@@ -89,6 +90,7 @@ def test_statistics_are_those_without_the_checkpoint(plain_run, kind, others):
     assert_same_snapshots(checked, plain, 0.0)
 
 
+@pytest.mark.slow
 def test_compiled(torch_kernels):
     # No dropout: Inductor draws other random numbers.
     plain, checked = (

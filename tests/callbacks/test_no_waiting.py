@@ -70,6 +70,7 @@ UNITS = {"tensors.fill_in"}
 FITS = {"fp8.arrived"}
 
 
+@pytest.mark.slow_cases
 @pytest.mark.filterwarnings("ignore:(?s)ScaleMonitor:UserWarning")
 @pytest.mark.parametrize(
     ("options", "at_first", "at_looks"),
@@ -107,6 +108,7 @@ def test_a_step(options: dict[str, Any], at_first: set[str], at_looks: set[str])
         assert num_launches == num_rows + bool(num_rows) * -(-num_rows // 64)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("num_parts", [1, 2])
 @pytest.mark.parametrize(
     ("options", "at_first"),
@@ -230,6 +232,7 @@ class Steps(pl.Callback):
         self.gpu.number = 2.0**-4 if len(self.gpu.waits) <= LOOK_EVERY else 2.0**-9
 
 
+@pytest.mark.slow_cases
 @pytest.mark.filterwarnings("ignore:(?s)ScaleMonitor:UserWarning")
 @pytest.mark.filterwarnings("ignore:Total length of:UserWarning")
 @pytest.mark.parametrize(
@@ -272,6 +275,7 @@ def test_a_captured_step(options: dict[str, Any], at_looks: list[str]) -> None:
         assert bool({*launches} - {"cast_tiles"}) == is_observed
 
 
+@pytest.mark.slow_cases
 @pytest.mark.filterwarnings("ignore:Total length of:UserWarning")
 @pytest.mark.filterwarnings("ignore:ScaleMonitor. the Trainer has no logger:UserWarning")
 @pytest.mark.parametrize(

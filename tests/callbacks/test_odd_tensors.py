@@ -29,6 +29,7 @@ def _always(captured: dict[str, Any]) -> Any:
     ]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.filterwarnings("ignore:UnitScaleCallback.*terms (below|above):UserWarning")
 @BOTH_WAYS
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, 0.0, 1e38, 1e-40])
@@ -87,6 +88,7 @@ def _sizes(self: Any, batch: Any, batch_idx: int) -> Any:
     return (prediction - y[:keep]).square().sum() + 0 * self.second.bias.sum()
 
 
+@pytest.mark.slow_cases
 @BOTH_WAYS
 @pytest.mark.parametrize("empty_at", [0, 1])
 def test_empty_batches(empty_at: int, captured: dict[str, Any]) -> None:

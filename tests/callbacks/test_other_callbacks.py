@@ -72,6 +72,7 @@ OTHERS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("how", ["both", "both, captured"])
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")

@@ -207,6 +207,7 @@ def test_another_module_is_another_beginning() -> None:
     assert_unit_scale(seen.weights[0], before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "fresh"), [("unit-scaling", False), ("u-mup", True)])
 def test_evaluations_after_a_fit(method: str, fresh: bool, tmp_path: Path) -> None:
     module, callback = seeded(), unit_scale(method)

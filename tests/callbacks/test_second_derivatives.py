@@ -59,6 +59,7 @@ class Adversarial(Smooth):
         optimizer.step()
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("kind", [Penalized, PenalizedAtOnce, Adversarial])
 def test_second_derivatives(kind: type[Regression], captured: bool) -> None:

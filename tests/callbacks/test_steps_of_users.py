@@ -326,6 +326,7 @@ class Changing(Regression):
         self.count = 0
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("executor", ["eager", "inductor"])
 @pytest.mark.parametrize(
     ("step", "at_most"), [(_append, 2), (_count, 2), (_by_global_step, 3), (_by_index, 2)]

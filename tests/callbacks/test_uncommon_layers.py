@@ -251,6 +251,7 @@ class Attending(Regression):
         return self.second((hidden + mixed.transpose(1, 2).flatten(2)).mean(1))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("how", EXACT)
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_lengths_that_change(dropout: float, how: str) -> None:

@@ -119,6 +119,7 @@ def _assert_same(found: Metrics.Data | None, wanted: Metrics.Data | None) -> Non
         assert_close(found, wanted)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     ("theme", "least"),
     [("autograd", 100), ("control_flow", 120), ("derivatives", 30), ("functorch", 50),

@@ -21,6 +21,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(NUM_RANKS)]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_all_ranks_stop_at_the_same_step(ranks: list[dict[str, Any]]) -> None:
     for one in (rank["stop"] for rank in ranks):

@@ -45,6 +45,7 @@ def _met(step: int) -> int:
     return next((meeting for meeting in _MEETINGS if meeting >= step), NUM_STEPS)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", _KINDS)
 @pytest.mark.parametrize("method", _METHODS)

@@ -65,6 +65,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return results_of_ranks(module, tmp_path_factory.mktemp("loops"), runs)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("kind", "method", "name"), _cases())
 def test_the_same_bits(kind: str, method: str, name: str, results: Results) -> None:
@@ -94,6 +95,7 @@ def results_of_four(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return results_of_ranks(module, folder, runs, num_ranks=4)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", _TWO_BY_TWO)
 def test_two_by_two(kind: str, results_of_four: Results) -> None:

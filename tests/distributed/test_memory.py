@@ -27,6 +27,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return results_of_ranks("tests.distributed.memory_run", folder, list(CASES), NUM_RANKS)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", CASES)
 def test_what_a_rank_has_in_memory(case: str, results: Results) -> None:

@@ -42,6 +42,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return results_of_ranks("tests.distributed.remat_fsdp_run", folder, runs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", PLANNED)
 def test_the_bits_of_the_run_without_it(run: str, results: Results) -> None:
     plain = results(f"{run.split(':')[0]}:none")

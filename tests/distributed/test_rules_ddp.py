@@ -33,6 +33,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ranks]:
     return of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_model_on_all_ranks(kind: str, results: Callable[[str], Ranks]) -> None:
     first, second = results(kind)

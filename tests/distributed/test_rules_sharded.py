@@ -62,6 +62,7 @@ def _is_in_two_ways(run: str) -> bool:
     return run.startswith("fsdp-tensor")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", _PAIRS)
 def test_it_is_the_model_of_ddp(run: str, results: Results) -> None:
     of_ranks, expected_of_ranks = results(run), results(_PAIRS[run])

@@ -57,6 +57,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sys.modules.pop("my_project", None)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # Lightning and torch have much to say to a user
 @pytest.mark.usefixtures("project")
 @pytest.mark.parametrize("page", list(_pages()), ids=_name)

@@ -92,6 +92,7 @@ def test_activations_compile_into_one_graph_with_the_eager_result() -> None:
 _ELEMENTWISE_NAMES = {name for name, _, _ in ELEMENTWISE}
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     "case", [value for value in _FIRST_OF_EACH if value.name not in _ELEMENTWISE_NAMES], ids=str
 )
@@ -307,6 +308,7 @@ def test_errors_say_what_is_wrong(
         call(torch.zeros(3, 4))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     ("op", "make"),
     [

@@ -47,6 +47,7 @@ class _Waits(pl.Callback):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [

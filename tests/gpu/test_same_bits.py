@@ -23,6 +23,7 @@ _ARRANGEMENTS: dict[str, Callable[[], list[pl.Callback]]] = {
 }
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("arrangement", _ARRANGEMENTS)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 def test_a_gpt(arrangement: str, precision: str, device: torch.device) -> None:

@@ -57,6 +57,7 @@ def train(
     return timeless, model.state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*:FutureWarning", "ignore:.*:DeprecationWarning")
 @pytest.mark.parametrize(
     "options",

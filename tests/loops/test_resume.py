@@ -18,6 +18,7 @@ pytestmark = pytest.mark.distributed
 _RUN = "tests.loops.resumed_run"
 
 
+@pytest.mark.slow_cases
 @pytest.mark.filterwarnings("ignore:.*:FutureWarning", "ignore:.*:DeprecationWarning")
 @pytest.mark.filterwarnings(
     "ignore:ScaleMonitor. the Trainer has no logger", "ignore:Checkpoint directory"
@@ -32,6 +33,7 @@ def test_a_run_that_was_killed(loop: str, tmp_path: Path) -> None:
     _assert_resumed(resumed, train(loop, tmp_path / loop / "whole"))
 
 
+@pytest.mark.slow
 def test_processes_that_were_killed(tmp_path: Path) -> None:
     for loop in RESUMED_TOGETHER:
         _kill(loop, tmp_path, num_ranks=2)

@@ -44,6 +44,7 @@ def _random_gauge(gauge: Gauge, seed: int) -> Gauge:
     )
 
 
+@pytest.mark.slow_cases
 @pytest.mark.filterwarnings("ignore:.*plain. terms below 2..-126")
 @pytest.mark.parametrize("name", ZOO)
 def test_same_bits_and_operands_at_unit_scale(name: str) -> None:

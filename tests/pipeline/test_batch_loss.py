@@ -73,6 +73,7 @@ def _is_close(found: Tensor, expected: Tensor, size: Tensor | None = None) -> bo
     return bool((found - expected).abs().max() <= 2e-6 * size)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("loss", FOLLOW)
 def test_the_plain_modules_loss_or_a_warning(loss: str) -> None:
     torch.manual_seed(1)

@@ -73,6 +73,7 @@ pytestmark = [
 OF_OTHER_SIZES = [(loss, count) for loss in ("tokens", "mean of sentences") for count in (2, 8)]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(("loss", "count"), [*((loss, 4) for loss in FOLLOW), *OF_OTHER_SIZES])
 def test_the_loss_and_the_gradients_of_the_batch(loss: str, count: int) -> None:
     torch.manual_seed(1)

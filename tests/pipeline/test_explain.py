@@ -101,6 +101,7 @@ TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 # What torch says when it first loads its rules of forward-mode differentiation.
+@pytest.mark.slow_cases
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_a_transform_has_no_costs_and_is_left(name: str) -> None:

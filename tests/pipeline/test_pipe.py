@@ -61,6 +61,7 @@ def _assert_same(module: nn.Module, pipe: Pipe, kwargs: dict[str, Any]) -> None:
         assert one is None or other is None or torch.equal(one, other), name
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("name", MODELS)
 def test_the_same_bits_in_one_process(name: str) -> None:
     case = MODELS[name]()
@@ -75,6 +76,7 @@ def test_the_same_bits_in_one_process(name: str) -> None:
     assert "stage" in str(pipe.info())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["GPT", "T5"])
 def test_stages_survive_transport(name: str) -> None:
     case = MODELS[name]()

@@ -191,6 +191,7 @@ def test_stochastic_gradients_are_right_on_average() -> None:
     assert (total / 200 - grad.T @ a).norm() < 0.02 * (grad.T @ a).norm()
 
 
+@pytest.mark.slow
 def test_include_and_exclude() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:

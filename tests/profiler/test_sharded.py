@@ -28,6 +28,7 @@ def profiled(
     return profile_graph(module, batch(), device=device, optimizer=optimizer, loss=sum_of)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("sizes", [(4, 1), (2, 2), (8, 8), (1, 2)])
 def test_shards_on_devices_that_are_not_there(device: str, sizes: tuple[int, int]) -> None:

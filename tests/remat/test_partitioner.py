@@ -35,6 +35,7 @@ class EveryPlan(RematPartitioner):
         return unique[self.index]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_plan_computes_the_same_bits(name: str) -> None:
     make, inputs = PROGRAMS[name]

@@ -70,6 +70,7 @@ def _step(module: nn.Module, batch: Tensor, *, autocast: bool = False) -> list[T
     return [*results, torch.get_rng_state()]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("drop", DROPOUTS.values(), ids=DROPOUTS)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

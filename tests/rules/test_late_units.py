@@ -176,6 +176,7 @@ def gradients_of(module: nn.Module) -> dict[str, Tensor]:
     return {name: param.grad.clone() for name, param in named if param.grad is not None}
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("name", RECURRENT)
 def test_zero_states_cost_no_second_run(name: str) -> None:
     module, scaled = planned(RECURRENT[name])
@@ -193,6 +194,7 @@ def test_zero_states_cost_no_second_run(name: str) -> None:
     assert differing_parameters(scaled, batches(1)[0]) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LATE)
 def test_first_values_give_units_and_first_gradients_are_at_rms_1(name: str) -> None:
     module, scaled = planned(LATE[name])

@@ -29,6 +29,7 @@ ALL = {
 _FAR = 0.7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_operands_and_gradients_are_near_one(name: str) -> None:
     torch.manual_seed(1)

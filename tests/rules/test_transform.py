@@ -37,6 +37,7 @@ SMALL = {**PRODUCTS, **NETWORKS}
 pytestmark = pytest.mark.filterwarnings("ignore:.*captured anew in:UserWarning")
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("name", SMALL)
 def test_every_product_and_its_neighbours(name: str) -> None:
     module, inputs = SMALL[name]()

@@ -64,6 +64,7 @@ _CALLBACKS: dict[str, Callable[[], list[pl.Callback]]] = {
 }
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     ("where", "error", "callbacks", "capture"),
     [

@@ -65,6 +65,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 distributed = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(560)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [pytest.param(one, marks=distributed) for one in (*CASES, "resumed")]
 )

@@ -15,6 +15,7 @@ NUM_RANKS = 2
 CASE = "gpt-v"
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_the_same_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("here", None), ("there", "1")):

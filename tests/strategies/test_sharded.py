@@ -67,6 +67,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(tmp_path_factory.mktemp("sharded"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", every_case)
 def test_the_training_of_one_device(case: str, runs: Runs) -> None:
     found, (expected,) = runs.found(case), runs.found(case, 1)

@@ -22,6 +22,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("kind", MODULES)
 def test_same_bits(kind: str, every: int) -> None:
