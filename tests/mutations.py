@@ -113,9 +113,9 @@ MUTATIONS = (
     ),
     Mutation(
         "of a tensor that several calls measure the last one counts alone",
-        "lossless/measured.py",
-        "true.setdefault((direction, name), []).append(rms)",
-        "true[direction, name] = [rms]",
+        "dispatch/measurement.py",
+        "values.setdefault(name, []).append(rms)",
+        "values[name] = [rms]",
         "lossless/test_measured.py -k twice",
     ),
     # The dispatcher.

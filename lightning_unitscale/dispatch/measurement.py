@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_unitscale.lossless.gauge import Gauge, GaugePair
-from lightning_unitscale.lossless.measured import Direction, Measured, Row
+from lightning_unitscale.lossless.measured import HIGH, LOW, combined_rms
 from lightning_unitscale.patching import nothing
 from lightning_unitscale.scales.layout import MOMENTS
 from lightning_unitscale.scales.statistics import statistics_row
@@ -188,10 +188,14 @@ class MeasuredProduct:
 
 
 @dataclass(frozen=True)
-class Measurement(Measured):
-    """What one step has shown."""
+class Measurement:
+    """What a step has shown of tensors with units of their own, by name in the gauge."""
 
-    products: tuple[MeasuredProduct, ...] = ()  # product by product
+    forward: Mapping[str, float] = field(default_factory=dict)  # RMS as the model means it
+    backward: Mapping[str, float] = field(default_factory=dict)  # the same of gradients
+    # Tensors whose RMS in the units in force has left [1/4, 4], with that RMS.
+    outside: Mapping[str, float] = field(default_factory=dict)
+    products: tuple[MeasuredProduct, ...] = ()  # matmul by matmul
 
     @property
     def has_backward(self) -> bool:
@@ -210,13 +214,26 @@ class Measurement(Measured):
     def of_products(products: Sequence[MeasuredProduct]) -> Measurement:
         """Collect the RMS of operands that give a unit; the products' extents have arrived."""
         gradients = {product.site.name for product in products}
-        rows: dict[tuple[str, int], Row] = {}
+        rows: dict[tuple[str, int], tuple[float, int | None]] = {}
         for product in products:
             for name, extent, unit in zip(
                 product.names, product.extents, product.log2_units, strict=True
             ):
                 if extent.gives_unit:
-                    direction: Direction = "backward" if name in gradients else "forward"
                     # One tensor read by several backward products is measured once.
-                    rows[name, id(extent)] = direction, name, unit, extent.rms
-        return Measurement(**vars(Measured.of(rows.values())), products=tuple(products))
+                    rows[name, id(extent)] = extent.rms, unit
+        # Several calls measure one tensor, which has one unit.
+        values: dict[str, list[float]] = {}
+        units: dict[str, int] = {}
+        for (name, _), (rms, unit) in rows.items():
+            values.setdefault(name, []).append(rms)
+            if unit is not None:
+                units[name] = unit
+        joint = {name: combined_rms(each) for name, each in values.items()}
+        stored = {name: math.ldexp(joint[name], -unit) for name, unit in units.items()}
+        return Measurement(
+            {name: rms for name, rms in joint.items() if name not in gradients},
+            {name: rms for name, rms in joint.items() if name in gradients},
+            {name: rms for name, rms in stored.items() if rms > 0.0 and not LOW <= rms <= HIGH},
+            tuple(products),
+        )

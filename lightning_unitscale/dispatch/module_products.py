@@ -158,7 +158,7 @@ class ModuleProducts(AttachedSession):
     def measure(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Take the units of an example; what it does not show is measured when it first runs."""
         example = units_of_example(self._module, args, kwargs)
-        self.session.units.restore(example.gauge, example.plain)
+        self.session.units.restore(example.gauge, example.plain, {})
 
     def explain(self) -> str:
         """What became of the products of the first call, of FP8's layers, and the units."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
 
 import torch
 
@@ -58,10 +57,7 @@ class Units:
                 site.judge(gauge)
 
     def restore(
-        self,
-        gauge: Gauge,
-        plain: Mapping[str, Mapping[str, str]],
-        lacking: Mapping[str, str] = MappingProxyType({}),
+        self, gauge: Gauge, plain: Mapping[str, Mapping[str, str]], lacking: Mapping[str, str]
     ) -> None:
         """Go on from what was in force, from what ran plain in it, and what had no unit yet."""
         self.plain = {name: dict(slots) for name, slots in plain.items()}
