@@ -224,15 +224,15 @@ class ModuleProducts(AttachedSession):
         session, counter = self.session, self.session.counter
         if counter is None:
             return False
-        is_known = self._lost.are_known("forward", counter)
-        if self._num_calls == 1 or not is_known:
-            self._counted_call = self._num_calls
-            self._coverage = counter.result(
-                has_units=session.units.is_used,
-                lacking=session.units.lacking.values(),
-                format=session.format,
-            )
-        return self._num_calls == 1 or not is_known
+        if self._num_calls > 1 and self._lost.are_known("forward", counter):
+            return False
+        self._counted_call = self._num_calls
+        self._coverage = counter.result(
+            has_units=session.units.is_used,
+            lacking=session.units.lacking.values(),
+            format=session.format,
+        )
+        return True
 
     def _warn_of_lost_formats(self) -> None:
         if self._read_coverage():
