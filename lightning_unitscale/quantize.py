@@ -92,8 +92,7 @@ def quantize(
             f"generator={shown(generator)}: rounding='nearest' draws no random numbers; expected "
             "None; leave it out or pass rounding='stochastic'."
         )
-    result: Tensor = _StraightThrough.apply(tensor, resolved, saturate, key)
-    return result
+    return _StraightThrough.apply(tensor, resolved, saturate, key)
 
 
 def rounding_keys(

@@ -86,7 +86,7 @@ MUTATIONS = (
     Mutation(
         "sums in FP16 overflow in units where they fit as they are",
         "dispatch/execute.py",
-        '        return operand.device.type in ("cpu", "cuda")',
+        '        return device in ("cpu", "cuda")',
         "        return False",
         "callbacks/test_half_precision.py -k fit_as",
     ),
@@ -113,9 +113,9 @@ MUTATIONS = (
     ),
     Mutation(
         "of a tensor that several calls measure the last one counts alone",
-        "lossless/measured.py",
-        "true.setdefault((direction, name), []).append(rms)",
-        "true[direction, name] = [rms]",
+        "dispatch/measurement.py",
+        "values.setdefault(name, []).append(rms)",
+        "values[name] = [rms]",
         "lossless/test_measured.py -k twice",
     ),
     # The dispatcher.
@@ -376,8 +376,8 @@ MUTATIONS = (
     Mutation(
         "a layer that leaves FP8 later is not counted",
         "callbacks/product_units.py",
-        "        if counts or self._session.is_rounding:",
-        "        if counts:",
+        "        if is_counted or session.format:",
+        "        if is_counted:",
         "callbacks/test_lost_formats.py -k falls",
     ),
     Mutation(
@@ -417,15 +417,15 @@ MUTATIONS = (
     ),
     Mutation(
         "captured steps share what Dynamo keeps with other modules of their class",
-        "capture/captured_step.py",
-        "capture.with_own_code(self.__wrapped__)",
-        "self.__wrapped__",
+        "capture/compiled_graph.py",
+        "capture.with_own_code(function)",
+        "function",
         "precision/test_lost_formats.py -k same_class",
     ),
     Mutation(
         "a step that is captured in most calls goes on so",
-        "capture/recaptures.py",
-        "step.fallback.stay_plain(reason)",
+        "capture/captured_step.py",
+        "self.fallback.stay_plain(too_many)",
         "pass",
         "callbacks/test_recaptures.py -k each_call",
     ),
@@ -544,8 +544,8 @@ MUTATIONS = (
     Mutation(
         "a step waits for the numbers of what was zero at first",
         "dispatch/units.py",
-        "        if is_late:\n            self._sent = arrived",
-        "        if False:\n            self._sent = arrived",
+        "            if is_late:\n                self._sent = arrived",
+        "            if False:\n                self._sent = arrived",
         "callbacks/test_no_waiting.py -k late",
     ),
     Mutation(
@@ -558,8 +558,8 @@ MUTATIONS = (
     Mutation(
         "a unit of 1 that an older version has saved is kept",
         "callbacks/product_units.py",
-        'if "version" in state:',
-        "if True:",
+        'if "version" not in state_dict:',
+        "if False:",
         "callbacks/test_late_units.py -k older_version",
     ),
     Mutation(
@@ -629,14 +629,14 @@ MUTATIONS = (
     ),
     Mutation(
         "NaN are not counted",
-        "scales/statistics.py",
+        "scales/torch_rows.py",
         "tensor.numel() - num_finite - infs,",
         "0 * num_finite,",
         "scales/test_statistics.py -k nonfinite",
     ),
     Mutation(
         "the last element is not summed",
-        "scales/statistics.py",
+        "scales/torch_rows.py",
         "        exact.sum(),\n",
         "        exact.reshape(-1)[:-1].sum(),\n",
         "scales/test_statistics.py",
@@ -650,14 +650,14 @@ MUTATIONS = (
     ),
     Mutation(
         "a row of a compiled graph waits until its tensor was written",
-        "scales/step_rows.py",
+        "scales/statistics.py",
         " or _may_write(node)",
         "",
         "scales/test_joint_rows.py -k written",
     ),
     Mutation(
         "exponents are one bin off",
-        "scales/statistics.py",
+        "scales/torch_rows.py",
         "bins = exponent.clamp(MIN_EXPONENT, MAX_EXPONENT) - MIN_EXPONENT",
         "bins = (exponent + 1).clamp(MIN_EXPONENT, MAX_EXPONENT) - MIN_EXPONENT",
         "scales/test_statistics.py",

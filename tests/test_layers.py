@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.structure import PACKAGE, ROOT, file_of, files, imports, name_of
+from tests.structure import PACKAGE, ROOT, circles, file_of, files, imports, name_of
 
 # The rooms of the house, from the ground up: a file imports its own room and those above it here.
 ROOMS = (
@@ -148,6 +148,11 @@ def test_every_file_keeps_to_its_room(check: Callable[[Path], None]) -> None:
         check(path)
 
 
+def test_no_files_import_each_other() -> None:
+    """Neither at the top, nor in a function, nor for a type."""
+    assert not circles()
+
+
 def test_the_checks_see_what_they_should(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that breaks a rule is found, in each of the ways one may write an import."""
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
@@ -173,6 +178,11 @@ def test_the_checks_see_what_they_should(tmp_path: Path, monkeypatch: pytest.Mon
         _check_room(path)
     with pytest.raises(AssertionError, match="private names"):
         _check_private_names(path)
+    (graph / "good.py").write_text("def f():\n    from .bad import g\n    return g\n")
+    path.write_text(
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .good import f\n"
+    )
+    assert circles(tmp_path) == [["graph/bad.py", "graph/good.py"]]
     path.write_text("import lightning.pytorch\n")
     with pytest.raises(AssertionError, match="imports lightning"):
         _check_packages(path)

@@ -1,5 +1,6 @@
 """What stands around the package: the Makefile, the audit of the pinned versions, the faults."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -58,3 +59,26 @@ def test_only_a_known_vulnerability_fails_the_audit(
 def test_every_fault_is_of_code_that_is_there() -> None:
     places = [(mutation.fault, occurrences(ROOT, mutation)) for mutation in MUTATIONS]
     assert [fault for fault, count in places if count != 1] == []
+
+
+def _defined(path: Path) -> set[str]:
+    """Return the functions and classes of a file, methods with their class, and constants."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            methods = (item for item in node.body if isinstance(item, ast.FunctionDef))
+            found.update(f"{node.name}.{method.name}" for method in methods)
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found.add(node.target.id)
+    return found
+
+
+def test_the_walk_through_the_default_method_names_what_is_there() -> None:
+    section = (ROOT / "CONTRIBUTING.md").read_text().split("### The default method")[1]
+    rows = re.findall(r"^\| `(\w+/\w+\.py)` \| ([^|]*) \|", section, re.MULTILINE)
+    assert len(rows) == 12
+    for file, names in rows:
+        named = set(re.findall(r"`([\w.]+)`", names))
+        assert named and named <= _defined(ROOT / "lightning_unitscale" / file), file

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_unitscale.callbacks.packages import is_lightning, misconfigured
-from lightning_unitscale.lossless.measured import Measured, combined_rms
+from lightning_unitscale.dispatch.measurement import Measurement
+from lightning_unitscale.lossless.measured import combined_rms
 from lightning_unitscale.ranks import gathered, is_distributed
 from lightning_unitscale.scales.reduce import joined_rows, split_rows
 from lightning_unitscale.scales.snapshot import ScaleSnapshot, merged_by_name
@@ -28,17 +29,15 @@ if TYPE_CHECKING:
 
     from lightning_unitscale.strategies.pipeline import PipelineStrategy
 
-M = TypeVar("M", bound=Measured)
 
-
-def joint_measured(measured: M) -> M:
+def joint_measured(measured: Measurement) -> Measurement:
     """Return the RMS over all ranks of what each has measured; the rest is this rank's own."""
     own = measured.forward, measured.backward, measured.outside
     forward, backward, outside = map(_joint, zip(*gathered(own), strict=True))
     return replace(measured, forward=forward, backward=backward, outside=outside)
 
 
-def joint_late(measured: M, lacking: Iterable[str]) -> tuple[M, bool]:
+def joint_late(measured: Measurement, lacking: Iterable[str]) -> tuple[Measurement, bool]:
     """RMS over all ranks of what each has measured late, in one collective."""
     own = dict(measured.forward), dict(measured.backward), tuple(lacking)
     forward, backward, names = zip(*gathered(own), strict=True)

@@ -13,11 +13,11 @@ from lightning_unitscale.callbacks.packages import rank_zero_info, rank_zero_war
 from lightning_unitscale.dispatch.coverage import (
     NO_UNIT,
     Coverage,
-    CoverageCounter,
     LostFormats,
     lacking_line,
     listed,
 )
+from lightning_unitscale.dispatch.session import ProductSession
 from lightning_unitscale.lossless.gauge import Gauge, GaugePair
 from lightning_unitscale.lossless.measured import Unrepresentable
 from lightning_unitscale.precision.fp8 import WIDE_GRADIENT
@@ -78,13 +78,26 @@ class CountedSteps:
         last = next(iter(self._coverages.values()), Coverage())
         return self._coverages.get(self._training_step, last)
 
-    def add(self, name: str, coverage: Coverage, *, is_training: bool, when: str) -> None:
-        """Keep a count, and report what it shows for the first time.
+    def take(
+        self, session: ProductSession, name: str, is_wanted: bool, *, is_training: bool, when: str
+    ) -> None:
+        """Take a step's count from its session, and report what it shows for the first time.
 
         A step's first count is logged as one line, with a warning if much was left unscaled. When
-        matmuls leave the format of the step, a warning names them and the line is logged again.
+        matmuls leave the format of the step, a warning names them and the line is logged again. A
+        count that is not wanted is kept if matmuls have left the format, or if some of the last
+        one lacked a unit.
         """
+        counter, session.counter = session.counter, None
+        if counter is None:
+            return
         is_first = name not in self._coverages
+        before = self._coverages.get(name, Coverage())
+        lacked = any(count.outside == NO_UNIT for count in before.counts)
+        if not (is_wanted or lacked) and self._lost.are_known(name, counter):
+            return
+        lacking = tuple(session.units.lacking.values())
+        coverage = counter.result(lacking=lacking, format=session.format)
         if is_training:
             self._training_step = name
         self._coverages[name] = coverage
@@ -97,12 +110,6 @@ class CountedSteps:
             rank_zero_info(f"UnitScaleCallback: {name}: {coverage.line()}.")
         if text:
             rank_zero_warn(f"UnitScaleCallback: {name}: {text}")
-
-    def has_news(self, name: str, counter: CoverageCounter) -> bool:
-        """Return whether matmuls of a step have left its format, or have come to have units."""
-        before = self._coverages.get(name, Coverage())
-        lacked = any(count.outside == NO_UNIT for count in before.counts)
-        return lacked or not self._lost.are_known(name, counter)
 
     def explain(self, lacking: Mapping[str, str]) -> list[str]:
         """Return a line for each step, and a table of the main one; empty before the first."""
@@ -135,16 +142,17 @@ class UnitEvents:
         if names:
             self.lines.append(f"First units for {len(names)} tensors at {when}: {listed(names)}")
 
-    def unrepresentable(self, new: Unrepresentable, when: str) -> None:
+    def unrepresentable(self, found: Iterable[Unrepresentable], when: str) -> None:
         """Record what left FP8, or its finer format."""
-        for what, reasons in (
-            ("Out of FP8", new.products),
-            (f"Gradients in {WIDE_GRADIENT}", new.gradients),
-        ):
-            if reasons:
-                text = "; ".join(f"{name}, since {why}" for name, why in reasons.items())
-                self.lines.append(f"{what} from {when} on: {text}")
-                rank_zero_info(f"UnitScaleCallback: {self.lines[-1]}")
+        for new in found:
+            for what, reasons in (
+                ("Out of FP8", new.products),
+                (f"Gradients in {WIDE_GRADIENT}", new.gradients),
+            ):
+                if reasons:
+                    text = "; ".join(f"{name}, since {why}" for name, why in reasons.items())
+                    self.lines.append(f"{what} from {when} on: {text}")
+                    rank_zero_info(f"UnitScaleCallback: {self.lines[-1]}")
 
 
 def units_table(gauge: Gauge, lacking: Iterable[str] = ()) -> Table | None:

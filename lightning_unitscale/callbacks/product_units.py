@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from typing_extensions import override
@@ -18,7 +17,7 @@ from lightning_unitscale.callbacks.explanation import (
 from lightning_unitscale.callbacks.packages import rank_zero_warn
 from lightning_unitscale.callbacks.step_schedules import LateAgreement, RecalibrationSchedule
 from lightning_unitscale.dispatch.attach import AttachedSession
-from lightning_unitscale.dispatch.coverage import Coverage, CoverageCounter
+from lightning_unitscale.dispatch.coverage import CoverageCounter
 from lightning_unitscale.dispatch.fp8 import numerics_of
 from lightning_unitscale.dispatch.measurement import Measurement
 from lightning_unitscale.dispatch.session import ProductSession
@@ -49,23 +48,24 @@ class ProductUnits(LoopCallback):
         self._schedule = schedule
         self._simulation = simulation
         self._fp8 = fp8
-        self._counted = self._new_counts()
+        self._option = "simulate" if fp8 is None else "precision='fp8'"
+        self.counted = CountedSteps(self._option)
         # Whether results depend on the units, as those of rounded matmuls do.
         self._changes_numbers = simulation is not None or fp8 is not None
-        self._step_index = 0
-        # Ends the last look, whose numbers may be on their way.
-        self._pending: Callable[[], None] | None = None
         self._units = Units()
+        self._loop: Loop | None = None
         self._attached: AttachedSession | None = None
-        # Whether the count of the step that runs is wanted, whatever it shows.
-        self._is_counted = False
-        self._step_name = ""
         self._agreement = LateAgreement()
         # Whether a training step has begun, whose units stay until it ends.
         self._is_in_batch = False
+        # The optimizer step that runs, for users.
+        self._when = "step 0"
+        # The last look, whose numbers may be on their way, and when it was.
+        self._pending: tuple[Callable[[], Measurement], str] | None = None
+        # The step that runs, and whether its count is wanted, whatever it shows.
+        self._step = "", False
         # The step that an evaluation interrupts, and the count of its matmuls.
-        self._interrupted: tuple[str, CoverageCounter | None, bool] = "", None, False
-        self._loop: Loop | None = None
+        self._interrupted: tuple[tuple[str, bool], CoverageCounter | None] = self._step, None
 
     @property
     def gauge(self) -> Gauge:
@@ -73,16 +73,12 @@ class ProductUnits(LoopCallback):
         self._end_look()
         return self._units.gauge
 
-    @property
-    def coverage(self) -> Coverage:
-        """The coverage of the matmuls of a training step, or of an evaluation on its own."""
-        return self._counted.main
-
     def attach(self, loop: Loop, *, is_other: bool) -> None:
         """Let the steps of a loop's module run in units."""
         if is_other:
             self.leave()
-            self._units, self.is_calibrated, self._counted = Units(), False, self._new_counts()
+            self._units, self.is_calibrated = Units(), False
+            self.counted = CountedSteps(self._option)
             if self._fp8 is not None:
                 self._fp8.forget()
         self._loop, self._agreement, self._is_in_batch = loop, LateAgreement(), False
@@ -96,6 +92,11 @@ class ProductUnits(LoopCallback):
                 outlasts_calls=loop.has_loss_outside,
             )
 
+    @property
+    def _running(self) -> tuple[Loop, ProductSession]:
+        assert self._loop is not None and self._attached is not None
+        return self._loop, self._attached.session
+
     @override
     def leave(self) -> None:
         self._pending = None
@@ -106,60 +107,63 @@ class ProductUnits(LoopCallback):
 
     @override
     def begin_batch(self, batch: Any = None, batch_idx: int = 0) -> None:
-        loop = self._running
+        loop, _ = self._running
         self._agreement.start()
         self._is_in_batch = True
+        self._when = f"step {loop.step_index}"
         # The first step shows everything, what a validation before it has shown included, so that
         # all ranks agree on it.
-        self._step_index = loop.step_index
-        is_scheduled = self._schedule.looks_at(self._step_index)
+        is_scheduled = self._schedule.looks_at(loop.step_index)
         self._units.is_looking = is_scheduled or not self.is_calibrated
-        self._enter(loop.training_step, is_training=True, counts=self._units.is_looking)
+        self._enter(loop.training_step, self._units.is_looking, is_training=True)
 
     @override
     def end_batch(self) -> None:
-        units = self._units
+        (loop, session), units = self._running, self._units
         self._is_in_batch = False
-        self._session.end_step()
+        session.end_step()
         self._end_look()
         if not units.is_looking:
-            self._receive()
-            if self._running.has_stepped:
-                self._take_late()
+            self._events.unrepresentable(session.receive(), self._when)
+            if loop.has_stepped:
+                self._take_late(session)
         # The accumulated batches share one gauge.
-        elif self._running.has_stepped:
-            if self.is_calibrated:
-                units.is_looking = False
-                self._begin_look(units.send())
-            else:
-                self._adopt_first(units.take())
+        elif loop.has_stepped:
+            is_first = units.is_looking = not self.is_calibrated
+            self._pending = units.send(), "the first batch" if is_first else self._when
+            # Units change no result, so from a CUDA device they may come after the next step.
+            # Formats change results, and ranks wait for each other.
+            is_late = loop.device.type == "cuda" and not is_first
+            if is_distributed() or not is_late or self._changes_numbers:
+                self._end_look()
             self._agreement.begin()
-        if self.is_calibrated or self._running.has_stepped:
+        if self.is_calibrated or loop.has_stepped:
             # Which matmuls are left unscaled is known once they have units.
-            self._read_coverage()
-        self._warn_of_flushed()
+            self.counted.take(session, *self._step, is_training=True, when=self._when)
+        _warn_of_flushed(session, self._step[0], self._when)
 
     @override
     def begin_evaluation(self, name: str, batch: Any = None, *indices: int) -> None:
-        self._interrupted = self._step_name, self._session.counter, self._is_counted
-        self._session.counter = None
-        self._enter(name, is_training=False, counts=name not in self._counted)
+        _, session = self._running
+        self._interrupted, session.counter = (self._step, session.counter), None
+        self._enter(name, name not in self.counted, is_training=False)
 
     @override
     def end_evaluation(self, batch_idx: int = 0) -> None:
-        units, name = self._units, self._step_name
-        if not (self._running.is_fitting or self.is_calibrated or batch_idx):
-            self._session.adopt(joint_measured(units.take()))
+        (loop, session), units = self._running, self._units
+        if not (loop.is_fitting or self.is_calibrated or batch_idx):
+            session.adopt(joint_measured(units.send()()))
         # Measurements of accumulated training batches are taken with the last of them.
         elif not units.is_looking:
-            self._receive()
-            if not (self._is_in_batch or (self._agreement.is_open and is_distributed())):
-                self._adopt(units.new_in(units.received()), name)
-        self._read_coverage()
-        self._warn_of_flushed()
-        interrupted, counter, is_counted = self._interrupted
-        self._enter(interrupted, is_training=True, counts=is_counted)
-        self._session.counter = counter
+            self._events.unrepresentable(session.receive(), self._when)
+            if not (self._is_in_batch or self._agreement.is_awaited):
+                late = session.adopt(units.received().beyond(units.gauge))
+                self._events.late_units(late, self._step[0])
+        self.counted.take(session, *self._step, is_training=False, when=self._when)
+        _warn_of_flushed(session, self._step[0], self._when)
+        step, counter = self._interrupted
+        self._enter(*step, is_training=True)
+        session.counter = counter
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -175,13 +179,13 @@ class ProductUnits(LoopCallback):
         }
         if self._units.lacking:
             state["lacking"] = dict(self._units.lacking)
-        if self._fp8 is not None and self._fp8.unseen:
-            state["fp8_unseen"] = sorted(self._fp8.unseen)
         if self._simulation is not None and self._simulation.rounding == "stochastic":
             state["rounding_step"] = self._units.step
         if self._fp8 is not None:
             unfit = self._fp8.unfit
             state |= {"fp8_unfit": dict(unfit.products), "fp8_wide": dict(unfit.gradients)}
+            if self._fp8.unseen:
+                state["fp8_unseen"] = sorted(self._fp8.unseen)
         return state
 
     @override
@@ -195,7 +199,9 @@ class ProductUnits(LoopCallback):
         if state_dict.get("depth") != "products" or "plain" not in state_dict:
             return
         self._units.step = state_dict.get("rounding_step", 0)
-        gauge, lacking = _gauge_from_state(state_dict), state_dict.get("lacking", {})
+        gauge, lacking = Gauge.from_state(state_dict["gauge"]), state_dict.get("lacking", {})
+        if "version" not in state_dict:
+            gauge = Gauge({name: pair for name, pair in gauge.items() if pair != GaugePair()})
         self._units.restore(gauge, state_dict["plain"], lacking)
         self.is_calibrated = True
         if self._fp8 is not None:
@@ -206,7 +212,7 @@ class ProductUnits(LoopCallback):
     def explain(self) -> Explanation:
         """Explain which matmuls were scaled, and when units were taken."""
         lacking = self._units.lacking
-        parts, units = self._counted.explain(lacking), units_table(self.gauge, lacking) or ""
+        parts, units = self.counted.explain(lacking), units_table(self.gauge, lacking) or ""
         if not parts:
             return Explanation("No step has run yet: run fit, validate, test or predict.", units)
         if self._simulation is not None:
@@ -215,124 +221,63 @@ class ProductUnits(LoopCallback):
             parts += [self._fp8.summary(), self._fp8.report()]
         return Explanation(*parts, *self._events.lines, units)
 
-    def _new_counts(self) -> CountedSteps:
-        return CountedSteps("simulate" if self._fp8 is None else "precision='fp8'")
-
-    def _begin_look(self, arrived: Callable[[], Measurement]) -> None:
-        """Look at what the step has measured, on a CUDA device after the next one.
-
-        Units change no result, so they can be late; formats do, and ranks wait for each other.
-        """
-        self._pending = functools.partial(self._judge, arrived, f"step {self._step_index}")
-        is_late = self._running.device.type == "cuda"
-        if is_distributed() or not is_late or self._changes_numbers:
-            self._end_look()
+    def _enter(self, name: str, is_counted: bool, *, is_training: bool) -> None:
+        """Begin a step, or go on with one."""
+        _, session = self._running
+        assert self._attached is not None
+        self._step, self._attached.trains = (name, is_counted), is_training
+        for numerics in session.numerics:
+            numerics.is_training = is_training
+        # Any step may lose its format.
+        if is_counted or session.format:
+            session.counter = CoverageCounter()
 
     def _end_look(self) -> None:
-        if self._pending is not None:
-            judge, self._pending = self._pending, None
-            judge()
-
-    def _adopt_first(self, measurement: Measurement) -> None:
-        measurement = joint_measured(measurement)
-        self._make_fit("the first batch")
-        if not any_rank(bool(measurement.products)):
+        """Take the units that the last look has measured, if there is one to end."""
+        if self._pending is None:
             return
-        self._session.adopt(measurement)
-        # A batch whose loss asks for no gradient shows half of it.
-        self.is_calibrated = any_rank(measurement.has_backward)
-        self._units.is_looking = False
-        self._events.new_units(len(self.gauge), "the first batch", {})
+        (arrived, when), self._pending = self._pending, None
+        (_, session), units = self._running, self._units
+        measurement = joint_measured(arrived())
+        self._events.unrepresentable(_left_out(session), when)
+        if not self.is_calibrated:
+            if any_rank(bool(measurement.products)):
+                session.adopt(measurement)
+                # A batch whose loss asks for no gradient shows half of it.
+                self.is_calibrated = any_rank(measurement.has_backward)
+                units.is_looking = False
+                self._events.new_units(len(units.gauge), when, {})
+            return
+        # Tensors without a unit get one, even if the other units stay.
+        self._events.late_units(session.adopt(measurement.beyond(units.gauge)), when)
+        if measurement.outside or not self._schedule.is_automatic:
+            old = units.gauge
+            session.adopt(measurement)
+            self._events.new_units(units.gauge.num_changed(old), when, measurement.outside)
 
-    def _receive(self) -> None:
-        for unfit in self._session.receive():
-            self._events.unrepresentable(unfit, f"step {self._step_index}")
-
-    def _take_late(self) -> None:
+    def _take_late(self, session: ProductSession) -> None:
         """Take the units of what was zero at first, or has not run before."""
         # Each rank counts each step.
-        when, meets = f"step {self._step_index}", self._agreement.meets()
-        if not (self._agreement.is_open and is_distributed()):
-            if self._units.has_received:
-                self._adopt(self._units.new_in(self._units.received()), when)
+        units, meets = self._units, self._agreement.meets()
+        if not self._agreement.is_awaited:
+            late = session.adopt(units.received().beyond(units.gauge))
+            self._events.late_units(late, self._when)
         elif meets:
-            measured, meets_again = joint_late(self._units.received(), self._units.lacking)
-            self._adopt(measured, when)
-            self._make_fit(when)
-            self._agreement.is_open = meets_again
-
-    def _adopt(self, measurement: Measurement, when: str) -> None:
-        if late := self._session.adopt(measurement):
-            self._events.late_units(late, when)
-
-    def _judge(self, arrived: Callable[[], Measurement], when: str) -> None:
-        measurement = joint_measured(arrived())
-        self._make_fit(when)
-        # Tensors without a unit get one, even if the other units stay.
-        self._adopt(self._units.new_in(measurement), when)
-        if self._schedule.is_automatic and not measurement.outside:
-            self._units.judge(measurement)
-            return
-        old = self.gauge
-        self._session.adopt(measurement)
-        self._events.new_units(self.gauge.num_changed(old), when, measurement.outside)
-
-    def _make_fit(self, when: str) -> None:
-        for numerics in self._session.numerics:
-            self._events.unrepresentable(numerics.fit(_joint_unrepresentable), when)
-
-    def _warn_of_flushed(self) -> None:
-        for numerics in self._session.numerics:
-            if flushed := numerics.take_flushed():
-                rank_zero_warn(
-                    f"UnitScaleCallback: {self._step_name}: flushed to zero at step "
-                    f"{self._step_index}: {flushed}"
-                )
-
-    def _enter(self, name: str, *, is_training: bool, counts: bool) -> None:
-        self._step_name = name
-        assert self._attached is not None
-        self._attached.trains = is_training
-        for numerics in self._session.numerics:
-            numerics.is_training = is_training
-        self._is_counted = counts
-        # Any step may lose its format.
-        if counts or self._session.is_rounding:
-            self._session.counter = CoverageCounter()
-
-    def _read_coverage(self) -> None:
-        session = self._session
-        counter, session.counter = session.counter, None
-        if counter is None:
-            return
-        if not self._is_counted and not self._counted.has_news(self._step_name, counter):
-            return
-        self._counted.add(
-            self._step_name,
-            counter.result(lacking=tuple(self._units.lacking.values()), format=session.format),
-            is_training=self._step_name == self._running.training_step,
-            when=f"step {self._step_index}",
-        )
-
-    @property
-    def _running(self) -> Loop:
-        assert self._loop is not None
-        return self._loop
-
-    @property
-    def _session(self) -> ProductSession:
-        assert self._attached is not None
-        return self._attached.session
+            measured, self._agreement.is_open = joint_late(units.received(), units.lacking)
+            self._events.late_units(session.adopt(measured), self._when)
+            self._events.unrepresentable(_left_out(session), self._when)
 
 
-def _joint_unrepresentable(unrepresentable: Unrepresentable) -> Unrepresentable:
-    """Return the layers that do not fit on any rank."""
-    return Unrepresentable(*joint_reasons(unrepresentable.products, unrepresentable.gradients))
+def _left_out(session: ProductSession) -> list[Unrepresentable]:
+    """Leave out the layers that do not fit a format on any rank; return the new ones."""
+
+    def joint(found: Unrepresentable) -> Unrepresentable:
+        return Unrepresentable(*joint_reasons(found.products, found.gradients))
+
+    return [numerics.fit(joint) for numerics in session.numerics]
 
 
-def _gauge_from_state(state: Mapping[str, Any]) -> Gauge:
-    """Return the units of a saved state, without those that may be of a tensor of zeros."""
-    gauge = Gauge.from_state(state["gauge"])
-    if "version" in state:
-        return gauge
-    return Gauge({name: pair for name, pair in gauge.items() if pair != GaugePair()})
+def _warn_of_flushed(session: ProductSession, step: str, when: str) -> None:
+    for numerics in session.numerics:
+        if flushed := numerics.take_flushed():
+            rank_zero_warn(f"UnitScaleCallback: {step}: flushed to zero at {when}: {flushed}")

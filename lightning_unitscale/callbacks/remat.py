@@ -233,7 +233,7 @@ class RematCallback(StepsCallback):
         if step.refused is not None:
             reasons = f"it is called with a {step.refused}, which Dynamo does not follow"
         partitioner.give_up(step.fallback.reason or reasons)
-        if step.fallback.reason is not None or step.messages.has_warned:
+        if step.fallback.reason is not None or step.has_warned:
             return
         rank_zero_warn(
             f"RematCallback: nothing of {step.title} that trains could be captured, so it runs as "

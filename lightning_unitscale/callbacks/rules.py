@@ -180,7 +180,8 @@ class RuleScaling:
         module = trainer.lightning_module
         is_trained = _TRAINING in self.plan.steps()
         is_awaited = not train and not is_trained and trainer.state.fn == "fit"
-        is_cut = pipeline_of(trainer) is not None or step.owner.sharded is not None
+        sharded = step.owner.sharded
+        is_cut = pipeline_of(trainer) is not None or sharded is not None
         step.fallback.await_rules(is_awaited and not is_cut)
         if step.name not in self.plan.steps() and not self._is_plain and not is_awaited:
             if takes_iterator(module):
@@ -198,7 +199,7 @@ class RuleScaling:
                     shadowed(step.recaptures, is_limited=may_refuse),
                     step_context(trainer, step.name),
                     shapes,
-                    step.owner.gathered(),
+                    nullcontext() if sharded is None else sharded.gathered(),
                 ):
                     planned = plan_step(
                         step,
@@ -230,7 +231,8 @@ class RuleScaling:
         if train:
             self.gradients.start(trainer.accumulate_grad_batches)
             if not self._rates_follow:
-                step.owner.shard()
+                if sharded is not None:
+                    sharded.shard()
                 self._follow_rates(trainer, module)
 
     def before_optimizer_step(self, trainer: pl.Trainer, optimizer: Optimizer) -> None:

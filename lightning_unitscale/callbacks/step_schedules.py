@@ -7,6 +7,7 @@ from typing import Literal
 
 from lightning_unitscale.arguments import check_count, shown
 from lightning_unitscale.lossless.measured import is_late_look
+from lightning_unitscale.ranks import is_distributed
 
 # Steps at which "auto" measures: often while the scales of a fresh model move, then rarely.
 _EARLY_LOOKS = frozenset({8, 16, 32, 64})
@@ -91,6 +92,11 @@ class LateAgreement:
         self._num_steps: int | None = None
         # Whether they go on to meet.
         self.is_open = False
+
+    @property
+    def is_awaited(self) -> bool:
+        """Return whether units wait until ranks meet."""
+        return self.is_open and is_distributed()
 
     def start(self) -> None:
         """Begin to meet, if ranks have never met."""

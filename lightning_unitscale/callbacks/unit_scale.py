@@ -187,7 +187,7 @@ class UnitScaleCallback(StepsCallback):
         These are the first step, those in which units are measured again, and those in which
         matmuls left the format.
         """
-        return self._products.coverage
+        return self._products.counted.main
 
     @override
     def captures_steps(self, trainer: pl.Trainer) -> bool:

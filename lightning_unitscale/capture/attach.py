@@ -54,17 +54,17 @@ def products_of(module: nn.Module) -> Any:
     return module.__dict__.get(PRODUCTS)
 
 
-def reject_compiled(module: nn.Module) -> None:
+def reject_compiled(module: nn.Module, more: str = " and pass compile=True here instead") -> None:
     """Refuse what is no module, or was compiled by the user: that graph is not ours."""
     check_instance("module", module, nn.Module, "a torch.nn.Module", "pass the model itself")
     if is_compiled(module):
         raise ValueError(
             f"module={type(module).__name__}: it is compiled already; expected a plain module; "
-            "leave out your torch.compile and pass compile=True here instead."
+            f"leave out your torch.compile{more}."
         )
 
 
-def capture(module: nn.Module, owner: str, passes: tuple[GraphPass, ...]) -> ModuleSteps:
+def capture(module: nn.Module, owner: str, passes: tuple[GraphPass, ...] = ()) -> ModuleSteps:
     """Capture ``forward``; units and formats go on around it."""
     products, tracker = products_of(module), module.__dict__.get(TRACKER)
     for each in (products, tracker):

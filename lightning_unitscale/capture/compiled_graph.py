@@ -12,21 +12,25 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from lightning_unitscale.capture.module_state import ModuleState
+from lightning_unitscale.capture.recaptures import Recaptures
 from lightning_unitscale.capture.rollback import restorers_of
+from lightning_unitscale.capture.side_effects import Postponed
 from lightning_unitscale.capture.user_checkpoints import refuse_checkpoints
 from lightning_unitscale.dynamo import capture, executors
-from lightning_unitscale.dynamo.breaks import joined_reasons
+from lightning_unitscale.dynamo.breaks import Reason, graph_breaks_since, joined_reasons
 from lightning_unitscale.dynamo.capture import CapturedGraph
 from lightning_unitscale.dynamo.executors import Executor
 from lightning_unitscale.dynamo.graphs import copy_graph_module
 from lightning_unitscale.functional.scale import outside_transforms
 from lightning_unitscale.graph.aliasing import find_effects, memory_roots, written_arguments
 from lightning_unitscale.graph.decompose import expand_composites
+from lightning_unitscale.graph.nodes import Names
 from lightning_unitscale.graph.passes import (
     GraphPass,
     PassRecord,
@@ -37,17 +41,87 @@ from lightning_unitscale.graph.passes import (
 from lightning_unitscale.graph.regions import PRODUCTS, Places
 from lightning_unitscale.patching import shadowed
 
-if TYPE_CHECKING:
-    from lightning_unitscale.capture.captured_step import CapturedStep
-
 # Runs a graph in its place, on the inputs of a call.
 Interpreter = Callable[["CompiledGraph", tuple[Any, ...]], Any]
+
+
+class StepState:
+    """The captured graphs of a step, and how they run."""
+
+    def __init__(self, owner: ModuleState, name: str, function: Callable[..., Any]) -> None:
+        self.owner = owner
+        self.name = name
+        self.__wrapped__ = function
+        self.captured = capture.with_own_code(function)  # what Dynamo captures
+        # Runs the graphs in their place, if there is one.
+        self.interpreter: Interpreter | None = None
+        self.is_rehearsing = False  # nothing that the step does is to remain
+        self.recaptures = Recaptures()
+        self.error_of_pass: Exception | None = None  # in the current call
+
+    @property
+    def title(self) -> str:
+        """The module's class and the method."""
+        return f"{type(self.owner.module).__name__}.{self.name}"
+
+    def reset(self) -> None:
+        """Forget what was captured."""
+        self.names = Names()
+        self.graphs: list[CompiledGraph] = []
+        self.graph_breaks: list[Reason] = []
+        self.num_graph_calls = 0  # in the last call of the step
+        # Class of an input for which the last call ran as it is.
+        self.refused: str | None = None
+        self.has_warned = False
+        self.recaptures.reset()
+        self.postponed = Postponed(self.owner.module, self.__wrapped__, self.owner.defer)
+        self._flags: list[bool] = []
+
+    def forget(self) -> None:
+        """Have the next call captured anew, by Dynamo as well."""
+        capture.forget(self.captured)
+        self.reset()
+
+    def forget_after(self, error: BaseException) -> BaseException:
+        """Forget what was captured; returns the error that Dynamo may have wrapped."""
+        # Dynamo never looks again at a frame in which an error was raised; the next call may.
+        self.forget()
+        return capture.original_error(error)
+
+    def forget_before_limit(self) -> None:
+        """Forget what was captured before Dynamo, past its limit, runs more of it as it is."""
+        if functions := self.recaptures.near_limit():
+            has_warned = self.has_warned
+            self.forget()
+            capture.forget_code(functions)
+            self.has_warned = has_warned
+
+    def forget_if_thawed(self) -> None:
+        """Recapture when other parameters want gradients: each needs units of its own."""
+        flags = [param.requires_grad for param in self.owner.module.parameters()]
+        if self._flags and flags != self._flags:
+            self.forget()
+        self._flags = flags
+
+    def invalidate(self) -> None:
+        """Have the passes rewrite what was captured again, before the next run of a graph."""
+        if any(graph.executor != "eager" for graph in self.graphs):
+            self.reset()  # they are compiled only while Dynamo collects its guards
+        for graph in self.graphs:
+            graph.invalidate()
+
+    def note_breaks_since(self, count: int) -> list[Reason]:
+        """Note the graph breaks after the first so many of the process."""
+        breaks = graph_breaks_since(count)
+        self.graph_breaks += breaks
+        self.owner.graph_breaks += breaks
+        return breaks
 
 
 class GraphBackend:
     """What Dynamo calls with each graph; it must not keep the module alive by itself."""
 
-    def __init__(self, step: weakref.ref[CapturedStep], executor: Executor) -> None:
+    def __init__(self, step: weakref.ref[StepState], executor: Executor) -> None:
         self.step = step
         self.executor = executor
 
@@ -66,7 +140,7 @@ class GraphBackend:
 class _GraphOfEachModule:
     """Gives each module that runs the same captured code a graph, and so names, of its own."""
 
-    def __init__(self, step: CapturedStep, captured: CapturedGraph, executor: Executor) -> None:
+    def __init__(self, step: StepState, captured: CapturedGraph, executor: Executor) -> None:
         # After a graph break Dynamo captures a layer's ``forward`` once for all layers of a class,
         # with the parameters as inputs; but the scales of the tensors are each layer's own.
         self._step = weakref.ref(step)
@@ -74,21 +148,18 @@ class _GraphOfEachModule:
         self._captured = replace(captured, example_inputs=())
         self._executor = executor
         self._position = captured.first_parameter()
-        self._first = self._new_graph(step, captured)
+        self._first = CompiledGraph(step, captured, executor)
         self._by_roots = {tuple(captured.roots().values()): self._first}
         self._by_parameter: dict[int, CompiledGraph] = {}
 
     def __call__(self, *inputs: Any) -> Any:
-        return self._graph_for(inputs)(*inputs)
-
-    def _graph_for(self, inputs: tuple[Any, ...]) -> CompiledGraph:
         # A compiled graph cannot be compiled again outside of Dynamo, with its guards.
         if self._position is None or self._executor != "eager":
-            return self._first
+            return self._first(*inputs)
         parameter = inputs[self._position]
         if id(parameter) not in self._by_parameter:
             self._by_parameter[id(parameter)] = self._find(inputs)
-        return self._by_parameter[id(parameter)]
+        return self._by_parameter[id(parameter)](*inputs)
 
     def _find(self, inputs: tuple[Any, ...]) -> CompiledGraph:
         step = self._step()
@@ -99,19 +170,14 @@ class _GraphOfEachModule:
         if not roots:
             return self._first
         if roots not in self._by_roots:
-            self._by_roots[roots] = self._new_graph(step, captured)
+            self._by_roots[roots] = CompiledGraph(step, captured, self._executor)
         return self._by_roots[roots]
-
-    def _new_graph(self, step: CapturedStep, captured: CapturedGraph) -> CompiledGraph:
-        graph = CompiledGraph(step, captured, self._executor)
-        step.graphs.append(graph)
-        return graph
 
 
 class CompiledGraph:
     """One captured graph and its variants, with and without probes."""
 
-    def __init__(self, step: CapturedStep, captured: CapturedGraph, executor: Executor) -> None:
+    def __init__(self, step: StepState, captured: CapturedGraph, executor: Executor) -> None:
         self._step = weakref.ref(step)
         self.executor = executor
         self.index = len(step.graphs)
@@ -131,6 +197,7 @@ class CompiledGraph:
             # guards do those become part of them. The eager executor specialises on nothing.
             for observed in step.owner.variants():
                 self._variants[observed] = self._build(observed, captured.example_inputs)
+        step.graphs.append(self)
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the variant that is wanted now, or the step's interpreter if it has one."""
@@ -177,7 +244,7 @@ class CompiledGraph:
         return self._after(())[0]
 
     @property
-    def _owner(self) -> CapturedStep:
+    def _owner(self) -> StepState:
         step = self._step()
         if step is None:
             raise RuntimeError("a captured graph was called after its module was restored")
@@ -192,10 +259,13 @@ class CompiledGraph:
         if (rewriter := step.owner.rewriter) is not None:
             rewriter.describe(graph)
         graph.notes[PRODUCTS] = Places(graph).operands_and_products()
-        with step.fallback.not_for_errors():
+        try:
             records = run_passes(
                 graph, passes, step=step.name, graph_index=self.index, out_of_place=out_of_place
             )
+        except Exception as error:
+            step.error_of_pass = error
+            raise
         return graph, records
 
     def _build(self, observed: bool, examples: Sequence[Any]) -> Variant:
@@ -259,7 +329,7 @@ def stop_at_graph(graph: CompiledGraph, inputs: tuple[Any, ...]) -> Any:
 class GraphCall:
     """The one graph that a call of a step runs, with its inputs: parameters and buffers as well."""
 
-    step: CapturedStep
+    step: StepState
     graph: CompiledGraph
     inputs: tuple[Any, ...]
 

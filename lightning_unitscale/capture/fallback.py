@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from lightning_unitscale.capture.compiled_graph import StepState
 from lightning_unitscale.capture.reached_code import find_recorded_pass
 from lightning_unitscale.capture.rollback import undoers
+from lightning_unitscale.capture.step_messages import CaptureError, warn_of_staying_plain
 from lightning_unitscale.capture.user_checkpoints import CheckpointNotKept
 from lightning_unitscale.dynamo.breaks import (
     calling_line,
@@ -33,9 +36,6 @@ from lightning_unitscale.graph.nodes import returned_loss
 from lightning_unitscale.patching import nothing
 from lightning_unitscale.profiler.sharded import is_sharded
 
-if TYPE_CHECKING:
-    from lightning_unitscale.capture.captured_step import CapturedStep
-
 RECORDED = "it takes gradients of gradients (create_graph=True)"
 
 
@@ -54,16 +54,17 @@ class Fallback:
     changed the module, they may.
     """
 
-    def __init__(self, step: CapturedStep) -> None:
+    def __init__(
+        self, step: StepState, capturing: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         self._step = step
+        self._capturing = capturing  # around the capture of each function
         self.reason: str | None = None  # why all calls run the user's own method, if they do
         self.awaits_rules = False  # rules are to scale the step and have changed nothing yet
         # How many hooks had been registered when it last looked for some.
         self._num_hooks = -1
-        self._error_of_pass: Exception | None = None
         # The last call, until its backward pass has shown that it can be captured.
         self._pending: Trial | None = None
-        self._pending_call: tuple[Any, tuple[Any, ...], dict[str, Any]] = (None, (), {})
 
     def is_due(self, executor: Executor) -> bool:
         """Whether a call runs the user's own method; looks for hooks of backward passes."""
@@ -89,7 +90,7 @@ class Fallback:
         if self.reason is not None:
             return
         self.reason = reason
-        self._step.messages.warn_of_staying_plain(reason)
+        warn_of_staying_plain(self._step, reason)
         if torch.is_grad_enabled():
             getattr(self._step.owner.partition_fn, "give_up", nothing)(reason)
 
@@ -116,7 +117,7 @@ class Fallback:
             if reason is not None and (recaptures.is_limited or trial.undo()):
                 breaks = joined_reasons(graph_breaks_since(num_breaks))
                 raise StaysPlain(f"{reason} ({breaks})" if breaks else reason)
-            with self._step.progress.capturing():
+            with self._capturing():
                 yield
 
         def refuse() -> None:
@@ -126,7 +127,7 @@ class Fallback:
             if trial.undo():
                 raise StaysPlain(f"{RECORDED} at {line}")
 
-        self._error_of_pass = None
+        self._step.error_of_pass = None
         self._pending = None
         try:
             with around_captures(captured), noticing_recorded_passes(refuse):
@@ -139,7 +140,7 @@ class Fallback:
     def _undone(self, trial: Trial, error: Exception) -> BaseException:
         """Undo a call that has failed; returns what is raised then."""
         inner = original_error(error)
-        is_ours = isinstance(inner, Refusal) or inner is self._error_of_pass
+        is_ours = isinstance(inner, Refusal) or inner is self._step.error_of_pass
         # Without a plan there would be even less memory.
         if is_ours or isinstance(inner, torch.OutOfMemoryError) or not trial.undo():
             return error
@@ -150,7 +151,7 @@ class Fallback:
     def note_call(self, result: Any, *args: Any, **kwargs: Any) -> None:
         """Remember a call that was tried, until its backward pass has succeeded."""
         if self._pending is not None:
-            self._pending_call = (returned_loss(result), args, kwargs)
+            self._pending.call = (returned_loss(result), args, kwargs)
 
     def through_backward(self, run: Callable[[Any], None], loss: Any) -> None:
         """Run the backward pass of the last call; if it fails, undo the call and run it plain."""
@@ -158,7 +159,7 @@ class Fallback:
         if trial is None:
             run(loss)
             return
-        (returned, args, kwargs), self._pending_call = self._pending_call, (None, (), {})
+        returned, args, kwargs = trial.call
         factor = None
         if returned is not loss and isinstance(returned, Tensor) and returned.requires_grad:
             (factor,) = torch.autograd.grad(loss, returned, retain_graph=True, allow_unused=True)
@@ -174,19 +175,28 @@ class Fallback:
                 parameter.grad = gradient
         else:
             return
-        result = self._step.run_plain(str(failure), args, kwargs)
+        result = self.run_plain(str(failure), args, kwargs)
         self._step.postponed.discard()  # it has logged that
         plain = returned_loss(result)
         run(plain if factor is None else plain * factor)
 
-    @contextlib.contextmanager
-    def not_for_errors(self) -> Iterator[None]:
-        """Within this context errors are about what the user has asked for."""
+    def run_plain(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the user's own method in place of what was undone, and from now on."""
+        step = self._step
+        step.forget()
         try:
-            yield
-        except Exception as error:
-            self._error_of_pass = error
+            with step.postponed.recording():
+                result = step.__wrapped__(*args, **kwargs)
+        except Exception:  # the user's
+            step.postponed.discard()
             raise
+        self.stay_plain(reason)
+        return result
+
+    def refuse_under_rules(self, reason: str, need: str, advice: str) -> None:
+        """Raise an error if what would run in place of the graphs is another model."""
+        if self._step.owner.changes_function and not self.awaits_rules:
+            raise CaptureError.by_rules(self._step.title, reason, need, advice)
 
     @functools.cached_property
     def _may_record(self) -> bool:
@@ -210,6 +220,8 @@ class Trial:
         self._module = module
         self._keep = keep
         self._takes = any(isinstance(value, Iterator) for value in arguments)
+        # The loss and the arguments, once it has run.
+        self.call: tuple[Any, tuple[Any, ...], dict[str, Any]] = (None, (), {})
         self.undoers: list[Callable[[], object]] = []
         self._before: list[Any] = []
 

@@ -12,18 +12,13 @@ not trace that and captures the step in parts, though every later call is one gr
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from types import CodeType
-from typing import TYPE_CHECKING, Any
 
-import torch
-
+from lightning_unitscale.capture.module_state import ModuleState
 from lightning_unitscale.dynamo import capture
-from lightning_unitscale.dynamo.breaks import last_recapture
-from lightning_unitscale.graph.nodes import Names
-from lightning_unitscale.patching import nothing, shadowed
-
-if TYPE_CHECKING:
-    from lightning_unitscale.capture.captured_step import CapturedStep
+from lightning_unitscale.dynamo.breaks import Reason, last_recapture
+from lightning_unitscale.patching import nothing
 
 # Calls that captured something, after which a step is given up. torch.compile's limit is as large.
 MANY_CAPTURES = 8
@@ -36,8 +31,7 @@ class Recaptures:
 
     is_limited = False  # whether a call that is rehearsed may be refused
 
-    def __init__(self, step: CapturedStep) -> None:
-        self._step = step
+    def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
@@ -53,33 +47,24 @@ class Recaptures:
             return None
         return f"it is cut into more than {MANY_GRAPHS} graphs"
 
-    def before_call(self) -> None:
-        """Forget what was captured before Dynamo, past its limit, runs more of it as it is."""
+    def near_limit(self) -> list[CodeType]:
+        """Return the functions, if one of them nears Dynamo's limit of captures."""
         most = max(self._functions.values(), default=0)
         if most < max(1, capture.RECOMPILE_LIMIT // 2):
-            return
-        messages = self._step.messages
-        functions, has_warned = [*self._functions], messages.has_warned
-        self._step.forget()
-        capture.forget_code(functions)
-        messages.has_warned = has_warned
+            return []
+        return [*self._functions]
 
-    def after_call(self, *, has_captured: bool) -> None:
-        """Decide whether the step is still captured."""
+    def after_call(self, *, has_captured: bool) -> str | None:
+        """Count a call of the step; returns why it should not be captured any more."""
         self._num_calls += 1
         self._num_captures += has_captured
         if self._num_captures < MANY_CAPTURES or 4 * self._num_captures <= 3 * self._num_calls:
-            return
+            return None
         ((function, _),) = self._functions.most_common(1)
-        reason = (
+        return (
             f"it was captured anew in {self._num_captures} of its first {self._num_calls} calls, "
             f"since {last_recapture(function) or 'something that it reads'} has changed each time"
         )
-        step = self._step
-        if step.owner.changes_function:
-            step.messages.warn_of_captures(reason)
-        elif torch.is_grad_enabled():
-            step.fallback.stay_plain(reason)
 
 
 class SecondCapture:
@@ -88,42 +73,37 @@ class SecondCapture:
     Steps with passes never are: measurements and units refer to their parts.
     """
 
-    def __init__(self, step: CapturedStep) -> None:
-        self._step = step
+    def __init__(self, owner: ModuleState) -> None:
+        self._owner = owner
         self._has_looked = False
         self.is_due = False  # the next call is captured anew, as one graph
 
-    def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def look(self, graph_breaks: list[Reason], trace: Callable[[], object]) -> None:
         """Trace the call that has ended again, if it broke, to see whether it is one graph now."""
-        if not self._may_come or not self._step.graph_breaks:
+        if not self._may_come or not graph_breaks:
             return
         self._has_looked = True
-        anew = capture.with_own_code(self._step.__wrapped__)
-        num_graph_calls = self._step.num_graph_calls
-        with shadowed(self._step, names=Names(), graphs=[]):
-            try:
-                self._step.stop_at_graph(anew, args, kwargs)
-                self.is_due = True
-            except Exception:
-                pass  # it breaks as before
-        self._step.num_graph_calls = num_graph_calls
+        try:
+            trace()
+            self.is_due = True
+        except Exception:
+            pass  # it breaks as before
         if not self.is_due:
-            getattr(self._step.owner.partition_fn, "refuse", nothing)()
+            getattr(self._owner.partition_fn, "refuse", nothing)()
 
-    def begin(self) -> None:
-        """Forget the parts if the call that begins is one graph."""
-        partition_fn = self._step.owner.partition_fn
+    def begin(self, graph_breaks: list[Reason]) -> bool:
+        """Return whether the call that begins is one graph, so that its parts are forgotten."""
+        partition_fn = self._owner.partition_fn
         getattr(partition_fn, "put_off_refusals", nothing)(self._may_come)
         if not self.is_due:
-            return
+            return False
         self.is_due = False
-        owner = self._step.owner
-        for graph_break in self._step.graph_breaks:
-            owner.graph_breaks.remove(graph_break)
-        self._step.forget()
+        for graph_break in graph_breaks:
+            self._owner.graph_breaks.remove(graph_break)
         getattr(partition_fn, "forget_plans", nothing)()
+        return True
 
     @property
     def _may_come(self) -> bool:
         """Whether a call that breaks is looked at once more."""
-        return not self._has_looked and not self._step.owner.passes
+        return not self._has_looked and not self._owner.passes

@@ -194,8 +194,7 @@ def _is_of_fsdp(hook: Any) -> bool:
 
 
 def _hook(hooks: dict[int, Any]) -> Callable[..., Any]:
-    hook: Callable[..., Any] = next(filter(_is_of_fsdp, hooks.values()))
-    return hook
+    return next(filter(_is_of_fsdp, hooks.values()))
 
 
 def _replaced(hooks: dict[int, Any], hook: Any) -> OrderedDict[int, Any]:
@@ -343,8 +342,7 @@ class GatherParameters(GraphPass):
         def call_hook(*values: Any) -> tuple[Any, ...]:
             owner = sharded()
             assert owner is not None, "a captured graph was called after its module was restored"
-            made: tuple[Any, ...] = getattr(owner.parts[index], hook)(*values)
-            return made
+            return getattr(owner.parts[index], hook)(*values)
 
         called = point = graph.call_function(call_hook, tuple(nodes))
         called.meta[INTERNAL] = True

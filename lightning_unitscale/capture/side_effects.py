@@ -142,7 +142,9 @@ class UntracedCalls:
                 call = self._calls.setdefault((id(target), name), _Untraced(target, self))
                 if vars(target).get(name) is call.run:
                     continue  # a step within a step
-                call.stand_in_for(getattr(target, name), *rehearsed)
+                call.method, call.rehearsed = getattr(target, name), next(iter(rehearsed), None)
+                # Its marks: of a scheduler, on what it counts.
+                call.run.__dict__.update(getattr(call.method, "__dict__", {}))
                 stack.enter_context(shadowed(target, **{name: call.run}))
             yield
 
@@ -177,14 +179,6 @@ class _Untraced:
         self.rehearsed: Callable[..., None] | None = None
         self._calls = calls
         self.run = torch.compiler.disable(self._run)
-
-    def stand_in_for(
-        self, method: Callable[..., Any], rehearsed: Callable[..., None] | None = None
-    ) -> None:
-        """Call ``method`` from now on, and have its marks (of a scheduler, on what it counts)."""
-        self.method = method
-        self.rehearsed = rehearsed
-        self.run.__dict__.update(getattr(method, "__dict__", {}))
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if self._calls.is_rehearsing:

@@ -7,12 +7,9 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
+from lightning_unitscale.capture.compiled_graph import StepState
 from lightning_unitscale.dynamo.breaks import Reason, is_watched, joined_reasons, reason_of
-
-if TYPE_CHECKING:
-    from lightning_unitscale.capture.captured_step import CapturedStep
 
 # Blocks within which autograd does not save tensors as usual.
 _SAVING = ("saved_tensors_hooks", "save_on_cpu")
@@ -55,86 +52,90 @@ class CaptureError(RuntimeError):
         )
 
 
-class StepMessages:
-    """The warnings about one step, of which one is given."""
+def warn_once(step: StepState, text: str) -> None:
+    """Warn of a step, if nothing was warned of before."""
+    if not step.has_warned:
+        step.has_warned = True
+        warnings.warn(text, stacklevel=6)
 
-    def __init__(self, step: CapturedStep) -> None:
-        self._step = step
-        self.has_warned = False
 
-    def warn_once(self, text: str) -> None:
-        """Warn, if nothing was warned of before."""
-        if not self.has_warned:
-            self.has_warned = True
-            warnings.warn(text, stacklevel=6)
+def _loses(step: StepState) -> str:
+    """What a step has not that runs as it is."""
+    plan: str = getattr(step.owner.partition_fn, "loss_without_plan", "")
+    rules = ""
+    if step.owner.changes_function:
+        rules = ": it is the plain model, at the learning rates that it is given"
+    return f"neither rewritten nor observed{plan}{rules}"
 
-    @property
-    def _loses(self) -> str:
-        """What a step has not that runs as it is."""
-        plan: str = getattr(self._step.owner.partition_fn, "loss_without_plan", "")
-        rules = ""
-        if self._step.owner.changes_function:
-            rules = ": it is the plain model, at the learning rates that it is given"
-        return f"neither rewritten nor observed{plan}{rules}"
 
-    def not_captured(self, error: BaseException) -> CaptureError:
-        """The error about one of Dynamo's."""
-        is_sharded = self._step.owner.sharded is not None
-        manner = " in one graph, as rules with ModelParallelStrategy ask" if is_sharded else ""
-        return CaptureError.of(self._step.title, [reason_of(error)], manner=manner)
+def not_captured(step: StepState, error: BaseException) -> CaptureError:
+    """The error about one of Dynamo's."""
+    is_sharded = step.owner.sharded is not None
+    manner = " in one graph, as rules with ModelParallelStrategy ask" if is_sharded else ""
+    return CaptureError.of(step.title, [reason_of(error)], manner=manner)
 
-    def refused(self, reason: str) -> CaptureError:
-        """The error about a step whose capture was ended."""
-        return CaptureError(
-            f"{self._step.title} cannot be captured: {reason}. Expected a step of few graphs; "
-            "TORCH_LOGS=graph_breaks shows what breaks it.",
-            reason,
+
+def capture_ended(step: StepState, reason: str) -> CaptureError:
+    """The error about a step whose capture was ended."""
+    return CaptureError(
+        f"{step.title} cannot be captured: {reason}. Expected a step of few graphs; "
+        "TORCH_LOGS=graph_breaks shows what breaks it.",
+        reason,
+    )
+
+
+def warn_of_staying_plain(step: StepState, reason: str) -> None:
+    """The step runs as it is, from now on."""
+    warn_once(
+        step,
+        f"{step.title} cannot run captured: {reason}. So it runs as it is, "
+        f"{_loses(step)}. Take that out of the step, or leave out what captures it.",
+    )
+
+
+def warn_if_nothing_ran(step: StepState) -> None:
+    """No graph was run in a call."""
+    if step.num_graph_calls:
+        return
+    reasons = joined_reasons(step.owner.graph_breaks) or NO_REASON
+    if step.refused is not None:
+        warn_once(
+            step,
+            f"{step.title}: called with a {step.refused}, whose operations Dynamo does not "
+            f"follow, so it runs as it is, {_loses(step)}. Expected plain tensors; hand it "
+            "image.as_subclass(torch.Tensor).",
         )
+        return
+    if is_watched():
+        reasons = "a mode such as FlopCounterMode looks at every operation of this call"
+    warn_once(
+        step,
+        f"{step.title}: no graph could be captured, so it "
+        f"runs as it is, {_loses(step)} ({reasons}). Expected at least one "
+        "traceable operation; keep printing, .item() and third-party calls out of the step.",
+    )
 
-    def warn_of_staying_plain(self, reason: str) -> None:
-        """The step runs as it is, from now on."""
-        self.warn_once(
-            f"{self._step.title} cannot run captured: {reason}. So it runs as it is, "
-            f"{self._loses}. Take that out of the step, or leave out what captures it."
-        )
 
-    def warn_if_nothing_ran(self, refused: str | None) -> None:
-        """No graph was run in a call."""
-        if self._step.num_graph_calls:
-            return
-        reasons = joined_reasons(self._step.owner.graph_breaks) or NO_REASON
-        if refused is not None:
-            self.warn_once(
-                f"{self._step.title}: called with a {refused}, whose operations Dynamo does not "
-                f"follow, so it runs as it is, {self._loses}. Expected plain tensors; hand it "
-                "image.as_subclass(torch.Tensor)."
+def warn_of_saving(step: StepState, graph_breaks: Sequence[str]) -> None:
+    """Dynamo passes over the whole function that enters such a block, and all that is in it."""
+    for graph_break in graph_breaks:
+        if any(name in graph_break for name in _SAVING):
+            warn_once(
+                step,
+                f"{step.title}: what a function computes that saves tensors in its own "
+                f"way runs as it is, {_loses(step)} ({graph_break}). Expected a step without "
+                "such a block; enter it around the step, in a callback's hooks.",
             )
-            return
-        if is_watched():
-            reasons = "a mode such as FlopCounterMode looks at every operation of this call"
-        self.warn_once(
-            f"{self._step.title}: no graph could be captured, so it "
-            f"runs as it is, {self._loses} ({reasons}). Expected at least one "
-            "traceable operation; keep printing, .item() and third-party calls out of the step."
-        )
 
-    def warn_of_saving(self, graph_breaks: Sequence[str]) -> None:
-        """Dynamo passes over the whole function that enters such a block, and all that is in it."""
-        for graph_break in graph_breaks:
-            if any(name in graph_break for name in _SAVING):
-                self.warn_once(
-                    f"{self._step.title}: what a function computes that saves tensors in its own "
-                    f"way runs as it is, {self._loses} ({graph_break}). Expected a step without "
-                    "such a block; enter it around the step, in a callback's hooks."
-                )
 
-    def warn_of_captures(self, reason: str) -> None:
-        """The step is captured again and again, and goes on."""
-        self.warn_once(
-            f"{self._step.title}: {reason}, which takes time and memory. Expected a step that "
-            "depends on tensors, numbers and the sizes of a few kinds of batches; "
-            "TORCH_LOGS=recompiles shows what changes."
-        )
+def warn_of_captures(step: StepState, reason: str) -> None:
+    """The step is captured again and again, and goes on."""
+    warn_once(
+        step,
+        f"{step.title}: {reason}, which takes time and memory. Expected a step that "
+        "depends on tensors, numbers and the sizes of a few kinds of batches; "
+        "TORCH_LOGS=recompiles shows what changes.",
+    )
 
 
 # Seconds after which a user wants to know why the first step has not begun.

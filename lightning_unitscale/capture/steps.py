@@ -7,24 +7,21 @@ whoever comes first puts the captured steps on the module, whoever leaves last t
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from tabulate import tabulate
 from torch import nn
 
 from lightning_unitscale.capture.captured_step import CapturedStep
-from lightning_unitscale.capture.sharded import ShardedModule
+from lightning_unitscale.capture.module_state import ATTRIBUTE, ModuleState
 from lightning_unitscale.capture.side_effects import Calls
-from lightning_unitscale.dynamo.breaks import Reason, is_watched
-from lightning_unitscale.dynamo.capture import no_graph_breaks, unmarked
+from lightning_unitscale.dynamo.capture import unmarked
 from lightning_unitscale.dynamo.executors import CompileMode, Executor, GraphRewriter
-from lightning_unitscale.graph.passes import GraphPass, PassRecord, Phase
-from lightning_unitscale.patching import nothing, shadowed
+from lightning_unitscale.graph.passes import GraphPass, PassRecord
+from lightning_unitscale.patching import shadowed
 
-# Where a module has its captured steps.
-ATTRIBUTE = "_captured_steps"
 EVALUATION_STEPS = ("validation_step", "test_step", "predict_step")
 LIGHTNING_STEPS = ("training_step", *EVALUATION_STEPS)
 
@@ -61,7 +58,7 @@ def steps_of(module: nn.Module) -> ModuleSteps | None:
     return module.__dict__.get(ATTRIBUTE)
 
 
-class ModuleSteps:
+class ModuleSteps(ModuleState):
     """The captured steps of one module with the passes that all of them share."""
 
     def __init__(
@@ -72,28 +69,13 @@ class ModuleSteps:
         defer: Sequence[str] = (),
         untraced: Callable[[nn.Module], Calls] = lambda _: (),
     ) -> None:
-        self.module = module
-        self.defer = tuple(defer)
-        self.untraced = untraced
-        self.executor: Executor = "eager"
-        self.compile_mode: CompileMode = "default"
-        self.partition_fn: Any = None
-        # Rewrites what AOTAutograd makes of the graphs, if they run op by op.
-        self.rewriter: GraphRewriter | None = None
-        # The module, if its steps are captured as those of a whole one.
-        self.sharded: ShardedModule | None = None
-        self.passes: list[GraphPass] = []
-        self.records: list[PassRecord] = []
-        self.graph_breaks: list[Reason] = []
-        self.say: Callable[[str], None] = nothing
+        super().__init__(module, defer, untraced)
         self.owners: list[str] = []
-        self._observers: set[str] = set()
-        self._always_observed = False
         self._put = ExitStack()
         self._shadowed = {
             name: module.__dict__[name] for name in step_names if name in module.__dict__
         }
-        self.steps = {name: CapturedStep(self, name) for name in step_names}
+        self.steps = {name: CapturedStep(self, name, self.original(name)) for name in step_names}
 
     def attach(self, owner: str) -> None:
         """Put the captured steps on the module; safe to call again for another owner."""
@@ -116,11 +98,6 @@ class ModuleSteps:
         if not self.owners:
             self._put.close()
             self.reset()
-
-    @property
-    def changes_function(self) -> bool:
-        """Whether a pass makes the steps compute something else than the user's own code."""
-        return any(graph_pass.phase is Phase.REPARAMETRIZE for graph_pass in self.passes)
 
     def add_pass(self, graph_pass: GraphPass) -> None:
         """Add a pass; every graph is recaptured before its next run."""
@@ -156,62 +133,11 @@ class ModuleSteps:
         for step in self.steps.values():
             step.reset()
 
-    def observe(self, owner: str, wanted: bool, *, always: bool = False) -> None:
-        """Say whether ``owner`` wants the next steps to run the variant that carries probes."""
-        self._always_observed |= always
-        if wanted or always:
-            self._observers.add(owner)
-        else:
-            self._observers.discard(owner)
-
-    def variants(self) -> tuple[bool, ...]:
-        """Which variants a compiled graph needs: plain, observed, or both."""
-        if self._always_observed:
-            return (True,)
-        has_probes = any(graph_pass.phase is Phase.OBSERVE for graph_pass in self.passes)
-        return (False, True) if has_probes else (False,)
-
-    @property
-    def observed(self) -> bool:
-        """Whether anybody wants the next step to carry probes."""
-        return bool(self._observers)
-
-    def gathered(self) -> AbstractContextManager[None]:
-        """Within this context a rehearsal finds whole parameters; all ranks enter it together."""
-        return nullcontext() if self.sharded is None else self.sharded.gathered()
-
-    def shard(self) -> None:
-        """Let the module have the parameters that its optimizers have."""
-        if self.sharded is not None:
-            self.sharded.shard()
-
-    @contextmanager
-    def standing_in(self) -> Iterator[None]:
-        """Within this context a step runs of which only graphs know where parameters are."""
-        if self.sharded is None:
-            yield
-            return
-        if is_watched():
-            raise RuntimeError(
-                f"{type(self.module).__name__}: a mode such as FlopCounterMode looks at every "
-                "operation of a step that is unit-scaled by rules with ModelParallelStrategy, and "
-                "Dynamo captures nothing then; expected none; leave it out, or use DDP."
-            )
-        with self.sharded.standing_in(), no_graph_breaks():
-            yield
-
     def original(self, name: str) -> Callable[..., Any]:
         """The user's own method, unwrapped."""
         if name in self._shadowed:
-            shadowed: Callable[..., Any] = self._shadowed[name]
-            return shadowed
-        method: Callable[..., Any] = getattr(type(self.module), name).__get__(self.module)
-        return method
-
-    @property
-    def is_attached(self) -> bool:
-        """Whether these are the steps that the module has now."""
-        return self.module.__dict__.get(ATTRIBUTE) is self
+            return self._shadowed[name]
+        return getattr(type(self.module), name).__get__(self.module)
 
     def explain(self) -> str:
         """A table of every pass over every graph, and the graph breaks with their reasons."""
@@ -230,7 +156,7 @@ class ModuleSteps:
         new._observers = set(self._observers)
         for name in ("module", "partition_fn", "passes", "_shadowed"):
             setattr(new, name, copy.deepcopy(getattr(self, name), memo))
-        new.steps = {name: CapturedStep(new, name) for name in self.steps}
+        new.steps = {name: CapturedStep(new, name, new.original(name)) for name in self.steps}
         for name, step in self.steps.items():
             memo[id(step)] = new.steps[name]
         for name, step in self.steps.items():
@@ -243,11 +169,3 @@ class ModuleSteps:
 
     def __reduce__(self) -> Any:
         raise self.not_to_be_pickled(next(iter(self.steps)))
-
-    def not_to_be_pickled(self, step: str) -> TypeError:
-        """The error of whoever pickles the module, or a step of it."""
-        return TypeError(
-            f"{type(self.module).__name__}.{step} is captured and cannot be pickled; expected a "
-            "module without captured steps; save its state_dict() instead, or pickle the module "
-            "before the callbacks or transforms are attached."
-        )

@@ -135,18 +135,14 @@ class SessionMethod(StandIn):
             if not self.owner.session.numerics or is_exporting() or is_tracing():
                 return self._method(*args, **kwargs)
             # What the compiler made of it would not be rounded.
-            return torch.compiler.disable(self.run)(*args, **kwargs)
+            return torch.compiler.disable(self.run_as)(self._method, *args, **kwargs)
         called = self.called_by(sys._getframe(1).f_back)
         if not isinstance(called, SessionMethod):
             return called(*args, **kwargs)
-        return called.run(*args, **kwargs)
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the method within the session, if it is not within it already."""
-        return self.run_as(self._method, *args, **kwargs)
+        return called.run_as(called._method, *args, **kwargs)
 
     def run_as(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run what stands for the method, such as its stages, within the session."""
+        """Run the method, or what stands for it, such as its stages, within the session."""
         owner, session = self.owner, self.owner.session
         # Somebody may have kept it beyond its session's end.
         if SESSION.get() is session or not session.is_open:
@@ -180,7 +176,9 @@ def begin_microbatch(module: nn.Module, name: str, index: int) -> None:
     """Have the matmuls of the next stage named from the first again, if a session has them."""
     method = vars(module).get(name)
     if isinstance(method, SessionMethod):
-        method.owner.session.begin_part(index)
+        session = method.owner.session
+        session.sites.begin()
+        session.units.begin_part(index)
 
 
 class AttachedSession:

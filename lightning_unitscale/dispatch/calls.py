@@ -294,7 +294,8 @@ def maker_of(node: Any) -> Any:
             break
         leaf = leaf_of(source)
         for session in makers.values() if leaf is not None else ():
-            if any(leaf is parameter for parameter in session.parameters()):
+            module = session.sites.module
+            if module is not None and any(leaf is each for each in module.parameters()):
                 return session
         if isinstance(leaf, nn.Parameter):
             break

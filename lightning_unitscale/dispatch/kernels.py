@@ -14,8 +14,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from lightning_unitscale.dispatch import aot_pass, compiled_formats, joint_units
 from lightning_unitscale.dispatch.calls import forget, forget_made, leave
@@ -24,6 +22,7 @@ from lightning_unitscale.dispatch.fp8 import layer_kernel
 from lightning_unitscale.dispatch.owners import (
     INSTALLED,
     OPEN,
+    needs_gradient,
     owner_of,
     suspend_in_optimizers,
     waiting_session,
@@ -35,7 +34,6 @@ from lightning_unitscale.dispatch.torch_internals import (
     calling_frame,
     plain_functions,
 )
-from lightning_unitscale.graph.flops import Arguments
 from lightning_unitscale.graph.operators import (
     COMPILED_BEFORE,
     RULES,
@@ -169,7 +167,7 @@ def unreached_kernel(rule: UnreachedRule, original: Kernel) -> Kernel:
             reason = rule.reason if graph is None else COMPILED_BEFORE
             flops = rule.flops(args, result)
             session.counter.add(path, "plain", reason, flops)
-            if rule.has_backward and torch.is_grad_enabled() and _needs_gradient(args):
+            if rule.has_backward and torch.is_grad_enabled() and needs_gradient(args):
                 # Counted here: a backward pass of its own does not say whose it is.
                 session.counter.add(path, "plain", reason, 2 * flops)
         return result
@@ -199,7 +197,3 @@ def writing_kernel(rule: ProductRule, unreached: UnreachedRule, original: Kernel
             return session.run(rule, writing, args, options, node, call, frame)
 
     return kernel
-
-
-def _needs_gradient(args: Arguments) -> bool:
-    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(args))

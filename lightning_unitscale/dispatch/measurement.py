@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_unitscale.lossless.measured import Direction, Measured, Row
+from lightning_unitscale.lossless.gauge import Gauge, GaugePair
+from lightning_unitscale.lossless.measured import HIGH, LOW, combined_rms
 from lightning_unitscale.patching import nothing
 from lightning_unitscale.scales.layout import MOMENTS
 from lightning_unitscale.scales.statistics import statistics_row
@@ -106,6 +107,25 @@ class Site:
         self.operand_names = tuple(f"{self.name}:{role}" for role in self.roles)
         self.log2_units = self.log2_units or (None,) * len(self.roles)
 
+    def take_units(self, gauge: Gauge, default: GaugePair | None) -> None:
+        """Take the units of a gauge, and ``default`` for what it does not have."""
+        operands = [gauge.pairs.get(name, default) for name in self.operand_names]
+        self.log2_units = tuple(None if pair is None else pair.log2_sigma for pair in operands)
+        gradient = gauge.pairs.get(self.name, default)
+        self.log2_gamma = None if gradient is None else gradient.log2_gamma
+        self.product = None
+
+    def judge(self, gauge: Gauge) -> None:
+        """Leave those of its matmuls unscaled in which powers of two are not exact in a gauge."""
+        for slot, product in self.seen.items():
+            exponents = [gauge.pair(name).exponent for name in product.names]
+            # Only operands without a unit are measured in each step; the others as they were.
+            extents = tuple(self.latest.get(name, Extent()) for name in product.names)
+            if reason := replace(product, extents=extents).why_inexact(exponents):
+                self.plain[slot] = reason
+            else:
+                self.plain.pop(slot, None)
+
     def names_of(self, sources: tuple[int | None, ...]) -> tuple[str, ...]:
         """Names in the gauge of what a backward product reads; that of the product for ``None``."""
         return tuple(self.name if k is None else self.operand_names[k] for k in sources)
@@ -168,27 +188,52 @@ class MeasuredProduct:
 
 
 @dataclass(frozen=True)
-class Measurement(Measured):
-    """What one step has shown."""
+class Measurement:
+    """What a step has shown of tensors with units of their own, by name in the gauge."""
 
-    products: tuple[MeasuredProduct, ...] = ()  # product by product
+    forward: Mapping[str, float] = field(default_factory=dict)  # RMS as the model means it
+    backward: Mapping[str, float] = field(default_factory=dict)  # the same of gradients
+    # Tensors whose RMS in the units in force has left [1/4, 4], with that RMS.
+    outside: Mapping[str, float] = field(default_factory=dict)
+    products: tuple[MeasuredProduct, ...] = ()  # matmul by matmul
 
     @property
     def has_backward(self) -> bool:
         """Whether a backward product was among them."""
         return any(product.slot != FORWARD for product in self.products)
 
+    def beyond(self, gauge: Gauge) -> Measurement:
+        """Return the part that is of tensors without a unit in a gauge."""
+        forward, backward = (
+            {name: rms for name, rms in sizes.items() if name not in gauge}
+            for sizes in (self.forward, self.backward)
+        )
+        return replace(self, forward=forward, backward=backward)
+
     @staticmethod
     def of_products(products: Sequence[MeasuredProduct]) -> Measurement:
         """Collect the RMS of operands that give a unit; the products' extents have arrived."""
         gradients = {product.site.name for product in products}
-        rows: dict[tuple[str, int], Row] = {}
+        rows: dict[tuple[str, int], tuple[float, int | None]] = {}
         for product in products:
             for name, extent, unit in zip(
                 product.names, product.extents, product.log2_units, strict=True
             ):
                 if extent.gives_unit:
-                    direction: Direction = "backward" if name in gradients else "forward"
                     # One tensor read by several backward products is measured once.
-                    rows[name, id(extent)] = direction, name, unit, extent.rms
-        return Measurement(**vars(Measured.of(rows.values())), products=tuple(products))
+                    rows[name, id(extent)] = extent.rms, unit
+        # Several calls measure one tensor, which has one unit.
+        values: dict[str, list[float]] = {}
+        units: dict[str, int] = {}
+        for (name, _), (rms, unit) in rows.items():
+            values.setdefault(name, []).append(rms)
+            if unit is not None:
+                units[name] = unit
+        joint = {name: combined_rms(each) for name, each in values.items()}
+        stored = {name: math.ldexp(joint[name], -unit) for name, unit in units.items()}
+        return Measurement(
+            {name: rms for name, rms in joint.items() if name not in gradients},
+            {name: rms for name, rms in joint.items() if name in gradients},
+            {name: rms for name, rms in stored.items() if rms > 0.0 and not LOW <= rms <= HIGH},
+            tuple(products),
+        )

@@ -89,7 +89,7 @@ def _measure(
             if loss is not None:
                 loss.backward(torch.ones_like(loss))
         units = attached.session.units
-        return units, units.take()
+        return units, units.send()()
     finally:
         attached.detach()
 
@@ -158,7 +158,7 @@ class ModuleProducts(AttachedSession):
     def measure(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Take the units of an example; what it does not show is measured when it first runs."""
         example = units_of_example(self._module, args, kwargs)
-        self.session.units.restore(example.gauge, example.plain)
+        self.session.units.restore(example.gauge, example.plain, {})
 
     def explain(self) -> str:
         """What became of the products of the first call, of FP8's layers, and the units."""
@@ -197,7 +197,7 @@ class ModuleProducts(AttachedSession):
             # A checkpoint's body, computed again, has the units that it had.
             self.session.receive()
             units = self.session.units
-            self.session.adopt(units.new_in(units.received()))
+            self.session.adopt(units.received().beyond(units.gauge))
         self._num_calls += 1
         is_counted = self._num_calls == 1 or bool(self.session.numerics)
         self.session.counter = CoverageCounter() if is_counted else None
@@ -212,7 +212,7 @@ class ModuleProducts(AttachedSession):
         self._has_returned = True
         self._warn_of_lost_formats()
         # An evaluation that rounds nothing has the same numbers in units and without.
-        matters = torch.is_grad_enabled() or self.session.is_rounding
+        matters = torch.is_grad_enabled() or self.session.format
         if matters and self._num_calls == 1 and (shortfall := self._coverage.shortfall()):
             warnings.warn(f"{type(self._module).__name__}: {shortfall}", stacklevel=6)
 
@@ -224,15 +224,15 @@ class ModuleProducts(AttachedSession):
         session, counter = self.session, self.session.counter
         if counter is None:
             return False
-        is_known = self._lost.are_known("forward", counter)
-        if self._num_calls == 1 or not is_known:
-            self._counted_call = self._num_calls
-            self._coverage = counter.result(
-                has_units=session.units.is_used,
-                lacking=session.units.lacking.values(),
-                format=session.format,
-            )
-        return self._num_calls == 1 or not is_known
+        if self._num_calls > 1 and self._lost.are_known("forward", counter):
+            return False
+        self._counted_call = self._num_calls
+        self._coverage = counter.result(
+            has_units=session.units.is_used,
+            lacking=session.units.lacking.values(),
+            format=session.format,
+        )
+        return True
 
     def _warn_of_lost_formats(self) -> None:
         if self._read_coverage():

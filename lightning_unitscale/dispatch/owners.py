@@ -65,15 +65,11 @@ def owner_of(rule: ProductRule, args: Any) -> tuple[ProductSession | None, Any, 
         return session, None, None
     if graph_task() >= 0:
         # A hook, which no node runs, comes after what it belongs to.
-        return _latest(), None, None
+        ref = _LATEST.get(graph_task())
+        return None if ref is None else ref(), None, None
     if LOCAL.after_call is not None:
         return _session_of_loss(rule.operands_in(args)), None, None
     return None, None, None
-
-
-def _latest() -> ProductSession | None:
-    ref = _LATEST.get(graph_task())
-    return None if ref is None else ref()
 
 
 def _note_latest(session: ProductSession | None) -> None:
@@ -90,18 +86,20 @@ def _session_of_loss(operands: Sequence[Any]) -> ProductSession | None:
     """Whose a product is that a loop computes between a module's call and the optimizer's step."""
     # Of the module's step is what needs a gradient, and is no other model's.
     session = None if LOCAL.after_call is None else LOCAL.after_call()
-    if session is None or not session.is_after_call or not _needs_gradient(operands):
+    if session is None or not session.is_after_call:
         return None
-    return None if session.sites.is_in_other_model() else session
-
-
-def _needs_gradient(operands: Sequence[Any]) -> bool:
-    """Whether autograd records a product, by itself or within a function of the user's own."""
-    read = list(operands)
+    # Autograd records the matmul by itself, or the function of the user's own that it is within.
+    read: Any = operands
     if not torch.is_grad_enabled():
-        calls = (frame for frame in frames() if frame.f_code is FUNCTION_CALL)
-        read = [leaf for frame in calls for leaf in tree_leaves(frame.f_locals["args"])]
-    return any(isinstance(value, Tensor) and value.requires_grad for value in read)
+        read = [frame.f_locals["args"] for frame in frames() if frame.f_code is FUNCTION_CALL]
+    if not needs_gradient(read) or session.sites.is_in_other_model():
+        return None
+    return session
+
+
+def needs_gradient(values: Any) -> bool:
+    """Return whether any tensor among values, in containers too, needs a gradient."""
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(values))
 
 
 def waiting_session() -> ProductSession | None:

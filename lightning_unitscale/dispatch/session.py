@@ -34,7 +34,7 @@ from lightning_unitscale.dispatch.execute import Product, are_real, forget_copy,
 from lightning_unitscale.dispatch.formats import Numerics
 from lightning_unitscale.dispatch.measurement import FORWARD, Extent, Extents, Measurement, Site
 from lightning_unitscale.dispatch.nodes import HandedOn, thread_number
-from lightning_unitscale.dispatch.sites import Sites
+from lightning_unitscale.dispatch.sites import LOSS, Run, Sites
 from lightning_unitscale.dispatch.torch_internals import Kernel, graph_task
 from lightning_unitscale.dispatch.units import Units
 from lightning_unitscale.dynamo.patches import opened_layers
@@ -93,19 +93,14 @@ class ProductSession:
         self.threads.append(thread_number())
         try:
             # A whole encoder layer in one kernel would be left as it is, in evaluation only.
-            with SESSION.being(self), making(self.ref), opened_layers(self.is_rounding):
+            with SESSION.being(self), making(self.ref), opened_layers(bool(self.format)):
                 yield
         finally:
             self.threads.remove(thread_number())
 
     @property
-    def is_rounding(self) -> bool:
-        """Whether products of the steps that run now are rounded."""
-        return any(numerics.is_active for numerics in self.numerics)
-
-    @property
     def format(self) -> str:
-        """Name of the format that the steps that run now are in; empty without one."""
+        """Name of the format that the steps that run now are in; empty if they round nothing."""
         return next((numerics.name for numerics in self.numerics if numerics.is_active), "")
 
     def begin_step(self, *, is_training: bool = True) -> None:
@@ -114,21 +109,11 @@ class ProductSession:
         forget_copy()
         self.units.begin_step(is_training=is_training)
 
-    def begin_part(self, index: int) -> None:
-        """Begin a part of a step that is run in microbatches: products are counted again."""
-        self.sites.begin()
-        self.units.begin_part(index)
-
     def end_step(self) -> None:
         """What is computed from now on, outside of any call, is no part of the step."""
         if self.is_after_call:
             self.is_after_call = False
             self.sites.end()
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of the module, while somebody has it."""
-        module = self.sites.module
-        return iter(()) if module is None else module.parameters()
 
     def close(self) -> None:
         """Let go of what was measured; see ``close_session``, which calls this."""
@@ -156,7 +141,7 @@ class ProductSession:
         elif SESSION.get() is self:
             run = self.sites.forward_run(frame)
         else:
-            run = self.sites.loss_run() if graph_task() < 0 else None
+            run = LOSS if graph_task() < 0 else None
         if not are_real(operands):
             result = run_inside(original, *args, **kwargs)
             is_complex = any(operand.is_complex() for operand in operands)
@@ -174,10 +159,10 @@ class ProductSession:
             caller = "hook" if node is None else node.name()
             suffix = f"@{caller}" if run is None else ""
             word, roles = rule.name_in(args)
-            site = self.sites.find(word + suffix, roles, run or self.sites.no_module())
+            site = self.sites.find(word + suffix, roles, run or Run("", self.sites.episode))
             if not rule.multiplies(args, kwargs):
                 if run is not None and any(operand.numel() == 0 for operand in operands):
-                    self.units.note_empty(site)
+                    self.units.lack(site, (*site.operand_names, site.name))
                 return run_inside(original, *args, **kwargs)
             product, extents = self.forward_product(rule, site, args)
             if run is not None or torch.is_grad_enabled():
@@ -197,7 +182,7 @@ class ProductSession:
         reason = outside = ""
         numerics: Numerics | None = None
         if self.numerics:
-            numerics, outside = self._numerics_of(product, args, kwargs)
+            numerics, outside = _format_for(self.numerics, product, args, kwargs)
         LOCAL.is_inside = True
         try:
             if numerics is not None:
@@ -214,20 +199,6 @@ class ProductSession:
             flops, site = product.rule.flops(args, result), product.site
             self.counter.add(site.module, kind, reason, flops, (site.plain, product.slot), outside)
         return result
-
-    def _numerics_of(
-        self, product: Product, args: _Args, kwargs: dict[str, Any]
-    ) -> tuple[Numerics | None, str]:
-        """What rounds a product, or why nothing does."""
-        outside = ""
-        for each in self.numerics:
-            if (why := each.why_not(product, args, kwargs)) is None:
-                # Cast in a unit of 1, the first values that are not zero could all be flushed.
-                if None in product.known or each.awaits(product.names):
-                    return None, NO_UNIT
-                return each, ""
-            outside = outside or why
-        return None, outside
 
     def forward_product(
         self, rule: ProductRule, site: Site, args: _Args
@@ -341,3 +312,18 @@ class ProductSession:
         for numerics in self.numerics:
             numerics.await_units(late)
         return late
+
+
+def _format_for(
+    formats: Sequence[Numerics], product: Product, args: _Args, kwargs: dict[str, Any]
+) -> tuple[Numerics | None, str]:
+    """Return what rounds a matmul, or why nothing does."""
+    outside = ""
+    for each in formats:
+        if (why := each.why_not(product, args, kwargs)) is None:
+            # Cast in a unit of 1, the first values that are not zero could all be flushed.
+            if None in product.known or each.awaits(product.names):
+                return None, NO_UNIT
+            return each, ""
+        outside = outside or why
+    return None, outside

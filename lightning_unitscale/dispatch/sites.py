@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -29,9 +30,6 @@ from lightning_unitscale.dispatch.torch_internals import (
 from lightning_unitscale.dispatch.units import Units
 from lightning_unitscale.dynamo.graphs import LINES, names_of_line
 from lightning_unitscale.graph.name_patterns import own_path
-
-# Where a loop computes what no module does; no module can be there.
-_LOSS = "(loss)"
 
 
 def frames() -> Iterator[FrameType]:
@@ -69,6 +67,10 @@ class Run(NamedTuple):
     result: str = ""  # name of the tensor that it makes, where a captured graph has one for it
 
 
+# Where a loop computes what no module does, after the module has returned; no module can be there.
+LOSS = Run("(loss)", "(loss)")
+
+
 def _occurrence(result: str, path: str, word: str) -> int | None:
     """Return how many products of a word run before the one whose result has this name."""
     # A part of a cut graph does not begin with the first. ``None`` if the name does not tell.
@@ -97,16 +99,16 @@ class Sites:
         # How many products of a kind had run in the step before a checkpoint's body ran some.
         self._starts: WeakKeyDictionary[Any, dict[tuple[str, str], int]] = WeakKeyDictionary()
         # The products of one kind in one module, in the order in which a step runs them.
-        self._places: dict[tuple[str, str], list[Site]] = {}
+        self._places: defaultdict[tuple[str, str], list[Site]] = defaultdict(list)
         self._counts: dict[tuple[tuple[str, str], object], int] = {}
         self._is_fresh = False
-        self._episode = 0
+        self.episode = 0  # counts the calls; see :class:`Run`
 
     def begin(self) -> None:
         """A call begins: occurrences are counted from the first again."""
-        self._episode += 1
+        self.episode += 1
         self._is_fresh = False
-        self._counts = {key: count for key, count in self._counts.items() if key[1] is _LOSS}
+        self._counts = {key: count for key, count in self._counts.items() if key[1] is LOSS.episode}
 
     def end(self) -> None:
         """A step has ended, of as many calls as there were before its loss."""
@@ -115,28 +117,21 @@ class Sites:
     def find(self, word: str, roles: tuple[str, ...], run: Run) -> Site:
         """The site of the product that is about to run."""
         key = run.path, word
-        if run.result and (known := _occurrence(run.result, *key)) is not None:
-            return self.numbered(word, roles, run.path, known)
-        count = key, run.episode
-        index = self._counts.get(count)
+        index = _occurrence(run.result, *key) if run.result else None
         if index is None:
-            index = self._index(key, run)
-        self._counts[count] = index + 1
-        if (checkpoint := checkpoint_under_way()) is not None:
-            self._starts.setdefault(checkpoint, {}).setdefault(key, index)
-        sites = self._places.get(key, ())
-        if index < len(sites):
-            return sites[index]
-        return self.numbered(word, roles, run.path, index)
-
-    def numbered(self, word: str, roles: tuple[str, ...], path: str, index: int) -> Site:
-        """The site of one occurrence, for who counts them himself; see :meth:`find`."""
-        sites = self._places.setdefault((path, word), [])
+            count = key, run.episode
+            index = self._counts.get(count)
+            if index is None:
+                index = self._index(key, run)
+            self._counts[count] = index + 1
+            if (checkpoint := checkpoint_under_way()) is not None:
+                self._starts.setdefault(checkpoint, {}).setdefault(key, index)
+        sites = self._places[key]
         # Those before it may run on another rank.
         while len(sites) <= index:
             number = len(sites)
-            base = f"{path}.{word}" if path else word
-            site = Site(base if number == 0 else f"{base}_{number}", path, roles, word, number)
+            base = f"{run.path}.{word}" if run.path else word
+            site = Site(base if number == 0 else f"{base}_{number}", run.path, roles, word, number)
             sites.append(site)
             self._units.add_site(site)
         return sites[index]
@@ -184,18 +179,27 @@ class Sites:
 
     def run_of(self, node: Any, frame: FrameType | None = None) -> Run | None:
         """Where the forward product runs that calls, within an autograd node or ``None``."""
-        # Within one it is a product that a checkpoint's body computes again, for the node that
-        # asked for it; otherwise it is one of the backward pass, and there is no such place.
         frame = sys._getframe(1) if frame is None else frame
-        return self.forward_run(frame) if node is None else self._backward_run(node, frame)
-
-    def no_module(self) -> Run:
-        """Where products run that belong to no module."""
-        return Run("", self._episode)
-
-    def loss_run(self) -> Run:
-        """Where products of the loop's own run, after the module has returned."""
-        return Run(_LOSS, _LOSS)
+        if node is None:
+            return self.forward_run(frame)
+        # It is a product that a checkpoint's body computes again, for the node that asked for it;
+        # otherwise it is one of the backward pass, and there is no such place.
+        path: str | None = None
+        checkpoint = None
+        at: FrameType | None = frame
+        while at is not None and (code := at.f_code) is not ENGINE:
+            if path is None and (id(code) in MODULE_CALLS or id(code) in LINES):
+                path = self._path_in(at)
+            elif path is None and id(code) in RECOMPUTATIONS:
+                path = ""
+                with contextlib.suppress(TypeError):
+                    path = self._paths_of_bodies.get(checkpointed_body(at), "")
+            elif checkpoint is None and code.co_name == UNPACK:
+                checkpoint = checkpoint_of(at)
+            at = at.f_back
+        if checkpoint is not None:
+            return Run(path or "", (self.episode, id(checkpoint), graph_task()), checkpoint)
+        return None if path is None else Run(path, (self.episode, identity_of(node)))
 
     def forward_run(self, frame: FrameType | None = None) -> Run:
         """Where the product of a forward pass runs."""
@@ -222,24 +226,7 @@ class Sites:
             # Not for a callable without a hash or weak references.
             with contextlib.suppress(TypeError):
                 self._paths_of_bodies[body] = path or ""
-        return Run(path or "", self._episode, None, result)
-
-    def _backward_run(self, node: Any, frame: FrameType | None) -> Run | None:
-        path: str | None = None
-        checkpoint = None
-        while frame is not None and (code := frame.f_code) is not ENGINE:
-            if path is None and (id(code) in MODULE_CALLS or id(code) in LINES):
-                path = self._path_in(frame)
-            elif path is None and id(code) in RECOMPUTATIONS:
-                path = ""
-                with contextlib.suppress(TypeError):
-                    path = self._paths_of_bodies.get(checkpointed_body(frame), "")
-            elif checkpoint is None and code.co_name == UNPACK:
-                checkpoint = checkpoint_of(frame)
-            frame = frame.f_back
-        if checkpoint is not None:
-            return Run(path or "", (self._episode, id(checkpoint), graph_task()), checkpoint)
-        return None if path is None else Run(path, (self._episode, identity_of(node)))
+        return Run(path or "", self.episode, None, result)
 
     @property
     def module(self) -> nn.Module | None:

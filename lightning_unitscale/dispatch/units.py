@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from types import MappingProxyType
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -15,7 +13,7 @@ from lightning_unitscale.dispatch.measurement import (
     Site,
     reading,
 )
-from lightning_unitscale.lossless.gauge import Gauge
+from lightning_unitscale.lossless.gauge import Gauge, GaugePair
 
 
 class Units:
@@ -26,13 +24,17 @@ class Units:
 
     def __init__(self, *, is_used: bool = True) -> None:
         self.is_used = is_used
+        # Of a tensor without a unit.
+        self._default = None if is_used else GaugePair()
         self.gauge = Gauge()  # the units in force, by the names of operands and products
         # By site, which of its products run as they are, and why.
         self.plain: dict[str, dict[str, str]] = {}
         # How many training steps have begun, and which microbatch of the step runs.
-        self.step = self.part = self._num_more = 0
+        self.step = self._num_more = 0
+        # Number of the step, or of the microbatch, that random numbers are drawn for.
+        self.rounding_step = 0
         self._is_training = False
-        # Whether the steps measure what has units already, for :meth:`take`.
+        # Whether the steps measure what has units already, for :meth:`send`.
         self.is_looking = False
         # The products that have run, by name; each knows its own units.
         self.sites: dict[str, Site] = {}
@@ -50,56 +52,40 @@ class Units:
         self.lacking = {name: text for name, text in self.lacking.items() if name not in gauge}
         for site in self.sites.values():
             before = site.log2_units, site.log2_gamma
-            self._tell(site)
+            site.take_units(gauge, self._default)
             if before != (site.log2_units, site.log2_gamma):
-                self._judge(site)
+                site.judge(gauge)
 
     def restore(
-        self,
-        gauge: Gauge,
-        plain: Mapping[str, Mapping[str, str]],
-        lacking: Mapping[str, str] = MappingProxyType({}),
+        self, gauge: Gauge, plain: Mapping[str, Mapping[str, str]], lacking: Mapping[str, str]
     ) -> None:
         """Go on from what was in force, from what ran plain in it, and what had no unit yet."""
         self.plain = {name: dict(slots) for name, slots in plain.items()}
+        for name, site in self.sites.items():
+            site.plain = self.plain.setdefault(name, {})
         self.lacking = dict(lacking)
         self.set_gauge(gauge)
 
     def add_site(self, site: Site) -> None:
         """Tell a product that runs for the first time what is known of it."""
         self.sites[site.name] = site
-        self._tell(site)
-
-    def _tell(self, site: Site) -> None:
-        site.plain, site.product = self.plain.setdefault(site.name, {}), None
-        if not self.is_used:
-            site.log2_units, site.log2_gamma = (0,) * len(site.roles), 0
-            return
-        pairs = self.gauge.pairs
-        operands = [pairs.get(name) for name in site.operand_names]
-        site.log2_units = tuple(None if pair is None else pair.log2_sigma for pair in operands)
-        gradient = pairs.get(site.name)
-        site.log2_gamma = None if gradient is None else gradient.log2_gamma
+        site.plain = self.plain.setdefault(site.name, {})
+        site.take_units(self.gauge, self._default)
 
     def begin_step(self, *, is_training: bool) -> None:
         """Note which sites have all of their units in this step."""
         # Each microbatch of the step before was one of its own.
         self.step += self._num_more + is_training
-        self.part = self._num_more = 0
+        self._num_more, self.rounding_step = 0, self.step
         self._is_training = is_training
         for site in self.sites.values():
             site.is_settled = None not in site.log2_units and site.log2_gamma is not None
 
     def begin_part(self, index: int) -> None:
         """Begin a microbatch of a step, which rounds as a step of its own does."""
-        self.part = index
+        self.rounding_step = self.step + index
         if self._is_training:
             self._num_more = max(self._num_more, index)
-
-    @property
-    def rounding_step(self) -> int:
-        """Number of the step, or of the microbatch, that random numbers are drawn for."""
-        return self.step + self.part
 
     def measure(
         self,
@@ -111,7 +97,7 @@ class Units:
         extent_of: Callable[[int], Extent],
         num_addends: int,
     ) -> MeasuredProduct:
-        """Measure operands and the addends after them, for :meth:`take` or :meth:`receive`."""
+        """Measure operands and the addends after them, for :meth:`send` or :meth:`receive`."""
         # The first time, and in a look, all are measured. At other times operands without a unit
         # are, so that one that stays zero costs a row in each step.
         is_whole = self.is_looking or slot not in site.seen
@@ -145,9 +131,8 @@ class Units:
         gradient = {name: new.pop(name) for name in [product.site.name] if name in new}
         taken = Gauge.of_rms(new, gradient)
         self.gauge = self.gauge.updated(taken)
-        self._tell(product.site)
-        # An operand's pair has no gamma, and a gradient's no sigma.
-        exponents = {name: pair.log2_sigma + pair.log2_gamma for name, pair in taken.items()}
+        product.site.take_units(self.gauge, self._default)
+        exponents = {name: pair.exponent for name, pair in taken.items()}
         return tuple(exponents.get(name) if unit is None else unit for name, _, unit in operands)
 
     def clear(self) -> None:
@@ -166,62 +151,42 @@ class Units:
         def arrived() -> Measurement:
             read()
             for product in products:
-                self._remember(product)
+                for name, extent in zip(product.names, product.extents, strict=True):
+                    if extent.largest > 0.0:
+                        product.site.latest[name] = extent
+                    if not extent.gives_unit:
+                        self.lack(product.site, [name])
             return Measurement.of_products(products)
 
         return arrived
 
-    def _remember(self, product: MeasuredProduct) -> None:
-        latest = product.site.latest
-        for name, extent in zip(product.names, product.extents, strict=True):
-            if extent.largest > 0.0:
-                latest[name] = extent
-            if not extent.gives_unit and name not in self.gauge:
-                self._lack(product.site, name)
-
-    def note_empty(self, site: Site) -> None:
-        """Note that a matmul has run on empty matrices: its units come late."""
-        for name in (*site.operand_names, site.name):
+    def lack(self, site: Site, names: Iterable[str]) -> None:
+        """Note operands and gradients of a matmul that give no unit: they get one late."""
+        for name in names:
             if name not in self.gauge:
-                self._lack(site, name)
-
-    def _lack(self, site: Site, name: str) -> None:
-        self.lacking[name] = f"the gradient at {name}" if name == site.name else name
-
-    def take(self) -> Measurement:
-        """What was measured since the last call."""
-        return self.send()()
+                self.lacking[name] = f"the gradient at {name}" if name == site.name else name
 
     def receive(self) -> None:
         """Receive what was sent for in the last call, and send for what was measured since."""
         # It waits for no device: from CUDA, numbers arrive one call after they were sent, whether
         # they are there before or not; from elsewhere at once.
         sent, self._sent = self._sent, None
-        if sent is not None:
-            self._keep(sent())
-        if not self._measured:
-            return
-        rows = [extent.row for product in self._measured for extent in product.extents]
-        is_late = any(row is not None and row.device.type == "cuda" for row in rows)
-        arrived = self.send()
-        if is_late:
-            self._sent = arrived
-        else:
-            self._keep(arrived())
-
-    def _keep(self, measurement: Measurement) -> None:
-        for product in measurement.products:
+        products = [] if sent is None else [*sent().products]
+        if self._measured:
+            rows = [extent.row for product in self._measured for extent in product.extents]
+            is_late = any(row is not None and row.device.type == "cuda" for row in rows)
+            arrived = self.send()
+            if is_late:
+                self._sent = arrived
+            else:
+                products += arrived().products
+        for product in products:
             operands = zip(product.extents, product.log2_units, strict=True)
             if any(extent.gives_unit and unit is None for extent, unit in operands):
                 # One for each, however many steps an evaluation has.
                 self._arrived[product.slot, *product.names] = product
             elif product.is_whole:
-                self._judge(product.site)
-
-    @property
-    def has_received(self) -> bool:
-        """Whether something has arrived since the last call of :meth:`received`."""
-        return bool(self._arrived)
+                product.site.judge(self.gauge)
 
     def received(self) -> Measurement:
         """What has arrived since the last call, of what had no unit when it was measured."""
@@ -232,38 +197,17 @@ class Units:
         """Wait for all that was measured, and take the units of what has none."""
         self.receive()
         self.receive()
-        self.adopt(self.new_in(self.received()))
+        self.adopt(self.received().beyond(self.gauge))
 
     def adopt(self, measurement: Measurement) -> list[str]:
-        """Take the units of measured tensors; leave out products in which they are inexact."""
+        """Take the units of measured tensors, and return which of them had none before.
+
+        Matmuls of the measurement in which the units in force are inexact are left unscaled.
+        """
         measured = Gauge.of_rms(measurement.forward, measurement.backward)
         late = [name for name in measured if name in self.lacking]
         if measured:
             self.set_gauge(self.gauge.updated(measured))
-        self.judge(measurement)
-        return late
-
-    def new_in(self, measurement: Measurement) -> Measurement:
-        """The part of a measurement that is of tensors without a unit."""
-        forward, backward = (
-            {name: rms for name, rms in sizes.items() if name not in self.gauge}
-            for sizes in (measurement.forward, measurement.backward)
-        )
-        return replace(measurement, forward=forward, backward=backward)
-
-    def judge(self, measurement: Measurement) -> None:
-        """Run products plain in which powers of two are not exact in the units in force."""
         for site in {id(product.site): product.site for product in measurement.products}.values():
-            self._judge(site)
-
-    def _judge(self, site: Site) -> None:
-        for slot, product in site.seen.items():
-            pairs = [self.gauge.pair(name) for name in product.names]
-            # An operand's pair has no gamma, and a gradient's no sigma.
-            exponents = [pair.log2_sigma + pair.log2_gamma for pair in pairs]
-            # Only operands without a unit are measured in each step; the others as they were.
-            extents = tuple(site.latest.get(name, Extent()) for name in product.names)
-            if reason := replace(product, extents=extents).why_inexact(exponents):
-                site.plain[slot] = reason
-            else:
-                site.plain.pop(slot, None)
+            site.judge(self.gauge)
+        return late

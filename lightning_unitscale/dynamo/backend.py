@@ -73,10 +73,7 @@ def traced_backward(*, is_autocast: bool) -> contextlib.AbstractContextManager[N
     """Return the settings under which AOTAutograd traces a backward pass."""
     from torch._functorch import config
 
-    patch: contextlib.AbstractContextManager[None] = config.patch(
-        backward_pass_autocast="same_as_forward" if is_autocast else "off"
-    )
-    return patch
+    return config.patch(backward_pass_autocast="same_as_forward" if is_autocast else "off")
 
 
 aten = torch.ops.aten
@@ -221,10 +218,8 @@ def trilinear(i1: Tensor, i2: Tensor, i3: Tensor, *dims: Any, **options: Any) ->
     """Run the kernel as a step does that is not captured; stands in for its autograd kernel."""
     device = i1.device.type
     if not torch.is_autocast_enabled(device):
-        result: Tensor = _KERNEL._op_dk(DispatchKey.Autograd, i1, i2, i3, *dims, **options)
-        return result
-    within: Tensor = _operator()(i1, i2, i3, *dims[:4], torch.get_autocast_dtype(device))
-    return within
+        return _KERNEL._op_dk(DispatchKey.Autograd, i1, i2, i3, *dims, **options)
+    return _operator()(i1, i2, i3, *dims[:4], torch.get_autocast_dtype(device))
 
 
 @functools.cache
@@ -241,8 +236,7 @@ def _operator() -> Any:
         return result
 
     def shape(i1: Tensor, i2: Tensor, i3: Tensor, *dims: Any) -> Tensor:
-        result: Tensor = _KERNEL(i1, i2, i3, *dims[:4])
-        return result
+        return _KERNEL(i1, i2, i3, *dims[:4])
 
     run.register_fake(shape)
     run.register_autograd(_gradients, setup_context=_save)

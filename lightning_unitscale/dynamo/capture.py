@@ -118,8 +118,7 @@ _KEY = re.compile(r"\['([^']+)'\]")
 
 def compile_function(function: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
     """``function`` run through Dynamo with ``backend`` called once per captured graph."""
-    compiled: Callable[..., Any] = torch.compile(function, backend=backend)
-    return compiled
+    return torch.compile(function, backend=backend)
 
 
 def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:

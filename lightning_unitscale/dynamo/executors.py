@@ -25,7 +25,7 @@ from lightning_unitscale.dynamo.backend import (
 from lightning_unitscale.dynamo.graphs import compiled_forward, is_checkpoint
 from lightning_unitscale.dynamo.patches import drop_inference_mode
 from lightning_unitscale.dynamo.recurrent import keep_workspaces, recurrent_dropout
-from lightning_unitscale.scales.step_rows import join_rows
+from lightning_unitscale.scales.statistics import join_rows
 
 Executor = Literal["eager", "aot_eager", "inductor"]
 # What ``torch.compile`` calls ``mode``.
@@ -107,8 +107,7 @@ def _run_op_by_op(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callab
             node.target = aten.reshape.default
     keep_workspaces(graph)
     graph_module.recompile()
-    run: Callable[..., Any] = boxed_nop(graph_module, list(inputs))
-    return run
+    return boxed_nop(graph_module, list(inputs))
 
 
 def _rewriting(rewriter: GraphRewriter, partition_fn: Any) -> dict[str, Any]:

@@ -35,8 +35,7 @@ _OWN_PACKAGE = __name__.partition(".")[0]
 
 def num_registered() -> int:
     """Return a number that grows whenever a hook is registered on anything."""
-    count: int = RemovableHandle.next_id
-    return count
+    return RemovableHandle.next_id
 
 
 def find_backward_hook(module: nn.Module) -> str | None:

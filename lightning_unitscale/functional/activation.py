@@ -146,8 +146,7 @@ def silu_glu(
         Blake et al., "u-muP" (arXiv 2407.17465), appendix on gated activations. Factors by
         quadrature: (E silu(mult x)^2)^-1/2 for the output and the gradient of ``input``.
     """
-    result: Tensor = scaled_call(_SILU_GLU, _gated, (gate, input), constraint=constraint, mult=mult)
-    return result
+    return scaled_call(_SILU_GLU, _gated, (gate, input), constraint=constraint, mult=mult)
 
 
 def _gated(gate: Tensor, input: Tensor) -> Tensor:

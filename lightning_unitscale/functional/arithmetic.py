@@ -189,8 +189,7 @@ def add(
     if not isinstance(input, Tensor) or not isinstance(other, Tensor):
         return torch.add(input, other, alpha=alpha)
     kwargs = {"alpha": alpha}
-    result: Tensor = scaled_call(_ADD, torch.add, (input, other), kwargs, constraint=constraint)
-    return result
+    return scaled_call(_ADD, torch.add, (input, other), kwargs, constraint=constraint)
 
 
 def residual_split(input: Tensor, tau: float = 1.0) -> tuple[Tensor, Tensor]:

@@ -145,11 +145,10 @@ def scaled_dot_product_attention(
         factor = positive("scaled_dot_product_attention: output_scale", output_scale)
         same = Factors(factor, dict.fromkeys(("query", "key", "value"), factor))
         rule = replace(rule, factors=lambda _: same)
-    result: Tensor = scaled_call(
+    return scaled_call(
         rule,
         F.scaled_dot_product_attention,
         (query, key, value, attn_mask, dropout_p, is_causal),
         {"scale": mult * scale, "enable_gqa": enable_gqa},
         constraint=constraint,
     )
-    return result

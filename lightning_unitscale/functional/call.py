@@ -184,8 +184,7 @@ def _constrained(
 
 def _power(factor: float, power: float) -> float:
     """A factor is the -1/2 power of a number of terms."""
-    result: float = factor if power == 0.5 else factor ** (2 * power)
-    return result
+    return factor if power == 0.5 else factor ** (2 * power)
 
 
 def positive(name: str, factor: float) -> float:

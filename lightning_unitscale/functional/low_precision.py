@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from lightning_unitscale.functional.scale import Factor
-from lightning_unitscale.scales.statistics import has_triton
+from lightning_unitscale.scales.step_rows import has_triton
 
 # Dimensions of the operands must be multiples of this, except the number of rows of the first.
 MULTIPLE = 16
@@ -140,10 +140,9 @@ def fp8_matrices(
         cast = to_fp8(matrix, factor, dtype)
         return [cast] * rows + [cast.t()] * turned
     is_tensor = isinstance(factor, Tensor)
-    matrices: list[Tensor] = torch.ops.lightning_unitscale.fp8_matrices(
+    return torch.ops.lightning_unitscale.fp8_matrices(
         matrix, [factor] if is_tensor else [], 1.0 if is_tensor else factor, dtype, rows, turned
     )
-    return matrices
 
 
 _LIBRARY = torch.library.Library("lightning_unitscale", "FRAGMENT")

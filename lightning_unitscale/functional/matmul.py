@@ -347,8 +347,7 @@ def linear_readout(
     References:
         Blake et al., "u-muP" (arXiv 2407.17465), table 2, output weights.
     """
-    result: Tensor = linear(input, weight, bias, constraint=constraint, scale_power=(1.0, 0.5, 0.5))
-    return result
+    return linear(input, weight, bias, constraint=constraint, scale_power=(1.0, 0.5, 0.5))
 
 
 def embedding(
@@ -376,9 +375,8 @@ def embedding(
                 f"embedding: {name}={value}: it has no unit-scaled form; expected {default}. Use "
                 "torch.nn.functional.embedding for this table."
             )
-    result: Tensor = scaled_call(
+    return scaled_call(
         _EMBEDDING,
         F.embedding,
         (input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse),
     )
-    return result

@@ -105,8 +105,7 @@ class ScaleRule:
 
 def unit_factor(mean_square: float) -> float:
     """The factor that brings a tensor of this mean square to RMS 1; 1 for a tensor of zeros."""
-    factor: float = mean_square**-0.5 if mean_square > 0 else 1.0
-    return factor
+    return mean_square**-0.5 if mean_square > 0 else 1.0
 
 
 def unit_factors(output: float, **gradients: float) -> Factors:

@@ -40,8 +40,7 @@ def whole_view(tensor: Tensor) -> Tensor:
 
 def is_transforming() -> bool:
     """Whether a ``torch.func`` transform (``grad``, ``vmap``, ...) runs the calling code."""
-    active: bool = torch._C._are_functorch_transforms_active()
-    return active
+    return torch._C._are_functorch_transforms_active()
 
 
 def outside_transforms() -> contextlib.AbstractContextManager[Any]:
@@ -134,8 +133,7 @@ def scale_bwd(input: Tensor, factor: Factor) -> Tensor:
 
 def _scaled(input: Tensor, forward_factor: Factor | None, backward_factor: Factor) -> Tensor:
     function = _TransformableScale if is_transforming() else _Scale
-    result: Tensor = function.apply(input, forward_factor, backward_factor)
-    return result
+    return function.apply(input, forward_factor, backward_factor)
 
 
 def multiply(tensor: Tensor, factor: Factor) -> Tensor:

@@ -83,8 +83,7 @@ def same_tensor(node: fx.Node) -> fx.Node | None:
     effects = _effects(node)
     if effects.same is None or effects.writes:
         return None
-    argument: fx.Node = argument_at(node, effects.same)
-    return argument
+    return argument_at(node, effects.same)
 
 
 def memory_roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:

@@ -56,8 +56,7 @@ def tap_gradient(
     detach: bool = False,
 ) -> Tensor:
     """``tensor`` itself; ``on_gradient`` is called with its gradient, which goes on unchanged."""
-    result: Tensor = _GradientTap.apply(tensor, slot, on_gradient, detach)
-    return result
+    return _GradientTap.apply(tensor, slot, on_gradient, detach)
 
 
 class _GradientTap(torch.autograd.Function):

@@ -28,6 +28,11 @@ class GaugePair:
     log2_sigma: int = 0
     log2_gamma: int = 0
 
+    @property
+    def exponent(self) -> int:
+        """Exponent of its unit, if it is of an operand or of a gradient alone."""
+        return self.log2_sigma + self.log2_gamma
+
     @staticmethod
     def of_rms(value: float, gradient: float) -> GaugePair:
         """The powers of two nearest to the RMS of a tensor and of its gradient."""

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch._dynamo.config
@@ -25,19 +25,18 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_map_only, tree_unflatten
 from typing_extensions import override
 
-from lightning_unitscale.arguments import check_instance
+from lightning_unitscale.capture.attach import reject_compiled
 from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.compiled_graph import GraphCall
 from lightning_unitscale.capture.export import export_forward
 from lightning_unitscale.capture.rollback import restoring
 from lightning_unitscale.capture.steps import ModuleSteps, steps_of
-from lightning_unitscale.dynamo.capture import is_compiled
 from lightning_unitscale.dynamo.graphs import copy_graph_module, fake_mode_of
 from lightning_unitscale.graph.aliasing import memory_roots, written_arguments
 from lightning_unitscale.graph.nodes import MODULE, NAME, example_tensor, returned_loss, tensor_name
 from lightning_unitscale.graph.nodes import call as call_of
 from lightning_unitscale.graph.passes import StepGraph
-from lightning_unitscale.patching import shadowed
+from lightning_unitscale.patching import nothing, shadowed
 from lightning_unitscale.pipeline.dataflow import is_operation
 from lightning_unitscale.pipeline.program import (
     LossSpec,
@@ -48,9 +47,6 @@ from lightning_unitscale.pipeline.program import (
     named_tensors,
 )
 from lightning_unitscale.profiler.api import refuse_lazy, refuse_without_forward
-
-if TYPE_CHECKING:
-    from lightning_unitscale.pipeline.whole_batch import WholeBatch
 
 _EXAMPLE = "example_value"
 # Types that a captured graph can return.
@@ -69,12 +65,7 @@ def capture_program(
     loss_spec: LossSpec = None,
 ) -> Program:
     """Capture ``module.forward`` for example arguments. Nothing is computed."""
-    check_instance("module", module, nn.Module, "a torch.nn.Module", "pass the model itself")
-    if is_compiled(module):
-        raise ValueError(
-            f"module={type(module).__name__}: it is compiled already; expected a plain module; "
-            "leave out your torch.compile."
-        )
+    reject_compiled(module, "")
     refuse_without_forward(module, "pass the model inside of it, or see explain_step for a step")
     refuse_lazy(module)
     args, kwargs = _distinct((tuple(args), dict(kwargs)))
@@ -158,8 +149,7 @@ def returnable_method(
     Hugging Face models return a cache object by default, which training does not need.
     """
     if name in module.__dict__:
-        own: Callable[..., Any] = module.__dict__[name]
-        return own
+        return module.__dict__[name]
     method = getattr(type(module), name)
 
     # Called while Dynamo traces: an export loses what traced code appends to a list.
@@ -198,10 +188,7 @@ def _name_by_origin(graph: fx.Graph) -> None:
 
 def static_shapes() -> contextlib.AbstractContextManager[Any]:
     """Recapture a batch of another size with sizes as numbers, within this context."""
-    context: contextlib.AbstractContextManager[Any] = torch._dynamo.config.patch(
-        automatic_dynamic_shapes=False
-    )
-    return context
+    return torch._dynamo.config.patch(automatic_dynamic_shapes=False)
 
 
 @dataclass(frozen=True)
@@ -221,9 +208,12 @@ class StepProgram:
 
 
 def program_of_step(
-    call: GraphCall, module: nn.Module, loss: int | None, batch: WholeBatch | None = None
+    call: GraphCall,
+    module: nn.Module,
+    loss: int | None,
+    rewrite: Callable[[StepGraph, int | None], None] = nothing,
 ) -> StepProgram:
-    """Make the program of a step's graph."""
+    """Make the program of a step's graph; ``rewrite`` changes the graph first, given the loss."""
     step_graph = call.graph.rewritten()
     if step_graph.results:
         raise RuntimeError(
@@ -231,8 +221,7 @@ def program_of_step(
             "not have. Only UnitScaleCallback, ScaleMonitor and RematCallback work in a pipeline. "
             "Take other transforms off the module."
         )
-    if batch is not None:
-        batch.rewrite(step_graph, loss)
+    rewrite(step_graph, loss)
     fill_examples(step_graph.graph)
     graph_module = copy_graph_module(step_graph.graph_module)
     graph = graph_module.graph

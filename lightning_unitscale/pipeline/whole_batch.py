@@ -207,8 +207,7 @@ def values_of_batch(
         else:
             outputs.append(copies[want])
     graph.output(tuple(outputs))
-    compute: Callable[..., tuple[Tensor, ...]] = fx.GraphModule(graph_module, graph)
-    return compute
+    return fx.GraphModule(graph_module, graph)
 
 
 @dataclass(frozen=True)

@@ -223,8 +223,7 @@ def _widened(value: Any) -> Any:
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     if not training or not 0.0 < p < 1.0 or inplace or not input.numel():
         return F.dropout(input, p, training, inplace)
-    result: Tensor = torch.native_dropout(input, p, True)[0]
-    return result
+    return torch.native_dropout(input, p, True)[0]
 
 
 def _rms_norm(
@@ -236,8 +235,7 @@ def _rms_norm(
     fused = getattr(aten, "_fused_rms_norm", None)
     if fused is None or weight is None or weight.dtype != input.dtype:
         return F.rms_norm(input, normalized_shape, weight, eps)
-    result: Tensor = fused(input, list(normalized_shape), weight, eps)[0]
-    return result
+    return fused(input, list(normalized_shape), weight, eps)[0]
 
 
 def _attention(

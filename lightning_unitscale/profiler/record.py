@@ -265,11 +265,9 @@ def node_costs(record: StepRecord) -> tuple[NodeCosts, ...]:
         if storage.born != OUTSIDE:
             born[operators[storage.born].phase, storage.node].add(index)
     events: dict[int, list[tuple[int, Event]]] = defaultdict(list)
-    released: dict[int, int] = {}
     for order, event in enumerate(record.events):
         events[event.storage].append((order, event))
-        if event.change < 0:
-            released[event.storage] = event.operator
+    released = {event.storage: event.operator for event in record.events if event.change < 0}
     first_saver: dict[int, int] = {}
     saved_by: dict[int, set[int]] = defaultdict(set)
     for index, node in record.saved:
@@ -289,16 +287,9 @@ def node_costs(record: StepRecord) -> tuple[NodeCosts, ...]:
 
     def costs_of(index: int, node: NodeRecord) -> NodeCosts:
         forward, backward = calls["forward", index], calls["backward", index]
-        inputs, outputs, saved = (
-            set(node.input_storages),
-            set(node.output_storages),
-            saved_by[index],
-        )
-        saved_first = {
-            storage
-            for storage in saved
-            if first_saver[storage] == index and storages[storage].kind not in ALWAYS_THERE
-        }
+        inputs, outputs, saved = {*node.input_storages}, {*node.output_storages}, saved_by[index]
+        first = {storage for storage in saved if first_saver[storage] == index}
+        saved_first = {one for one in first if storages[one].kind not in ALWAYS_THERE}
         allocated, grads = born["forward", index], born["backward", index]
         last = backward[-1] if backward else OUTSIDE
         # What outlives the node's last operator is handed on; the rest was for its own use.

@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx, nn
 
 from lightning_unitscale.arguments import check_callable, check_count, check_file, check_instance
-from lightning_unitscale.capture.attach import captured_forward
+from lightning_unitscale.capture.attach import capture, own_copy
 from lightning_unitscale.dynamo.breaks import num_graph_breaks
 from lightning_unitscale.dynamo.capture import compile_function, forget, frame_being_captured
 from lightning_unitscale.graph.nodes import tensors_in
@@ -313,9 +313,9 @@ def remat(module: nn.Module, budget: Budget) -> nn.Module:
             call, if the budget is below the floor, which the message names.
     """
     budget = check_budget(budget)
-    new, step = captured_forward(module, "remat")
-    partitioner = StepPartitioner(budget, new)
-    step.owner.partition_by(partitioner)
+    new = own_copy(module)
+    steps, partitioner = capture(new, "remat"), StepPartitioner(budget, new)
+    steps.partition_by(partitioner)
     # A copy of the module shows its own: methods are copied with what they belong to.
     new.__dict__["remat_table"] = partitioner.table
     new.__dict__["remat_reports"] = partitioner.reports_so_far

@@ -28,9 +28,9 @@ from lightning_unitscale.scales.layout import (
     MOMENTS,
     RowLayout,
 )
-from lightning_unitscale.scales.statistics import functional_row
 from lightning_unitscale.scales.strided import Elements
 from lightning_unitscale.scales.tensor_statistics import FloatArray
+from lightning_unitscale.scales.torch_rows import functional_row
 
 # Elements of a part, which stays in the second level of cache.
 _LIGHT_PART: Final = 2**17
@@ -115,12 +115,12 @@ class HostRows:
         samples = self._samples.get(is_small)
         if samples is None:
             samples = self._samples[is_small] = _Samples(self._buffer_size)
-        elif not samples.has_room(length):
+        elif samples.used + length > self._buffer_size:
             self._count(samples)
         return samples
 
     def _count(self, samples: _Samples) -> None:
-        if samples.is_filled:
+        if samples.used:
             self._counted.append(samples.count(self._layout, self._fields))
 
 
@@ -129,31 +129,22 @@ class _Samples:
 
     def __init__(self, size: int) -> None:
         self._buffer = torch.empty(size, dtype=torch.float32, device="cpu")
-        self._used = 0
+        self.used = 0
         # Of each tensor: its number, its elements, how often they are repeated, and the length of
         # its sample.
         self._kept: list[tuple[int, int, int, int]] = []
         # Of each tensor that is not small.
         self._moments: list[_Moments] = []
 
-    @property
-    def is_filled(self) -> bool:
-        """Return whether a sample was kept."""
-        return bool(self._kept)
-
-    def has_room(self, length: int) -> bool:
-        """Return whether one sample more fits in."""
-        return self._used + length <= len(self._buffer)
-
     def room(self, length: int) -> Tensor:
         """Return memory for one sample more."""
-        return self._buffer[self._used : self._used + length]
+        return self._buffer[self.used : self.used + length]
 
     def keep(
         self, number: int, numel: int, repeats: int, length: int, moments: _Moments | None
     ) -> None:
         """Keep what is in the :meth:`room`; moments belong to magnitudes, none to all elements."""
-        self._used += length
+        self.used += length
         self._kept.append((number, numel, repeats, length))
         if moments is not None:
             self._moments.append(moments)
@@ -167,7 +158,7 @@ class _Samples:
         rows = np.zeros((len(lengths), layout.num_columns))
         column = {name: rows[:, index] for name, index in _COLUMN.items()}
         column["numel"][:], column["sampled"][:] = numel, lengths
-        magnitudes, fields = self._buffer.numpy()[: self._used], fields[: self._used]
+        magnitudes, fields = self._buffer.numpy()[: self.used], fields[: self.used]
         rare: dict[int, FloatArray] = {}
         largest: Any
         if self._moments:
@@ -186,7 +177,7 @@ class _Samples:
         counted = counts.view(-1, _FIELDS).numpy()
         first = layout.exponents.start + 1 - _BIAS - MIN_EXPONENT
         rows[:, first : first + _FIELDS - 2] = counted[:, 1 : _FIELDS - 1]
-        is_in_range = max(largest) < _MOST / self._used
+        is_in_range = max(largest) < _MOST / self.used
         column["abs_sum"][:] = np.add.reduceat(
             magnitudes, starts, dtype=np.float32 if is_in_range else np.float64
         )
@@ -204,7 +195,7 @@ class _Samples:
         column["abs_max"][:], column["abs_min"][:] = largest, smallest
         for position, row in rare.items():
             rows[position] = row
-        self._used = 0
+        self.used = 0
         self._kept, self._moments = [], []
         return numbers, rows
 
@@ -216,7 +207,7 @@ class _Samples:
         layout: RowLayout,
     ) -> dict[int, FloatArray]:
         """Fill in moments from the buffer; returns the rows of what is not all finite."""
-        elements = self._buffer[: self._used]
+        elements = self._buffer[: self.used]
         values = elements.numpy()
         # NaN and infinities are no errors.
         with np.errstate(invalid="ignore"):

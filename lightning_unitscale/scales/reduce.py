@@ -166,8 +166,7 @@ def _format_counts(
         # One element at least, of which the sample need not know.
         least = np.divide(1.0, numel, out=np.zeros_like(numel), where=numel > 0)
         np.copyto(overflow, np.maximum(overflow, least), where=over)
-    result: FloatArray = shares * numel[:, None]
-    return result
+    return shares * numel[:, None]
 
 
 @functools.lru_cache(maxsize=1024)

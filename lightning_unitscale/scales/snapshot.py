@@ -107,7 +107,7 @@ class ScaleSnapshot:
         self, tensor: int | str, direction: Direction = "forward", *, stored: bool = False
     ) -> TensorStatistics | None:
         """Statistics of one tensor."""
-        position = self._position(tensor)
+        position = _position(self, tensor)
         row = self.rows(direction)[position]
         if np.isnan(row[0]):
             return None
@@ -188,8 +188,7 @@ class ScaleSnapshot:
             read = self.column("sampled", direction)
         else:
             read = np.minimum(numel, float(self.layout.sample_size or 0))
-        share: FloatArray = np.divide(read, numel, out=np.ones_like(numel), where=numel != 0)
-        return share
+        return np.divide(read, numel, out=np.ones_like(numel), where=numel != 0)
 
     def exponent_counts(self, direction: Direction = "forward") -> FloatArray | None:
         """Exponent counts of all tensors, as measured, shape ``(len(self), 279)``, or ``None``."""
@@ -224,23 +223,24 @@ class ScaleSnapshot:
 
     def select(self, names: Sequence[str]) -> ScaleSnapshot:
         """Only the tensors of these names, in this order."""
-        chosen = [self._position(name) for name in names]
+        chosen = [_position(self, name) for name in names]
         arrays = ("forward", "backward", "log2_sigma", "log2_gamma")
         tuples = ("names", "modules", "inputs", "operands", "products", "lacking_units")
         kept = {field: getattr(self, field)[chosen] for field in arrays}
         kept |= {field: tuple(getattr(self, field)[k] for k in chosen) for field in tuples}
         return replace(self, **kept)
 
-    def _position(self, tensor: int | str) -> int:
-        if isinstance(tensor, int):
-            return tensor
-        try:
-            return self.names.index(tensor)
-        except ValueError:
-            raise KeyError(
-                f"tensor={tensor!r}: not in this snapshot; expected one of its {len(self)} names; "
-                "see names"
-            ) from None
+
+def _position(snapshot: ScaleSnapshot, tensor: int | str) -> int:
+    if isinstance(tensor, int):
+        return tensor
+    try:
+        return snapshot.names.index(tensor)
+    except ValueError:
+        raise KeyError(
+            f"tensor={tensor!r}: not in this snapshot; expected one of its {len(snapshot)} names; "
+            "see names"
+        ) from None
 
 
 def merged_by_name(snapshots: Sequence[ScaleSnapshot]) -> ScaleSnapshot:

@@ -3,33 +3,28 @@
 There are two kinds of rows. The exact one reads everything for every column; it serves measuring
 units and ``track_scales``, which need it rarely. The light one serves the monitor: extremes and
 sums are of all elements, the rest of a strided sample. Each is one operator, so that a compiler
-sees one node: ``host_rows.py`` computes it on a CPU and ``triton_statistics.py`` on CUDA. In a
-compiled graph ``step_rows.py`` has one node for several light rows. Other devices, and exact
-counts per format and exponent, have the torch operations of this file, which have no control flow
-on data and do not wait for the device.
+sees one node: ``host_rows.py`` computes it on a CPU and ``triton_statistics.py`` on CUDA, and
+``torch_rows.py`` on other devices, and exact counts. A compiled graph has one node for several
+light rows (:func:`join_rows`).
 """
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-import math
 from collections.abc import Sequence
+from typing import Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
-from lightning_unitscale.scales.layout import (
-    MAX_EXPONENT,
-    MIN_EXPONENT,
-    NUM_EXPONENTS,
-    RowLayout,
-)
-from lightning_unitscale.scales.reduce import completed_rows, empty_rows, row_dtype
-from lightning_unitscale.scales.strided import Elements
+from lightning_unitscale.scales.host_rows import host_row
+from lightning_unitscale.scales.layout import RowLayout
+from lightning_unitscale.scales.reduce import completed_rows
+from lightning_unitscale.scales.step_rows import has_triton, new_rows
+from lightning_unitscale.scales.torch_rows import check_floating, functional_row
 
-# Counts are summed in 32 bits as long as they fit: 64-bit sums take twice the time.
-_INT32_ELEMENTS = 2**31
+# A tensor lives until its row is made: no more than these wait for each other.
+_MOST_BYTES: Final = 2**24
+_MOST_TENSORS: Final = 64
 
 
 def statistics_row(tensor: Tensor, layout: RowLayout, *, factor: Tensor | None = None) -> Tensor:
@@ -41,118 +36,6 @@ def statistics_row(tensor: Tensor, layout: RowLayout, *, factor: Tensor | None =
         return functional_row(tensor, layout, factor=factor)
     row: Tensor = ROW_OPERATOR(tensor, factor if measured is layout else None, measured.key)
     return row if measured is layout else completed_rows(row[None].cpu(), layout)[0].to(row.device)
-
-
-@functools.cache
-def has_triton() -> bool:
-    """Return whether Triton is installed; it makes the kernels for CUDA."""
-    return importlib.util.find_spec("triton") is not None
-
-
-def functional_row(tensor: Tensor, layout: RowLayout, *, factor: Tensor | None = None) -> Tensor:
-    """``statistics_row`` from torch operations alone; the reference for every other way to it."""
-    check_floating(tensor)
-    dtype = row_dtype(tensor.device)
-    if tensor.numel() == 0:
-        return empty_rows(1, layout, tensor.device)[0].clone()
-    wide = widened(tensor.detach())
-    magnitude = wide.abs()
-    finite = magnitude < math.inf
-    # Squares of gradients of 1e-25 vanish in FP32 and those of 1e25 overflow; not so in FP64.
-    exact = torch.where(finite, wide, 0.0).to(dtype)
-    num_finite, infs = _count(finite), _count(magnitude == math.inf)
-    elements = Elements.of(wide)
-    sample, repeats = elements.tensor.reshape(-1), elements.repeats
-    if layout.is_sampled and layout.sample_size is not None:
-        sample = sample[:: elements.stride(layout.sample_size)]
-    sampled = sample.abs()
-    zeros = _count(sampled == 0) * repeats
-    values = [
-        torch.full((), tensor.numel(), dtype=dtype, device=tensor.device),
-        zeros,
-        tensor.numel() - num_finite - infs,
-        infs,
-        exact.sum(),
-        torch.where(sampled < math.inf, sampled, 0.0).to(dtype).sum() * repeats,
-        exact.square().sum(),
-        torch.where(finite, magnitude, 0.0).amax(),
-        torch.where(sampled > 0, sampled, math.inf).amin(),
-    ]
-    cuts = _cuts(layout, wide, factor)
-    all_zeros = _count(magnitude == 0) if cuts else zeros
-    for position in range(0, len(cuts), 3):
-        # NaN and infinities are not below any cut.
-        flushed, denormal, in_range = (_count(magnitude < cut) for cut in cuts[position:][:3])
-        values += [num_finite - in_range, denormal - flushed, flushed - all_zeros]
-    row = torch.stack([value.to(dtype) for value in values])
-    if not layout.histogram:
-        return row
-    return torch.cat([row, exponent_counts(sample, dtype) * repeats])
-
-
-def _count(condition: Tensor) -> Tensor:
-    few = condition.numel() < _INT32_ELEMENTS
-    return condition.sum(dtype=torch.int32 if few else torch.int64)
-
-
-def check_floating(tensor: Tensor) -> None:
-    """Check that a tensor has statistics."""
-    if not tensor.is_floating_point():
-        raise ValueError(
-            f"tensor.dtype={tensor.dtype}: no statistics of this type; expected a real "
-            "floating-point tensor; leave integer, boolean and complex tensors out"
-        )
-    if tensor.is_sparse:
-        raise ValueError(
-            f"tensor of shape {tuple(tensor.shape)}: no statistics of a sparse tensor; expected a "
-            "dense one; leave it out or call to_dense()"
-        )
-
-
-def widened(tensor: Tensor) -> Tensor:
-    """To FP32, exactly, whatever is narrower: every threshold is then one comparison."""
-    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.to(torch.float32)
-
-
-def _cuts(layout: RowLayout, wide: Tensor, factor: Tensor | None) -> Sequence[float | Tensor]:
-    """``RowLayout.fp32_cuts`` or ``fp64_cuts``, for ``x * factor``.
-
-    The edges are divided by the factor, not the elements multiplied: nothing then leaves the range,
-    and no rounding can move an element across an edge.
-    """
-    if factor is None or not layout.edges:
-        return layout.fp64_cuts if wide.dtype == torch.float64 else layout.fp32_cuts
-    # No constant tensor: a copy of it to the device would wait for the device.
-    inverse = factor.to(row_dtype(wide.device)).reciprocal()
-    edges = torch.stack([inverse * edge for edge in layout.edges])
-    nearest = edges.to(wide.dtype)
-    following = torch.nextafter(nearest, torch.full_like(nearest, math.inf))
-    return torch.where(nearest.to(edges.dtype) <= edges, following, nearest).unbind()
-
-
-def exponent_counts(sample: Tensor, dtype: torch.dtype) -> Tensor:
-    """Number of elements, then of finite non-zero ones per exponent -150 to 128."""
-    bins = _exponent_bins(sample)
-    # One bin more, thrown away, for zeros, NaN and infinities.
-    counts = torch.zeros(NUM_EXPONENTS + 1, dtype=dtype, device=sample.device)
-    counts = counts.index_add(0, bins, torch.ones_like(bins, dtype=dtype))
-    sampled = torch.full((1,), sample.numel(), dtype=dtype, device=sample.device)
-    return torch.cat([sampled, counts[:NUM_EXPONENTS]])
-
-
-def _exponent_bins(sample: Tensor) -> Tensor:
-    """Bin of every element: its exponent from -150 on; the last one for zero, NaN and infinity."""
-    magnitude = sample.abs()
-    if sample.dtype == torch.float64:
-        exponent = (magnitude.view(torch.int64) >> 52) - 1023
-    else:
-        # The exponent field of a subnormal says nothing; 2**64 times as large it is normal.
-        tiny = magnitude < 2.0**-100
-        lifted = torch.where(tiny, magnitude * 2.0**64, magnitude)
-        exponent = (lifted.view(torch.int32) >> 23) - torch.where(tiny, 127 + 64, 127)
-    bins = exponent.clamp(MIN_EXPONENT, MAX_EXPONENT) - MIN_EXPONENT
-    counted = (magnitude > 0) & (magnitude < math.inf)
-    return torch.where(counted, bins, NUM_EXPONENTS).to(torch.int64)
 
 
 _LIBRARY = torch.library.Library("lightning_unitscale", "FRAGMENT")
@@ -172,38 +55,23 @@ JOINT_ROWS_OPERATOR = torch.ops.lightning_unitscale.statistics_rows.default
 
 @torch.library.impl(_LIBRARY, "statistics_row", "CompositeExplicitAutograd")
 def _row(tensor: Tensor, factor: Tensor | None, key: str) -> Tensor:
-    layout = RowLayout.from_key(key)
-    if tensor.device.type != "cpu" or _counts_all(layout):
-        return functional_row(tensor, layout, factor=factor)
-    from lightning_unitscale.scales.host_rows import host_row
+    layout, device = RowLayout.from_key(key), tensor.device.type
+    counts_all = not layout.is_sampled and (layout.histogram or bool(layout.formats))
+    if device == "cpu" and not counts_all:
+        return host_row(tensor, layout)
+    if device == "cuda" and has_triton() and not counts_all:
+        from lightning_unitscale.scales.triton_statistics import triton_row
 
-    return host_row(tensor, layout)
-
-
-@torch.library.impl(_LIBRARY, "statistics_row", "CUDA")
-def _row_on_cuda(tensor: Tensor, factor: Tensor | None, key: str) -> Tensor:
-    layout = RowLayout.from_key(key)
-    if not has_triton() or _counts_all(layout):
-        return functional_row(tensor, layout, factor=factor)
-    from lightning_unitscale.scales.triton_statistics import triton_row
-
-    return triton_row(tensor, layout)
-
-
-def _counts_all(layout: RowLayout) -> bool:
-    """Return whether formats or exponents are counted of all elements."""
-    return not layout.is_sampled and (layout.histogram or bool(layout.formats))
+        return triton_row(tensor, layout)
+    return functional_row(tensor, layout, factor=factor)
 
 
 @torch.library.impl(_LIBRARY, "statistics_rows", "CompositeExplicitAutograd")
 def _joint_rows(tensors: Sequence[Tensor], key: str) -> Tensor:
-    from lightning_unitscale.scales.step_rows import new_rows
-
     rows = new_rows(RowLayout.from_key(key), tensors[0].device)
     for tensor in tensors:
         rows.add(tensor)
-    joint: Tensor = rows.finish()
-    return joint
+    return rows.finish()
 
 
 @torch.library.register_fake("lightning_unitscale::statistics_rows", lib=_LIBRARY)
@@ -215,3 +83,72 @@ def _fake_rows(tensors: Sequence[Tensor], key: str) -> Tensor:
 @torch.library.register_fake("lightning_unitscale::statistics_row", lib=_LIBRARY)
 def _fake_row(tensor: Tensor, factor: Tensor | None, key: str) -> Tensor:
     return tensor.new_empty(RowLayout.from_key(key).num_columns, dtype=torch.float64)
+
+
+def join_rows(graph_module: fx.GraphModule) -> None:
+    """Replace calls for one light row each by calls for several tensors made near each other.
+
+    Each call of an operator of ours costs a compiled graph tens of microseconds, and code that runs
+    once between others runs slowly.
+    """
+    graph = graph_module.graph
+    if not graph.find_nodes(op="call_function", target=ROW_OPERATOR):
+        return
+    waiting: list[fx.Node] = []
+    num_bytes = 0
+    for node in list(graph.nodes):
+        is_read = any(source in waiting for source in node.all_input_nodes)
+        size = _bytes(node) if _makes_light_row(node) else None
+        is_full = len(waiting) == _MOST_TENSORS or num_bytes + (size or 0) > _MOST_BYTES
+        if waiting and (is_read or is_full or _may_write(node) or node.op == "output"):
+            _join(graph, waiting)
+            waiting, num_bytes = [], 0
+        if size is not None:
+            if waiting and _value(waiting[0]).device != _value(node).device:
+                _join(graph, waiting)
+                waiting, num_bytes = [], 0
+            waiting.append(node)
+            num_bytes += size
+    # Inductor looks for what it has compiled before by the code.
+    graph_module.recompile()
+
+
+def _makes_light_row(node: fx.Node) -> bool:
+    if node.target is not ROW_OPERATOR:
+        return False
+    _, factor, key = node.args
+    return factor is None and RowLayout.from_key(str(key)).is_sampled
+
+
+def _value(node: fx.Node) -> Tensor:
+    return node.meta["val"]
+
+
+def _bytes(node: fx.Node) -> int | None:
+    """Size of the tensor of a row; ``None`` if it differs from call to call."""
+    tensor = _value(node.all_input_nodes[0])
+    numel = tensor.numel()
+    return numel * tensor.element_size() if isinstance(numel, int) else None
+
+
+def _may_write(node: fx.Node) -> bool:
+    if node.op != "call_function":
+        return False
+    schema = getattr(node.target, "_schema", None)
+    return node.target.__module__ != "_operator" if schema is None else schema.is_mutable
+
+
+def _join(graph: fx.Graph, rows: Sequence[fx.Node]) -> None:
+    if len(rows) == 1:
+        return
+    key = rows[0].args[2]
+    with graph.inserting_before(rows[-1]):
+        tensors = [row.args[0] for row in rows]
+        joint = graph.call_function(JOINT_ROWS_OPERATOR, (tensors, key))
+        one = _value(rows[0])
+        joint.meta["val"] = one.new_empty((len(rows), *one.shape))
+        for index, row in enumerate(rows):
+            part = graph.call_function(torch.ops.aten.select.int, (joint, 0, index))
+            part.meta.update(row.meta)
+            row.replace_all_uses_with(part)
+            graph.erase_node(row)

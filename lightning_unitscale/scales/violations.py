@@ -196,8 +196,7 @@ def judged_by_format(
     scalars = snapshot.column("numel", "forward") <= num_merged
     operations = map(op_of, snapshot.names, snapshot.modules)
     losses = [operation.endswith(("loss", *_LOSSES)) for operation in operations]
-    judged: npt.NDArray[Any] = ~scalars & ~np.array(losses, dtype=bool)
-    return judged
+    return ~scalars & ~np.array(losses, dtype=bool)
 
 
 def judged_now(

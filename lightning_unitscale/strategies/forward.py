@@ -105,10 +105,9 @@ class JointStep:
                 raise
         pairs = zip(leaves, outputs, strict=True)
         needed = [pair for pair in pairs if isinstance(pair[0], Tensor) and pair[0].requires_grad]
-        start: Tensor = _StartOfBackward.apply(
+        return _StartOfBackward.apply(
             [leaf for leaf, _ in needed], *(output for _, output in needed)
         )
-        return start
 
     def _run(self) -> None:
         parts = [self._outputs[index] for index in sorted(self._outputs)]

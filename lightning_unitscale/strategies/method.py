@@ -33,6 +33,7 @@ from lightning_unitscale.capture.compiled_graph import (
 )
 from lightning_unitscale.capture.steps import steps_of
 from lightning_unitscale.dispatch.attach import begin_microbatch
+from lightning_unitscale.patching import nothing
 from lightning_unitscale.pipeline.batch_facts import Fact, joined
 from lightning_unitscale.pipeline.batchwise import compare_graphs
 from lightning_unitscale.pipeline.capture import (
@@ -196,7 +197,7 @@ class PipelinedMethod:
     def _cut(
         self, call: GraphCall, whole: GraphCall, loss: int | None, batch: WholeBatch | None
     ) -> PipelinedGraph:
-        step = program_of_step(call, self.module, loss, batch)
+        step = program_of_step(call, self.module, loss, batch.rewrite if batch else nothing)
         strategy, ownership = self.strategy, self.strategy.ownership
         replicas, group = strategy.grid.replicas, strategy.grid.pipeline
         is_first = not ownership.is_settled

@@ -98,6 +98,10 @@ class PipelineStrategy(SavingStrategy):
         '1F1B'
     """
 
+    _step: PipelinedStep | PipelinedForward | None = None
+    # Whether the gradients, where there are any, are the mean over the pipelines.
+    _has_means = False
+
     def __init__(
         self,
         schedule: str = "1F1B",
@@ -137,16 +141,9 @@ class PipelineStrategy(SavingStrategy):
         if process_group_backend is not None:
             name, expected = "process_group_backend", "the name of a backend, such as 'gloo'"
             check_instance(name, process_group_backend, str, expected, "leave it out")
-        advice = "leave it out for 'auto'"
-        captures, evaluations = ("auto", "step", "forward"), ("auto", "pipeline", "whole")
+        captures, advice = ("auto", "step", "forward"), "leave it out for 'auto'"
         check_choice("capture", capture, captures, "nothing that can be captured", advice)
-        check_choice("evaluation", evaluation, evaluations, "no way to evaluate", advice)
-        if evaluation == "whole" and num_eval_microbatches != 1:
-            raise ValueError(
-                f"num_eval_microbatches={num_eval_microbatches} with evaluation='whole': the "
-                "module is evaluated whole, on every rank; expected evaluation='pipeline' or "
-                "'auto' with microbatches; change it, or leave num_eval_microbatches out."
-            )
+        _check_evaluation(evaluation, num_eval_microbatches)
         super().__init__(
             process_group_backend=process_group_backend, timeout=timedelta(seconds=timeout)
         )
@@ -161,12 +158,8 @@ class PipelineStrategy(SavingStrategy):
         self.evaluation = evaluation
         self.num_eval_microbatches = num_eval_microbatches
         self.check_batches = check_batches
-        self._step: PipelinedStep | PipelinedForward | None = None
         self._changes = contextlib.ExitStack()
-        self._steps_done = 0
         self._stash: dict[nn.Parameter, Tensor] = {}
-        # Whether the gradients, where there are any, are the mean over the pipelines.
-        self._has_means = False
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -364,3 +357,14 @@ class PipelineStrategy(SavingStrategy):
         if self._owners is not None:
             parameters = self.precision_plugin.main_params(optimizer)
             self._owners.clip_norm(parameters, float(limit))
+
+
+def _check_evaluation(evaluation: str, num_microbatches: int) -> None:
+    ways = ("auto", "pipeline", "whole")
+    check_choice("evaluation", evaluation, ways, "no way to evaluate", "leave it out for 'auto'")
+    if evaluation == "whole" and num_microbatches != 1:
+        raise ValueError(
+            f"num_eval_microbatches={num_microbatches} with evaluation='whole': the module is "
+            "evaluated whole, on every rank; expected evaluation='pipeline' or 'auto' with "
+            "microbatches; change it, or leave num_eval_microbatches out."
+        )

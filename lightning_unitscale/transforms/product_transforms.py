@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_unitscale.arguments import check_choice, check_depth
 from lightning_unitscale.capture.attach import (
-    captured_forward,
+    capture,
     explain_forward,
     own_copy,
     products_of,
@@ -73,8 +73,7 @@ def lossless_unit_scale(
 
 def _gauge_of(module: nn.Module) -> Gauge:
     """The units in force."""
-    gauge: Gauge = products_of(module).gauge
-    return gauge
+    return products_of(module).gauge
 
 
 def simulate_format(
@@ -214,8 +213,8 @@ def compile(module: nn.Module, mode: CompileMode = "default") -> nn.Module:
         ValueError: If ``module`` was compiled by the user, or the mode is unknown.
     """
     check_choice("mode", mode, get_args(CompileMode), "unknown", "leave it out for 'default'")
-    new, step = captured_forward(module, "compile")
-    step.owner.use_executor("inductor", mode)
+    new = own_copy(module)
+    capture(new, "compile").use_executor("inductor", mode)
     return new
 
 

@@ -23,7 +23,7 @@ from lightning_unitscale.graph.name_patterns import own_path
 from lightning_unitscale.graph.nodes import tensors_in
 from lightning_unitscale.graph.recorder import stored_elements
 from lightning_unitscale.scales.layout import MOMENTS
-from lightning_unitscale.scales.statistics import functional_row
+from lightning_unitscale.scales.torch_rows import functional_row
 from lightning_unitscale.watching.input_gradients import GradientPath, InputGradients
 from lightning_unitscale.watching.names import ALIASES, Caller, Callers, StartNames, tensors_of
 from lightning_unitscale.watching.rows import Measuring, RunningFunction, TensorRow

@@ -74,7 +74,7 @@ def looked_at(*, is_compiled: bool) -> tuple[Gauge, Measurement, list[Tensor]]:
     gauge, units.is_looking = units.gauge, True
     attached.session.begin_step()
     module.step(x * 1e-2).backward()
-    measurement = units.take()
+    measurement = units.send()()
     attached.detach()
     return gauge, measurement, [*(p.grad for p in module.parameters()), *module.buffers()]
 

@@ -7,8 +7,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_unitscale.dispatch.measurement import (
+    FORWARD,
+    Extent,
+    MeasuredProduct,
+    Measurement,
+    Site,
+)
 from lightning_unitscale.lossless.full_precision import find_loss
-from lightning_unitscale.lossless.measured import Measured, root_mean_square
+from lightning_unitscale.lossless.measured import root_mean_square
 from lightning_unitscale.transforms import lossless_unit_scale
 from tests.helpers import assert_same_bits, run
 
@@ -25,8 +32,13 @@ def test_root_mean_square_neither_overflows_nor_underflows(dtype: torch.dtype) -
 
 
 def test_a_tensor_measured_twice_gets_the_rms_of_both() -> None:
-    measured = Measured.of([("forward", "x", None, 3e100), ("forward", "x", None, 4e100)])
-    assert measured.forward == pytest.approx({"x": math.sqrt(12.5) * 1e100})
+    site = Site("linear", "", ("input",))
+    calls = [
+        MeasuredProduct(site, FORWARD, site.operand_names, (extent,), (), torch.float64, (None,))
+        for extent in (Extent(3e100), Extent(4e100))
+    ]
+    measured = Measurement.of_products(calls)
+    assert measured.forward == pytest.approx({"linear:input": math.sqrt(12.5) * 1e100})
     assert measured.backward == {}
 
 

@@ -40,7 +40,7 @@ class ByMicrobatches:
     def gradients(self) -> tuple[float, dict[str, Any]]:
         """The mean loss of the microbatches, and its gradients."""
         self.module.zero_grad()
-        step = program_of_step(self.calls[0], self.module, self.loss, self.batch)
+        step = program_of_step(self.calls[0], self.module, self.loss, self.batch.rewrite)
         self.batch.note(self.whole)
         total = 0.0
         for call in self.calls:

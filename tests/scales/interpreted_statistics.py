@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_unitscale.scales.layout import MOMENTS, RowLayout
-from lightning_unitscale.scales.statistics import functional_row
+from lightning_unitscale.scales.torch_rows import functional_row
 from lightning_unitscale.scales.triton_kernels import joint_rows, partial_rows
 from lightning_unitscale.scales.triton_statistics import TritonRows, triton_row
 

@@ -4,15 +4,15 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from lightning_unitscale.scales import step_rows
+from lightning_unitscale.scales import statistics
 from lightning_unitscale.scales.layout import MOMENTS, RowLayout
 from lightning_unitscale.scales.statistics import (
     JOINT_ROWS_OPERATOR,
     ROW_OPERATOR,
-    functional_row,
+    join_rows,
     statistics_row,
 )
-from lightning_unitscale.scales.step_rows import join_rows
+from lightning_unitscale.scales.torch_rows import functional_row
 from tests.scales.test_statistics import assert_row
 
 LIGHT = RowLayout().measured
@@ -75,14 +75,14 @@ def test_a_row_that_is_read_does_not_wait():
 def test_what_waits_is_bounded(monkeypatch):
     inputs = torch.randn(70, 300), torch.randn(300, 40)
     expected, _ = _step(*inputs)
-    monkeypatch.setattr(step_rows, "_MOST_TENSORS", 2)
+    monkeypatch.setattr(statistics, "_MOST_TENSORS", 2)
     graph_module = _traced(_step, *inputs)
     join_rows(graph_module)
     assert _num_calls(graph_module, JOINT_ROWS_OPERATOR) == 2
     assert _num_calls(graph_module, ROW_OPERATOR) == 1
     rows, _ = graph_module(*inputs)
     torch.testing.assert_close(rows, expected)
-    monkeypatch.setattr(step_rows, "_MOST_BYTES", 1)
+    monkeypatch.setattr(statistics, "_MOST_BYTES", 1)
     graph_module = _traced(_step, *inputs)
     join_rows(graph_module)
     assert _num_calls(graph_module, ROW_OPERATOR) == 5

@@ -1,0 +1,97 @@
+"""What all captured steps of a module share: the passes over their graphs, and how these run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from lightning_unitscale.capture.sharded import ShardedModule
+from lightning_unitscale.capture.side_effects import Calls
+from lightning_unitscale.dynamo.breaks import Reason, is_watched
+from lightning_unitscale.dynamo.capture import no_graph_breaks
+from lightning_unitscale.dynamo.executors import CompileMode, Executor, GraphRewriter
+from lightning_unitscale.graph.passes import GraphPass, PassRecord, Phase
+from lightning_unitscale.patching import nothing
+
+# Where a module has its captured steps.
+ATTRIBUTE = "_captured_steps"
+
+
+class ModuleState:
+    """The passes of a module, how its graphs run, and what was recorded of them."""
+
+    def __init__(
+        self, module: nn.Module, defer: Sequence[str], untraced: Callable[[nn.Module], Calls]
+    ) -> None:
+        self.module = module
+        self.defer = tuple(defer)
+        self.untraced = untraced
+        self.executor: Executor = "eager"
+        self.compile_mode: CompileMode = "default"
+        self.partition_fn: Any = None
+        # Rewrites what AOTAutograd makes of the graphs, if they run op by op.
+        self.rewriter: GraphRewriter | None = None
+        # The module, if its steps are captured as those of a whole one.
+        self.sharded: ShardedModule | None = None
+        self.passes: list[GraphPass] = []
+        self.records: list[PassRecord] = []
+        self.graph_breaks: list[Reason] = []
+        self.say: Callable[[str], None] = nothing
+        self._observers: set[str] = set()
+        self._always_observed = False
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the module has these steps now."""
+        return self.module.__dict__.get(ATTRIBUTE) is self
+
+    @property
+    def changes_function(self) -> bool:
+        """Whether a pass makes the steps compute something else than the user's own code."""
+        return any(graph_pass.phase is Phase.REPARAMETRIZE for graph_pass in self.passes)
+
+    def observe(self, owner: str, wanted: bool, *, always: bool = False) -> None:
+        """Say whether ``owner`` wants the next steps to run the variant that carries probes."""
+        self._always_observed |= always
+        if wanted or always:
+            self._observers.add(owner)
+        else:
+            self._observers.discard(owner)
+
+    @property
+    def observed(self) -> bool:
+        """Whether anybody wants the next step to carry probes."""
+        return bool(self._observers)
+
+    def variants(self) -> tuple[bool, ...]:
+        """Which variants a compiled graph needs: plain, observed, or both."""
+        if self._always_observed:
+            return (True,)
+        has_probes = any(graph_pass.phase is Phase.OBSERVE for graph_pass in self.passes)
+        return (False, True) if has_probes else (False,)
+
+    @contextmanager
+    def standing_in(self) -> Iterator[None]:
+        """Within this context a step runs of which only graphs know where parameters are."""
+        if self.sharded is None:
+            yield
+            return
+        if is_watched():
+            raise RuntimeError(
+                f"{type(self.module).__name__}: a mode such as FlopCounterMode looks at every "
+                "operation of a step that is unit-scaled by rules with ModelParallelStrategy, and "
+                "Dynamo captures nothing then; expected none; leave it out, or use DDP."
+            )
+        with self.sharded.standing_in(), no_graph_breaks():
+            yield
+
+    def not_to_be_pickled(self, step: str) -> TypeError:
+        """The error of whoever pickles the module, or a step of it."""
+        return TypeError(
+            f"{type(self.module).__name__}.{step} is captured and cannot be pickled; expected a "
+            "module without captured steps; save its state_dict() instead, or pickle the module "
+            "before the callbacks or transforms are attached."
+        )

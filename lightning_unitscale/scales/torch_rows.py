@@ -1,0 +1,123 @@
+"""Rows from torch operations alone, which have no control flow on data and wait for no device.
+
+They are the reference for every other way to a row, count all of a tensor per format and exponent,
+and serve devices without a kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_unitscale.scales.layout import (
+    MAX_EXPONENT,
+    MIN_EXPONENT,
+    NUM_EXPONENTS,
+    RowLayout,
+)
+from lightning_unitscale.scales.reduce import empty_rows, row_dtype
+from lightning_unitscale.scales.strided import Elements
+
+# Counts are summed in 32 bits as long as they fit: 64-bit sums take twice the time.
+_INT32_ELEMENTS = 2**31
+
+
+def functional_row(tensor: Tensor, layout: RowLayout, *, factor: Tensor | None = None) -> Tensor:
+    """``statistics_row`` from torch operations alone; the reference for every other way to it."""
+    check_floating(tensor)
+    dtype = row_dtype(tensor.device)
+    if tensor.numel() == 0:
+        return empty_rows(1, layout, tensor.device)[0].clone()
+    wide = tensor.detach()
+    if wide.dtype not in (torch.float32, torch.float64):
+        wide = wide.float()  # exactly, so that every threshold is one comparison
+    magnitude = wide.abs()
+    finite = magnitude < math.inf
+    # Squares of gradients of 1e-25 vanish in FP32 and those of 1e25 overflow; not so in FP64.
+    exact = torch.where(finite, wide, 0.0).to(dtype)
+    num_finite, infs = _count(finite), _count(magnitude == math.inf)
+    elements = Elements.of(wide)
+    sample, repeats = elements.tensor.reshape(-1), elements.repeats
+    if layout.is_sampled and layout.sample_size is not None:
+        sample = sample[:: elements.stride(layout.sample_size)]
+    sampled = sample.abs()
+    zeros = _count(sampled == 0) * repeats
+    values = [
+        torch.full((), tensor.numel(), dtype=dtype, device=tensor.device),
+        zeros,
+        tensor.numel() - num_finite - infs,
+        infs,
+        exact.sum(),
+        torch.where(sampled < math.inf, sampled, 0.0).to(dtype).sum() * repeats,
+        exact.square().sum(),
+        torch.where(finite, magnitude, 0.0).amax(),
+        torch.where(sampled > 0, sampled, math.inf).amin(),
+    ]
+    cuts = _cuts(layout, wide, factor)
+    all_zeros = _count(magnitude == 0) if cuts else zeros
+    for position in range(0, len(cuts), 3):
+        # NaN and infinities are not below any cut.
+        flushed, denormal, in_range = (_count(magnitude < cut) for cut in cuts[position:][:3])
+        values += [num_finite - in_range, denormal - flushed, flushed - all_zeros]
+    row = torch.stack([value.to(dtype) for value in values])
+    if not layout.histogram:
+        return row
+    return torch.cat([row, exponent_counts(sample, dtype) * repeats])
+
+
+def _count(condition: Tensor) -> Tensor:
+    few = condition.numel() < _INT32_ELEMENTS
+    return condition.sum(dtype=torch.int32 if few else torch.int64)
+
+
+def check_floating(tensor: Tensor) -> None:
+    """Check that a tensor has statistics."""
+    if not tensor.is_floating_point():
+        raise ValueError(
+            f"tensor.dtype={tensor.dtype}: no statistics of this type; expected a real "
+            "floating-point tensor; leave integer, boolean and complex tensors out"
+        )
+    if tensor.is_sparse:
+        raise ValueError(
+            f"tensor of shape {tuple(tensor.shape)}: no statistics of a sparse tensor; expected a "
+            "dense one; leave it out or call to_dense()"
+        )
+
+
+def _cuts(layout: RowLayout, wide: Tensor, factor: Tensor | None) -> Sequence[float | Tensor]:
+    """``RowLayout.fp32_cuts`` or ``fp64_cuts``, for ``x * factor``.
+
+    The edges are divided by the factor, not the elements multiplied: nothing then leaves the range,
+    and no rounding can move an element across an edge.
+    """
+    if factor is None or not layout.edges:
+        return layout.fp64_cuts if wide.dtype == torch.float64 else layout.fp32_cuts
+    # No constant tensor: a copy of it to the device would wait for the device.
+    inverse = factor.to(row_dtype(wide.device)).reciprocal()
+    edges = torch.stack([inverse * edge for edge in layout.edges])
+    nearest = edges.to(wide.dtype)
+    following = torch.nextafter(nearest, torch.full_like(nearest, math.inf))
+    return torch.where(nearest.to(edges.dtype) <= edges, following, nearest).unbind()
+
+
+def exponent_counts(sample: Tensor, dtype: torch.dtype) -> Tensor:
+    """Number of elements, then of finite non-zero ones per exponent -150 to 128."""
+    magnitude = sample.abs()
+    if sample.dtype == torch.float64:
+        exponent = (magnitude.view(torch.int64) >> 52) - 1023
+    else:
+        # The exponent field of a subnormal says nothing; 2**64 times as large it is normal.
+        tiny = magnitude < 2.0**-100
+        lifted = torch.where(tiny, magnitude * 2.0**64, magnitude)
+        exponent = (lifted.view(torch.int32) >> 23) - torch.where(tiny, 127 + 64, 127)
+    bins = exponent.clamp(MIN_EXPONENT, MAX_EXPONENT) - MIN_EXPONENT
+    counted = (magnitude > 0) & (magnitude < math.inf)
+    # One bin more, thrown away, for zeros, NaN and infinities.
+    bins = torch.where(counted, bins, NUM_EXPONENTS).to(torch.int64)
+    counts = torch.zeros(NUM_EXPONENTS + 1, dtype=dtype, device=sample.device)
+    counts = counts.index_add(0, bins, torch.ones_like(bins, dtype=dtype))
+    sampled = torch.full((1,), sample.numel(), dtype=dtype, device=sample.device)
+    return torch.cat([sampled, counts[:NUM_EXPONENTS]])
