@@ -17,6 +17,7 @@ from torch import fx, nn
 from torch._dynamo import functional_export
 from torch.export._trace import _export_to_torch_ir
 
+from lightning_unitscale.capture.rollback import restoring_numbers
 from lightning_unitscale.capture.step_messages import CaptureError
 from lightning_unitscale.dynamo.answers import plain_answers, trace_one_graph
 from lightning_unitscale.dynamo.breaks import is_of_dynamo, reason_raised, wants_dynamos_texts
@@ -38,13 +39,26 @@ def export_forward(
     plain: bool = False,
 ) -> fx.GraphModule:
     """``module.forward`` as a graph module called like it, with nodes named as in a step."""
+
+    def trace() -> fx.GraphModule:
+        exported: fx.GraphModule = _export_to_torch_ir(module, args, kwargs)
+        return exported
+
     try:
-        graph_module: fx.GraphModule
         if plain:
             with _as_if_plain():
-                graph_module = trace_one_graph(lambda: _export_to_torch_ir(module, args, kwargs))
+                try:
+                    graph_module = trace_one_graph(trace)
+                except Exception as error:
+                    if not is_of_dynamo(error):
+                        raise
+                    # What a library sets up in a module's first call may be what breaks the graph:
+                    # transformers installs hooks then, under a lock.
+                    with restoring_numbers(module), torch.no_grad():
+                        module(*args, **kwargs)
+                    graph_module = trace_one_graph(trace)
         else:
-            graph_module = _export_to_torch_ir(module, args, kwargs)
+            graph_module = trace()
     except Exception as error:
         raise CaptureError.of(
             f"{type(module).__name__}.forward", [reason_raised(error)], manner=" as one graph"

@@ -46,6 +46,18 @@ def restoring(module: nn.Module, *, parameters: bool = True) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def restoring_numbers(module: nn.Module) -> Iterator[None]:
+    """Undo what a call does to random numbers and buffers; what it has set up stays."""
+    with contextlib.ExitStack() as undo:
+        for restore in _random_restorers(module):
+            undo.callback(restore)
+        for buffer in module.buffers():
+            for restore in restorers_of(buffer):
+                undo.callback(restore)
+        yield
+
+
 def undoers(module: nn.Module, keep: Collection[str] = ()) -> Iterator[Callable[[], object]]:
     """Yield what undoes a step that leaves parameters alone; call it in reverse."""
     yield from _restorers(module, parameters=False, keep=keep)
@@ -66,13 +78,7 @@ def _restore_hooks(parameter: nn.Parameter, before: set[Any]) -> None:
 def _restorers(
     module: nn.Module, *, parameters: bool, keep: Collection[str] = ()
 ) -> Iterator[Callable[[], object]]:
-    yield functools.partial(torch.set_rng_state, torch.get_rng_state())
-    for device in {tensor.device for tensor in (*module.parameters(), *module.buffers())}:
-        if device.type == "cuda":
-            state = torch.cuda.get_rng_state(device)
-            yield functools.partial(torch.cuda.set_rng_state, state, device)
-    yield functools.partial(random.setstate, random.getstate())
-    yield functools.partial(np.random.set_state, np.random.get_state())
+    yield from _random_restorers(module)
     for owner in module.modules():
         kept = keep if owner is module else ()
         saved = {name: value for name, value in _own_attributes(owner).items() if name not in kept}
@@ -94,6 +100,16 @@ def _restorers(
             # On the host: on an accelerator a second copy may not fit.
             numbers = parameter.detach().to("cpu", copy=True)
             yield functools.partial(_restore_parameter, parameter, parameter.data, numbers)
+
+
+def _random_restorers(module: nn.Module) -> Iterator[Callable[[], object]]:
+    yield functools.partial(torch.set_rng_state, torch.get_rng_state())
+    for device in {tensor.device for tensor in (*module.parameters(), *module.buffers())}:
+        if device.type == "cuda":
+            state = torch.cuda.get_rng_state(device)
+            yield functools.partial(torch.cuda.set_rng_state, state, device)
+    yield functools.partial(random.setstate, random.getstate())
+    yield functools.partial(np.random.set_state, np.random.get_state())
 
 
 def _restore_module(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
+import threading
 from collections.abc import Callable
 from contextvars import ContextVar
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lightning_unitscale
@@ -196,3 +199,38 @@ def test_a_hint_for_a_compiler_breaks_no_graph(asks: bool) -> None:
     assert_same_bits(run(planned, x), run(module, x))
     steps = steps_of(planned)
     assert steps is not None and not steps.graph_breaks
+
+
+class SetsUpInItsFirstCall(nn.Module):
+    """Installs something under a lock, as transformers installs its hooks."""
+
+    lock = threading.Lock()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
+        self.num_set_up = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.num_set_up:
+            with self.lock:
+                self.num_set_up += 1
+        return F.dropout(self.norm(self.linear(x))).sum()
+
+
+def test_one_graph_of_a_module_that_sets_something_up_in_its_first_call() -> None:
+    module, x = SetsUpInItsFirstCall(), torch.randn(4, 3)
+    other = copy.deepcopy(module)
+    exported = export_forward(module, (x,), {}, plain=True)
+    assert module.num_set_up == 1 and not module.norm.num_batches_tracked
+    torch.manual_seed(0)
+    loss = exported(x)
+    torch.manual_seed(0)
+    assert torch.equal(loss, other(x))
+
+
+def test_an_export_leaves_random_numbers_as_they_were() -> None:
+    module, x = SetsUpInItsFirstCall(), torch.randn(4, 3)
+    state = torch.get_rng_state()
+    export_forward(module, (x,), {}, plain=True)
+    assert torch.equal(state, torch.get_rng_state())
