@@ -66,7 +66,7 @@ def train(
             after_step(step)
 
 
-UNITS = {"tensors.fill_in"}
+UNITS = {"measurement.fill_in"}
 FITS = {"fp8.arrived"}
 
 
@@ -239,7 +239,7 @@ class Steps(pl.Callback):
     ("options", "at_looks"),
     [
         ({}, []),
-        ({"precision": "fp8"}, ["tensors.fill_in", "fp8.arrived"]),
+        ({"precision": "fp8"}, ["measurement.fill_in", "fp8.arrived"]),
         ({"method": "u-mup"}, []),
     ],
     ids=["units", "fp8", "rules"],
