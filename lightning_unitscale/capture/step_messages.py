@@ -165,6 +165,8 @@ class CaptureProgress:
             yield
         finally:
             timer.cancel()
+            if timer.is_alive():
+                timer.join()  # until then it keeps the module
             self.seconds += time.perf_counter() - started
 
     def report(self, num_graphs: int, planning_seconds: float) -> None:

@@ -101,6 +101,7 @@ class PipelineStrategy(SavingStrategy):
     _step: PipelinedStep | PipelinedForward | None = None
     # Whether the gradients, where there are any, are the mean over the pipelines.
     _has_means = False
+    policy: SplitPolicy  # where a step is cut; of one run
 
     def __init__(
         self,
@@ -343,6 +344,7 @@ class PipelineStrategy(SavingStrategy):
     def _release(self) -> None:
         self._is_training = False
         step, self._step, self._evaluations = self._step, None, {}
+        vars(self).pop("policy", None)
         if self._watch is not None:
             self._watch.end()
             self._watch = None
