@@ -41,7 +41,7 @@ from benchmarks.measure import RESULTS, machine, versions_of
 from benchmarks.model_zoo import ZOO
 from benchmarks.real.apart import Failure, apart
 from lightning_unitscale import RematCallback
-from lightning_unitscale.capture.steps import steps_of
+from lightning_unitscale.capture.module_steps import steps_of
 
 NUM_STEPS = 3
 RUN_SECONDS = 600.0

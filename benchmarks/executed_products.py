@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_unitscale.capture.attach import products_of
-from lightning_unitscale.dispatch.kernels import num_overridden
-from lightning_unitscale.dispatch.torch_internals import Kernel, KernelOverrides
+from lightning_unitscale.capture.captured_copy import products_of
+from lightning_unitscale.matmuls.kernels import num_overridden
+from lightning_unitscale.matmuls.torch_internals import Kernel, KernelOverrides
 
 # Where the matrix operands of ATen's products stand.
 PRODUCT_OPERANDS = {

@@ -44,8 +44,8 @@ from torch import Tensor, nn
 
 from examples.gpt import GPT
 from lightning_unitscale.functional.low_precision import why_no_fp8
+from lightning_unitscale.memory.real_memory import PeakMeter, storage_bytes
 from lightning_unitscale.profiler import profile_graph
-from lightning_unitscale.profiler.measure import PeakMeter, storage_bytes
 from lightning_unitscale.remat import remat
 from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.step_rows import new_rows

@@ -46,19 +46,19 @@ from benchmarks.measure import RESULTS, machine
 from examples.gpt import GPT
 from examples.text import TextDataModule
 from lightning_unitscale.callbacks.step_schedules import RecalibrationSchedule
-from lightning_unitscale.capture.attach import products_of
-from lightning_unitscale.capture.steps import steps_of
-from lightning_unitscale.dispatch.attach import AttachedSession
-from lightning_unitscale.dispatch.execute import Product
-from lightning_unitscale.dispatch.formats import Numerics
-from lightning_unitscale.dispatch.torch_internals import Kernel
-from lightning_unitscale.dispatch.units import Units
+from lightning_unitscale.capture.captured_copy import products_of
+from lightning_unitscale.capture.module_steps import steps_of
+from lightning_unitscale.capture.name_patterns import NamePatterns
 from lightning_unitscale.formats import NumberFormat, get_format
-from lightning_unitscale.graph.name_patterns import NamePatterns
-from lightning_unitscale.optim.learning_rates import ParameterInfo
-from lightning_unitscale.optim.scaled_step import scale_learning_rates
+from lightning_unitscale.matmuls.execute import Product
+from lightning_unitscale.matmuls.rounding import Numerics
+from lightning_unitscale.matmuls.scaled_methods import AttachedSession
+from lightning_unitscale.matmuls.torch_internals import Kernel
+from lightning_unitscale.matmuls.units import Units
 from lightning_unitscale.quantize import quantize
+from lightning_unitscale.rules.learning_rates import ParameterInfo
 from lightning_unitscale.rules.rewrite import RuleRewrite
+from lightning_unitscale.rules.scaled_step import scale_learning_rates
 from lightning_unitscale.transforms import (
     fp8_linears,
     lossless_unit_scale,

@@ -30,9 +30,9 @@ from model_zoo import ZOO
 from tabulate import tabulate
 from torch import Tensor, nn
 
+from lightning_unitscale.memory.costs import tensors_in
+from lightning_unitscale.memory.real_memory import PeakMeter, storages_of
 from lightning_unitscale.profiler import profile_graph
-from lightning_unitscale.profiler.costs import tensors_in
-from lightning_unitscale.profiler.measure import PeakMeter, storages_of
 
 MIB = 2**20
 # Ten published architectures with different traits, at the size of the zoo.

@@ -25,10 +25,10 @@ from tabulate import tabulate
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from lightning_unitscale.capture.attach import captured_forward
-from lightning_unitscale.graph.nodes import is_whole_view
+from lightning_unitscale.capture.captured_copy import captured_forward
+from lightning_unitscale.capture.graph_nodes import is_whole_view
+from lightning_unitscale.monitor.probes import ScaleProbes
 from lightning_unitscale.scales.layout import DIRECTIONS, RowLayout
-from lightning_unitscale.watching.probes import ScaleProbes
 
 # (tensors, elements of each)
 CASES = ((10, 1_000), (10, 100_000), (10, 1_000_000), (1_000, 1_000), (1_000, 10_000))

@@ -27,8 +27,8 @@ from tabulate import tabulate
 
 from lightning_unitscale import ScaleMonitor, UnitScaleCallback, attach
 from lightning_unitscale.loops.loggers import RunWriters
-from lightning_unitscale.scales.export import summarize
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
+from lightning_unitscale.scales.snapshot_rows import summarize
 
 _WITH_TABLES = 8
 

@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from benchmarks.measure import RESULTS, interleaved_medians, machine
 from benchmarks.ranks import run_as_ranks
 from examples.gpt import GPT
-from lightning_unitscale.graph.nodes import MODULE
+from lightning_unitscale.capture.graph_nodes import MODULE
 from lightning_unitscale.pipeline import (
     SCHEDULES,
     Pipe,

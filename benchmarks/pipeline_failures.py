@@ -27,9 +27,9 @@ from tabulate import tabulate
 
 from benchmarks.measure import RESULTS, machine
 from tests.distributed.launch import codes_of_ranks, run_ranks
-from tests.strategies.long_run import KILL_EPOCH_STEPS, KILL_EPOCHS
+from tests.pipeline.long_run import KILL_EPOCH_STEPS, KILL_EPOCHS
 
-RUN = "tests.strategies.long_run"
+RUN = "tests.pipeline.long_run"
 RESULT = "pipeline_failures.json"
 SCHEDULES = ("1F1B", "GPipe", "ZBVZeroBubble", "InterleavedZeroBubble")
 # Of the ranks; what they wait for a rank that is gone should be far less.

@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.measure import RESULTS, machine
 from benchmarks.ranks import run_as_ranks
 from examples.gpt import GPT
-from lightning_unitscale.profiler.measure import PeakMeter, optimizer_state_bytes, storage_bytes
+from lightning_unitscale.memory.real_memory import PeakMeter, optimizer_state_bytes, storage_bytes
 from lightning_unitscale.strategies import PipelineStrategy
 
 NUM_STAGES, NUM_PIPELINES, NUM_MICROBATCHES = 2, 2, 4

@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader
 
 from benchmarks.model_zoo import BATCH, ZOO
 from lightning_unitscale import PipelineStrategy
-from lightning_unitscale.strategies.method import PipelinedStep
-from tests.strategies.pipeline_run import Recorder
-from tests.strategies.trainers import quiet_trainer
+from lightning_unitscale.pipeline.pipelined_method import PipelinedStep
+from tests.pipeline.pipeline_run import Recorder
+from tests.pipeline.trainers import quiet_trainer
 
 MICROBATCHES, STEPS = 4, 4
 

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from benchmarks.measure import RESULTS, machine
 from benchmarks.model_zoo import CORE, ZOO
-from lightning_unitscale.profiler.measure import PeakMeter
+from lightning_unitscale.memory.real_memory import PeakMeter
 from lightning_unitscale.remat import Planner, RematPartitioner, RematPlan, aot_backend
 from tests.helpers import same_bits
 

@@ -36,9 +36,9 @@ from torch._functorch.partitioners import (
 
 from benchmarks.measure import RESULTS, machine
 from examples.gpt import GPT
-from lightning_unitscale.profiler.costs import default_cost_model
+from lightning_unitscale.memory.costs import default_cost_model
+from lightning_unitscale.memory.joint_graph import JointGraphReader
 from lightning_unitscale.remat import Planner, RematPartitioner, aot_backend
-from lightning_unitscale.remat.joint_graph import JointGraphReader
 
 FILE = RESULTS / "planning_time.json"
 PLOT = Path(__file__).parent.parent / "docs" / "images" / "planning_time.png"

@@ -34,8 +34,8 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.measure import RESULTS, interleaved_medians, machine
 from examples.gpt import GPT
-from lightning_unitscale.profiler.costs import aten_node_costs, concrete, operator_flops
-from lightning_unitscale.profiler.measure import PeakMeter
+from lightning_unitscale.memory.costs import aten_node_costs, concrete, operator_flops
+from lightning_unitscale.memory.real_memory import PeakMeter
 from lightning_unitscale.remat import (
     Planner,
     RematPartitioner,

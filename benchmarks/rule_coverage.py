@@ -48,10 +48,10 @@ from benchmarks.architectures import (
 )
 from benchmarks.model_zoo import CORE, ZOO
 from benchmarks.own_architectures import OWN
-from lightning_unitscale.capture.attach import products_of
-from lightning_unitscale.capture.steps import steps_of
+from lightning_unitscale.capture.captured_copy import products_of
+from lightning_unitscale.capture.module_steps import steps_of
 from lightning_unitscale.rules.rewrite import RuleRewrite
-from lightning_unitscale.rules.weights import ParameterGradients
+from lightning_unitscale.rules.unit_weights import ParameterGradients
 from lightning_unitscale.transforms import compile as compile_graphs
 from lightning_unitscale.transforms import unit_scale
 

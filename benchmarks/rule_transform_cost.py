@@ -27,8 +27,8 @@ from tabulate import tabulate
 
 from benchmarks.demo_step import DemoLoss, demo_batch
 from benchmarks.measure import RESULTS, machine
+from lightning_unitscale.capture.module_steps import ModuleSteps
 from lightning_unitscale.capture.rollback import restoring
-from lightning_unitscale.capture.steps import ModuleSteps
 from lightning_unitscale.rules.build_plan import Recorder
 from lightning_unitscale.rules.decide import Decider
 from lightning_unitscale.rules.plan import RuleOptions, RulePlan, key

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from examples.gpt import GPT
 from examples.text import TextDataModule
 from lightning_unitscale import ScaleMonitor, UnitScaleCallback
-from lightning_unitscale.callbacks.steps import attach_steps
+from lightning_unitscale.callbacks.lightning_steps import attach_steps
 
 RATES = {"adamw": 3e-3, "sgd": 0.3}
 

@@ -45,7 +45,6 @@ _SUBMODULES = frozenset(
         "cli",
         "formats",
         "functional",
-        "graph",
         "loops",
         "pipeline",
         "profiler",

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._functorch import pyfunctorch
 from torch.utils import _python_dispatch as dispatch
 
-from lightning_unitscale.dispatch.nodes import HandedOn
+from lightning_unitscale.matmuls.autograd_nodes import HandedOn
 from lightning_unitscale.patching import nothing, shadowed
 
 # The engine's ``MAX_DEPTH``, and one.

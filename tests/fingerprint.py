@@ -27,7 +27,7 @@ from torch.optim import optimizer as optimizers
 from torch.overrides import _len_torch_function_stack
 
 from benchmarks.executed_products import has_torchs_own_kernels
-from lightning_unitscale.callbacks.steps import StepsCallback
+from lightning_unitscale.callbacks.lightning_steps import StepsCallback
 from lightning_unitscale.rules.deploy import PLAN_ATTRIBUTE
 
 # What Dynamo, torch's modes and autograd are patched in.

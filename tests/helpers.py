@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from benchmarks.executed_products import below_all_kernels, operands_read
-from lightning_unitscale.capture.attach import captured_forward
-from lightning_unitscale.dynamo import capture
-from lightning_unitscale.dynamo.graphs import copy_graph_module
-from lightning_unitscale.graph.nodes import Names
+from lightning_unitscale.capture import dynamo_capture as capture
+from lightning_unitscale.capture.captured_copy import captured_forward
+from lightning_unitscale.capture.copy_graphs import copy_graph_module
+from lightning_unitscale.capture.graph_nodes import Names
 
 
 def same_bits(first: Tensor, second: Tensor) -> bool:

@@ -19,8 +19,8 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning_unitscale import __version__
 from lightning_unitscale.capture.step_messages import CaptureError
 from lightning_unitscale.cli import UnitScaleCLI, commands, main, tensorboard_command
+from lightning_unitscale.memory.profile_report import format_bytes
 from lightning_unitscale.profiler import GraphProfile
-from lightning_unitscale.profiler.report import format_bytes
 
 ROOT = Path(__file__).parents[1]
 UNIT_SCALED = ROOT / "configs/gpt_unit_scaled.yaml"

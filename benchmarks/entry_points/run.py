@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from lightning_unitscale import ScaleMonitor, UnitScaleCallback
-from lightning_unitscale.dispatch.coverage import Coverage
+from lightning_unitscale.matmuls.coverage import Coverage
 
 from .entry_point import EntryPoint
 

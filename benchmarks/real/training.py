@@ -18,10 +18,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_unitscale import RematCallback, ScaleMonitor, UnitScaleCallback
+from lightning_unitscale.capture.breaks import joined_reasons
+from lightning_unitscale.capture.module_steps import steps_of
 from lightning_unitscale.capture.step_messages import NO_REASON
-from lightning_unitscale.capture.steps import steps_of
-from lightning_unitscale.dispatch.coverage import Coverage
-from lightning_unitscale.dynamo.breaks import joined_reasons
+from lightning_unitscale.matmuls.coverage import Coverage
 
 from .project import Project
 

@@ -1,8 +1,8 @@
 """Lightning callbacks: ``Trainer(callbacks=[UnitScaleCallback(), ScaleMonitor()])``."""
 
-from lightning_unitscale.callbacks.alerts import ScaleViolation, ScaleWarning
+from lightning_unitscale.callbacks.alert_actions import ScaleViolation, ScaleWarning
+from lightning_unitscale.callbacks.memory_budget import RematCallback
 from lightning_unitscale.callbacks.options import FP8, Rules, Simulate
-from lightning_unitscale.callbacks.remat import RematCallback
 from lightning_unitscale.callbacks.scale_monitor import ScaleMonitor
 from lightning_unitscale.callbacks.unit_scale import UnitScaleCallback
 

@@ -7,11 +7,11 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from lightning_unitscale.callbacks.fallbacks import keep_plain_where_recorded
+from lightning_unitscale.callbacks.lightning_steps import attach_steps
 from lightning_unitscale.callbacks.options import mode_of
-from lightning_unitscale.callbacks.steps import attach_steps
-from lightning_unitscale.capture.steps import ModuleSteps
-from lightning_unitscale.dynamo.executors import CompileMode
-from lightning_unitscale.graph.passes import GraphPass
+from lightning_unitscale.capture.executors import CompileMode
+from lightning_unitscale.capture.module_steps import ModuleSteps
+from lightning_unitscale.capture.passes import GraphPass
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

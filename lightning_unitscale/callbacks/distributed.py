@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_unitscale.callbacks.packages import is_lightning, misconfigured
-from lightning_unitscale.dispatch.measurement import Measurement
-from lightning_unitscale.lossless.measured import combined_rms
+from lightning_unitscale.matmuls.measured_operands import combined_rms
+from lightning_unitscale.matmuls.measurement import Measurement
 from lightning_unitscale.ranks import gathered, is_distributed
 from lightning_unitscale.scales.reduce import joined_rows, split_rows
 from lightning_unitscale.scales.snapshot import ScaleSnapshot, merged_by_name
@@ -27,7 +27,7 @@ from lightning_unitscale.scales.tensor_statistics import FloatArray
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from lightning_unitscale.strategies.pipeline import PipelineStrategy
+    from lightning_unitscale.pipeline.strategy import PipelineStrategy
 
 
 def joint_measured(measured: Measurement) -> Measurement:
@@ -164,7 +164,7 @@ def rehearsing(trainer: pl.Trainer) -> AbstractContextManager[Any]:
     """Entered where a training step is rehearsed: what is captured there is what will be cut."""
     if pipeline_of(trainer) is None:
         return nullcontext()
-    from lightning_unitscale.pipeline.capture import static_shapes
+    from lightning_unitscale.pipeline.captured_program import static_shapes
 
     return static_shapes()
 

@@ -10,17 +10,17 @@ from dataclasses import dataclass, replace
 from tabulate import tabulate
 
 from lightning_unitscale.callbacks.packages import rank_zero_info, rank_zero_warn
-from lightning_unitscale.dispatch.coverage import (
+from lightning_unitscale.matmuls.coverage import (
     NO_UNIT,
     Coverage,
     LostFormats,
     lacking_line,
     listed,
 )
-from lightning_unitscale.dispatch.session import ProductSession
-from lightning_unitscale.lossless.gauge import Gauge, GaugePair
-from lightning_unitscale.lossless.measured import Unrepresentable
-from lightning_unitscale.precision.fp8 import WIDE_GRADIENT
+from lightning_unitscale.matmuls.fp8_layers import WIDE_GRADIENT
+from lightning_unitscale.matmuls.gauge import Gauge, GaugePair
+from lightning_unitscale.matmuls.measured_operands import Unrepresentable
+from lightning_unitscale.matmuls.session import ProductSession
 from lightning_unitscale.tensorboard.table import STEP_ITSELF
 
 # In place of the unit of a tensor that was zero, or not finite, whenever it was measured.

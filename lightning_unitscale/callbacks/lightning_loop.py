@@ -11,8 +11,8 @@ import torch
 from typing_extensions import override
 
 from lightning_unitscale.callbacks.distributed import num_parts
+from lightning_unitscale.callbacks.lightning_steps import existing_steps
 from lightning_unitscale.callbacks.packages import is_lightning
-from lightning_unitscale.callbacks.steps import existing_steps
 from lightning_unitscale.compiling import is_compiling
 from lightning_unitscale.loops.loop import Loop, StepCaller
 from lightning_unitscale.patching import Replacement, shadowed

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 from torch.optim import Optimizer
 
+from lightning_unitscale.callbacks.lightning_steps import attach_steps
 from lightning_unitscale.callbacks.packages import trainer_packages
-from lightning_unitscale.callbacks.steps import attach_steps
-from lightning_unitscale.graph.matmuls import product_of
-from lightning_unitscale.graph.name_patterns import NamePatterns
-from lightning_unitscale.graph.nodes import is_whole_view, requires_grad
+from lightning_unitscale.capture.graph_matmuls import product_of
+from lightning_unitscale.capture.graph_nodes import is_whole_view, requires_grad
+from lightning_unitscale.capture.name_patterns import NamePatterns
 from lightning_unitscale.loops.loop import Loop
+from lightning_unitscale.monitor.probes import ScaleProbes
+from lightning_unitscale.monitor.watcher import StepWatcher
 from lightning_unitscale.patching import nothing
 from lightning_unitscale.scales.layout import RowLayout
-from lightning_unitscale.watching.probes import ScaleProbes
-from lightning_unitscale.watching.watcher import StepWatcher
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

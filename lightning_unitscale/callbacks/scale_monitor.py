@@ -10,29 +10,29 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_unitscale.arguments import check_choice, shown
-from lightning_unitscale.callbacks.alerts import OnViolation, ScaleAlerts
+from lightning_unitscale.callbacks.alert_actions import OnViolation, ScaleAlerts
 from lightning_unitscale.callbacks.distributed import joint_snapshot, pipeline_of
 from lightning_unitscale.callbacks.lightning_loop import LightningLoop
+from lightning_unitscale.callbacks.lightning_steps import StepsCallback, captures_steps, enter
 from lightning_unitscale.callbacks.monitored_steps import ProbedSteps, WatchedSteps
 from lightning_unitscale.callbacks.packages import rank_zero_info, rank_zero_warn
 from lightning_unitscale.callbacks.step_schedules import Sampling
-from lightning_unitscale.callbacks.steps import StepsCallback, captures_steps, enter
+from lightning_unitscale.capture.name_patterns import NamePatterns
 from lightning_unitscale.formats import NumberFormat, get_format
-from lightning_unitscale.graph.name_patterns import NamePatterns
 from lightning_unitscale.loops.loggers import RunWriters
 from lightning_unitscale.loops.loop import Loop
+from lightning_unitscale.monitor.torch_state import is_readable
 from lightning_unitscale.ranks import is_distributed
 from lightning_unitscale.scales.alerts import ScaleAlert
-from lightning_unitscale.scales.export import summarize, write_csv, write_json_lines
 from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
+from lightning_unitscale.scales.snapshot_rows import summarize, write_csv, write_json_lines
 from lightning_unitscale.scales.violations import Limits
 from lightning_unitscale.tensorboard.table import scale_table
 from lightning_unitscale.tensorboard.writer import (
     TABS,
     TensorBoardTabs,
 )
-from lightning_unitscale.watching.torch_state import is_readable
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_unitscale.arguments import check_count, shown
-from lightning_unitscale.lossless.measured import is_late_look
+from lightning_unitscale.matmuls.measured_operands import is_late_look
 from lightning_unitscale.ranks import is_distributed
 
 # Steps at which "auto" measures: often while the scales of a fresh model move, then rarely.

@@ -12,17 +12,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_unitscale.callbacks.distributed import num_gradient_elements
+from lightning_unitscale.callbacks.lightning_steps import all_callbacks
 from lightning_unitscale.callbacks.packages import (
     is_lightning,
     misconfigured,
     rank_zero_info,
     rank_zero_warn,
 )
-from lightning_unitscale.callbacks.steps import all_callbacks
 from lightning_unitscale.functional.low_precision import why_no_fp8
-from lightning_unitscale.optim.learning_rates import Method, ParameterInfo, check_group, known_class
-from lightning_unitscale.optim.scaled_step import rate_notes, scale_learning_rates
 from lightning_unitscale.patching import Replacement, shadowed
+from lightning_unitscale.rules.learning_rates import Method, ParameterInfo, check_group, known_class
+from lightning_unitscale.rules.scaled_step import rate_notes, scale_learning_rates
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -21,6 +21,13 @@ from lightning_unitscale.callbacks.checkpoints import (
 from lightning_unitscale.callbacks.distributed import refuse_distributed_tensors
 from lightning_unitscale.callbacks.explanation import Explanation
 from lightning_unitscale.callbacks.lightning_loop import LightningLoop
+from lightning_unitscale.callbacks.lightning_steps import StepsCallback, captures_steps, enter
+from lightning_unitscale.callbacks.matmul_units import ProductUnits
+from lightning_unitscale.callbacks.memory_budget import (
+    budget_claim,
+    compile_claim,
+    step_partitioner,
+)
 from lightning_unitscale.callbacks.options import (
     FP8,
     LOSSLESS,
@@ -33,11 +40,8 @@ from lightning_unitscale.callbacks.options import (
     mode_of,
 )
 from lightning_unitscale.callbacks.packages import rank_zero_warn
-from lightning_unitscale.callbacks.product_units import ProductUnits
-from lightning_unitscale.callbacks.remat import budget_claim, compile_claim, step_partitioner
-from lightning_unitscale.callbacks.rules import rules_of
+from lightning_unitscale.callbacks.rule_scaling import rules_of
 from lightning_unitscale.callbacks.step_schedules import RecalibrationSchedule
-from lightning_unitscale.callbacks.steps import StepsCallback, captures_steps, enter
 from lightning_unitscale.callbacks.trainer_settings import (
     check_fp8,
     check_fp8_device,
@@ -45,15 +49,15 @@ from lightning_unitscale.callbacks.trainer_settings import (
     report_unprotected,
     warn_of_zero_eps,
 )
-from lightning_unitscale.capture.steps import ModuleSteps, breaks_list
-from lightning_unitscale.dispatch.coverage import Coverage
-from lightning_unitscale.dynamo.executors import CompileMode
-from lightning_unitscale.graph.passes import GraphPass
+from lightning_unitscale.capture.executors import CompileMode
+from lightning_unitscale.capture.module_steps import ModuleSteps, breaks_list
+from lightning_unitscale.capture.passes import GraphPass
 from lightning_unitscale.loops.loop import Claim, Loop
-from lightning_unitscale.lossless.gauge import Gauge
+from lightning_unitscale.matmuls.coverage import Coverage
+from lightning_unitscale.matmuls.gauge import Gauge
+from lightning_unitscale.matmuls.simulate import MovingGrid
+from lightning_unitscale.memory.planner import check_budget
 from lightning_unitscale.patching import nothing
-from lightning_unitscale.precision.simulate import MovingGrid
-from lightning_unitscale.remat.planner import check_budget
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

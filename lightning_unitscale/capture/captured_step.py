@@ -13,6 +13,16 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from lightning_unitscale.capture import dynamo_capture as capture
+from lightning_unitscale.capture.breaks import (
+    graph_breaks_since,
+    is_of_dynamo,
+    is_watched,
+    not_followed,
+    num_graph_breaks,
+    reason_of,
+    wants_dynamos_texts,
+)
 from lightning_unitscale.capture.compiled_graph import (
     GraphBackend,
     GraphCall,
@@ -22,8 +32,11 @@ from lightning_unitscale.capture.compiled_graph import (
     StepState,
     stop_at_graph,
 )
+from lightning_unitscale.capture.executors import Executor
 from lightning_unitscale.capture.fallback import Fallback, StaysPlain
+from lightning_unitscale.capture.graph_nodes import Names
 from lightning_unitscale.capture.module_state import ModuleState
+from lightning_unitscale.capture.patches import kept_whole, opened_layers
 from lightning_unitscale.capture.recaptures import SecondCapture
 from lightning_unitscale.capture.side_effects import UntracedCalls, plain_forward
 from lightning_unitscale.capture.step_messages import (
@@ -37,20 +50,7 @@ from lightning_unitscale.capture.step_messages import (
     warn_once,
 )
 from lightning_unitscale.compiling import is_compiling, is_exporting
-from lightning_unitscale.dynamo import capture
-from lightning_unitscale.dynamo.breaks import (
-    graph_breaks_since,
-    is_of_dynamo,
-    is_watched,
-    not_followed,
-    num_graph_breaks,
-    reason_of,
-    wants_dynamos_texts,
-)
-from lightning_unitscale.dynamo.executors import Executor
-from lightning_unitscale.dynamo.patches import kept_whole, opened_layers
 from lightning_unitscale.functional.scale import is_transforming
-from lightning_unitscale.graph.nodes import Names
 from lightning_unitscale.patching import nothing, shadowed
 
 _DEPLOY = "Use the plain module that transforms.deploy(module, *example_args) makes"

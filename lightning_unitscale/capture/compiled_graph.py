@@ -17,28 +17,29 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from lightning_unitscale.capture import dynamo_capture as capture
+from lightning_unitscale.capture import executors
+from lightning_unitscale.capture.aliasing import find_effects, memory_roots, written_arguments
+from lightning_unitscale.capture.breaks import Reason, graph_breaks_since, joined_reasons
+from lightning_unitscale.capture.copy_graphs import copy_graph_module
+from lightning_unitscale.capture.decompose import expand_composites
+from lightning_unitscale.capture.dynamo_capture import CapturedGraph
+from lightning_unitscale.capture.executors import Executor
+from lightning_unitscale.capture.graph_nodes import Names
 from lightning_unitscale.capture.module_state import ModuleState
-from lightning_unitscale.capture.recaptures import Recaptures
-from lightning_unitscale.capture.rollback import restorers_of
-from lightning_unitscale.capture.side_effects import Postponed
-from lightning_unitscale.capture.user_checkpoints import refuse_checkpoints
-from lightning_unitscale.dynamo import capture, executors
-from lightning_unitscale.dynamo.breaks import Reason, graph_breaks_since, joined_reasons
-from lightning_unitscale.dynamo.capture import CapturedGraph
-from lightning_unitscale.dynamo.executors import Executor
-from lightning_unitscale.dynamo.graphs import copy_graph_module
-from lightning_unitscale.functional.scale import outside_transforms
-from lightning_unitscale.graph.aliasing import find_effects, memory_roots, written_arguments
-from lightning_unitscale.graph.decompose import expand_composites
-from lightning_unitscale.graph.nodes import Names
-from lightning_unitscale.graph.passes import (
+from lightning_unitscale.capture.passes import (
     GraphPass,
     PassRecord,
     Phase,
     StepGraph,
     run_passes,
 )
-from lightning_unitscale.graph.regions import PRODUCTS, Places
+from lightning_unitscale.capture.recaptures import Recaptures
+from lightning_unitscale.capture.regions import PRODUCTS, Places
+from lightning_unitscale.capture.rollback import restorers_of
+from lightning_unitscale.capture.side_effects import Postponed
+from lightning_unitscale.capture.user_checkpoints import refuse_checkpoints
+from lightning_unitscale.functional.scale import outside_transforms
 from lightning_unitscale.patching import shadowed
 
 # Runs a graph in its place, on the inputs of a call.

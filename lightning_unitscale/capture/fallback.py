@@ -13,28 +13,28 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_unitscale.capture.compiled_graph import StepState
-from lightning_unitscale.capture.reached_code import find_recorded_pass
-from lightning_unitscale.capture.rollback import undoers
-from lightning_unitscale.capture.step_messages import CaptureError, warn_of_staying_plain
-from lightning_unitscale.capture.user_checkpoints import CheckpointNotKept
-from lightning_unitscale.dynamo.breaks import (
+from lightning_unitscale.capture.absent_ranks import is_sharded
+from lightning_unitscale.capture.breaks import (
     calling_line,
     graph_breaks_since,
     joined_reasons,
     num_graph_breaks,
     reason_raised,
 )
-from lightning_unitscale.dynamo.capture import around_captures, original_error
-from lightning_unitscale.dynamo.executors import Executor
-from lightning_unitscale.dynamo.hooks import (
+from lightning_unitscale.capture.compiled_graph import StepState
+from lightning_unitscale.capture.dynamo_capture import around_captures, original_error
+from lightning_unitscale.capture.executors import Executor
+from lightning_unitscale.capture.graph_nodes import returned_loss
+from lightning_unitscale.capture.reached_code import find_recorded_pass
+from lightning_unitscale.capture.rollback import undoers
+from lightning_unitscale.capture.step_messages import CaptureError, warn_of_staying_plain
+from lightning_unitscale.capture.user_checkpoints import CheckpointNotKept
+from lightning_unitscale.capture.user_hooks import (
     find_backward_hook,
     noticing_recorded_passes,
     num_registered,
 )
-from lightning_unitscale.graph.nodes import returned_loss
 from lightning_unitscale.patching import nothing
-from lightning_unitscale.profiler.sharded import is_sharded
 
 RECORDED = "it takes gradients of gradients (create_graph=True)"
 

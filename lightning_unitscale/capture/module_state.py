@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import nn
 
-from lightning_unitscale.capture.sharded import ShardedModule
+from lightning_unitscale.capture.breaks import Reason, is_watched
+from lightning_unitscale.capture.dynamo_capture import no_graph_breaks
+from lightning_unitscale.capture.executors import CompileMode, Executor, GraphRewriter
+from lightning_unitscale.capture.fsdp_modules import ShardedModule
+from lightning_unitscale.capture.passes import GraphPass, PassRecord, Phase
 from lightning_unitscale.capture.side_effects import Calls
-from lightning_unitscale.dynamo.breaks import Reason, is_watched
-from lightning_unitscale.dynamo.capture import no_graph_breaks
-from lightning_unitscale.dynamo.executors import CompileMode, Executor, GraphRewriter
-from lightning_unitscale.graph.passes import GraphPass, PassRecord, Phase
 from lightning_unitscale.patching import nothing
 
 # Where a module has its captured steps.

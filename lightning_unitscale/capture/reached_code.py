@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_unitscale.dynamo.breaks import is_installed_file
+from lightning_unitscale.capture.breaks import is_installed_file
 
 # They do not know the lists of a user's module.
 _FRAMEWORKS = frozenset({"torch", "lightning", "pytorch_lightning", "lightning_fabric"})

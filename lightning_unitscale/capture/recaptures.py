@@ -15,9 +15,9 @@ from collections import Counter
 from collections.abc import Callable
 from types import CodeType
 
+from lightning_unitscale.capture import dynamo_capture as capture
+from lightning_unitscale.capture.breaks import Reason, last_recapture
 from lightning_unitscale.capture.module_state import ModuleState
-from lightning_unitscale.dynamo import capture
-from lightning_unitscale.dynamo.breaks import Reason, last_recapture
 from lightning_unitscale.patching import nothing
 
 # Calls that captured something, after which a step is given up. torch.compile's limit is as large.

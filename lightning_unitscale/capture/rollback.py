@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, is_lazy
 from torch.overrides import TorchFunctionMode
 
-from lightning_unitscale.dynamo.backend import is_python_subclass
+from lightning_unitscale.capture.aot_backend import is_python_subclass
 
 # What a module registers; hooks are not among it: a step may install some.
 _REGISTERED = frozenset(

@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import fx
 
-from lightning_unitscale.dynamo.capture import GraphInput
-from lightning_unitscale.dynamo.graphs import is_checkpoint
-from lightning_unitscale.graph.aliasing import is_random, memory_roots, written_arguments
-from lightning_unitscale.graph.nodes import line_of, op_name, requires_grad
+from lightning_unitscale.capture.aliasing import is_random, memory_roots, written_arguments
+from lightning_unitscale.capture.copy_graphs import is_checkpoint
+from lightning_unitscale.capture.dynamo_capture import GraphInput
+from lightning_unitscale.capture.graph_nodes import line_of, op_name, requires_grad
 
 
 class CheckpointNotKept(Exception):

@@ -15,15 +15,15 @@ from typing_extensions import override
 from lightning_unitscale import __version__
 from lightning_unitscale.arguments import check_count, check_file
 from lightning_unitscale.callbacks import ScaleMonitor
-from lightning_unitscale.callbacks.steps import step_arguments
+from lightning_unitscale.callbacks.lightning_steps import step_arguments
 from lightning_unitscale.cli.errors import argument_error, is_answer
 from lightning_unitscale.cli.profiled import ProfiledJob, profiled_job
+from lightning_unitscale.memory.profile_report import check_sort_by
 from lightning_unitscale.patching import nothing
 from lightning_unitscale.pipeline.explain import explain_step
 from lightning_unitscale.profiler import DeviceType, profile_graph
-from lightning_unitscale.profiler.report import check_sort_by
 from lightning_unitscale.tensorboard import writer
-from lightning_unitscale.tensorboard.report import main as report_command
+from lightning_unitscale.tensorboard.run_report import main as report_command
 
 # The exit status of a program that Ctrl-C ended.
 _EXIT_INTERRUPTED = 130

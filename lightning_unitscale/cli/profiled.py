@@ -23,10 +23,10 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.strategies.xla import XLAStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_unitscale.capture.absent_ranks import emptied, is_sharded, take_over
+from lightning_unitscale.memory.profile_report import format_bytes
+from lightning_unitscale.pipeline.data_parallel import GridStrategy
 from lightning_unitscale.profiler import GraphProfile, fake_process_group
-from lightning_unitscale.profiler.report import format_bytes
-from lightning_unitscale.profiler.sharded import emptied, is_sharded, take_over
-from lightning_unitscale.strategies.grid import GridStrategy
 
 # DDP in name; what a device has is something else.
 _NO_REPLICAS = (DeepSpeedStrategy, XLAStrategy, GridStrategy)

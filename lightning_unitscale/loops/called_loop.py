@@ -22,12 +22,12 @@ from torch.optim.optimizer import (
 from typing_extensions import override
 
 from lightning_unitscale.arguments import shown
-from lightning_unitscale.capture.steps import LIGHTNING_STEPS
-from lightning_unitscale.dispatch.nodes import HandedOn
-from lightning_unitscale.dispatch.torch_internals import is_recording
+from lightning_unitscale.capture.module_steps import LIGHTNING_STEPS
 from lightning_unitscale.loops.loggers import checked_loggers
 from lightning_unitscale.loops.loop import Loop, LoopCallback, StepCaller
-from lightning_unitscale.lossless.full_precision import find_loss
+from lightning_unitscale.matmuls.autograd_nodes import HandedOn
+from lightning_unitscale.matmuls.full_precision import find_loss
+from lightning_unitscale.matmuls.torch_internals import is_recording
 from lightning_unitscale.patching import Replacement, StandIn, shadowed
 from lightning_unitscale.ranks import rank, world_size
 

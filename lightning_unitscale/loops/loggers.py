@@ -14,14 +14,14 @@ from typing_extensions import override
 from lightning_unitscale.arguments import shown
 from lightning_unitscale.loops.loop import Loop
 from lightning_unitscale.scales.alerts import ScaleAlert, alerts_text
-from lightning_unitscale.scales.export import (
+from lightning_unitscale.scales.layout import DIRECTIONS, FORMAT_KINDS
+from lightning_unitscale.scales.snapshot import ScaleSnapshot
+from lightning_unitscale.scales.snapshot_rows import (
     ScaleSummary,
     exponent_histogram,
     finite,
     snapshot_rows,
 )
-from lightning_unitscale.scales.layout import DIRECTIONS, FORMAT_KINDS
-from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.tensorboard.table import scale_table
 from lightning_unitscale.tensorboard.writer import (
     SCALES_URL,

@@ -11,9 +11,10 @@ import numpy as np
 from torch import fx, nn
 
 from lightning_unitscale.arguments import check_callable, check_count, check_positive
-from lightning_unitscale.dynamo.graphs import is_checkpoint, is_higher_order
+from lightning_unitscale.capture.copy_graphs import is_checkpoint, is_higher_order
+from lightning_unitscale.capture.graph_nodes import op_name
 from lightning_unitscale.functional.scale import leaving_transforms
-from lightning_unitscale.graph.nodes import op_name
+from lightning_unitscale.memory.costs import CostModel, default_cost_model
 from lightning_unitscale.pipeline.cuts import (
     LOSS,
     insert_mark,
@@ -24,7 +25,6 @@ from lightning_unitscale.pipeline.dataflow import crossing_bytes, is_operation
 from lightning_unitscale.pipeline.program import named_tensors
 from lightning_unitscale.pipeline.search import Allowed, CutCandidate, choose_cuts, thinned
 from lightning_unitscale.profiler import GraphProfile, MetaInfoProp, NodeCosts
-from lightning_unitscale.profiler.costs import CostModel, default_cost_model
 
 # At most this many cuts are compared: the search holds a number for each two of them.
 _MOST_CUTS = 1000

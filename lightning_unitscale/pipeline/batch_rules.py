@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from lightning_unitscale.graph.nodes import example_tensor, line_of, op_name, tensor_name
+from lightning_unitscale.capture.graph_nodes import example_tensor, line_of, op_name, tensor_name
 from lightning_unitscale.pipeline.batch_facts import Coupled, Fact, Mean, Rows, Same, power_of
 
 _SUMS = frozenset(

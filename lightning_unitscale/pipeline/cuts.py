@@ -17,8 +17,8 @@ from torch.distributed.pipelining import SplitPoint, pipe_split
 from torch.utils.hooks import RemovableHandle
 
 from lightning_unitscale.arguments import check_instance, nearest
-from lightning_unitscale.graph.aliasing import memory_roots, written_arguments
-from lightning_unitscale.graph.nodes import op_name
+from lightning_unitscale.capture.aliasing import memory_roots, written_arguments
+from lightning_unitscale.capture.graph_nodes import op_name
 from lightning_unitscale.pipeline.dataflow import is_operation, is_switch
 from lightning_unitscale.pipeline.program import Program
 

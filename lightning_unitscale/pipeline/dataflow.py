@@ -21,9 +21,19 @@ import torch
 from torch import Tensor, fx
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
-from lightning_unitscale.dynamo.graphs import autocast_dtypes
-from lightning_unitscale.graph.aliasing import aliased_by_mutation, memory_roots, written_arguments
-from lightning_unitscale.graph.nodes import MODULE, TRANSFORMED, op_name, tensor_name, tensors_in
+from lightning_unitscale.capture.aliasing import (
+    aliased_by_mutation,
+    memory_roots,
+    written_arguments,
+)
+from lightning_unitscale.capture.copy_graphs import autocast_dtypes
+from lightning_unitscale.capture.graph_nodes import (
+    MODULE,
+    TRANSFORMED,
+    op_name,
+    tensor_name,
+    tensors_in,
+)
 from lightning_unitscale.pipeline.program import TensorInfo
 
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from lightning_unitscale.patching import nothing
-from lightning_unitscale.pipeline.ownership import SharedGradients
 from lightning_unitscale.pipeline.pipe import Pipe
 from lightning_unitscale.pipeline.program import split_batch
 from lightning_unitscale.pipeline.schedules import find_schedule
 from lightning_unitscale.pipeline.stage import StageModule
+from lightning_unitscale.pipeline.stage_owners import SharedGradients
 from lightning_unitscale.pipeline.torch_engine import BreadthFirst, EngineStage
 
 # Returns the loss of a microbatch from its index and the outputs of the last stage.

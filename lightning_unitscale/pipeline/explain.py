@@ -11,10 +11,13 @@ from tabulate import tabulate
 from torch import nn
 
 from lightning_unitscale.capture.compiled_graph import GraphCall, NotOneGraphError
+from lightning_unitscale.capture.dynamo_capture import unmarked
+from lightning_unitscale.capture.graph_nodes import ELSEWHERE, MODULE
 from lightning_unitscale.capture.rollback import restoring
 from lightning_unitscale.capture.step_messages import CaptureError
-from lightning_unitscale.dynamo.capture import unmarked
-from lightning_unitscale.graph.nodes import ELSEWHERE, MODULE
+from lightning_unitscale.memory.costs import CostModel, default_cost_model
+from lightning_unitscale.memory.profile_report import format_bytes
+from lightning_unitscale.memory.profile_step import COSTS
 from lightning_unitscale.patching import nothing, shadowed
 from lightning_unitscale.pipeline.balance import (
     balanced_split,
@@ -23,7 +26,7 @@ from lightning_unitscale.pipeline.balance import (
     seconds_of,
     sending_rate,
 )
-from lightning_unitscale.pipeline.capture import (
+from lightning_unitscale.pipeline.captured_program import (
     LOGS,
     CalledSteps,
     as_attribute,
@@ -40,9 +43,6 @@ from lightning_unitscale.pipeline.pipe import Pipe, build_pipe, pipeline
 from lightning_unitscale.pipeline.program import split_evenly
 from lightning_unitscale.pipeline.schedules import SCHEDULES, PipelineTimeline, simulate_1f1b
 from lightning_unitscale.pipeline.stage import StageModule
-from lightning_unitscale.profiler.api import COSTS
-from lightning_unitscale.profiler.costs import CostModel, default_cost_model
-from lightning_unitscale.profiler.report import format_bytes
 
 
 @dataclass(frozen=True)

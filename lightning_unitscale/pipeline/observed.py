@@ -20,11 +20,11 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map_only
 
 from lightning_unitscale.capture.compiled_graph import Variant
-from lightning_unitscale.dynamo.executors import execute_with
-from lightning_unitscale.dynamo.graphs import copy_graph_module
-from lightning_unitscale.graph.nodes import ELSEWHERE, tensor_name
-from lightning_unitscale.graph.passes import GraphPass, Phase, StepGraph
-from lightning_unitscale.graph.recorder import tap_gradient
+from lightning_unitscale.capture.copy_graphs import copy_graph_module
+from lightning_unitscale.capture.executors import execute_with
+from lightning_unitscale.capture.graph_nodes import ELSEWHERE, tensor_name
+from lightning_unitscale.capture.graph_recorder import tap_gradient
+from lightning_unitscale.capture.passes import GraphPass, Phase, StepGraph
 from lightning_unitscale.pipeline.pipe import Pipe
 from lightning_unitscale.pipeline.stage import StageModule
 from lightning_unitscale.ranks import gathered_on

@@ -14,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage, SplitPoint
 from typing_extensions import override
 
 from lightning_unitscale.arguments import check_callable, check_instance
-from lightning_unitscale.pipeline.capture import capture_program
+from lightning_unitscale.pipeline.captured_program import capture_program
 from lightning_unitscale.pipeline.cuts import SplitPolicy, cut_by, marked, num_marks
 from lightning_unitscale.pipeline.program import LossSpec, Program, split_batch
 from lightning_unitscale.pipeline.stage import StageInfo, StageModule, build_stages

@@ -28,7 +28,7 @@ from torch import Tensor, fx
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from lightning_unitscale.graph.nodes import op_name
+from lightning_unitscale.capture.graph_nodes import op_name
 
 _RUN_WHOLE = frozenset({"checkpoint", "register_hook"})
 # Parts of the names of autograd's nodes for fused kernels.

@@ -13,9 +13,10 @@ from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 from typing_extensions import override
 
-from lightning_unitscale.dynamo.executors import execute_with
-from lightning_unitscale.dynamo.graphs import compiled_forward
-from lightning_unitscale.graph.nodes import ELSEWHERE, tensor_name
+from lightning_unitscale.capture.copy_graphs import compiled_forward
+from lightning_unitscale.capture.executors import execute_with
+from lightning_unitscale.capture.graph_nodes import ELSEWHERE, tensor_name
+from lightning_unitscale.memory.profile_step import COSTS
 from lightning_unitscale.pipeline.cuts import assign_stages, is_mark
 from lightning_unitscale.pipeline.dataflow import (
     StageReads,
@@ -28,7 +29,6 @@ from lightning_unitscale.pipeline.dataflow import (
     respect_callers_grad_mode,
 )
 from lightning_unitscale.pipeline.program import Program, TensorInfo
-from lightning_unitscale.profiler.api import COSTS
 
 
 @dataclass(frozen=True)

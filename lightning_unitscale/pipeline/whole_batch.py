@@ -21,17 +21,17 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_unitscale.capture.compiled_graph import GraphCall
-from lightning_unitscale.graph.nodes import (
+from lightning_unitscale.capture.graph_nodes import (
     INTERNAL,
     example_tensor,
     replace_other_uses,
     tensor_name,
 )
-from lightning_unitscale.graph.passes import StepGraph
+from lightning_unitscale.capture.passes import StepGraph
 from lightning_unitscale.pipeline.batch_facts import Coupled, Fact, Mean, Rows
 from lightning_unitscale.pipeline.batch_rules import Operation
 from lightning_unitscale.pipeline.batchwise import BatchFacts, CountedMean, compare_graph_modules
-from lightning_unitscale.pipeline.capture import capture_program, static_shapes
+from lightning_unitscale.pipeline.captured_program import capture_program, static_shapes
 from lightning_unitscale.pipeline.dataflow import find_sources
 from lightning_unitscale.pipeline.program import LossSpec, Program
 

@@ -14,23 +14,23 @@ from torch.nn.parameter import is_lazy
 
 from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.compiled_graph import CompiledGraph, Interpreter, NotOneGraphError
-from lightning_unitscale.capture.rollback import detached_copy, find_once_only, restoring
-from lightning_unitscale.capture.step_messages import CaptureError
-from lightning_unitscale.graph.matmuls import product_of
-from lightning_unitscale.graph.nodes import (
+from lightning_unitscale.capture.graph_matmuls import product_of
+from lightning_unitscale.capture.graph_nodes import (
     changed_arguments,
     is_float_tensor,
     op_name,
     tensor_name,
     value_at,
 )
-from lightning_unitscale.graph.recorder import GraphInterpreter
-from lightning_unitscale.lossless.measured import root_mean_square
+from lightning_unitscale.capture.graph_recorder import GraphInterpreter
+from lightning_unitscale.capture.rollback import detached_copy, find_once_only, restoring
+from lightning_unitscale.capture.step_messages import CaptureError
+from lightning_unitscale.matmuls.measured_operands import root_mean_square
 from lightning_unitscale.rules.decide import Decider
 from lightning_unitscale.rules.flow import DIVIDED, TIMES, Flow, is_operation, parameter_path
 from lightning_unitscale.rules.plan import Decision, ParameterPlan, RuleOptions, RulePlan, key
 from lightning_unitscale.rules.roles import Structure, find_structure, plan_parameters
-from lightning_unitscale.rules.weights import prepared_like
+from lightning_unitscale.rules.unit_weights import prepared_like
 
 Joint = Callable[[float], float]
 # The first run of a step may change what the next one runs.

@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import fx
 
-from lightning_unitscale.graph.matmuls import Product, product_of
-from lightning_unitscale.graph.nodes import (
+from lightning_unitscale.capture.graph_matmuls import Product, product_of
+from lightning_unitscale.capture.graph_nodes import (
     Path,
     example_tensor,
     float_arguments,

@@ -10,12 +10,12 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_unitscale.arguments import check_flag, check_instance
-from lightning_unitscale.capture.attach import products_of
-from lightning_unitscale.capture.export import export_forward
-from lightning_unitscale.capture.steps import ModuleSteps, steps_of
-from lightning_unitscale.graph.nodes import NAME, tensor_name
-from lightning_unitscale.graph.passes import StepGraph
-from lightning_unitscale.lossless.held import FACTOR
+from lightning_unitscale.capture.captured_copy import products_of
+from lightning_unitscale.capture.export_forward import export_forward
+from lightning_unitscale.capture.graph_nodes import NAME, tensor_name
+from lightning_unitscale.capture.module_steps import ModuleSteps, steps_of
+from lightning_unitscale.capture.passes import StepGraph
+from lightning_unitscale.matmuls.held import FACTOR
 from lightning_unitscale.rules.flow import handed_on
 from lightning_unitscale.rules.plan import RulePlan, key
 from lightning_unitscale.rules.rewrite import RuleRewrite

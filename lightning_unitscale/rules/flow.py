@@ -10,15 +10,8 @@ import networkx as nx
 import torch
 from torch import Tensor, fx
 
-from lightning_unitscale.dynamo.graphs import is_checkpoint
-from lightning_unitscale.functional.rules import (
-    ScaleRule,
-    hint_of,
-    numel_of,
-    rule_of_function,
-    rule_of_method,
-)
-from lightning_unitscale.graph.nodes import (
+from lightning_unitscale.capture.copy_graphs import is_checkpoint
+from lightning_unitscale.capture.graph_nodes import (
     INPUT,
     WHOLE_VIEWS,
     Path,
@@ -29,9 +22,16 @@ from lightning_unitscale.graph.nodes import (
     op_name,
     tensor_name,
 )
-from lightning_unitscale.graph.passes import StepGraph
-from lightning_unitscale.graph.regions import Places
-from lightning_unitscale.lossless.measured import root_mean_square
+from lightning_unitscale.capture.passes import StepGraph
+from lightning_unitscale.capture.regions import Places
+from lightning_unitscale.functional.rules import (
+    ScaleRule,
+    hint_of,
+    numel_of,
+    rule_of_function,
+    rule_of_method,
+)
+from lightning_unitscale.matmuls.measured_operands import root_mean_square
 
 # What a captured graph calls by another name than people do.
 _ALIASES = {"attention_product": torch.matmul, "safe_softmax": torch.softmax}

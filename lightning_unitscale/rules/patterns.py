@@ -8,14 +8,14 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from lightning_unitscale.functional.rules import elementwise_factors
-from lightning_unitscale.graph.matmuls import product_of
-from lightning_unitscale.graph.nodes import (
+from lightning_unitscale.capture.graph_matmuls import product_of
+from lightning_unitscale.capture.graph_nodes import (
     example_tensor,
     float_arguments,
     is_float_tensor,
     op_name,
 )
+from lightning_unitscale.functional.rules import elementwise_factors
 from lightning_unitscale.rules.flow import (
     ADDS,
     DIVIDED,

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from lightning_unitscale.arguments import check_choice, shown
-from lightning_unitscale.optim.learning_rates import ParameterInfo, Role
+from lightning_unitscale.rules.learning_rates import ParameterInfo, Role
 
 Action = Literal["scaled", "zeroed", "left"]
 OnUnknown = Literal["calibrate", "keep", "error"]

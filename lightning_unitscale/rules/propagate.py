@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch.nn.functional as F
 from torch import fx
 
-from lightning_unitscale.graph.nodes import MODULE, float_arguments, op_name, tensor_name
+from lightning_unitscale.capture.graph_nodes import MODULE, float_arguments, op_name, tensor_name
 from lightning_unitscale.rules.flow import (
     ADDS,
     RULE_ERRORS,

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import networkx as nx
 from torch import fx
 
-from lightning_unitscale.graph.matmuls import product_of
-from lightning_unitscale.graph.nodes import Path, op_name
+from lightning_unitscale.capture.graph_matmuls import product_of
+from lightning_unitscale.capture.graph_nodes import Path, op_name
 from lightning_unitscale.rules.flow import (
     SUBTRACTS,
     TIMES,

@@ -12,9 +12,9 @@ from tabulate import tabulate
 from torch import fx
 
 from lightning_unitscale.arguments import nearest, shown
-from lightning_unitscale.graph.aliasing import aliased_by_mutation
-from lightning_unitscale.graph.matmuls import product_of
-from lightning_unitscale.graph.nodes import (
+from lightning_unitscale.capture.aliasing import aliased_by_mutation
+from lightning_unitscale.capture.graph_matmuls import product_of
+from lightning_unitscale.capture.graph_nodes import (
     INTERNAL,
     MODULE,
     NAME,
@@ -26,8 +26,8 @@ from lightning_unitscale.graph.nodes import (
     replace_other_uses,
     tensor_name,
 )
-from lightning_unitscale.graph.passes import GraphPass, Phase, Region, StepGraph
-from lightning_unitscale.lossless.held import FACTOR, UNSCALED
+from lightning_unitscale.capture.passes import GraphPass, Phase, Region, StepGraph
+from lightning_unitscale.matmuls.held import FACTOR, UNSCALED
 from lightning_unitscale.rules.build_plan import plan_graph
 from lightning_unitscale.rules.decide import ATTENTION
 from lightning_unitscale.rules.flow import (

@@ -9,15 +9,14 @@ from typing import Literal
 
 from torch import fx
 
-from lightning_unitscale.graph.matmuls import Product, product_of
-from lightning_unitscale.graph.nodes import (
+from lightning_unitscale.capture.graph_matmuls import Product, product_of
+from lightning_unitscale.capture.graph_nodes import (
     Path,
     example_tensor,
     float_arguments,
     op_name,
     tensor_name,
 )
-from lightning_unitscale.optim.learning_rates import ParameterInfo, Role
 from lightning_unitscale.rules.flow import (
     EMBEDDINGS,
     RULE_ERRORS,
@@ -31,6 +30,7 @@ from lightning_unitscale.rules.flow import (
     parameter_path,
     rule_of,
 )
+from lightning_unitscale.rules.learning_rates import ParameterInfo, Role
 from lightning_unitscale.rules.patterns import Averages, find_averages, logit_factor
 from lightning_unitscale.rules.plan import Action, ParameterPlan
 from lightning_unitscale.rules.residuals import Residual, find_residuals

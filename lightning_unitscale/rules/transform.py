@@ -10,15 +10,15 @@ from typing import Any
 from torch import nn
 
 from lightning_unitscale.arguments import check_flag
-from lightning_unitscale.capture.attach import captured_forward, reject_compiled
+from lightning_unitscale.capture.captured_copy import captured_forward, reject_compiled
 from lightning_unitscale.capture.captured_step import CapturedStep
-from lightning_unitscale.capture.steps import steps_of
-from lightning_unitscale.dispatch.module_products import ModuleProducts
-from lightning_unitscale.dispatch.session import SESSION
+from lightning_unitscale.capture.module_steps import steps_of
+from lightning_unitscale.matmuls.module_matmuls import ModuleProducts
+from lightning_unitscale.matmuls.session import SESSION
 from lightning_unitscale.rules.build_plan import plan_step
 from lightning_unitscale.rules.plan import OnUnknown, RuleOptions
 from lightning_unitscale.rules.rewrite import RuleRewrite
-from lightning_unitscale.rules.weights import (
+from lightning_unitscale.rules.unit_weights import (
     ParameterGradients,
     already_at_unit_scale,
     set_to_unit_scale,

@@ -28,9 +28,9 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 
 from lightning_unitscale.scales.alerts import ScaleAlert, alerts_text, alerts_to_json
-from lightning_unitscale.scales.export import ScaleSummary
 from lightning_unitscale.scales.layout import DIRECTIONS, Direction
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
+from lightning_unitscale.scales.snapshot_rows import ScaleSummary
 from lightning_unitscale.tensorboard.history import block_of
 from lightning_unitscale.tensorboard.protobuf import (
     annotated_graph,

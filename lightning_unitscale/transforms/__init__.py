@@ -3,24 +3,24 @@
 from importlib import import_module
 from typing import Any
 
-from lightning_unitscale.lossless.gauge import Gauge, GaugePair
-from lightning_unitscale.rules.deploy import deploy
-from lightning_unitscale.rules.transform import unit_scale
-from lightning_unitscale.transforms.product_transforms import (
-    compile,
-    fp8_linears,
-    lossless_unit_scale,
-    simulate_format,
-    simulate_fp8,
-)
-from lightning_unitscale.watching.scales_graph import (
+from lightning_unitscale.matmuls.gauge import Gauge, GaugePair
+from lightning_unitscale.monitor.scales_graph import (
     Metrics,
     ScalesGraph,
     prune_non_float_tensors,
     prune_same_scale_tensors,
     prune_selected_nodes,
 )
-from lightning_unitscale.watching.track_scales import track_scales
+from lightning_unitscale.monitor.track_scales import track_scales
+from lightning_unitscale.rules.deploy import deploy
+from lightning_unitscale.rules.transform import unit_scale
+from lightning_unitscale.transforms.matmul_transforms import (
+    compile,
+    fp8_linears,
+    lossless_unit_scale,
+    simulate_format,
+    simulate_fp8,
+)
 
 __all__ = [
     "Gauge",

@@ -6,7 +6,7 @@ import pytest
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_unitscale import ScaleMonitor
-from lightning_unitscale.tensorboard.report import write_report
+from lightning_unitscale.tensorboard.run_report import write_report
 from tests.browser.test_dashboard import FRAME, rgb, show
 from tests.callbacks.injected import FAULT_STEP, nan_bias, overflow, train
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from lightning_unitscale.scales.tensor_statistics import fraction_from_counts
-from lightning_unitscale.tensorboard.report import BAD, STOPS, ZERO, write_report
 from lightning_unitscale.tensorboard.responses import SHOWN_FORMATS
+from lightning_unitscale.tensorboard.run_report import BAD, STOPS, ZERO, write_report
 from tests.browser.conftest import STEPS
 from tests.tensorboard.runs import NAMES, snapshot, unit_scaled, with_nan, write
 from tests.tensorboard.test_plugin import STATIC

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_unitscale.tensorboard.report import write_report
+from lightning_unitscale.tensorboard.run_report import write_report
 from tests.browser.test_dashboard import FRAME, show
 from tests.tensorboard.runs import NAMES, snapshot, write
 

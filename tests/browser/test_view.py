@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lightning_unitscale.scales.layout import RowLayout
-from lightning_unitscale.tensorboard.report import write_report
+from lightning_unitscale.tensorboard.run_report import write_report
 from tests.browser.conftest import STEPS
 from tests.browser.test_dashboard import FRAME, expected_color, rgb, show
 from tests.tensorboard.runs import NAMES, snapshot, unit_scaled, write

@@ -19,13 +19,13 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 import lightning_unitscale
-from lightning_unitscale.dispatch import fp8
-from lightning_unitscale.dispatch.kernels import product_kernel
-from lightning_unitscale.graph.operators import RULES
-from lightning_unitscale.profiler.fake_device import SimulatedDevice, simulating
+from lightning_unitscale.capture.fake_device import SimulatedDevice, simulating
+from lightning_unitscale.capture.operators import RULES
+from lightning_unitscale.matmuls import fp8_linear as fp8
+from lightning_unitscale.matmuls.kernels import product_kernel
+from lightning_unitscale.monitor import rows, watched_call
 from lightning_unitscale.scales import transfer
 from lightning_unitscale.scales.layout import MOMENTS, RowLayout
-from lightning_unitscale.watching import rows, watched_call
 
 PACKAGE = str(Path(lightning_unitscale.__file__).parent)
 CUDA = torch.device("cuda")

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_unitscale import ScaleMonitor, UnitScaleCallback
-from lightning_unitscale.callbacks.steps import StepsCallback
+from lightning_unitscale.callbacks.lightning_steps import StepsCallback
 from tests.helpers import assert_same_bits
 
 QUIET = {

@@ -12,7 +12,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
 from lightning_unitscale.callbacks.trainer_settings import RuleSettings
-from lightning_unitscale.optim.learning_rates import ParameterInfo, Role
+from lightning_unitscale.rules.learning_rates import ParameterInfo, Role
 from tests.callbacks.runs import QUIET, loader
 
 TINY = 1e-60

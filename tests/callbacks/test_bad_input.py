@@ -23,8 +23,8 @@ from lightning_unitscale import (
     UnitScaleCallback,
 )
 from lightning_unitscale.capture.captured_step import CapturedStep
-from lightning_unitscale.capture.steps import steps_of
-from lightning_unitscale.dispatch.attach import SessionMethod
+from lightning_unitscale.capture.module_steps import steps_of
+from lightning_unitscale.matmuls.scaled_methods import SessionMethod
 from tests.callbacks.modules import Regression, regression_with
 from tests.callbacks.runs import (
     QUIET,

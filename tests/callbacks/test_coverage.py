@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from benchmarks.executed_products import has_torchs_own_kernels
 from lightning_unitscale import UnitScaleCallback
-from lightning_unitscale.dispatch.coverage import Coverage
+from lightning_unitscale.matmuls.coverage import Coverage
 from tests.callbacks.modules import Evaluated, Regression
 from tests.callbacks.runs import assert_same_run, loader, run, unit_scale_of
 from tests.helpers import assert_same_bits

@@ -12,7 +12,7 @@ from lightning_unitscale import RematCallback, ScaleMonitor, UnitScaleCallback
 from tests.callbacks.runs import Run, run
 from tests.engine_thread import backward_on_engine_thread
 from tests.helpers import assert_same_bits
-from tests.watching.modules import MODULES
+from tests.monitor.modules import MODULES
 
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 METHODS: dict[str, Callable[[], list[pl.Callback]]] = {

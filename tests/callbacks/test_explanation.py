@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_unitscale import FP8, RematCallback, ScaleMonitor, UnitScaleCallback
 from lightning_unitscale.callbacks.explanation import Explanation, Table, units_table
 from lightning_unitscale.formats import FP16
-from lightning_unitscale.lossless.gauge import Gauge, GaugePair
+from lightning_unitscale.matmuls.gauge import Gauge, GaugePair
 from tests.callbacks.modules import Regression
 from tests.callbacks.rule_runs import Classifier, fit
 from tests.callbacks.runs import run

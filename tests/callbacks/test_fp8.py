@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_unitscale import FP8, ScaleMonitor, UnitScaleCallback
 from lightning_unitscale.callbacks.options import U_MUP_EXCLUDE
-from lightning_unitscale.graph.name_patterns import NamePatterns
+from lightning_unitscale.capture.name_patterns import NamePatterns
 from tests.callbacks.runs import BOTH_WAYS, loader, run
 from tests.helpers import assert_same_bits
 
@@ -96,7 +96,7 @@ def test_types_with_bf16_mixed(name: Any, gradient: torch.dtype) -> None:
         return plain(rows, columns, scale, dtype, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        for place in (file, import_module("lightning_unitscale.dispatch.fp8")):
+        for place in (file, import_module("lightning_unitscale.matmuls.fp8_linear")):
             patch.setattr(place, "scaled_product", recorded)
         callback = UnitScaleCallback(precision=FP8(gradient_format=name))
         _losses([callback], precision="bf16-mixed")

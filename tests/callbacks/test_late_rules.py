@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_unitscale import UnitScaleCallback
-from lightning_unitscale.rules.weights import ParameterGradients
+from lightning_unitscale.rules.unit_weights import ParameterGradients
 from lightning_unitscale.transforms import simulate_fp8, unit_scale
 from tests.callbacks.late_modules import LATE, WIDTH
 from tests.callbacks.runs import QUIET, Capturing

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_unitscale import UnitScaleCallback, attach, transforms
-from lightning_unitscale.dispatch.measurement import Extent
+from lightning_unitscale.matmuls.measurement import Extent
 from tests.callbacks.late import (
     LATE,
     Annealed,

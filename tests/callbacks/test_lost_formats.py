@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_unitscale import FP8, UnitScaleCallback
-from lightning_unitscale.dynamo import capture
+from lightning_unitscale.capture import dynamo_capture as capture
 from tests.callbacks.runs import QUIET, Capturing
 
 

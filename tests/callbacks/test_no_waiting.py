@@ -20,7 +20,7 @@ from typing_extensions import override
 from benchmarks.demo_step import DemoLoss
 from lightning_unitscale import ScaleMonitor, UnitScaleCallback, attach
 from lightning_unitscale.callbacks import Simulate
-from lightning_unitscale.lossless.gauge import GaugePair
+from lightning_unitscale.matmuls.gauge import GaugePair
 from tests.callbacks.absent_gpu import CUDA, Gpu, a_gpu
 from tests.callbacks.runs import QUIET, Capturing
 from tests.triton_helpers import needs_triton

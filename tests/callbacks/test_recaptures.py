@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from lightning_unitscale import RematCallback, UnitScaleCallback
+from lightning_unitscale.capture import dynamo_capture as capture
 from lightning_unitscale.capture import recaptures
-from lightning_unitscale.capture.steps import steps_of
-from lightning_unitscale.dynamo import capture
+from lightning_unitscale.capture.module_steps import steps_of
 from tests.callbacks.modules import Regression
 from tests.callbacks.runs import loader, run
 from tests.helpers import assert_same_bits

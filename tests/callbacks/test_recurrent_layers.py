@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_unitscale import UnitScaleCallback
-from lightning_unitscale.dispatch.coverage import NO_UNIT
-from lightning_unitscale.graph.operators import RECURRENT
+from lightning_unitscale.capture.operators import RECURRENT
+from lightning_unitscale.matmuls.coverage import NO_UNIT
 from tests.callbacks.runs import QUIET
 
 SAMPLES, LENGTH, SIZE, HIDDEN = 6, 5, 8, 16

@@ -15,8 +15,8 @@ pytest.importorskip("transformers")
 from lightning_unitscale import RematCallback
 from tests.callbacks.runs import QUIET
 from tests.helpers import assert_same_bits
-from tests.strategies.hugging_face_run import Plain, adapted, batches, gpt2, llama
-from tests.strategies.pipeline_run import Recorder
+from tests.pipeline.hugging_face_run import Plain, adapted, batches, gpt2, llama
+from tests.pipeline.pipeline_run import Recorder
 
 pytestmark = pytest.mark.slow
 

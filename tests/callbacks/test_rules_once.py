@@ -13,9 +13,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lightning_unitscale import UnitScaleCallback
-from lightning_unitscale.callbacks import rules as rule_scaling
-from lightning_unitscale.capture.steps import steps_of
-from lightning_unitscale.rules.weights import set_to_unit_scale
+from lightning_unitscale.callbacks import rule_scaling as rule_scaling
+from lightning_unitscale.capture.module_steps import steps_of
+from lightning_unitscale.rules.unit_weights import set_to_unit_scale
 from tests.callbacks.rule_runs import (
     METHODS,
     Classifier,

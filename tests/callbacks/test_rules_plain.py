@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from lightning_unitscale import UnitScaleCallback
 from tests.callbacks.rule_runs import METHODS, Classifier, adamw, fit, loader, weights
-from tests.dynamo.test_tensor_subclasses import Broken
+from tests.capture.test_tensor_subclasses import Broken
 from tests.helpers import IS_TORCH_2_11, assert_same_bits
 
 

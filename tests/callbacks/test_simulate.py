@@ -25,7 +25,7 @@ class _Roundings(pl.Callback):
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.seen: set[tuple[str, str, int]] = set()
         self.stage = ""
-        module = import_module("lightning_unitscale.dispatch.formats")
+        module = import_module("lightning_unitscale.matmuls.rounding")
         plain = module.rounded
 
         def recorded(tensor: Tensor, format: Any, saturate: Any, key: Any) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_unitscale import RematCallback, UnitScaleCallback
-from lightning_unitscale.capture.steps import steps_of
+from lightning_unitscale.capture.module_steps import steps_of
 from tests.callbacks.modules import Evaluated, Regression, adamw, regression_with
 from tests.callbacks.runs import (
     ARRANGEMENTS,

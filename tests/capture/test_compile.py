@@ -7,11 +7,11 @@ import torch
 from torch import fx, nn
 from torch._inductor import config
 
-from lightning_unitscale.capture.attach import captured_forward, products_of
-from lightning_unitscale.dynamo import executors
-from lightning_unitscale.lossless.gauge import Gauge, GaugePair
+from lightning_unitscale.capture import executors
+from lightning_unitscale.capture.captured_copy import captured_forward, products_of
+from lightning_unitscale.matmuls.gauge import Gauge, GaugePair
 from lightning_unitscale.transforms import compile, lossless_unit_scale, track_scales
-from tests.watching.tracked import metrics
+from tests.monitor.tracked import metrics
 
 
 class Net(nn.Module):

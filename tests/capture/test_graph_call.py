@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.compiled_graph import NotOneGraphError
-from lightning_unitscale.capture.steps import ModuleSteps
+from lightning_unitscale.capture.module_steps import ModuleSteps
 from tests.helpers import assert_same_bits
 
 COUNTS: list[int] = []

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from lightning_unitscale.capture import step_messages
+from lightning_unitscale.capture.module_steps import ModuleSteps
 from lightning_unitscale.capture.step_messages import PATIENCE_SECONDS, CaptureProgress
-from lightning_unitscale.capture.steps import ModuleSteps
 
 
 class Clock:

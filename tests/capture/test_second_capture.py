@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_unitscale.capture.steps import ModuleSteps
+from lightning_unitscale.capture.module_steps import ModuleSteps
 from lightning_unitscale.remat import plan_remat
 from lightning_unitscale.transforms import remat
 from tests.helpers import assert_same_bits

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_unitscale.capture.module_steps import ModuleSteps
 from lightning_unitscale.capture.side_effects import Postponed, UntracedCalls, plain_forward
-from lightning_unitscale.capture.steps import ModuleSteps
 
 
 class Updating(nn.Module):

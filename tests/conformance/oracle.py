@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from lightning_unitscale.transforms import Metrics
-from tests.watching.test_metrics import expected
+from tests.monitor.test_metrics import expected
 
 # Statistics of a tensor, and of its gradient if one has come.
 Entry = list[Metrics.Data | None]

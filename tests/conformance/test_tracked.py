@@ -14,8 +14,8 @@ from tests.conformance.cases import Case
 from tests.conformance.harness import differences, plain, train
 from tests.conformance.oracle import Oracle
 from tests.conformance.test_conformance import CASES, INEXACT, THEMES
-from tests.watching.test_metrics import assert_close
-from tests.watching.tracked import metrics
+from tests.monitor.test_metrics import assert_close
+from tests.monitor.tracked import metrics
 
 METHODS = ("track_scales", "units, tracked", "tracked, in units")
 _TINY = "elements of a gradient below 1e-37 may differ by a subnormal number"

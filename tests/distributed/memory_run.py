@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 from tests.distributed.launch import quiet_rank
-from tests.profiler.oracles import measured_peak, storage_bytes, sum_of
+from tests.memory.oracles import measured_peak, storage_bytes, sum_of
 
 NUM_RANKS = 2
 # Sizes of the mesh, and options of FSDP.

@@ -27,7 +27,7 @@ from lightning_unitscale import RematCallback, UnitScaleCallback
 from tests.callbacks.runs import QUIET, Rows
 from tests.distributed.launch import quiet_rank
 from tests.distributed.memory_run import through_files
-from tests.profiler.oracles import bytes_allocated, storage_bytes
+from tests.memory.oracles import bytes_allocated, storage_bytes
 
 NUM_STEPS = 6
 # Of the module, of the Trainer, and of the data.

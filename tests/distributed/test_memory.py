@@ -11,7 +11,7 @@ import torch
 from lightning_unitscale.profiler import fake_process_group, profile_graph
 from tests.distributed.launch import results_of_ranks
 from tests.distributed.memory_run import CASES, NUM_RANKS, batch, sharded
-from tests.profiler.oracles import sum_of
+from tests.memory.oracles import sum_of
 
 pytestmark = pytest.mark.distributed
 Results = Callable[[str], list[dict[str, Any]]]

@@ -6,7 +6,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from examples.vit_by_rules import NUM_CLASSES, ViT, fit, stripes
-from lightning_unitscale.rules.weights import parameter_rms
+from lightning_unitscale.rules.unit_weights import parameter_rms
 from tests.callbacks.runs import QUIET
 
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
+from lightning_unitscale.capture.fake_device import SimulatedDevice, simulating
 from lightning_unitscale.functional.low_precision import (
     GRADIENTS,
     fp8_linear,
     fp8_matrices,
 )
-from lightning_unitscale.profiler.fake_device import SimulatedDevice, simulating
 from tests.helpers import CalledOperators
 from tests.triton_helpers import CAPABILITIES, build, needs_triton, run_interpreted
 

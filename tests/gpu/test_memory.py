@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from examples.gpt import GPT
 from lightning_unitscale import RematCallback
+from lightning_unitscale.memory.real_memory import PeakMeter
 from lightning_unitscale.profiler import profile_graph
-from lightning_unitscale.profiler.measure import PeakMeter
 from tests.gpu.models import BUDGETS, train
 
 

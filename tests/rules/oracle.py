@@ -13,15 +13,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.executed_products import See, below, operands_read
-from lightning_unitscale.capture.attach import captured_forward, products_of
-from lightning_unitscale.capture.steps import ModuleSteps, steps_of
+from lightning_unitscale.capture.captured_copy import captured_forward, products_of
+from lightning_unitscale.capture.module_steps import ModuleSteps, steps_of
 from lightning_unitscale.rules.build_plan import Recorder
 from lightning_unitscale.rules.flow import Flow
 from lightning_unitscale.rules.plan import Decision, ParameterPlan, RulePlan
 from lightning_unitscale.rules.residuals import Residual, find_residuals
 from lightning_unitscale.rules.rewrite import RuleRewrite
 from lightning_unitscale.rules.roles import Structure, find_structure
-from lightning_unitscale.rules.weights import ParameterGradients
+from lightning_unitscale.rules.unit_weights import ParameterGradients
 from tests.helpers import run, same_bits
 
 

@@ -11,16 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import lightning_unitscale.rules as rules
-from lightning_unitscale.capture.attach import captured_forward
+from lightning_unitscale.capture.captured_copy import captured_forward
+from lightning_unitscale.capture.graph_nodes import is_same_graph
 from lightning_unitscale.capture.step_messages import CaptureError
-from lightning_unitscale.graph.nodes import is_same_graph
 from lightning_unitscale.rules import build_plan
 from lightning_unitscale.rules.build_plan import plan_step
 from lightning_unitscale.rules.decide import Decider
 from lightning_unitscale.rules.plan import RuleOptions, RulePlan
 from lightning_unitscale.rules.residuals import branch_weights, find_residuals
 from lightning_unitscale.rules.roles import find_structure, plan_parameters
-from lightning_unitscale.rules.weights import set_to_unit_scale
+from lightning_unitscale.rules.unit_weights import set_to_unit_scale
 from tests.helpers import IS_TORCH_2_11, assert_same_bits
 from tests.rules.models import GPT, MODELS, Of, tokens
 from tests.rules.oracle import flow_of

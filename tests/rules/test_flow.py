@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_unitscale.graph.nodes import op_name
+from lightning_unitscale.capture.graph_nodes import op_name
 from lightning_unitscale.rules.flow import (
     Flow,
     float_arguments,

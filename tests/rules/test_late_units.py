@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_unitscale.capture.attach import products_of
+from lightning_unitscale.capture.captured_copy import products_of
 from lightning_unitscale.rules.transform import unit_scale
-from lightning_unitscale.rules.weights import ParameterGradients
+from lightning_unitscale.rules.unit_weights import ParameterGradients
 from lightning_unitscale.transforms import simulate_fp8, track_scales
 from tests.helpers import assert_same_bits
 from tests.rules.models import Of

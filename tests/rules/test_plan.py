@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from lightning_unitscale.optim.learning_rates import ParameterInfo, Role
+from lightning_unitscale.rules.learning_rates import ParameterInfo, Role
 from lightning_unitscale.rules.plan import Argument, Decision, ParameterPlan, RulePlan, key
 from lightning_unitscale.rules.transform import unit_scale
 from tests.rules.models import GPT, tokens

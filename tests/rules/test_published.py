@@ -9,7 +9,7 @@ import torch
 from benchmarks.architectures import observe_step, run_step, seed_everything
 from benchmarks.model_zoo import ZOO
 from lightning_unitscale.rules.transform import unit_scale
-from lightning_unitscale.rules.weights import ParameterGradients
+from lightning_unitscale.rules.unit_weights import ParameterGradients
 from tests.helpers import same_bits
 from tests.rules.oracle import (
     decided,

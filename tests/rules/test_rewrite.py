@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_unitscale.capture.steps import steps_of
+from lightning_unitscale.capture.module_steps import steps_of
 from lightning_unitscale.rules.plan import RulePlan
 from lightning_unitscale.rules.rewrite import RuleRewrite
 from lightning_unitscale.rules.transform import unit_scale
-from lightning_unitscale.rules.weights import ParameterGradients
+from lightning_unitscale.rules.unit_weights import ParameterGradients
 from tests.helpers import assert_same_bits, run
 from tests.rules.models import Of
 from tests.rules.oracle import (

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_unitscale.graph.matmuls import product_of
-from lightning_unitscale.graph.nodes import op_name, tensor_name
-from lightning_unitscale.optim.learning_rates import ParameterInfo, Role, u_mup_rate
+from lightning_unitscale.capture.graph_matmuls import product_of
+from lightning_unitscale.capture.graph_nodes import op_name, tensor_name
 from lightning_unitscale.rules.flow import output_factor
+from lightning_unitscale.rules.learning_rates import ParameterInfo, Role, u_mup_rate
 from lightning_unitscale.rules.plan import ParameterPlan
 from lightning_unitscale.rules.roles import plan_parameters
 from lightning_unitscale.rules.transform import unit_scale

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from lightning_unitscale.capture.steps import steps_of
+from lightning_unitscale.capture.module_steps import steps_of
 from lightning_unitscale.rules.transform import unit_scale
 
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_unitscale.capture.steps import steps_of
-from lightning_unitscale.dynamo import executors
+from lightning_unitscale.capture import executors
+from lightning_unitscale.capture.module_steps import steps_of
 from lightning_unitscale.rules.transform import unit_scale
 from lightning_unitscale.transforms import compile, lossless_unit_scale, simulate_fp8, track_scales
 from tests.helpers import assert_same_bits, run

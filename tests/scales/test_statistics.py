@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
+from lightning_unitscale.capture.operators import RULES
 from lightning_unitscale.formats import BF16, E4M3FN, E5M2, FP16, FP32, NumberFormat
-from lightning_unitscale.graph.operators import RULES
 from lightning_unitscale.scales.host_rows import host_row
 from lightning_unitscale.scales.layout import (
     FORMAT_KINDS,

@@ -1,0 +1,372 @@
+"""The steps of a LightningModule for all callbacks, and the hooks that callbacks share."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_unitscale.arguments import is_same
+from lightning_unitscale.callbacks.conflicts import check_callbacks, check_list_in, guard_hooks
+from lightning_unitscale.callbacks.distributed import pipeline_of
+from lightning_unitscale.callbacks.fallbacks import falling_back_in_backward
+from lightning_unitscale.callbacks.packages import (
+    PACKAGES,
+    Callback,
+    is_overridden,
+    is_param_in_hook_signature,
+    misconfigured,
+    rank_zero_info,
+)
+from lightning_unitscale.capture.captured_step import CapturedStep
+from lightning_unitscale.capture.dynamo_capture import is_compiled
+from lightning_unitscale.capture.module_steps import LIGHTNING_STEPS, ModuleSteps, steps_of
+from lightning_unitscale.capture.reached_code import functions_of, names_in
+from lightning_unitscale.loops.attach import Attachment, attach_in_fabric
+from lightning_unitscale.loops.loop import Claim, Loop, LoopCallback, leaving_after, scale_of
+from lightning_unitscale.patching import nothing, shadowed
+from lightning_unitscale.rules.unit_weights import zero_gradients
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+_LOGGER = frozenset({"logger", "loggers"})
+_EXPERIMENT = frozenset({"experiment"})
+# Prefixes of the methods that log: of loggers, TensorBoard's writer, a run of Weights & Biases.
+_PREFIXES = ("log", "add_")
+
+
+def logging_calls(module: nn.Module, trainer: pl.Trainer) -> Iterator[tuple[Any, str]]:
+    """Yield pairs of an object and the name of its method that logs.
+
+    Only of loggers the module refers to. ``logger.experiment`` is read only if the module does,
+    since reading it creates files.
+    """
+    kind: Any = type(module)
+    names = _names_in_code(kind)
+    if not names & _LOGGER:
+        return
+    for logger in trainer.loggers:
+        experiments = [getattr(logger, "experiment", None)] if names & _EXPERIMENT else []
+        for target in (logger, *experiments):
+            if hasattr(target, "__dict__"):
+                kind = type(target)
+                yield from ((target, name) for name in _methods(kind))
+
+
+@functools.cache
+def _names_in_code(kind: type) -> frozenset[str]:
+    """Return the names that the methods of a user's class and its bases mention."""
+    own = (base for base in kind.__mro__ if base.__module__.partition(".")[0] not in PACKAGES)
+    functions = (function for base in own for function in functions_of(base))
+    return frozenset(name for function in functions for name in names_in(function))
+
+
+@functools.cache
+def _methods(kind: type) -> tuple[str, ...]:
+    return tuple(
+        name
+        for name in dir(kind)
+        if name.startswith(_PREFIXES) and inspect.isfunction(inspect.getattr_static(kind, name))
+    )
+
+
+def captures_steps(trainer: pl.Trainer) -> bool:
+    """Whether a strategy or a callback runs the steps of a Trainer's module as captured graphs."""
+    if pipeline_of(trainer) is not None:
+        return True
+    return any(
+        isinstance(callback, StepsCallback) and callback.captures_steps(trainer)
+        for callback in all_callbacks(trainer)
+    )
+
+
+def enter(trainer: pl.Trainer, owner: pl.Callback) -> None:
+    """Begin the setup of a callback, which leaves an earlier run, and this one after any error."""
+    check_callbacks(all_callbacks(trainer))
+    if isinstance(owner, StepsCallback):
+        owner.end()
+        callbacks = all_callbacks(trainer)
+        earlier = callbacks[: callbacks.index(owner)] if owner in callbacks else []
+        owner.guards = contextlib.ExitStack()
+        owner.guards.enter_context(leaving_after(earlier, owner.end, always=False))
+        owner.guards.enter_context(leaving_after([trainer.strategy], owner.end, always=True))
+
+
+def attach_steps(
+    trainer: pl.Trainer, module: pl.LightningModule, owner: pl.Callback
+) -> ModuleSteps:
+    """Return the captured steps of a module; the first callback puts them in place of its own."""
+    if not isinstance(owner, StepsCallback) or owner.guards is None:
+        enter(trainer, owner)
+    name = type(owner).__name__
+    if is_compiled(module):
+        raise misconfigured(
+            f"{name}: the LightningModule {type(module).__name__} is compiled already, so its "
+            "steps cannot be captured; expected a plain module; leave out torch.compile and pass "
+            "UnitScaleCallback(compile=True) instead."
+        )
+    steps = steps_of(module)
+    if steps is None:
+        steps = ModuleSteps(
+            module, existing_steps(module), defer=("log", "log_dict"), untraced=_untraced
+        )
+        steps.say = rank_zero_info
+        steps.attach(name)
+        steps.keep(falling_back_in_backward(steps, module))
+    steps.attach(name)
+    return steps
+
+
+def step_arguments(
+    module: pl.LightningModule, step: str, batch: Any, batch_idx: int, dataloader_idx: int = 0
+) -> tuple[Any, ...]:
+    """Return the positional arguments with which Lightning calls a step, or a hook of a batch."""
+    hook = getattr(module, step)
+    arguments: list[Any] = [batch]
+    if is_param_in_hook_signature(hook, "batch_idx", min_args=2):
+        arguments.append(batch_idx)
+    if step in {"training_step", "on_train_batch_start"}:
+        return tuple(arguments)
+    if is_param_in_hook_signature(hook, "dataloader_idx", min_args=3):
+        arguments.append(dataloader_idx)
+    return tuple(arguments)
+
+
+@contextlib.contextmanager
+def starting_batch(
+    module: pl.LightningModule, step: CapturedStep, batch_idx: int, dataloader_idx: int = 0
+) -> Iterator[None]:
+    """Within this context a rehearsal of the step runs the module's hook for the batch first.
+
+    Lightning calls the callbacks before the module, whose ``on_train_batch_start`` may set values
+    that the step reads.
+    """
+    name = f"on_{step.name.removesuffix('_step').replace('training', 'train')}_batch_start"
+
+    def start(batch: Any, *_: Any) -> None:
+        arguments = step_arguments(module, name, batch, batch_idx, dataloader_idx)
+        # The real call logs.
+        with shadowed(module, log=nothing, log_dict=nothing):
+            getattr(module, name)(*arguments)
+
+    step.before_rehearsal = start if is_overridden(name, module) else None
+    try:
+        yield
+    finally:
+        step.before_rehearsal = None
+
+
+def step_context(trainer: pl.Trainer, name: str) -> AbstractContextManager[None]:
+    """Return the precision plugin's context of a step: ``train_step_context`` and so on."""
+    short = name.removesuffix("_step").replace("validation", "val").replace("training", "train")
+    context: AbstractContextManager[None] = getattr(
+        trainer.precision_plugin, f"{short}_step_context"
+    )()
+    return context
+
+
+def takes_iterator(module: pl.LightningModule) -> bool:
+    """Whether ``training_step`` pulls its own batches, so that it cannot be rehearsed."""
+    return is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
+
+
+def loss_scale(trainer: pl.Trainer) -> float:
+    """Return the precision plugin's factor of the loss, 1 without a gradient scaler."""
+    return scale_of(getattr(trainer.precision_plugin, "scaler", None))
+
+
+def _untraced(module: nn.Module) -> Iterator[Any]:
+    """Yield calls of a step outside its model: of loggers, and of manual optimization."""
+    trainer: Any = getattr(module, "_trainer", None)
+    if trainer is None:
+        return
+    yield from logging_calls(module, trainer)
+    yield from ((optimizer, "step") for optimizer in _own_optimizers(module))
+    if module.automatic_optimization or not trainer.training:
+        return
+    yield module, "manual_backward", zero_gradients
+    for name in ("clip_gradients", "toggle_optimizer", "untoggle_optimizer"):
+        yield module, name
+    # The wrapped optimizers as self.optimizers() gives them, and those without their wrapping.
+    optimizers = (*trainer.strategy._lightning_optimizers, *trainer.strategy.optimizers)
+    schedulers = (config.scheduler for config in trainer.strategy.lr_scheduler_configs)
+    yield from ((stepped, "step") for stepped in (*optimizers, *schedulers))
+
+
+def _own_optimizers(module: nn.Module) -> Iterator[Optimizer]:
+    """Yield optimizers that are attributes of the module, alone or several in a container."""
+    for value in vars(module).values():
+        if isinstance(value, dict):
+            items: Iterable[Any] = value.values()
+        else:
+            items = value if isinstance(value, (list, tuple)) else (value,)
+        # Only the first item is checked, so that a list of a million samples costs nothing.
+        if isinstance(next(iter(items), None), Optimizer):
+            yield from (item for item in items if isinstance(item, Optimizer))
+
+
+def existing_steps(module: pl.LightningModule) -> list[str]:
+    """Return the names of the steps that a module has."""
+    # The default predict_step calls forward, which is worth capturing as well.
+    return [
+        name
+        for name in LIGHTNING_STEPS
+        if is_overridden(name, module)
+        or (name == "predict_step" and is_overridden("forward", module))
+    ]
+
+
+def all_callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
+    """Return the callbacks of a Trainer."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return callbacks
+
+
+def _batch_start(name: str) -> Callable[..., None]:
+    def hook(
+        self: StepsCallback,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self.begin_evaluation(name, batch, batch_idx, dataloader_idx)
+
+    return hook
+
+
+def _batch_end(
+    self: StepsCallback,
+    trainer: pl.Trainer,
+    pl_module: pl.LightningModule,
+    outputs: Any,
+    batch: Any,
+    batch_idx: int,
+    dataloader_idx: int = 0,
+) -> None:
+    self.end_evaluation(batch_idx)
+
+
+class StepsCallback(Callback, LoopCallback):
+    """Base of the callbacks: hooks around batches and at the end of a run."""
+
+    attachments: tuple[Attachment, ...] = ()  # in Lightning Fabric, one for each module set up
+    guards: contextlib.ExitStack | None = None  # leave the run of a Trainer after an error
+
+    _loop: Loop | None = None
+    _arguments: Mapping[str, Any] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        guard_hooks(cls)
+
+    def _remember(self, arguments: Mapping[str, Any]) -> None:
+        """Keep the arguments of ``__init__`` for ``repr``; call it first, with ``locals()``."""
+        defaults = inspect.signature(arguments["__class__"].__init__).parameters
+        self._arguments = {
+            name: arguments[name]
+            for name, parameter in defaults.items()
+            if name != "self" and not is_same(arguments[name], parameter.default)
+        }
+
+    def __repr__(self) -> str:
+        """Return the call that makes such a callback."""
+        shown = ", ".join(f"{name}={value!r}" for name, value in self._arguments.items())
+        return f"{type(self).__name__}({shown})"
+
+    @property
+    def state_key(self) -> str:
+        """The key of the callback's state in a checkpoint."""
+        # Lightning compares keys when a Trainer is made. For two equal callbacks it would only
+        # report that keys have to be unique.
+        if self._loop is None:
+            check_list_in(sys._getframe(1), self)
+        return super().state_key
+
+    @override
+    def claims(self) -> Sequence[Claim]:
+        # A callback of a user's own may derive from one of ours.
+        kinds = type(self).__mro__
+        own = kinds[kinds.index(StepsCallback) - 1]
+        return (Claim(f"what {own.__name__} sets", repr(self)),)
+
+    def on_after_setup(self, fabric: Any, module: Any) -> None:
+        """Attach to a module that Lightning Fabric has set up.
+
+        Each further module gets a callback of its own with the same arguments.
+        """
+        callback = type(self)(**self._arguments) if self.attachments else self
+        self.attachments = (*self.attachments, attach_in_fabric(callback, fabric, module))
+
+    def on_after_optimizer_step(self, strategy: Any, optimizer: Any) -> None:
+        """Raise if Lightning Fabric never passed a module to the callback.
+
+        Raises:
+            RuntimeError: If the module was set up by ``fabric.setup_module()``.
+        """
+        if not self.attachments:
+            raise RuntimeError(
+                f"{type(self).__name__} never saw a module. Fabric does not notify callbacks from "
+                "setup_module(). Use model = fabric.setup(model), also without an optimizer."
+            )
+
+    def captures_steps(self, trainer: pl.Trainer) -> bool:
+        """Whether it adds passes to captured steps; the others then add theirs to the same graphs.
+
+        If no callback does, a ``ScaleMonitor`` watches the step as it is written, and
+        ``UnitScaleCallback`` works at the dispatcher.
+        """
+        return False
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._loop is not None:
+            self._loop.begin_batch()
+        self.begin_batch(batch, batch_idx)
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        self.end_batch()
+
+    on_validation_batch_start = _batch_start("validation_step")
+    on_test_batch_start = _batch_start("test_step")
+    on_predict_batch_start = _batch_start("predict_step")
+    on_validation_batch_end = _batch_end
+    on_test_batch_end = _batch_end
+    on_predict_batch_end = _batch_end
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self.end()
+
+    @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Leave the run of a Trainer. May be called more than once."""
+        guards, self.guards = self.guards, None
+        with guards or contextlib.nullcontext():
+            self.leave()

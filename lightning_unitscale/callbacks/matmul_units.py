@@ -1,0 +1,283 @@
+"""The units of a module's matmuls: measured as they first run, followed as they drift."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from typing_extensions import override
+
+from lightning_unitscale.callbacks.distributed import joint_late, joint_measured, joint_reasons
+from lightning_unitscale.callbacks.explanation import (
+    CountedSteps,
+    Explanation,
+    UnitEvents,
+    units_table,
+)
+from lightning_unitscale.callbacks.packages import rank_zero_warn
+from lightning_unitscale.callbacks.step_schedules import LateAgreement, RecalibrationSchedule
+from lightning_unitscale.loops.loop import Loop, LoopCallback
+from lightning_unitscale.matmuls.coverage import CoverageCounter
+from lightning_unitscale.matmuls.fp8_layers import FP8Linears
+from lightning_unitscale.matmuls.fp8_linear import numerics_of
+from lightning_unitscale.matmuls.gauge import Gauge, GaugePair
+from lightning_unitscale.matmuls.measured_operands import Unrepresentable
+from lightning_unitscale.matmuls.measurement import Measurement
+from lightning_unitscale.matmuls.scaled_methods import AttachedSession
+from lightning_unitscale.matmuls.session import ProductSession
+from lightning_unitscale.matmuls.simulate import SimulateFormat
+from lightning_unitscale.matmuls.units import Units
+from lightning_unitscale.ranks import any_rank, is_distributed
+
+# Version of a state. In states without one, a tensor of zeros had unit 1.
+_STATE_VERSION = 1
+
+
+class ProductUnits(LoopCallback):
+    """Scales the matmuls of a module's steps, over fits and restarts."""
+
+    def __init__(
+        self,
+        schedule: RecalibrationSchedule,
+        simulation: SimulateFormat | None,
+        fp8: FP8Linears | None,
+    ) -> None:
+        # Whether a training step has been measured, in this fit or before.
+        self.is_calibrated = False
+        self._events = UnitEvents()
+        self._schedule = schedule
+        self._simulation = simulation
+        self._fp8 = fp8
+        self._option = "simulate" if fp8 is None else "precision='fp8'"
+        self.counted = CountedSteps(self._option)
+        # Whether results depend on the units, as those of rounded matmuls do.
+        self._changes_numbers = simulation is not None or fp8 is not None
+        self._units = Units()
+        self._loop: Loop | None = None
+        self._attached: AttachedSession | None = None
+        self._agreement = LateAgreement()
+        # Whether a training step has begun, whose units stay until it ends.
+        self._is_in_batch = False
+        # The optimizer step that runs, for users.
+        self._when = "step 0"
+        # The last look, whose numbers may be on their way, and when it was.
+        self._pending: tuple[Callable[[], Measurement], str] | None = None
+        # The step that runs, and whether its count is wanted, whatever it shows.
+        self._step = "", False
+        # The step that an evaluation interrupts, and the count of its matmuls.
+        self._interrupted: tuple[tuple[str, bool], CoverageCounter | None] = self._step, None
+
+    @property
+    def gauge(self) -> Gauge:
+        """Return the units in force; empty before the first batch."""
+        self._end_look()
+        return self._units.gauge
+
+    def attach(self, loop: Loop, *, is_other: bool) -> None:
+        """Let the steps of a loop's module run in units."""
+        if is_other:
+            self.leave()
+            self._units, self.is_calibrated = Units(), False
+            self.counted = CountedSteps(self._option)
+            if self._fp8 is not None:
+                self._fp8.forget()
+        self._loop, self._agreement, self._is_in_batch = loop, LateAgreement(), False
+        if self._attached is None:
+            numerics = numerics_of((self._simulation, self._fp8), measures_range=True)
+            self._attached = AttachedSession(
+                loop.module,
+                loop.steps,
+                self._units,
+                numerics,
+                outlasts_calls=loop.has_loss_outside,
+            )
+
+    @property
+    def _running(self) -> tuple[Loop, ProductSession]:
+        assert self._loop is not None and self._attached is not None
+        return self._loop, self._attached.session
+
+    @override
+    def leave(self) -> None:
+        self._pending = None
+        if self._attached is not None:
+            self._attached.detach()
+            self._attached = None
+        self._loop = None
+
+    @override
+    def begin_batch(self, batch: Any = None, batch_idx: int = 0) -> None:
+        loop, _ = self._running
+        self._agreement.start()
+        self._is_in_batch = True
+        self._when = f"step {loop.step_index}"
+        # The first step shows everything, what a validation before it has shown included, so that
+        # all ranks agree on it.
+        is_scheduled = self._schedule.looks_at(loop.step_index)
+        self._units.is_looking = is_scheduled or not self.is_calibrated
+        self._enter(loop.training_step, self._units.is_looking, is_training=True)
+
+    @override
+    def end_batch(self) -> None:
+        (loop, session), units = self._running, self._units
+        self._is_in_batch = False
+        session.end_step()
+        self._end_look()
+        if not units.is_looking:
+            self._events.unrepresentable(session.receive(), self._when)
+            if loop.has_stepped:
+                self._take_late(session)
+        # The accumulated batches share one gauge.
+        elif loop.has_stepped:
+            is_first = units.is_looking = not self.is_calibrated
+            self._pending = units.send(), "the first batch" if is_first else self._when
+            # Units change no result, so from a CUDA device they may come after the next step.
+            # Formats change results, and ranks wait for each other.
+            is_late = loop.device.type == "cuda" and not is_first
+            if is_distributed() or not is_late or self._changes_numbers:
+                self._end_look()
+            self._agreement.begin()
+        if self.is_calibrated or loop.has_stepped:
+            # Which matmuls are left unscaled is known once they have units.
+            self.counted.take(session, *self._step, is_training=True, when=self._when)
+        _warn_of_flushed(session, self._step[0], self._when)
+
+    @override
+    def begin_evaluation(self, name: str, batch: Any = None, *indices: int) -> None:
+        _, session = self._running
+        self._interrupted, session.counter = (self._step, session.counter), None
+        self._enter(name, name not in self.counted, is_training=False)
+
+    @override
+    def end_evaluation(self, batch_idx: int = 0) -> None:
+        (loop, session), units = self._running, self._units
+        if not (loop.is_fitting or self.is_calibrated or batch_idx):
+            session.adopt(joint_measured(units.send()()))
+        # Measurements of accumulated training batches are taken with the last of them.
+        elif not units.is_looking:
+            self._events.unrepresentable(session.receive(), self._when)
+            if not (self._is_in_batch or self._agreement.is_awaited):
+                late = session.adopt(units.received().beyond(units.gauge))
+                self._events.late_units(late, self._step[0])
+        self.counted.take(session, *self._step, is_training=False, when=self._when)
+        _warn_of_flushed(session, self._step[0], self._when)
+        step, counter = self._interrupted
+        self._enter(*step, is_training=True)
+        session.counter = counter
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        if not self.is_calibrated:
+            return {}
+        gauge = {name: list(pair) for name, pair in self.gauge.state().items()}
+        plain = {name: dict(slots) for name, slots in self._units.plain.items() if slots}
+        state: dict[str, Any] = {
+            "gauge": gauge,
+            "depth": "products",
+            "plain": plain,
+            "version": _STATE_VERSION,
+        }
+        if self._units.lacking:
+            state["lacking"] = dict(self._units.lacking)
+        if self._simulation is not None and self._simulation.rounding == "stochastic":
+            state["rounding_step"] = self._units.step
+        if self._fp8 is not None:
+            unfit = self._fp8.unfit
+            state |= {"fp8_unfit": dict(unfit.products), "fp8_wide": dict(unfit.gradients)}
+            if self._fp8.unseen:
+                state["fp8_unseen"] = sorted(self._fp8.unseen)
+        return state
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from :meth:`state_dict`, without measuring again.
+
+        A gauge of another depth, or of version 0.1.0, names other tensors and does not say where
+        powers of two are not exact: units are measured again then, which changes no result. So are
+        units of 1 of a state without a version, which may be of tensors of zeros.
+        """
+        if state_dict.get("depth") != "products" or "plain" not in state_dict:
+            return
+        self._units.step = state_dict.get("rounding_step", 0)
+        gauge, lacking = Gauge.from_state(state_dict["gauge"]), state_dict.get("lacking", {})
+        if "version" not in state_dict:
+            gauge = Gauge({name: pair for name, pair in gauge.items() if pair != GaugePair()})
+        self._units.restore(gauge, state_dict["plain"], lacking)
+        self.is_calibrated = True
+        if self._fp8 is not None:
+            unfit = state_dict.get("fp8_unfit", {}), state_dict.get("fp8_wide", {})
+            self._fp8.leave_out(Unrepresentable(*unfit))
+            self._fp8.unseen.update(state_dict.get("fp8_unseen", ()))
+
+    def explain(self) -> Explanation:
+        """Explain which matmuls were scaled, and when units were taken."""
+        lacking = self._units.lacking
+        parts, units = self.counted.explain(lacking), units_table(self.gauge, lacking) or ""
+        if not parts:
+            return Explanation("No step has run yet: run fit, validate, test or predict.", units)
+        if self._simulation is not None:
+            parts.append(self._simulation.summary())
+        if self._fp8 is not None:
+            parts += [self._fp8.summary(), self._fp8.report()]
+        return Explanation(*parts, *self._events.lines, units)
+
+    def _enter(self, name: str, is_counted: bool, *, is_training: bool) -> None:
+        """Begin a step, or go on with one."""
+        _, session = self._running
+        assert self._attached is not None
+        self._step, self._attached.trains = (name, is_counted), is_training
+        for numerics in session.numerics:
+            numerics.is_training = is_training
+        # Any step may lose its format.
+        if is_counted or session.format:
+            session.counter = CoverageCounter()
+
+    def _end_look(self) -> None:
+        """Take the units that the last look has measured, if there is one to end."""
+        if self._pending is None:
+            return
+        (arrived, when), self._pending = self._pending, None
+        (_, session), units = self._running, self._units
+        measurement = joint_measured(arrived())
+        self._events.unrepresentable(_left_out(session), when)
+        if not self.is_calibrated:
+            if any_rank(bool(measurement.products)):
+                session.adopt(measurement)
+                # A batch whose loss asks for no gradient shows half of it.
+                self.is_calibrated = any_rank(measurement.has_backward)
+                units.is_looking = False
+                self._events.new_units(len(units.gauge), when, {})
+            return
+        # Tensors without a unit get one, even if the other units stay.
+        self._events.late_units(session.adopt(measurement.beyond(units.gauge)), when)
+        if measurement.outside or not self._schedule.is_automatic:
+            old = units.gauge
+            session.adopt(measurement)
+            self._events.new_units(units.gauge.num_changed(old), when, measurement.outside)
+
+    def _take_late(self, session: ProductSession) -> None:
+        """Take the units of what was zero at first, or has not run before."""
+        # Each rank counts each step.
+        units, meets = self._units, self._agreement.meets()
+        if not self._agreement.is_awaited:
+            late = session.adopt(units.received().beyond(units.gauge))
+            self._events.late_units(late, self._when)
+        elif meets:
+            measured, self._agreement.is_open = joint_late(units.received(), units.lacking)
+            self._events.late_units(session.adopt(measured), self._when)
+            self._events.unrepresentable(_left_out(session), self._when)
+
+
+def _left_out(session: ProductSession) -> list[Unrepresentable]:
+    """Leave out the layers that do not fit a format on any rank; return the new ones."""
+
+    def joint(found: Unrepresentable) -> Unrepresentable:
+        return Unrepresentable(*joint_reasons(found.products, found.gradients))
+
+    return [numerics.fit(joint) for numerics in session.numerics]
+
+
+def _warn_of_flushed(session: ProductSession, step: str, when: str) -> None:
+    for numerics in session.numerics:
+        if flushed := numerics.take_flushed():
+            rank_zero_warn(f"UnitScaleCallback: {step}: flushed to zero at {when}: {flushed}")

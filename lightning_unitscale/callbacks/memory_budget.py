@@ -1,0 +1,369 @@
+"""The callback that trains a LightningModule within a memory budget."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from lightning_unitscale.callbacks.captured_run import capture_run
+from lightning_unitscale.callbacks.distributed import (
+    refuse_distributed_tensors,
+    refuse_sharded_parameters,
+)
+from lightning_unitscale.callbacks.explanation import Explanation
+from lightning_unitscale.callbacks.lightning_steps import StepsCallback, enter
+from lightning_unitscale.callbacks.options import check_compile, mode_of
+from lightning_unitscale.callbacks.packages import (
+    is_lightning,
+    misconfigured,
+    rank_zero_info,
+    rank_zero_warn,
+)
+from lightning_unitscale.capture.breaks import joined_reasons
+from lightning_unitscale.capture.executors import CompileMode
+from lightning_unitscale.capture.module_steps import ModuleSteps
+from lightning_unitscale.capture.step_messages import NO_REASON
+from lightning_unitscale.loops.loop import Claim
+from lightning_unitscale.memory.measured_budget import MeasuredPartitioner, Parts
+from lightning_unitscale.memory.plan_report import RematReport, reports_by_part
+from lightning_unitscale.memory.planner import Budget, check_budget
+from lightning_unitscale.memory.profile_report import format_bytes
+from lightning_unitscale.memory.real_memory import PeakMeter, gradient_bytes, optimizer_state_bytes
+from lightning_unitscale.memory.remat_module import StepPartitioner
+from lightning_unitscale.ranks import failing_together
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+class RematCallback(StepsCallback):
+    """Trains a LightningModule within a memory budget: same losses, same weights, fewer bytes.
+
+    ``training_step`` is captured, and its forward and backward graph are planned together: what is
+    kept between them and what runs again, at the least estimated time within the budget. The plan
+    changes no bit of a gradient. Random operators are kept or replayed from their generator's
+    state, and your own checkpoints still run again. Batches of changing sizes share a plan. At the
+    end of a run the predicted and the measured peak are logged as ``remat/predicted_peak_bytes``
+    and ``remat/measured_peak_bytes``.
+
+    Under FSDP2 the budget is for the peak on each rank. The first three steps keep as little as
+    they can. The third is measured, and the graphs of all modules are planned together from it.
+
+    Args:
+        budget: Limit on all tensor bytes alive at once in a training step: parameters, buffers,
+            batch, activations, gradients and the optimizer's state. An int or a string such as
+            ``"600MiB"`` is in bytes, a float in (0, 1] a fraction of the peak without
+            rematerialization; ``"min_cut"`` keeps as little as possible without running a matmul
+            again.
+        compile: Run the captured graphs by Inductor, optionally in a mode of ``torch.compile``
+            given by name. Results are then those of ``torch.compile`` up to its rounding, with the
+            plain step's random numbers. The prediction is an estimate, since fused values are not
+            stored. Not under FSDP2.
+
+    Raises:
+        ValueError: If the budget is malformed, or, at the first batch or when it is measured, too
+            small. The message names the smallest achievable peak.
+        MisconfigurationException: At ``setup``, if the module is compiled already, the callback is
+            given twice or beside ``UnitScaleCallback(remat=...)``, or the strategy is
+            ``FSDPStrategy`` or one of tensor parallelism.
+
+    Examples:
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning_unitscale import RematCallback
+        >>> remat = RematCallback(0.6)
+        >>> trainer = Trainer(callbacks=[remat])  # after fit: print(remat.explain())
+    """
+
+    def __init__(self, budget: Budget, *, compile: bool | CompileMode = False) -> None:
+        super().__init__()
+        self._remember(locals())
+        check_compile(compile)
+        self.budget = check_budget(budget)
+        self.compile = compile
+        self.measured_peak_bytes: int | None = None
+        self._steps: ModuleSteps | None = None
+        self._captured = ExitStack()
+        self._partitioner: StepPartitioner | MeasuredPartitioner | None = None
+        self._meter: PeakMeter | None = None
+        self._gradients_seen = 0
+        self._has_warned = False
+        self._reports: list[RematReport] = []
+        self._explanation = "Nothing has been planned yet: run fit."
+
+    @property
+    def reports(self) -> list[RematReport]:
+        """The report of each graph of the training step, in the order of capture."""
+        return self._reports if self._partitioner is None else list(self._partitioner.reports)
+
+    @property
+    def predicted_peak_bytes(self) -> int | None:
+        """The highest predicted peak of the graphs; ``None`` before the first batch."""
+        return max((report.peak_bytes for report in self.reports), default=None)
+
+    def explain(self) -> Explanation:
+        """Return the plans and, after a run, the measured peak beside the predicted one."""
+        if self._partitioner is not None:
+            self._explanation = self._partitioner.table()
+        measured = "" if self.measured_peak_bytes is None else self._summary()
+        return Explanation(self._explanation, measured)
+
+    @override
+    def claims(self) -> Sequence[Claim]:
+        mode = mode_of(self.compile)
+        compiled = () if mode is None else (compile_claim(repr(self), mode),)
+        return (*super().claims(), budget_claim(repr(self)), *compiled)
+
+    @override
+    def captures_steps(self, trainer: pl.Trainer) -> bool:
+        """Whether the module's steps run as captured graphs, which plans need."""
+        return True
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return  # without gradients nothing is kept
+        enter(trainer, self)
+        self.measured_peak_bytes = None
+        self._gradients_seen = 0
+        self._partitioner = _partitioner(trainer, pl_module, self.budget, compile=self.compile)
+        self._steps = capture_run(
+            trainer,
+            pl_module,
+            self,
+            self._partitioner,
+            compile=self.compile,
+            leaving=self._captured,
+        )
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self.measured_peak_bytes is not None:
+            return
+        if self._meter is None:
+            # The first step compiles, and makes the optimizer's state.
+            if trainer.global_step >= 1 and not _is_profiled(trainer):
+                self._meter = PeakMeter(pl_module.device)
+                self._meter.start()
+                if isinstance(self._partitioner, MeasuredPartitioner):
+                    self._partitioner.meter = self._meter
+            return
+        if self._gradients_seen < trainer.accumulate_grad_batches:
+            return
+        parameters = list(pl_module.parameters())
+        states = [dict(state) for opt in trainer.optimizers for state in opt.state.values()]
+        gradients = [param.grad for param in parameters if param.grad is not None]
+        alive = [parameters, list(pl_module.buffers()), gradients, states, batch]
+        self._meter.mark(alive, beside=_bucket_bytes(trainer))
+        self._gradients_seen = 0
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        self._warn_if_unplanned(pl_module)
+        self._warn_of_breaks()
+        if self._meter is None:
+            return
+        self._gradients_seen += 1
+        # All batches of an optimizer step: the later ones meet the gradients of the first.
+        if self._meter.is_marked and self._gradients_seen == trainer.accumulate_grad_batches:
+            peak, parts = self._meter.stop(), self._meter.parts
+            self._meter = None
+            if not self._plan_by(parts):
+                self.measured_peak_bytes = peak
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.predicted_peak_bytes is None:
+            if _waits(self._partitioner):
+                rank_zero_info(
+                    f"RematCallback: the run ended before a step was measured, with the plans that "
+                    f"keep the least; budget={self.budget!r} was not checked"
+                )
+            return
+        metrics = {"remat/predicted_peak_bytes": float(self.predicted_peak_bytes)}
+        if self.measured_peak_bytes is not None:
+            metrics["remat/measured_peak_bytes"] = float(self.measured_peak_bytes)
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=trainer.global_step)
+        rank_zero_info(f"RematCallback: {self._summary()}")
+
+    def _plan_by(self, parts: Parts) -> bool:
+        """Plan the graphs of sharded modules by a measured step; return whether they change."""
+        partitioner = self._partitioner
+        if not isinstance(partitioner, MeasuredPartitioner) or partitioner.is_planned:
+            return False
+        assert self._steps is not None
+        partitioner.meter = None
+        with failing_together():
+            partitioner.plan(parts)
+        # Capture them without marks where they begin and end.
+        self._steps.reset()
+        return True
+
+    def _warn_if_unplanned(self, module: pl.LightningModule) -> None:
+        """Warn if a step has made gradients without a plan, so that the budget does not hold."""
+        steps, partitioner = self._steps, self._partitioner
+        if (
+            self._has_warned
+            or steps is None
+            or partitioner is None
+            or self.reports
+            or _waits(partitioner)
+            or all(param.grad is None for param in module.parameters())
+        ):
+            return
+        step = steps.steps["training_step"]
+        if any(graph.executor == "eager" for graph in step.graphs):
+            return  # unit scaling has measured this step while it ran; the next one is planned
+        self._has_warned = True
+        reasons = joined_reasons(step.graph_breaks) or NO_REASON
+        if step.refused is not None:
+            reasons = f"it is called with a {step.refused}, which Dynamo does not follow"
+        partitioner.give_up(step.fallback.reason or reasons)
+        if step.fallback.reason is not None or step.has_warned:
+            return
+        rank_zero_warn(
+            f"RematCallback: nothing of {step.title} that trains could be captured, so it runs as "
+            f"it is{partitioner.loss_without_plan} ({reasons}). Keep printing, .item() and shapes "
+            "that depend on values out of its loops, or leave RematCallback out."
+        )
+
+    def _warn_of_breaks(self) -> None:
+        if isinstance(self._partitioner, MeasuredPartitioner):
+            return  # the budget holds for the whole step
+        step = None if self._steps is None else self._steps.steps["training_step"]
+        breaks = [] if step is None or step.second_capture.is_due else step.graph_breaks
+        if self._has_warned or not breaks:
+            return
+        self._has_warned = True
+        lines = dict.fromkeys(reason.rsplit(" at ", 1)[-1] for reason in breaks)
+        count = len(reports_by_part(self.reports))
+        parts = (
+            f"{count} parts, so budget={self.budget!r} holds for each of them"
+            if count != 1
+            else f"pieces, so budget={self.budget!r} holds for the only one that trains"
+        )
+        rank_zero_warn(
+            f"RematCallback: training_step is captured in {parts}; it breaks at "
+            f"{', '.join(lines)}. Expected a step that is captured whole; keep printing, .item() "
+            "and shapes that depend on values out of it."
+        )
+
+    def _summary(self) -> str:
+        predicted, measured = self.predicted_peak_bytes, self.measured_peak_bytes
+        if predicted is None:
+            return "nothing was planned"
+        text = f"predicted peak {format_bytes(predicted)}"
+        if measured is None:
+            return f"{text}, not measured: the run had too few steps"
+        if any(report.sizes for report in self.reports):
+            return f"{text} for the sizes planned for, measured {format_bytes(measured)} for others"
+        error = 100 * (predicted / measured - 1)
+        return f"{text}, measured {format_bytes(measured)} ({error:+.1f} %)"
+
+    @override
+    def leave(self) -> None:
+        self._steps = None
+        meter, self._meter = self._meter, None
+        with ExitStack() as leaving:  # run all parts, in reverse order, even if one raises
+            leaving.callback(self._captured.close)
+            if meter is not None:
+                leaving.callback(meter.stop)
+            self.explain()
+            self._reports = self.reports
+        self._partitioner = None
+
+
+def budget_claim(setting: str) -> Claim:
+    """Return the claim to the memory budget of a step, which may be set only once."""
+    return Claim("the memory budget of a step", setting)
+
+
+def compile_claim(setting: str, mode: CompileMode) -> Claim:
+    """Return the claim to the mode in which Inductor compiles the graphs that callbacks share."""
+    return Claim("the mode in which Inductor compiles", setting, mode)
+
+
+def _is_profiled(trainer: pl.Trainer) -> bool:
+    """Whether a meter's profiler would replace the user's own."""
+    on_cpu = trainer.strategy.root_device.type == "cpu"
+    return on_cpu and is_lightning(trainer.profiler, "PyTorchProfiler")  # type: ignore[attr-defined]
+
+
+def _waits(partitioner: StepPartitioner | MeasuredPartitioner | None) -> bool:
+    """Whether graphs were captured that a measured step is going to plan."""
+    return isinstance(partitioner, MeasuredPartitioner) and bool(partitioner.graphs)
+
+
+def _partitioner(
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    budget: Budget,
+    *,
+    compile: bool | CompileMode,
+) -> StepPartitioner | MeasuredPartitioner:
+    refuse_distributed_tensors(trainer, f"budget={budget!r}")
+    if not is_lightning(trainer.strategy, "ModelParallelStrategy"):
+        return step_partitioner(trainer, module, budget)
+    if compile:
+        raise misconfigured(
+            "compile=True: with ModelParallelStrategy a step is measured graph by graph, so they "
+            "run op by op; expected compile=False for RematCallback; leave it out."
+        )
+    if _is_profiled(trainer):
+        raise misconfigured(
+            f"budget={budget!r}: with ModelParallelStrategy a step is measured, on a CPU by "
+            "torch's profiler, which can run only once at a time; expected a Trainer without "
+            "PyTorchProfiler; leave it out."
+        )
+    return MeasuredPartitioner(budget)
+
+
+def step_partitioner(
+    trainer: pl.Trainer, module: pl.LightningModule, budget: Budget
+) -> StepPartitioner:
+    """Return the partitioner of a LightningModule's steps, which counts its Trainer's memory."""
+    refuse_sharded_parameters(
+        trainer,
+        f"budget={budget!r}",
+        "plans a step that is captured whole, on whole parameters",
+        "DDP or PipelineStrategy, or RematCallback() with FSDP2 by ModelParallelStrategy",
+    )
+    weak_trainer = weakref.ref(trainer)
+
+    def around() -> tuple[int, int]:
+        trainer = weak_trainer()
+        return (0, 0) if trainer is None else _trainer_bytes(trainer)
+
+    return StepPartitioner(budget, module, around)
+
+
+def _trainer_bytes(trainer: pl.Trainer) -> tuple[int, int]:
+    """Return the bytes beside the module's: throughout a step, and in its forward pass only."""
+    gradients = gradient_bytes(trainer.lightning_module)
+    always = optimizer_state_bytes(trainer.optimizers) + _bucket_bytes(trainer)
+    if trainer.accumulate_grad_batches > 1:
+        return always + gradients, 0
+    # Lightning drops the last step's gradients between the forward and the backward pass.
+    return always, gradients
+
+
+def _bucket_bytes(trainer: pl.Trainer) -> int:
+    """Return the bytes of the buckets in which DDP reduces gradients, beside the gradients."""
+    model = trainer.strategy.model
+    if not isinstance(model, DistributedDataParallel) or model.gradient_as_bucket_view:
+        return 0
+    return gradient_bytes(trainer.lightning_module)

@@ -1,0 +1,355 @@
+"""The rule-based methods as the callback uses them: plan each step once, follow with the rates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_unitscale.arguments import check_choice, check_flag, is_same, shown
+from lightning_unitscale.callbacks.distributed import (
+    joint_over_parts,
+    pipeline_of,
+    refuse_sharded_parameters,
+    rehearsed,
+    rehearsing,
+)
+from lightning_unitscale.callbacks.lightning_steps import (
+    all_callbacks,
+    starting_batch,
+    step_arguments,
+    step_context,
+    takes_iterator,
+)
+from lightning_unitscale.callbacks.memory_budget import RematCallback
+from lightning_unitscale.callbacks.options import Rules
+from lightning_unitscale.callbacks.packages import (
+    is_lightning,
+    misconfigured,
+    rank_zero_info,
+    rank_zero_warn,
+)
+from lightning_unitscale.callbacks.trainer_settings import RuleSettings, refuse_rate_search
+from lightning_unitscale.capture.captured_step import CapturedStep
+from lightning_unitscale.capture.fsdp_modules import GatherParameters, ShardedModule
+from lightning_unitscale.capture.module_steps import ModuleSteps
+from lightning_unitscale.capture.passes import GraphPass
+from lightning_unitscale.capture.step_messages import CaptureError
+from lightning_unitscale.patching import shadowed
+from lightning_unitscale.ranks import gathered
+from lightning_unitscale.rules.build_plan import plan_step
+from lightning_unitscale.rules.deploy import PLAN_ATTRIBUTE
+from lightning_unitscale.rules.learning_rates import Method, ParameterInfo, Role
+from lightning_unitscale.rules.plan import RuleOptions, RulePlan
+from lightning_unitscale.rules.rewrite import RuleRewrite
+from lightning_unitscale.rules.transform import Replace
+from lightning_unitscale.rules.unit_weights import (
+    ParameterGradients,
+    already_at_unit_scale,
+    set_to_unit_scale,
+)
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+_TRAINING = "training_step"
+_NOTHING_READ = "no captured graph reads a parameter"
+
+
+class RuleScaling:
+    """Scales the steps of one LightningModule by rules, each before its first batch.
+
+    Units and formats of the matmuls are the session's, as those of any captured step.
+    """
+
+    def __init__(
+        self,
+        method: Rules,
+        options: RuleOptions,
+        replace: Replace | None,
+        lr_scaling: Method | None,
+        init_weights: bool,
+    ) -> None:
+        self.options = options
+        self.init_weights = init_weights
+        self.rules = RuleRewrite(options, replace)
+        self.gradients = ParameterGradients()
+        self._method = method
+        self._trainer: pl.Trainer | None = None
+        self._steps: ModuleSteps | None = None
+        self._sharded: ShardedModule | None = None
+        self._settings = RuleSettings(lr_scaling)
+        self._rates_follow = False
+        # Whether an evaluation of a plain module is under way.
+        self._is_plain = False
+
+    @property
+    def plan(self) -> RulePlan:
+        """What has been decided so far."""
+        return self.rules.plan
+
+    def passes_for(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        *,
+        is_other: bool,
+        is_compiled: bool,
+    ) -> list[GraphPass]:
+        """Return the passes over the steps; takes over the module's own plan, if it has one."""
+        is_sharded = is_lightning(trainer.strategy, "ModelParallelStrategy")
+        self._check_sharding(trainer, is_sharded=is_sharded, is_compiled=is_compiled)
+        refuse_rate_search(trainer)
+        if is_other or not self.plan.steps():
+            self.rules.plan = vars(module).get(PLAN_ATTRIBUTE, RulePlan())
+            self.gradients.clear()
+        self._sharded = ShardedModule(module) if is_sharded else None
+        gathering = [] if self._sharded is None else [GatherParameters(self._sharded)]
+        return [self.rules, self.gradients, *gathering]
+
+    def attach(self, trainer: pl.Trainer, steps: ModuleSteps, leaving: ExitStack) -> None:
+        """Scale captured steps that have the passes, until ``leaving`` is closed."""
+        leaving.callback(self._leave)
+        steps.sharded = self._sharded
+        self._trainer, self._steps = trainer, steps
+
+    def _leave(self) -> None:
+        """End what reaches beyond the module's steps."""
+        if self._steps is not None:
+            self._steps.sharded = None
+        self._trainer = self._steps = None
+        self._settings.restore()
+        self.gradients.remove()
+        self._rates_follow = False
+        self._is_plain = False
+
+    def _check_sharding(self, trainer: pl.Trainer, *, is_sharded: bool, is_compiled: bool) -> None:
+        """Refuse to scale by rules what the steps of a sharded module cannot have."""
+        if not is_sharded:
+            refuse_sharded_parameters(
+                trainer,
+                f"method={self._method!r}",
+                "sets whole parameters to RMS 1",
+                "ModelParallelStrategy with fully_shard, DDP, or method='lossless'",
+            )
+        elif is_compiled:
+            raise misconfigured(
+                f"compile=True with method={self._method!r}: FSDP gathers parameters in the middle "
+                "of the graph, which Inductor does not compile; expected compile=False with "
+                "ModelParallelStrategy; leave it out, or use DDP."
+            )
+        elif any(isinstance(callback, RematCallback) for callback in all_callbacks(trainer)):
+            raise misconfigured(
+                f"method={self._method!r} with RematCallback: by rules FSDP gathers parameters in "
+                "the middle of the graph, of which nothing can run again then; expected only one "
+                "of them with ModelParallelStrategy; checkpoint the blocks yourself, or use DDP."
+            )
+
+    def begin_batch(self, name: str, batch: Any, *indices: int) -> None:
+        """Have the rules decide on a step, if they have not seen it."""
+        trainer, steps = self._trainer, self._steps
+        assert trainer is not None and steps is not None
+        step, module = steps.steps[name], trainer.lightning_module
+        is_training = name == "training_step"
+        if is_training and step.fallback.is_due(steps.executor):
+            return
+        with starting_batch(module, step, *indices):
+            seen = rehearsed(trainer, batch) if is_training else batch
+            arguments = step_arguments(module, name, seen, *indices)
+            self._plan_step(trainer, step, arguments, train=is_training)
+
+    def start_fit(self, trainer: pl.Trainer) -> None:
+        """Give clipping and the loss scale their meaning for gradients at unit scale."""
+        self._settings.start(trainer)
+
+    def _plan_step(
+        self, trainer: pl.Trainer, step: CapturedStep, arguments: tuple[Any, ...], *, train: bool
+    ) -> None:
+        """Decide on a step on its first batch; before the first training step, set the weights.
+
+        An evaluation never changes weights. What is evaluated before it was trained by rules is
+        still the plain model, and without a loss the readout could not be found: so a sanity check
+        is left plain, and so is an evaluation on its own, unless its weights show that they are
+        at unit scale. A training step that cannot be captured trains the plain model, with a
+        warning.
+        """
+        module = trainer.lightning_module
+        is_trained = _TRAINING in self.plan.steps()
+        is_awaited = not train and not is_trained and trainer.state.fn == "fit"
+        sharded = step.owner.sharded
+        is_cut = pipeline_of(trainer) is not None or sharded is not None
+        step.fallback.await_rules(is_awaited and not is_cut)
+        if step.name not in self.plan.steps() and not self._is_plain and not is_awaited:
+            if takes_iterator(module):
+                raise misconfigured(
+                    f"method: {type(module).__name__}.training_step takes dataloader_iter, so it "
+                    "cannot be rehearsed on one batch; expected a step that takes a batch; use "
+                    "method='lossless', or let the step take the batch."
+                )
+            # What an evaluation has decided before is of no use for training: it saw no gradient.
+            earlier = RulePlan() if train else self.plan
+            shapes = rehearsing(trainer) if train else nullcontext()
+            may_refuse = train and not is_trained and not is_cut
+            try:
+                with (
+                    shadowed(step.recaptures, is_limited=may_refuse),
+                    step_context(trainer, step.name),
+                    shapes,
+                    nullcontext() if sharded is None else sharded.gathered(),
+                ):
+                    planned = plan_step(
+                        step,
+                        arguments,
+                        {},
+                        self.options,
+                        earlier,
+                        init_weights=self.init_weights and not (is_trained and not train),
+                        backward=train,
+                        joint=joint_over_parts(trainer),
+                    )
+                if may_refuse and planned.unseen and not planned.parameters:
+                    raise CaptureError.of(step.title, step.graph_breaks or [_NOTHING_READ])
+            except CaptureError as error:
+                if not may_refuse:
+                    raise
+                self._settings.restore()
+                step.fallback.stay_plain(error.reason)
+                return
+            # What was measured differs between ranks; the model must not.
+            plan = RulePlan.from_state(trainer.strategy.broadcast(planned.state()))
+            if train:
+                plan = self._with_weights(module, plan)
+            elif not is_trained and self._stays_plain(module, step.name, plan):
+                return
+            self.rules.plan = plan
+            step.invalidate()
+            vars(module)[PLAN_ATTRIBUTE] = self.plan
+        if train:
+            self.gradients.start(trainer.accumulate_grad_batches)
+            if not self._rates_follow:
+                if sharded is not None:
+                    sharded.shard()
+                self._follow_rates(trainer, module)
+
+    def before_optimizer_step(self, trainer: pl.Trainer, optimizer: Optimizer) -> None:
+        """Bring gradients to RMS 1 that have no factor yet, as none has in the first step."""
+        updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        named = trainer.lightning_module.named_parameters()
+        is_first = not self.gradients.log2_factors
+        self.gradients.scale_new((fqn, p) for fqn, p in named if id(p) in updated)
+        if not is_first:
+            return
+        self.gradients.settle()
+        if pipeline_of(trainer) is not None:
+            # A rank has gradients of its own stages alone, and any rank writes the checkpoint.
+            for factors in gathered(self.gradients.log2_factors):
+                self.gradients.log2_factors.update(factors)
+
+    def state_dict(self) -> dict[str, Any]:
+        """For the checkpoint: with it, nothing is decided, measured or scaled a second time."""
+        self.gradients.settle()
+        return {
+            "plan": self.plan.state(),
+            "log2_gradients": dict(self.gradients.log2_factors),
+            "measures_late": self.gradients.measures_late,
+            "num_accumulated": self.gradients.num_accumulated,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], module: nn.Module | None) -> None:
+        """Go on from :meth:`state_dict`; the weights are those of the checkpoint."""
+        self.rules.plan = RulePlan.from_state(state["plan"])
+        self.gradients.log2_factors = dict(state["log2_gradients"])
+        self.gradients.num_accumulated = state["num_accumulated"]
+        # Earlier versions have trained with a factor of 1 for gradients that were zero.
+        self.gradients.measures_late = state.get("measures_late", False)
+        if module is not None:
+            vars(module)[PLAN_ATTRIBUTE] = self.plan
+
+    def _with_weights(self, module: pl.LightningModule, plan: RulePlan) -> RulePlan:
+        """The plan of a module that is trained for the first time, with its weights set."""
+        if not self.init_weights:
+            return plan
+        if already_at_unit_scale(module, plan.parameters):
+            rank_zero_info(
+                f"UnitScaleCallback: the weights of {type(module).__name__} have RMS near 1 "
+                "already, as after training at unit scale, so they are left as they are, and what "
+                "depends on the data is measured again; pass ckpt_path to the Trainer to restore "
+                "what is known of them as well."
+            )
+            if self._settings.lr_scaling == "match":
+                rank_zero_warn(
+                    f"lr_scaling='match': the RMS that the weights of {type(module).__name__} had "
+                    "as a plain model is not known, so their learning rates are not scaled; "
+                    "expected the checkpoint that they come from; pass ckpt_path to the Trainer."
+                )
+            return plan
+        return replace(plan, parameters=set_to_unit_scale(module, plan.parameters))
+
+    def _stays_plain(self, module: pl.LightningModule, step: str, plan: RulePlan) -> bool:
+        """Whether a module that is evaluated without having been trained by rules is as written."""
+        if not self.init_weights:
+            return False
+        name = type(module).__name__
+        if not already_at_unit_scale(module, plan.parameters):
+            self._is_plain = True
+            rank_zero_info(
+                f"UnitScaleCallback: {name} has not been trained at unit scale, so it is evaluated "
+                "as it is; its weights are set to unit scale in the first batch of a fit."
+            )
+            return True
+        if all(param.info.role is not Role.READOUT for param in plan.parameters.values()):
+            raise misconfigured(
+                f"{name}.{step}: the weights have RMS near 1, as after training at unit scale, but "
+                "this step has no loss, from which its readout could be known; expected the "
+                "checkpoint that they come from; pass it as ckpt_path to the Trainer."
+            )
+        return False
+
+    def _follow_rates(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self._rates_follow = True
+        infos: dict[Tensor, ParameterInfo] = {
+            parameter: self.plan.parameters[fqn].info
+            for fqn, parameter in module.named_parameters()
+            if fqn in self.plan.parameters
+        }
+        self._settings.follow_rates(trainer, infos)
+
+
+def rules_of(
+    method: str | Rules,
+    *,
+    replace: Replace | None,
+    residual: tuple[float, float] | None,
+    lr_scaling: str | None,
+    init_weights: bool,
+    on_unknown: str,
+) -> RuleScaling | None:
+    """The rules of a method, with its own learning rates unless others are asked for."""
+    check_flag("init_weights", init_weights)
+    if not isinstance(method, Rules):
+        for name, value, expected in (
+            ("replace", replace, None),
+            ("residual", residual, None),
+            ("lr_scaling", "auto" if lr_scaling is None else lr_scaling, "auto"),
+            ("init_weights", init_weights, True),
+            ("on_unknown", on_unknown, "calibrate"),
+        ):
+            if not is_same(value, expected):
+                raise ValueError(
+                    f"{name}={shown(value)}: has no meaning for method='lossless', which changes "
+                    f"nothing; expected {expected!r}; leave {name} out."
+                )
+        return None
+    if lr_scaling is not None:
+        advice = "leave it out for the rates that belong to the method, or pass None to scale none"
+        check_choice("lr_scaling", lr_scaling, ("match", "u-mup", "auto"), "unknown choice", advice)
+    rates = _RATES[method.method] if lr_scaling == "auto" else cast(Method | None, lr_scaling)
+    options = method.options(residual=residual, on_unknown=on_unknown)
+    return RuleScaling(method, options, replace, rates, init_weights)
+
+
+_RATES: dict[str, Method] = {"unit-scaling": "match", "u-mup": "u-mup"}

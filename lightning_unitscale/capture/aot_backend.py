@@ -1,0 +1,297 @@
+"""Run or compile the graphs that AOTAutograd makes, with the kernels of a plain step.
+
+Interpolation, some losses and dropout have Python decompositions registered for autograd's dispatch
+key, which a traced joint graph gets whatever decompositions it is asked for. They add up in another
+order than the kernels of a plain step, so that losses and gradients would differ by an ulp. A CPU's
+dropout multiplies by a mask that is rounded to the type of its input, and its decomposition by
+``1 / (1 - p)``: in BF16 the gradients differ in the third digit.
+
+Under autocast AOTAutograd traces the backward pass with autocast on. Whoever calls ``backward()``
+outside of it, as a Trainer does, runs it without.
+
+``_trilinear``, the kernel of ``nn.Bilinear``, multiplies by ``bmm``. A plain step runs it within
+autocast, and so these in BF16; a captured graph has the kernel as one operation and runs it outside
+of autocast. So an operator of ours runs it within.
+
+AOTAutograd calls its graph with the inputs as they are. Where one is of a class whose operations
+only Python knows (``__torch_function__``), its checks of the first call end in an error. So such
+inputs are given as plain tensors.
+
+Private names used here were checked on torch 2.13 and 2.11: Inductor's ``custom_partitioner_fn``,
+functorch's ``backward_pass_autocast``, and the switches of the two caches of compiled graphs;
+``OpOverload.py_kernels``, ``OpOverload._dispatch_cache``, ``OpOverload._op_dk`` and
+``OpOverload._schema``, ``torch._C.DispatchKey``, ``TorchDispatchMode``;
+``upsample_compute_output_size``, ``suggest_memory_format`` and
+``compute_elementwise_output_logical_to_physical_perm`` of torch's decompositions;
+``_disabled_torch_dispatch_impl``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C import DispatchKey
+from torch._decomp.decompositions import upsample_compute_output_size
+from torch._ops import OpOverload
+from torch._prims_common import (
+    compute_elementwise_output_logical_to_physical_perm,
+    suggest_memory_format,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_unitscale.capture.recurrent import recurrent_dropout
+
+
+@contextlib.contextmanager
+def partitioned_by(partition_fn: Any) -> Iterator[None]:
+    """Inductor's settings for a partitioner; one without an identity is asked every time."""
+    if partition_fn is None:
+        yield
+        return
+    from torch._functorch import config as functorch_config
+    from torch._inductor import config
+
+    cached = partition_fn.uuid() is not None
+    with (
+        config.patch(
+            custom_partitioner_fn=partition_fn, fx_graph_cache=cached and config.fx_graph_cache
+        ),
+        functorch_config.patch(
+            enable_autograd_cache=cached and functorch_config.enable_autograd_cache
+        ),
+    ):
+        yield
+
+
+def traced_backward(*, is_autocast: bool) -> contextlib.AbstractContextManager[None]:
+    """Return the settings under which AOTAutograd traces a backward pass."""
+    from torch._functorch import config
+
+    return config.patch(backward_pass_autocast="same_as_forward" if is_autocast else "off")
+
+
+aten = torch.ops.aten
+# Left out: what has the kernel's bits once it is taken apart (GRUs, nearest neighbours),
+# batch norm, whose kernel writes to its running statistics behind autograd's back, and LSTMs: the
+# shapes that oneDNN's kernel returns cannot be told without running it.
+_TAKEN_APART = (
+    aten.upsample_bilinear2d.default,
+    aten.upsample_bicubic2d.default,
+    aten.multi_margin_loss.default,
+    aten.multilabel_margin_loss_forward.default,
+)
+_DROPOUTS = {aten.dropout: aten.dropout_, aten.alpha_dropout: aten.alpha_dropout_}
+_RESIZED = {
+    aten.upsample_linear1d: aten.upsample_linear1d_backward.default,
+    aten.upsample_bilinear2d: aten.upsample_bilinear2d_backward.default,
+    aten.upsample_trilinear3d: aten.upsample_trilinear3d_backward.default,
+    aten.upsample_bicubic2d: aten.upsample_bicubic2d_backward.default,
+}
+# Their gradients keep the layout of an image with channels last.
+_KEEP_LAYOUT = (
+    aten.upsample_bilinear2d_backward.default,
+    aten.upsample_trilinear3d_backward.default,
+)
+_COMPOSITE = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
+
+
+@contextlib.contextmanager
+def plain_kernels() -> Iterator[None]:
+    """Within this context a traced graph has the kernels that a plain step runs."""
+    with contextlib.ExitStack() as stack:
+        for operator in _TAKEN_APART:
+            stack.enter_context(_with_python_kernel(operator, DispatchKey.Autograd, None))
+        for packet, in_place in _DROPOUTS.items():
+            drop = functools.partial(_dropped, packet.default)
+            drop_in_place = functools.partial(_dropped_in_place, packet.default)
+            for key in _COMPOSITE:
+                stack.enter_context(_with_python_kernel(packet.default, key, drop))
+                stack.enter_context(_with_python_kernel(in_place.default, key, drop_in_place))
+        for packet, backward in _RESIZED.items():
+            # Torch's own in C++ would fix the sizes of a graph in which these are symbols.
+            resize = functools.partial(_resized, packet.default)
+            for key in _COMPOSITE:
+                stack.enter_context(_with_python_kernel(packet.vec, key, resize))
+            shape = functools.partial(_gradient_of_resized, backward in _KEEP_LAYOUT)
+            stack.enter_context(_with_python_kernel(backward, DispatchKey.Meta, shape))
+        stack.enter_context(
+            _with_python_kernel(aten._trilinear.default, DispatchKey.Autograd, trilinear)
+        )
+        stack.enter_context(recurrent_dropout())
+        yield
+
+
+def _dropped(operator: OpOverload, input: Tensor, p: float, train: bool) -> Tensor:
+    """Dropout by torch's own kernel: a fused one on a GPU, and several operations on a CPU.
+
+    A CPU's kernel draws in the order of memory. Its draw is traced as one in the order of a
+    contiguous tensor, so the kernel gets one whose dimensions are in the order of memory.
+    """
+    order = list(range(input.dim()))
+    if input.device.type == "cpu" and not input.is_contiguous():
+        order = compute_elementwise_output_logical_to_physical_perm(input)[0]
+    ordered: Tensor = operator._op_dk(
+        DispatchKey.CompositeImplicitAutograd, input.permute(order), p, train
+    )
+    return ordered.permute([order.index(dim) for dim in range(input.dim())])
+
+
+def _dropped_in_place(operator: OpOverload, input: Tensor, p: float, train: bool) -> Tensor:
+    """Dropout in place; ``operator`` is out of place."""
+    return input.copy_(_dropped(operator, input, p, train))
+
+
+def _resized(
+    kernel: OpOverload,
+    image: Tensor,
+    output_size: Any,
+    align_corners: bool,
+    scale_factors: Any = None,
+) -> Any:
+    """A resized image by the kernel that takes sizes, which autograd knows as one operation."""
+    size = upsample_compute_output_size(image.size(), output_size, scale_factors)
+    return kernel(image, size, align_corners, *(scale_factors or [None] * len(size)))
+
+
+def _gradient_of_resized(
+    keeps_layout: bool, grad: Tensor, output_size: Any, input_size: Any, *_: Any
+) -> Tensor:
+    """What the backward kernel returns, without its numbers."""
+    layout = suggest_memory_format(grad) if keeps_layout else torch.contiguous_format
+    return torch.empty(input_size, dtype=grad.dtype, device=grad.device, memory_format=layout)
+
+
+@contextlib.contextmanager
+def _with_python_kernel(
+    operator: OpOverload, key: DispatchKey, function: Callable[..., Any] | None
+) -> Iterator[None]:
+    kernels = operator.py_kernels
+    before = kernels.pop(key, None)
+    if function is not None:
+        kernels[key] = function
+    operator._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        kernels.pop(key, None)
+        if before is not None:
+            kernels[key] = before
+        operator._dispatch_cache.clear()
+
+
+class Writes(TorchDispatchMode):
+    """Notes the storages that operators write into, and random draws, by what their schemas say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: set[torch.UntypedStorage] = set()
+        self.has_drawn = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        options = kwargs or {}
+        self.has_drawn |= torch.Tag.nondeterministic_seeded in func.tags
+        if func._schema.is_mutable:
+            for position, argument in enumerate(func._schema.arguments):
+                if argument.alias_info is None or not argument.alias_info.is_write:
+                    continue
+                value = args[position] if position < len(args) else options.get(argument.name)
+                self.storages.update(
+                    tensor.untyped_storage()
+                    for tensor in tree_leaves(value)
+                    if isinstance(tensor, Tensor)
+                )
+        return func(*args, **options)
+
+
+_KERNEL = torch.ops.aten._trilinear.default
+
+
+def trilinear(i1: Tensor, i2: Tensor, i3: Tensor, *dims: Any, **options: Any) -> Tensor:
+    """Run the kernel as a step does that is not captured; stands in for its autograd kernel."""
+    device = i1.device.type
+    if not torch.is_autocast_enabled(device):
+        return _KERNEL._op_dk(DispatchKey.Autograd, i1, i2, i3, *dims, **options)
+    return _operator()(i1, i2, i3, *dims[:4], torch.get_autocast_dtype(device))
+
+
+@functools.cache
+def _operator() -> Any:
+    """Return the operator; made when it is first needed, since that takes a moment."""
+
+    @torch.library.custom_op("lightning_unitscale::trilinear_within_autocast", mutates_args=())
+    def run(
+        i1: Tensor, i2: Tensor, i3: Tensor, expand1: Sequence[int], expand2: Sequence[int],
+        expand3: Sequence[int], sumdim: Sequence[int], dtype: torch.dtype,
+    ) -> Tensor:  # fmt: skip
+        with torch.autocast(i1.device.type, dtype):
+            result: Tensor = _KERNEL(i1, i2, i3, expand1, expand2, expand3, sumdim)
+        return result
+
+    def shape(i1: Tensor, i2: Tensor, i3: Tensor, *dims: Any) -> Tensor:
+        return _KERNEL(i1, i2, i3, *dims[:4])
+
+    run.register_fake(shape)
+    run.register_autograd(_gradients, setup_context=_save)
+    return run
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+    ctx.dims = inputs[3:7]
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    """Return the gradients as torch's own derivative computes them, by the same kernel."""
+    i1, i2, i3 = ctx.saved_tensors
+    first, second, third, total = ctx.dims
+    run = torch.ops.aten._trilinear
+    needed = ctx.needs_input_grad
+    return (
+        run(grad, i2, i3, total, second, third, first) if needed[0] else None,
+        run(i1, grad, i3, first, total, third, second) if needed[1] else None,
+        run(i1, i2, grad, first, second, total, third) if needed[2] else None,
+        *[None] * 5,
+    )
+
+
+_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
+
+
+def on_plain_tensors(run: Callable[..., Any], examples: Sequence[Any]) -> Callable[..., Any]:
+    """Return a function that runs ``run`` on the numbers of its inputs.
+
+    Dynamo guards on classes, so the examples show which inputs are of which.
+    """
+    positions = [index for index, value in enumerate(examples) if is_python_subclass(value)]
+    if not positions:
+        return run
+
+    @functools.wraps(run)
+    def run_on_plain(*inputs: Any) -> Any:
+        plain = list(inputs)
+        for index in positions:
+            # The same memory, and a gradient reaches the tensor that was given.
+            plain[index] = plain[index].as_subclass(Tensor)
+        return run(*plain)
+
+    return run_on_plain
+
+
+def is_python_subclass(value: Any) -> bool:
+    """Whether a tensor is of a class whose operations only Python knows."""
+    # A parameter may hold one.
+    tensor = value.data if isinstance(value, nn.Parameter) else value
+    kind = type(tensor)
+    return (
+        isinstance(tensor, Tensor)
+        and kind not in {Tensor, nn.Parameter}
+        and kind.__torch_dispatch__ is _NO_DISPATCH
+    )

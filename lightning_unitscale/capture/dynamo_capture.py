@@ -1,0 +1,315 @@
+"""Capture a function by Dynamo, and describe its graphs.
+
+Everything above works on :class:`CapturedGraph` and on callables. Private names used here were
+checked on torch 2.13 and 2.11: ``node.meta["grapharg"]``, ``node._dynamo_source``,
+``CompileContext.current_compile_id``, ``_dynamo_static_input_type`` of parameters and buffers;
+``ConvertFrame``, which is called once for each function to capture, and returns when its graph is
+compiled; ``ConvertFrameAssert``, which it asks; ``guarded_code`` of what it returns,
+``frame_exec_strategy`` of an error by which it gives up on a function, ``GraphCompileReason``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from types import CodeType
+from typing import Any, Literal
+
+import torch
+import torch._dynamo.config
+from torch import Tensor, fx, nn
+from torch._C._dynamo.eval_frame import reset_code
+from torch._dynamo import convert_frame
+from torch._dynamo.exc import Unsupported
+from torch._dynamo.output_graph import GraphCompileReason
+from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
+from torch._dynamo.utils import graph_break_reasons
+from torch._guards import CompileContext
+
+from lightning_unitscale.capture.answers import plain_answers
+from lightning_unitscale.capture.breaks import frames_of, without_dynamos_texts
+from lightning_unitscale.capture.copy_graphs import copy_graph_module
+from lightning_unitscale.capture.patches import (
+    absent_packages,
+    passed_over,
+    plain_numbers,
+    plain_optimizers,
+    quiet_libraries,
+)
+from lightning_unitscale.patching import shadowed_here
+
+Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+
+
+# A gradient is one that a step reads off a parameter.
+InputKind = Literal["parameter", "buffer", "gradient", "input", "symbol"]
+
+# What Dynamo marks parameters and buffers by.
+_STATIC = "_dynamo_static_input_type"
+
+# A step may be specialised on more Python state than Dynamo's default of 8 allows (the epoch, the
+# shapes of a last batch, several modules of one class share one code object), and past the limit
+# Dynamo runs the frame without any backend: the transform would silently be gone.
+RECOMPILE_LIMIT = 256
+
+
+@dataclass(frozen=True)
+class GraphInput:
+    """One placeholder of a captured graph: what it is in the module's eyes, and where."""
+
+    kind: InputKind
+    fqn: str | None
+    source: str = ""  # such as ``L['self']._parameters['weight']``
+
+
+@dataclass(frozen=True)
+class CapturedGraph:
+    """One graph as Dynamo handed it over. Never mutated: Dynamo builds its guards from it later."""
+
+    graph_module: fx.GraphModule
+    example_inputs: tuple[Any, ...]
+    frame_id: int  # of the Python frame; a recompilation keeps it
+    inputs: tuple[GraphInput, ...]
+
+    def roots(self) -> dict[str, str]:
+        """Path in the whole module of each module that the captured code knows as a variable.
+
+        After a graph break a submodule's ``forward`` is captured by itself, with the submodule as
+        its ``self``; the parameters tell which one it is.
+        """
+        roots: dict[str, str] = {}
+        for graph_input in self.inputs:
+            keys = _KEY.findall(graph_input.source)
+            local = ".".join(keys[1:])
+            if (
+                graph_input.fqn
+                and local
+                and (graph_input.fqn == local or graph_input.fqn.endswith("." + local))
+            ):
+                root = graph_input.source[: graph_input.source.index("]") + 1]
+                roots.setdefault(root, graph_input.fqn[: -len(local)].rstrip("."))
+        return roots
+
+    def first_parameter(self) -> int | None:
+        """Position of an input by which to tell one module from another that runs the same code."""
+        positions = (i for i, graph_input in enumerate(self.inputs) if graph_input.fqn is not None)
+        return next(positions, None)
+
+    def for_module_of(self, inputs: Sequence[Any], module: nn.Module) -> CapturedGraph:
+        """This graph as it is called for other parameters: those among ``inputs``."""
+        fqns = _fqns(module)
+        described = [
+            replace(
+                graph_input,
+                fqn=fqns.get(id(value), (graph_input.kind, None))[1] if graph_input.fqn else None,
+            )
+            for graph_input, value in zip(self.inputs, inputs, strict=True)
+        ]
+        return replace(self, inputs=tuple(described))
+
+
+_KEY = re.compile(r"\['([^']+)'\]")
+
+
+def compile_function(function: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
+    """``function`` run through Dynamo with ``backend`` called once per captured graph."""
+    return torch.compile(function, backend=backend)
+
+
+def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the same function, or method, with a code object of its own.
+
+    Dynamo keeps what it compiles, and whether it has given up, with the code object. A module of
+    the same class that the user compiles would share both, and its recompile limit with them.
+    """
+    plain = getattr(function, "__func__", function)
+    if not isinstance(plain, types.FunctionType):
+        return function
+    own = types.FunctionType(
+        plain.__code__.replace(),
+        plain.__globals__,
+        plain.__name__,
+        plain.__defaults__,
+        plain.__closure__,
+    )
+    own.__kwdefaults__ = plain.__kwdefaults__
+    own.__module__, own.__qualname__ = plain.__module__, plain.__qualname__
+    vars(own).update(vars(plain))
+    owner = getattr(function, "__self__", None)
+    return own if owner is None else types.MethodType(own, owner)
+
+
+@contextlib.contextmanager
+def no_graph_breaks() -> Iterator[None]:
+    """Within this context what would break a graph is an error, before anything has run."""
+    # With ``fullgraph=True`` Dynamo would capture ``.item()`` as well, and so another graph.
+    with torch._dynamo.error_on_graph_break(True):
+        yield
+
+
+# Whether Dynamo goes on with a graph when other parameters of the module want gradients.
+MISSES_THAWING = torch.torch_version.TorchVersion(torch.__version__) < "2.12"
+
+
+def forget_code(functions: Iterable[CodeType]) -> None:
+    """Make Dynamo look again at some functions: whoever has had them captured."""
+    for code in functions:
+        reset_code(code)
+
+
+def forget(function: Callable[..., Any]) -> None:
+    """Make Dynamo look again at a function that it may have given up on, and at what follows it."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return
+    resumed = f"{TORCH_DYNAMO_RESUME_IN_PREFIX}_{code.co_name}_"
+    reset_code(code)
+    for weak_code in [*convert_frame.input_codes.seen, *convert_frame.output_codes.seen]:
+        code_object = weak_code()
+        if code_object is not None and code_object.co_name.startswith(resumed):
+            reset_code(code_object)
+
+
+@contextlib.contextmanager
+def unmarked(module: nn.Module) -> Iterator[None]:
+    """After this context tensors of a module have no mark of Dynamo's that they had not before."""
+
+    def marked() -> set[Tensor]:
+        tensors = (*module.parameters(), *module.buffers())
+        return {tensor for tensor in tensors if _STATIC in vars(tensor)}
+
+    before = marked()
+    try:
+        yield
+    finally:
+        for tensor in marked() - before:
+            del vars(tensor)[_STATIC]
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether the user has put ``torch.compile`` on the module already."""
+    return (
+        isinstance(module, torch._dynamo.OptimizedModule)
+        or getattr(module, "_compiled_call_impl", None) is not None
+        or getattr(module, "_compiler_ctx", None) is not None
+    )
+
+
+@contextlib.contextmanager
+def capture_settings(*, passes_over: bool = False) -> Iterator[None]:
+    """Dynamo's settings under which a step is captured and looked up.
+
+    With ``passes_over`` a function on which Dynamo itself fails runs as it is, and one that is
+    captured too often; without it both are errors.
+
+    ``optimize_ddp`` would cut the graph at DDP's buckets before the backend sees it, and the same
+    tensor would then have another name with and without DDP. ``allow_rnn`` takes recurrent kernels
+    into the graph as single operations; without it Dynamo gives up on the whole frame that mentions
+    an ``nn.GRU``.
+    """
+    with (
+        absent_packages(),
+        without_dynamos_texts(),
+        plain_answers(),
+        quiet_libraries(),
+        plain_numbers(),
+        plain_optimizers(),
+        passed_over() if passes_over else contextlib.nullcontext(),
+        torch._dynamo.config.patch(
+            optimize_ddp=False,
+            allow_rnn=True,
+            allow_unspec_int_on_nn_module=True,
+            # Hooks that are registered or removed while the module trains are noticed.
+            skip_nnmodule_hook_guards=False,
+            recompile_limit=RECOMPILE_LIMIT,
+            accumulated_recompile_limit=4 * RECOMPILE_LIMIT,
+            fail_on_recompile_limit_hit=not passes_over,
+        ),
+    ):
+        yield
+
+
+def frame_being_captured() -> int | None:
+    """Return the number of the Python frame that Dynamo captures now; ``None`` outside of it."""
+    current = CompileContext.current_compile_id()
+    return None if current is None else current.frame_id
+
+
+def describe(
+    graph_module: fx.GraphModule, example_inputs: Sequence[Any], module: nn.Module
+) -> CapturedGraph:
+    """Name the inputs of a graph that Dynamo captured from a step of a module."""
+    fqns = _fqns(module)
+    inputs = []
+    for node in graph_module.graph.find_nodes(op="placeholder"):
+        kind: InputKind = "input"
+        name: str | None = None
+        argument = node.meta.get("grapharg")
+        source = getattr(getattr(argument, "source", None), "name", "")
+        if isinstance(node.meta.get("example_value"), Tensor):
+            kind, name = fqns.get(id(argument.example) if argument else 0, ("input", None))
+        else:
+            kind = "symbol"
+        # A method until torch 2.11.
+        inputs.append(GraphInput(kind, name, source() if callable(source) else source))
+    frame = frame_being_captured()
+    # A copy, because Dynamo tidies its own up when it is done with it.
+    kept = copy_graph_module(graph_module)
+    return CapturedGraph(kept, tuple(example_inputs), -1 if frame is None else frame, tuple(inputs))
+
+
+def _fqns(module: nn.Module) -> dict[int, tuple[InputKind, str | None]]:
+    fqns: dict[int, tuple[InputKind, str | None]] = {}
+    for fqn, buffer in module.named_buffers():
+        fqns[id(buffer)] = ("buffer", fqn)
+    for fqn, parameter in module.named_parameters():
+        fqns[id(parameter)] = ("parameter", fqn)
+        if parameter.grad is not None:
+            fqns[id(parameter.grad)] = ("gradient", None)
+    return fqns
+
+
+def original_error(error: BaseException) -> BaseException:
+    """The error that a backend raised, without Dynamo's wrapping."""
+    inner = getattr(error, "inner_exception", None)
+    return inner if isinstance(inner, BaseException) else error
+
+
+@contextlib.contextmanager
+def around_captures(enter: Callable[[CodeType], AbstractContextManager[None]]) -> Iterator[None]:
+    """Within this context every function is captured within a context of ours."""
+    convert = convert_frame.ConvertFrame.__call__
+    attempt = convert_frame.ConvertFrameAssert.__call__
+    refusals: list[Unsupported] = []
+
+    @functools.wraps(convert)
+    def convert_within(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        refusals.clear()
+        with enter(frame.f_code):
+            result = convert(self, frame, *args, **kwargs)
+        if refusals and result.guarded_code is None:
+            # Of what breaks a graph and cannot be resumed, Dynamo itself notes nothing.
+            error = refusals.pop()
+            graph_break_reasons.append(GraphCompileReason(str(error), frames_of(error)))
+        return result
+
+    @functools.wraps(attempt)
+    def attempt_and_note(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return attempt(*args, **kwargs)
+        except Unsupported as error:
+            # In a function that was captured too often, nothing breaks the graph.
+            if getattr(error, "frame_exec_strategy", None) is None:
+                refusals.append(error)
+            raise
+
+    with (
+        shadowed_here(convert_frame.ConvertFrame, __call__=convert_within),
+        shadowed_here(convert_frame.ConvertFrameAssert, __call__=attempt_and_note),
+    ):
+        yield

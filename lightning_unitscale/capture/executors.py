@@ -1,0 +1,174 @@
+"""Run a graph that was rewritten: op by op, by AOTAutograd's graphs op by op, or by Inductor.
+
+Private names used here were checked on torch 2.13 and 2.11: ``boxed_nop``, ``compile_fx``,
+``compile_fx_inner``, ``list_mode_options``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol, cast
+
+import torch
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+from lightning_unitscale.capture.aot_backend import (
+    on_plain_tensors,
+    partitioned_by,
+    plain_kernels,
+    traced_backward,
+)
+from lightning_unitscale.capture.copy_graphs import compiled_forward, is_checkpoint
+from lightning_unitscale.capture.patches import drop_inference_mode
+from lightning_unitscale.capture.recurrent import keep_workspaces, recurrent_dropout
+from lightning_unitscale.scales.statistics import join_rows
+
+Executor = Literal["eager", "aot_eager", "inductor"]
+# What ``torch.compile`` calls ``mode``.
+CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+
+
+aten = torch.ops.aten
+
+
+class GraphRewriter(Protocol):
+    """Rewrites the graphs of aten operators that AOTAutograd makes of a captured graph."""
+
+    def describe(self, graph: Any) -> None:
+        """Note in which units matmuls read the tensors of a captured graph, for its probes."""
+
+    def rewrite_joint(self, graph: fx.Graph) -> None:
+        """Rewrite the graph of both passes, or the only one of a step without gradients."""
+
+    def rewrite_part(self, graph: fx.Graph) -> None:
+        """Finish the graph of one pass, which the executor then runs op by op."""
+
+
+def execute_with(
+    executor: Executor,
+    graph_module: fx.GraphModule,
+    inputs: Sequence[Any],
+    partition_fn: Any = None,
+    mode: CompileMode = "default",
+    *,
+    backward_is_autocast: bool = False,
+    rewriter: GraphRewriter | None = None,
+) -> Callable[..., Any]:
+    """Turn a rewritten graph into something that runs."""
+    if executor == "eager":
+        _restore_checkpointing(graph_module)
+        return compiled_forward(graph_module)
+    drop_inference_mode(graph_module)
+    backward = traced_backward(is_autocast=backward_is_autocast)
+    if executor == "aot_eager":
+        partition_fn = partition_fn or min_cut_rematerialization_partition
+        # Boxed, each saved tensor is freed when nothing reads it any more.
+        options = {"fw_compiler": _run_op_by_op, "partition_fn": partition_fn}
+        if rewriter is not None:
+            options = _rewriting(rewriter, partition_fn)
+        backend = aot_autograd(keep_inference_input_mutations=True, **options)
+        # An error in the middle of it would leave gradients off.
+        with plain_kernels(), backward, torch.set_grad_enabled(torch.is_grad_enabled()):
+            compiled: Callable[..., Any] = backend(graph_module, inputs)
+        return on_plain_tensors(compiled, inputs)
+    # Imported here: Inductor takes a second to load and most runs never need it.
+    from torch._inductor import list_mode_options
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def compile_one(one: fx.GraphModule, *args: Any, **options: Any) -> Any:
+        join_rows(one)
+        keep_workspaces(one.graph)
+        one.recompile()
+        return compile_fx_inner(one, *args, **options)
+
+    with partitioned_by(partition_fn), backward, recurrent_dropout():
+        # Also while the backward graph is compiled, which is much later.
+        # Inductor's own random numbers would be others than those of the plain step.
+        patches = {**list_mode_options(mode), "fallback_random": True}
+        run = compile_fx(
+            graph_module, list(inputs), inner_compile=compile_one, config_patches=patches
+        )
+        return on_plain_tensors(cast(Callable[..., Any], run), inputs)
+
+
+def _run_op_by_op(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Return a function that runs a graph of AOTAutograd by the kernels of its operators.
+
+    A kernel's result may have another layout than its meta function says, as the gradient of
+    softplus has. A view of it may then need a copy, as in a plain backward pass.
+    """
+    graph = graph_module.graph
+    for view in (aten.view.default, aten._unsafe_view.default):
+        for node in graph.find_nodes(op="call_function", target=view):
+            node.target = aten.reshape.default
+    keep_workspaces(graph)
+    graph_module.recompile()
+    return boxed_nop(graph_module, list(inputs))
+
+
+def _rewriting(rewriter: GraphRewriter, partition_fn: Any) -> dict[str, Any]:
+    """Return the options with which AOTAutograd has its graphs rewritten."""
+
+    def partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        rewriter.rewrite_joint(joint.graph)
+        return partition_fn(joint, *args, **kwargs)
+
+    def run_part(part: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        keep_workspaces(part.graph)
+        rewriter.rewrite_part(part.graph)
+        return _run_op_by_op(part, inputs)
+
+    def run_alone(whole: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        rewriter.rewrite_joint(whole.graph)
+        return run_part(whole, inputs)
+
+    return {
+        "partition_fn": partition,
+        "fw_compiler": run_part,
+        "bw_compiler": run_part,
+        "inference_compiler": run_alone,
+    }
+
+
+def _restore_checkpointing(graph_module: fx.GraphModule) -> None:
+    """Dynamo's checkpoint operator only tags nodes; run eagerly it would save everything."""
+    for node in graph_module.graph.nodes:
+        if is_checkpoint(node):
+            body = getattr(graph_module, str(node.args[0].target))
+            _restore_checkpointing(body)
+            # The function itself: a lazy graph module may compile its code once more.
+            forward, written = compiled_forward(body), _written_inputs(body.graph)
+            node.target = functools.partial(_checkpoint, forward=forward, written=written)
+            node.target.__name__ = "checkpoint"
+
+
+def _written_inputs(graph: fx.Graph) -> frozenset[int]:
+    """Return which inputs of a graph it writes into by a method, such as a buffer that counts."""
+    return frozenset(
+        index
+        for index, node in enumerate(graph.find_nodes(op="placeholder"))
+        for user in node.users
+        if user.op == "call_method" and user.args[0] is node and str(user.target).endswith("_")
+    )
+
+
+def _checkpoint(
+    body: fx.GraphModule,
+    *args: Any,
+    forward: Callable[..., Any],
+    written: frozenset[int] = frozenset(),
+    **kwargs: Any,
+) -> Any:
+    kwargs.pop("use_reentrant", None)
+
+    # A buffer of the user's module is no input of his checkpoint, which may write into it.
+    def run(*others: Any) -> Any:
+        left = iter(others)
+        return forward(*(args[i] if i in written else next(left) for i in range(len(args))))
+
+    others = [value for index, value in enumerate(args) if index not in written]
+    return torch.utils.checkpoint.checkpoint(run, *others, use_reentrant=False, **kwargs)

@@ -1,0 +1,93 @@
+"""Export a module's ``forward`` as a graph module of its own.
+
+Uses ``torch.export._trace._export_to_torch_ir`` (checked on torch 2.13 and 2.11): what strict
+export captures before it is lowered, with ``F.*`` nodes, the user's inputs and outputs, and
+parameters under their own names; and ``_is_exporting_flag`` with the context that sets it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._dynamo import functional_export
+from torch.export._trace import _export_to_torch_ir
+
+from lightning_unitscale.capture.aliasing import make_out_of_place
+from lightning_unitscale.capture.answers import plain_answers, trace_one_graph
+from lightning_unitscale.capture.breaks import is_of_dynamo, reason_raised, wants_dynamos_texts
+from lightning_unitscale.capture.decompose import expand_composites
+from lightning_unitscale.capture.dynamo_capture import CapturedGraph
+from lightning_unitscale.capture.graph_nodes import Names
+from lightning_unitscale.capture.rollback import restoring_numbers
+from lightning_unitscale.capture.step_messages import CaptureError
+from lightning_unitscale.patching import shadowed
+
+_STATE = "_compiling_state_context"
+
+
+def export_forward(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    expand: bool = True,
+    plain: bool = False,
+) -> fx.GraphModule:
+    """``module.forward`` as a graph module called like it, with nodes named as in a step."""
+
+    def trace() -> fx.GraphModule:
+        exported: fx.GraphModule = _export_to_torch_ir(module, args, kwargs)
+        return exported
+
+    try:
+        if plain:
+            with _as_if_plain():
+                try:
+                    graph_module = trace_one_graph(trace)
+                except Exception as error:
+                    if not is_of_dynamo(error):
+                        raise
+                    # What a library sets up in a module's first call may be what breaks the graph:
+                    # transformers installs hooks then, under a lock.
+                    with restoring_numbers(module), torch.no_grad():
+                        module(*args, **kwargs)
+                    graph_module = trace_one_graph(trace)
+        else:
+            graph_module = trace()
+    except Exception as error:
+        raise CaptureError.of(
+            f"{type(module).__name__}.forward", [reason_raised(error)], manner=" as one graph"
+        ) from (error if wants_dynamos_texts() or not is_of_dynamo(error) else None)
+    Names().assign(CapturedGraph(graph_module, (), 0, ()), graph_module)
+    if expand:
+        expand_composites(graph_module)
+    make_out_of_place(graph_module.graph)
+    return graph_module
+
+
+@contextlib.contextmanager
+def _as_if_plain() -> Iterator[None]:
+    """Within this context an export tells the code that it traces that nothing is exported.
+
+    Hugging Face's models give attention an explicit mask where they are exported, and so take
+    another kernel, with other bits, than when they run.
+    """
+    usual = getattr(functional_export, _STATE)
+
+    @contextlib.contextmanager
+    def compiling() -> Iterator[None]:
+        with usual():
+            torch.compiler._is_exporting_flag = False
+            yield
+
+    not_exporting = shadowed(functional_export, **{_STATE: compiling})
+    with not_exporting, plain_answers(), warnings.catch_warnings():
+        # Their collector of hidden states, which is set and reset in every call.
+        collector = r"(?s)While compiling, we found certain side effects.*_active_collector"
+        warnings.filterwarnings("ignore", collector)
+        yield

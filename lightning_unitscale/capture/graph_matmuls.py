@@ -1,0 +1,156 @@
+"""Every form in which a captured graph can hold a matmul, and the roles of its arguments.
+
+A matmul is linear in each of its operands; addends (a bias, the first argument of ``addmm``) are
+added to it as they are. That is all a pass needs in order to change the units of the operands. The
+forms are those with a scale rule (``functional/rules.py``), and the few below without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from lightning_unitscale.capture.decompose import attention_product
+from lightning_unitscale.capture.graph_nodes import TRANSFORMED, Path, is_float_tensor
+from lightning_unitscale.functional.rules import (
+    ScaleRule,
+    matmul_names,
+    rule_of_function,
+    rule_of_method,
+)
+
+
+class Roles(NamedTuple):
+    """The roles of a matmul's parameters where no scale rule tells them; see :class:`ScaleRule`."""
+
+    parameters: tuple[str, ...]
+    operands: tuple[str, ...]
+    addends: tuple[str, ...] = ()
+    is_variadic: bool = False
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One tensor argument of a product: where it stands, and what it is called."""
+
+    role: str
+    path: Path
+    node: fx.Node
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product of a graph with its operands and addends."""
+
+    node: fx.Node
+    operands: tuple[Operand, ...]
+    addends: tuple[Operand, ...]
+
+
+_WEIGHTED = Roles(("input", "weight", "bias"), ("input", "weight"), ("bias",))
+_GROUPED = Roles(("mat_a", "mat_b"), ("mat_a", "mat_b"), ("bias",))
+_ROLES: dict[Any, Roles] = {
+    torch.convolution: _WEIGHTED,
+    torch.conv_tbc: _WEIGHTED,
+    getattr(torch, "_grouped_mm", None): _GROUPED,
+    getattr(F, "grouped_mm", None): _GROUPED,
+}
+_ROLES.pop(None, None)
+# Operators of other libraries, known by name because those libraries may not be there.
+_CUSTOM_OPERATORS = {
+    # What transformers 5 runs a mixture of experts with where torch has no grouped product.
+    "transformers.grouped_mm_fallback": Roles(("input", "weight"), ("input", "weight")),
+}
+# By what torch has of the same name, where it is a form of its own.
+_SAME: dict[Any, Any] = {attention_product: torch.matmul, "__rmatmul__": "__matmul__"}
+
+_NAMES = matmul_names() | {"attention_product", "rmatmul", "convolution", "conv_tbc", "grouped_mm"}
+# What matmuls are called in the names of their results; an operator of aten has its overload there.
+PRODUCT_WORDS = frozenset(
+    name.strip("_") + overload for name in _NAMES for overload in ("", ".default")
+)
+
+
+def _roles_of(target: Any) -> ScaleRule | Roles | None:
+    """The roles of the parameters of a function, a method by its name, or an operator of aten."""
+    if hasattr(target, "overloadpacket"):
+        if (custom := _CUSTOM_OPERATORS.get(str(target).removesuffix(".default"))) is not None:
+            return custom
+        namespace, name, overload = str(target).split(".")
+        if (namespace, overload) != ("aten", "default"):
+            return None
+        target = getattr(torch, name, None) or getattr(F, name, None)
+    try:
+        target = _SAME.get(target, target)
+        found = _ROLES.get(target)
+    except TypeError:  # an unhashable callable is none of ours
+        return None
+    if found is not None:
+        return found
+    rule = rule_of_method(target) if isinstance(target, str) else rule_of_function(target)
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    writes = name.endswith("_") and not name.endswith("__")
+    return None if rule is None or not rule.operands or writes else rule
+
+
+def product_of(node: fx.Node) -> Product | None:
+    """Describe a node that is a product of real floating-point tensors."""
+    is_call = node.op in ("call_function", "call_method")
+    rule = _roles_of(node.target) if is_call else None
+    if rule is None or TRANSFORMED in node.meta:
+        return None
+    if node.kwargs.get("out") is not None or not is_float_tensor(node):
+        return None
+    operands = tuple(operand for name in rule.operands for operand in _tensors(node, rule, name))
+    if len(operands) < 2 or not all(is_float_tensor(operand.node) for operand in operands):
+        return None
+    addends = tuple(operand for name in rule.addends for operand in _tensors(node, rule, name))
+    if not all(is_float_tensor(operand.node) for operand in addends):
+        return None
+    return Product(node, operands, addends)
+
+
+def operands_of_call(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[Tensor]:
+    """The tensors that a function of torch multiplies; none if it is no matrix product."""
+    rule = _roles_of(function) or _roles_of(getattr(function, "__name__", ""))
+    if rule is None:
+        return []
+    values = (value for name in rule.operands for *_, value in _arguments(args, kwargs, rule, name))
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def _tensors(node: fx.Node, rule: ScaleRule | Roles, name: str) -> Iterator[Operand]:
+    for role, path, value in _arguments(node.args, node.kwargs, rule, name):
+        if isinstance(value, fx.Node):
+            yield Operand(role, path, value)
+
+
+def _arguments(
+    args: Sequence[Any], kwargs: Mapping[str, Any], rule: ScaleRule | Roles, name: str
+) -> Iterator[tuple[str, Path, Any]]:
+    """What a product is given for a parameter: role, path and value; of a list each item."""
+    if name in kwargs:
+        path: Path = (name,)
+        value: Any = kwargs[name]
+    else:
+        position = rule.parameters.index(name) if name in rule.parameters else len(args)
+        if position >= len(args):
+            return
+        path, value = (position,), args[position]
+        is_list = isinstance(value, (list, tuple))
+        if rule.is_variadic and name == rule.parameters[-1] and not is_list:
+            for index, item in enumerate(args[position:]):
+                yield f"operand{index}", (position + index,), item
+            return
+    if isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield f"operand{index}", (*path, index), item
+    else:
+        yield name, path, value

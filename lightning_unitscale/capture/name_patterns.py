@@ -1,0 +1,107 @@
+"""Choose tensors by globs of their names and of the modules that make them."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from lightning_unitscale.arguments import nearest, shown
+from lightning_unitscale.capture.graph_nodes import MODULE, tensor_name
+
+# Under which torch keeps what it wraps: torch.compile, FullyShardedDataParallel and the wrapper of
+# activation checkpoints.
+_LISTS = (list, tuple, set, frozenset)
+_WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+
+# Why a name is left out.
+EXCLUDED = "its name is excluded"
+NOT_INCLUDED = "its name is not included"
+
+
+def own_path(name: str) -> str:
+    """The path of a module or a parameter before torch wrapped parts of the model."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPED)
+
+
+class NamePatterns:
+    """Globs to include and to exclude, such as ``"blocks.0.*"``."""
+
+    def __init__(
+        self,
+        include: str | Sequence[str] | None = None,
+        exclude: str | Sequence[str] | None = None,
+    ) -> None:
+        self.include = _patterns("include", include)
+        self.exclude = _patterns("exclude", exclude)
+        self._unmatched = [("include", pattern) for pattern in self.include]
+        self._unmatched += [("exclude", pattern) for pattern in self.exclude]
+        # Kept as long as a pattern is unmatched.
+        self._names: dict[str, None] = {}
+
+    def match(self, node: fx.Node) -> bool:
+        """Whether the node's module path or its tensor's name is included and not excluded."""
+        return self.match_names(tensor_name(node), str(node.meta.get(MODULE, "")))
+
+    def match_names(self, *names: str) -> bool:
+        """Whether one of the names of a tensor is included and none is excluded."""
+        if self._unmatched:
+            self._note(names)
+        if _any_matches(self.exclude, names):
+            return False
+        return not self.include or _any_matches(self.include, names)
+
+    def why_not(self, *names: str) -> str:
+        """Return why :meth:`match_names` refuses these names; empty if it does not."""
+        if _any_matches(self.exclude, names):
+            return EXCLUDED
+        return "" if self.match_names(*names) else NOT_INCLUDED
+
+    def take_unmatched(self) -> list[str]:
+        """What to warn of: the patterns that have matched no name so far, each of them once."""
+        texts = []
+        for argument, pattern in self._unmatched:
+            meant = self._meant(pattern)
+            expected = "" if meant is None else f", such as {meant!r}"
+            texts.append(
+                f"{argument}={pattern!r}: matches nothing; expected a glob of module paths or "
+                f"tensor names{expected}; correct it or leave it out."
+            )
+        self._unmatched = []
+        self._names = {}
+        return texts
+
+    def _note(self, names: Sequence[str]) -> None:
+        new = [name for name in names if name and name not in self._names]
+        self._names.update(dict.fromkeys(new))
+        self._unmatched = [
+            (argument, pattern)
+            for argument, pattern in self._unmatched
+            if not _any_matches((pattern,), new)
+        ]
+
+    def _meant(self, pattern: str) -> str | None:
+        """A module without the tensors in it, a word without the path before it, or a slip."""
+        for wider in (f"{pattern}.*", f"*.{pattern}", f"*{pattern}*"):
+            if _any_matches((wider,), tuple(self._names)):
+                return wider
+        return nearest(pattern, self._names)
+
+
+def _any_matches(patterns: Sequence[str], names: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns for name in names)
+
+
+def _patterns(name: str, value: str | Sequence[str] | None) -> tuple[str, ...]:
+    patterns: tuple[Any, ...] = (value,)
+    if value is None or isinstance(value, _LISTS):
+        patterns = tuple(value or ())
+    for pattern in patterns:
+        if not isinstance(pattern, str) or not pattern:
+            raise ValueError(
+                f"{name}={shown(value)}: {shown(pattern)} is no pattern; expected globs of module "
+                f"paths or tensor names; pass for example {name}=['blocks.0.*']."
+            )
+    return patterns

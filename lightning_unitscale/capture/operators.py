@@ -1,0 +1,379 @@
+"""The table: every aten operator that multiplies matrices, and what units do to its results.
+
+An operator is linear in each of its operands. With operands divided by powers of two, a result has
+to be multiplied by the same powers, each to the coefficient that stands here:
+
+================================ ======================== =======================================
+operator                         operands                 results
+================================ ======================== =======================================
+``mm(a, b)`` and the like        ``a, b``                 ``a b``
+``convolution_backward``         ``g, x, w``              ``dx: g w, dw: g x, db: g``
+attention                        ``q, k, v``              ``v``; the temperature takes ``q k``
+attention's backward             ``g, q, k, v``           ``dq: g v/q, dk: g v/k, dv: g``
+================================ ======================== =======================================
+
+An addend (the bias of ``addmm``) is divided by the units of the product that it is added to.
+
+A call need not read all that it is given: :meth:`ProductRule.reading` gives the rule of what it
+reads. The rest may be memory that nothing has written, as torch's batching rules pass it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_unitscale.capture.flops import (
+    Arguments,
+    Formula,
+    attention_flops,
+    contraction,
+    conv_tbc_backward_flops,
+    conv_tbc_flops,
+    convolution_backward_flops,
+    convolution_flops,
+    cudnn_recurrent_flops,
+    distance_flops,
+    encoder_layer_flops,
+    grouped_flops,
+    recurrent_flops,
+    trilinear_flops,
+)
+
+# For one result, the power to which each operand's unit enters it; ``None``: none of them does.
+Coefficients = tuple[int, ...] | None
+# What a person calls a call, and the roles of its operands.
+Word = Callable[[Arguments], tuple[str, tuple[str, ...]]]
+# For each operand of a backward product which forward operand it is; ``None``: the gradient that
+# arrives.
+Sources = tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
+class ProductRule:
+    """How one aten operator multiplies."""
+
+    operator: str  # its name in ``torch.ops.aten``
+    operands: tuple[int, ...]  # positions of the arguments in which it is linear
+    results: tuple[Coefficients, ...]  # the coefficients of each result
+    # What a person calls the operation, and the roles of its operands, from the arguments.
+    word: Word
+    flops: Formula  # floating-point operations of a call
+    addends: tuple[int, ...] = ()  # positions of arguments that are added to the first result
+    # Arguments that are stored in the units of an operand: position and which operand.
+    follows: tuple[tuple[int, int], ...] = ()
+    # Coefficients of the ``scale`` argument of an attention.
+    temperature: tuple[int, ...] | None = None
+    sources: Sources = ()  # for an operator that is always a backward one, what its operands are
+    mask: int | None = None  # position of the argument that says which results are wanted
+    # Position of the argument that says where groups end; what lies beyond the last one is
+    # not read.
+    ragged: int | None = None
+    # The operator that multiplies the product by a number, ``alpha``, and adds it to its
+    # first argument; the operator itself, if it has that argument.
+    with_factor: str = ""
+    # The operands of a product of two in the order in which autograd computes their
+    # gradients: that of the names that its derivatives are written with.
+    backward_order: tuple[int, ...] = (0, 1)
+    # What calls read, by the mask: a rule takes long to hash.
+    _masked: dict[tuple[bool, ...], ProductRule] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+
+    def reading(self, args: Arguments, kwargs: Mapping[str, Any]) -> ProductRule:
+        """The rule without the operands and the addends that a call does not read."""
+        rule = self
+        if self.mask is not None:
+            wanted = tuple(args[self.mask])
+            if (found := self._masked.get(wanted)) is None:
+                found = self._masked[wanted] = _masked(self, wanted)
+            rule = found
+        if self.addends and kwargs and kwargs.get("beta", 1) == 0:
+            rule = _without_addends(rule)
+        return rule
+
+    def multiplies(self, args: Arguments, kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call reads two operands at all: not for a sum, nor for empty matrices."""
+        for position in self.operands:
+            if args[position].numel() == 0:
+                return False
+        is_nothing = bool(self.addends) and kwargs.get("alpha", 1) == 0
+        return len(self.operands) > 1 and not is_nothing
+
+    def name_in(self, args: Arguments) -> tuple[str, tuple[str, ...]]:
+        """What a person calls a call of it, and the roles of all of its operands."""
+        word, roles = self.word(args)
+        if not self.sources:
+            return word, roles
+        read = tuple("gradient" if k is None else roles[k] for k in self.sources)
+        # One of another mask has other operands, and is not to be taken for it.
+        return word if len(read) > len(roles) else "_".join((word, *read)), read
+
+    @functools.cached_property
+    def operands_in(self) -> Callable[[Arguments], Any]:
+        """Gives the operands among the arguments of a call."""
+        if len(self.operands) > 1:
+            return itemgetter(*self.operands)
+        return lambda args: tuple(args[position] for position in self.operands)
+
+    def measured_in(self, args: Arguments) -> Sequence[Tensor]:
+        """The operands of a call as they are measured: without what lies beyond the last group."""
+        first, *others = operands = self.operands_in(args)
+        ends = args[self.ragged] if self.ragged is not None and self.ragged < len(args) else None
+        if ends is None:
+            return operands
+        (second,) = others
+        # One matrix beside a stack of them is cut into groups along the dimension that stays, and
+        # two matrices along the one that is summed over.
+        if first.dim() == 2:
+            first = _up_to(ends[-1], first, 1 if second.dim() == 2 else 0)
+        if second.dim() == 2:
+            second = _up_to(ends[-1], second, 0 if operands[0].dim() == 2 else 1)
+        return [first, second]
+
+    def addends_in(self, args: Arguments) -> list[int]:
+        """Positions of the addends that a call has."""
+        return [at for at in self.addends if at < len(args) and args[at] is not None]
+
+    @property
+    def num_factors(self) -> int:
+        """How many :meth:`exponents` a call has."""
+        return len(self.operands) + 1 + len(self.results)
+
+    def exponents(self, log2_units: Sequence[int]) -> tuple[int, ...]:
+        """Exponents of the factors of a call: of its operands, its addends, and its results."""
+        # This and :meth:`taking_factors` are all that a call in units is, in eager mode and in a
+        # compiled graph; the factor of :attr:`temperature` comes on top.
+        results = [0 if row is None else combined(row, log2_units) for row in self.results]
+        return (*(-unit for unit in log2_units), -sum(log2_units), *results)
+
+    def taking_factors(self, args: Arguments) -> Iterator[tuple[int, int]]:
+        """Each argument that is multiplied beside the operands: position, and which factor."""
+        for position in self.addends_in(args):
+            yield position, len(self.operands)
+        yield from self.follows
+
+    def scale_in(self, args: Arguments, kwargs: Mapping[str, Any]) -> float:
+        """The factor of an attention's logits, given or torch's own."""
+        scale = kwargs.get("scale")
+        query = args[self.operands[1 if self.sources else 0]]
+        return 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
+
+
+def combined(coefficients: Sequence[int], log2_units: Sequence[int]) -> int:
+    """Exponent of a product of units, each to the power of its coefficient."""
+    return sum(power * unit for power, unit in zip(coefficients, log2_units, strict=True))
+
+
+def _masked(rule: ProductRule, wanted: tuple[bool, ...]) -> ProductRule:
+    """A rule with the operands that the wanted ones of its results are made of."""
+    made_of = [powers for powers, is_wanted in zip(rule.results, wanted, strict=True) if is_wanted]
+    kept = [k for k in range(len(rule.operands)) if any(powers and powers[k] for powers in made_of)]
+    return replace(
+        rule,
+        operands=tuple(rule.operands[k] for k in kept),
+        results=tuple(powers and tuple(powers[k] for k in kept) for powers in rule.results),
+        sources=tuple(rule.sources[k] for k in kept),
+        _masked={},
+    )
+
+
+@functools.cache
+def _without_addends(rule: ProductRule) -> ProductRule:
+    return replace(rule, addends=())
+
+
+def _up_to(end: Tensor, tensor: Tensor, dim: int) -> Tensor:
+    """A tensor with what lies before ``end`` in place of what does not; NaN if nothing does."""
+    # The device is not waited for: the size stays, and slices before ``end`` come again and again.
+    index = torch.arange(tensor.shape[dim], device=tensor.device) % end.clamp(min=1)
+    return torch.where(end > 0, tensor.detach().index_select(dim, index), math.nan)
+
+
+def _word(word: str, *roles: str) -> Word:
+    return lambda _: (word, roles)
+
+
+def _linear_or(weight: int, word: str, *roles: str) -> Word:
+    def of_call(args: Arguments) -> tuple[str, tuple[str, ...]]:
+        shape, strides = args[weight].shape, args[weight].stride()
+        # F.linear multiplies by its weight transposed; what a person writes has rows, as a rule.
+        return ("linear", ("input", "weight")) if is_turned(shape, strides) else (word, roles)
+
+    return of_call
+
+
+def is_turned(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether a tensor is a matrix that lies in memory column after column."""
+    return len(shape) == 2 and strides[0] == 1 and strides[1] == shape[0]
+
+
+def _convolution_word(args: Arguments) -> tuple[str, tuple[str, ...]]:
+    kind = "conv_transpose" if args[6] else "conv"
+    return f"{kind}{args[0].dim() - 2}d", ("input", "weight")
+
+
+def _matmul(operator: str, word: Word, *, is_added: bool = False, **options: Any) -> ProductRule:
+    """A product of two matrices, or of two batches of them, and what it ``is_added`` to."""
+    first, addends = (1, (0,)) if is_added else (0, ())
+    flops = contraction(first, first + 1)
+    return ProductRule(operator, (first, first + 1), _BOTH, word, flops, addends, **options)
+
+
+def _attention(operator: str) -> ProductRule:
+    return ProductRule(
+        operator,
+        (0, 1, 2),
+        ((0, 0, 1),),
+        _word("scaled_dot_product_attention", "query", "key", "value"),
+        attention_flops(0, of_depth=1, of_values=1),
+        temperature=(1, 1, 0),
+    )
+
+
+def _attention_backward(operator: str, output: int, *, has_bias: bool = False) -> ProductRule:
+    of_bias: tuple[Coefficients, ...] = ((1, 0, 0, 1),) if has_bias else ()
+    return ProductRule(
+        operator,
+        (0, 1, 2, 3),
+        ((1, -1, 0, 1), (1, 0, -1, 1), (1, 0, 0, 0), *of_bias),
+        _word("scaled_dot_product_attention", "query", "key", "value"),
+        attention_flops(1, of_depth=3, of_values=2),
+        follows=((output, 3),),
+        temperature=(0, 1, 1, 0),
+        sources=(None, 0, 1, 2),
+    )
+
+
+_BOTH: tuple[Coefficients, ...] = ((1, 1),)
+_MATMUL = _word("matmul", "input", "other")
+_SDPA = "_scaled_dot_product"
+
+RULES: tuple[ProductRule, ...] = (
+    _matmul(
+        "mm",
+        _linear_or(1, "matmul", "input", "other"),
+        with_factor="addmm",
+        backward_order=(1, 0),
+    ),
+    _matmul("bmm", _MATMUL, with_factor="baddbmm", backward_order=(1, 0)),
+    _matmul("mv", _MATMUL),
+    _matmul("dot", _MATMUL),
+    _matmul("addmm", _linear_or(2, "addmm", "mat1", "mat2"), is_added=True, with_factor="addmm"),
+    _matmul(
+        "baddbmm",
+        _word("baddbmm", "batch1", "batch2"),
+        is_added=True,
+        with_factor="baddbmm",
+    ),
+    _matmul("addbmm", _word("addbmm", "batch1", "batch2"), is_added=True),
+    _matmul("addmv", _word("addmv", "mat", "vec"), is_added=True),
+    ProductRule("convolution", (0, 1), _BOTH, _convolution_word, convolution_flops, addends=(2,)),
+    ProductRule(
+        "convolution_backward",
+        (0, 1, 2),
+        ((1, 0, 1), (1, 1, 0), (1, 0, 0)),
+        _word("convolution", "input", "weight"),
+        convolution_backward_flops,
+        sources=(None, 0, 1),
+        mask=10,
+    ),
+    ProductRule(
+        "conv_tbc", (0, 1), _BOTH, _word("conv_tbc", "input", "weight"), conv_tbc_flops, (2,)
+    ),
+    ProductRule(
+        "conv_tbc_backward",
+        (0, 1, 2),
+        ((1, 0, 1), (1, 1, 0), (1, 0, 0)),
+        _word("conv_tbc", "input", "weight"),
+        conv_tbc_backward_flops,
+        sources=(None, 0, 1),
+    ),
+    ProductRule(
+        "_trilinear",
+        (0, 1, 2),
+        ((1, 1, 1),),
+        _word("bilinear", "input1", "weight", "input2"),
+        trilinear_flops,
+    ),
+    ProductRule(
+        "_grouped_mm",
+        (0, 1),
+        _BOTH,
+        _word("grouped_mm", "mat_a", "mat_b"),
+        grouped_flops,
+        addends=(3,),
+        ragged=2,
+    ),
+    _attention(f"{_SDPA}_flash_attention_for_cpu"),
+    _attention(f"{_SDPA}_flash_attention"),
+    _attention(f"{_SDPA}_efficient_attention"),
+    _attention(f"{_SDPA}_cudnn_attention"),
+    _attention_backward(f"{_SDPA}_flash_attention_for_cpu_backward", 4),
+    _attention_backward(f"{_SDPA}_flash_attention_backward", 4),
+    _attention_backward(f"{_SDPA}_efficient_attention_backward", 5, has_bias=True),
+    _attention_backward(f"{_SDPA}_cudnn_attention_backward", 4),
+)
+
+# Why no factor can reach the operands of a product, or it writes into a tensor of the user's.
+DISTANCES = "a kernel of distances"
+RECURRENT = "a recurrent kernel, whose products are inside of it"
+FUSED = "a fused inference kernel, whose products are inside of it"
+COMPILED_BEFORE = "compiled before this callback was attached"
+_WIDENED = "a product whose result has a type of its own"
+
+
+@dataclass(frozen=True)
+class UnreachedRule:
+    """An operator that multiplies matrices where no factor can reach its operands."""
+
+    operator: str  # its name in ``torch.ops.aten``, with the overload if that is not the default
+    reason: str  # why its products run as they are
+    flops: Formula  # floating-point operations of a call
+    # Whether its gradients come from a kernel of the same kind, with twice as many.
+    has_backward: bool = False
+    # The operator of the table whose products this one writes into a tensor that it is
+    # given. Factors reach them except in a graph that was compiled before.
+    writes: str = ""
+
+
+# Operators of the table whose results are written, or added, into a tensor: how that is spelled,
+# and at which argument their operands begin.
+_WRITING = (
+    ("addmm", "_", 1),
+    ("baddbmm", "_", 1),
+    ("addbmm", "_", 1),
+    ("addmv", "_", 1),
+    ("mm", ".out", 0),
+    ("bmm", ".out", 0),
+    ("addmm", ".out", 1),
+    ("baddbmm", ".out", 1),
+)
+
+# Operators of CUDA whose result has another type than their operands, and where these begin.
+_WIDENING = (("mm", 0), ("bmm", 0), ("addmm", 1), ("baddbmm", 1))
+
+UNREACHED: tuple[UnreachedRule, ...] = (
+    *(
+        UnreachedRule(name + form, COMPILED_BEFORE, contraction(at, at + 1), writes=name)
+        for name, form, at in _WRITING
+    ),
+    *(
+        UnreachedRule(f"{name}.{form}", _WIDENED, contraction(at, at + 1))
+        for name, at in _WIDENING
+        for form in ("dtype", "dtype_out")
+    ),
+    UnreachedRule("_int_mm", "a product of integers", contraction(0, 1)),
+    UnreachedRule("_cdist_forward", DISTANCES, distance_flops),
+    UnreachedRule("mkldnn_rnn_layer", RECURRENT, recurrent_flops, has_backward=True),
+    UnreachedRule("_cudnn_rnn", RECURRENT, cudnn_recurrent_flops, has_backward=True),
+    UnreachedRule("_transformer_encoder_layer_fwd", FUSED, encoder_layer_flops),
+    UnreachedRule("_native_multi_head_attention", FUSED, encoder_layer_flops),
+)

@@ -1,0 +1,216 @@
+"""Ordered passes over a captured graph, and the graph they rewrite.
+
+A pass states its phase and the phases run in their declared order, so callbacks and transforms may
+be given in any order. A pass never sees Dynamo's own graph: it rewrites a copy.
+"""
+
+from __future__ import annotations
+
+import abc
+import enum
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from lightning_unitscale.capture.aliasing import make_out_of_place
+from lightning_unitscale.capture.copy_graphs import add_placeholder, fake_like, is_checkpoint
+from lightning_unitscale.capture.graph_nodes import INTERNAL
+
+# Runs a graph: the user's outputs for the user's inputs.
+Run = Callable[[Sequence[Any]], Sequence[Any]]
+
+
+class Phase(enum.IntEnum):
+    """When a pass runs: a later phase sees what the earlier ones made.
+
+    ``REPARAMETRIZE`` changes the function that the step computes; every later phase, and whoever
+    measures the step, takes what it made for the user's own graph. ``GATHER`` brings together what
+    is sharded; whoever measures the step without it has it gathered before.
+    """
+
+    REPARAMETRIZE = 0
+    REWRITE = 1
+    OBSERVE = 2
+    GATHER = 3
+
+
+@dataclass(frozen=True)
+class PassRecord:
+    """What one pass did to one graph, which is counted in the order of capture."""
+
+    step: str
+    graph_index: int
+    pass_name: str
+    observed: bool
+    nodes_before: int
+    nodes_after: int
+    seconds: float
+    changes: tuple[str, ...]
+
+
+@dataclass
+class Region:
+    """A graph, or the body of an activation checkpoint inside it."""
+
+    graph_module: fx.GraphModule
+    parent: Region | None = None
+    call: fx.Node | None = None
+    _threaded: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The nodes of this region."""
+        return self.graph_module.graph
+
+    def thread(self, node: fx.Node, example: Tensor | None = None) -> fx.Node:
+        """``node`` of the outermost graph as a node of this region, passed down as an argument."""
+        if self.parent is None or self.call is None:
+            return node
+        if node not in self._threaded:
+            outer = self.parent.thread(node, example)
+            self.call.args = (*self.call.args, outer)
+            example = node.meta["example_value"] if example is None else example
+            self._threaded[node] = add_placeholder(
+                self.graph, f"{node.name}_inner", example, nested=True
+            )
+        return self._threaded[node]
+
+
+class StepGraph:
+    """A graph under rewrite, with inputs and outputs of its own beside the user's."""
+
+    def __init__(self, graph_module: fx.GraphModule, *, observed: bool, step: str = "") -> None:
+        self.graph_module = graph_module
+        self.step = step
+        self.observed = observed  # with probes, as on sampled steps
+        self.notes: dict[str, Any] = {}  # from one pass to another
+        tensors = (node.meta.get("example_value") for node in graph_module.graph.nodes)
+        floats = (one for one in tensors if isinstance(one, Tensor) and one.is_floating_point())
+        self.device = next((tensor.device for tensor in floats), torch.device("cpu"))
+        self.states: list[tuple[fx.Node, Callable[[], Tensor]]] = []
+        self.results: list[tuple[fx.Node, Callable[[Tensor], None]]] = []
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The nodes of the outermost graph."""
+        return self.graph_module.graph
+
+    def regions(self) -> Iterator[Region]:
+        """The graph and, after it, the bodies of its activation checkpoints at any depth."""
+        pending = [Region(self.graph_module)]
+        while pending:
+            region = pending.pop()
+            yield region
+            for node in region.graph.find_nodes(
+                op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint
+            ):
+                body = node.args[0]
+                if is_checkpoint(node) and isinstance(body, fx.Node) and body.op == "get_attr":
+                    nested = getattr(region.graph_module, str(body.target))
+                    pending.append(Region(nested, region, node))
+
+    def add_state(self, name: str, supply: Callable[[], Tensor], example: Tensor) -> fx.Node:
+        """Add an input with the value of ``supply()`` at each call; it never recompiles."""
+        node = add_placeholder(
+            self.graph, f"unitscale_{name}_{len(self.states)}", fake_like(self.graph, example)
+        )
+        node.meta[INTERNAL] = True
+        self.states.append((node, supply))
+        return node
+
+    def add_result(self, node: fx.Node, sink: Callable[[Tensor], None]) -> None:
+        """Make ``node`` an output; ``sink`` gets its value after every call of the graph."""
+        self.results.append((node, sink))
+
+    def finish(self) -> None:
+        """Append the results to the graph's outputs and check the graph."""
+        output = self.graph.output_node()
+        returned = output.args[0]
+        outputs = list(returned) if isinstance(returned, (tuple, list)) else [returned]
+        output.args = ((*outputs, *(node for node, _ in self.results)),)
+        for region in self.regions():
+            region.graph.lint()
+            region.graph_module.recompile()
+
+    def example_inputs(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """``inputs`` of the captured graph followed by examples of the states."""
+        return (*inputs, *(node.meta["example_value"] for node, _ in self.states))
+
+
+class GraphPass(abc.ABC):
+    """Rewrites one graph in place. Instances may keep state across the graphs of a step."""
+
+    name: str
+    phase: Phase
+    out_of_place: bool = False  # in-place operations are made out of place first
+    kept_whole: tuple[Callable[..., Any], ...] = ()  # functions that no capture looks into
+
+    @abc.abstractmethod
+    def run(self, graph: StepGraph) -> tuple[str, ...]:
+        """Rewrite ``graph`` and say what changed, one line per kind of change."""
+
+    def report(self) -> str:
+        """What ``explain()`` says of the pass beyond its changes to each graph."""
+        return ""
+
+    def before_cut(self, graph: StepGraph) -> frozenset[str]:
+        """Called with a rewritten graph, not observed, that is cut into parts; on every rank."""
+        return frozenset()
+
+    def observe_part(self, graph: StepGraph) -> None:  # noqa: B027
+        """Add to a part of a cut graph what the pass observes, but for what is ``ELSEWHERE``."""
+
+    def see_shared(self, name: str, value: Tensor, gradient: Tensor | None) -> None:  # noqa: B027
+        """Called for a parameter that several parts of a cut graph use."""
+
+    def before_step(self, module: nn.Module) -> None:  # noqa: B027
+        """Called before each call of a captured step of ``module``."""
+
+    def after_step(self, module: nn.Module, result: Any) -> None:  # noqa: B027
+        """Called after each call that returned ``result``; a rehearsal is no call."""
+
+
+def run_passes(
+    graph: StepGraph,
+    passes: Sequence[GraphPass],
+    *,
+    step: str,
+    graph_index: int,
+    out_of_place: bool = False,
+) -> list[PassRecord]:
+    """Run the passes in the order of their phases; equal phases keep the order they were given.
+
+    Those of phase ``OBSERVE`` run on the observed variant only. In-place operations are replaced
+    first, in every region, where a pass or the caller wants that.
+    """
+    due = sorted(
+        (
+            graph_pass
+            for graph_pass in passes
+            if graph.observed or graph_pass.phase is not Phase.OBSERVE
+        ),
+        key=lambda graph_pass: graph_pass.phase,
+    )
+    records = []
+
+    def record(name: str, run: Callable[[], tuple[str, ...]]) -> None:
+        before, start = len(graph.graph.nodes), time.perf_counter()
+        changes = run()
+        seconds = time.perf_counter() - start
+        after = len(graph.graph.nodes)
+        records.append(
+            PassRecord(step, graph_index, name, graph.observed, before, after, seconds, changes)
+        )
+
+    if out_of_place or any(graph_pass.out_of_place for graph_pass in due):
+        regions = [region.graph for region in graph.regions()]
+        record("out of place", lambda: tuple(chain.from_iterable(map(make_out_of_place, regions))))
+    for graph_pass in due:
+        record(graph_pass.name, lambda graph_pass=graph_pass: graph_pass.run(graph))  # type: ignore[misc]
+    graph.finish()
+    return records

@@ -1,0 +1,329 @@
+"""Patches of Dynamo, so that a captured step computes what the plain step does.
+
+* NumPy (:func:`plain_numbers`). Dynamo traces NumPy as torch operations, and makes a 0-d FP64
+  tensor of a NumPy number. In the plain step it is a number: ``loss * np.exp(-x)`` stays FP32 there
+  and would be FP64 when traced, other last bits of ``tanh`` and random numbers of torch's aside. So
+  calls of NumPy run as they are, and break the graph; their results enter the graphs as Python's
+  numbers. Dynamo would take an array for a constant then, compute ``array *= 2`` while it traces,
+  and give up: the array would be doubled twice.
+* Updates. Dynamo takes ``addcmul_`` and ``addcdiv_`` with ``value`` apart, and until torch 2.11
+  ``add_`` with ``alpha``, which rounds in another place than their kernels do. So it does, whatever
+  its settings are, with :data:`_TAKEN_APART`.
+* Generators. Dynamo draws from a ``random.Random`` of the user's when it traces, and guards on
+  nothing: every later step would get the same number. So these calls run as they are, too.
+* Failures (:func:`passed_over`). What it cannot capture, Dynamo lets run as it is: a graph break.
+  On some code it fails by an error of its own instead, or by an error of its fake tensors, before
+  any of the function has run. The function can run as it is then, too, and what it calls is
+  captured as after a graph break. An error of the user's (shapes that do not fit) is then raised
+  where and as it is without Dynamo.
+* Optimizers (:func:`plain_optimizers`). When traced code reads ``param_groups`` (the learning rate,
+  to log it or to set it), Dynamo prepares for tracing the optimizer's step as well: each group is
+  given ``capturable=True``. On a GPU the update then takes another algorithm, with other last bits;
+  on a CPU it refuses to run. No optimizer's step is traced here, so there is nothing to prepare.
+* Whole layers (:func:`opened_layers`). ``nn.TransformerEncoderLayer`` takes one fused kernel where
+  no gradient is wanted. Nothing inside of it can be rewritten: its products would keep their
+  precision while the same layer is trained in FP8, and weights that rules have set to RMS 1 would
+  miss their factors.
+* Absent packages (:func:`absent_packages`). Dynamo runs ``importlib.metadata.version`` while it
+  traces, and takes its PackageNotFoundError for a failure of its own, even where the code catches
+  it: torchmetrics asks so for ``torch_xla`` wherever it counts classes.
+* Inference mode (:func:`drop_inference_mode`). AOTAutograd cannot trace a view of an ordinary
+  tensor that is made in inference mode: the view has no version counter, which functionalization
+  asks for. What its graphs return is no inference tensor anyway.
+
+Private names used here were checked on torch 2.13 and 2.11: ``VariableBuilder``'s
+``wrap_numpy_ndarray``, to which it hands every NumPy number, ``wrap_symfloat``, ``wrap_symint``;
+``NumpyVariable``, which an array is; ``RandomVariable``, and ``RandomClassVariable``, which makes
+one; ``TorchInGraphFunctionVariable._get_handlers``; ``ConvertFrame``, which is called once per
+function to capture, ``ConvertFrameReturn``, whose default is to leave the function alone,
+``GraphCompileReason``, and the two errors; the sets behind ``torch.compiler.allow_in_graph``, which
+itself cannot be taken back; ``tracing_state_functions``, ``tx`` in the handler that answers whether
+anything is compiled; ``OptimizerVariable._set_capturable``; ``SkipFunctionVariable.call_function``,
+which runs what is not traced, and ``raise_observed_exception``; ``_enter_inference_mode`` and
+``_exit_inference_mode``, which Dynamo puts into its graphs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import linecache
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from traceback import FrameSummary
+from typing import Any
+
+import numpy as np
+import torch
+import torch._dynamo.config
+from torch import fx
+from torch._dynamo import convert_frame, symbolic_convert
+from torch._dynamo.exc import (
+    InternalTorchDynamoError,
+    TorchRuntimeError,
+    raise_observed_exception,
+    unimplemented,
+)
+from torch._dynamo.output_graph import GraphCompileReason
+from torch._dynamo.trace_rules import _allowed_callable_ids, lookup_callable
+from torch._dynamo.types import ConvertFrameReturn
+from torch._dynamo.utils import graph_break_reasons
+from torch._dynamo.variables import (
+    ConstantVariable,
+    SkipFunctionVariable,
+    TorchInGraphFunctionVariable,
+)
+from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.misc import (
+    LoggingLoggerVariable,
+    NumpyVariable,
+    RandomClassVariable,
+    RandomVariable,
+)
+from torch._dynamo.variables.optimizer import OptimizerVariable
+from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
+
+from lightning_unitscale.capture.answers import insist_on_one_graph
+from lightning_unitscale.capture.breaks import frames_of, is_installed_file, short_reason
+from lightning_unitscale.patching import nothing, shadowed_here
+
+
+@contextlib.contextmanager
+def plain_numbers() -> Iterator[None]:
+    """Within this context NumPy and generators are not traced, and updates not taken apart."""
+    with (
+        shadowed_here(VariableBuilder, wrap_numpy_ndarray=_as_number),
+        shadowed_here(NumpyVariable, is_python_constant=_is_constant),
+        shadowed_here(RandomVariable, is_supported_random_obj=lambda _: False),
+        shadowed_here(RandomClassVariable, call_function=_refuse_generator),
+        shadowed_here(TorchInGraphFunctionVariable, _get_handlers=_handlers_of_whole_functions),
+        torch._dynamo.config.patch(trace_numpy=False, enable_dynamo_decompositions=False),
+    ):
+        yield
+
+
+_TAKEN_APART = (torch.addcdiv, torch._foreach_lerp_)
+_handlers = TorchInGraphFunctionVariable._get_handlers
+
+
+@functools.cache
+def _handlers_of_whole_functions() -> dict[Any, Any]:
+    """Dynamo's ways to trace functions of torch, without those that take a function apart."""
+    return {name: run for name, run in _handlers().items() if name not in _TAKEN_APART}
+
+
+def _is_constant(variable: NumpyVariable) -> bool:
+    return not isinstance(variable.value, np.ndarray)
+
+
+def _refuse_generator(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    unimplemented(
+        gb_type="random.Random() in a step",
+        context=str(args),
+        explanation="What it draws would be drawn once and kept.",
+        hints=["Make it before, or draw from torch."],
+    )
+
+
+def _as_number(builder: Any, value: np.ndarray[Any, Any]) -> Any:
+    # Others round or wrap around where Python's numbers do not, so their arithmetic stays NumPy's.
+    if value.dtype == np.float64:
+        return builder.wrap_symfloat(value.item())
+    if value.dtype == np.int64:
+        return builder.wrap_symint(value.item())
+    unimplemented(
+        gb_type="NumPy number",
+        context=f"{value.dtype} {value}",
+        explanation=f"Arithmetic of {value.dtype} is not that of Python's numbers.",
+        hints=["Convert it by float() or int() before it meets a tensor."],
+    )
+
+
+# How often a function may fail on fake tensors before it is no longer tried: each try takes time.
+_MAX_FAILURES = 4
+_failures: Counter[Any] = Counter()
+
+
+@contextlib.contextmanager
+def passed_over() -> Iterator[None]:
+    """Within this context a failure of Dynamo's is a graph break, and a warning."""
+    convert = convert_frame.ConvertFrame.__call__
+    warned: set[tuple[str, int]] = set()
+
+    @functools.wraps(convert)
+    def convert_or_pass_over(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return convert(self, frame, *args, **kwargs)
+        except TorchRuntimeError as error:
+            # Most often an error of the user's, which comes again when the function runs as it is;
+            # whoever catches it has it captured the next time.
+            _failures[frame.f_code] += 1
+            is_last = _failures[frame.f_code] >= _MAX_FAILURES
+            _report(frame.f_code, error, warned, warn=is_last)
+            return ConvertFrameReturn(apply_to_code=is_last)
+        except InternalTorchDynamoError as error:
+            _report(frame.f_code, error, warned, warn=True)
+            return ConvertFrameReturn()
+
+    with shadowed_here(convert_frame.ConvertFrame, __call__=convert_or_pass_over):
+        yield
+
+
+# Hints for a compiler, which compute nothing. Caches of transformers give them while a step runs.
+_HINTS = (
+    torch._dynamo.mark_dynamic,
+    torch._dynamo.maybe_mark_dynamic,
+    torch._dynamo.mark_static,
+    torch._dynamo.mark_static_address,
+    torch._dynamo.decorators.mark_unbacked,
+)
+# Hooks of transformers and peft on a frozen embedding, so that the checkpointed blocks behind it
+# have gradients. Blocks inside of a graph have them anyway; Dynamo breaks at ``requires_grad_``.
+_LETS_CHECKPOINTS_TRAIN = frozenset({"make_inputs_require_grad", "make_inputs_require_grads"})
+# Methods of loggers that answer; the others only write.
+_LOGGER_QUESTIONS = frozenset({"isEnabledFor", "getEffectiveLevel", "hasHandlers"})
+
+
+@contextlib.contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Within this context hints and the log messages of installed packages break no graph.
+
+    Hints do nothing. What lets checkpointed blocks have gradients does nothing in a function that
+    is captured as one graph, in which all of them are. A library's message without tensors in it is
+    logged while Dynamo traces. The user's own messages break the graph as ever: they are to come at
+    each step.
+    """
+    call = symbolic_convert.InstructionTranslatorBase.call_function
+    log = LoggingLoggerVariable.call_method
+
+    @functools.wraps(call)
+    def call_or_pass(self: Any, fn: Any, args: Any, kwargs: Any) -> None:
+        # As Dynamo itself finds the function that a variable stands for.
+        function = getattr(fn, "fn", getattr(fn, "value", None))
+        if any(function is hint for hint in _HINTS):
+            self.push(ConstantVariable.create(None))
+            return
+        is_hint = getattr(fn, "name", "") == "requires_grad_"
+        if is_hint and self.f_code.co_name in _LETS_CHECKPOINTS_TRAIN and insist_on_one_graph():
+            self.push(fn.obj)
+            return
+        call(self, fn, args, kwargs)
+
+    @functools.wraps(log)
+    def log_once(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if not is_installed_file(tx.f_code.co_filename):
+            return log(self, tx, name, args, kwargs)
+        answer = None
+        if all(value.is_python_constant() for value in (*args, *kwargs.values())):
+            given = {key: value.as_python_constant() for key, value in kwargs.items()}
+            answer = getattr(self.value, name)(*(v.as_python_constant() for v in args), **given)
+        return ConstantVariable.create(answer if name in _LOGGER_QUESTIONS else None)
+
+    with (
+        shadowed_here(symbolic_convert.InstructionTranslatorBase, call_function=call_or_pass),
+        shadowed_here(LoggingLoggerVariable, call_method=log_once),
+    ):
+        yield
+
+
+def _report(code: Any, error: Exception, warned: set[tuple[str, int]], *, warn: bool) -> None:
+    frames = frames_of(error) or [FrameSummary(code.co_filename, code.co_firstlineno, code.co_name)]
+    graph_break_reasons.append(GraphCompileReason(str(error), frames))
+    file, line = frames[-1].filename, frames[-1].lineno or 0
+    # Each of the functions around a line fails on it.
+    if not warn or (file, line) in warned:
+        return
+    warned.add((file, line))
+    failing = linecache.getline(file, line).strip()
+    warnings.warn(
+        f"{file}:{line}: Dynamo fails on `{failing}` ({short_reason(str(error))}), so "
+        f"{code.co_name} runs as it is, neither rewritten nor observed but for what it calls; "
+        "expected code that Dynamo captures; move that line out of the step, into a hook such as "
+        "on_train_batch_start.",
+        stacklevel=2,
+    )
+
+
+@contextlib.contextmanager
+def kept_whole(functions: Sequence[Callable[..., Any]]) -> Iterator[None]:
+    """Within this context Dynamo puts calls of these functions into the graph as they are."""
+    added = []
+    try:
+        for function in functions:
+            if lookup_callable(function) is not TorchInGraphFunctionVariable:
+                _allowed_callable_ids.add(id(function))
+                added.append(function)
+        yield
+    finally:
+        for function in added:
+            _allowed_callable_ids.remove(id(function))
+
+
+@contextlib.contextmanager
+def plain_optimizers() -> Iterator[None]:
+    """Within this context Dynamo changes nothing in an optimizer that traced code reads."""
+    with shadowed_here(OptimizerVariable, _set_capturable=nothing):
+        yield
+
+
+# The setting is torch's, of all threads: what it was before, and an item for each that needs it.
+_OPENING = threading.Lock()
+_opened: list[bool] = []
+
+
+@contextlib.contextmanager
+def opened_layers(are_opened: bool) -> Iterator[None]:
+    """Within this context fused layers are captured operation by operation."""
+    if not are_opened:
+        yield
+        return
+    with _OPENING:
+        if not _opened:
+            _opened.append(torch.backends.mha.get_fastpath_enabled())
+        _opened.append(True)
+        torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        with _OPENING:
+            _opened.pop()
+            if len(_opened) == 1:
+                torch.backends.mha.set_fastpath_enabled(_opened.pop())
+
+
+@contextlib.contextmanager
+def absent_packages() -> Iterator[None]:
+    """Within this context PackageNotFoundError is raised in the traced code, which may catch it."""
+    call = SkipFunctionVariable.call_function
+
+    @functools.wraps(call)
+    def call_or_raise(self: Any, tx: Any, *args: Any) -> Any:
+        try:
+            return call(self, tx, *args)
+        except importlib.metadata.PackageNotFoundError as error:
+            raise_observed_exception(type(error), tx, args=list(error.args))
+
+    with shadowed_here(SkipFunctionVariable, call_function=call_or_raise):
+        yield
+
+
+def drop_inference_mode(graph_module: fx.GraphModule) -> None:
+    """Turn gradients off where the user turns inference mode on, in nested graphs as well."""
+    for module in graph_module.modules():
+        if not isinstance(module, fx.GraphModule):
+            continue
+        for node in module.graph.find_nodes(op="call_function", target=_enter_inference_mode):
+            node.target = _turn_gradients
+        for node in module.graph.find_nodes(op="call_function", target=_exit_inference_mode):
+            node.target = torch.set_grad_enabled
+        module.recompile()
+
+
+def _turn_gradients(inference: bool = True) -> bool:
+    """Off in inference mode, and on where it is lifted again; returns what they were before."""
+    before = torch.is_grad_enabled()
+    torch.set_grad_enabled(not inference)
+    return before

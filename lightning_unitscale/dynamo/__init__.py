@@ -1,1 +1,0 @@
-"""All that touches Dynamo and AOTAutograd: capture, why it breaks, and patches of it."""

@@ -1,1 +1,0 @@
-"""What captured graphs are made of (nodes, products, views), and ordered passes over them."""

@@ -1,0 +1,267 @@
+"""What is left to do in the forward and in the backward graph of what the user compiles.
+
+Inductor decides late whether a product and a sum run as one, and it should decide as it does
+without units. So a product that is added to something gets its units here, when that has been
+decided. Looks at products come last: each costs a call in each step, so products share them.
+
+Nothing stays in memory for longer because of a look. What a forward graph is given and what it
+returns is there when it ends, so that products that read nothing else are looked at then. In a
+backward graph the products of a site read one gradient: they are looked at with the first of them,
+where all that the others read is there by then, and the gradient is measured once.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from lightning_unitscale.capture.graph_nodes import first_operation
+from lightning_unitscale.capture.operators import ProductRule
+from lightning_unitscale.matmuls.compiled_graphs import (
+    GRAPHS,
+    CompiledProduct,
+    LookedAt,
+    PlainProduct,
+)
+from lightning_unitscale.matmuls.compiler_internals import GraphPass
+from lightning_unitscale.matmuls.joint_graphs import (
+    PRODUCT,
+    arranged,
+    rule_of,
+    tangents_of,
+    value_of,
+)
+from lightning_unitscale.matmuls.joint_units import Scaling
+
+_ATEN = torch.ops.aten
+_OURS = torch.ops.lightning_unitscale
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A product as it was before Inductor joined it with a sum, or parted it from one."""
+
+    name: str  # of its node
+    operands: tuple[str, ...]  # names of the nodes that it reads
+    index: int  # which product of its graph it is
+
+
+class _Noted(threading.local):
+    products: tuple[_Known, ...] = ()  # of the graph that this thread is compiling
+    graph: int | None = None  # its number
+
+
+_NOTED = _Noted()
+
+
+def note_products(graph: fx.Graph) -> None:
+    """Note the products of a graph."""
+    products = []
+    _NOTED.graph = None
+    for node in graph.nodes:
+        if PRODUCT in node.meta:
+            _NOTED.graph, index = node.meta[PRODUCT]
+            if (rule := rule_of(node)) is not None:
+                products.append(_Known(node.name, _operands(rule, node), index))
+    _NOTED.products = tuple(products)
+
+
+def finish_graph(graph: fx.Graph) -> None:
+    """Let products of a graph be looked at, and run in units those that do not yet."""
+    if _NOTED.graph is not None:
+        _Finishing(graph, _NOTED.graph, list(_NOTED.products)).run()
+        _NOTED.products, _NOTED.graph = (), None
+
+
+PASSES = (
+    GraphPass("post_grad_custom_pre_pass", note_products),
+    GraphPass("post_grad_custom_post_pass", finish_graph),
+)
+
+
+class _Finishing:
+    """Rewrites one graph."""
+
+    def __init__(self, graph: fx.Graph, index: int, known: list[_Known]) -> None:
+        self._graph = graph
+        self._index = index
+        self._known = known
+        self._scaling = Scaling(graph)
+
+    def run(self) -> None:
+        """Rewrite it."""
+        products = GRAPHS[self._index].products
+        found = []
+        for node in list(self._graph.nodes):
+            rule = rule_of(node)
+            index = self._found(rule, node)
+            if index is not None:
+                found.append((node, rule, index))
+        if not found:
+            return
+        is_backward = bool(tangents_of(self._graph))
+        device = value_of(found[0][0].all_input_nodes[0]).device
+        first = first_operation(self._graph)
+        new = self._scaling.new
+        with self._graph.inserting_before(first):
+            order = new(_OURS.compiled_order.default, self._index, device, is_backward)
+        looked_at = []
+        for node, rule, index in found:
+            product = products[index]
+            site, reads = None, []
+            if rule is not None and isinstance(product, CompiledProduct):
+                if not product.is_scaled:
+                    self._find_factors(first, device, is_backward)
+                    self._scaling.scale(node, rule, product)
+                reads = [*rule.operands_in(node.args)]
+                reads += [node.args[position] for position in rule.addends_in(node.args)]
+                site = product.forward
+            looked_at.append(FoundProduct(node, index, site, reads))
+        for look in looks_of(self._graph, looked_at, is_backward=is_backward):
+            number = GRAPHS[self._index].add_look(look.products)
+            with self._graph.inserting_before(look.before):
+                new(_OURS.look.default, look.tensors, order, self._index, number)
+
+    def _find_factors(self, first: fx.Node, device: torch.device, is_backward: bool) -> None:
+        if self._scaling.parts is not None:
+            return
+        new, parts_of = self._scaling.new, _OURS.parts_of_factors.default
+        for node in self._graph.find_nodes(op="call_function", target=parts_of):
+            self._scaling.parts = node
+            return
+        with self._graph.inserting_before(first):
+            factors = new(_OURS.compiled_factors.default, self._index, device, is_backward)
+            self._scaling.parts = new(parts_of, factors, None, self._index, [])
+
+    def _found(self, rule: ProductRule | None, node: fx.Node) -> int | None:
+        """The product that a node was; one that Inductor has joined with a sum has another name."""
+        if PRODUCT in node.meta:
+            product = GRAPHS[self._index].products[node.meta[PRODUCT][1]]
+            # What a node was made of may have left it its ``meta``.
+            if isinstance(product, PlainProduct) and product.operator == str(node.target):
+                return node.meta[PRODUCT][1]
+        if rule is None:
+            return None
+        operands = _operands(rule, node)
+        matching = [
+            known
+            for known in self._known
+            if len(known.operands) == len(operands)
+            and (known.name == node.name or set(known.operands) & set(operands))
+        ]
+        if not matching:
+            return None
+        best = max(
+            matching,
+            key=lambda known: (
+                known.name == node.name,
+                sum(a == b for a, b in zip(known.operands, operands, strict=True)),
+            ),
+        )
+        self._known.remove(best)
+        return best.index
+
+
+def _operands(rule: ProductRule, node: fx.Node) -> tuple[str, ...]:
+    return tuple(map(str, rule.operands_in(node.args)))
+
+
+@dataclass(frozen=True)
+class FoundProduct:
+    """A product of a graph."""
+
+    node: fx.Node
+    index: int  # which product of the graph
+    site: Any  # of which it is; ``None`` where it runs plain
+    reads: Sequence[Any]  # operands, and what is added to it; empty where it runs plain
+
+
+@dataclass
+class Look:
+    """Products that are looked at together, before a node."""
+
+    before: fx.Node
+    tensors: list[fx.Node] = field(default_factory=list)  # what is measured for them
+    products: list[LookedAt] = field(default_factory=list)
+    # By what they are arrangements of.
+    _positions: dict[fx.Node, int] = field(default_factory=dict)
+
+    def take(self, product: FoundProduct, there: Callable[[fx.Node], fx.Node | None]) -> bool:
+        """Look at a product as well, if all that it reads, or is a copy of, is there by then."""
+        reads = []
+        for read in product.reads:
+            node, whole = there(read), _whole(read)
+            is_copy = node is None and _is_copy(whole)
+            if is_copy:
+                source: Any = whole.args[0]
+                node = there(source)
+            if node is None:
+                return False
+            reads.append((node, not is_copy))
+        where = tuple((self._position(node), in_units) for node, in_units in reads)
+        self.products.append(LookedAt(product.index, where))
+        return True
+
+    def _position(self, node: fx.Node) -> int:
+        position = self._positions.setdefault(_whole(node), len(self.tensors))
+        if position == len(self.tensors):
+            self.tensors.append(node)
+        return position
+
+
+def looks_of(graph: fx.Graph, found: Sequence[FoundProduct], *, is_backward: bool) -> list[Look]:
+    """Distribute products over looks."""
+    # Inputs may be written at the end.
+    end = next(node for node in graph.nodes if node.op == "output" or _writes(node))
+    kept: dict[fx.Node, fx.Node] = {}
+    if not is_backward:
+        nodes = [*graph.find_nodes(op="placeholder"), *graph.output_node().all_input_nodes]
+        kept.update((_whole(node), node) for node in nodes)
+    place = {node: index for index, node in enumerate(graph.nodes)}
+
+    def there(look: Look, node: fx.Node) -> fx.Node | None:
+        if look is at_end:
+            return kept.get(_whole(node))
+        # What the product itself reads: Inductor would write another arrangement beside it.
+        return next((n for n in arranged(node) if place[n] < place[look.before]), None)
+
+    at_end = Look(end)
+    looks = [at_end]
+    of_site: dict[Any, Look] = {}
+    for product in found:
+        for look in (at_end, of_site.get(product.site)):
+            if look is not None and look.take(product, functools.partial(there, look)):
+                break
+        else:
+            look = of_site[product.site] = Look(product.node)
+            look.take(product, lambda node: node)
+            looks.append(look)
+    return [look for look in looks if look.products]
+
+
+def _whole(node: Any) -> fx.Node:
+    """What a node is another arrangement of."""
+    *_, whole = arranged(node)
+    return whole
+
+
+def _is_copy(node: fx.Node) -> bool:
+    """Whether it is a tensor times a factor."""
+    factor: Any = node.args[1] if node.target is _ATEN.mul.Tensor else None
+    if not isinstance(factor, fx.Node) or factor.target is not _ATEN.select.int:
+        return False
+    factors: Any = factor.args[0]
+    if factors.target is not operator.getitem:
+        return False
+    return factors.args[0].target is torch.ops.lightning_unitscale.parts_of_factors.default
+
+
+def _writes(node: fx.Node) -> bool:
+    return node.target is _ATEN.copy_.default

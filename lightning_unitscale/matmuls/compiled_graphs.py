@@ -1,0 +1,333 @@
+"""Graphs that Inductor has compiled with units around their products, while they run.
+
+The units of a graph's products are numbers in one tensor, which an operator without inputs gives to
+the graph whenever it runs: Inductor cannot fold it, and new units compile nothing. It is saved for
+the backward pass, some of whose operands were divided by the units of the forward pass.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from lightning_unitscale.capture.operators import COMPILED_BEFORE
+from lightning_unitscale.functional.scale import LARGEST_LOG2
+from lightning_unitscale.matmuls.calls import slot_of
+from lightning_unitscale.matmuls.compiled_runs import GraphMatmul, GraphRun, GraphRuns
+from lightning_unitscale.matmuls.compiler_internals import define_operator
+from lightning_unitscale.matmuls.coverage import Kind
+from lightning_unitscale.matmuls.measurement import FORWARD, Extent, Site
+from lightning_unitscale.matmuls.session import ProductSession
+from lightning_unitscale.matmuls.torch_internals import current_node
+from lightning_unitscale.patching import nothing
+from lightning_unitscale.scales.transfer import numbers_on
+
+
+@dataclass(eq=False)
+class CompiledProduct(GraphMatmul):
+    """A matmul of a graph with units."""
+
+    dtype: torch.dtype  # of its operands
+    start: int = 0  # where its factors begin among those of the graph
+    is_scaled: bool = False  # since the graph of both passes was rewritten
+    # The matmuls of its graph that are of its site, itself included.
+    kin: list[CompiledProduct] = field(default_factory=list)
+
+    @property
+    def slot(self) -> str:
+        """``"forward"``, or which gradient it makes."""
+        return slot_of(self.sources) if self.is_backward else FORWARD
+
+    @property
+    def num_factors(self) -> int:
+        """One more than its rule has for a gradient: back from its unit."""
+        return self.rule.num_factors + (None in self.sources)
+
+    @property
+    def names(self) -> tuple[tuple[int, int | None], ...]:
+        """What tells the units of its operands apart within its graph."""
+        return tuple((self.forward, source) for source in self.sources)
+
+    def stays(self, operand: int) -> bool:
+        """Whether an operand has no unit."""
+        # The temperature of an attention is a Python number in the graph: what it takes stays.
+        return self.rule.temperature is not None and self.rule.temperature[operand] != 0
+
+    def known(self, site: Site) -> tuple[int | None, ...]:
+        """Exponents of the units of its operands, ``None`` where nobody has measured."""
+        return tuple(site.log2_gamma if k is None else site.log2_units[k] for k in self.sources)
+
+    def why_plain(self, site: Site) -> str:
+        """Why it runs plain in the units in force; empty where it does not."""
+        # Products of a site read copies in common, so that all of them do or none.
+        reasons = list(site.plain.values())
+        if any(
+            abs(exponent) > LARGEST_LOG2 for kin in self.kin for exponent in kin._exponents(site)
+        ):
+            reasons.append(f"units that make 2**{LARGEST_LOG2} together, in a compiled graph")
+        return reasons[0] if reasons else ""
+
+    def exponents(self, site: Site) -> list[int]:
+        """Exponents of its factors."""
+        return [0] * self.num_factors if self.why_plain(site) else self._exponents(site)
+
+    def _exponents(self, site: Site) -> list[int]:
+        known = enumerate(self.known(site))
+        units = tuple(0 if self.stays(index) else unit or 0 for index, unit in known)
+        back = [units[index] for index, source in enumerate(self.sources) if source is None]
+        return [*self.rule.exponents(units), *back]
+
+
+@dataclass(frozen=True)
+class PlainProduct:
+    """A matmul of a compiled graph without units."""
+
+    operator: str  # its name
+    module: str  # path of its module
+    reason: str  # why it has none
+    flops: int
+
+
+@dataclass(frozen=True)
+class LookedAt:
+    """A matmul that is looked at together with others."""
+
+    index: int  # which one of its graph
+    # For each of its operands, and of what is added to it, which of the tensors that the look is
+    # given it is, and whether that is in units.
+    reads: tuple[tuple[int, bool], ...]
+
+
+@dataclass(eq=False)
+class _Factors:
+    """The factors of a graph in the units of some sites."""
+
+    exponents: list[int]
+    known: list[tuple[Any, ...]] = field(default_factory=list)  # the units that they were made of
+    # By device: the factors, and the exponents that were written there.
+    written: dict[torch.device, tuple[Tensor, list[int]]] = field(default_factory=dict)
+
+    def on(self, device: torch.device) -> Tensor:
+        """The factors, FP32 of shape ``(factors,)``; they stay at one address of each device."""
+        factors, exponents = self.written.get(device, (None, None))
+        if factors is None or exponents != self.exponents:
+            # An evaluation may come first, whose tensors no training could write into.
+            with torch.inference_mode(False):
+                values = numbers_on(device, [2.0**e for e in self.exponents], torch.float32)
+                factors = values if factors is None else factors.copy_(values)
+            self.written[device] = factors, self.exponents
+        return factors
+
+
+class _Now(threading.local):
+    """What this thread runs of a graph: which run, with which factors, begun by what."""
+
+    def __init__(self) -> None:
+        self.run: GraphRun | None = None
+        self.factors = _Factors([])
+        self.operators: set[str] = set()
+
+
+class CompiledGraph(GraphRuns):
+    """The matmuls of one compiled graph, with the factors that they run with."""
+
+    def __init__(self, root: str) -> None:
+        super().__init__(root)
+        self.products: list[CompiledProduct | PlainProduct] = []
+        self.num_factors = 0
+        # The matmuls that are looked at together.
+        self.looks: list[tuple[LookedAt, ...]] = []
+        # The sites of one session: several blocks of a model may share the graph.
+        self._factors: WeakKeyDictionary[ProductSession, dict[tuple[int, ...], _Factors]]
+        self._factors = WeakKeyDictionary()
+        self._ones = _Factors([])
+        self._now = _Now()
+
+    def add(self, product: CompiledProduct | PlainProduct) -> None:
+        """Add a product, which comes last."""
+        if isinstance(product, CompiledProduct):
+            self.add_place(product)
+            product.start = self.num_factors
+            first = self.products[product.forward] if product.is_backward else product
+            assert isinstance(first, CompiledProduct), "it has backward matmuls"
+            product.kin = first.kin
+            product.kin.append(product)
+            self.num_factors += product.num_factors
+        self.products.append(product)
+
+    def begin(self, operator: str) -> _Factors:
+        """Take the units in force for a run of the forward graph, and for what comes of it."""
+        now = self._now
+        if not now.operators or operator in now.operators:
+            now.operators = set()
+            now.run = self.begin_run()
+            now.factors = self._factors_of(now.run)
+            if now.run is not None:
+                now.run.exponents = now.factors.exponents
+        now.operators.add(operator)
+        return now.factors
+
+    def resume(self) -> GraphRun | None:
+        """The run of the forward graph whose backward pass begins."""
+        now, node = self._now, current_node()
+        found = None if node is None else self.of_node(node)
+        now.run, now.operators = found or now.run, set()
+        return now.run
+
+    def _factors_of(self, run: GraphRun | None) -> _Factors:
+        session = None if run is None else run.session()
+        if run is None or session is None:
+            if len(self._ones.exponents) != self.num_factors:
+                self._ones = _Factors([0] * self.num_factors)
+            return self._ones
+        sites = run.sites
+        factors = self._factors.setdefault(session, {}).setdefault(
+            tuple(map(id, sites.values())), _Factors([0] * self.num_factors)
+        )
+        known = [(s.log2_units, s.log2_gamma, *s.plain.values()) for s in sites.values()]
+        if known != factors.known:
+            factors.known = known
+            factors.exponents = [
+                exponent
+                for product in self.products
+                if isinstance(product, CompiledProduct)
+                for exponent in product.exponents(sites[product.forward])
+            ]
+        return factors
+
+    def factors(self, device: torch.device, *, is_backward: bool) -> Tensor:
+        """All factors of the run that begins, FP32 of shape ``(factors,)``."""
+        if not is_backward:
+            return self.begin("compiled_factors").on(device)
+        run = self.resume()
+        return _Factors([0] * self.num_factors if run is None else run.exponents).on(device)
+
+    def parts(self, factors: Tensor, products: Sequence[int]) -> list[Tensor]:
+        """The factors of some products, each with memory of their own."""
+        # Where a factor stands is a part of a kernel's code: kernels of equal layers are one so.
+        if not products:
+            return []
+        between = [
+            product
+            for product in self.products[min(products) : max(products) + 1]
+            if isinstance(product, CompiledProduct)
+        ]
+        sizes = [product.num_factors for product in between]
+        parts = [factors.new_empty(size) for size in sizes]
+        torch.split_with_sizes_copy(
+            factors.narrow(0, between[0].start, sum(sizes)), sizes, out=parts
+        )
+        of_number = {product.number: part for product, part in zip(between, parts, strict=True)}
+        return [of_number[number] for number in products]
+
+    def add_look(self, products: Sequence[LookedAt]) -> int:
+        """Let products be looked at together; returns the number of the look."""
+        self.looks.append(tuple(products))
+        return len(self.looks) - 1
+
+    def look(self, tensors: Sequence[Tensor], index: int) -> None:
+        """Count products, and measure their operands and what is added to them."""
+        run = self._now.run
+        session = None if run is None else run.session()
+        if run is None or session is None or not session.is_open:
+            return
+        # By which tensor it is, and in which unit.
+        extents: dict[tuple[int, int], Extent] = {}
+        for looked_at in self.looks[index]:
+            product = self.products[looked_at.index]
+            if isinstance(product, PlainProduct):
+                if session.counter is not None:
+                    session.counter.add(product.module, "plain", product.reason, product.flops)
+                continue
+            site = run.sites[product.forward]
+            if session.counter is not None:
+                # What was compiled for units alone is not rounded.
+                reason = COMPILED_BEFORE if session.numerics else product.why_plain(site)
+                kind: Kind = "plain" if reason else "units"
+                session.counter.add(site.module, kind, reason, product.flops)
+            if None in product.known(site) or session.units.is_looking:
+                self._measure(session, run, product, looked_at, tensors, extents)
+
+    def _measure(
+        self,
+        session: ProductSession,
+        run: GraphRun,
+        product: CompiledProduct,
+        looked_at: LookedAt,
+        tensors: Sequence[Tensor],
+        extents: dict[tuple[int, int], Extent],
+    ) -> None:
+        site = run.sites[product.forward]
+        known = product.known(site)
+        count = len(known)
+        # As they were when the forward pass began, like the factors.
+        *units, common = (-exponent for exponent in run.exponents[product.start :][: count + 1])
+        units += [common] * (len(looked_at.reads) - count)
+
+        def extent_of(index: int) -> Extent:
+            which, in_units = looked_at.reads[index]
+            key = which, units[index] if in_units else 0
+            if key not in extents:
+                extents[key] = Extent.of(tensors[which], key[1])
+            return extents[key]
+
+        names, num_addends = site.names_of(product.sources), len(units) - count
+        session.units.measure(
+            site, product.slot, names, known, product.dtype, extent_of, num_addends
+        )
+
+
+GRAPHS: list[CompiledGraph] = []
+
+
+def _factors(index: int, device: torch.device, is_backward: bool) -> Tensor:
+    GRAPHS[index].callers.note(is_backward=is_backward)
+    # Inductor may write other results into what an operator has made, when it is read no more.
+    return GRAPHS[index].factors(device, is_backward=is_backward).clone()
+
+
+def _parts(
+    factors: Tensor, gradient: Tensor | None, index: int, products: list[int]
+) -> list[Tensor]:
+    GRAPHS[index].callers.note(is_backward=gradient is not None)
+    return GRAPHS[index].parts(factors, products)
+
+
+def _order(index: int, device: torch.device, is_backward: bool) -> Tensor:
+    graph = GRAPHS[index]
+    # Products may be looked at before any of them reads a factor.
+    graph.resume() if is_backward else graph.begin("compiled_order")
+    graph.callers.note(is_backward=is_backward)
+    return torch.zeros(1, device=device)
+
+
+define_operator(
+    "compiled_factors(int graph, Device device, bool is_backward) -> Tensor",
+    _factors,
+    lambda graph, device, is_backward: torch.empty(GRAPHS[graph].num_factors, device=device),
+)
+define_operator(
+    # It reads no gradient: it is told of one so that it belongs to the backward pass.
+    "parts_of_factors(Tensor factors, Tensor? gradient, int graph, int[] products) -> Tensor[]",
+    _parts,
+    lambda factors, gradient, graph, products: GRAPHS[graph].parts(factors, products),
+    torch.Tag.flexible_layout,
+)
+define_operator(
+    "compiled_order(int graph, Device device, bool is_backward) -> Tensor",
+    _order,
+    lambda graph, device, is_backward: torch.empty(1, device=device),
+)
+define_operator(
+    # It writes nothing: what is said to be written keeps Inductor from leaving it out.
+    "look(Tensor[] tensors, Tensor(a!) order, int graph, int look) -> ()",
+    lambda tensors, order, graph, look: GRAPHS[graph].look(tensors, look),
+    nothing,
+    torch.Tag.flexible_layout,
+)

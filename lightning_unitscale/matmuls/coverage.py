@@ -1,0 +1,317 @@
+"""What became of the products of a step: in units, in a format, or as they are and why."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from tabulate import tabulate
+from torch import Tensor
+
+from lightning_unitscale.capture.name_patterns import NOT_INCLUDED
+from lightning_unitscale.matmuls.fp8_layers import EXCLUDED_BY_DEFAULT, NO_LINEAR
+
+Kind = Literal["units", "format", "plain", "left out"]
+# The products of a site that run plain, with reasons, and which of them it is.
+PlainProduct = tuple[Mapping[str, str], str]
+# Below this share of a step's floating-point operations a user is warned.
+ENOUGH = 0.9
+_NUM_NAMED = 5
+NO_PRODUCT = "no matrix product ran"
+# Why a product runs outside of a format.
+NO_UNIT = "no unit yet"
+# Reasons that the documentation gives for every model: these need no warning, unless the module had
+# the format before. What is excluded by default needs one only if it is a large part of the model.
+_EXPECTED = frozenset({NO_LINEAR, NOT_INCLUDED})
+_EXPECTED_IF_SMALL = frozenset({EXCLUDED_BY_DEFAULT})
+
+
+@dataclass(frozen=True)
+class ProductCount:
+    """Products that ran alike in one module."""
+
+    module: str  # path of the module; empty for the root
+    # ``"units"``, ``"format"`` (rounded to fewer bits, in units if there are any),
+    # ``"plain"``, or ``"left out"`` of the format where there are no units.
+    kind: Kind
+    reason: str  # why they ran plain, or outside of a format; empty otherwise
+    num_products: int  # how many there were in a step
+    flops: int  # their floating-point operations
+    outside: str = ""  # why they ran outside of the format of the step; empty if they did not
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """The products of one step, forward and backward."""
+
+    # By module, kind and reason, in the order in which they ran.
+    counts: tuple[ProductCount, ...] = ()
+    has_units: bool = True  # whether products run in units; if not, they are only rounded
+    lacking: tuple[str, ...] = ()  # operands, and gradients, that had no unit after the step
+    # The format that the step was to run in, such as ``"FP8"``; empty without one.
+    format: str = ""
+
+    @property
+    def num_products(self) -> int:
+        """Products of the step."""
+        return sum(count.num_products for count in self.counts)
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of the step."""
+        return sum(count.flops for count in self.counts)
+
+    @property
+    def num_in_units(self) -> int:
+        """Those that ran on operands in units, rounded or not."""
+        return sum(count.num_products for count in self.counts if count.kind in ("units", "format"))
+
+    @property
+    def num_in_format(self) -> int:
+        """Those that ran in the format."""
+        return sum(count.num_products for count in self.counts if count.kind == "format")
+
+    @property
+    def reasons(self) -> Mapping[str, float]:
+        """Why products ran plain, with their share of the step's floating-point operations."""
+        return self._shares(lambda one: one.reason if one.kind == "plain" else "")
+
+    @property
+    def reasons_outside(self) -> Mapping[str, float]:
+        """Why products ran outside of the format, with their share of the step's FLOPs."""
+        return self._shares(lambda one: one.outside)
+
+    def _shares(self, reason_of: Callable[[ProductCount], str]) -> Mapping[str, float]:
+        flops, total = _flops_by(self.counts, reason_of), self.flops or 1
+        return {reason: count / total for reason, count in flops.most_common() if reason}
+
+    def fraction_of_flops(self, *kinds: Kind) -> float:
+        """Share of the step's floating-point operations in products of these kinds; 1 if none."""
+        if self.flops == 0:
+            return 1.0
+        return sum(count.flops for count in self.counts if count.kind in kinds) / self.flops
+
+    def uncovered_modules(self) -> tuple[str, ...]:
+        """Modules with plain products, those with the most operations first."""
+        plain = [count for count in self.counts if count.kind == "plain"]
+        return tuple(name for name, _ in _flops_by(plain, _module_name).most_common())
+
+    def line(self) -> str:
+        """One line for the log."""
+        if not self.counts:
+            return f"{self.without_format()}{NO_PRODUCT}"
+        rounded = self.num_in_format
+        how = "in units" if self.has_units else "rounded to a format"
+        text = (
+            f"{self.num_in_units} of {self.num_products} products {how} "
+            f"({percent(self.fraction_of_flops('units', 'format'))} of their FLOPs)"
+        )
+        if rounded and self.has_units:
+            share = percent(self.fraction_of_flops("format"))
+            text += f", {rounded} of them rounded to a format ({share})"
+        reasons = [f"{percent(share)} plain: {why}" for why, share in self.reasons.items()]
+        reasons += [
+            f"{percent(share)} outside {self.format}: {why}"
+            for why, share in self.reasons_outside.items()
+            if why not in self.reasons
+        ]
+        lacking = lacking_line(self.lacking)
+        return "; ".join(filter(None, [self.without_format() + text, *reasons, lacking]))
+
+    def without_format(self) -> str:
+        """Say that the step was to run in a format and nothing did; empty otherwise."""
+        if not self.format or self.num_in_format:
+            return ""
+        return f"no matmul runs in {self.format}: "
+
+    def shortfall(self) -> str:
+        """What to warn of where much of a step ran plain; empty where enough did not."""
+        modules = self.uncovered_modules()
+        if not modules or 1.0 - self.fraction_of_flops("plain") >= ENOUGH:
+            return ""
+        wanted = "in units" if self.has_units else "rounded"
+        return (
+            f"{self.line()}. What runs plain is in {listed(modules)}; expected at least "
+            f"{ENOUGH:.0%} of the FLOPs {wanted}; explain() lists all products."
+        )
+
+    def table(self) -> str:
+        """A row for each module, kind and reason."""
+        total = self.flops or 1
+        rows = [
+            (
+                count.module or "(the step itself)",
+                count.num_products,
+                percent(count.flops / total),
+                count.kind,
+                count.reason or count.outside,
+            )
+            for count in self.counts
+        ]
+        return tabulate(rows, headers=("module", "products", "FLOPs", "run in", "why"))
+
+
+def _flops_by(counts: Iterable[ProductCount], key: Callable[[ProductCount], Any]) -> Counter[Any]:
+    flops = Counter[Any]()
+    for count in counts:
+        flops[key(count)] += count.flops
+    return flops
+
+
+def _module_name(count: ProductCount) -> str:
+    return count.module or "the step itself"
+
+
+class CoverageCounter:
+    """Counts products while a step runs."""
+
+    def __init__(self) -> None:
+        self._counted: list[tuple[str, Kind, str, int, PlainProduct | None, str]] = []
+
+    def add(
+        self,
+        module: str,
+        kind: Kind,
+        reason: str,
+        flops: int,
+        plain: PlainProduct | None = None,
+        outside: str = "",
+    ) -> None:
+        """Count one product."""
+        self._counted.append((module, kind, reason, flops, plain, outside))
+
+    def add_with_gradients(
+        self, module: str, kind: Kind, reason: str, flops: int, operands: Sequence[Tensor]
+    ) -> None:
+        """Count a product with those of its gradients, which do not say whose they are."""
+        num_gradients = sum(operand.requires_grad for operand in operands)
+        for _ in range(1 + num_gradients if torch.is_grad_enabled() else 1):
+            self.add(module, kind, reason, flops)
+
+    def outside(self) -> set[tuple[str, str]]:
+        """Return what ran outside of the format of the step: modules, each with a reason."""
+        return {
+            (module, outside or reason)
+            for module, kind, reason, _, _, outside in self._counted
+            if outside or kind == "plain"
+        }
+
+    def result(
+        self, *, has_units: bool = True, lacking: Iterable[str] = (), format: str = ""
+    ) -> Coverage:
+        """What was counted, as it runs from now on."""
+        joint: dict[tuple[str, Kind, str, str], list[int]] = {}
+        for module, kind, reason, flops, plain, outside in self._counted:
+            if kind == "units" and plain is not None and (reason := plain[0].get(plain[1], "")):
+                kind = "plain"
+            if kind == "plain" and format:
+                outside = outside or reason
+            entry = joint.setdefault((module, kind, reason, outside if format else ""), [0, 0])
+            entry[0] += 1
+            entry[1] += flops
+        counts = tuple(
+            ProductCount(module, kind, reason, count, flops, outside)
+            for (module, kind, reason, outside), (count, flops) in joint.items()
+        )
+        return Coverage(counts, has_units, tuple(lacking), format)
+
+
+def lacking_line(names: Sequence[str]) -> str:
+    """Name operands without a unit; empty if there are none."""
+    if not names:
+        return ""
+    some = "1 operand has" if len(names) == 1 else f"{len(names)} operands have"
+    return f"{some} no unit yet (zero or not finite so far): {listed(names)}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Name the first few."""
+    return ", ".join(names[:_NUM_NAMED]) + (", ..." if len(names) > _NUM_NAMED else "")
+
+
+def first_of(texts: Sequence[str]) -> str:
+    """The first few, and how many more there are."""
+    more = len(texts) - _NUM_NAMED
+    return "; ".join(texts[:_NUM_NAMED]) + (f"; and {more} more" if more > 0 else "")
+
+
+def percent(share: float) -> str:
+    """Return a share as text."""
+    return "100 %" if share == 1.0 else f"{100 * share:.3g} %"
+
+
+class LostFormats:
+    """Compares the coverage of a step with that of the steps before it."""
+
+    def __init__(self, wanted: str) -> None:
+        self._wanted = wanted
+        # By the name of a step: its last coverage, modules that had the format, and what ran
+        # outside, module and reason.
+        self._last: dict[str, Coverage] = {}
+        self._had_format: defaultdict[str, set[str]] = defaultdict(set)
+        self._known: defaultdict[str, set[tuple[str, str]]] = defaultdict(set)
+
+    def are_known(self, name: str, counter: CoverageCounter) -> bool:
+        """Return whether all that ran outside of the format in a step did so before."""
+        return counter.outside() <= self._known[name]
+
+    def new_in(self, name: str, coverage: Coverage, when: str) -> str:
+        """Return what to warn of after a step; empty if nothing was lost since the last one."""
+        if not coverage.format:
+            return ""
+        last, self._last[name] = self._last.get(name), coverage
+        lost = self._lost(name, coverage)
+        had_format, known = self._had_format[name], self._known[name]
+        known.update((count.module, count.outside) for count in coverage.counts if count.outside)
+        had_format.update(count.module for count in coverage.counts if count.kind == "format")
+        if last is None:
+            if not coverage.num_in_format:
+                reasons = _named([count for count in coverage.counts if count.outside])
+                return f"{self._wanted}: {coverage.without_format()}{reasons or NO_PRODUCT}"
+            return f"{self._wanted}: {_text(lost, coverage)}" if lost else ""
+        if not lost:
+            return ""
+        before, now = (percent(one.fraction_of_flops("format")) for one in (last, coverage))
+        return (
+            f"{self._wanted}: coverage by {coverage.format} went from {before} to {now} of the "
+            f"FLOPs at {when}: {_text(lost, coverage)}"
+        )
+
+    def _lost(self, name: str, coverage: Coverage) -> list[ProductCount]:
+        had_format, known = self._had_format[name], self._known[name]
+        expected = _EXPECTED
+        if _share_of_layers(coverage) >= ENOUGH:
+            expected |= _EXPECTED_IF_SMALL
+        return [
+            count
+            for count in coverage.counts
+            # What has no unit yet is named in the line, and does not last.
+            if count.outside not in ("", NO_UNIT)
+            and (count.module, count.outside) not in known
+            and (count.module in had_format or count.outside not in expected)
+        ]
+
+
+def _share_of_layers(coverage: Coverage) -> float:
+    """Share of the format among the matmuls that can have it."""
+    counts = [count for count in coverage.counts if count.outside not in _EXPECTED]
+    flops = _flops_by(counts, lambda count: count.kind == "format")
+    return float(flops[True] / (flops.total() or 1))
+
+
+def _text(lost: Sequence[ProductCount], coverage: Coverage) -> str:
+    count = sum(one.num_products for one in lost)
+    share = percent(sum(one.flops for one in lost) / (coverage.flops or 1))
+    return (
+        f"{count} of {coverage.num_products} matmuls ({share} of the FLOPs) run outside "
+        f"{coverage.format}: {_named(lost)}"
+    )
+
+
+def _named(counts: Sequence[ProductCount]) -> str:
+    """Modules with the reason of each, those with the most operations first."""
+    flops = _flops_by(counts, lambda count: (_module_name(count), count.outside))
+    return first_of([f"{module} ({reason})" for (module, reason), _ in flops.most_common()])

@@ -1,0 +1,202 @@
+"""Run one product on copies of its operands in units, and give its results in true values."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_unitscale.capture.operators import ProductRule, Sources, combined
+from lightning_unitscale.functional.scale import (
+    POWERS_OF_TWO,
+    empty_placed_like,
+    multiply,
+    placed_strides,
+    scale_in_place,
+)
+from lightning_unitscale.matmuls.measurement import Site
+from lightning_unitscale.matmuls.torch_internals import Kernel, current_node, overridden_kernel
+
+_LINE_BYTES = 64
+_HAS_MKL = torch.backends.mkl.is_available()
+_FLOATS = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
+
+
+def are_real(tensors: Sequence[Any]) -> bool:
+    """Whether all of these are dense tensors of floating-point numbers."""
+    for tensor in tensors:
+        if tensor is None or tensor.dtype not in _FLOATS or tensor.layout is not torch.strided:
+            return False
+    return True
+
+
+@dataclass(slots=True)
+class Product:
+    """A product that is about to run."""
+
+    rule: ProductRule
+    site: Site  # which product of the step it is, or the backward product of
+    slot: str  # ``"forward"``, or which gradient it makes
+    known: tuple[int | None, ...]  # exponents of the units of its operands; ``None`` for none
+    is_gradient: tuple[bool, ...]  # which of its operands is an arriving gradient
+    # Names of the operands in the gauge; that of the product for a gradient.
+    names: tuple[str, ...]
+    step: int  # number of the step that it belongs to
+    # Whether its second operand is the weight of a linear layer; ``None`` where what calls
+    # has to tell.
+    reads_weight: bool | None = None
+    # The backward matmuls of a forward one, by rule and sources, with the unit of the
+    # gradient that they were made for.
+    backward: dict[tuple[int, Sources], tuple[int, Product]] = field(default_factory=dict)
+
+    log2_units: tuple[int, ...] = field(init=False)  # the same, 0 for none
+    # Position, exponent of the unit, and whether it is a gradient, of each operand that is divided.
+    scaled: tuple[tuple[int, int, bool], ...] = field(init=False)
+    exponents: tuple[int, ...] = field(init=False)  # of the factors of its rule
+
+    def __post_init__(self) -> None:
+        self.take(self.known)
+
+    def take(self, known: tuple[int | None, ...]) -> None:
+        """Take the units of its operands."""
+        self.known = known
+        self.log2_units = tuple(unit or 0 for unit in known)
+        rows = zip(self.rule.operands, self.log2_units, self.is_gradient, strict=True)
+        self.scaled = tuple(row for row in rows if row[1])
+        self.exponents = self.rule.exponents(self.log2_units)
+
+    def places(self) -> Iterator[tuple[int, int, bool, str]]:
+        """Position, unit, whether it is a gradient, and name of each operand."""
+        return zip(self.rule.operands, self.log2_units, self.is_gradient, self.names, strict=True)
+
+
+@functools.lru_cache(maxsize=2**12)
+def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Elements of memory from the first one of a tensor to the last."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
+@functools.lru_cache(maxsize=2**12)
+def _copy_strides(
+    shape: tuple[int, ...], strides: tuple[int, ...], line: int
+) -> tuple[bool, tuple[int, ...] | None]:
+    """How a copy has to lie that begins with a cache line, like its source."""
+    is_kept = (torch.empty_strided(shape, strides, device="meta") * 2.0).stride() == strides
+    if 0 in strides or 0 < _span(shape, strides) < math.prod(shape):
+        return is_kept, None
+    return is_kept, placed_strides(shape, strides, line)[0]
+
+
+def scaled_copy(tensor: Tensor, exponent: int) -> Tensor:
+    """``tensor * 2**exponent`` with the strides and the alignment of ``tensor``."""
+    # BLAS may add in another order for another stride, and for another place within a cache line.
+    factor = POWERS_OF_TWO[tensor.dtype][exponent]
+    # Memory that is allocated begins with a line, so that only what does too can be like its copy.
+    offset = tensor.data_ptr() % _LINE_BYTES
+    if offset == 0:
+        line = _LINE_BYTES // tensor.element_size()
+        is_kept, strides = _copy_strides(tensor.shape, tensor.stride(), line)
+        if is_kept:
+            return torch.mul(tensor, factor)
+        if strides is not None:
+            return torch.mul(tensor, factor, out=tensor.new_empty_strided(tensor.shape, strides))
+    if 0 in tensor.stride():
+        return multiply(tensor, 2.0**exponent)
+    if 0 < (span := _span(tensor.shape, tensor.stride())) < tensor.numel():
+        # Rows lie over each other, and cuBLAS takes them another way than rows side by side.
+        memory = scaled_copy(tensor.as_strided((span,), (1,)), exponent)
+        return memory.as_strided(tensor.shape, tensor.stride())
+    placed = empty_placed_like(tensor, tensor.dtype, offset // tensor.element_size())
+    torch.mul(tensor, factor, out=placed)
+    return placed
+
+
+# By thread, the last gradient that was scaled: within which autograd node, by which exponent, the
+# gradient, and its copy. No variable of a thread: the steps' thread frees what an engine's thread
+# has kept.
+_LAST: dict[int, tuple[Any, int, Tensor, Tensor]] = {}
+
+
+def shared_copy(tensor: Tensor, exponent: int) -> Tensor:
+    """:func:`scaled_copy` of a gradient, or another view of the copy that was made just before."""
+    # Within one node of autograd's own nothing can have written into the gradient meanwhile.
+    node, thread = current_node(), get_ident()
+    line = _LINE_BYTES // tensor.element_size()
+    is_shared = node is not None and _copy_strides(tensor.shape, tensor.stride(), line)[0]
+    if is_shared and (last := _LAST.pop(thread, None)) is not None:
+        last_node, last_exponent, source, copy = last
+        is_same = last_node is node and last_exponent == exponent
+        if is_same and source.data_ptr() == tensor.data_ptr() and source.numel() == tensor.numel():
+            return copy.as_strided(tensor.shape, tensor.stride(), copy.storage_offset())
+    copy = scaled_copy(tensor, exponent)
+    if is_shared:
+        _LAST[thread] = node, exponent, tensor, copy
+    return copy
+
+
+def forget_copy() -> None:
+    """Let go of the last copy of each thread; those that go on scale once more."""
+    _LAST.clear()
+
+
+def run_in_units(
+    product: Product, original: Kernel, args: list[Any], kwargs: dict[str, Any]
+) -> Any:
+    """Run a product on operands divided by their units, and multiply its results by them."""
+    for position, unit, is_gradient in product.scaled:
+        # Two backward products in a row read one gradient.
+        copy_of = shared_copy if is_gradient else scaled_copy
+        args[position] = copy_of(args[position], -unit)
+    return run_scaled(product, original, args, kwargs)
+
+
+def run_scaled(product: Product, original: Kernel, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """:func:`run_in_units` with operands that are in their units already."""
+    rule, units, exponents = product.rule, product.log2_units, product.exponents
+    common = -exponents[len(units)]
+    if common and rule.with_factor and _takes_factor(args[rule.operands[0]]):
+        first, second = rule.operands_in(args)
+        if rule.operands[0] > 0:
+            # What it is added to comes first, read or not: it has a factor itself.
+            kwargs = {**kwargs, "alpha": kwargs.get("alpha", 1) * 2.0**common}
+            return original(args[0], first, second, **kwargs)
+        # Without a share of what it would be added to, which is not even read.
+        run = overridden_kernel(rule.with_factor, first.device.type)
+        nothing = _nothing(first.dim(), first.dtype, first.device)
+        return run(nothing, first, second, beta=0, alpha=2.0**common)
+    for position, index in rule.taking_factors(args):
+        if exponents[index]:
+            args[position] = scaled_copy(args[position], exponents[index])
+    if rule.temperature is not None:
+        exponent = combined(rule.temperature, units)
+        if exponent:
+            kwargs = {**kwargs, "scale": rule.scale_in(args, kwargs) * 2.0**exponent}
+    result = original(*args, **kwargs)
+    results = result if isinstance(result, (tuple, list)) else (result,)
+    for tensor, exponent in zip(results, exponents[len(units) + 1 :], strict=False):
+        if exponent and tensor is not None:
+            scale_in_place(tensor, exponent)
+    return result
+
+
+@functools.cache
+def _nothing(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What a product is added to where it is added to nothing; never read."""
+    return torch.zeros((1,) * dim, dtype=dtype, device=device)
+
+
+def _takes_factor(operand: Tensor) -> bool:
+    """Whether BLAS multiplies by a factor in passing, with the sums that it has without one."""
+    # cuBLAS multiplies its sums, which are in FP32 or FP64, and the factor does not change which
+    # algorithm it chooses. MKL's FP32 does the same, on all of many thousand shapes. In FP16 the
+    # sums are in FP32, and a scaled result may not fit where the true one does.
+    device = operand.device.type
+    if device == "cuda" or operand.dtype is torch.float16:
+        return device in ("cpu", "cuda")
+    return _HAS_MKL and operand.dtype is torch.float32 and device == "cpu"

@@ -1,0 +1,161 @@
+"""Which linear layers run in real FP8, and why the others do not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+import torch
+from tabulate import tabulate
+from torch import Tensor
+
+from lightning_unitscale.arguments import check_choice
+from lightning_unitscale.capture.name_patterns import EXCLUDED, NamePatterns
+from lightning_unitscale.functional.low_precision import (
+    DEFAULT_GRADIENT,
+    MIN_PADDED_SUM,
+    MULTIPLE,
+    PADDED_FROM,
+    GradientFormat,
+    Scaling,
+    why_no_fp8,
+)
+from lightning_unitscale.matmuls.measured_operands import Unrepresentable
+from lightning_unitscale.matmuls.simulate import Grid, MovingGrid, check_grid
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+NO_LINEAR = "it is no linear layer"
+_NO_PADDING = "and padding would not pay"
+EXCLUDED_BY_DEFAULT = f"{EXCLUDED} by default"
+
+# The format of gradients that the finer one does not hold.
+WIDE_GRADIENT: GradientFormat = "E5M2"
+_TRAINING_ONLY = (
+    "FP8 is for training steps: evaluation has the numbers that a checkpoint has without FP8."
+)
+
+
+class FP8Linears:
+    """What runs in FP8: the arguments of :func:`fp8_linears`, and the decision on each layer."""
+
+    def __init__(
+        self,
+        scaling: Scaling = "constant",
+        *,
+        exclude: str | Sequence[str] | None = None,
+        gradient_format: GradientFormat = DEFAULT_GRADIENT,
+        grid: Grid = "fixed",
+        in_evaluation: bool = True,
+        why_excluded: str = EXCLUDED,
+    ) -> None:
+        advice = "pass 'constant' together with unit scaling, 'dynamic' without it"
+        check_choice("scaling", scaling, get_args(Scaling), "unknown scaling", advice)
+        advice = "pass 'E4M3FN' for gradients in units of their own, 'E5M2' for others"
+        choices, what = get_args(GradientFormat), "no format of FP8 gradients"
+        check_choice("gradient_format", gradient_format, choices, what, advice)
+        check_grid(grid)
+        if scaling == "dynamic" and grid == "moving":
+            raise ValueError(
+                "grid='moving': with scaling='dynamic' the largest element of a tensor decides "
+                "where the numbers of its format lie; expected 'fixed'; leave the argument out."
+            )
+        self.scaling: Scaling = scaling
+        # Format of gradients that fit into it; E5M2 is that of others.
+        self.gradient_format: GradientFormat = gradient_format
+        # What moves the numbers of FP8; ``None`` where they stay.
+        self.moving_grid = MovingGrid() if grid == "moving" else None
+        self.patterns = NamePatterns(exclude=exclude)
+        # For every product seen, why it is not in FP8, or ``None`` if it is.
+        self.decisions: dict[str, str | None] = {}
+        # Products that the caller keeps out of FP8, and gradients that it keeps in E5M2.
+        self.unfit = Unrepresentable()
+        # Names of tensors that were zero at first, and that the caller has not seen in their
+        # units since: what reads them is not cast yet.
+        self.unseen: set[str] = set()
+        # Whether Lightning's evaluation steps are in FP8 as well. If not, they have the
+        # numbers that a checkpoint of the module has without FP8.
+        self.in_evaluation = in_evaluation
+        self.why_excluded = why_excluded  # what to say of a layer that ``exclude`` matches
+
+    def leave_out(self, unrepresentable: Unrepresentable) -> Unrepresentable:
+        """Keep products out of FP8, or their gradients in E5M2, by the products' names."""
+        if self.gradient_format == WIDE_GRADIENT:
+            unrepresentable = Unrepresentable(unrepresentable.products)
+        new = unrepresentable.without(self.unfit)
+        self.decisions.update({n: why for n, why in new.products.items() if self.runs(n)})
+        self.unfit = self.unfit.joined(unrepresentable)
+        return new
+
+    def runs(self, name: str) -> bool:
+        """Whether the product of this name is in FP8 in what was rewritten last."""
+        return self.decisions.get(name, "not seen") is None
+
+    def forget(self) -> None:
+        """Forget the products of a module."""
+        self.unfit = Unrepresentable()
+        self.unseen.clear()
+        self.decisions.clear()
+
+    def summary(self) -> str:
+        """How many of the products that were seen are in FP8, and how."""
+        count = sum(reason is None for reason in self.decisions.values())
+        scales = f"{self.scaling} scales" + ("" if self.moving_grid is None else ", moving grid")
+        return f"{count} of {len(self.decisions)} products in FP8 with {scales}"
+
+    def report(self) -> str:
+        """Every product with what was decided on it, and why."""
+        rows = [
+            (name, "kept", reason) if reason else (name, "FP8", self._how(name))
+            for name, reason in self.decisions.items()
+        ]
+        if not rows:
+            return ""
+        table = tabulate(rows, headers=("product", "runs", "why"))
+        return table if self.in_evaluation else f"{table}\n\n{_TRAINING_ONLY}"
+
+    def _how(self, name: str) -> str:
+        text = f"{self.scaling} scales, gradients in {self.gradient_of(name)}"
+        reason = self.unfit.gradients.get(name)
+        return text if reason is None else f"{text}: {reason}"
+
+    def gradient_of(self, name: str) -> GradientFormat:
+        """Format of the gradient that arrives at a product."""
+        return WIDE_GRADIENT if name in self.unfit.gradients else self.gradient_format
+
+    def why_not(
+        self,
+        name: str,
+        module: str,
+        read: Tensor,
+        weight: Tensor,
+        options: Mapping[str, Any],
+    ) -> str | None:
+        """Why a linear layer does not run in FP8; ``None`` if it does."""
+        if not self.patterns.match_names(name, module):
+            return self.why_excluded
+        for tensor in (read, weight):
+            if tensor.dtype not in _DTYPES:
+                return f"made of {tensor.dtype}"
+        for option in ("beta", "alpha"):
+            if options.get(option, 1) != 1:
+                return f"it has {option}={options[option]}"
+        features, sums = weight.shape, weight.shape[::-1]
+        for what, size, num_products in zip(("input", "output"), features, sums, strict=True):
+            is_large = size >= PADDED_FROM and num_products >= MIN_PADDED_SUM
+            if size == 0 or (size % MULTIPLE and not is_large):
+                return f"its {size} {what} features are no multiple of {MULTIPLE}, {_NO_PADDING}"
+        if name not in self.unfit.products and (reason := why_no_fp8(read.device)) is not None:
+            raise RuntimeError(
+                f"{name} on {read.device}: {reason}; expected a GPU of compute capability 8.9 or "
+                "above, or a CPU; leave FP8 out, or simulate it."
+            )
+        return self.unfit.products.get(name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FP8Linears:
+        new = copy.copy(self)
+        memo[id(self)] = new
+        new.decisions = {}
+        new.unseen = set(self.unseen)
+        new.moving_grid = copy.copy(self.moving_grid)
+        return new

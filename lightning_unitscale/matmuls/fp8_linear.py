@@ -1,0 +1,317 @@
+"""Linear layers in real FP8: the hardware's kernel, and FP8 operands kept for the backward pass.
+
+Below autograd a product cannot choose what is saved. So ``linear`` itself is overridden, above
+autograd, for layers whose units and formats were known before the step began: a checkpoint's second
+run of them has to save what the first one has saved. What the user compiles saves what it would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_unitscale.capture.operators import RULES
+from lightning_unitscale.formats import get_format
+from lightning_unitscale.functional.low_precision import (
+    GRADIENTS,
+    OPERAND,
+    fp8_linear,
+    fp8_matrices,
+    scaled_product,
+    to_largest,
+    undoing,
+)
+from lightning_unitscale.functional.scale import Factor
+from lightning_unitscale.matmuls.calls import show
+from lightning_unitscale.matmuls.execute import Product
+from lightning_unitscale.matmuls.fp8_layers import NO_LINEAR, FP8Linears
+from lightning_unitscale.matmuls.measured_operands import (
+    Direction,
+    Unrepresentable,
+    stored_row,
+    unrepresentable_among,
+)
+from lightning_unitscale.matmuls.measurement import FORWARD
+from lightning_unitscale.matmuls.owners import asking_session
+from lightning_unitscale.matmuls.rounding import (
+    FlushedOperands,
+    Numerics,
+    SimulatedProducts,
+    grid_factor,
+)
+from lightning_unitscale.matmuls.session import LOCAL, SESSION, ProductSession
+from lightning_unitscale.matmuls.simulate import SimulateFormat
+from lightning_unitscale.matmuls.sites import frames
+from lightning_unitscale.matmuls.torch_internals import (
+    MODULE_CALL,
+    Kernel,
+    current_node,
+    has_subclass,
+    last_sequence_number,
+)
+from lightning_unitscale.scales.transfer import joint_copy
+
+_LINEAR = "linear"
+_OPERAND_FORMAT = "E4M3FN"
+_ROLES = ("input", "weight")
+_MM = next(rule for rule in RULES if rule.operator == "mm")
+
+
+class FP8Products(Numerics):
+    """Runs linear layers, and both their gradients, in FP8 with the units of their operands."""
+
+    name = "FP8"
+
+    def __init__(self, config: FP8Linears, measures_range: bool) -> None:
+        self._config = config
+        self._measures_range = measures_range
+        self._rows: list[tuple[Direction, str, Tensor]] = []
+        self._sent: Callable[[], Unrepresentable] | None = None
+        self._flushed = FlushedOperands()
+        # By the name of a product, what it was decided by.
+        self._decided_by: dict[str, tuple[Any, ...]] = {}
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the steps that run now are in FP8."""
+        return self.is_training or self._config.in_evaluation
+
+    def why_not(
+        self, product: Product, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> str | None:
+        """Return why a product is not in FP8; empty in steps that are not."""
+        if not self.is_active:
+            return ""
+        decisions, name = self._config.decisions, product.site.name
+        is_made = product.rule.operator in ("mm", "addmm") and "out" not in kwargs
+        if product.slot == FORWARD:
+            read, weight = product.rule.operands_in(args)[:2]
+            # Shapes and types may be others in a later step.
+            decided_by = is_made, read.dtype, weight.dtype, weight.shape
+            if name not in decisions or self._decided_by.get(name) != decided_by:
+                self._decided_by[name] = decided_by
+                decisions[name] = self._why_not(product, args, kwargs) if is_made else NO_LINEAR
+        reason = decisions.get(name, NO_LINEAR)
+        return reason if is_made else reason or NO_LINEAR
+
+    def measure(self, product: Product, operands: Sequence[Tensor], *, is_first: bool) -> None:
+        """Find out what FP8 would lose of operands in their units; see :meth:`fit`."""
+        # At first sight it is decided at once: what does not fit is not to be cast even once.
+        if not self._measures_range:
+            return
+        is_made = product.rule.operator in ("mm", "addmm")
+        if not is_made or self._config.decisions.get(product.site.name) is not None:
+            # It is not in FP8 anyway.
+            self._config.unseen.difference_update(product.names)
+            return
+        places = [
+            (operands[index].detach().float() * 2.0**-unit, is_gradient, name)
+            for index, (_, unit, is_gradient, name) in enumerate(product.places())
+            if product.known[index] is not None
+        ]
+        for stored, is_gradient, name in places:
+            direction: Direction = "backward" if is_gradient else "forward"
+            self._rows.append((direction, name, stored_row(stored, direction)))
+        if is_first:
+            self._config.leave_out(self._send()())
+        for stored, is_gradient, name in places:
+            format = self._config.gradient_of(product.site.name) if is_gradient else _OPERAND_FORMAT
+            self._flushed.measure(name, stored, get_format(format))
+
+    @override
+    def await_units(self, names: Iterable[str]) -> None:
+        if self._measures_range:
+            self._config.unseen.update(names)
+
+    @override
+    def awaits(self, names: Sequence[str]) -> bool:
+        unseen = self._config.unseen
+        return bool(unseen) and not unseen.isdisjoint(names)
+
+    @override
+    def receive(self) -> Unrepresentable:
+        sent, self._sent = self._sent, None
+        found = Unrepresentable() if sent is None else sent()
+        if self._rows:
+            is_late = self._rows[0][2].device.type == "cuda"
+            arrived = self._send()
+            if is_late:
+                self._sent = arrived
+            else:
+                found = found.joined(arrived())
+        return self._config.leave_out(found)
+
+    def fit(self, joint: Callable[[Unrepresentable], Unrepresentable]) -> Unrepresentable:
+        """Take out of FP8, or out of its finer format, what does not fit of what was measured."""
+        # What ranks have taken out by themselves in this step counts for all of them.
+        before = self._config.unfit
+        self._config.leave_out(joint(before.joined(self._send()())))
+        return self._config.unfit.without(before)
+
+    def _send(self) -> Callable[[], Unrepresentable]:
+        """Send for what was measured since the last call."""
+        rows, self._rows = self._rows, []
+        if not rows:
+            return Unrepresentable
+        copy = joint_copy([row for *_, row in rows])
+
+        def arrived() -> Unrepresentable:
+            numbers = copy.numbers().tolist()
+            # A tensor of zeros shows nothing.
+            seen = {name for (_, name, _), row in zip(rows, numbers, strict=True) if row[0] > 0.0}
+            self._config.unseen -= seen
+            return unrepresentable_among(
+                (direction, name, row)
+                for (direction, name, _), row in zip(rows, numbers, strict=True)
+            )
+
+        return arrived
+
+    def take_flushed(self) -> str:
+        """Return operands of which many elements become zero in their format."""
+        return self._flushed.take(lambda name: self._config.runs(name.partition(":")[0]))
+
+    def run(
+        self, product: Product, original: Kernel, args: list[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a product in FP8."""
+        config, site = self._config, product.site
+        first, second = product.rule.operands
+        if args[first].shape[1] != args[second].shape[0]:
+            return original(*args, **kwargs)  # which says what is wrong; FP8 would pad it
+        casts: list[Tensor] = []
+        factors: list[Factor] = []
+        for position, unit, is_gradient, name in product.places():
+            # The hardware multiplies no two matrices in E5M2.
+            is_wide = is_gradient and not any(cast.dtype == GRADIENTS["E5M2"] for cast in casts)
+            dtype = GRADIENTS[config.gradient_of(site.name)] if is_wide else OPERAND
+            matrix = args[position] if position == first else args[position].t()
+            is_dynamic = config.scaling == "dynamic"
+            factor = to_largest(matrix, dtype) if is_dynamic else self._factor(unit, name, product)
+            factors.append(factor)
+            casts += fp8_matrices(matrix, factor, dtype)
+        tensor = args[first]
+        scale = undoing(factors[0], factors[1], tensor)
+        is_fast = not any(product.is_gradient)
+        result = scaled_product(casts[0], casts[1], scale, tensor.dtype, fast=is_fast)
+        return result.add_(args[0]) if product.rule.addends else result
+
+    def _factor(self, log2_unit: int, name: str, product: Product) -> float:
+        """By what a tensor is multiplied before it is cast, with constant scales."""
+        return 2.0**-log2_unit * grid_factor(self._config.moving_grid, name, product.step)
+
+    def run_layer(
+        self, product: Product, input: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        """Run a linear layer so that it keeps FP8 for its backward pass."""
+        site, factors = product.site, []
+        if self._config.scaling == "constant":
+            units, names = (*product.log2_units, site.log2_gamma or 0), (*product.names, site.name)
+            factors = [self._factor(*each, product) for each in zip(units, names, strict=True)]
+        gradient_format = self._config.gradient_of(site.name)
+        return fp8_linear(
+            input, weight, bias, input.dtype, *factors, gradient_format=gradient_format
+        )
+
+    def _why_not(
+        self, product: Product, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> str | None:
+        site, operands = product.site, product.rule.operands_in(args)
+        reads_weight = product.reads_weight
+        if reads_weight is None:
+            weight = operands[1]
+            reads_weight = is_weight(site.name, weight, _calling_layer()) or is_parameter(weight)
+        if not reads_weight:
+            return NO_LINEAR
+        return self._config.why_not(site.name, site.module, operands[0], operands[1], kwargs)
+
+
+def numerics_of(
+    formats: Iterable[SimulateFormat | FP8Linears | None], *, measures_range: bool
+) -> list[Numerics]:
+    """What rounds products; what runs in FP8 is not rounded again."""
+    formats = list(formats)
+    simulated = [each for each in formats if isinstance(each, SimulateFormat)]
+    return [
+        *(FP8Products(each, measures_range) for each in formats if isinstance(each, FP8Linears)),
+        *([SimulatedProducts(*simulated, measures_range=measures_range)] if simulated else []),
+    ]
+
+
+def _calling_layer() -> nn.Module | None:
+    """The module that runs what calls."""
+    call = next((frame for frame in frames() if frame.f_code is MODULE_CALL), None)
+    return None if call is None else call.f_locals["self"]
+
+
+def is_weight(name: str, weight: Tensor, layer: nn.Module | None) -> bool:
+    """Whether a matrix is made of a parameter of the layer that reads it, by its shape."""
+    # ``F.linear(x, 2 * w)`` and ``x @ y.t()`` are the same operation.
+    if layer is None or not name.rpartition(".")[2].startswith(_LINEAR):
+        return False
+    shape = weight.shape[::-1]
+    own = layer.parameters(recurse=False)
+    return isinstance(layer, nn.Linear) or any(param.shape == shape for param in own)
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """Whether a tensor is a parameter, another arrangement of one, or autocast's copy of one."""
+    base = tensor if tensor._base is None else tensor._base
+    if isinstance(base, nn.Parameter):
+        return True
+    made_by = base.grad_fn
+    if made_by is None or made_by.name() != "ToCopyBackward0":
+        return False
+    return any(
+        source is not None and isinstance(getattr(source, "variable", None), nn.Parameter)
+        for source, _ in made_by.next_functions
+    )
+
+
+def layer_kernel(original: Kernel) -> Kernel:
+    """A kernel of ``linear``, above autograd, that keeps FP8 for the backward pass."""
+
+    def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+        session, node = SESSION.get(), current_node()
+        if session is None and node is not None:
+            session, _ = asking_session(node)
+        result = None
+        if session is not None and not LOCAL.is_inside:
+            result = _run_layer(session, node, input, weight, bias)
+        return original(input, weight, bias) if result is None else result
+
+    return linear
+
+
+def _run_layer(
+    session: ProductSession, node: Any, input: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor | None:
+    """Run a layer in FP8; ``None`` where not everything is known of it, or it is not in FP8."""
+    numerics = next((each for each in session.numerics if isinstance(each, FP8Products)), None)
+    if numerics is None or session.units.is_looking or not torch.is_grad_enabled():
+        return None
+    if not (input.requires_grad or weight.requires_grad) or has_subclass((input, weight)):
+        return None
+    sites, operands = session.sites, (input, weight.t())
+    run = sites.run_of(node)
+    site = None if run is None else sites.peek(_LINEAR, run)
+    if run is None or site is None or not site.is_settled or input.shape[-1:] != weight.shape[1:]:
+        return None
+    names, step = site.operand_names, session.units.rounding_step
+    product = Product(_MM, site, FORWARD, site.log2_units, (False, False), names, step)
+    if numerics.awaits((*names, site.name)):
+        return None
+    if numerics.why_not(product, operands, {}) is not None:
+        return None
+    sites.find(_LINEAR, _ROLES, run)
+    if session.counter is not None:
+        flops = _MM.flops(operands, None)
+        session.counter.add_with_gradients(site.module, "format", "", flops, operands)
+    first_node = last_sequence_number() + 1
+    result = numerics.run_layer(product, input, weight, bias)
+    show(site, operands, first_node)
+    return result

@@ -1,0 +1,136 @@
+"""In which units matmuls read the tensors of a captured graph."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from lightning_unitscale.capture.copy_graphs import fake_mode_of
+from lightning_unitscale.capture.graph_matmuls import Operand, Product, product_of
+from lightning_unitscale.capture.graph_nodes import is_whole_view, tensor_name
+from lightning_unitscale.capture.passes import Region, StepGraph
+from lightning_unitscale.capture.regions import Places
+from lightning_unitscale.matmuls.gauge import ONE, Gauge, Unit
+from lightning_unitscale.scales.transfer import numbers_on
+
+# Keys of ``StepGraph.notes``: what gives the units in force, and how tensors are held.
+GAUGE = "gauge"
+HELD = "held"
+# Key of a node's meta: the number by which a rule multiplies the node's first input there.
+FACTOR = "rule_factor"
+# What the name of a matmul's own result ends in, if the rest of the model reads it times a factor.
+UNSCALED = ":unscaled"
+
+
+@dataclass(frozen=True)
+class Held:
+    """How a tensor is stored at the products that read it."""
+
+    sigma: Unit = ONE  # forward unit of the stored value
+    gamma: Unit = ONE  # unit of the stored gradient
+
+
+_TRUE = Held()
+
+
+def operand_name(product: Product, operand: Operand) -> str:
+    """Name of an operand in the gauge."""
+    return f"{_site_name(product.node)}:{operand.role}"
+
+
+def _site_name(node: fx.Node) -> str:
+    """Name of a matmul in the gauge, which knows nothing of the factors around it."""
+    return tensor_name(node).removesuffix(UNSCALED)
+
+
+def held_units(graph: StepGraph) -> dict[str, Held]:
+    """Return in which units matmuls read each tensor, by its name."""
+    places = Places(graph)
+    held: dict[str, Held] = {}
+    for region in places.regions:
+        _add_held_for_products(held, region, places)
+    return held
+
+
+def _add_held_for_products(held: dict[str, Held], region: Region, places: Places) -> None:
+    """Units in which the products of a region read their operands and meet their gradients."""
+    for node in region.graph.nodes:
+        product = product_of(node)
+        if product is None:
+            continue
+        for operand in product.operands:
+            unit = Unit(operand_name(product, operand))
+            for read, log2_factor in _read_through(operand.node):
+                name = tensor_name(places.origin(region, read))
+                # A tensor that several products read is shown in the units of the first.
+                known = held.get(name, _TRUE)
+                if known.sigma == ONE:
+                    held[name] = replace(known, sigma=replace(unit, log2=-log2_factor))
+        arriving = Unit(gradient=_site_name(node))
+        for result in (node, *(reader for reader in node.users if FACTOR in reader.meta)):
+            name = tensor_name(result)
+            stored = arriving if result is node else replace(arriving, log2=-_log2_factor(result))
+            held[name] = replace(held.get(name, _TRUE), gamma=stored)
+
+
+def _read_through(node: fx.Node) -> Iterator[tuple[fx.Node, int]]:
+    """Yield an operand and what it is made of, with the exponent of the factor in between."""
+    # A view, or a rule's factor, stands between the tensor that is shown and what the matmul
+    # reads.
+    log2_factor = 0
+    yield node, log2_factor
+    while FACTOR in node.meta or is_whole_view(node):
+        log2_factor += _log2_factor(node)
+        node = node.all_input_nodes[0]
+        yield node, log2_factor
+
+
+def _log2_factor(node: fx.Node) -> int:
+    """Exponent of the power of two nearest to the factor that a rule multiplies by here."""
+    return round(math.log2(abs(node.meta.get(FACTOR, 1.0))))
+
+
+class FactorNodes:
+    """Gives a graph what divides by units of the gauge in force, as 0-d tensors."""
+
+    def __init__(
+        self, graph: StepGraph, name: str, units: Iterable[Unit], gauge: Callable[[], Gauge]
+    ) -> None:
+        self._rows = {unit: row for row, unit in enumerate(dict.fromkeys(units))}
+
+        def supply() -> Tensor:
+            powers = [2.0 ** -unit.exponent(gauge()) for unit in self._rows]
+            # An evaluation may come first, whose tensors no training could save.
+            with torch.inference_mode(False):
+                return numbers_on(graph.device, powers, torch.float32)
+
+        self._vector = graph.add_state(name, supply, supply())
+        self._unbound: fx.Node | None = None
+        self._example: Any = None
+        self._items: dict[int, fx.Node] = {}
+
+    def __call__(self, region: Region, unit: Unit) -> fx.Node:
+        """The 0-d tensor of a unit's inverse in ``region``."""
+        # A checkpoint gets each as an argument. Inductor can neither recompute an ``unbind`` in
+        # one nor save its result, which is a tuple.
+        row = self._rows[unit]
+        if row not in self._items:
+            self._items[row] = self._item(row)
+        return region.thread(self._items[row], self._example)
+
+    def _item(self, row: int) -> fx.Node:
+        graph = self._vector.graph
+        if self._unbound is None:
+            *_, last = graph.find_nodes(op="placeholder")
+            with graph.inserting_after(last):
+                self._unbound = graph.call_function(torch.unbind, (self._vector,))
+            with fake_mode_of(graph):
+                self._example = self._vector.meta["example_value"][0]
+        with graph.inserting_after(self._unbound):
+            return graph.call_function(operator.getitem, (self._unbound, row))

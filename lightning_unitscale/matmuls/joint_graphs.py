@@ -1,0 +1,156 @@
+"""The matmuls of a graph of aten operators: which they are, and of which module."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Container, Iterator
+from typing import Any
+
+from torch import Tensor, fx
+
+from lightning_unitscale.capture.operators import RULES, ProductRule, Sources
+from lightning_unitscale.matmuls.compiled_runs import GraphMatmul, Place
+from lightning_unitscale.matmuls.compiler_internals import is_of_backward
+from lightning_unitscale.matmuls.execute import are_real
+from lightning_unitscale.matmuls.session import ProductSession
+from lightning_unitscale.matmuls.torch_internals import current_node, fake_mode_of
+from lightning_unitscale.memory.costs import concrete
+
+_RULES = {f"aten.{rule.operator}.default": rule for rule in RULES}
+# Other arrangements of a tensor: the factor goes before them, so that a product reads the same
+# arrangement of the same memory, and BLAS adds in the same order.
+ARRANGED = frozenset(
+    f"aten.{name}"
+    for name in (
+        "permute.default",
+        "t.default",
+        "transpose.int",
+        "view.default",
+        "reshape.default",
+        "expand.default",
+        "unsqueeze.default",
+        "squeeze.dim",
+        "squeeze.dims",
+    )
+)
+CAST = "prims.convert_element_type.default"
+# In the ``meta`` of a node: number of its compiled graph, and which of that graph's products it is.
+PRODUCT = "lightning_unitscale_product"
+_SAME = ARRANGED | {"aten.clone.default", "aten._unsafe_view.default", CAST}
+
+
+class JointMatmuls:
+    """Describes the matmuls of the graph of both passes, in their order."""
+
+    def __init__(self, graph: fx.Graph, session: ProductSession, *, guesses: bool) -> None:
+        self._session = session
+        self._guesses = guesses
+        run = session.sites.run_of(current_node())
+        self.root = "" if run is None else run.path
+        # What the backward pass computes of the gradients that arrive.
+        self.after_tangents = set(tangents_of(graph))
+        for node in graph.nodes:
+            if not self.after_tangents.isdisjoint(node.all_input_nodes):
+                self.after_tangents.add(node)
+        # By the number of the autograd node: forward matmuls, with what they read.
+        self._forward: dict[int, list[tuple[GraphMatmul, list[Any]]]] = defaultdict(list)
+        self._visits: Counter[int] = Counter()
+
+    def describe(self, node: fx.Node, rule: ProductRule, number: int) -> GraphMatmul:
+        """What is known of a matmul before it runs."""
+        word, roles = rule.name_in(arguments_of(node))
+        place = Place(word, roles, self.path_of(node))
+        operands, autograd_node = rule.operands_in(node.args), node.meta.get("seq_nr")
+        flops = int(rule.flops(arguments_of(node), concrete(value_of(node))))
+        found = GraphMatmul(rule, place, number, number, tuple(range(len(operands))), flops)
+        known = [] if autograd_node is None else self._forward[autograd_node]
+        if not (node in self.after_tangents or is_of_backward(node)):
+            known.append((found, operands))
+        elif (belongs := self._forward_of(rule, operands, known, autograd_node)) is not None:
+            forward, found.sources = belongs
+            found.forward, found.place = forward.number, forward.place
+        else:
+            found.place = place._replace(word=f"{word}@backward")
+        return found
+
+    def _forward_of(
+        self, rule: ProductRule, operands: list[Any], known: list[Any], autograd_node: Any
+    ) -> tuple[GraphMatmul, Sources] | None:
+        """The forward matmul that a backward one belongs to, and what of it the operands are."""
+        self._visits[autograd_node] += 1
+        for forward, saved in known:
+            if (sources := known_sources(rule, operands, saved)) is not None:
+                return forward, sources
+        if not known or not self._guesses:
+            return None
+        # In the order in which autograd works.
+        return known[0][0], (None, 1) if self._visits[autograd_node] == 1 else (0, None)
+
+    def path_of(self, node: fx.Node) -> str:
+        """Path of the module that a node is of."""
+        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+        for key in reversed(list(stack)):
+            path = self._session.sites.path_of(int(str(key).partition("@")[0]))
+            if path is not None:
+                return path
+        return self.root
+
+
+def rule_of(node: fx.Node) -> ProductRule | None:
+    """The rule of what a node reads that is a product of real tensors."""
+    rule = _RULES.get(str(node.target)) if node.op == "call_function" else None
+    if rule is None or len((rule := rule.reading(node.args, node.kwargs)).operands) < 2:
+        return None
+    operands = rule.operands_in(node.args)
+    if not all(isinstance(operand, fx.Node) for operand in operands):
+        return None
+    values = [value_of(operand) for operand in operands]
+    is_product = all(isinstance(value, Tensor) for value in values) and are_real(values)
+    return rule if is_product else None
+
+
+def value_of(node: Any) -> Any:
+    """What a node makes, without data."""
+    return node.meta["val"]
+
+
+def arrangements(node: Any, operators: Container[str] = _SAME) -> Iterator[fx.Node]:
+    """A node, and those that it is another arrangement of."""
+    yield node
+    while str(node.target) in operators:
+        node = node.args[0]
+        yield node
+
+
+def arranged(node: Any) -> Iterator[fx.Node]:
+    """A node, and those that it is another arrangement of in the same memory; the whole is last."""
+    return arrangements(node, ARRANGED)
+
+
+def known_sources(rule: ProductRule, operands: list[Any], saved: list[Any]) -> Sources | None:
+    """Which forward operand each operand of a backward product is; ``None``: the gradient."""
+    if rule.sources:
+        return rule.sources
+    found = tuple(_source(list(arrangements(operand)), saved) for operand in operands)
+    return found if found.count(None) == 1 else None
+
+
+def _source(nodes: list[fx.Node], saved: list[Any]) -> int | None:
+    exact = (k for node in nodes for k, other in enumerate(saved) if other is node)
+    similar = (k for k, other in enumerate(saved) if not set(arrangements(other)).isdisjoint(nodes))
+    return next(exact, next(similar, None))
+
+
+def tangents_of(graph: fx.Graph) -> list[fx.Node]:
+    """The gradients that arrive at a step; none in the graph of a forward pass alone."""
+    return [n for n in graph.nodes if n.op == "placeholder" and n.name.startswith("tangents")]
+
+
+def fake_mode_in(graph: fx.Graph) -> Any:
+    """The mode of a graph's tensors without data."""
+    return fake_mode_of([value_of(node) for node in graph.nodes if "val" in node.meta])
+
+
+def arguments_of(node: fx.Node) -> Any:
+    """Tensors without data in place of the nodes that a node reads; their sizes are numbers."""
+    return concrete(fx.node.map_arg(node.args, lambda read: read.meta.get("val")))

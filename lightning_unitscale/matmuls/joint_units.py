@@ -1,0 +1,297 @@
+"""Units in what the user compiles, on AOTAutograd's joint graph of a forward and backward pass.
+
+A module that the user gave to ``torch.compile`` runs no kernel under its own name. Its products get
+their units in its graphs. The partitioner then saves a copy that both passes read in place of the
+tensor that it was made of, and the factors with it, so a backward pass has those of its forward.
+Likewise, on a CPU, a gradient is written in its unit alone where whoever else reads it is fused.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from lightning_unitscale.capture.graph_nodes import first_operation
+from lightning_unitscale.capture.operators import UNREACHED, ProductRule
+from lightning_unitscale.compiling import compiles_frame
+from lightning_unitscale.matmuls.compiled_graphs import (
+    GRAPHS,
+    CompiledGraph,
+    CompiledProduct,
+    PlainProduct,
+)
+from lightning_unitscale.matmuls.compiler_internals import GraphPass, note_compiled
+from lightning_unitscale.matmuls.joint_graphs import (
+    ARRANGED,
+    PRODUCT,
+    JointMatmuls,
+    arguments_of,
+    arranged,
+    fake_mode_in,
+    rule_of,
+    tangents_of,
+    value_of,
+)
+from lightning_unitscale.matmuls.session import SESSION, ProductSession
+from lightning_unitscale.memory.costs import concrete
+
+_ATEN = torch.ops.aten
+_OURS = torch.ops.lightning_unitscale
+_UNREACHED = {
+    f"aten.{rule.operator}" + ("" if "." in rule.operator else ".default"): rule
+    for rule in UNREACHED
+}
+# What formats have left: they cannot take a number that is known at run time only.
+_NUMBER = "a number among its arguments that is known only when it runs, in a compiled graph"
+# Its strides are those of either layout: Inductor goes by whether what it reads is saved for the
+# backward pass, and a copy is not.
+_ONE_CHANNEL = "a convolution of one channel, whose layout Inductor chooses, in a compiled graph"
+_Factor = tuple[fx.Node, int]
+# Of a unit within a graph: the forward product, and which of its operands, or its gradient.
+_Name = tuple[int, int | None]
+# What a partitioner is told of a node within a checkpoint: whether it is computed again, and whose.
+_RECOMPUTE, _CHECKPOINT = "recompute", "ac_graph_id"
+
+
+def _give_units(graph: fx.Graph) -> None:
+    """Give units to the products of a graph that is compiled in a step of a session's."""
+    session = SESSION.get()
+    if session is not None and compiles_frame():
+        note_compiled()
+        UnitsInGraph(graph, session).run()
+
+
+PASS = GraphPass("joint_custom_post_pass", _give_units)
+
+
+class UnitsInGraph:
+    """Gives units to the products of one graph."""
+
+    def __init__(self, graph: fx.Graph, session: ProductSession, *, is_fused: bool = True) -> None:
+        self._graph = graph
+        self._session = session
+        self._is_fused = is_fused
+        self._matmuls = JointMatmuls(graph, session, guesses=True)
+        self._compiled = CompiledGraph(self._matmuls.root)
+        self._index = len(GRAPHS)
+
+    def run(self) -> None:
+        """Rewrite it."""
+        found = []
+        for node in list(self._graph.nodes):
+            rule, unreached = rule_of(node), _UNREACHED.get(str(node.target))
+            has_one = self._is_fused and rule is not None and _reads_one_channel(rule, node)
+            if rule is not None and not (self._session.numerics or has_one):
+                matmul = self._matmuls.describe(node, rule, len(self._compiled.products))
+                dtype = value_of(rule.operands_in(node.args)[0]).dtype
+                product = CompiledProduct(**vars(matmul), dtype=dtype)
+                self._add(node, product)
+                found.append((node, product))
+            elif node.op == "call_function" and (left := rule or unreached) is not None:
+                reason = _ONE_CHANNEL if has_one else _NUMBER
+                reason = reason if unreached is None else unreached.reason
+                flops = int(left.flops(arguments_of(node), concrete(value_of(node))))
+                path = self._matmuls.path_of(node)
+                self._add(node, PlainProduct(str(node.target), path, reason, flops))
+        if not self._compiled.products:
+            return
+        GRAPHS.append(self._compiled)
+        if found:
+            self._rewrite(found)
+
+    def _add(self, node: fx.Node, product: CompiledProduct | PlainProduct) -> None:
+        node.meta[PRODUCT] = self._index, len(self._compiled.products)
+        self._compiled.add(product)
+
+    def _rewrite(self, found: list[tuple[fx.Node, CompiledProduct]]) -> None:
+        device = value_of(found[0][1].rule.operands_in(found[0][0].args)[0]).device
+        # One for each pass, and the copies that each has made of what it may share.
+        in_units = {
+            node
+            for node, product in found
+            if not (self._is_fused and _may_join_a_sum(node, product.rule))
+        }
+        forward = Scaling(self._graph)
+        fused = in_units if self._is_fused else ()
+        backward = Scaling(self._graph, forward.copies, fused)
+        tangents = [n for n in tangents_of(self._graph) if isinstance(value_of(n), Tensor)]
+        with self._graph.inserting_before(first_operation(self._graph)):
+            factors = forward.new(_OURS.compiled_factors.default, self._index, device, False)
+            # Another one in the backward graph would be those of another run.
+            factors.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            parts_of = _OURS.parts_of_factors.default
+            forward.parts = forward.new(parts_of, factors, None, self._index, [])
+            if tangents:
+                backward.parts = backward.new(parts_of, factors, tangents[0], self._index, [])
+        for node, product in found:
+            product.is_scaled = node in in_units
+            if product.is_scaled:
+                scaling = backward if node in self._matmuls.after_tangents else forward
+                scaling.scale(node, product.rule, product)
+
+
+def _reads_one_channel(rule: ProductRule, node: fx.Node) -> bool:
+    """Whether it is a convolution of images with one channel, or the backward product of one."""
+    if not rule.operator.startswith("convolution"):
+        return False
+    # The gradient comes first, whether the input is read or not.
+    shape = value_of(node.args[1 if rule.sources else 0]).shape
+    return len(shape) == 4 and shape[1] == 1
+
+
+def _may_join_a_sum(node: fx.Node, rule: ProductRule) -> bool:
+    """Whether Inductor may let a product and a sum run as one, as it does without units."""
+    # It decides that later, in the forward and the backward graph: see ``aot_pass.py``.
+    if rule.operator != "mm":
+        return False
+    return any(getattr(user.target, "overloadpacket", None) is _ATEN.add for user in node.users)
+
+
+class Scaling:
+    """Puts nodes into a graph that divide by units, and multiply results by them."""
+
+    def __init__(
+        self, graph: fx.Graph, copies: Any = None, in_units: Collection[fx.Node] = ()
+    ) -> None:
+        # The node that gives the factors of matmuls, in a tensor for each.
+        self.parts: Any = None
+        # By what they were made of, and by the name of its unit.
+        self.copies: dict[tuple[fx.Node, _Name | None], fx.Node] = {} if copies is None else copies
+        self._of_inputs: dict[tuple[fx.Node, _Name | None], fx.Node] = {}
+        self._in_units = in_units
+        self._graph = graph
+        self._fake_mode = fake_mode_in(graph)
+
+    def new(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A new node."""
+        node = self._graph.call_function(target, args, kwargs)
+        node.meta["val"] = self._run(target, args, kwargs)
+        return node
+
+    def _run(self, target: Any, args: Any, kwargs: Any) -> Any:
+        args, kwargs = fx.map_arg((args, kwargs), value_of)
+        with self._fake_mode:
+            return target(*args, **kwargs)
+
+    def _factors_of(self, product: CompiledProduct) -> fx.Node:
+        *others, numbers = self.parts.args
+        if product.number not in numbers:
+            # Those that are there already are not made again: there is a product for each layer.
+            added = self._run(self.parts.target, (*others, [product.number]), {})
+            numbers = [*numbers, product.number]
+            self.parts.args = (*others, numbers)
+            self.parts.meta["val"] = [*value_of(self.parts), *added]
+        position = numbers.index(product.number)
+        with self._graph.inserting_after(self.parts):
+            factors = self._graph.call_function(operator.getitem, (self.parts, position))
+        factors.meta["val"] = value_of(self.parts)[position]
+        return factors
+
+    def scale(self, node: fx.Node, rule: ProductRule, product: CompiledProduct) -> None:
+        """Run a product in units."""
+        args = list(node.args)
+        factors = self._factors_of(product)
+        names = product.names
+        with self._graph.inserting_before(node):
+            for index, position in enumerate(rule.operands):
+                if not product.stays(index):
+                    factor = factors, index
+                    back = product.num_factors - 1 if product.sources[index] is None else None
+                    args[position] = self._scaled(args[position], factor, node, names[index], back)
+            for position, index in rule.taking_factors(args):
+                name = names[index] if index < len(names) else None
+                args[position] = self._scaled(args[position], (factors, index), node, name)
+        node.args = tuple(args)
+        results: list[tuple[Any, fx.Node]] = [(0, node)]
+        if not isinstance(value_of(node), Tensor):
+            results = [(user.args[1], user) for user in node.users]
+        for index, result in results:
+            if index < len(rule.results) and (powers := rule.results[index]) is not None:
+                factor = factors, len(names) + 1 + index
+                (scaled,) = self._read_through(result, [factor], result.meta)
+                if 1 in powers and powers.count(0) == len(powers) - 1:
+                    # What the operator has made is the copy of its result in that operand's unit.
+                    self.copies[scaled, names[powers.index(1)]] = result
+
+    def _read_through(
+        self, node: fx.Node, factors: Sequence[_Factor], meta: dict[str, Any]
+    ) -> list[fx.Node]:
+        """Let whoever reads a node read it times all of these factors, one after the other."""
+        users, products = list(node.users), [node]
+        with self._graph.inserting_before(node.next):
+            for factor in factors:
+                products.append(self._times(products[-1], factor, meta))
+        for user in users:
+            user.replace_input_with(node, products[-1])
+        return products[1:]
+
+    def _scaled(
+        self,
+        node: Any,
+        factor: _Factor,
+        product: fx.Node,
+        name: _Name | None = None,
+        back: int | None = None,
+    ) -> fx.Node:
+        """A tensor times a factor, in the same arrangement."""
+        chain = list(arranged(node))
+        copies = self._of_inputs if chain[-1].op == "placeholder" else self.copies
+        # Inductor would write a copy of what lies out of order twice: in order, and as it is read.
+        in_order = [k for k, node in enumerate(chain) if concrete(value_of(node)).is_contiguous()]
+        *chain, node = chain[: max(in_order, default=len(chain)) + 1]
+        result = copies.get((node, name)) if name is not None else None
+        if result is None:
+            meta = dict(product.meta)
+            if _RECOMPUTE in meta:
+                # Also where a policy has the product itself saved.
+                meta[_RECOMPUTE] = CheckpointPolicy.PREFER_RECOMPUTE
+            if back is not None and copies is self.copies and self._may_stand_for(node):
+                # Written once, as it is without units. Where elements would be lost in its unit
+                # its products run plain, and the factor is 1.
+                factors = [factor, (factor[0], back)]
+                result, gradient = self._read_through(node, factors, meta)
+                copies[gradient, name] = result
+            else:
+                result = self._times(node, factor, meta)
+        if name is not None:
+            copies[node, name] = result
+        for view in reversed(chain):
+            result = self.new(view.target, result, *view.args[1:], **view.kwargs)
+        return result
+
+    def _may_stand_for(self, node: fx.Node) -> bool:
+        """Whether Inductor fuses what reads a tensor with reading it from a copy, exactly."""
+        if not self._in_units:
+            return False
+        value = value_of(node)
+        is_exact = value.dtype in (torch.float32, torch.float64)
+        # A GPU may add a product that it has not rounded, but not with a scaling in between.
+        is_rounded = value.device.type == "cpu"
+        return is_exact and is_rounded and all(map(self._is_fused, node.users))
+
+    def _is_fused(self, node: fx.Node) -> bool:
+        if str(node.target) in ARRANGED:
+            return all(map(self._is_fused, node.users))
+        tags = getattr(node.target, "tags", ())
+        is_sum = node.target is _ATEN.sum.dim_IntList
+        return node in self._in_units or is_sum or torch.Tag.pointwise in tags
+
+    def _times(self, node: fx.Node, factor: _Factor, meta: dict[str, Any]) -> fx.Node:
+        number = self.new(_ATEN.select.int, factor[0], 0, factor[1])
+        dtype = value_of(node).dtype
+        if dtype is not torch.float16:
+            nodes = [self.new(_ATEN.mul.Tensor, node, number)]
+        else:
+            # A factor of FP32 need not be a number of FP16.
+            convert = torch.ops.prims.convert_element_type.default
+            nodes = [self.new(convert, node, torch.float32)]
+            nodes.append(self.new(_ATEN.mul.Tensor, nodes[-1], number))
+            nodes.append(self.new(convert, nodes[-1], dtype))
+        for new in nodes:
+            new.meta.update({k: meta[k] for k in (_RECOMPUTE, _CHECKPOINT) if k in meta})
+        return nodes[-1]

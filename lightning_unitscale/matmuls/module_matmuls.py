@@ -1,0 +1,270 @@
+"""A plain module whose products run in units and formats, measured on an example."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from typing_extensions import override
+
+from lightning_unitscale.capture.captured_copy import PRODUCTS, products_of
+from lightning_unitscale.capture.module_steps import steps_of
+from lightning_unitscale.capture.rollback import detached_copy, restoring
+from lightning_unitscale.matmuls.coverage import (
+    Coverage,
+    CoverageCounter,
+    LostFormats,
+    lacking_line,
+)
+from lightning_unitscale.matmuls.fp8_layers import FP8Linears
+from lightning_unitscale.matmuls.fp8_linear import numerics_of
+from lightning_unitscale.matmuls.full_precision import (
+    find_loss,
+    full_precision,
+    in_full_precision,
+    runs_in_fp16,
+    warning_where_fp16_is_cast_to,
+)
+from lightning_unitscale.matmuls.gauge import Gauge
+from lightning_unitscale.matmuls.measurement import Measurement
+from lightning_unitscale.matmuls.scaled_methods import AttachedSession, SessionMethod
+from lightning_unitscale.matmuls.simulate import SimulateFormat
+from lightning_unitscale.matmuls.torch_internals import current_node
+from lightning_unitscale.matmuls.units import Units
+
+# In the metadata of autograd nodes.
+_KEPT = "lightning_unitscale.session"
+
+Format = SimulateFormat | FP8Linears
+
+
+def units_of_example(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Units:
+    """Run a copy of a module on copies of an example, forward and, with a loss, backward."""
+    # Neither the module nor any random state changes. A module in FP16, or under autocast to it,
+    # is measured in FP32 as well: what FP16 loses measures as zero.
+    units, measurement = _measure(module, args, kwargs, is_wide=False)
+    if runs_in_fp16(module):
+        with warning_where_fp16_is_cast_to(f"{type(module).__name__}.forward"):
+            _, wide = _measure(module, args, kwargs, is_wide=True)
+            # Products that are there in FP16 only keep what was measured of them.
+            measurement = replace(
+                measurement,
+                forward={**measurement.forward, **wide.forward},
+                backward={**measurement.backward, **wide.backward},
+            )
+    units.adopt(measurement)
+    return units
+
+
+def _measure(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_wide: bool
+) -> tuple[Units, Measurement]:
+    trial = detached_copy(module)
+    if (products := products_of(trial)) is not None:
+        products.detach()
+    if (steps := steps_of(trial)) is not None:
+        # What it compiles or plans would be of no use.
+        steps.use_executor("eager")
+        steps.partition_by(None)
+    attached = AttachedSession(trial, ["forward"])
+    try:
+        with (
+            # The copy shares random states with the module.
+            restoring(trial, parameters=False),
+            full_precision(trial) if is_wide else contextlib.nullcontext(),
+            torch.enable_grad(),
+        ):
+            given = detached_copy((args, dict(kwargs)))
+            if is_wide:
+                given = in_full_precision(given)
+            output = trial(*given[0], **given[1])
+            loss = find_loss(output)
+            if loss is not None:
+                loss.backward(torch.ones_like(loss))
+        units = attached.session.units
+        return units, units.send()()
+    finally:
+        attached.detach()
+
+
+class _ForwardMethod(SessionMethod):
+    """Stands in for the ``forward`` of a module whose copies have units as well."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.owner, memo).methods["forward"]
+
+    def __reduce__(self) -> Any:
+        return self.owner.__reduce__()
+
+
+class ModuleProducts(AttachedSession):
+    """The ``forward`` of a module in a session that transforms have asked for."""
+
+    method_type = _ForwardMethod
+
+    def __init__(self, module: nn.Module, formats: Sequence[Format], *, has_units: bool) -> None:
+        self.formats = tuple(formats)  # what its products are rounded to, or run in
+        self._coverage = Coverage()
+        self._num_calls = self._counted_call = 0
+        self._has_returned = False
+        is_fp8 = any(isinstance(each, FP8Linears) for each in formats)
+        self._lost = LostFormats("fp8_linears" if is_fp8 else "simulate_format")
+        # An example was not measured for FP8, so what is measured later is not judged either.
+        numerics = numerics_of(formats, measures_range=False)
+        super().__init__(module, ["forward"], Units(is_used=has_units), numerics)
+        vars(module)[PRODUCTS] = self
+
+    @staticmethod
+    def add(
+        module: nn.Module, formats: Sequence[Format] = (), *, has_new_units: bool = False
+    ) -> ModuleProducts:
+        """Let the products of a module run in units and formats, beside what was wanted before."""
+        before = products_of(module)
+        if before is None:
+            return ModuleProducts(module, formats, has_units=has_new_units)
+        before.detach()
+        units = before.session.units
+        has_units = units.is_used or has_new_units
+        new = ModuleProducts(module, (*before.formats, *formats), has_units=has_units)
+        if not has_new_units:
+            new._go_on_from(units)
+        return new
+
+    def attach_again(self) -> None:
+        """Go on after :meth:`detach`, with another ``forward``."""
+        new = ModuleProducts(self._module, self.formats, has_units=self.session.units.is_used)
+        new._go_on_from(self.session.units)
+
+    @property
+    def gauge(self) -> Gauge:
+        """The units in force."""
+        self.session.units.settle()
+        return self.session.units.gauge
+
+    @property
+    def coverage(self) -> Coverage:
+        """What became of the products of a call and of its backward pass."""
+        # The call is the first, or the last in which matmuls left their format.
+        self._read_coverage()
+        return self._coverage
+
+    def measure(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Take the units of an example; what it does not show is measured when it first runs."""
+        example = units_of_example(self._module, args, kwargs)
+        self.session.units.restore(example.gauge, example.plain, {})
+
+    def explain(self) -> str:
+        """What became of the products of the first call, of FP8's layers, and the units."""
+        self.session.units.settle()
+        coverage = replace(self.coverage, lacking=())
+        if coverage.counts:
+            call = "the first call" if self._counted_call == 1 else f"call {self._counted_call}"
+            parts = [f"In {call} {coverage.line()}.", coverage.table()]
+        else:
+            parts = ["No product has run yet: the first call is counted."]
+        parts.append(lacking_line(tuple(self.session.units.lacking.values())))
+        if self.session.units.is_used:
+            parts.append(str(self.gauge))
+        for each in self.formats:
+            parts.append(each.summary())
+            if isinstance(each, FP8Linears):
+                parts.append(each.report())
+        return "\n\n".join(filter(None, parts))
+
+    @override
+    def detach(self) -> None:
+        """Put ``forward`` back; the units stay known here."""
+        self.session.units.settle()
+        super().detach()
+        if products_of(self._module) is self:
+            del vars(self._module)[PRODUCTS]
+
+    @override
+    def before_call(self) -> None:
+        """Take late units; count the first call, and all of those in a format."""
+        # A call ends with the next one.
+        if self._has_returned:
+            self._warn_of_lost_formats()
+        self._has_returned = False
+        if current_node() is None:
+            # A checkpoint's body, computed again, has the units that it had.
+            self.session.receive()
+            units = self.session.units
+            self.session.adopt(units.received().beyond(units.gauge))
+        self._num_calls += 1
+        is_counted = self._num_calls == 1 or bool(self.session.numerics)
+        self.session.counter = CoverageCounter() if is_counted else None
+
+    @override
+    def after_call(self, result: Any) -> None:
+        """Warn of a call that ran plain, and keep the session for the backward pass."""
+        for leaf in tree_leaves(result):
+            node: Any = leaf.grad_fn if isinstance(leaf, Tensor) else None
+            if node is not None:
+                node.metadata[_KEPT] = self.session
+        self._has_returned = True
+        self._warn_of_lost_formats()
+        # An evaluation that rounds nothing has the same numbers in units and without.
+        matters = torch.is_grad_enabled() or self.session.format
+        if matters and self._num_calls == 1 and (shortfall := self._coverage.shortfall()):
+            warnings.warn(f"{type(self._module).__name__}: {shortfall}", stacklevel=6)
+
+    def _read_coverage(self) -> bool:
+        """Take the count of the call, as far as it has run; returns whether it shows anything new.
+
+        What the first one shows is complete with its backward pass.
+        """
+        session, counter = self.session, self.session.counter
+        if counter is None:
+            return False
+        if self._num_calls > 1 and self._lost.are_known("forward", counter):
+            return False
+        self._counted_call = self._num_calls
+        self._coverage = counter.result(
+            has_units=session.units.is_used,
+            lacking=session.units.lacking.values(),
+            format=session.format,
+        )
+        return True
+
+    def _warn_of_lost_formats(self) -> None:
+        if self._read_coverage():
+            lost = self._lost.new_in("forward", self._coverage, f"call {self._num_calls}")
+            if lost:
+                warnings.warn(f"{type(self._module).__name__}: {lost}", stacklevel=7)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleProducts:
+        """The products of the copied module, with the same units."""
+        module = copy.deepcopy(self._module, memo)
+        if id(self) in memo:
+            known: ModuleProducts = memo[id(self)]
+            return known
+        # Of the module's copy, only an empty shell may be there as yet.
+        before = copy.deepcopy(self._shadows["forward"].below, memo)
+        if before is not None:
+            vars(module)["forward"] = before
+        formats = copy.deepcopy(self.formats, memo)
+        new = ModuleProducts(module, formats, has_units=self.session.units.is_used)
+        memo[id(self)] = new
+        new._go_on_from(self.session.units)
+        return new
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"{type(self._module).__name__}: its products run in units or in a format, and such a "
+            "module cannot be pickled; expected a module as it is written; save its state_dict() "
+            "instead, or pickle the module that it was made of."
+        )
+
+    def _go_on_from(self, units: Units) -> None:
+        units.settle()
+        self.session.units.step = units.step
+        if units.is_used:
+            self.session.units.restore(units.gauge, units.plain, units.lacking)

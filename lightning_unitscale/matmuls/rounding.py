@@ -1,0 +1,211 @@
+"""What rounds products: the interface of formats, and products in a simulated format."""
+
+from __future__ import annotations
+
+import abc
+import math
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_unitscale.formats import NumberFormat
+from lightning_unitscale.matmuls.coverage import first_of, percent
+from lightning_unitscale.matmuls.execute import Product, run_scaled
+from lightning_unitscale.matmuls.measured_operands import MAX_FLUSHED, Unrepresentable
+from lightning_unitscale.matmuls.measurement import Site
+from lightning_unitscale.matmuls.simulate import MovingGrid, SimulateFormat
+from lightning_unitscale.matmuls.torch_internals import Kernel
+from lightning_unitscale.quantize import rounded
+from lightning_unitscale.scales.transfer import HostCopy, numbers_on
+
+# Share of the elements other than zero that may become zero without a word, beyond three times what
+# the format does to normal numbers: E4M3FN makes one of a thousand zero, E2M1FN one of five. Of the
+# gradients of attention, E4M3FN makes 5 % zero in healthy trainings.
+MAX_SILENT = 0.1
+_OF_NORMAL = 3
+# What was reported is reported once more when it has become this bad.
+_MAX_SHARES = (MAX_SILENT, MAX_FLUSHED)
+# Elements that are none of these: of a small tensor, one is a large share.
+_FEW = 2
+
+
+class Numerics(abc.ABC):
+    """What a format does to products: simulated, or run in it."""
+
+    name: str  # what users call the format
+    is_training = True  # whether the steps that run now are those of training
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the steps that run now are rounded at all."""
+        return True
+
+    @abc.abstractmethod
+    def why_not(
+        self, product: Product, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> str | None:
+        """Return why a product is not rounded; ``None`` if it is."""
+
+    @abc.abstractmethod
+    def run(
+        self, product: Product, original: Kernel, args: list[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a product on operands in units, rounded."""
+
+    def measure(  # noqa: B027
+        self, product: Product, operands: Sequence[Tensor], *, is_first: bool
+    ) -> None:
+        """Look at operands in their units, for the first time or again."""
+
+    def await_units(self, names: Iterable[str]) -> None:  # noqa: B027
+        """Note operands that have got a unit, and were zero when they were first measured."""
+
+    def awaits(self, names: Sequence[str]) -> bool:
+        """Whether one of these is such an operand, and :meth:`measure` has not seen it since."""
+        return False
+
+    def receive(self) -> Unrepresentable:
+        """Leave out what :meth:`measure` has seen not to fit, without waiting for the device."""
+        return Unrepresentable()
+
+    def take_flushed(self) -> str:
+        """Return operands of which many elements become zero, each once; empty if there are none.
+
+        It waits for no device: what was measured may be there after the next step.
+        """
+        return ""
+
+    def fit(self, joint: Callable[[Unrepresentable], Unrepresentable]) -> Unrepresentable:
+        """Leave out what does not fit the format, of what was measured."""
+        return Unrepresentable()
+
+
+class FlushedOperands:
+    """Collects shares of operands that become zero; reads from a device without waiting for it."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[str, NumberFormat, Tensor]] = []
+        self._sent: list[tuple[list[tuple[str, NumberFormat]], HostCopy]] = []
+        self._found: dict[str, str] = {}
+        # By operand: the level above which its next report is.
+        self._levels: Counter[str] = Counter()
+
+    def measure(self, name: str, stored: Tensor, format: NumberFormat) -> None:
+        """Measure an operand."""
+        if self._levels[name] == len(_MAX_SHARES):
+            return
+        magnitudes = stored.detach().abs()
+        is_some = magnitudes > 0
+        flushed = (is_some & (magnitudes <= format.flush_threshold)).sum()
+        share = torch.where(flushed > _FEW, flushed / is_some.sum().clamp(min=1), 0.0)
+        self._rows.append((name, format, share))
+
+    def _note(self, name: str, share: float, format: NumberFormat) -> None:
+        usual = _OF_NORMAL * math.erf(format.flush_threshold / math.sqrt(2.0))
+        level = sum(share > each + usual for each in _MAX_SHARES)
+        if level > self._levels[name]:
+            self._levels[name] = level
+            # A product's own name is that of the gradient that arrives at it.
+            shown = name if ":" in name else f"{name}:gradient"
+            self._found[name] = f"{shown} ({percent(share)} of its elements in {format})"
+
+    def take(self, is_rounded: Callable[[str], bool] = lambda name: True) -> str:
+        """Return what has arrived and was not reported yet; empty if that is nothing."""
+        if self._rows:
+            rows, self._rows = self._rows, []
+            device = rows[0][2].device
+            shares = torch.stack([share.to(device) for *_, share in rows])
+            self._sent.append(([(name, format) for name, format, _ in rows], HostCopy(shares)))
+        while self._sent and self._sent[0][1].has_arrived:
+            names, copy = self._sent.pop(0)
+            for (name, format), share in zip(names, copy.numbers().tolist(), strict=True):
+                if is_rounded(name):
+                    self._note(name, share, format)
+        texts, self._found = list(self._found.values()), {}
+        return first_of(texts)
+
+
+class SimulatedProducts(Numerics):
+    """Rounds what products read: operands to one format, arriving gradients to another."""
+
+    # A backward product rounds a saved operand as its forward product did: a random or a moving
+    # grid is drawn by the operand's name and the step, not by the call.
+
+    name = "a simulated format"
+
+    def __init__(self, *configs: SimulateFormat, measures_range: bool = False) -> None:
+        self._configs = configs
+        self._measures_range = measures_range
+        self._flushed = FlushedOperands()
+
+    def why_not(self, product: Product, *_: Any) -> str | None:
+        """Return which of the names' globs leave a product out; all others are rounded."""
+        site = product.site
+        if self._configs_of(site):
+            return None
+        return self._configs[0].patterns.why_not(site.name, site.module)
+
+    def run(
+        self, product: Product, original: Kernel, args: list[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a product on rounded operands."""
+        configs = self._configs_of(product.site)
+        for position, unit, is_gradient, name in product.places():
+            for config in configs:
+                args[position] = _rounded(
+                    config, args[position], unit, is_gradient, name, product.step
+                )
+                unit = 0  # it is in its units now
+        return run_scaled(product, original, args, kwargs)
+
+    def measure(self, product: Product, operands: Sequence[Tensor], *, is_first: bool) -> None:
+        """Measure which elements of operands become zero."""
+        configs = self._configs_of(product.site) if self._measures_range else []
+        for tensor, (_, unit, is_gradient, name) in zip(operands, product.places(), strict=True):
+            for config in configs[:1]:
+                stored = tensor.detach().float() * 2.0**-unit
+                self._flushed.measure(name, stored, _format_of(config, is_gradient))
+
+    def take_flushed(self) -> str:
+        """Return operands of which many elements become zero."""
+        return self._flushed.take()
+
+    def _configs_of(self, site: Site) -> list[SimulateFormat]:
+        return [
+            config
+            for config in self._configs
+            if config.patterns.match_names(site.name, site.module)
+        ]
+
+
+def _rounded(
+    config: SimulateFormat, tensor: Tensor, unit: int, is_gradient: bool, name: str, step: int
+) -> Tensor:
+    format = _format_of(config, is_gradient)
+    key = None
+    if config.rounding == "stochastic":
+        key = rounding_key(config.seed, step, name, tensor.device)
+    factor = grid_factor(config.moving_grid, name, step)
+    wide = tensor.detach().float() * (factor * 2.0**-unit)
+    # Divided in FP32, where a number of FP8 and its quotient differ by one rounding at most.
+    result = rounded(wide, format, config.saturate, key)
+    return (result if factor == 1.0 else result / factor).to(tensor.dtype)
+
+
+def _format_of(config: SimulateFormat, is_gradient: bool) -> NumberFormat:
+    return config.gradient_format if is_gradient else config.operand_format
+
+
+def rounding_key(seed: int, step: int, name: str, device: torch.device) -> Tensor:
+    """Key of a stochastic rounding, the same wherever an operand is rounded within a step."""
+    text = f"{seed}/{step}/{name}".encode()
+    return numbers_on(device, [zlib.crc32(text), zlib.adler32(text)], torch.int64)
+
+
+def grid_factor(grid: MovingGrid | None, name: str, call: int) -> float:
+    """By how much the numbers of a format have moved under an operand: 1 where they stay."""
+    return 1.0 if grid is None else grid.factor(name, call)

@@ -1,0 +1,238 @@
+"""The methods of a module, standing aside for ones that run within a session."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import fx, nn
+from typing_extensions import override
+
+from lightning_unitscale.capture.module_steps import EVALUATION_STEPS, LIGHTNING_STEPS, steps_of
+from lightning_unitscale.capture.operators import RULES
+from lightning_unitscale.capture.passes import StepGraph
+from lightning_unitscale.compiling import is_exporting
+from lightning_unitscale.matmuls.aot_pass import finish_graph, note_products
+from lightning_unitscale.matmuls.compiled_formats import FormatsInGraph
+from lightning_unitscale.matmuls.compiler_internals import (
+    codes,
+    compiled_parts,
+    forget_others,
+    is_by_inductor,
+    keeping_whole,
+)
+from lightning_unitscale.matmuls.held import GAUGE, HELD, held_units
+from lightning_unitscale.matmuls.joint_graphs import PRODUCT
+from lightning_unitscale.matmuls.joint_units import UnitsInGraph
+from lightning_unitscale.matmuls.kernels import close_session, install_passes, open_session
+from lightning_unitscale.matmuls.owners import INSTALLED
+from lightning_unitscale.matmuls.rounding import Numerics
+from lightning_unitscale.matmuls.session import LOCAL, SESSION, ProductSession, run_inside
+from lightning_unitscale.matmuls.torch_internals import (
+    Kernel,
+    current_node,
+    is_recording,
+    is_tracing,
+    plain_functions,
+)
+from lightning_unitscale.matmuls.units import Units
+from lightning_unitscale.patching import Shadow, StandIn
+
+# Sessions that have begun a step.
+_met: weakref.WeakSet[ProductSession] = weakref.WeakSet()
+
+
+class SessionRewriter:
+    """Gives the matmuls of captured graphs units and formats, as Inductor's passes do."""
+
+    # No Inductor runs these graphs: they run op by op.
+
+    def __init__(self, session: ProductSession) -> None:
+        self._session = session
+
+    def describe(self, graph: StepGraph) -> None:
+        """Note in which units matmuls read the tensors of a captured graph."""
+        units = self._session.units
+        graph.notes[GAUGE] = lambda: units.gauge
+        # Asked for once rules have rewritten it, and before it is cut into parts.
+        graph.notes[HELD] = functools.cache(lambda: held_units(graph))
+
+    def rewrite_joint(self, graph: fx.Graph) -> None:
+        """Scale the matmuls of the graph of both passes, or of the only one."""
+        if self._session.numerics:
+            FormatsInGraph(graph, self._session).run()
+        UnitsInGraph(graph, self._session, is_fused=False).run()
+
+    def rewrite_part(self, graph: fx.Graph) -> None:
+        """Let the matmuls of one pass be looked at, and call torch's own kernels for them."""
+        note_products(graph)
+        finish_graph(graph)
+        for node in graph.nodes:
+            # What is saved for the backward pass keeps its meta there, as an input.
+            if node.op == "call_function" and PRODUCT in node.meta:
+                node.target = _unwatched(node.target)
+
+
+def _unwatched(operator: Any) -> Kernel:
+    """Return an operator whose kernel belongs to no session: its graph has scaled it."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return run_inside(operator, *args, **kwargs)
+
+    return run
+
+
+def running_compiled(session: ProductSession) -> AbstractContextManager[Any]:
+    """A context for a step, in which what the user has compiled has its units and formats."""
+    # For formats Inductor leaves small products whole, and so all is compiled again; what another
+    # backend compiles runs uncompiled.
+    is_first, module = session not in _met, session.sites.module
+    _met.add(session)
+    if module is None or not (session.numerics or is_first):
+        return contextlib.nullcontext()
+    parts = compiled_parts(module)
+    # Functions that a module calls may be compiled as well.
+    has_compiled = bool(parts) or codes() is not None
+    # Units need no more of another backend than that it calls torch's kernels.
+    is_possible = not session.numerics or all(map(is_by_inductor, parts))
+    if is_first and is_possible:
+        if has_compiled:
+            forget_others(always=bool(session.numerics))
+        if session.numerics:
+            INSTALLED.callback(keeping_whole([rule.operator for rule in RULES]))
+    if is_possible:
+        return contextlib.nullcontext()
+    if is_first:
+        warnings.warn(
+            f"{type(module).__name__} has parts that were compiled by another backend than "
+            "Inductor, whose products cannot be rounded, so they run uncompiled; expected "
+            "torch.compile(backend='inductor'), its default, or none.",
+            stacklevel=4,
+        )
+    return torch.compiler.set_stance("force_eager")
+
+
+class SessionMethod(StandIn):
+    """Stands in for one method of a module: the same call, with its products in the session."""
+
+    def __init__(self, owner: AttachedSession, name: str, method: Any) -> None:
+        super().__init__(method)
+        self.owner = owner
+        self._name = name
+        # Lightning reads parameters one wrapping down: where a decorator of the user's leads.
+        self.__wrapped__ = getattr(method, "__wrapped__", method)
+
+    @override
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        if is_recording():
+            if not self.owner.session.numerics or is_exporting() or is_tracing():
+                return self._method(*args, **kwargs)
+            # What the compiler made of it would not be rounded.
+            return torch.compiler.disable(self.run_as)(self._method, *args, **kwargs)
+        called = self.called_by(sys._getframe(1).f_back)
+        if not isinstance(called, SessionMethod):
+            return called(*args, **kwargs)
+        return called.run_as(called._method, *args, **kwargs)
+
+    def run_as(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the method, or what stands for it, such as its stages, within the session."""
+        owner, session = self.owner, self.owner.session
+        # Somebody may have kept it beyond its session's end.
+        if SESSION.get() is session or not session.is_open:
+            return method(*args, **kwargs)
+        # Within a checkpoint that is computed again it is the same step of training.
+        is_new = current_node() is None
+        with plain_functions():  # what is computed here is not the step's
+            owner.before_call()
+            install_passes()
+            session.begin_step(is_training=is_new and owner.is_training(self._name))
+        with session.running(), running_compiled(session):
+            result = method(*args, **kwargs)
+        if owner.outlasts_calls and is_new and torch.is_grad_enabled():
+            LOCAL.after_call, session.is_after_call = session.ref, True
+        with plain_functions():
+            owner.after_call(result)
+        return result
+
+
+def run_in_session(
+    module: nn.Module, name: str, run: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Run what stands for a method of a module in its session, if it has one."""
+    method = vars(module).get(name)
+    if not isinstance(method, SessionMethod):
+        return run(*args, **kwargs)
+    return method.run_as(run, *args, **kwargs)
+
+
+def begin_microbatch(module: nn.Module, name: str, index: int) -> None:
+    """Have the matmuls of the next stage named from the first again, if a session has them."""
+    method = vars(module).get(name)
+    if isinstance(method, SessionMethod):
+        session = method.owner.session
+        session.sites.begin()
+        session.units.begin_part(index)
+
+
+class AttachedSession:
+    """A session with the methods of its module that run in it, until :meth:`detach`."""
+
+    method_type: type[SessionMethod] = SessionMethod
+
+    def __init__(
+        self,
+        module: nn.Module,
+        names: Iterable[str],
+        units: Units | None = None,
+        numerics: Sequence[Numerics] = (),
+        *,
+        outlasts_calls: bool = False,
+    ) -> None:
+        self.outlasts_calls = outlasts_calls
+        # Whether calls are of training, where the loop tells; else the module's mode does.
+        self.trains: bool | None = None
+        self.session = ProductSession(
+            module, SessionMethod.run_as.__code__, units or Units(), numerics
+        )
+        self._module = module
+        self._steps = steps_of(module)
+        self.methods: dict[str, SessionMethod] = {}  # what stands in for each method
+        self._shadows: dict[str, Shadow] = {}
+        with ExitStack() as undo:
+            undo.callback(self.detach)
+            open_session(self.session)
+            if self._steps is not None:
+                self._steps.rewrite_by(SessionRewriter(self.session))
+            for name in names:
+                method = self.method_type(self, name, getattr(module, name))
+                self.methods[name] = method
+                self._shadows[name] = Shadow(module, name, method)
+            undo.pop_all()
+
+    def is_training(self, name: str) -> bool:
+        """Whether a call of a method is one of training."""
+        if name in LIGHTNING_STEPS:
+            return name not in EVALUATION_STEPS
+        return self._module.training if self.trains is None else self.trains
+
+    def before_call(self) -> None:
+        """A step is about to begin."""
+
+    def after_call(self, result: Any) -> None:
+        """A step has returned."""
+
+    def detach(self) -> None:
+        """Put the methods and torch's kernels back. May be called more than once."""
+        close_session(self.session)
+        steps, self._steps = self._steps, None
+        if steps is not None:
+            steps.rewrite_by(None)  # once: another session may have them by now
+        for shadow in self._shadows.values():
+            shadow.remove()

@@ -1,0 +1,329 @@
+"""Units around every product that a module's steps run, forward and backward.
+
+A session belongs to one module. While one of the module's steps is active on a thread, the
+overridden kernels (``kernels.py``) hand their calls over to it; a backward product finds the
+session by the number of the autograd node that its forward product has made, whenever and
+wherever the backward pass runs. Nothing is captured and nothing runs twice: a product that has no
+units yet is measured when it runs for the first time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_unitscale.capture.operators import ProductRule, Sources
+from lightning_unitscale.capture.patches import opened_layers
+from lightning_unitscale.matmuls.autograd_nodes import HandedOn, thread_number
+from lightning_unitscale.matmuls.calls import (
+    Call,
+    making,
+    may_belong_to,
+    remember,
+    show,
+    slot_of,
+    sources_of,
+)
+from lightning_unitscale.matmuls.coverage import NO_UNIT, CoverageCounter, Kind
+from lightning_unitscale.matmuls.execute import Product, are_real, forget_copy, run_in_units
+from lightning_unitscale.matmuls.measured_operands import Unrepresentable
+from lightning_unitscale.matmuls.measurement import FORWARD, Extent, Extents, Measurement, Site
+from lightning_unitscale.matmuls.rounding import Numerics
+from lightning_unitscale.matmuls.sites import LOSS, Run, Sites
+from lightning_unitscale.matmuls.torch_internals import Kernel, graph_task
+from lightning_unitscale.matmuls.units import Units
+
+_Args = tuple[Any, ...]
+# Whose the forward products are; a backward pass that a step calls has it as well.
+SESSION: HandedOn[ProductSession | None] = HandedOn("session", None)
+
+
+class _Local(threading.local):
+    """What goes on in one thread."""
+
+    # Whose step goes on outside of any call of its module, weakly: a loop of the user's
+    # computes its loss there.
+    after_call: weakref.ref[ProductSession] | None = None
+    is_inside: bool = False  # whether a product is running, whose own kernels are nobody's
+
+
+LOCAL = _Local()
+
+
+def run_inside(function: Kernel, *args: Any, **kwargs: Any) -> Any:
+    """Call what runs kernels of its own, which are nobody's products."""
+    previous, LOCAL.is_inside = LOCAL.is_inside, True
+    try:
+        return function(*args, **kwargs)
+    finally:
+        LOCAL.is_inside = previous
+
+
+class ProductSession:
+    """The products of one module's steps, with their units."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        boundary: CodeType,
+        units: Units,
+        numerics: Sequence[Numerics] = (),
+    ) -> None:
+        self.ref = weakref.ref(self)  # the session, weakly: the same object each time
+        self.units = units
+        self.numerics = tuple(numerics)  # what rounds products
+        self.sites = Sites(module, boundary, units)
+        # Counts the products that run, if somebody has put it there.
+        self.counter: CoverageCounter | None = None
+        self.is_open = True  # whether its products are run by it; see :meth:`close`
+        self.is_after_call = False  # whether a step goes on after a call, until :meth:`end_step`
+        self.threads: list[int] = []  # numbers of the threads that run a call
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Within this context forward products of this thread are the session's."""
+        self.threads.append(thread_number())
+        try:
+            # A whole encoder layer in one kernel would be left as it is, in evaluation only.
+            with SESSION.being(self), making(self.ref), opened_layers(bool(self.format)):
+                yield
+        finally:
+            self.threads.remove(thread_number())
+
+    @property
+    def format(self) -> str:
+        """Name of the format that the steps that run now are in; empty if they round nothing."""
+        return next((numerics.name for numerics in self.numerics if numerics.is_active), "")
+
+    def begin_step(self, *, is_training: bool = True) -> None:
+        """Begin a step: products are counted from the first again."""
+        self.sites.begin()
+        forget_copy()
+        self.units.begin_step(is_training=is_training)
+
+    def end_step(self) -> None:
+        """What is computed from now on, outside of any call, is no part of the step."""
+        if self.is_after_call:
+            self.is_after_call = False
+            self.sites.end()
+
+    def close(self) -> None:
+        """Let go of what was measured; see ``close_session``, which calls this."""
+        self.is_open = False
+        self.end_step()
+        self.units.clear()
+        forget_copy()
+
+    def run(
+        self,
+        rule: ProductRule,
+        original: Kernel,
+        args: _Args,
+        kwargs: dict[str, Any],
+        node: Any,
+        call: Call | None,
+        frame: FrameType | None,
+    ) -> Any:
+        """Run a product of a step of the module, forward or backward."""
+        if kwargs or rule.mask is not None:
+            rule = rule.reading(args, kwargs)
+        operands = rule.operands_in(args)
+        if node is not None:
+            run = None if frame is None else self.sites.run_of(node, frame)
+        elif SESSION.get() is self:
+            run = self.sites.forward_run(frame)
+        else:
+            run = LOSS if graph_task() < 0 else None
+        if not are_real(operands):
+            result = run_inside(original, *args, **kwargs)
+            is_complex = any(operand.is_complex() for operand in operands)
+            if self.counter is not None and is_complex and run is not None:
+                flops = 4 * rule.flops(args, result)
+                reason = "complex numbers"
+                self.counter.add_with_gradients(run.path, "plain", reason, flops, operands)
+            return result
+        if run is None and call is not None and may_belong_to(rule, call):
+            call.num_visits += 1
+            if not rule.multiplies(args, kwargs):
+                return run_inside(original, *args, **kwargs)
+            product = self.backward_product(rule, args, call, sources_of(rule, call, operands))
+        else:
+            caller = "hook" if node is None else node.name()
+            suffix = f"@{caller}" if run is None else ""
+            word, roles = rule.name_in(args)
+            site = self.sites.find(word + suffix, roles, run or Run("", self.sites.episode))
+            if not rule.multiplies(args, kwargs):
+                if run is not None and any(operand.numel() == 0 for operand in operands):
+                    self.units.lack(site, (*site.operand_names, site.name))
+                return run_inside(original, *args, **kwargs)
+            product, extents = self.forward_product(rule, site, args)
+            if run is not None or torch.is_grad_enabled():
+                remember(self.ref, product, operands, extents)
+            show(site, operands)
+        return self.execute(product, original, args, kwargs)
+
+    def execute(
+        self,
+        product: Product,
+        original: Kernel,
+        args: _Args,
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run a product in a format, in units or as it is, and count it."""
+        kind: Kind
+        reason = outside = ""
+        numerics: Numerics | None = None
+        if self.numerics:
+            numerics, outside = _format_for(self.numerics, product, args, kwargs)
+        LOCAL.is_inside = True
+        try:
+            if numerics is not None:
+                kind, result = "format", numerics.run(product, original, list(args), kwargs)
+            elif not self.units.is_used:
+                kind, result = "left out", original(*args, **kwargs)
+            elif (slots := product.site.plain) and (why := slots.get(product.slot, "")):
+                kind, reason, result = "plain", why, original(*args, **kwargs)
+            else:
+                kind, result = "units", run_in_units(product, original, list(args), kwargs)
+        finally:
+            LOCAL.is_inside = False
+        if self.counter is not None:
+            flops, site = product.rule.flops(args, result), product.site
+            self.counter.add(site.module, kind, reason, flops, (site.plain, product.slot), outside)
+        return result
+
+    def forward_product(
+        self, rule: ProductRule, site: Site, args: _Args
+    ) -> tuple[Product, Extents]:
+        """A forward product with what it runs with, and what was measured of its operands."""
+        product: Product | None = site.product
+        if product is not None and product.rule is rule and not self.units.is_looking:
+            return product, ()
+        operands, step = rule.operands_in(args), self.units.rounding_step
+        is_gradient = (False,) * len(operands)
+        product = Product(
+            rule, site, FORWARD, site.log2_units, is_gradient, site.operand_names, step
+        )
+        extents: Extents = ()
+        if None in product.known or self.units.is_looking:
+            extents = self._measure(product, args, ())
+        elif self.numerics:
+            self._show(product, operands)
+        else:
+            site.product = product
+        return product, extents
+
+    def backward_product(
+        self,
+        rule: ProductRule,
+        args: _Args,
+        call: Call,
+        sources: Sources,
+    ) -> Product:
+        """A backward product of a call with what it runs with."""
+        forward, site = call.product, call.product.site
+        gamma, is_looking = site.log2_gamma, self.units.is_looking
+        is_kept = site.product is forward and not (is_looking or torch.is_grad_enabled())
+        if is_kept and (kept := forward.backward.get((id(rule), sources))) is not None:
+            kept_gamma, product = kept
+            if kept_gamma == gamma:
+                return product
+        operands = rule.operands_in(args)
+        product = Product(
+            rule,
+            site,
+            slot_of(sources),
+            tuple(gamma if k is None else forward.known[k] for k in sources),
+            tuple(k is None or forward.is_gradient[k] for k in sources),
+            site.names_of(sources),
+            forward.step,
+        )
+        extents: Extents = ()
+        if gamma is None or is_looking:
+            before = call.extents or (None,) * len(forward.log2_units)
+            measured = tuple(call.gradient_extent if k is None else before[k] for k in sources)
+            extents = self._measure(product, args, measured)
+            if None in sources:
+                call.gradient_extent = extents[sources.index(None)]
+        elif self.numerics:
+            self._show(product, operands)
+        elif is_kept:
+            forward.backward[id(rule), sources] = gamma, product
+        if torch.is_grad_enabled():
+            derived = self.sites.derive(site, product.slot, tuple(map(str, range(len(operands)))))
+            remember(self.ref, replace(product, site=derived), operands, extents)
+        return product
+
+    def _measure(self, product: Product, args: _Args, before: Extents) -> Extents:
+        """Measure operands, and give them units at once where a format waits for them."""
+        rule, site, names, known = product.rule, product.site, product.names, product.known
+        operands, read = rule.operands_in(args), rule.measured_in(args)
+        addends = rule.addends_in(args)
+        is_new = product.slot not in site.seen
+        extents: list[Extent | None] = list(before) or [None] * len(operands)
+
+        def extent_of(index: int) -> Extent:
+            if index >= len(operands):
+                return Extent.of(args[addends[index - len(operands)]])
+            if (extent := extents[index]) is None:
+                extent = extents[index] = Extent.of(read[index])
+            return extent
+
+        dtype, num_addends = operands[0].dtype, len(addends)
+        measured = self.units.measure(
+            site, product.slot, names, known, dtype, extent_of, num_addends
+        )
+        if not self.numerics:
+            return tuple(extents)
+        without = {name for name, unit in zip(names, known, strict=True) if unit is None}
+        # No step waits for a unit that is late.
+        is_first = is_new and not self.units.lacking.keys() >= without
+        if is_first:
+            product.take(self.units.take_at_once(measured))
+        if is_first or self.units.is_looking:
+            for numerics in self.numerics:
+                numerics.measure(product, operands, is_first=is_first)
+        else:
+            self._show(product, operands)
+        return tuple(extents)
+
+    def _show(self, product: Product, operands: Sequence[Tensor]) -> None:
+        """Show operands to formats that have not seen them in the units that they have now."""
+        for numerics in self.numerics:
+            if numerics.awaits(product.names):
+                numerics.measure(product, operands, is_first=False)
+
+    def receive(self) -> list[Unrepresentable]:
+        """Receive what was measured in the step before, without waiting for the device."""
+        self.units.receive()
+        return [numerics.receive() for numerics in self.numerics]
+
+    def adopt(self, measurement: Measurement) -> list[str]:
+        """:meth:`Units.adopt`; formats see what was late before they round it."""
+        late = self.units.adopt(measurement)
+        for numerics in self.numerics:
+            numerics.await_units(late)
+        return late
+
+
+def _format_for(
+    formats: Sequence[Numerics], product: Product, args: _Args, kwargs: dict[str, Any]
+) -> tuple[Numerics | None, str]:
+    """Return what rounds a matmul, or why nothing does."""
+    outside = ""
+    for each in formats:
+        if (why := each.why_not(product, args, kwargs)) is None:
+            # Cast in a unit of 1, the first values that are not zero could all be flushed.
+            if None in product.known or each.awaits(product.names):
+                return None, NO_UNIT
+            return each, ""
+        outside = outside or why
+    return None, outside

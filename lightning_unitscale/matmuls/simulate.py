@@ -1,0 +1,129 @@
+"""Simulate matrix products in a number format: round what they read, compute them wide.
+
+An accumulation in FP32 of products of FP8 numbers is what FP8 hardware does, so rounding the three
+tensors that meet in a product and its gradients is all there is to simulate.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+from lightning_unitscale.arguments import check_choice, check_count, check_flag, shown
+from lightning_unitscale.capture.name_patterns import NamePatterns
+from lightning_unitscale.quantize import FormatLike, Rounding, check_rounding, checked_format
+
+Grid = Literal["fixed", "moving"]
+
+# By how much a logarithm goes on at a step: the golden ratio.
+_STRIDE = (math.sqrt(5) - 1) / 2
+# The formats of "fp8": precision for operands, range for gradients.
+FP8_FORMATS = ("E4M3FN", "E5M2")
+
+
+def format_pair(setting: Any, *, argument: str) -> tuple[Any, Any]:
+    """Return the formats of operands and of gradients from one setting."""
+    given = f"{argument}={shown(setting)}"
+    if isinstance(setting, str) and setting.strip().lower() == "fp8":
+        return FP8_FORMATS
+    if not isinstance(setting, (tuple, list)):
+        checked_format(setting, given=given)
+        return setting, setting
+    if len(setting) != 2:
+        raise ValueError(
+            f"{given}: {len(setting)} formats; expected 'fp8', a format, or a pair of formats, of "
+            "operands and of gradients; pass for example ('E4M3FN', 'E5M2')."
+        )
+    for format in setting:
+        checked_format(format, given=f"{given}: {shown(format)}")
+    return setting[0], setting[1]
+
+
+def check_grid(grid: object) -> None:
+    """Refuse an unknown kind of grid."""
+    advice = "pass 'moving' to train, 'fixed' for the numbers of the format themselves"
+    check_choice("grid", grid, get_args(Grid), "unknown grid", advice)
+
+
+class MovingGrid:
+    """Factors for the casts of a step that move the numbers of a format at every step.
+
+    Rounding to nearest is right on average over the elements of a tensor, but not over the steps of
+    a training. In constant units of powers of two, a weight that hardly moves is rounded to the
+    same side at every step, and the weights gather where that side changes. A factor ``c`` in
+    (1/2, 1] before the cast, divided out after the product, moves the numbers of the format under
+    the tensor, so that the errors of a few steps average out. Factors above 1 would do the same,
+    and could bring an element beyond the range that fits into it.
+
+    The logarithms start at a place of their own for every cast, given by its name alone, and all
+    go on by the golden ratio at every training step: independent of each other, the same after a
+    restart, in every graph of a step, and on every stage of a pipeline.
+
+    References:
+        Nagel et al., "Overcoming Oscillations in Quantization-Aware Training" (arXiv 2203.11086),
+        section 2, on the weights; the golden ratio as the most even of all sequences of steps:
+        Kuipers and Niederreiter, "Uniform Distribution of Sequences", chapter 2.3.
+    """
+
+    def __init__(self) -> None:
+        self.step = 0  # how many training steps there have been, evaluation not counted
+        self._counts_calls = True
+
+    def follow(self, step: int) -> None:
+        """Take the optimizer's step: the batches that it accumulates share their factors."""
+        self.step = step
+        self._counts_calls = False
+
+    def factor(self, name: str, call: int) -> float:
+        """The factor of a cast."""
+        step = max(call - 1, 0) if self._counts_calls else self.step
+        start = 2.0 ** -(zlib.crc32(name.encode()) / 2**32)
+        moved = start * 2.0 ** -(step * _STRIDE % 1.0)
+        # Rounded to FP32, in which kernels hold it.
+        mantissa, exponent = math.frexp(moved if moved > 0.5 else 2 * moved)
+        return math.ldexp(round(mantissa * 2**24) / 2**24, exponent)
+
+
+class SimulateFormat:
+    """What products are rounded to: the arguments of :func:`simulate_format`."""
+
+    def __init__(
+        self,
+        operand_format: FormatLike,
+        gradient_format: FormatLike,
+        *,
+        rounding: Rounding = "nearest",
+        saturate: bool | None = None,
+        include: str | Sequence[str] | None = None,
+        exclude: str | Sequence[str] | None = None,
+        seed: int = 0,
+        grid: Grid = "fixed",
+    ) -> None:
+        check_rounding(rounding)
+        check_grid(grid)
+        if saturate is not None:
+            check_flag("saturate", saturate)
+        check_count("seed", seed, least=0)
+        given = f"operand_format={shown(operand_format)}"
+        self.operand_format = checked_format(operand_format, given=given)  # format of the operands
+        given = f"gradient_format={shown(gradient_format)}"
+        # Format of the gradients.
+        self.gradient_format = checked_format(gradient_format, given=given)
+        self.rounding = rounding  # ``"nearest"`` or ``"stochastic"``
+        self.saturate = saturate
+        # What moves the numbers of the formats; ``None`` where they stay.
+        self.moving_grid = MovingGrid() if grid == "moving" else None
+        self.patterns = NamePatterns(include, exclude)
+        self.seed = seed  # of stochastic rounding
+
+    @property
+    def rounding_text(self) -> str:
+        """The way of rounding, in words."""
+        return self.rounding if self.moving_grid is None else f"{self.rounding}, moving grid"
+
+    def summary(self) -> str:
+        """What is rounded to what, and how."""
+        formats = f"Operands rounded to {self.operand_format}, gradients to {self.gradient_format}"
+        return f"{formats} ({self.rounding_text})"

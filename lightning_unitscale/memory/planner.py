@@ -1,0 +1,384 @@
+"""Plan a joint graph for a budget: candidates, their simulation, and the fastest that fits."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import networkx as nx
+import numpy as np
+
+from lightning_unitscale.arguments import shown
+from lightning_unitscale.capture.fallback import Refusal
+from lightning_unitscale.memory.blocks import Blocks, find_blocks, segment_members
+from lightning_unitscale.memory.chain import EndingRuns, Run, choose_options, ending_runs
+from lightning_unitscale.memory.min_cut import CutNetwork, non_dominated
+from lightning_unitscale.memory.problem import (
+    Floats,
+    Ints,
+    Mask,
+    NodeRegion,
+    RematProblem,
+    recomputed,
+)
+from lightning_unitscale.memory.profile_report import format_bytes
+from lightning_unitscale.memory.schedule import (
+    BackwardOrder,
+    PlanTimeline,
+    backward_order,
+    input_bytes,
+    simulate_plan,
+)
+
+Budget = int | float | str
+"""Bytes (an int, or ``"600MiB"``), a share of the plain step's peak, or ``"min_cut"``."""
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_QUANTITY = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kKmMgGtT]?[iI]?[bB])\s*")
+# Changes whenever the same problem may get another plan.
+PLANNER_VERSION = 3
+# An operator with more operations per element than this is a matmul: the classic cut keeps it.
+_MATMUL_FLOPS_PER_ELEMENT = 4.0
+_TIGHTENINGS = 6
+
+
+def check_budget(budget: Budget, *, name: str = "budget") -> Budget:
+    """Return ``budget`` as an int of bytes, a float in (0, 1], or ``"min_cut"``."""
+    expected = (
+        "expected bytes (an int, or a string such as '600MiB' or '2GB'), a fraction in (0, 1] of "
+        "the peak without rematerialization, or 'min_cut'"
+    )
+    if budget == "min_cut" or (isinstance(budget, float) and 0 < budget <= 1):
+        return budget
+    num_bytes = budget
+    if isinstance(budget, str) and (match := _QUANTITY.fullmatch(budget)):
+        num_bytes = int(float(match[1]) * _UNITS[match[2].upper()])
+    if isinstance(num_bytes, bool) or not isinstance(num_bytes, int):
+        raise ValueError(
+            f"{name}={shown(budget)}: not a budget; {expected}; pass {name}=0.5 to try it."
+        )
+    if num_bytes < 1:
+        raise ValueError(f"{name}={budget!r}: no bytes at all; {expected}; pass more.")
+    return num_bytes
+
+
+def limit_of(budget: Budget, peak_bytes: int) -> int:
+    """Return a checked budget in bytes; a fraction is of ``peak_bytes``."""
+    return int(budget * peak_bytes if isinstance(budget, float) else budget)
+
+
+@dataclass(frozen=True)
+class RematPlan:
+    """What is kept for the backward pass, what runs again, and what that costs.
+
+    Attributes:
+        problem: The joint graph.
+        name: Where the plan comes from: ``"default"``, ``"min_cut"``, ``"checkpoint_blocks"``,
+            ``"cut"`` or ``"blocks"``.
+        saved: Nodes whose values are kept.
+        kept: Nodes that run at most once again; the others may run once for each block that needs
+            them. ``None`` if that are all.
+        segments: Block of each node, if ``kept`` is given.
+        order: The order of the backward pass.
+        timeline: Bytes alive over the step.
+    """
+
+    problem: RematProblem
+    name: str
+    saved: Mask
+    kept: Mask | None
+    segments: Sequence[int] | None
+    order: BackwardOrder
+    timeline: PlanTimeline
+
+    @cached_property
+    def again(self) -> Ints:
+        """Nodes that run a second time, once for each time."""
+        return self.order.again(self.problem)
+
+    @property
+    def seconds(self) -> float:
+        """Estimated time of what runs again."""
+        return float(self.problem.seconds[self.again].sum())
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of the products that run again."""
+        return float(self.problem.flops[self.again].sum())
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes kept for the backward pass, each storage once."""
+        return self.problem.saved_bytes(self.saved)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted peak of all bytes alive in a step."""
+        return self.timeline.peak_bytes
+
+    @cached_property
+    def hash(self) -> str:
+        """Equal on all ranks that planned the same: over what is saved, kept, and run in order."""
+        digest = hashlib.sha256(f"{PLANNER_VERSION}".encode())
+        for node, keeps in zip(self.problem.nodes, self.saved.tolist(), strict=True):
+            if keeps:
+                digest.update(node.name.encode() + b";")
+        digest.update(self.order.nodes.astype("<i8").tobytes())
+        return digest.hexdigest()[:16]
+
+    def to_networkx(self) -> nx.DiGraph:
+        """Return the joint graph with what the plan does to each node.
+
+        Returns:
+            A graph of networkx with the totals of the plan. A node has ``op``, ``num_bytes`` (of
+            the storage that it allocates), ``flops`` and estimated ``seconds``. Its ``role`` is
+            ``"input"``, ``"forward"``, ``"saved"``, ``"recomputed"`` or ``"backward"``. It runs
+            ``num_runs`` times, from ``first_run`` to ``last_run`` in the schedule; both are -1 for
+            an input. An edge has the ``num_bytes`` of the storage that is read, and ``saved``
+            (whether the backward pass reads a saved value).
+        """
+        totals = ("name", "hash", "peak_bytes", "saved_bytes", "flops", "seconds")
+        graph = nx.DiGraph(**{total: getattr(self, total) for total in totals})
+        nodes, saved = self.problem.nodes, self.saved.tolist()
+        num_forward = self.timeline.num_forward
+        runs: list[list[int]] = [[] for _ in nodes]
+        for position, index in enumerate(self.timeline.nodes.tolist()):
+            runs[index].append(position)
+        for node, keeps, at in zip(nodes, saved, runs, strict=True):
+            first, last = (at[0], at[-1]) if at else (-1, -1)
+            again = "recomputed" if last >= num_forward else "forward"
+            role = "backward" if first >= num_forward else "saved" if keeps else again
+            graph.add_node(
+                node.name,
+                op=node.kind,
+                role="input" if node.region is NodeRegion.INPUT else role,
+                **{name: getattr(node, name) for name in ("num_bytes", "flops", "seconds")},
+                **{"num_runs": len(at), "first_run": first, "last_run": last},
+            )
+            for read in node.inputs:
+                size = nodes[nodes[read].base].num_bytes
+                is_saved = saved[read] and last >= num_forward
+                graph.add_edge(nodes[read].name, node.name, num_bytes=size, saved=is_saved)
+        return graph
+
+
+@dataclass(frozen=True, eq=False)
+class Planner:
+    """Plans one joint graph for any budget.
+
+    Args:
+        problem: The joint graph.
+        resident_bytes: Bytes alive throughout a step beside the graph's inputs: the optimizer's
+            state, gradients of earlier batches.
+        forward_bytes: Bytes that are alive in the forward pass only: gradients of the last step.
+    """
+
+    problem: RematProblem
+    resident_bytes: int = 0
+    forward_bytes: int = 0
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        """The graph as a chain of blocks."""
+        return find_blocks(self.problem)
+
+    @cached_property
+    def _runs(self) -> list[EndingRuns]:
+        """The options of all runs of blocks."""
+        return ending_runs(self.blocks)
+
+    @cached_property
+    def _plans(self) -> dict[object, RematPlan | None]:
+        """The plans so far; different budgets often lead to the same plan."""
+        return {}
+
+    @cached_property
+    def default(self) -> RematPlan:
+        """Keep all that the backward pass reads; run again nothing but views."""
+        problem = self.problem
+        views = (problem.base != np.arange(len(problem))) | (problem.num_bytes == 0)
+        # Tuples are saved item by item; what a user's checkpoint tags cannot be saved.
+        free = views | problem.is_tuple | problem.tagged | ~problem.in_forward
+        seconds = np.where(free, 0.0, math.inf)
+        return self.plan_of("default", CutNetwork(problem, seconds).cut(1e-12).saved)
+
+    @cached_property
+    def min_cut(self) -> RematPlan:
+        """The classic cut: the fewest bytes kept without running a matmul again."""
+        problem = self.problem
+        own = np.bincount(problem.owner, problem.num_bytes, len(problem))
+        elements = np.maximum(own / 4, 1)
+        is_matmul = problem.flops > _MATMUL_FLOPS_PER_ELEMENT * elements
+        seconds = np.where(is_matmul & ~problem.tagged, math.inf, problem.seconds)
+        return _fewest_bytes(self, "min_cut", seconds, problem.num_bytes.sum())
+
+    @cached_property
+    def candidates(self) -> list[RematPlan]:
+        """Plans without a budget: the default, cuts of the whole graph, checkpoints per block."""
+        cuts = CutNetwork(self.problem).hull()
+        plans = [self.default, self.min_cut, *(self.plan_of("cut", cut.saved) for cut in cuts)]
+        # Keep only what leads from block to block, for blocks of one, two, ... separators.
+        for stride in (1, 2, 3, 4):
+            again = self.problem.seconds.copy()
+            ends = set(self.blocks.separators[stride - 1 :: stride])
+            again[[i for i in ends if self.problem.nodes[i].can_save]] = math.inf
+            num_bytes = self.default.saved_bytes
+            plans.append(_fewest_bytes(self, "checkpoint_blocks", again, num_bytes))
+        return plans
+
+    def plan(self, budget: Budget) -> RematPlan:
+        """Return the plan with the least estimated time whose peak is within the budget.
+
+        Args:
+            budget: Bytes (an int or a string such as ``"600MiB"``) or a fraction of the default
+                plan's peak: a limit on all tensor bytes alive at once; or ``"min_cut"``.
+
+        Raises:
+            ValueError: If the budget is malformed, or below the floor.
+        """
+        budget = check_budget(budget)
+        if budget == "min_cut":
+            return self.min_cut
+        limit = limit_of(budget, self.default.peak_bytes)
+        fitting = [plan for plan in self.candidates if plan.peak_bytes <= limit]
+        chosen = self._of_blocks(limit)
+        if chosen is not None:
+            fitting.append(chosen)
+        if not fitting:
+            if self.floor.peak_bytes > limit:
+                (direction, node), fixed = self.floor.timeline.peak_at, _fixed_bytes(self)
+                where = (
+                    f"in the {direction} pass, at {self.problem.nodes[node].name}; "
+                    f"{format_bytes(fixed)} of it are parameters, inputs and optimizer state"
+                )
+                raise refusal(budget, self.floor.peak_bytes, self.default.peak_bytes, where)
+            fitting.append(self.floor)
+        return min(fitting, key=lambda plan: (plan.seconds, plan.peak_bytes))
+
+    @cached_property
+    def floor(self) -> RematPlan:
+        """The plan with the lowest peak that the planner finds."""
+        best = min(self.candidates, key=lambda plan: plan.peak_bytes)
+        low, high = _fixed_bytes(self), best.peak_bytes
+        for _ in range(12):
+            if high - low < max(high // 200, 1):
+                break
+            middle = (low + high) // 2
+            plan = self._chosen_for(middle)
+            if plan is None:
+                low = middle
+            else:
+                high = middle
+                best = min(best, plan, key=lambda plan: plan.peak_bytes)
+        return best
+
+    def front(self, num_plans: int = 20) -> list[RematPlan]:
+        """Return plans from the fastest to the smallest, none beaten in both time and peak.
+
+        Args:
+            num_plans: Budgets to plan for, evenly between the default plan's peak and the floor.
+        """
+        return non_dominated(self.tried(num_plans), lambda plan: (plan.seconds, plan.peak_bytes))
+
+    def tried(self, num_plans: int) -> list[RematPlan]:
+        """Return all plans that :meth:`front` compares; those that it drops may keep less."""
+        plans = [*self.candidates, self.floor]
+        top, bottom = self.default.peak_bytes, self.floor.peak_bytes
+        limits = (top - (top - bottom) * step // num_plans for step in range(1, num_plans))
+        return [*plans, *(plan for limit in limits if (plan := self._of_blocks(limit)))]
+
+    def plan_of(self, name: str, saved: Mask, kept: Mask | None = None) -> RematPlan:
+        """Return a plan from what it keeps, without what would not be read.
+
+        Args:
+            name: Where it comes from.
+            saved: Nodes whose values are kept.
+            kept: Nodes that run at most once again; by default all.
+        """
+        saved = _pruned(self.problem, saved)
+        segments = None if kept is None else self.blocks.block.tolist()
+        key = (name, saved.tobytes(), None if kept is None else kept.tobytes())
+        plan = self._plans.get(key)
+        if plan is None:
+            order = backward_order(self.problem, saved, segments=segments, kept=kept)
+            beside = self.resident_bytes, self.forward_bytes
+            timeline = simulate_plan(self.problem, saved, order, *beside)
+            plan = RematPlan(self.problem, name, saved, kept, segments, order, timeline)
+            self._plans[key] = plan
+        return plan
+
+    def in_problem(self, plan: RematPlan, problem: RematProblem) -> RematPlan:
+        """Return the same plan for the same graph with other sizes."""
+        beside = self.resident_bytes, self.forward_bytes
+        timeline = simulate_plan(problem, plan.saved, plan.order, *beside)
+        return replace(plan, problem=problem, timeline=timeline)
+
+    def _of_blocks(self, limit: int) -> RematPlan | None:
+        """Return the fastest choice of options whose simulated peak is within the limit."""
+        aim = limit
+        for _ in range(_TIGHTENINGS):
+            plan = self._chosen_for(aim)
+            if plan is None or plan.peak_bytes <= limit:
+                return plan
+            aim -= max(plan.peak_bytes - limit, limit // 200)
+        return None
+
+    def _chosen_for(self, aim: int) -> RematPlan | None:
+        if aim not in self._plans:
+            budget_bytes = aim - _fixed_bytes(self)
+            choice = choose_options(self._runs, budget_bytes, forward_bytes=self.forward_bytes)
+            self._plans[aim] = None if choice is None else _of_choice(self, choice)
+        return self._plans[aim]
+
+
+def _fixed_bytes(planner: Planner) -> int:
+    return planner.resident_bytes + input_bytes(planner.problem)
+
+
+def _fewest_bytes(planner: Planner, name: str, seconds: Floats, num_bytes: float) -> RematPlan:
+    """Return the plan that keeps the least if only nodes with finite ``seconds`` run again.
+
+    All operations together are worth as much as a ten-thousandth of ``num_bytes``.
+    """
+    price = 1e4 * float(planner.problem.seconds.sum() + 1e-9) / max(float(num_bytes), 1.0)
+    return planner.plan_of(name, CutNetwork(planner.problem, seconds).cut(price).saved)
+
+
+def _of_choice(planner: Planner, choice: Sequence[Run]) -> RematPlan:
+    saved = planner.problem.region == NodeRegion.INPUT
+    kept = np.ones(len(planner.problem), dtype=np.bool_)
+    for start, stop, option in choice:
+        members = segment_members(planner.blocks, start, stop)
+        saved[members[list(option.saved)]] = True
+        kept[members[[place for place in option.dropped if place >= 0]]] = False
+    return planner.plan_of("blocks", saved, None if kept.all() else kept)
+
+
+class BudgetError(Refusal, ValueError):
+    """A budget that no plan of a step keeps."""
+
+
+def refusal(budget: Budget, floor: int, default: int, where: str) -> BudgetError:
+    """Return the error of a budget that no plan meets."""
+    if isinstance(budget, float):
+        given = f"{budget} ({format_bytes(budget * default)})"
+    else:
+        given = format_bytes(int(budget))
+    return BudgetError(
+        f"budget={given} is too small. The smallest achievable peak is {format_bytes(floor)} "
+        f"({floor} bytes), {where}. Without rematerialization it is {format_bytes(default)}. Raise "
+        "the budget, or make the batch, the sequence or the output layer smaller."
+    )
+
+
+def _pruned(problem: RematProblem, saved: Mask) -> Mask:
+    """Return ``saved`` without what neither the backward pass nor what runs again reads."""
+    read = problem.wanted.copy()
+    producers, users = problem.edges
+    reads = recomputed(problem, saved) | (problem.region == NodeRegion.BACKWARD)
+    read[producers[reads[users]]] = True
+    return saved & read

@@ -1,0 +1,326 @@
+"""Plans from example inputs, and ``remat``: a module that trains within a memory budget."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import fx, nn
+
+from lightning_unitscale.arguments import check_callable, check_count, check_file, check_instance
+from lightning_unitscale.capture.breaks import num_graph_breaks
+from lightning_unitscale.capture.captured_copy import capture, own_copy
+from lightning_unitscale.capture.dynamo_capture import (
+    compile_function,
+    forget,
+    frame_being_captured,
+)
+from lightning_unitscale.capture.graph_nodes import tensors_in
+from lightning_unitscale.memory.costs import CostModel
+from lightning_unitscale.memory.partitioner import RematPartitioner, aot_backend
+from lightning_unitscale.memory.plan_report import RematReport, plot_front, reports_table
+from lightning_unitscale.memory.planner import (
+    Budget,
+    BudgetError,
+    Planner,
+    RematPlan,
+    check_budget,
+    limit_of,
+)
+from lightning_unitscale.memory.problem import NodeRegion
+from lightning_unitscale.memory.real_memory import gradient_bytes, module_bytes, storages_of
+
+# Planned steps after which we warn: the first batch, another size of it, and a smaller last batch
+# are usual.
+_MANY_STEPS = 5
+
+
+def plan_remat(
+    function: Callable[..., Any],
+    *args: Any,
+    budget: Budget,
+    cost_model: CostModel | None = None,
+    resident_bytes: int = 0,
+    **kwargs: Any,
+) -> RematPlan:
+    """Return the fastest plan of a training step whose peak is within the budget.
+
+    Args:
+        function: A module or function that Dynamo captures as one graph.
+        *args: Its inputs; it is run once on them, without a backward pass.
+        budget: Bytes (an int, or a string such as ``"600MiB"``), a fraction in (0, 1] of the peak
+            without rematerialization, or ``"min_cut"``.
+        cost_model: Cost of running an operator; by default that of the graph's device.
+        resident_bytes: Bytes alive beside the graph's inputs, such as the optimizer's state.
+        **kwargs: Further inputs.
+
+    Raises:
+        ValueError: If the budget is malformed or below the floor.
+        RuntimeError: If there is no gradient to compute, or several graphs.
+    """
+    budget = check_budget(budget)
+    return _planner(function, args, kwargs, cost_model, resident_bytes).plan(budget)
+
+
+def pareto_front(
+    function: Callable[..., Any],
+    *args: Any,
+    num_plans: int = 20,
+    cost_model: CostModel | None = None,
+    resident_bytes: int = 0,
+    path: str | Path | None = None,
+    **kwargs: Any,
+) -> list[RematPlan]:
+    """Return plans of a training step from the fastest to the smallest, none beaten in both.
+
+    Args:
+        function: A module or function that Dynamo captures as one graph.
+        *args: Its inputs; it is run once on them, without a backward pass.
+        num_plans: Budgets to plan for.
+        cost_model: As for :func:`plan_remat`.
+        resident_bytes: As for :func:`plan_remat`.
+        path: Where to write a plot, if one is wanted; needs matplotlib.
+        **kwargs: Further inputs.
+
+    Raises:
+        RuntimeError: If there is no gradient to compute, or several graphs.
+        ModuleNotFoundError: If a plot is asked for and matplotlib is not installed.
+    """
+    check_count("num_plans", num_plans)
+    if path is not None:
+        check_file("path", path)
+    plans = _planner(function, args, kwargs, cost_model, resident_bytes).front(num_plans)
+    if path is not None:
+        plot_front(plans, path)
+    return plans
+
+
+def _planner(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    cost_model: CostModel | None,
+    resident_bytes: int,
+) -> Planner:
+    expected = "a module, or a function of tensors"
+    check_callable("function", function, expected, "pass what computes the loss")
+    check_count("resident_bytes", resident_bytes, least=0)
+    if cost_model is not None:
+        advice = "leave it out for the device's"
+        check_instance("cost_model", cost_model, CostModel, "a CostModel", advice)
+    plans: list[RematPlan] = []
+    partitioner = RematPartitioner("default", cost_model=cost_model, on_plan=plans.append)
+    target = function.forward if isinstance(function, nn.Module) else function
+
+    # A function of its own leaves Dynamo's cache of the user's as it is.
+    def step(*args: Any, **kwargs: Any) -> Any:
+        return target(*args, **kwargs)
+
+    # All such functions share one code object, which Dynamo gives up on after a few captures.
+    forget(step)
+    outputs = compile_function(step, aot_backend(partitioner))(*args, **kwargs)
+    if len(plans) != 1:
+        trains = any(tensor.requires_grad for tensor in tensors_in(outputs))
+        reason = "it breaks into several graphs" if trains else "nothing in it requires a gradient"
+        raise RuntimeError(
+            f"function={getattr(function, '__name__', type(function).__name__)}: {reason} "
+            f"({len(plans)} joint graphs); expected one graph with gradients; keep "
+            "printing and .item() out of it, and give it parameters that require gradients."
+        )
+    return Planner(plans[0].problem, resident_bytes=resident_bytes)
+
+
+@dataclass
+class Granted:
+    """The most bytes that a fraction has granted to a graph of a run.
+
+    A smaller last batch may need more than its fraction, because its parameters are no smaller. It
+    gets the bytes that an earlier graph was granted, which the run takes anyway.
+    """
+
+    num_bytes: int = 0
+
+    def limit(self, own: int, floor: Callable[[], int]) -> int:
+        """Return the limit of a graph, and note it for later ones."""
+        if own < self.num_bytes and own < floor():
+            return self.num_bytes
+        self.num_bytes = max(self.num_bytes, own)
+        return own
+
+
+class StepPartitioner(RematPartitioner):
+    """Plans every graph of a module's steps and keeps the reports, in the order of capture."""
+
+    def __init__(
+        self,
+        budget: Budget,
+        module: nn.Module,
+        around: Callable[[], tuple[int, int]] = lambda: (0, 0),
+    ) -> None:
+        super().__init__(budget, on_plan=self._keep)
+        self.reports: list[RematReport] = []
+        self._module = module
+        self._around = around
+        self._granted = Granted()
+        self._num_planned_steps = 0
+        self._puts_off = False
+        self._refusal: BudgetError | None = None
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Begin a step, to which all graphs belong that are captured until the next call."""
+        self._breaks_before = num_graph_breaks()
+        self._kept_bytes = self._static_bytes = 0
+        # What earlier graphs of the step were given and keep, by storage.
+        self._held: dict[int, int] = {}
+        self._has_planned = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StepPartitioner:
+        """Return one for the copied module, which its callback does not know."""
+        return StepPartitioner(self.budget, memo.get(id(self._module), self._module))
+
+    def table(self) -> str:
+        """Return the reports as text."""
+        if not self.reports:
+            return self.given_up or "Nothing has been planned yet: run a step with gradients."
+        return reports_table(self.reports)
+
+    def give_up(self, reason: str) -> None:
+        """Forget the plans of a step that is not captured."""
+        super().give_up(reason)
+        self.forget_plans()
+
+    def forget_plans(self) -> None:
+        """Forget the plans of a step that is captured anew."""
+        self.reports.clear()
+        self._granted = Granted()
+
+    def put_off_refusals(self, puts_off: bool) -> None:
+        """Meet the budget as far as the parts of a step allow, or raise an error at once."""
+        self._puts_off = puts_off
+        self._refusal = None
+
+    def refuse(self) -> None:
+        """Raise the error that was put off for a step that stays in parts."""
+        if self._refusal is not None:
+            raise self._refusal
+
+    def reports_so_far(self) -> list[RematReport]:
+        """Return the report of each graph, in the order of capture."""
+        return list(self.reports)
+
+    def __call__(
+        self, gm: fx.GraphModule, *args: Any, **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Return the forward and the backward graph of a joint graph."""
+        before = self.planning_seconds
+        graphs = super().__call__(gm, *args, **kwargs)
+        self._num_planned_steps += not self._has_planned
+        if not self._has_planned and self._num_planned_steps == _MANY_STEPS:
+            seconds = self.planning_seconds - before
+            fixed = "" if self.reports[-1].sizes else ", and its code fixes the sizes"
+            warnings.warn(
+                f"budget={self.budget!r}: {type(self._module).__name__} has been captured and "
+                f"planned in {_MANY_STEPS} steps, the last time in {seconds:.1f} s. Its input has "
+                f"changed each time{fixed}. TORCH_LOGS=recompiles,dynamic names the line that "
+                "depends on it: change it, or pad the batches to a few sizes.",
+                stacklevel=2,
+            )
+        self._has_planned = True
+        return graphs
+
+    def choose(self, planner: Planner) -> RematPlan:
+        """Return the plan of one graph."""
+        try:
+            if isinstance(self.budget, float):
+                own = limit_of(self.budget, planner.default.peak_bytes)
+                limit = self._granted.limit(own, lambda: planner.floor.peak_bytes)
+                if limit != own:
+                    return planner.plan(limit)
+            return super().choose(planner)
+        except BudgetError as error:
+            self._refuse_parts(error)
+            return planner.floor
+
+    def resident_bytes(self, static_bytes: int) -> tuple[int, int]:
+        """Return the bytes of the module, of earlier graphs of the step, and of others."""
+        breaks = num_graph_breaks() > self._breaks_before
+        if isinstance(self.budget, int) and breaks:
+            self._refuse_parts(
+                BudgetError(
+                    f"budget={self.budget!r}: the step breaks into several graphs. They are "
+                    "planned one by one, so a limit in bytes cannot be promised for all of them "
+                    "together. Remove the breaks that explain() shows, or pass a fraction such as "
+                    "budget=0.6, which holds for each graph."
+                )
+            )
+        always, forward = self._around()
+        inputs = storages_of(list(self.inputs.values()))
+        own = storages_of([*self._module.parameters(), *self._module.buffers()])
+        if inputs:
+            static_bytes = sum(inputs[key] for key in inputs.keys() & own.keys())
+        # The graphs before this one in a step keep theirs until their own backward passes.
+        always += self._kept_bytes
+        always += sum(self._held[key] for key in self._held.keys() - inputs.keys() - own.keys())
+        self._static_bytes += static_bytes
+        if breaks and forward:
+            # Its backward pass meets the gradients of the graphs after it.
+            later = max(0, gradient_bytes(self._module) - self._static_bytes)
+            always, forward = always + later, forward - later
+        return always + max(0, module_bytes(self._module) - static_bytes), forward
+
+    def _refuse_parts(self, error: BudgetError) -> None:
+        """Raise the error, or keep the first one of a step that may yet become one graph."""
+        if not (self._puts_off and num_graph_breaks() > self._breaks_before):
+            raise error
+        self._refusal = self._refusal or error
+
+    def _keep(self, plan: RematPlan) -> None:
+        self._kept_bytes += plan.saved_bytes
+        problem = plan.problem
+        # The step's caller holds its batch. Later inputs are held by the graphs that saved them.
+        holds = (problem.region == NodeRegion.INPUT) & (plan.saved | (not self._has_planned))
+        names = [problem.nodes[i].name for i in holds.nonzero()[0]]
+        self._held |= storages_of([self.inputs[name] for name in names if name in self.inputs])
+        read = {id(tensor) for tensor in self.inputs.values()}
+        params = (name for name, value in self._module.named_parameters() if id(value) in read)
+        part = (frame_being_captured(), *params)
+        self.reports.append(replace(RematReport.of(plan), part=part))
+
+
+def remat(module: nn.Module, budget: Budget) -> nn.Module:
+    """Return a copy of ``module`` that computes the same bits in less memory.
+
+    Its forward and backward graph are planned together when it is first called with gradients: what
+    is kept between them and what runs again, at the least estimated time within the budget::
+
+        model = remat(model, "600MiB")
+        model(inputs).sum().backward()
+        print(model.remat_table())
+
+    Args:
+        module: A module, transformed or not, that Dynamo can capture; it is left as it is.
+        budget: Limit on all tensor bytes alive at once in a step of the module: parameters,
+            buffers, inputs, activations and gradients. An int or a string such as ``"600MiB"`` is
+            in bytes, a float in (0, 1] a fraction of the peak without rematerialization;
+            ``"min_cut"`` keeps as little as possible without running a matmul again.
+
+    Returns:
+        A new module with parameters of its own, ``remat_table()``, ``remat_reports()`` and
+        ``explain()``. Its graphs run op by op, or by Inductor after ``transforms.compile``.
+
+    Raises:
+        ValueError: If the budget is malformed or ``module`` was compiled by the user; at the first
+            call, if the budget is below the floor, which the message names.
+    """
+    budget = check_budget(budget)
+    new = own_copy(module)
+    steps, partitioner = capture(new, "remat"), StepPartitioner(budget, new)
+    steps.partition_by(partitioner)
+    # A copy of the module shows its own: methods are copied with what they belong to.
+    new.__dict__["remat_table"] = partitioner.table
+    new.__dict__["remat_reports"] = partitioner.reports_so_far
+    return new

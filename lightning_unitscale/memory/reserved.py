@@ -1,0 +1,144 @@
+"""Memory that CUDA's caching allocator takes from the device: segments, cut into blocks.
+
+The rules are those of torch 2.13's ``c10/cuda/CUDACachingAllocator.cpp`` for one stream and without
+``PYTORCH_ALLOC_CONF``.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from lightning_unitscale.memory.step_record import BLOCK_BYTES, Event, StepRecord, allocated_bytes
+
+_MIB = 2**20
+# Blocks up to this size come from the pool of small ones, whose segments have their own size.
+_SMALL_BYTES = _MIB
+_SMALL_SEGMENT_BYTES = 2 * _MIB
+# From this size on a block gets a segment of its own, rounded up.
+_OWN_SEGMENT_BYTES = 10 * _MIB
+_LARGE_SEGMENT_BYTES = 20 * _MIB
+_SEGMENT_ROUNDING = 2 * _MIB
+# Between the addresses of segments, so that the parts of two never touch.
+_SEGMENT_DISTANCE = 2**50
+CUBLAS_WORKSPACE_BYTES = 2 * 4096 * 1024 + 8 * 16 * 1024
+"""Allocated before the first matmul of a stream; 32 MiB on Hopper and later."""
+
+
+class Block(NamedTuple):
+    """A part of a segment of the small or the large pool."""
+
+    size: int
+    address: int
+    is_small: bool
+
+
+class CachingAllocator:
+    """Hands out blocks as torch does on a GPU.
+
+    Segments, which it keeps, count as reserved, blocks in use as allocated. A block that is not
+    worth cutting is handed out whole, so both exceed the bytes of the tensors.
+    """
+
+    def __init__(self) -> None:
+        self.reserved_bytes = self.allocated_bytes = self.max_allocated_bytes = 0
+        self._num_segments = 0
+        # Free blocks of the large and of the small pool, by size and then by address.
+        self._free: tuple[list[Block], list[Block]] = ([], [])
+        self._free_from: dict[int, Block] = {}
+        self._free_up_to: dict[int, Block] = {}
+
+    def allocate(self, num_bytes: int) -> Block:
+        """Return the smallest free block that is large enough, or one of a new segment."""
+        size = allocated_bytes(max(num_bytes, 1), "cuda")
+        is_small = size <= _SMALL_BYTES
+        pool = self._free[is_small]
+        at = bisect.bisect_left(pool, (size, 0))
+        block = self._take(pool[at]) if at < len(pool) else self._new_segment(size, is_small)
+        rest = block.size - size
+        if rest >= BLOCK_BYTES if is_small else rest > _SMALL_BYTES:
+            self._put(Block(rest, block.address + size, is_small))
+            block = block._replace(size=size)
+        self.allocated_bytes += block.size
+        self.max_allocated_bytes = max(self.max_allocated_bytes, self.allocated_bytes)
+        return block
+
+    def free(self, block: Block) -> None:
+        """Take a block back, and join it with the free parts beside it."""
+        self.allocated_bytes -= block.size
+        size, address, is_small = block
+        if after := self._free_from.get(address + size):
+            size += self._take(after).size
+        if before := self._free_up_to.get(address):
+            size, address = size + self._take(before).size, before.address
+        self._put(Block(size, address, is_small))
+
+    def _new_segment(self, size: int, is_small: bool) -> Block:
+        if is_small:
+            total = _SMALL_SEGMENT_BYTES
+        elif size < _OWN_SEGMENT_BYTES:
+            total = _LARGE_SEGMENT_BYTES
+        else:
+            total = -(-size // _SEGMENT_ROUNDING) * _SEGMENT_ROUNDING
+        self.reserved_bytes += total
+        self._num_segments += 1
+        return Block(total, self._num_segments * _SEGMENT_DISTANCE, is_small)
+
+    def _put(self, block: Block) -> None:
+        bisect.insort(self._free[block.is_small], block)
+        self._free_from[block.address] = self._free_up_to[block.address + block.size] = block
+
+    def _take(self, block: Block) -> Block:
+        pool = self._free[block.is_small]
+        del pool[bisect.bisect_left(pool, block)]
+        del self._free_from[block.address], self._free_up_to[block.address + block.size]
+        return block
+
+
+@dataclass(frozen=True)
+class AllocatorPeak:
+    """The most that a step takes of a GPU, in an allocator that has nothing else.
+
+    Attributes:
+        reserved_bytes: Segments, as ``torch.cuda.max_memory_reserved()`` counts them.
+        allocated_bytes: Blocks, as ``torch.cuda.max_memory_allocated()`` counts them.
+    """
+
+    reserved_bytes: int
+    allocated_bytes: int
+
+
+def allocator_peak(record: StepRecord) -> AllocatorPeak:
+    """Let the caching allocator serve a step: storages from before it, then each operator.
+
+    cuBLAS's workspace exists from the first matmul on, a kernel's workspace while it runs.
+    """
+    allocator = CachingAllocator()
+    blocks: dict[int, Block] = {}
+    sizes: Counter[int] = Counter()
+
+    def serve(events: Iterable[Event]) -> None:
+        for storage, change, _ in events:
+            if change and storage in blocks:
+                allocator.free(blocks.pop(storage))
+            sizes[storage] += change
+            if change and sizes[storage]:
+                blocks[storage] = allocator.allocate(sizes[storage])
+
+    ends = record.event_ends()
+    serve(record.events[: ends[0]])
+    has_workspace = False
+    for call, (start, end) in zip(record.operators, pairwise(ends), strict=True):
+        if call.costs.flops and not has_workspace:
+            has_workspace = True
+            allocator.allocate(CUBLAS_WORKSPACE_BYTES)
+        size = call.costs.workspace_bytes
+        own = allocator.allocate(size) if size else None
+        serve(record.events[start:end])
+        if own is not None:
+            allocator.free(own)
+    return AllocatorPeak(allocator.reserved_bytes, allocator.max_allocated_bytes)

@@ -1,0 +1,211 @@
+"""The order in which a plan runs, and the bytes alive meanwhile.
+
+The forward pass, then the backward pass with what runs again. Each storage counts once, from its
+allocation to its last use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from lightning_unitscale.memory.problem import (
+    Ints,
+    Mask,
+    NodeRegion,
+    RematProblem,
+    leading_to,
+    recomputed,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class BackwardOrder:
+    """The executions of a backward pass, in order; a node may be executed several times."""
+
+    nodes: Ints  # of each execution
+    # For each input of each execution in turn, the execution that it comes from; -1 for what is
+    # there already.
+    sources: Ints
+
+    def again(self, problem: RematProblem) -> Ints:
+        """Return the nodes that run a second time, once for each time."""
+        nodes = self.nodes
+        return nodes[(problem.region[nodes] == NodeRegion.FORWARD) & problem.in_forward[nodes]]
+
+
+def lazy_order(
+    inputs: Sequence[Sequence[int]],
+    anchors: Sequence[int],
+    runs: Sequence[bool],
+    *,
+    wanted_at_end: Iterable[int] = (),
+    segments: Sequence[int] | None = None,
+    kept: Sequence[bool] | None = None,
+) -> BackwardOrder:
+    """Order the anchors as given, each preceded by what it needs and is not there yet.
+
+    So a value that runs again runs as late as possible, and lives as short as possible. With
+    ``segments``, a value that is not in ``kept`` is dropped where the segment of the anchors
+    changes. It runs once more where a later anchor needs it.
+    """
+    is_there = [not executed for executed in runs]
+    latest = [-1] * len(inputs)
+    nodes: list[int] = []
+    sources: list[int] = []
+
+    def execute(wanted: list[int]) -> list[int]:
+        """Execute nodes and what they need, in topological order; return all of them."""
+        needed: list[int] = []
+        while wanted:
+            node = wanted.pop()
+            if not is_there[node]:
+                is_there[node] = True
+                needed.append(node)
+                wanted.extend(inputs[node])
+        needed.sort()
+        for node in needed:
+            sources.extend([latest[i] for i in inputs[node]])
+            latest[node] = len(nodes)
+            nodes.append(node)
+        return needed
+
+    dropped: list[int] = []
+    before = None
+    for anchor in anchors:
+        if segments is not None and segments[anchor] != before:
+            for node in dropped:
+                is_there[node] = False
+            dropped.clear()
+            before = segments[anchor]
+        needed = execute([anchor])
+        if kept is not None:
+            dropped += [node for node in needed if node != anchor and not kept[node]]
+    execute(list(wanted_at_end))
+    return BackwardOrder(np.array(nodes, dtype=np.int64), np.array(sources, dtype=np.int64))
+
+
+def backward_order(
+    problem: RematProblem,
+    saved: Mask,
+    *,
+    segments: Sequence[int] | None = None,
+    kept: Mask | None = None,
+) -> BackwardOrder:
+    """Return the order of a plan's backward pass."""
+    is_backward = problem.region == NodeRegion.BACKWARD
+    return lazy_order(
+        problem.inputs_of,
+        np.flatnonzero(is_backward).tolist(),
+        (recomputed(problem, saved) | is_backward).tolist(),
+        wanted_at_end=problem.backward_outputs,
+        segments=segments,
+        kept=None if kept is None else kept.tolist(),
+    )
+
+
+def forward_nodes(problem: RematProblem, saved: Mask) -> Ints:
+    """Return the forward pass in order: what the caller gets, what is saved, what leads there."""
+    is_forward = problem.region == NodeRegion.FORWARD
+    runs = problem.in_forward & is_forward
+    extra = np.flatnonzero(saved & is_forward & ~runs)
+    if len(extra):
+        runs = runs | leading_to(extra.tolist(), problem.inputs_of, runs | ~is_forward)
+    return np.flatnonzero(runs)
+
+
+@dataclass(frozen=True)
+class PlanTimeline:
+    """Bytes alive while each operation of a step runs."""
+
+    nodes: Ints  # of each operation, forward pass first
+    live_bytes: Ints  # while it runs: what was there, its outputs and its workspace
+    num_forward: int  # operations of the forward pass
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes alive at once."""
+        return int(self.live_bytes.max(initial=0))
+
+    @property
+    def peak_at(self) -> tuple[Literal["forward", "backward"], int]:
+        """The pass and the node at which the peak is reached first."""
+        when = int(self.live_bytes.argmax())
+        return ("forward" if when < self.num_forward else "backward", int(self.nodes[when]))
+
+
+def input_bytes(problem: RematProblem) -> int:
+    """Return the bytes of the inputs of the joint graph, each storage once."""
+    return int(problem.num_bytes[problem.region == NodeRegion.INPUT].sum())
+
+
+def simulate_plan(
+    problem: RematProblem,
+    saved: Mask,
+    order: BackwardOrder,
+    resident_bytes: int = 0,
+    forward_bytes: int = 0,
+) -> PlanTimeline:
+    """Follow every storage of a plan through the forward and the backward pass.
+
+    Inputs, what the forward pass returns, and gradients live to the end of the step. A view keeps
+    its whole storage. A generator's state is kept from a random operation to its replay.
+    """
+    forward = forward_nodes(problem, saved)
+    num_forward = len(forward)
+    nodes = np.concatenate([forward, order.nodes])
+    executions = np.arange(len(nodes))
+    sizes, base = problem.num_bytes, problem.base
+    # Execution of each node in the forward pass; the inputs have none.
+    made = np.full(len(problem), -1, dtype=np.int64)
+    made[forward] = executions[:num_forward]
+    readers, read = problem.reads(nodes)
+    sources = made[read]
+    in_backward = np.flatnonzero(readers >= num_forward)
+    again = order.sources >= 0
+    sources[in_backward[again]] = order.sources[again] + num_forward
+
+    is_made = sources >= 0
+    views = is_made & (base[nodes] != nodes)[readers] & (base[read] == base[nodes[readers]])
+    storage = executions.copy()
+    storage[readers[views]] = sources[views]
+    while ((further := storage[storage]) != storage).any():
+        storage = further
+    # A storage is there from its owner's execution to the last reader of any view of it.
+    last = executions.copy()
+    np.maximum.at(last, storage[sources[is_made]], readers[is_made])
+    kept = storage[made[saved & (made >= 0)]]
+    last[kept] = np.maximum(last[kept], num_forward - 1)
+    final = made.copy()
+    final[order.nodes] = executions[num_forward:]  # of several executions the last
+    returned = np.concatenate(
+        [made[list(problem.forward_outputs)], final[list(problem.backward_outputs)]]
+    )
+    last[storage[returned[returned >= 0]]] = len(nodes)
+
+    items = is_made & (problem.owner[nodes[readers]] == read)
+    allocated_at = executions.copy()
+    allocated_at[readers[items]] = sources[items]
+    # A view of what is an input allocates nothing.
+    allocated = np.where(base[nodes] == nodes, sizes[nodes], 0)
+    changes = np.zeros(len(nodes) + 2, dtype=np.int64)
+    np.add.at(changes, allocated_at, allocated)
+    np.add.at(changes, last + 1, -allocated)
+    # While it replays, an operation puts the generator's present state aside.
+    state = np.zeros(len(problem), dtype=np.int64)
+    replayed = problem.replayed(saved)
+    state[replayed] = problem.replay_bytes[replayed]
+    changes[made[replayed]] += state[replayed]
+    aside = state[nodes]
+    aside[:num_forward] = 0
+    changes[1:-1] -= aside
+    # Of an operation with several outputs all are made, also those that nobody takes here.
+    taken = np.zeros(len(nodes), dtype=np.int64)
+    np.add.at(taken, sources[items], sizes[nodes[readers[items]]])
+    untaken = problem.item_bytes[nodes] - taken
+    live = np.cumsum(changes[:-2]) + problem.workspace_bytes[nodes] + aside + untaken
+    live[:num_forward] += forward_bytes
+    return PlanTimeline(nodes, live + (resident_bytes + input_bytes(problem)), num_forward)

@@ -1,0 +1,259 @@
+"""Gradients of tensors that take no part in the backward pass, such as a batch.
+
+The step itself does not change. Beside it, each function that reads such a tensor runs a
+second time, on copies, with a graph of autograd's own. Where that graph ends, in a tensor that
+takes part, its gradient is kept, and sent through the second graph when the backward pass ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_unitscale.capture.autograd_graph import after_backward, autograd_operations
+from lightning_unitscale.capture.graph_nodes import tensors_in
+from lightning_unitscale.matmuls.calls import leave_graph
+from lightning_unitscale.matmuls.session import run_inside
+from lightning_unitscale.matmuls.sites import frames
+from lightning_unitscale.matmuls.torch_internals import FUNCTION_CALL, graph_task
+from lightning_unitscale.monitor.torch_state import OPERATORS, unseen, version_of
+
+
+@dataclass(eq=False)
+class GradientPath:
+    """How a gradient comes to a tensor that takes no part in the backward pass."""
+
+    tensor: Tensor  # what stands for it in the second graph
+    version: int  # how often it had been written into then
+    parents: tuple[GradientPath, ...] = ()  # those that it was computed from
+    is_lost: bool = False  # whether something has read it whose gradient is not known
+
+    def lose(self) -> None:
+        """Note that its gradient, and those of what it was computed from, would lack a part."""
+        pending = [self]
+        while pending:
+            path = pending.pop()
+            if not path.is_lost:
+                path.is_lost = True
+                pending += path.parents
+
+
+class InputGradients:
+    """The second graph of a call."""
+
+    def __init__(self, leaf_node: Callable[[Tensor], Any]) -> None:
+        self._leaf_node = leaf_node
+        self._paths: Any = WeakIdKeyDictionary()
+        # Tensors that were read before they had a path.
+        self._lost: Any = WeakIdKeyDictionary()
+        # By the number of the backward pass: one may fail before its end.
+        self._arrived: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self._handles: list[RemovableHandle] = []
+
+    def start(self, tensor: Tensor) -> GradientPath:
+        """Begin a path at an input."""
+        leaf = tensor.detach().requires_grad_()
+        path = GradientPath(leaf, version_of(tensor), is_lost=tensor in self._lost)
+        self._paths[tensor] = path
+        return path
+
+    def path_of(self, tensor: Tensor) -> GradientPath | None:
+        """Return the path of a tensor, if it has one."""
+        path: GradientPath | None = self._paths.get(tensor)
+        if path is not None and path.version != version_of(tensor):
+            path.lose()  # written into, through a view perhaps
+            del self._paths[tensor]
+            return None
+        return path
+
+    def lose(self, tensors: Iterable[Tensor]) -> None:
+        """Note that the gradients of tensors will not be known."""
+        for tensor in tensors:
+            if (path := self.path_of(tensor)) is not None:
+                path.lose()
+            else:
+                self._lost[tensor] = True
+
+    def run_beside(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _Beside | None:
+        """Run a function in the second graph, before it runs in the step."""
+        tensors = tensors_in((args, kwargs))
+        paths = {id(t): path for t in tensors if (path := self.path_of(t)) is not None}
+        if not torch.is_grad_enabled():
+            # An autograd function has a derivative of its own.
+            if any(frame.f_code is FUNCTION_CALL for frame in frames()):
+                self.lose(tensors)
+            return None
+        if not paths:
+            return None
+        beside = _Beside(tuple(dict.fromkeys(paths.values())), tensors)
+        is_torch = not isinstance(function, FunctionType) or function.__module__.startswith("torch")
+        # An operator of the user's may have effects.
+        if is_torch and not isinstance(function, OPERATORS) and all(map(_is_plain, tensors)):
+            # Some arguments, such as the class weights of a loss, may have no gradient.
+            for without in (None, *beside.parents):
+                read = {key: path for key, path in paths.items() if path is not without}
+                with contextlib.suppress(Exception), _isolated():
+                    run_inside(beside.run, function, args, kwargs, read)
+                    if without is not None:
+                        without.lose()
+                    break
+        return beside
+
+    def follow(
+        self, beside: _Beside, arguments: Sequence[Tensor], results: Sequence[Tensor]
+    ) -> None:
+        """Give the results of a function in the step the paths that it has made beside it."""
+        known = {id(tensor) for tensor in results}
+        written = [
+            tensor
+            for tensor in arguments
+            if id(tensor) not in known and beside.versions[id(tensor)] != version_of(tensor)
+        ]
+        twins = [*beside.results, *(beside.twins.get(id(tensor)) for tensor in written)]
+        if len(beside.results) != len(results):
+            twins = [None] * (len(results) + len(written))
+        for tensor, twin in zip((*results, *written), twins, strict=True):
+            if twin is None or not twin.requires_grad:
+                # A result without a derivative, such as an index, loses none.
+                if twin is None and (tensor.is_floating_point() or tensor.is_complex()):
+                    beside.lose()
+                continue
+            path = GradientPath(twin, version_of(tensor), beside.parents)
+            if tensor.requires_grad:
+                self._paths.pop(tensor, None)
+                self._end(path, tensor)
+            else:
+                self._paths[tensor] = path
+
+    def rejoin(self, tensor: Tensor) -> None:
+        """End the path, if it has one, of a tensor that has come to take part."""
+        path = self.path_of(tensor)
+        if path is not None:
+            del self._paths[tensor]
+            self._end(path, tensor)
+
+    def arrive(self, tensor: Tensor, gradient: Tensor) -> None:
+        """Keep a gradient until the backward pass ends."""
+        task = graph_task()
+        if task not in self._arrived:
+            self._arrived[task] = []
+            after_backward(functools.partial(self._send, task))
+        self._arrived[task].append((tensor, gradient.detach()))
+
+    def close(self) -> None:
+        """Stop following gradients."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _end(self, path: GradientPath, tensor: Tensor) -> None:
+        """Send the gradient that arrives at a tensor of the step through its path."""
+        node, index = tensor.grad_fn or self._leaf_node(tensor), tensor.output_nr
+
+        def see(gradients: Sequence[Tensor | None]) -> None:
+            gradient = gradients[index]
+            if gradient is not None and torch.is_grad_enabled():
+                path.lose()  # the gradient may be read, and lead here once more
+            elif gradient is not None:
+                self.arrive(path.tensor, gradient)
+
+        self._handles.append(node.register_prehook(see))
+
+    def _send(self, task: int) -> None:
+        tensors, gradients = zip(*self._arrived.pop(task), strict=True)
+        with contextlib.suppress(RuntimeError), _isolated():
+            run_inside(torch.autograd.backward, tensors, gradients, retain_graph=True)
+
+
+class _Beside:
+    """One run of a function in the second graph."""
+
+    def __init__(self, parents: tuple[GradientPath, ...], arguments: Iterable[Tensor]) -> None:
+        self.parents = parents
+        self.versions = {id(tensor): version_of(tensor) for tensor in arguments}
+        self.results: list[Tensor] = []
+        # Its arguments in the second graph, by the identity of those in the step.
+        self.twins: dict[int, Tensor] = {}
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        paths: dict[int, GradientPath],
+    ) -> None:
+        """Run the function."""
+        first = args[0] if args else None
+        self.twins.clear()
+
+        def twin(value: Any) -> Any:
+            if isinstance(value, torch.Generator):
+                raise TypeError("its numbers are those of the step")
+            if not isinstance(value, Tensor):
+                return value
+            if id(value) not in self.twins:
+                path, new = paths.get(id(value)), value.detach()
+                if path is not None:
+                    new = _Value.apply(path.tensor, new)
+                elif value is first or not isinstance(value, nn.Parameter):
+                    new = new.clone()  # it may be written
+                self.twins[id(value)] = new
+            return self.twins[id(value)]
+
+        devices = {tensor.device for tensor in tensors_in((args, kwargs)) if tensor.is_cuda}
+        # The step draws the same random numbers again.
+        with torch.random.fork_rng(devices):
+            self.results = tensors_in(function(*tree_map(twin, args), **tree_map(twin, kwargs)))
+        made: set[Any] = {tensor.grad_fn for tensor in self.results} - {None}
+        sources = [source for node in made for source, _ in node.next_functions]
+        begin = {tensor.grad_fn for tensor in self.twins.values()}
+        if not made.isdisjoint(autograd_operations(sources, begin)):
+            # The step has the whole gradient of one result, with what came to it through another.
+            raise ValueError("one result was computed from another")
+        for tensor in (*self.results, *self.twins.values()):
+            leave_graph(tensor.grad_fn)
+
+    def lose(self) -> None:
+        """Note that the gradients of what it reads will not be known."""
+        for path in self.parents:
+            path.lose()
+
+
+class _Value(torch.autograd.Function):
+    """The value of a tensor of the step, at the end of its path."""
+
+    @staticmethod
+    def forward(ctx: Any, path: Tensor, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        return grad_output, None
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+
+
+@contextlib.contextmanager
+def _isolated() -> Iterator[None]:
+    """Within this context nothing of the step's is seen, asked or warned."""
+    # A checkpoint counts what is saved. Detached, a result does not keep itself.
+    kept = saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor)
+    with unseen(), torch.enable_grad(), kept, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,362 @@
+"""Measure the tensors of captured steps and their gradients, and make snapshots of the rows."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+
+from lightning_unitscale.capture.aliasing import aliased_by_mutation, returned_alone
+from lightning_unitscale.capture.dynamo_capture import GraphInput
+from lightning_unitscale.capture.graph_nodes import (
+    ELSEWHERE,
+    INPUT,
+    MODULE,
+    first_operation,
+    requires_grad,
+    tensor_name,
+)
+from lightning_unitscale.capture.graph_recorder import (
+    CallRecord,
+    CallRecorder,
+    stored_elements,
+    tap_gradient,
+)
+from lightning_unitscale.capture.passes import GraphPass, Phase, Region, StepGraph
+from lightning_unitscale.capture.regions import PRODUCTS, Place, Places
+from lightning_unitscale.matmuls.gauge import ONE, Gauge, Unit
+from lightning_unitscale.matmuls.held import GAUGE, HELD, FactorNodes, Held
+from lightning_unitscale.scales.layout import RowLayout
+from lightning_unitscale.scales.reduce import absent_rows, completed_rows, merge_rows, shift_rows
+from lightning_unitscale.scales.snapshot import ScaleSnapshot
+from lightning_unitscale.scales.statistics import statistics_row
+from lightning_unitscale.scales.transfer import HostCopy, numbers_on
+
+Select = Callable[[fx.Node], bool]
+# Gives a position among the probed tensors, and the region of the tensor, its two factors.
+FactorsOf = Callable[[int, Region], tuple[fx.Node | None, fx.Node | None]]
+_UNIT_GAUGE = Gauge()
+
+
+@dataclass(frozen=True)
+class ProbedTensor:
+    """One tensor under observation; its name is stable across runs."""
+
+    name: str
+    module: str
+    held: Held
+    # Names of the probed tensors that it is computed from.
+    inputs: tuple[str, ...] = ()
+    # Whether a matmul reads it, and makes it.
+    is_operand: bool = False
+    is_product: bool = False
+    # Whether its unit, and that of its gradient, is still to be measured.
+    lacks_unit: tuple[bool, bool] = (False, False)
+    # Kind and target of the node of a graph that makes it.
+    made_by: tuple[str, Any] | None = None
+
+    def lacks_unit_in(self, gauge: Gauge) -> tuple[bool, bool]:
+        """Return whether a matmul reads it without a unit, or its gradient, under a gauge."""
+        value, gradient = self.lacks_unit
+        names = self.held.sigma.operand, self.held.gamma.gradient
+        lacks = [bool(name) and name not in gauge for name in names]
+        return value or lacks[0], gradient or lacks[1]
+
+
+@dataclass(frozen=True)
+class ProbedCall:
+    """The rows that one call of a graph has recorded of tensors, and the units of the call."""
+
+    tensors: tuple[ProbedTensor, ...]
+    record: CallRecord
+    gauge: Gauge
+
+
+class CutGraph:
+    """The tensors of a graph that was cut, of which each rank of several records its own."""
+
+    def __init__(
+        self,
+        tensors: Sequence[ProbedTensor],
+        gauge: Callable[[], Gauge],
+        layout: RowLayout,
+        device: torch.device,
+    ) -> None:
+        self.names = frozenset(tensor.name for tensor in tensors)
+        self._tensors = tuple(tensors)
+        self._gauge = gauge
+        self._layout = layout
+        self._device = device
+
+    def joined(self, other: CutGraph) -> CutGraph:
+        """Return the cut graph with the tensors of both."""
+        tensors = {tensor.name: tensor for tensor in (*self._tensors, *other._tensors)}
+        return CutGraph(tuple(tensors.values()), other._gauge, self._layout, self._device)
+
+    def absent(self) -> ProbedCall:
+        """Return a call in which every tensor was absent: put first, it gives their order."""
+        rows = absent_rows(len(self._tensors), self._layout.measured, self._device)
+        return ProbedCall(self._tensors, CallRecord.of_rows(rows), self._gauge())
+
+    def shared(self, name: str, value: Tensor, gradient: Tensor | None) -> ProbedCall:
+        """Return a call of one tensor whose gradient several parts of the graph contribute to."""
+        (tensor,) = (tensor for tensor in self._tensors if tensor.name == name)
+        gauge = self._gauge()
+
+        def row(of: Tensor, unit: Unit) -> Tensor:
+            exponent = 0 if self._layout.is_sampled else unit.exponent(gauge)
+            # As for the others, formats are counted of what is stored.
+            (factor,) = numbers_on(of.device, [2.0**-exponent], torch.float32)
+            layout = self._layout.measured
+            return statistics_row(of.detach(), layout, factor=factor if exponent else None)
+
+        forward = row(value, tensor.held.sigma)[None]
+        backward = None if gradient is None else row(gradient, tensor.held.gamma)[None]
+        return ProbedCall((tensor,), CallRecord.of_rows(forward, backward), gauge)
+
+
+class ScaleProbes(GraphPass):
+    """Records one row of statistics per tensor and direction in the observed variant of a step."""
+
+    name = "scale probes"
+    phase = Phase.OBSERVE
+    out_of_place = True
+
+    def __init__(self, layout: RowLayout, select: Select = lambda _: True) -> None:
+        self.layout = layout
+        self.select = select
+        self._calls: list[ProbedCall] = []
+        self._cut: dict[str, CutGraph] = {}
+
+    def run(self, graph: StepGraph) -> tuple[str, ...]:
+        """Insert the probes."""
+        self._cut.pop(graph.step, None)
+        places = Places(graph)
+        return self._insert(graph, places, self._selected(places))
+
+    def before_cut(self, graph: StepGraph) -> frozenset[str]:
+        """Have every snapshot list all tensors of this graph, recorded on this rank or not."""
+        places = Places(graph)
+        tensors, gauge = self._tensors(graph, places, self._selected(places))
+        cut = CutGraph(tensors, gauge, self.layout, graph.device)
+        if graph.step in self._cut:
+            # The step was recaptured: the graphs of earlier batches may run again.
+            cut = self._cut[graph.step].joined(cut)
+        self._cut[graph.step] = cut
+        return cut.names
+
+    def observe_part(self, graph: StepGraph) -> None:
+        """Insert the probes of a part."""
+        places = Places(graph)
+        own = [place for place in self._selected(places) if ELSEWHERE not in place.node.meta]
+        self._insert(graph, places, own)
+
+    def see_shared(self, name: str, value: Tensor, gradient: Tensor | None) -> None:
+        """Record a parameter that several parts of a cut graph use."""
+        for cut in self._cut.values():
+            if name in cut.names:
+                self._calls.append(cut.shared(name, value, gradient))
+
+    def _selected(self, places: Places) -> list[Place]:
+        return [place for place in places.probeable() if self.select(place.node)]
+
+    def _tensors(
+        self, graph: StepGraph, places: Places, selected: Sequence[Place]
+    ) -> tuple[tuple[ProbedTensor, ...], Callable[[], Gauge]]:
+        held: dict[str, Held] = graph.notes.get(HELD, dict)()
+        gauge_in_force: Callable[[], Gauge] = graph.notes.get(GAUGE, lambda: _UNIT_GAUGE)
+        inputs = places.inputs_of(selected)
+        operands, products = graph.notes.get(PRODUCTS, (set(), set()))
+        tensors = tuple(
+            ProbedTensor(
+                tensor_name(node),
+                str(node.meta.get(MODULE, "")),
+                held.get(tensor_name(node), Held()),
+                inputs[tensor_name(node)],
+                tensor_name(node) in operands,
+                tensor_name(node) in products,
+                made_by=(node.op, node.target),
+            )
+            for _, node in selected
+        )
+        return tensors, gauge_in_force
+
+    def _insert(
+        self, graph: StepGraph, places: Places, selected: Sequence[Place]
+    ) -> tuple[str, ...]:
+        if not selected:
+            return ("no tensor to probe",)
+        nodes = [place.node for place in selected]
+        tensors, gauge_in_force = self._tensors(graph, places, selected)
+        mutated = set[fx.Node]().union(*(aliased_by_mutation(r.graph) for r in places.regions))
+        differentiable = [
+            requires_grad(node) and node not in mutated and not _is_gathered(node) for node in nodes
+        ]
+        # Those of a sample hold for every power of two.
+        counted = () if self.layout.is_sampled else tensors
+        factors_of = _count_factors(graph, counted, gauge_in_force)
+        layout = self.layout.measured
+
+        # A node's arguments cannot hold a layout, so functions close over it.
+        def row_of(tensor: Tensor, factor: Tensor | None) -> Tensor:
+            return statistics_row(stored_elements(tensor), layout, factor=factor)
+
+        def tap(tensor: Tensor, slot: Tensor, factor: Tensor | None, detach: bool) -> Tensor:
+            return tap_gradient(
+                tensor, slot, lambda gradient: row_of(gradient, factor), detach=detach
+            )
+
+        # Probes of inputs go before it and after the states, which are inputs themselves.
+        anchors = {id(region): first_operation(region.graph) for region in places.regions}
+        # The graph around a checkpoint may write into its results: the rule is for that graph.
+        alone = returned_alone(graph.graph)
+        recorder = CallRecorder(
+            graph,
+            len(selected),
+            layout.num_columns,
+            lambda record: self._calls.append(ProbedCall(tensors, record, gauge_in_force())),
+        )
+        rows: list[fx.Node] = []
+        for index, (region, node) in enumerate(selected):
+            inner = region.graph
+            slot = recorder.slot(index, region) if differentiable[index] else None
+            forward, backward = factors_of(index, region)
+            is_input = node.op == "placeholder"
+            anchor, readers = anchors[id(region)], list(node.users)
+            with inner.inserting_before(anchor) if is_input else inner.inserting_after(node):
+                row = inner.call_function(row_of, (node, forward))
+            rows.append(row)
+            if slot is None:
+                continue
+            with inner.inserting_after(row):
+                value = inner.call_function(tap, (node, slot, backward, node in alone))
+            value.meta.update(node.meta)
+            for reader in readers:
+                reader.replace_input_with(node, value)
+        recorder.finish(places.bring_out(selected, rows))
+        return (f"{len(nodes)} tensors probed, {sum(differentiable)} of them in both directions",)
+
+    def clear(self) -> None:
+        """Forget what was recorded and not taken; another callback may have observed a step."""
+        self._calls.clear()
+
+    def forget(self) -> None:
+        """Forget the graphs as well."""
+        self._calls.clear()
+        self._cut.clear()
+
+    def take(self, step: int, *, grad_scale: float = 1.0) -> Callable[[], ScaleSnapshot] | None:
+        """Send for what was recorded since the last call; what is returned waits for it."""
+        calls, self._calls = self._calls, []
+        # A rank that recorded nothing has to join in with the others.
+        calls = [*(cut.absent() for cut in self._cut.values() if cut.names), *calls]
+        if not calls:
+            return None
+        return sent_snapshot(step, calls, self.layout, grad_scale)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ScaleProbes:
+        new = ScaleProbes(self.layout, self.select)
+        memo[id(self)] = new
+        return new
+
+
+def _is_gathered(node: fx.Node) -> bool:
+    """Return whether the gradients of several readers of an input meet outside of the graph.
+
+    A probe would add up those of this graph first: with a reader in another graph of the step, that
+    is another order. The gradient of the whole is measured where the tensor was made.
+    """
+    described: GraphInput | None = node.meta.get(INPUT)
+    return described is not None and described.kind == "input" and len(node.users) > 1
+
+
+def _count_factors(
+    graph: StepGraph, tensors: Sequence[ProbedTensor], gauge: Callable[[], Gauge]
+) -> FactorsOf:
+    """Return the powers of two that turn each tensor into the stored one, for exact counts."""
+    pairs = [(tensor.held.sigma, tensor.held.gamma) for tensor in tensors]
+    units = [unit for pair in pairs for unit in pair if unit != ONE]
+    if not units:
+        return lambda index, region: (None, None)
+    nodes = FactorNodes(graph, "count_factors", units, gauge)
+
+    def factors_of(index: int, region: Region) -> tuple[fx.Node | None, fx.Node | None]:
+        forward, backward = pairs[index]
+        return (
+            None if forward == ONE else nodes(region, forward),
+            None if backward == ONE else nodes(region, backward),
+        )
+
+    return factors_of
+
+
+def sent_snapshot(
+    step: int, calls: Sequence[ProbedCall], layout: RowLayout, grad_scale: float
+) -> Callable[[], ScaleSnapshot]:
+    """Send for the rows of several calls as one; what is returned waits for their snapshot."""
+    device = calls[0].record.forward.device
+    rows = [call.record.forward.to(device) for call in calls]
+    rows += [call.record.backward.to(device) for call in calls]
+    copy = HostCopy(torch.cat(rows))
+    tensors = [(tensor, call.gauge) for call in calls for tensor in call.tensors]
+
+    def arrived() -> ScaleSnapshot:
+        forward, backward = copy.numbers().double().chunk(2)
+        return snapshot_of(step, tensors, layout, grad_scale, forward, backward)
+
+    return arrived
+
+
+def snapshot_of(
+    step: int,
+    described: Sequence[tuple[ProbedTensor, Gauge]],
+    layout: RowLayout,
+    grad_scale: float,
+    forward: Tensor,
+    backward: Tensor,
+) -> ScaleSnapshot:
+    """Return the snapshot of measured rows on the host; those of the same tensor are merged."""
+    measured = layout.measured
+    # A slot that no gradient reached holds zeros, and a real row has elements.
+    backward = torch.where(backward[:, :1] > 0, backward, math.nan)
+    tensors = [tensor for tensor, _ in described]
+    sigmas = np.array([tensor.held.sigma.exponent(gauge) for tensor, gauge in described])
+    gammas = np.array([tensor.held.gamma.exponent(gauge) for tensor, gauge in described])
+    log2_loss_scale = round(math.log2(grad_scale))
+    # A loss scaler moves by factors of two, so taking it off again is a shift.
+    backward = shift_rows(backward, np.full(len(tensors), -log2_loss_scale), measured)
+    positions: dict[str, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        positions.setdefault(tensor.name, []).append(index)
+    kept = [indices[0] for indices in positions.values()]
+    if len(kept) < len(tensors):
+        merge = functools.partial(merge_rows, layout=measured)
+        forward, backward = (
+            torch.stack([functools.reduce(merge, rows[indices]) for indices in positions.values()])
+            for rows in (forward, backward)
+        )
+    log2_sigma, log2_gamma = sigmas[kept], gammas[kept]
+    if layout.is_sampled:
+        forward = completed_rows(forward, layout, log2_sigma)
+        backward = completed_rows(backward, layout, log2_gamma - log2_loss_scale)
+    return ScaleSnapshot(
+        step=step,
+        names=tuple(positions),
+        forward=forward.numpy(),
+        backward=backward.numpy(),
+        layout=layout,
+        modules=tuple(tensors[index].module for index in kept),
+        log2_sigma=log2_sigma,
+        log2_gamma=log2_gamma,
+        inputs=tuple(tensors[index].inputs for index in kept),
+        operands=tuple(tensors[index].is_operand for index in kept),
+        products=tuple(tensors[index].is_product for index in kept),
+        lacking_units=tuple(tensors[index].lacks_unit_in(described[index][1]) for index in kept),
+        log2_loss_scale=log2_loss_scale,
+    )

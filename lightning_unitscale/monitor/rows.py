@@ -1,0 +1,315 @@
+"""The rows of a watched step: their values and gradients, and the units of operands."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
+
+from lightning_unitscale.capture.graph_recorder import local_part, stored_elements
+from lightning_unitscale.matmuls.calls import RanProduct
+from lightning_unitscale.matmuls.gauge import Unit
+from lightning_unitscale.matmuls.held import Held
+from lightning_unitscale.matmuls.torch_internals import sequence_number
+from lightning_unitscale.monitor.probes import ProbedTensor
+from lightning_unitscale.monitor.torch_state import is_readable, unseen
+from lightning_unitscale.patching import nothing
+from lightning_unitscale.scales.layout import RowLayout
+from lightning_unitscale.scales.step_rows import ReadRows, StepRows, TakenRow
+
+# Operations that a matmul's operand may have come through from an argument, and its result to what
+# the function returns: casts, views, copies, paddings, factors and biases.
+_ON_THE_WAY = re.compile(
+    r"(ToCopy|Copy|Clone|Alias|T|Transpose|Permute|MoveDim|View|UnsafeView|ReshapeAlias|Expand|"
+    r"Squeeze|Unsqueeze|AsStrided|Select|Slice|Narrow|ConstantPadNd|Mul|Div|Add)Backward\d+"
+)
+_MOST_ON_THE_WAY = 16
+# Units by which operands were divided, as exponents; ``None`` where they have none yet.
+Log2Unit = int | None
+
+
+@dataclass(eq=False)
+class TensorRow:
+    """A tensor of the step."""
+
+    # An attention that reads it may have a better name than it was made with.
+    name: str
+    module: str
+    inputs: tuple[TensorRow, ...] = ()
+    # Whether it is shown; otherwise it is only on the way to others.
+    is_shown: bool = False
+    # Whether the step starts from it: a parameter, a buffer or a part of the batch.
+    is_given: bool = False
+    # Whether a matmul reads it, and makes it.
+    is_operand: bool = False
+    is_product: bool = False
+    # Whether it was made outside of the backward pass: a mask, a table.
+    is_constant: bool = False
+    is_hooked: bool = False
+    # Statistics of the value, if taken, and of the gradients that have arrived.
+    forward: TakenRow | None = None
+    backward: list[TakenRow] = field(default_factory=list)
+    # Units of value and gradient, and the one in which formats of the value were counted.
+    log2_sigma: int = 0
+    log2_gamma: int = 0
+    log2_counted: int = 0
+    # Whether a matmul of this step has given the unit of the value, and of the gradient; ``None``
+    # if no matmul with units reads it.
+    has_unit: bool | None = None
+    has_gradient_unit: bool | None = None
+
+    def __post_init__(self) -> None:
+        self.made_as = self.name
+
+    def described(self, inputs: Iterable[TensorRow]) -> ProbedTensor:
+        """Return what a snapshot has of it besides the numbers."""
+        held = Held(Unit(log2=self.log2_sigma), Unit(log2=self.log2_gamma))
+        names = dict.fromkeys(row.name for row in inputs if row.name != self.name)
+        return ProbedTensor(
+            self.name,
+            self.module,
+            held,
+            tuple(names),
+            self.is_operand,
+            self.is_product,
+            (self.has_unit is False, self.has_gradient_unit is False),
+        )
+
+
+class Measuring:
+    """Computes statistics while a step runs, unseen by its modes and its autograd graph."""
+
+    def __init__(self, layout: RowLayout) -> None:
+        self.layout = layout
+        # Whether formats are counted when a tensor is measured, in its unit then. A sampled row
+        # holds for every unit.
+        self.counts_stored = not layout.is_sampled
+        self._rows = StepRows(layout.measured)
+        # By device and unit: few are different, and each is a kernel to fill.
+        self._factors: dict[tuple[torch.device, int], Tensor] = {}
+
+    def value(self, row: TensorRow, tensor: Tensor) -> None:
+        """Take the statistics of a value, its formats counted in the row's unit."""
+        row.forward = self.of(tensor, row.log2_sigma)
+        row.log2_counted = row.log2_sigma
+
+    def gradient(self, row: TensorRow, gradient: Tensor) -> None:
+        """Take the statistics of a gradient that has arrived."""
+        row.backward.append(self.of(gradient, row.log2_gamma))
+
+    def of(self, tensor: Tensor, log2_unit: int) -> TakenRow:
+        """Measure a tensor; exact counts per format are of the tensor over ``2**log2_unit``."""
+        # No operation is recorded in inference mode, not even for forward derivatives.
+        with unseen(), torch.inference_mode():
+            elements = stored_elements(tensor)
+            factor = None
+            if log2_unit and self.counts_stored:
+                factor = self._factor(elements.device, log2_unit)
+            return self._rows.add(elements, factor)
+
+    def clear(self) -> None:
+        """Forget all rows since the last time that they were sent for."""
+        self._rows = StepRows(self.layout.measured)
+
+    def send(self) -> ReadRows:
+        """Send for all rows since the last time; what is returned waits for them."""
+        with unseen(), torch.inference_mode():
+            return self._rows.send()
+
+    def _factor(self, device: torch.device, log2_unit: int) -> Tensor:
+        if (device, log2_unit) not in self._factors:
+            # Not torch.tensor, whose copy to the device would wait for it.
+            factor = torch.full((), 2.0**-log2_unit, device=device)
+            self._factors[device, log2_unit] = factor
+        return self._factors[device, log2_unit]
+
+
+class Gradients:
+    """Measures gradients when they are complete, before the backward pass goes on.
+
+    On the node and not on the tensor, which is the user's: in whatever order hooks are hung on the
+    tensor itself, the node's come after them.
+    """
+
+    def __init__(self, measuring: Measuring) -> None:
+        self._measuring = measuring
+        self._hooks: list[RemovableHandle] = []
+        # A parameter does not keep its node alive, only the graphs that have read it do.
+        self._leaf_nodes: dict[int, Any] = {}
+
+    @property
+    def are_measured(self) -> bool:
+        """Return whether any gradient will be measured."""
+        return bool(self._hooks)
+
+    def begin(self, module: nn.Module) -> None:
+        """Make the autograd nodes of the parameters, as a step would when it reads them.
+
+        Within the step an additional node would shift the numbers of all later ones, by which the
+        matmuls of a backward pass are distinguished.
+        """
+        for parameter in module.parameters():
+            if parameter.requires_grad and not is_lazy(parameter) and is_readable(parameter):
+                self.leaf_node(parameter)
+
+    def measure(
+        self, row: TensorRow, tensor: Tensor, before: Callable[[], object] = nothing
+    ) -> None:
+        """Measure the gradient of a tensor into its row."""
+        row.is_hooked = True
+        node, index = tensor.grad_fn, tensor.output_nr
+        if node is None:
+            node = self.leaf_node(tensor)
+
+        def see(gradients: Sequence[Tensor | None]) -> None:
+            gradient = gradients[index]
+            # A backward pass that is itself differentiated is a part of the step's forward pass.
+            if gradient is None or torch.is_grad_enabled():
+                return
+            if not (is_readable(gradient) or gradient.is_sparse):
+                return
+            before()
+            self._measuring.gradient(row, gradient)
+
+        self._hooks.append(node.register_prehook(see))
+
+    def close(self) -> None:
+        """Stop measuring gradients."""
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks.clear()
+        self._leaf_nodes.clear()
+
+    def leaf_node(self, leaf: Tensor) -> Any:
+        """Return the autograd node of a leaf."""
+        if id(leaf) not in self._leaf_nodes:
+            # A helper may read a parameter in inference mode before the model does.
+            with unseen(), torch.inference_mode(False):
+                edge: Any = get_gradient_edge(leaf)
+            self._leaf_nodes[id(leaf)] = edge.node
+        return self._leaf_nodes[id(leaf)]
+
+
+class RunningFunction:
+    """Finds out which arguments of a function, while it runs, matmuls read, and in which units.
+
+    Between a function that a step calls and the matmul that the dispatcher runs for it, torch may
+    cast its arguments (autocast does, and keeps the cast weight for the next call), turn, expand,
+    copy or scale them. The dispatcher then sees another tensor, perhaps in other memory. Its
+    autograd graph leads back to the argument; without one its size tells which argument it is.
+    """
+
+    def __init__(self, arguments: Sequence[Tensor]) -> None:
+        # An argument, its unit and its name in the gauge, in the order in which matmuls read them.
+        self.units: list[tuple[Tensor, Log2Unit, str]] = []
+        self._arguments = [tensor for tensor in arguments if is_readable(tensor)]
+        # Arguments that were found by their size, which several may have.
+        self._taken: set[int] = set()
+        self._ran: list[tuple[range, Log2Unit]] = []
+
+    def see(self, ran: RanProduct) -> None:
+        """Take in a matmul that it has run."""
+        self._ran.append((ran.nodes, ran.log2_gamma))
+        found = self._by_memory(ran.operands)
+        read = zip(found, ran.operands, ran.log2_sigmas, ran.names, strict=True)
+        for argument, operand, unit, name in read:
+            if argument is None:
+                argument = self._by_graph(operand)
+            if argument is None and operand.grad_fn is None:
+                argument = self._by_size(operand)
+            if argument is not None:
+                self.units.append((argument, unit, name))
+
+    def gamma_of(self, result: Tensor) -> tuple[Log2Unit] | None:
+        """Return the unit of the gradient that arrives at a matmul which has made a result."""
+        if not self._ran:
+            return None
+        if result.grad_fn is None:
+            # Computed for the gradient of another node: a checkpoint, or the user's own function.
+            return (self._ran[-1][1],)
+        for node, _ in _way(result.grad_fn, result.output_nr):
+            number = sequence_number(node)
+            for nodes, gamma in reversed(self._ran):
+                if number in nodes:
+                    return (gamma,)
+        return None
+
+    def _by_memory(self, operands: Sequence[Tensor]) -> list[Tensor | None]:
+        """For each operand the argument that lies where it lies; parts of one come in order."""
+        left = list(self._arguments)
+        found: list[Tensor | None] = []
+        for operand in operands:
+            memory, begin = _place(operand)
+            places = [(tensor, *_place(tensor)) for tensor in left]
+            parts = [(tensor, start) for tensor, where, start in places if where == memory]
+            exact = [tensor for tensor, start in parts if start == begin]
+            argument = next(iter((*exact, *(tensor for tensor, _ in parts))), None)
+            if argument is not None:
+                left = [tensor for tensor in left if tensor is not argument]
+            found.append(argument)
+        return found
+
+    def _by_graph(self, operand: Tensor) -> Tensor | None:
+        """Return the argument that an operand was made from, by autograd's record of it."""
+        if operand.grad_fn is None:
+            return None
+        for node, output in _way(operand.grad_fn, operand.output_nr):
+            for tensor in self._arguments:
+                if tensor.grad_fn is None:
+                    is_same = getattr(node, "variable", None) is tensor
+                else:
+                    is_same = tensor.grad_fn is node and tensor.output_nr == output
+                if is_same:
+                    return tensor
+        return None
+
+    def _by_size(self, operand: Tensor) -> Tensor | None:
+        numel = operand.numel()
+        same = [tensor for tensor in self._arguments if local_part(tensor).numel() == numel]
+        if not same:  # expanded to a batch
+            same = [t for t in self._arguments if t.numel() and numel % t.numel() == 0]
+        free = [tensor for tensor in same if id(tensor) not in self._taken]
+        argument = next(iter((*free, *same)), None)
+        self._taken.add(id(argument))
+        return argument
+
+
+def _place(tensor: Tensor) -> tuple[int, int]:
+    """Return the memory of a tensor, and where it begins there."""
+    tensor = local_part(tensor)
+    begin = int(tensor.storage_offset()) * tensor.element_size()
+    return tensor.untyped_storage().data_ptr(), begin
+
+
+def _way(node: Any, output: int) -> Iterator[tuple[Any, int]]:
+    """Return the autograd nodes from one on, against the order of computation, and their outputs.
+
+    It ends behind the first that is not on the way between an argument and a matmul. Where two
+    tensors were added, the first has the shape of the matmul.
+    """
+    for _ in range(_MOST_ON_THE_WAY):
+        yield node, output
+        if _ON_THE_WAY.fullmatch(node.name()) is None:
+            return
+        edges = [edge for edge in node.next_functions if edge[0] is not None]
+        if not edges:
+            return
+        node, output = edges[0]
+
+
+def shown_inputs(rows: Iterable[TensorRow]) -> dict[TensorRow, dict[TensorRow, None]]:
+    """For each row the shown ones that it is computed from, through all others."""
+    inputs: dict[TensorRow, dict[TensorRow, None]] = {}
+    for row in rows:
+        sources: dict[TensorRow, None] = {}
+        for source in row.inputs:
+            sources.update({source: None} if source.is_shown else inputs.get(source, {}))
+        inputs[row] = sources
+    return inputs

@@ -1,0 +1,394 @@
+"""One watched call of a step: a row for each result that a person would name."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_unitscale.capture.graph_matmuls import PRODUCT_WORDS, operands_of_call
+from lightning_unitscale.capture.graph_nodes import ATTENTION, ATTENTION_ROLES
+from lightning_unitscale.capture.graph_recorder import local_part
+from lightning_unitscale.capture.name_patterns import own_path
+from lightning_unitscale.matmuls.calls import RanProduct
+from lightning_unitscale.matmuls.torch_internals import sequence_number
+from lightning_unitscale.monitor.names import (
+    ALIASES,
+    Caller,
+    Callers,
+    StartNames,
+    word_of,
+)
+from lightning_unitscale.monitor.probes import ProbedTensor
+from lightning_unitscale.monitor.rows import (
+    Gradients,
+    Log2Unit,
+    Measuring,
+    RunningFunction,
+    TensorRow,
+    shown_inputs,
+)
+from lightning_unitscale.monitor.torch_state import (
+    is_readable,
+    plain_functions,
+    takes_part,
+    version_of,
+)
+from lightning_unitscale.scales.step_rows import TakenRow
+
+_WHOLE_MODULE = frozenset({"forward", "call", "call_impl", "wrapped_call_impl", "inner"})
+
+
+class WatchedCall:
+    """Makes rows of what one call of a step computes."""
+
+    def __init__(
+        self,
+        callers: Callers,
+        start_names: StartNames,
+        measuring: Measuring,
+        select: Callable[[str, str], bool],
+        units: Mapping[str, int],
+    ) -> None:
+        self.callers = callers
+        # Of each reentrant checkpoint the rows that it has computed without gradients, in the order
+        # in which it computes them again.
+        self.checkpoints: dict[int | None, deque[tuple[TensorRow, str]]] = defaultdict(deque)
+        self.gradients = Gradients(measuring)
+        # Whether gradients, and what checkpoints compute again for them, are measured.
+        self.is_open = True
+        self._start_names = start_names
+        self._measuring = measuring
+        self._select = select
+        self._units = units
+        self._running: RunningFunction | None = None
+        self._compiled: list[tuple[range, str, tuple[TensorRow, ...], Caller]] = []
+        # The tensors that the call starts from, and those that it makes, in order.
+        self.given: list[TensorRow] = []
+        self.made: list[TensorRow] = []
+        self._rows_of: Any = WeakIdKeyDictionary()
+        self._seen: Counter[str] = Counter()
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        word: str,
+        caller: Caller,
+    ) -> Any:
+        """Run a torch function that a step calls, and note what it makes."""
+        # A function does not read the tensor that it writes into, which may be uninitialized.
+        read = [value for option, value in kwargs.items() if option != "out"]
+        arguments = _tensors_in((*args, *read))
+        if caller.again is not None:
+            result = function(*args, **kwargs)
+            self._note_again(_tensors_in((result,)), word, arguments, caller)
+            return result
+        with plain_functions():
+            inputs = self._inputs(arguments, word)
+            is_product = word in PRODUCT_WORDS
+            operands = operands_of_call(function, args, kwargs) if is_product else []
+            self._mark_operands(operands, word)
+            versions = {id(tensor): version_of(tensor) for tensor in arguments}
+            running = RunningFunction(operands or arguments)
+        outer, self._running = self._running, running
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            self._running = outer
+        results = _tensors_in((result,))
+        with plain_functions():
+            for operand, unit, _ in running.units:
+                self._set_unit(operand, unit)
+            if word == "setitem":
+                self._rows_of[arguments[0]] = inputs
+            base = _named(caller.path, word)
+            name = self._unique(base) if results else base
+            for tensor in results:
+                if not isinstance(result, Tensor):
+                    name = self._unique(_named(caller.path, "getitem"))
+                if versions.get(id(tensor), -1) == version_of(tensor):
+                    self._hand_back(tensor, name, inputs, caller)
+                elif self._is_made(tensor):
+                    self._note(tensor, name, word, inputs, caller, running)
+        return result
+
+    def pass_by(self, arguments: Sequence[Any]) -> None:
+        """Note what a function reads if its results are not shown."""
+
+    def see(self, ran: RanProduct) -> None:
+        """Note a matmul of the function that runs."""
+        if self._running is not None:
+            with plain_functions():
+                self._running.see(ran)
+
+    def see_compiled(self, frame: FrameType, nodes: range) -> None:
+        """Note what a function of the user has returned that Dynamo has compiled."""
+        caller = self.callers.find(frame)
+        scope = frame.f_locals
+        if caller is None or caller.again is not None:
+            return
+        # Dynamo's own name for a whole module means nothing to people.
+        word = word_of(scope.get("fn"))
+        word = "compiled" if word in _WHOLE_MODULE else word
+        arguments = _tensors_in((*scope.get("args", ()), *scope.get("kwargs", {}).values()))
+        with plain_functions():
+            inputs = self._inputs(arguments, word)
+            arguments_seen = {id(tensor) for tensor in arguments}
+            if "result" not in scope:  # its node will tell when it is read
+                self._compiled.append((nodes, word, inputs, caller))
+            for tensor in _tensors_in((scope.get("result"),)):
+                if id(tensor) not in arguments_seen:
+                    name = self._unique(_named(caller.path, word))
+                    self._note(tensor, name, word, inputs, caller)
+
+    def finish(self, module: nn.Module, output: Any) -> None:
+        """Note what was not seen: results of the step itself, parameters read by compiled code."""
+        with plain_functions():
+            self._inputs(_tensors_in((output,)), "")
+            for tensor, rows in self._rows_of.items():
+                # At the last sample a matmul has read a tensor of this name, and none at this one.
+                if len(rows) == 1 and rows[0].has_unit is None and rows[0].log2_sigma:
+                    rows[0].log2_sigma = 0
+                    self._count_again(rows[0], tensor)
+            named = {row.name for row in self.given}
+            for path, parameter in module.named_parameters():
+                fqn = own_path(path)
+                if fqn not in named and parameter.requires_grad and is_readable(parameter):
+                    path = fqn.rpartition(".")[0]
+                    if self._select(fqn, path):
+                        row = self._row(fqn, path, (), is_given=True)
+                        # It was read where nothing is seen, in compiled code for example.
+                        show = functools.partial(self._show, row, parameter)
+                        self.gradients.measure(row, parameter, show)
+
+    def close(self) -> None:
+        """Stop measuring gradients."""
+        self.is_open = False
+        self.gradients.close()
+
+    def measured(self) -> list[tuple[ProbedTensor, TakenRow, list[TakenRow]]]:
+        """Return the tensors that have rows, and the rows of their values and gradients."""
+        inputs = shown_inputs((*self.given, *self.made))
+        return [
+            (row.described(inputs[row]), row.forward, row.backward)
+            for row in inputs
+            if row.is_shown and row.forward is not None
+        ]
+
+    @property
+    def log2_units(self) -> dict[str, int]:
+        """Unit in which a product has stored each value, by the name that it was made with."""
+        return {row.made_as: row.log2_sigma for row in (*self.given, *self.made)}
+
+    def _inputs(self, arguments: Sequence[Tensor], word: str) -> tuple[TensorRow, ...]:
+        """Rows of the arguments of a function; missing ones are made."""
+        inputs: dict[TensorRow, None] = {}
+        for tensor in arguments:
+            if is_lazy(tensor):
+                # A gradient would be expected in the shape that it has now, none.
+                continue
+            rows = self._rows(tensor)
+            if rows is None:
+                rows = self._rows_of[tensor] = self._new_rows(tensor)
+            elif len(rows) == 1 and not rows[0].is_hooked and takes_part(tensor):
+                rows = self._rows_of[tensor] = self._with_gradient(rows[0], tensor)
+            inputs.update(dict.fromkeys(rows))
+            if word in PRODUCT_WORDS and len(rows) == 1 and not rows[0].is_shown:
+                # Masks and tables of constants count where a product reads them. The gradient of
+                # what a checkpoint returns is measured when that is made again.
+                self._show(rows[0], tensor, with_gradient=False)
+        return tuple(inputs)
+
+    def _rows(self, tensor: Tensor) -> Any:
+        return self._rows_of.get(tensor, () if tensor.is_sparse else None)
+
+    def _only_row(self, tensor: Tensor) -> TensorRow | None:
+        rows: Sequence[TensorRow] = self._rows(tensor) or ()
+        return rows[0] if len(rows) == 1 else None
+
+    def _new_rows(self, tensor: Tensor) -> tuple[TensorRow, ...]:
+        """Rows of a tensor that no watched function has made."""
+        if not is_readable(tensor):
+            return ()
+        named = self._start_names.find(tensor)
+        if named is not None:
+            row = self._row(*named, (), is_given=True)
+            self._show(row, tensor)
+            return (row,)
+        base = local_part(tensor)._base
+        if base is not None and (base in self._rows_of or self._start_names.find(base)):
+            return self._inputs((base,), "")
+        if tensor.grad_fn is None:
+            return ()
+        for nodes, word, inputs, caller in self._compiled:
+            if sequence_number(tensor.grad_fn) in nodes:
+                name = self._unique(_named(caller.path, word))
+                self._note(tensor, name, word, inputs, caller)
+                return tuple(self._rows_of[tensor])
+        caller = self.callers.find(sys._getframe().f_back) or Caller("")
+        return (self._unseen_row(tensor, caller.path, ()),)
+
+    def _with_gradient(self, row: TensorRow, tensor: Tensor) -> tuple[TensorRow, ...]:
+        """Rows of a tensor that has come to take part in the backward pass since it was noted."""
+        if tensor.grad_fn is None:
+            self._show(row, tensor)
+        elif row.is_constant:
+            # An autograd function has returned what it has computed without gradients.
+            row = self._unseen_row(tensor, row.module, (row,))
+        return (row,)
+
+    def _unseen_row(self, tensor: Tensor, path: str, inputs: tuple[TensorRow, ...]) -> TensorRow:
+        """Return the row of what an autograd function has made, a scripted module or an extension.
+
+        It is made when the tensor is first read, and where that is, if nothing else is known.
+        """
+        word = type(tensor.grad_fn).__name__.partition("Backward")[0]
+        row = self._row(self._unique(_named(path, word)), path, inputs)
+        self._show(row, tensor)
+        return row
+
+    def _hand_back(
+        self, tensor: Tensor, name: str, inputs: tuple[TensorRow, ...], caller: Caller
+    ) -> None:
+        """Note a result that is an argument, as it was."""
+
+    def _is_made(self, tensor: Tensor) -> bool:
+        """Return whether a result is a new tensor, and no parameter or buffer that is updated."""
+        is_given = any(row.is_given for row in self._rows(tensor) or ())
+        return not (is_given and tensor.grad_fn is None)
+
+    def _note(
+        self,
+        tensor: Tensor,
+        name: str,
+        word: str,
+        inputs: tuple[TensorRow, ...],
+        caller: Caller,
+        running: RunningFunction | None = None,
+    ) -> None:
+        """Make the row of a result."""
+        if word in ALIASES or not is_readable(tensor):
+            self._rows_of[tensor] = inputs
+            return
+        row = self._row(name, caller.path, inputs)
+        self._rows_of[tensor] = (row,)
+        gamma = None if running is None else running.gamma_of(tensor)
+        row.is_product = word in PRODUCT_WORDS or gamma is not None
+        if gamma is not None:
+            row.log2_gamma, row.has_gradient_unit = gamma[0] or 0, gamma[0] is not None
+        self._keep(caller, row, word)
+        if takes_part(tensor):
+            self._show(row, tensor)
+        elif not caller.checkpoints:
+            row.is_constant = True
+        elif self._select(row.name, row.module):
+            # Whether it takes part in the backward pass is seen when it is made again.
+            self._measuring.value(row, tensor)
+
+    def _note_again(
+        self, results: Sequence[Tensor], word: str, arguments: Sequence[Tensor], caller: Caller
+    ) -> None:
+        """Give the recomputed results of a checkpoint the rows of the first computation."""
+        if word in ALIASES:
+            return
+        with plain_functions():
+            unchanged = {
+                id(tensor) for tensor in arguments if word[0] != "i" and tensor.grad_fn is None
+            }
+            for tensor in results:
+                if id(tensor) in unchanged or not is_readable(tensor):
+                    continue
+                rows = self.checkpoints.get(caller.again)
+                if not rows or rows[0][1] != word:
+                    continue  # it was not there before
+                row, _ = rows.popleft()
+                self._keep(caller, row, word)
+                if takes_part(tensor) and row.forward is not None:
+                    row.is_shown = True
+                    self.gradients.measure(row, tensor)
+
+    def _keep(self, caller: Caller, row: TensorRow, word: str) -> None:
+        for checkpoint in caller.checkpoints:
+            self.checkpoints[checkpoint].append((row, word))
+
+    def _row(
+        self, name: str, module: str, inputs: tuple[TensorRow, ...], *, is_given: bool = False
+    ) -> TensorRow:
+        """Make the row of a tensor that the step starts from, or makes."""
+        row = TensorRow(name, module, inputs, is_given=is_given)
+        (self.given if is_given else self.made).append(row)
+        row.log2_sigma = self._units.get(name, 0)
+        return row
+
+    def _show(self, row: TensorRow, tensor: Tensor, *, with_gradient: bool = True) -> None:
+        """Measure a tensor, and its gradient if one can arrive, unless it is left out."""
+        if self._select(row.name, row.module) and is_readable(tensor):
+            row.is_shown = True
+            if row.forward is None:
+                self._measuring.value(row, tensor)
+            if with_gradient and takes_part(tensor) and not row.is_hooked:
+                self.gradients.measure(row, tensor)
+
+    def _set_unit(self, tensor: Tensor, unit: Log2Unit) -> None:
+        """Note the unit in which a matmul has just read a tensor; the first one known counts."""
+        row = self._only_row(tensor)
+        if row is None:
+            return
+        row.is_operand = True
+        if row.has_unit:
+            return
+        row.has_unit, row.log2_sigma = unit is not None, unit or 0
+        self._count_again(row, tensor)
+
+    def _count_again(self, row: TensorRow, tensor: Tensor) -> None:
+        """Count formats in a unit that is not the one of the last sample."""
+        is_counted = self._measuring.counts_stored and row.forward is not None
+        if is_counted and row.log2_counted != row.log2_sigma:
+            self._measuring.value(row, tensor)
+
+    def _mark_operands(self, operands: Sequence[Tensor], word: str) -> None:
+        """Note that a product reads tensors; an attention has names for its own."""
+        roles = ATTENTION_ROLES if word == ATTENTION else ("",) * len(operands)
+        for tensor, role in zip(operands, roles, strict=False):
+            row = self._only_row(tensor)
+            if row is None:
+                continue
+            row.is_operand = True
+            if role and row.name.removeprefix(f"{row.module}.").startswith("getitem"):
+                row.name = self._unique(_named(row.module, role))
+                row.is_shown = row.is_shown and self._select(row.name, row.module)
+                self._show(row, tensor)
+
+    def _unique(self, base: str) -> str:
+        name = base
+        while name in self._seen:
+            name = f"{base}_{self._seen[base]}"
+            self._seen[base] += 1
+        self._seen[name] += 1
+        return name
+
+
+def _named(path: str, word: str) -> str:
+    return f"{path}.{word}" if path else word
+
+
+def _tensors_in(values: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors among values, and in lists, tuples and dictionaries among them."""
+    tensors: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, (list, tuple)):
+            tensors += _tensors_in(value)
+        elif isinstance(value, dict):
+            tensors += _tensors_in(value.values())
+    return tensors

@@ -1,0 +1,172 @@
+"""Watch the calls of a step: the torch functions that they call, with statistics as rows."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from types import CodeType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, has_torch_function
+
+from lightning_unitscale.capture.decompose import open_function
+from lightning_unitscale.matmuls.calls import watching
+from lightning_unitscale.matmuls.gauge import Gauge
+from lightning_unitscale.monitor.names import Callers, StartNames, answers, word_of
+from lightning_unitscale.monitor.probes import snapshot_of
+from lightning_unitscale.monitor.rows import Measuring
+from lightning_unitscale.monitor.torch_state import (
+    answering_as_without,
+    in_force,
+    is_transformed,
+    outside_of_compiled_code,
+    running_again_by,
+)
+from lightning_unitscale.monitor.watched_call import WatchedCall
+from lightning_unitscale.scales.layout import RowLayout
+from lightning_unitscale.scales.snapshot import ScaleSnapshot
+
+# Functions of which a person would see what is inside, and those that run a backward pass.
+_OPENED = {
+    function: open_function(function)
+    for function in (F.multi_head_attention_forward, Tensor.backward, torch.autograd.backward)
+}
+
+
+class StepWatcher:
+    """Watches the calls of a step that it runs, and makes snapshots of them.
+
+    Nothing is captured and nothing is attached to the module: a torch function mode of this thread
+    sees the functions that a call uses, and hooks on autograd nodes see the gradients.
+    """
+
+    def __init__(
+        self,
+        layout: RowLayout,
+        select: Callable[[str, str], bool],
+        ignored: Collection[CodeType] = (),
+    ) -> None:
+        self._select = select
+        self._ignored = ignored
+        self._measuring = Measuring(layout)
+        self._calls: list[WatchedCall] = []
+        self._units: dict[str, int] = {}
+
+    def run(
+        self, module: nn.Module, step: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """Call a step of a module and watch it."""
+        self.close()
+        if is_transformed():
+            warnings.warn(
+                f"{type(module).__name__}: torch.func calls the module, and what it computes "
+                "stands for other tensors, of which nothing is shown; expected calls outside of "
+                "torch.func's transforms.",
+                stacklevel=2,
+            )
+            return step(*args, **kwargs)
+        callers = Callers(module, StepWatcher.run.__code__, self._ignored)
+        call = self._new_call(callers, StartNames(module, step, args, kwargs))
+        self._calls.append(call)
+        call.gradients.begin(module)
+        mode = _WatchMode(call)
+        with watching(call.see):
+            try:
+                with _watching(mode), mode:
+                    result = step(*args, **kwargs)
+            finally:
+                mode.is_running = False
+            call.finish(module, result)
+        return result
+
+    def _new_call(self, callers: Callers, names: StartNames) -> WatchedCall:
+        return WatchedCall(callers, names, self._measuring, self._select, self._units)
+
+    def close(self) -> None:
+        """Stop measuring gradients of the calls so far."""
+        for call in self._calls:
+            call.close()
+
+    def clear(self) -> None:
+        """Forget what was watched and not taken."""
+        self.close()
+        self._calls.clear()
+        self._measuring.clear()
+
+    def take(self, step: int, *, grad_scale: float = 1.0) -> Callable[[], ScaleSnapshot] | None:
+        """Send for what was watched since the last call; what is returned waits for it."""
+        self.close()
+        calls, self._calls = self._calls, []
+        for call in calls:
+            self._units.update(call.log2_units)
+        found = [measured for call in calls for measured in call.measured()]
+        sent = self._measuring.send()
+        if not found:
+            return None
+        tensors, forward, backward = zip(*found, strict=True)
+        layout, gauge = self._measuring.layout, Gauge()
+
+        def arrived() -> ScaleSnapshot:
+            described = [(tensor, gauge) for tensor in tensors]
+            values = sent([[row] for row in forward])
+            return snapshot_of(step, described, layout, grad_scale, values, sent(backward))
+
+        return arrived
+
+
+class _WatchMode(TorchFunctionMode):
+    """Hands the torch functions that a step calls to a watched call of it."""
+
+    def __init__(self, call: WatchedCall) -> None:
+        super().__init__()
+        self.call = call
+        # Whether the call still runs, and not only checkpoints that compute parts of it again.
+        self.is_running = True
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        word = word_of(func)
+        if answers(func, word):
+            return func(*args, **kwargs)
+        if is_transformed():
+            self.call.pass_by((*args, *kwargs.values()))
+            return func(*args, **kwargs)
+        opened = _OPENED.get(func) if word in {"multi_head_attention_forward", "backward"} else None
+        if opened is not None and not has_torch_function((*args, *kwargs.values())):
+            with self:
+                return opened(*args, **kwargs)
+        # A hook may be torch's own function, which a thread of the engine calls without a frame.
+        caller = self.call.callers.find(sys._getframe().f_back)
+        if caller is None:
+            return func(*args, **kwargs)
+        return self.call.run(func, args, kwargs, word, caller)
+
+
+@contextlib.contextmanager
+def _watching(mode: _WatchMode) -> Iterator[None]:
+    """Within this context torch is ready for a mode, where it is in force."""
+    call = mode.call
+    run_again = functools.partial(_run_again, mode)
+    with (
+        outside_of_compiled_code(mode, call.see_compiled),
+        answering_as_without(mode),
+        running_again_by(run_again, is_own=call.checkpoints.__contains__),
+    ):
+        yield
+
+
+def _run_again(mode: _WatchMode, function: Callable[..., Any], *args: Any) -> Any:
+    """Run what a checkpoint computes again, on any thread, and watch it while its call is open."""
+    if not mode.call.is_open:
+        return function(*args)
+    watching_again = contextlib.nullcontext() if mode.is_running else _watching(mode)
+    with watching_again, in_force(mode):
+        return function(*args)

@@ -1,1 +1,0 @@
-"""Optimizers of scaled parameters: learning rates, settings and state."""

@@ -1,1 +1,0 @@
-"""Formats on the products of captured graphs, simulated and real."""

@@ -1,0 +1,28 @@
+"""Rematerialization: plan a step's forward and backward graph to a budget in bytes."""
+
+from lightning_unitscale.memory.partitioner import RematPartitioner, aot_backend
+from lightning_unitscale.memory.plan_report import (
+    RematReport,
+    draw_graph,
+    draw_joint_graph,
+    plot_front,
+    plot_timeline,
+)
+from lightning_unitscale.memory.planner import Budget, Planner, RematPlan
+from lightning_unitscale.memory.remat_module import pareto_front, plan_remat, remat
+
+__all__ = [
+    "Budget",
+    "Planner",
+    "RematPartitioner",
+    "RematPlan",
+    "RematReport",
+    "aot_backend",
+    "draw_graph",
+    "draw_joint_graph",
+    "pareto_front",
+    "plan_remat",
+    "plot_front",
+    "plot_timeline",
+    "remat",
+]

@@ -1,0 +1,306 @@
+"""Learning rates and decays per parameter; the optimizer's groups stay the user's.
+
+While an optimizer steps, a stand-in takes its place: an object of a subclass of its class that
+shares every attribute with it but ``param_groups``, which are the user's split by equal settings.
+``Optimizer.step`` runs its hooks and then calls the class's ``step`` with the arguments that the
+hooks return, the optimizer itself among them (``torch.optim.Optimizer.profile_hook_step``, so since
+torch 2.0 and still in 2.13): the pre-hook returns the stand-in. Nothing of the user's is ever
+exchanged, so there is nothing to put back when a step raises.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_unitscale.arguments import check_choice
+from lightning_unitscale.rules.learning_rates import (
+    METHODS,
+    Family,
+    Method,
+    ParameterInfo,
+    RateFactors,
+    check_group,
+    family_of,
+    is_decay_decoupled,
+    rate_factors,
+)
+
+Group = dict[str, Any]
+_NEUTRAL = RateFactors()
+
+# Where the optimizer keeps its ScaledStep. Optimizers pickle and copy their state and groups only,
+# so a copy is a plain optimizer.
+_ATTRIBUTE = "_lightning_unitscale_scaled_step"
+# Set for every part, so what an optimizer writes there could not be given back.
+_SCALED = ("lr", "weight_decay", "eps", "lr_scale")
+_MISSING = object()
+
+
+def scale_learning_rates(
+    optimizer: Optimizer, infos: Mapping[Tensor, ParameterInfo], method: Method
+) -> ScaledStep:
+    """Let an optimizer step with each parameter's own learning rate and weight decay.
+
+    ``optimizer.param_groups`` stays as the user and the schedulers made it, at all times: what
+    they, the closure, the learning-rate monitor and checkpoints see is unchanged. Attaching again
+    replaces what was attached before. A parameter that is not in ``infos`` keeps its rate. Copies
+    of the optimizer (``deepcopy``, pickle) are plain ones.
+    """
+    advice = "pass 'match' to keep each parameter's relative updates"
+    check_choice("lr_scaling", method, METHODS, "unknown method", advice)
+    step = ScaledStep(optimizer, infos, method)
+    step.attach(optimizer)
+    return step
+
+
+class ScaledStep:
+    """An optimizer's steps with each parameter's own rate; see :func:`scale_learning_rates`."""
+
+    def __init__(
+        self, optimizer: Optimizer, infos: Mapping[Tensor, ParameterInfo], method: Method
+    ) -> None:
+        self._name = type(optimizer).__name__
+        self._groups: list[Group] = []
+        self._parts: list[tuple[Group, list[Group], list[Group]]] = []
+        self._stand_in = _stand_in_for(optimizer, lambda: self._groups)
+        self._removers: list[Any] = []
+        self._method: Method = method
+        self._infos = infos
+        # By identity, since a tensor's own hash is slow; infos keeps the parameters alive.
+        self._factors: dict[bool, dict[int, RateFactors]] = {}
+        self._peak_rates: list[float] = []
+        for group in optimizer.param_groups:
+            self._adopt(group)
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Take part in the steps of the optimizer that it was made for, in place of another one."""
+        attached = vars(optimizer).get(_ATTRIBUTE)
+        if attached is not None:
+            attached.remove()
+        # Within a step that the user compiles they would be traced, and torch 2.11 would go on with
+        # the settings of the first step.
+        self._removers = [
+            optimizer.register_step_pre_hook(torch.compiler.disable(self._before)),
+            optimizer.register_step_post_hook(torch.compiler.disable(self._after)),
+        ]
+        vars(optimizer)[_ATTRIBUTE] = self
+
+    def remove(self) -> None:
+        """Let the optimizer step by itself again; a second call does nothing."""
+        for handle in self._removers:
+            handle.remove()
+        self._removers = []
+        if vars(self._stand_in).get(_ATTRIBUTE) is self:
+            del vars(self._stand_in)[_ATTRIBUTE]
+
+    def _before(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if optimizer is self._stand_in:
+            return None  # a step that calls its base class's, which has hooks as well
+        self._split()
+        _, *rest = args
+        if rest and callable(rest[0]):
+            rest[0] = self._then_split(rest[0])
+        elif callable(kwargs.get("closure")):
+            kwargs = {**kwargs, "closure": self._then_split(kwargs["closure"])}
+        return (self._stand_in, *rest), kwargs
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer is not self._stand_in:
+            self._join()
+
+    def _then_split(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure may set rates or add a group, as Lightning's hooks within it may."""
+
+        def run() -> Any:
+            self._join()
+            result = closure()
+            self._split()
+            return result
+
+        return run
+
+    def _split(self) -> None:
+        self._groups = []
+        self._parts = []
+        groups: list[Group] = vars(self._stand_in)["param_groups"]
+        for index, group in enumerate(groups):
+            positions: dict[RateFactors, list[int]] = {}
+            for position, factors in enumerate(self._factors_of(group, index)):
+                positions.setdefault(factors, []).append(position)
+            if positions.keys() <= {_NEUTRAL}:
+                self._groups.append(group)
+                continue
+            parts = [
+                _part(group, chosen, self._settings(group, index, factors))
+                for factors, chosen in positions.items()
+            ]
+            self._groups += parts
+            self._parts.append((group, parts, [dict(part) for part in parts]))
+
+    def _join(self) -> None:
+        """Give the user's groups what the optimizer wrote into their parts."""
+        split, self._parts = self._parts, []
+        for group, parts, built in split:
+            self._write_back(group, parts, built)
+
+    def _write_back(self, group: Group, parts: list[Group], built: list[Group]) -> None:
+        """Copy values that were written into all parts of a group alike."""
+        written = {
+            name
+            for part, before in zip(parts, built, strict=True)
+            for name, value in part.items()
+            if not _is_same(before.get(name, _MISSING), value)
+        }
+        for name in sorted(written):
+            first, *others = (part.get(name, _MISSING) for part in parts)
+            if name in _SCALED or not all(_is_same(first, value) for value in others):
+                raise RuntimeError(
+                    f"optimizer={self._name}(...): its step writes {name!r} into its groups, by "
+                    "each parameter's own settings; expected one value for a group; use another "
+                    "optimizer, or pass lr_scaling=None and choose the rates yourself."
+                )
+            group[name] = first
+
+    def _factors_of(self, group: Group, index: int) -> list[RateFactors]:
+        """Factors on the settings of each parameter; a new group is checked first."""
+        if index == len(self._peak_rates):
+            self._adopt(group)
+        factors = self._factors.get(is_decay_decoupled(self._stand_in, group), {})
+        return [factors.get(id(param), _NEUTRAL) for param in group["params"]]
+
+    def _settings(self, group: Group, index: int, factors: RateFactors) -> dict[str, Any]:
+        """Rate, decay and, of Adafactor, the smallest RMS of a parameter."""
+        settings: dict[str, Any] = {"lr_scale": factors.lr}
+        if factors.lr != 1:
+            settings["lr"] = group["lr"] * factors.lr
+        if "weight_decay" in group:
+            decay = factors.weight_decay
+            peak = _peak_rate(group) or self._peak_rates[index]
+            if factors.is_decay_independent and peak > 0:
+                # A rate that peaks at 0 never decays anything, whatever the decay.
+                decay /= peak
+            settings["weight_decay"] = group["weight_decay"] * decay
+        if factors.floor != 1 and isinstance(group.get("eps"), (tuple, list)):
+            smallest_square, floor = group["eps"]
+            settings["eps"] = (smallest_square, floor * factors.floor)
+        return settings
+
+    def _adopt(self, group: Group) -> None:
+        """Check a group that is new, and note the rate that its decay is relative to."""
+        self._peak_rates.append(first_peak_rate(group))
+        if not any(param in self._infos for param in group["params"]):
+            return
+        family = check_group(self._stand_in, group, self._method)
+        if self._factors:
+            return
+        for is_decoupled in (False, True):
+            self._factors[is_decoupled] = {
+                id(param): rate_factors(info, self._method, family, is_decoupled=is_decoupled)
+                for param, info in self._infos.items()
+            }
+
+
+def first_peak_rate(group: Group) -> float:
+    """The peak rate of a new group, or else the rate that it has; waits for those on a device."""
+    return _peak_rate(group, read_tensors=True) or float(group.get("lr") or 0.0)
+
+
+def _peak_rate(group: Group, *, read_tensors: bool = False) -> float | None:
+    """The rate that a scheduler started from or goes up to, if it left word of it."""
+    for name in ("max_lr", "initial_lr"):  # OneCycleLR's; that of all other schedulers
+        rate = group.get(name)
+        if rate is not None and (read_tensors or not isinstance(rate, Tensor)):
+            return float(rate)
+    return None
+
+
+def _part(group: Group, positions: list[int], settings: dict[str, Any]) -> Group:
+    """The parameters at ``positions`` of a group, with settings of their own."""
+    part = {**group, **settings}
+    for name in ("params", "param_names"):
+        if name in group:
+            part[name] = [group[name][position] for position in positions]
+    return part
+
+
+def _stand_in_for(optimizer: Optimizer, groups: Callable[[], list[Group]]) -> Optimizer:
+    """An optimizer that is ``optimizer`` in everything but its groups."""
+    # A property goes before what the shared attributes hold under that name. Some optimizers free
+    # what they hold when they are deleted, which is not for the stand-in to do.
+    body = {"param_groups": property(lambda _: groups()), "__del__": lambda _: None}
+    cls = types.new_class(
+        type(optimizer).__name__, (type(optimizer),), exec_body=lambda names: names.update(body)
+    )
+    stand_in: Optimizer = object.__new__(cls)
+    stand_in.__dict__ = optimizer.__dict__
+    return stand_in
+
+
+def _is_same(first: Any, second: Any) -> bool:
+    if first is second:  # the rule, and the quick way; a compiled step makes new numbers
+        return True
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return torch.equal(first, second)
+    return bool(first == second)
+
+
+# More than this share of a weight in every step is a decay that was meant for AdamW's convention.
+_LARGE_DECAY = 2.0**-8
+# A rate of u-muP below it is hardly meant: the paper's searches start at 2**-2 and above.
+_SMALL_RATE = 2.0**-6
+
+
+def rate_notes(
+    optimizer: Optimizer, infos: Mapping[Tensor, ParameterInfo], method: Method
+) -> list[str]:
+    """Sentences for the user on the rates of an optimizer; none if all is as expected."""
+    name = type(optimizer).__name__
+    parameters = [param for group in optimizer.param_groups for param in group["params"]]
+    if not any(param in infos for param in parameters):
+        return []
+    family, notes = family_of(optimizer), []
+    if family is Family.LINEAR and method == "match":
+        notes.append(
+            f"lr_scaling='match': the steps of {name} are as large as the gradient, which unit "
+            "scaling changes, so no rate makes them what they were; it gets the rates of u-muP, "
+            "and its learning rate wants tuning."
+        )
+    if isinstance(optimizer, torch.optim.RAdam):
+        notes.append(
+            f"{name}: its first steps are not normalized, and with gradients at unit scale they "
+            "are as large as later ones; give them a warm-up."
+        )
+    notes += [
+        f"{info.fqn}: tied to a second role; its rate is that of its role {info.role.value!r}."
+        for info in (infos[param] for param in parameters if param in infos)
+        if info.is_tied
+    ]
+    decays = [float(group.get("weight_decay") or 0.0) for group in optimizer.param_groups]
+    if method == "u-mup" and max(decays, default=0.0) > _LARGE_DECAY:
+        notes.append(
+            f"lr_scaling='u-mup': weight_decay={max(decays):g} is independent of the learning "
+            f"rate: weights shrink by {max(decays):.1%} in every step at the peak rate; u-muP's "
+            "own choice is 2**-13."
+        )
+    rate = max(first_peak_rate(group) for group in optimizer.param_groups)
+    if method == "u-mup" and family is Family.SCALE_INVARIANT and 0 < rate < _SMALL_RATE:
+        notes.append(
+            f"lr_scaling='u-mup': lr={rate:g} is a usual rate of the plain model, at which this "
+            "one learns slowly; u-muP's are near 1. Search it from 2**-2 to 2**3, or pass "
+            "lr_scaling='match' (that of method='unit-scaling') to keep the plain model's."
+        )
+    unknown = sum(param not in infos and param.requires_grad for param in parameters)
+    if unknown:
+        notes.append(
+            f"{name}: {unknown} of its {len(parameters)} parameters are in no scaled graph; their "
+            "rates stay as they are."
+        )
+    return notes

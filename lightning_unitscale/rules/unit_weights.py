@@ -1,0 +1,311 @@
+"""Set parameters to unit scale, once, and bring their gradients to unit scale."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lightning_unitscale.capture.autograd_graph import after_backward, autograd_operations
+from lightning_unitscale.capture.graph_nodes import tensors_in
+from lightning_unitscale.capture.graph_recorder import stored_elements
+from lightning_unitscale.capture.passes import GraphPass, Phase, StepGraph
+from lightning_unitscale.matmuls.measured_operands import (
+    root_mean_square,
+)
+from lightning_unitscale.rules.learning_rates import Role
+from lightning_unitscale.rules.plan import ParameterPlan
+from lightning_unitscale.scales.transfer import HostCopy, numbers_on
+
+# Beyond this a gradient is taken for zero, or for broken: its unit would be noise.
+_MAX_LOG2 = 100
+_TELLING_FAN_IN = 5
+# Below this share of a sibling's RMS a gradient is rounding: a key's bias moves all logits of a
+# query alike, one before a batch norm is subtracted again, and what their gradients have left is
+# noise.
+_ROUNDING = 2.0**-18
+
+_STEPS_PER_OCTAVE = 32
+
+
+def prepared_like(plans: Mapping[str, ParameterPlan]) -> Callable[[str, Tensor], Tensor]:
+    """Values of parameters as their plans say, without changing the parameters."""
+    sigmas: dict[str, float] = {}
+
+    def prepare(fqn: str, value: Tensor) -> Tensor:
+        plan = plans.get(fqn)
+        if plan is None or plan.action == "left":
+            return value
+        if plan.action == "zeroed":
+            return value * 0.0
+        if fqn not in sigmas:
+            sigmas[fqn] = parameter_rms(value)
+        return value / sigmas[fqn]
+
+    return prepare
+
+
+def parameter_rms(value: Tensor) -> float:
+    """RMS of a parameter's entries that are not zero, to about 1 %; 1 for one without any.
+
+    Layers of one kind are drawn with RMS values that differ by less, and sharing one lets their
+    learning rates share a parameter group in a step.
+
+    The row of a padding token is zero by choice and no part of the distribution.
+    """
+    with torch.no_grad():
+        value = whole(value)
+        nonzero = int(torch.count_nonzero(value))
+        if nonzero == 0:
+            return 1.0
+        rms = float(root_mean_square(value)) * (value.numel() / nonzero) ** 0.5
+    if not 0.0 < rms < float("inf"):
+        return 1.0
+    return 2.0 ** (round(math.log2(rms) * _STEPS_PER_OCTAVE) / _STEPS_PER_OCTAVE)
+
+
+def whole(parameter: Tensor) -> Tensor:
+    """All elements of a parameter; of one that is sharded, all ranks have to ask for them."""
+    gather = getattr(parameter, "full_tensor", None)
+    return parameter if gather is None else gather()
+
+
+def set_to_unit_scale(
+    module: nn.Module, plans: Mapping[str, ParameterPlan]
+) -> dict[str, ParameterPlan]:
+    """Divide each parameter that is to be scaled by its RMS, in place, and zero the biases."""
+    parameters = dict(module.named_parameters())
+    scaled = {}
+    with torch.no_grad():
+        for fqn, plan in plans.items():
+            info = plan.info
+            if plan.action == "scaled":
+                sigma = parameter_rms(parameters[fqn])
+                parameters[fqn].div_(sigma)
+                info = replace(info, sigma=sigma)
+            elif plan.action == "zeroed":
+                parameters[fqn].zero_()
+            scaled[fqn] = replace(plan, info=info)
+    return scaled
+
+
+def already_at_unit_scale(module: nn.Module, plans: Mapping[str, ParameterPlan]) -> bool:
+    """Whether the weights of a module look like ones that have been set to RMS 1 before.
+
+    The largest RMS that is common in plain models is ``sqrt(2 / fan_in)`` (He et al., arXiv
+    1502.01852). Whichever of that and 1 most of the weights are nearer to, on a logarithmic scale,
+    decides; the narrowest ones do not tell the two apart.
+    """
+    parameters = dict(module.named_parameters())
+    votes = []
+    for fqn, plan in plans.items():
+        info = plan.info
+        # What is an embedding too may have been drawn as one, at RMS 1.
+        is_weight = info.role in (Role.HIDDEN, Role.INPUT, Role.READOUT) and not info.is_tied
+        if plan.action == "scaled" and is_weight and info.fan_in >= _TELLING_FAN_IN:
+            rms = parameter_rms(parameters[fqn])
+            votes.append(rms > (2 / info.fan_in) ** 0.25)
+    return bool(votes) and sum(votes) > len(votes) / 2
+
+
+class ParameterGradients(GraphPass):
+    """Brings the gradient of every parameter to RMS 1 by a power of two of its own.
+
+    An optimizer that divides by the size of the gradient does not notice; it keeps 16-bit gradients
+    in range, and gives SGD gradients of the size that its rule for learning rates is made for.
+
+    A hook on the parameter does it, not an operation in a graph: it sees the sum of all gradients,
+    also of uses that lie outside of every captured graph.
+
+    A gradient has no factor until it is not zero for the first time. :meth:`scale_new` gives it one
+    then, before an optimizer has seen anything of it.
+    """
+
+    name = "parameter gradients at RMS 1"
+    phase = Phase.REWRITE
+
+    def __init__(self, *, ends_backward: bool = False) -> None:
+        self.ends_backward = ends_backward
+        self.log2_factors: dict[str, int] = {}  # by path of the parameter
+        self.num_accumulated = 1  # batches, when gradients were measured
+        self.measures_late = False  # gradients without a factor may still get one
+        self._log2_shift = 0
+        # Factors of the last step, on their way: the parameters, and what is read of each.
+        self._sent: tuple[list[str], HostCopy] | None = None
+        # Parameters whose gradients have come in this backward pass, and have no factor.
+        self._arrived: dict[str, Tensor] = {}
+        self._hooks: MutableMapping[Tensor, RemovableHandle] = WeakTensorKeyDictionary()
+
+    def run(self, graph: StepGraph) -> tuple[str, ...]:
+        """Leave the graph as it is."""
+        return (f"gradients of {len(self.log2_factors)} parameters",)
+
+    def before_step(self, module: nn.Module) -> None:
+        """Have a hook on every parameter, also on one that was put in another's place."""
+        for fqn, parameter in module.named_parameters():
+            if parameter.requires_grad and parameter not in self._hooks:
+                self._hooks[parameter] = parameter.register_hook(_Factor(self, fqn, parameter))
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for handle in self._hooks.values():
+            handle.remove()
+        self._hooks.clear()
+
+    def clear(self) -> None:
+        """Leave gradients as they are, until they have been measured."""
+        self.log2_factors.clear()
+        self.measures_late, self._sent = False, None
+
+    def start(self, num_accumulated: int) -> None:
+        """Begin to give factors, or follow a number of accumulated batches that has changed."""
+        if not self.log2_factors:
+            self.num_accumulated, self.measures_late = num_accumulated, True
+        # The mean over n batches, which are nearly independent, shrinks by sqrt(n).
+        self._log2_shift = round(math.log2(num_accumulated / self.num_accumulated) / 2)
+
+    def _seen(self, fqn: str, gradient: Tensor, parameter: Tensor | None = None) -> Tensor:
+        """A gradient that has just been made, times its factor."""
+        if self.ends_backward and self.measures_late and fqn not in self.log2_factors:
+            self.settle()
+            if fqn not in self.log2_factors and parameter is not None:
+                self._arrived[fqn] = parameter
+                after_backward(self._scale_arrived)
+        exponent = self.log2_factors.get(fqn, 0)
+        if fqn in self.log2_factors:
+            exponent += self._log2_shift
+        return gradient if exponent == 0 else gradient * 2.0**exponent
+
+    def scale_new(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Bring gradients without a factor to RMS 1; the device is not waited for."""
+        gradients = {fqn: self._new_gradient(fqn, parameter) for fqn, parameter in parameters}
+        new = {fqn: grad for fqn, grad in gradients.items() if grad is not None}
+        sent = None
+        if new:
+            rms = torch.stack([_plain_rms(whole(grad)) for grad in new.values()])
+            exponents = self._exponents_of(list(new), rms)
+            for grad, exponent in zip(new.values(), exponents, strict=True):
+                # A rank has a part of a gradient that is sharded.
+                _multiply(stored_elements(grad), torch.exp2(exponent.nan_to_num()))
+            sent = (list(new), HostCopy(exponents))
+        # Those of the last step come after this one, whose backward pass did not have them.
+        self.settle()
+        self._sent = sent
+
+    def _scale_arrived(self) -> None:
+        # Called for each of them; all are scaled at the first call, with what they are beside.
+        arrived, self._arrived = self._arrived, {}
+        if arrived:
+            self.scale_new(arrived.items())
+
+    def settle(self) -> None:
+        """Take over the factors of the last step, which backward passes have from now on."""
+        if self._sent is not None:
+            (names, copy), self._sent = self._sent, None
+            for fqn, exponent in zip(names, copy.numbers().tolist(), strict=True):
+                if math.isfinite(exponent):
+                    self.log2_factors.setdefault(fqn, int(exponent) - self._log2_shift)
+
+    def _new_gradient(self, fqn: str, parameter: Tensor) -> Tensor | None:
+        grad = parameter.grad
+        if not self.measures_late or fqn in self.log2_factors or grad is None:
+            return None
+        is_plain = grad.is_floating_point() and grad.layout is torch.strided
+        # One that may be differentiated again keeps its value.
+        return grad.detach() if is_plain and not grad.requires_grad else None
+
+    def _exponents_of(self, names: Sequence[str], rms: Tensor) -> Tensor:
+        """Exponents of the factors; NaN where a gradient is still zero, or not finite."""
+        rms = torch.where(rms.isfinite() & (rms > 0), rms, math.nan)
+        known: dict[str, float] = {}
+        for fqn, exponent in self.log2_factors.items():
+            module = _module_of(fqn)
+            known[module] = max(known.get(module, 0.0), math.ldexp(1.0, -exponent))
+        modules = [_module_of(fqn) for fqn in names]
+        new: dict[str, Tensor] = {}
+        for module, number in zip(modules, rms.nan_to_num().unbind(), strict=True):
+            new[module] = number if module not in new else number.maximum(new[module])
+        before = [known.get(module, 0.0) for module in modules]
+        largest = torch.stack([new[module] for module in modules])
+        largest = largest.maximum(numbers_on(rms.device, before, rms.dtype))
+        total = torch.where(rms < _ROUNDING * largest, largest, rms)
+        return -torch.log2(total).round().clamp(-_MAX_LOG2, _MAX_LOG2)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the hooks: what cannot be pickled is the captured step, and it says so."""
+        self.settle()
+        names = ("ends_backward", "log2_factors", "num_accumulated", "measures_late")
+        return {name: getattr(self, name) for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]
+        self.__dict__.update(state)
+
+
+def zero_gradients(*args: Any, **kwargs: Any) -> None:
+    """Give every leaf that a loss depends on a gradient of zeros, if it has none.
+
+    A step under manual optimization may read ``parameter.grad`` after its backward pass: to clip by
+    hand, to log a norm. The pass itself must not run in a rehearsal: the hooks of DDP would wait
+    for other ranks. What the loss does not depend on keeps ``None``, as after a real backward pass.
+    An embedding's is sparse where the real one will be.
+    """
+    roots = (tensor.grad_fn for tensor in tensors_in((args, kwargs)))
+    operations = list(autograd_operations(roots))
+    embedded = (
+        source
+        for node in operations
+        if getattr(node, "_saved_sparse", False)
+        for source, _ in node.next_functions
+    )
+    # A rehearsal may have multiplied the weight by a factor.
+    sparse = set(autograd_operations(embedded))
+    for node in operations:
+        # Only the node that adds to the gradient of a leaf has a variable.
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Tensor) and variable.grad is None:
+            zeros = torch.zeros_like(variable)
+            variable.grad = zeros.to_sparse(1) if node in sparse else zeros
+
+
+def _multiply(gradient: Tensor, factor: Tensor) -> None:
+    """Multiply a gradient in place by a number that need not be one of its type."""
+    if gradient.dtype is torch.float16:
+        gradient.copy_(gradient.float() * factor.float())
+    else:
+        gradient.mul_(factor.to(gradient.dtype))
+
+
+def _plain_rms(gradient: Tensor) -> Tensor:
+    """The RMS of a gradient as a plain tensor; of a subclass only the number is known to be one."""
+    rms = root_mean_square(gradient)
+    return rms if type(rms) is Tensor else torch.tensor(float(rms), device=rms.device)
+
+
+def _module_of(fqn: str) -> str:
+    return fqn.rpartition(".")[0]
+
+
+class _Factor:
+    """The hook of one parameter; it keeps neither that nor the pass, and so the module, alive."""
+
+    # A parameter that is saved goes without it, and torch need not warn of that.
+    __torch_unserializable__ = True
+
+    def __init__(self, owner: ParameterGradients, fqn: str, parameter: Tensor) -> None:
+        self._owner = weakref.ref(owner)
+        self._fqn = fqn
+        self._parameter = weakref.ref(parameter)
+
+    def __call__(self, gradient: Tensor | None) -> Tensor | None:
+        owner = self._owner()
+        if owner is None or gradient is None:
+            return gradient
+        return owner._seen(self._fqn, gradient, self._parameter())

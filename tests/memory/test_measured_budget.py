@@ -1,0 +1,120 @@
+"""Plans of a step of several graphs, by a measurement of it, against the allocator's own events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_unitscale.capture.dynamo_capture import compile_function
+from lightning_unitscale.memory.measured_budget import MeasuredPartitioner, MeasuredStep
+from lightning_unitscale.memory.real_memory import PeakMeter
+from lightning_unitscale.remat import aot_backend
+
+NUM_BLOCKS = 4
+
+
+class _Step:
+    """A step whose blocks are captured one by one, by the same code, and whose loss is not."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16), nn.Tanh())
+            for _ in range(NUM_BLOCKS)
+        )
+        self.input = torch.randn(40, 16)
+
+    def capture(self, partitioner: MeasuredPartitioner) -> None:
+        """Capture it, again if it was captured before."""
+        torch._dynamo.reset()
+
+        def block(module: nn.Module, x: Tensor) -> Tensor:
+            return module(x)
+
+        self.block: Callable[..., Tensor] = compile_function(block, aot_backend(partitioner))
+
+    def __call__(self, x: Tensor) -> list[Tensor]:
+        self.blocks.zero_grad()
+        for module in self.blocks:
+            x = self.block(module, x)
+        x.exp().sum().backward()
+        return [param.grad for param in self.blocks.parameters() if param.grad is not None]
+
+    def measured(self, partitioner: MeasuredPartitioner) -> PeakMeter:
+        """Measure one step; another goes before, so that what it leaves is known."""
+        self(self.input)
+        meter = partitioner.meter = PeakMeter(torch.device("cpu"))
+        meter.start()
+        grads = self(self.input)
+        meter.mark([list(self.blocks.parameters()), grads, self.input])
+        del grads
+        self(self.input)
+        self.peak = meter.stop()
+        partitioner.meter = None
+        return meter
+
+
+def _planned(budget: Any) -> tuple[_Step, MeasuredPartitioner]:
+    step, partitioner = _Step(), MeasuredPartitioner(budget)
+    step.capture(partitioner)
+    partitioner.plan(step.measured(partitioner).parts)
+    step.capture(partitioner)
+    return step, partitioner
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.8, 0.75, "min_cut"])
+def test_the_prediction_is_what_is_measured(budget: Any) -> None:
+    step, partitioner = _planned(budget)
+    step.measured(partitioner)
+    assert {report.peak_bytes for report in partitioner.reports} == {step.peak}
+
+
+def test_a_share_is_of_the_step_without_it() -> None:
+    whole, _ = _planned(1.0)
+    grads = whole(whole.input)
+    whole.measured(MeasuredPartitioner(1.0))
+    share, partitioner = _planned(0.75)
+    share.measured(partitioner)
+    assert share.peak <= 0.75 * whole.peak
+    assert all(map(torch.equal, share(share.input), grads))
+
+
+def test_nothing_could_be_faster_alone() -> None:
+    step, partitioner = _Step(), MeasuredPartitioner(0.5)
+    step.capture(partitioner)
+    parts = step.measured(partitioner).parts
+    measured = MeasuredStep(parts, partitioner.graphs)
+    assert sum(measured.calls.values()) == NUM_BLOCKS
+    top, bottom = (measured.peak_bytes(each) for each in (measured.default, measured.lowest))
+    assert bottom <= max(peak for _, peak in parts) < top
+    for limit in (bottom, (bottom + top) // 2, top - 1, top):
+        chosen = measured.fastest(limit)
+        assert measured.peak_bytes(chosen) <= limit
+        for name, graph in measured.graphs.items():
+            for choice in graph.all:
+                if choice.plan.seconds < chosen[name].plan.seconds:
+                    assert measured.peak_bytes({**chosen, name: choice}) > limit
+
+
+def test_a_batch_of_another_size_keeps_the_least() -> None:
+    step, partitioner = _planned(1.0)
+    saved = [report.saved_bytes for report in partitioner.reports]
+    assert min(saved) > 0
+    step(step.input[:30])
+    assert "captured later, for batches of other sizes, keep the least" in partitioner.table()
+    with pytest.warns(UserWarning, match=r"budget=1\.0: a graph was captured after the step"):
+        step(torch.randn(80, 16))
+
+
+def test_below_the_floor() -> None:
+    step, partitioner = _Step(), MeasuredPartitioner(1)
+    step.capture(partitioner)
+    parts = step.measured(partitioner).parts
+    with pytest.raises(
+        ValueError, match=r"achievable peak is .* bytes\), of a step that was measured"
+    ):
+        partitioner.plan(parts)

@@ -1,0 +1,66 @@
+"""Steps around a pipeline on two CPU processes: the training of one device, on the whole batch."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.launch import run_ranks
+from tests.pipeline.around_run import CASES
+
+CAPTURED = {"captured"}
+SCHEDULES = ["own loss:ZBVZeroBubble", "tokens:InterleavedZeroBubble", "captured:ZBVZeroBubble"]
+# Numbers are drawn from another state than on one device.
+RANDOM = {"mixed"}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Folders in which the same cases were trained on one device and on two."""
+    folders = {n: tmp_path_factory.mktemp(f"ranks-{n}") for n in (1, 2)}
+    cases = {1: list(CASES), 2: [*CASES, *SCHEDULES]}
+
+    def run(num_ranks: int) -> None:
+        run_ranks(
+            "tests.pipeline.around_run", folders[num_ranks], str(num_ranks), *cases[num_ranks],
+            num_ranks=num_ranks, timeout=240,
+        )  # fmt: skip
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(run, folders))
+    return folders
+
+
+def _found(runs: dict[int, Path], num_ranks: int, case: str, rank: int = 0) -> dict[str, Any]:
+    return torch.load(runs[num_ranks] / f"{case}-{rank}.pt", weights_only=False)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("case", [*sorted({*CASES} - RANDOM), *SCHEDULES])
+def test_the_training_of_one_device(case: str, runs: dict[int, Path]) -> None:
+    expected = _found(runs, 1, case.partition(":")[0])
+    for rank in range(2):
+        found = _found(runs, 2, case, rank)
+        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-6)
+        assert found["metrics"].keys() == expected["metrics"].keys()
+        for name, one in found["metrics"].items():
+            assert one.item() == pytest.approx(expected["metrics"][name].item(), rel=2e-6), name
+        for name, one in found["weights"].items():
+            torch.testing.assert_close(one, expected["weights"][name], rtol=1e-4, atol=1e-5)
+        around = any("only the module that the step calls" in text for text in found["warnings"])
+        assert around == (rank == 0 and case.partition(":")[0] not in CAPTURED)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_all_ranks_draw_the_same_order(runs: dict[int, Path]) -> None:
+    found = [_found(runs, 2, "mixed", rank) for rank in range(2)]
+    assert found[0]["losses"] == found[1]["losses"]
+    assert len(set(found[0]["losses"])) == len(found[0]["losses"])

@@ -1,0 +1,141 @@
+"""The owners of parameters, and cuts that follow them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_unitscale.pipeline import Pipe, SplitPoint, balanced_split, pipeline
+from lightning_unitscale.pipeline.stage_owners import Ownership
+
+
+class Layers(nn.Module):
+    """Six layers; the order of the last two, and what else is used, are Python state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+        self.extra = nn.Linear(16, 16)
+        self.register_buffer("table", torch.ones(16))
+        self.register_buffer("seen", torch.zeros(()))
+        self.backwards = self.uses_extra = self.ties = False
+        self.reads_table_at, self.counts_at = 0, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(reversed(self.layers) if self.backwards else self.layers):
+            x = layer(x).tanh()
+            if self.uses_extra and index == 4:
+                x = self.extra(x)
+            if index == self.reads_table_at:
+                x = x * self.table
+            if index == self.counts_at:
+                self.seen.add_(1)
+        if self.ties:
+            x = self.layers[0](x)
+        return x
+
+
+def _cut(module: nn.Module, at: int = 1, size: int = 8) -> Pipe:
+    """Cut far off the middle: no policy would."""
+    spec = {f"layers.{at}": SplitPoint.BEGINNING}
+    return pipeline(module, torch.ones(size, 16), split_spec=spec)
+
+
+def _first(module: nn.Module) -> Ownership:
+    owners = Ownership(module, 2, lambda stage: stage)
+    assert not owners.is_settled
+    owners.note(_cut(module))
+    return owners
+
+
+def _layers(pipe: Pipe) -> list[set[str]]:
+    return [{one.rpartition(".")[0] for one in info.parameters} for info in pipe.info().stages]
+
+
+def test_a_later_graph_is_cut_where_the_owners_change() -> None:
+    module = Layers()
+    owners = _first(module)
+    x = torch.randn(4, 16)
+    balanced = pipeline(module, x, split_policy=balanced_split(2))
+    assert _layers(balanced)[0] == {"layers.0", "layers.1", "layers.2"}
+    pipe = pipeline(module, x, split_policy=owners.policy())
+    assert _layers(pipe)[0] == {"layers.0"}
+    assert torch.equal(pipe(x), module(x))
+    before = owners.names
+    owners.note(pipe)
+    assert owners.names == before
+    assert before[0] == {"layers.0.weight", "layers.0.bias"}
+
+
+def test_a_parameter_that_is_used_later_gets_an_owner() -> None:
+    module = Layers()
+    owners = _first(module)
+    assert not any("extra.weight" in one for one in owners.names)
+    module.uses_extra = True
+    owners.note(pipeline(module, torch.ones(8, 16), split_policy=owners.policy()))
+    assert ["extra.weight" in one for one in owners.names] == [False, True]
+
+
+def test_a_replica_stays_one_where_it_is_not_used() -> None:
+    module = Layers()
+    module.ties = True
+    owners = _first(module)
+    tied = {"layers.0.weight": (0, 1), "layers.0.bias": (0, 1)}
+    assert owners.replicas() == tied
+    module.ties = False
+    owners.note(pipeline(module, torch.ones(8, 16), split_policy=owners.policy()))
+    assert owners.replicas() == tied
+    assert {"layers.0.weight", "layers.5.bias"} <= owners.parameters_of(1).keys()
+
+
+def test_pipelines_share_the_steps() -> None:
+    """By bytes on every rank, frozen parameters apart, and each in one pipeline for good."""
+    module = Layers()
+    module.ties = True
+    module.layers[4].requires_grad_(False)
+    owners = Ownership(module, 2, lambda stage: stage, num_shares=2)
+    owners.note(_cut(module, at=3))
+    before = dict(owners.steppers)
+    parameters = dict(module.named_parameters())
+    assert before.keys() == parameters.keys() - {"extra.weight", "extra.bias"}
+    for owned in owners.names:
+        shares = [0, 0]
+        for name in owned:
+            shares[before[name]] += parameters[name].numel() * parameters[name].requires_grad
+        # Three layers of 16 x 16, of which both ranks have the first.
+        assert sorted(shares) == [256 + 3 * 16, 2 * 256]
+    module.uses_extra = True
+    owners.note(pipeline(module, torch.ones(8, 16), split_policy=owners.policy()))
+    assert owners.steppers.keys() == parameters.keys()
+    assert before.items() <= owners.steppers.items()
+
+
+def test_another_order_of_the_layers_is_refused() -> None:
+    module = Layers()
+    owners = _first(module)
+    module.backwards = True
+    with pytest.raises(RuntimeError, match="no cuts leave them on the ranks that own them"):
+        pipeline(module, torch.ones(8, 16), split_policy=owners.policy())
+
+
+def test_marks_that_move_parameters_are_refused() -> None:
+    module = Layers()
+    owners = _first(module)
+    before = owners.names
+    with pytest.raises(RuntimeError, match=r"\['layers.1.bias', 'layers.1.weight'\] would be used"):
+        owners.note(_cut(module, at=2))
+    assert owners.names == before
+
+
+def test_a_buffer_may_be_read_anywhere_but_not_where_another_rank_writes_it() -> None:
+    module = Layers()
+    module.counts_at = 0
+    owners = _first(module)
+    assert "seen" in owners.names[0]
+    assert not any("table" in one for one in owners.names)
+    module.reads_table_at = 3
+    owners.note(_cut(module))
+    module.counts_at = 4
+    with pytest.raises(RuntimeError, match=r"\['seen'\] would be used by other ranks"):
+        owners.note(_cut(module))
