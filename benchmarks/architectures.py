@@ -2,7 +2,7 @@
 
 For every architecture of ``model_zoo.py``: whether it runs, whether loss and
 gradients are the plain model's bit for bit, and how near to RMS 1 the operands of the matrix
-products are. Operands are what torch's own kernels read, forward and backward, below everything
+matmuls are. Operands are what torch's own kernels read, forward and backward, below everything
 that the package does.
 
     python benchmarks/architectures.py                # all of them, one table, one JSON file
@@ -34,11 +34,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import torch
 import transformers
+from benchmarks.executed_matmuls import below, below_all_kernels, operands_read
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.architecture_tables import Result, Shares, markdown, summary, table
-from benchmarks.executed_products import below, below_all_kernels, operands_read
 from benchmarks.model_zoo import CORE, ZOO
 from lightning_unitscale import transforms
 from lightning_unitscale.transforms import lossless_unit_scale
@@ -57,22 +57,22 @@ _BACKWARD = {
 
 @dataclass
 class Operands:
-    """RMS of operands of executed products, with the operator that read each one."""
+    """RMS of operands of executed matmuls, with the operator that read each one."""
 
     forward: list[tuple[str, float]] = field(default_factory=list)
     stored: list[tuple[str, float]] = field(default_factory=list)
     gradients: list[tuple[str, float]] = field(default_factory=list)
 
 
-# What kind of operand a product is about to read, and the operator that the model asked for.
+# What kind of operand a matmul is about to read, and the operator that the model asked for.
 _Group = list[tuple[str, float]]
 _Expected = tuple[_Group | None, str]
 
 
-class ProductObserver(TorchDispatchMode):
-    """Reads the operands of all matrix products that run under it.
+class MatmulObserver(TorchDispatchMode):
+    """Reads the operands of all matmuls that run under it.
 
-    A backward product reads stored operands and a gradient. A stored operand is known by its
+    A backward matmul reads stored operands and a gradient. A stored operand is known by its
     memory, which is kept alive so that it cannot be given to another tensor. The mode tells which
     is which by the tensors that autograd hands over; how large an operand is, the kernel below
     tells, which may get a copy in other units.
@@ -128,9 +128,9 @@ class ProductObserver(TorchDispatchMode):
 
 
 @contextmanager
-def observer_below() -> Iterator[ProductObserver]:
+def observer_below() -> Iterator[MatmulObserver]:
     """An observer of modules that are scaled, run and gone within this context."""
-    observer = ProductObserver()
+    observer = MatmulObserver()
     with below_all_kernels(observer.see):
         yield observer
 
@@ -187,9 +187,9 @@ def run_step(model: nn.Module, inputs: Mapping[str, Any]) -> Step:
 
 
 def observe_step(
-    model: nn.Module, inputs: Mapping[str, Any], observer: ProductObserver | None = None
+    model: nn.Module, inputs: Mapping[str, Any], observer: MatmulObserver | None = None
 ) -> Operands:
-    """Operands of every product of one forward and backward pass.
+    """Operands of every matmul of one forward and backward pass.
 
     Args:
         model: The model.
@@ -198,7 +198,7 @@ def observe_step(
             model may be scaled already.
     """
     if observer is None:
-        own = ProductObserver()
+        own = MatmulObserver()
         with below(model, own.see):
             return observe_step(model, inputs, own)
     model.zero_grad()
@@ -264,7 +264,7 @@ def examine(name: str, *, verbose: bool = False) -> Result:
         return _examine(name, observer, verbose=verbose)
 
 
-def _examine(name: str, observer: ProductObserver, *, verbose: bool) -> Result:
+def _examine(name: str, observer: MatmulObserver, *, verbose: bool) -> Result:
     result = Result(name)
     start = time.perf_counter()
     model, inputs = ZOO[name]()

@@ -1,4 +1,4 @@
-"""Does a model that its user compiled keep its bits when its products run in units?
+"""Does a model that its user compiled keep its bits when its matmuls run in units?
 
 For architectures of ``model_zoo.py`` in training mode: ``model.compile()``, then three steps of SGD
 in FP32. The plain model runs twice, since some do not repeat themselves; then one with
@@ -86,7 +86,7 @@ def compare(name: str) -> dict[str, Any]:
     pairs = list(zip(ours, plain, strict=True))[:first_step]
     return {
         "architecture": name,
-        "products in units": f"{coverage.num_in_units} of {coverage.num_products}",
+        "matmuls in units": f"{coverage.num_in_units} of {coverage.num_matmuls}",
         "tensors": len(plain),
         "plain again": sum(same_bits(a, b) for a, b in zip(again, plain, strict=True)),
         "with units": sum(equal),

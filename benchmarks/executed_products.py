@@ -1,4 +1,4 @@
-"""What torch's own kernels of matrix products read on a CPU, whoever calls them.
+"""What torch's own kernels of matmuls read on a CPU, whoever calls them.
 
 A dispatch mode sees what a model asks for. Unit scaling exchanges kernels, so that what is
 multiplied is known below them only.
@@ -15,12 +15,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_unitscale.capture.captured_copy import products_of
+from lightning_unitscale.capture.captured_copy import matmuls_of
 from lightning_unitscale.matmuls.kernels import num_overridden
 from lightning_unitscale.matmuls.torch_internals import Kernel, KernelOverrides
 
-# Where the matrix operands of ATen's products stand.
-PRODUCT_OPERANDS = {
+# Where the matrix operands of ATen's matmuls stand.
+MATMUL_OPERANDS = {
     "aten::mm": (0, 1),
     "aten::bmm": (0, 1),
     "aten::mv": (0, 1),
@@ -44,22 +44,22 @@ def operands_read(name: str, args: Sequence[Any]) -> tuple[int, ...]:
     """Positions of the matrices that a call reads: not all for some of a convolution's gradients.
 
     Args:
-        name: Of the operator, such as ``aten::mm``; others than products read none.
+        name: Of the operator, such as ``aten::mm``; others than matmuls read none.
         args: Arguments of the call.
     """
     if name != "aten::convolution_backward":
-        return PRODUCT_OPERANDS.get(name, ())
+        return MATMUL_OPERANDS.get(name, ())
     of_input, of_weight, _ = args[10]
     read = ((1,) if of_weight else ()) + ((2,) if of_input else ())
     return (0, *read) if read else ()
 
 
-# Called with the name of a product's operand, such as ``aten::mm[0]``, and the operand.
+# Called with the name of a matmul's operand, such as ``aten::mm[0]``, and the operand.
 See = Callable[[str, Tensor], None]
 
 
 def has_torchs_own_kernels() -> bool:
-    """Whether no product is overridden, but by modules in units that nobody holds any more."""
+    """Whether no matmul is overridden, but by modules in units that nobody holds any more."""
     if num_overridden():
         gc.collect()  # only then: it takes long where there are many objects
     return num_overridden() == 0
@@ -67,7 +67,7 @@ def has_torchs_own_kernels() -> bool:
 
 @contextmanager
 def below_all_kernels(see: See) -> Iterator[None]:
-    """Within this context ``see`` gets what torch's own kernels of products read, in every thread.
+    """Within this context ``see`` gets what torch's own kernels of matmuls read, in every thread.
 
     Below whatever else has kernels of its own, so nothing may have any when it begins or ends. A
     kernel within a kernel is not seen.
@@ -90,7 +90,7 @@ def below_all_kernels(see: See) -> Iterator[None]:
 
         return kernel
 
-    for name in PRODUCT_OPERANDS:
+    for name in MATMUL_OPERANDS:
         overrides.put(name.removeprefix("aten::"), functools.partial(watched, name))
     try:
         yield
@@ -104,18 +104,18 @@ def below_all_kernels(see: See) -> Iterator[None]:
 @contextmanager
 def below(module: nn.Module, see: See) -> Iterator[None]:
     """:func:`below_all_kernels`, also of a module that transforms have put in units or formats."""
-    if (products := products_of(module)) is None:
+    if (matmuls := matmuls_of(module)) is None:
         with below_all_kernels(see):
             yield
         return
-    products.detach()
+    matmuls.detach()
     try:
         with below_all_kernels(see):
-            products.attach_again()
+            matmuls.attach_again()
             try:
                 yield
             finally:
-                products = products_of(module)
-                products.detach()
+                matmuls = matmuls_of(module)
+                matmuls.detach()
     finally:
-        products.attach_again()
+        matmuls.attach_again()

@@ -143,11 +143,11 @@ def without_fp8(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     Args:
         rows: Of :func:`measure`.
     """
-    plain = {(row["module"], row["hidden size"]): row for row in rows if row["products"] == PLAIN}
+    plain = {(row["module"], row["hidden size"]): row for row in rows if row["matmuls"] == PLAIN}
     return [
-        f"{row['products']} ({row['module']}, {row['hidden size']})"
+        f"{row['matmuls']} ({row['module']}, {row['hidden size']})"
         for row in rows
-        if row["products"] != PLAIN
+        if row["matmuls"] != PLAIN
         and any(
             row[error] <= plain[row["module"], row["hidden size"]][error]
             for error in ("error", "gradient error")
@@ -172,7 +172,7 @@ def measure(kind: str, width: int, tokens: int) -> list[dict[str, object]]:
         {
             "module": kind,
             "hidden size": width,
-            "products": name,
+            "matmuls": name,
             "ms": round(milliseconds[name], 3),
             "speed-up": round(milliseconds[PLAIN] / milliseconds[name], 3),
             "MiB kept": round(kept[name] / 2**20, 1),

@@ -309,7 +309,7 @@ def _with_budget(bench: Bench, budget: float) -> dict[str, Any]:
 
 
 def fp8(bench: Bench) -> Iterator[dict[str, Any]]:
-    """Rows of ``fp8_matmul.py``; none where the device has no such products."""
+    """Rows of ``fp8_matmul.py``; none where the device has no such matmuls."""
     if bench.device.type == "cuda" and why_no_fp8(bench.device) is None:
         with bench.alone("fp8"):
             rows = measure_fp8("block", 4096, 16384)

@@ -55,7 +55,7 @@ def main() -> None:
         seconds = interleaved(
             steps, rounds=options.rounds, warmup=options.warmup, clock=time.process_time
         )
-        number = callback.coverage.num_products
+        number = callback.coverage.num_matmuls
     rounds = zip(seconds["plain"], seconds["default"], seconds["linear"], strict=True)
     each = [((ours - plain) / number, linear / REPEATS) for plain, ours, linear in rounds]
     row = {

@@ -189,7 +189,7 @@ def _run(loop: str, variant: str, connection: Connection, num_turns: int, thread
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         LOOPS[loop](module, Turns(connection, num_turns), callbacks, folder)
     # What was not applied costs nothing.
-    if callbacks and not 0 < units.coverage.num_products == units.coverage.num_in_units:
+    if callbacks and not 0 < units.coverage.num_matmuls == units.coverage.num_in_units:
         raise RuntimeError(f"{loop}: {units.coverage}")
 
 

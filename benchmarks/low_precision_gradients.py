@@ -99,7 +99,7 @@ def main() -> None:
     methods.insert(place, (first_batch, lambda now, _: stale(now)))
 
     rows: dict[str, dict[str, Any]] = {
-        one.name: {"products in": one.products, "scaling": one.scaling} for one, _ in methods
+        one.name: {"matmuls in": one.matmuls, "scaling": one.scaling} for one, _ in methods
     }
     batch = first
     for step in range(max(args.steps) + 1):

@@ -1,7 +1,7 @@
-"""Train the demo's GPT with its matrix products in ever lower precision, in every way of doing so.
+"""Train the demo's GPT with its matmuls in ever lower precision, in every way of doing so.
 
 The model, the text and the optimizer are those of ``configs/gpt_unit_scaled.yaml``; formats are
-simulated, so that any machine gives the numbers. What differs is what the products read:
+simulated, so that any machine gives the numbers. What differs is what the matmuls read:
 
 - ``BF16``, ``FP16``, ``E4M3/E5M2``, ... "plain": operands and gradients rounded as they are;
 - "dynamic": as torchao's tensorwise float8 training scales them, each tensor by the format's
@@ -11,7 +11,7 @@ simulated, so that any machine gives the numbers. What differs is what the produ
   multiplied before the rounding by numbers in (1/2, 1] that are others at every step;
 - "rules": the model unit-scaled by rules, with learning rates that keep its relative updates, which
   is another model whose best rate is elsewhere; "u-mup": at the rate of ``configs/gpt_u_mup.yaml``;
-- "real FP8": linear layers through FP8 products, as a GPU runs them, and other products in FP32.
+- "real FP8": linear layers through FP8 matmuls, as a GPU runs them, and other matmuls in FP32.
 
 The setting is one in which naive low precision visibly suffers: a loss that is a mean over all
 bytes of a batch and weights of standard deviation 0.02 put gradients near 1e-6 and below, for which
@@ -46,11 +46,11 @@ from benchmarks.measure import RESULTS, machine
 from examples.gpt import GPT
 from examples.text import TextDataModule
 from lightning_unitscale.callbacks.step_schedules import RecalibrationSchedule
-from lightning_unitscale.capture.captured_copy import products_of
+from lightning_unitscale.capture.captured_copy import matmuls_of
 from lightning_unitscale.capture.module_steps import steps_of
 from lightning_unitscale.capture.name_patterns import NamePatterns
 from lightning_unitscale.formats import NumberFormat, get_format
-from lightning_unitscale.matmuls.execute import Product
+from lightning_unitscale.matmuls.execute import Matmul
 from lightning_unitscale.matmuls.rounding import Numerics
 from lightning_unitscale.matmuls.scaled_methods import AttachedSession
 from lightning_unitscale.matmuls.torch_internals import Kernel
@@ -107,13 +107,11 @@ class DynamicScaling(Numerics):
         self.powers_of_two = powers_of_two
         self.fwd_format, self.bwd_format = get_format(fwd_format), get_format(bwd_format)
 
-    def why_not(self, product: Product, *_: Any) -> str | None:
-        return self.patterns.why_not(product.site.name, product.site.module) or None
+    def why_not(self, matmul: Matmul, *_: Any) -> str | None:
+        return self.patterns.why_not(matmul.site.name, matmul.site.module) or None
 
-    def run(
-        self, product: Product, original: Kernel, args: list[Any], kwargs: dict[str, Any]
-    ) -> Any:
-        for position, _, is_gradient, _ in product.places():
+    def run(self, matmul: Matmul, original: Kernel, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        for position, _, is_gradient, _ in matmul.places():
             format = self.bwd_format if is_gradient else self.fwd_format
             args[position] = _scaled_to_range(args[position], format, self.powers_of_two)
         return original(*args, **kwargs)
@@ -132,7 +130,7 @@ def _scaled_to_range(tensor: Tensor, format: NumberFormat, powers_of_two: bool) 
 class Method:
     """A row of the table."""
 
-    products: str
+    matmuls: str
     scaling: str
     make: Callable[[Loss, Batch], nn.Module]
     dtype: torch.dtype = torch.float32
@@ -141,7 +139,7 @@ class Method:
 
     @property
     def name(self) -> str:
-        return f"{self.products}, {self.scaling}"
+        return f"{self.matmuls}, {self.scaling}"
 
 
 def _plain(forward: str, backward: str, **options: Any) -> Callable[[Loss, Batch], nn.Module]:
@@ -178,7 +176,7 @@ def _real_fp8(exclude: str | None) -> Callable[[Loss, Batch], nn.Module]:
 
 SR: dict[str, Any] = {"rounding": "stochastic"}
 FP8, E4M3 = ("E4M3FN", "E5M2"), ("E4M3FN", "E4M3FN")
-# What is usually left out of FP8: attention's two products, and the readout.
+# What is usually left out of FP8: attention's two matmuls, and the readout.
 ATTENTION, READOUT = ("*.scaled_dot_product_attention",), ("*head.linear",)
 BEYOND_LINEARS = ATTENTION + READOUT
 # What u-muP's authors leave out as well (arXiv 2407.17465): the last layer of every branch.
@@ -376,7 +374,7 @@ def evaluate(module: nn.Module, batches: list[Batch]) -> float:
 
 def take_new_units(module: nn.Module, batch: Batch) -> None:
     """Measure a lossless module again, as the callback does when an operand left [1/4, 4]."""
-    products_of(module).measure(batch, {})
+    matmuls_of(module).measure(batch, {})
 
 
 _texts: list[Any] = []
@@ -438,7 +436,7 @@ def table(results: Losses, checkpoints: Losses) -> list[dict[str, Any]]:
         exact = [loss / reference[seed] for seed, loss in found.items()]
         rows.append(
             {
-                "products in": method.products,
+                "matmuls in": method.matmuls,
                 "scaling": method.scaling,
                 "validation loss": round(statistics.fmean(losses.values()), 4),
                 "spread": round(max(losses.values()) - min(losses.values()), 4),
@@ -464,7 +462,7 @@ def plot(curves: dict[str, list[float]], setting: str, path: Path) -> None:
     shown |= {"dynamic, powers of two": (0, (1, 3)), "lossless, moving grid": (0, (8, 1))}
     shown["followed, moving grid"] = (0, (12, 1))
     # The reference in black, over the others: it lies below some of them.
-    colours: dict[str, Any] = {METHODS[0].products: "black"}
+    colours: dict[str, Any] = {METHODS[0].matmuls: "black"}
     figure, axes = plt.subplots(figsize=(7.5, 4.5), constrained_layout=True)
     for method in METHODS:
         if method.name not in curves:
@@ -472,7 +470,7 @@ def plot(curves: dict[str, list[float]], setting: str, path: Path) -> None:
         losses = torch.tensor(curves[method.name])
         width = max(1, len(losses) // 20)
         smooth = losses.unfold(0, width, 1).mean(1)
-        colour = colours.setdefault(method.products, f"C{len(colours)}")
+        colour = colours.setdefault(method.matmuls, f"C{len(colours)}")
         steps = range(width, width + len(smooth))
         style = shown[method.scaling]
         layer = 3 if method is METHODS[0] else 2

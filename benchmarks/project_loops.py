@@ -48,8 +48,8 @@ def examine(name: str) -> dict[str, Any]:
         about: dict[str, Any] = {"equal": difference(plain, found) or "equal"}
         about["warnings"] = sorted(found.warnings - plain.warnings)
         if found.coverage is not None:
-            about["products"] = found.coverage.num_products
-            about["products in units"] = found.coverage.num_in_units
+            about["matmuls"] = found.coverage.num_matmuls
+            about["matmuls in units"] = found.coverage.num_in_units
             about["flops in units"] = found.coverage.fraction_of_flops("units", "format")
             about["reasons"] = dict(found.coverage.reasons)
         if found.sampled:
@@ -70,8 +70,8 @@ def table_row(row: dict[str, Any]) -> dict[str, str]:
     cells["steps"] = str(row["steps"])
     for variant in list(VARIANTS)[1:]:
         cells[variant] = variants[variant].get("error") or variants[variant]["equal"]
-    if "products" in (units := variants["units"]):
-        cells["products"] = f"{units['products in units']} of {units['products']}"
+    if "matmuls" in (units := variants["units"]):
+        cells["matmuls"] = f"{units['matmuls in units']} of {units['matmuls']}"
         cells["FLOPs"] = f"{100 * units['flops in units']:.4g}%"
     if "modules" in (monitor := variants["monitor"]):
         cells["snapshots"] = str(len(monitor["sampled steps"]))
@@ -81,7 +81,7 @@ def table_row(row: dict[str, Any]) -> dict[str, str]:
 
 
 def _print_notes(row: dict[str, Any]) -> None:
-    """Why products ran plain, and what the callbacks warned of."""
+    """Why matmuls ran plain, and what the callbacks warned of."""
     for variant, found in row.get("variants", {}).items():
         if variant == "units":
             for reason, share in found.get("reasons", {}).items():

@@ -1,7 +1,7 @@
 """Modules that ship in other packages, trained with and without the callbacks.
 
 Each module trains from one seed without a callback, once more without, with the monitor, with unit
-scaling, with both, with products in simulated FP8, with a memory budget, and by the rules of u-muP.
+scaling, with both, with matmuls in simulated FP8, with a memory budget, and by the rules of u-muP.
 Losses, logged numbers and final weights of the first five are compared bit for bit; in FP8
 something has to be rounded, and by rules another model trains.
 Nothing is installed or downloaded: models have random weights, data are made here. What is missing
@@ -64,7 +64,7 @@ def examine(name: str, steps: int, variants: list[str]) -> dict[str, Any]:
 
 
 def bits_row(row: dict[str, Any]) -> dict[str, str]:
-    """What is equal, and what of the products ran in units."""
+    """What is equal, and what of the matmuls ran in units."""
     cells = {"module": f"{row['module']} ({_packages(row)})"}
     if "error" in row:
         return {**cells, "plain twice": row["error"]}
@@ -74,8 +74,8 @@ def bits_row(row: dict[str, Any]) -> dict[str, str]:
             header = "plain twice" if variant == "again" else variant
             cells[header] = variants[variant].error or variants[variant].equal
     default = variants.get("default")
-    if default is not None and default.num_products is not None:
-        cells["products"] = f"{default.num_in_units} of {default.num_products}"
+    if default is not None and default.num_matmuls is not None:
+        cells["matmuls"] = f"{default.num_in_units} of {default.num_matmuls}"
         cells["FLOPs"] = f"{100 * default.flops_in_units:.4g}%"
     fp8 = variants.get("fp8")
     if fp8 is not None:
@@ -141,7 +141,7 @@ def _number(value: float | None) -> str:
 
 
 def _print_notes(row: dict[str, Any]) -> None:
-    """Why products ran plain, and what the callbacks warned of."""
+    """Why matmuls ran plain, and what the callbacks warned of."""
     for variant, found in row.get("variants", {}).items():
         if variant == "default":
             for reason, share in found["reasons"].items():

@@ -80,15 +80,15 @@ class _Counting:
         self.flops = 0.0
 
     def __call__(self, joint_module: Any, joint_inputs: Any, **options: Any) -> Any:
-        before = sum(map(_product_flops, joint_module.graph.nodes))
+        before = sum(map(_matmul_flops, joint_module.graph.nodes))
         parts = self._partition_fn(joint_module, joint_inputs, **options)
-        after = sum(_product_flops(node) for part in parts for node in part.graph.nodes)
+        after = sum(_matmul_flops(node) for part in parts for node in part.graph.nodes)
         self.flops = after - before
         return parts
 
 
-def _product_flops(node: fx.Node) -> float:
-    """Operations of matrix products, convolutions and attention."""
+def _matmul_flops(node: fx.Node) -> float:
+    """Operations of matmuls, convolutions and attention."""
     for wrapper, index in _REPLAYS.items():
         if node.target is wrapper:
             args = fx.node.map_arg(node.args[index + 1 :], lambda read: concrete(read.meta["val"]))

@@ -2,7 +2,7 @@
 
 For every architecture of ``model_zoo.py`` and of ``own_architectures.py``: whether the rules run,
 eager and under Inductor, and after one batch at initialization the share of all operands of matrix
-products within a factor 2 of RMS 1, and of all gradients that arrive at one within a factor 4, read
+matmuls within a factor 2 of RMS 1, and of all gradients that arrive at one within a factor 4, read
 off the operators that torch executes. Beside it the model as it is, and the ``unit-scaling``
 package's ``unit_scale``. Gradients are checked against those of the same function without any
 factor on a gradient: they must be equal but for a power of two for each parameter, bit for bit.
@@ -48,7 +48,7 @@ from benchmarks.architectures import (
 )
 from benchmarks.model_zoo import CORE, ZOO
 from benchmarks.own_architectures import OWN
-from lightning_unitscale.capture.captured_copy import products_of
+from lightning_unitscale.capture.captured_copy import matmuls_of
 from lightning_unitscale.capture.module_steps import steps_of
 from lightning_unitscale.rules.rewrite import RuleRewrite
 from lightning_unitscale.rules.unit_weights import ParameterGradients
@@ -125,7 +125,7 @@ def examine(name: str, *, inductor: bool) -> Coverage:
         result.residuals = result.origins.get("residual", 0)
         result.parameters = dict(Counter(param.action for param in rules.plan.parameters.values()))
         # The same function with plain autograd: no pass but the rules, no hook on a parameter.
-        products_of(scaled).detach()
+        matmuls_of(scaled).detach()
         units.settle()
         units.remove()
         steps.passes = [rules]

@@ -30,7 +30,7 @@ def check_depth(depth: object) -> None:
     """Refuse every depth but ``"products"``, the only one that is left."""
     if not isinstance(depth, str) or depth != "products":
         raise ValueError(
-            f"depth={shown(depth)}: only matmuls are scaled; expected 'products'; leave depth out, "
+            f"depth={shown(depth)}: only matmuls are scaled; expected 'matmuls'; leave depth out, "
             "and train in FP16 with Trainer(precision='16-mixed'), whose gradient scaler keeps the "
             "other gradients in range."
         )

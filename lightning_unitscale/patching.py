@@ -194,7 +194,7 @@ class StandIn(abc.ABC):
         if not name or method.__func__ is not getattr(type(method.__self__), name, None):
             return self  # no copy, or one that was given the user's own attribute as well
         own = MethodType(getattr(type(caller), name), caller)
-        # Replicas of ``nn.DataParallel`` run at the same time: nobody's products.
+        # Replicas of ``nn.DataParallel`` run at the same time: nobody's matmuls.
         return own if getattr(caller, "_is_replica", False) else self._for(own)
 
     def _name_in(self, owner: Any) -> str:

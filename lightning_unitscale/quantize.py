@@ -161,7 +161,7 @@ def _round_multiples(
     wide: Tensor, format: NumberFormat, key: Tensor | None, *, overflows: bool
 ) -> Tensor:
     """Round to multiples of the spacing that the format has at each value's exponent."""
-    # The spacing is a power of two, so both products with it are exact. Below the smallest normal
+    # The spacing is a power of two, so both matmuls with it are exact. Below the smallest normal
     # it stays what it is there, which makes subnormals; at the top it stays too, so what is out of
     # range still is afterwards. Values keep their sign, also where they become zero.
     lowest = (format.min_exponent + _BIAS) << _MANTISSA_BITS
@@ -212,10 +212,10 @@ def _random_bits(like: Tensor, key: Tensor) -> Tensor:
 
     Counting on a hash instead of a generator's state gives a graph the same bits wherever and
     however often it runs (a checkpoint's second forward pass), and leaves the random numbers of
-    the user's dropout alone. INT64 holds every product, so nothing depends on wrapping around.
+    the user's dropout alone. INT64 holds every matmul, so nothing depends on wrapping around.
 
     References:
-        T. Mueller's integer hash, as in H2 and Postgres: two rounds of xorshift and product with
+        T. Mueller's integer hash, as in H2 and Postgres: two rounds of xorshift and matmul with
         0x45D9F3B, here with half of the key before each.
     """
     bits = torch.arange(like.numel(), device=like.device).view(like.shape)

@@ -8,11 +8,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from benchmarks.executed_matmuls import below_all_kernels, operands_read
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from benchmarks.executed_products import below_all_kernels, operands_read
 from lightning_unitscale.capture import dynamo_capture as capture
 from lightning_unitscale.capture.captured_copy import captured_forward
 from lightning_unitscale.capture.copy_graphs import copy_graph_module
@@ -131,7 +131,7 @@ class CalledOperators(TorchDispatchMode):
 
 
 class OperandMeter(TorchDispatchMode):
-    """Notes the RMS of whatever ATen's matrix products really read, forward and backward."""
+    """Notes the RMS of whatever ATen's matmuls really read, forward and backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class OperandMeter(TorchDispatchMode):
 
 
 def operand_scales(make: Callable[[], nn.Module], *inputs: Any) -> list[tuple[str, float]]:
-    """RMS of every operand that torch's kernels of products read in a seeded step.
+    """RMS of every operand that torch's kernels of matmuls read in a seeded step.
 
     Args:
         make: Makes the module, which must not be there before.

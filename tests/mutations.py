@@ -136,7 +136,7 @@ MUTATIONS = (
         "conformance/test_conformance.py -k layers-attention_plain-both",
     ),
     Mutation(
-        "an addend is multiplied by the units of its product",
+        "an addend is multiplied by the units of its matmul",
         "matmuls/execute.py",
         "args[position] = scaled_copy(args[position], exponents[index])",
         "args[position] = scaled_copy(args[position], -exponents[index])",
@@ -166,8 +166,8 @@ MUTATIONS = (
     Mutation(
         "a compiled backward pass takes the units in force, not those of its forward pass",
         "matmuls/compiled_graphs.py",
-        "return GRAPHS[index].parts(factors, products)",
-        "return GRAPHS[index].parts(GRAPHS[index].factors(factors.device), products)",
+        "return GRAPHS[index].parts(factors, matmuls)",
+        "return GRAPHS[index].parts(GRAPHS[index].factors(factors.device), matmuls)",
         "matmuls/test_joint_units.py -k its_forward_pass",
     ),
     Mutation(
@@ -189,7 +189,7 @@ MUTATIONS = (
         "matmuls/compiled_graphs.py",
         "return [*self.rule.exponents(units), *back]",
         "return [*self.rule.exponents(units), *(0 for _ in back)]",
-        "matmuls/test_joint_units.py -k all_products_in_units",
+        "matmuls/test_joint_units.py -k all_matmuls_in_units",
     ),
     Mutation(
         "a compiled backward pass of attention takes another result for that of its forward pass",
@@ -199,10 +199,10 @@ MUTATIONS = (
         "matmuls/test_joint_units.py -k written_once",
     ),
     Mutation(
-        "a look at a compiled product has Inductor write a gradient twice",
+        "a look at a compiled matmul has Inductor write a gradient twice",
         "matmuls/aot_pass.py",
-        "look.take(product, lambda node: node)",
-        "look.take(product, _whole)",
+        "look.take(matmul, lambda node: node)",
+        "look.take(matmul, _whole)",
         "matmuls/test_joint_units.py -k sixteen_bits",
     ),
     Mutation(
@@ -213,17 +213,17 @@ MUTATIONS = (
         "matmuls/test_joint_units.py -k in_place_of",
     ),
     Mutation(
-        "a product that Inductor adds to something gets its units before that is decided",
+        "a matmul that Inductor adds to something gets its units before that is decided",
         "matmuls/joint_units.py",
-        "if not (self._is_fused and _may_join_a_sum(node, product.rule))",
+        "if not (self._is_fused and _may_join_a_sum(node, matmul.rule))",
         "if True",
         "matmuls/test_joint_units.py -k sum_runs_within",
     ),
     Mutation(
-        "a rounded product of a compiled graph takes the call of another one",
+        "a rounded matmul of a compiled graph takes the call of another one",
         "matmuls/compiled_formats.py",
-        "number = run + product.forward",
-        "number = run + product.forward * product.is_backward",
+        "number = run + matmul.forward",
+        "number = run + matmul.forward * matmul.is_backward",
         "matmuls/test_compiled_formats.py -k twice",
     ),
     Mutation(
@@ -241,7 +241,7 @@ MUTATIONS = (
         "matmuls/test_compiled_sharing.py -k blocks",
     ),
     Mutation(
-        "a compiled backward pass looks at its products for the module that ran last",
+        "a compiled backward pass looks at its matmuls for the module that ran last",
         "matmuls/compiled_graphs.py",
         "now.run, now.operators = found or now.run, set()",
         "now.run, now.operators = now.run, set()",
@@ -318,7 +318,7 @@ MUTATIONS = (
         "monitor/test_same_bits.py -k NestedReentrant",
     ),
     Mutation(
-        "what a backward product is added to is not measured",
+        "what a backward matmul is added to is not measured",
         "matmuls/units.py",
         "range(len(known), len(known) + num_addends) if is_whole",
         "() if is_whole",
@@ -353,7 +353,7 @@ MUTATIONS = (
         "capture/test_operators.py -k last_group",
     ),
     Mutation(
-        "a product that is written into a tensor is written into another",
+        "a matmul that is written into a tensor is written into another",
         "matmuls/kernels.py",
         '        rule = replace(rule, with_factor="")',
         "        pass",
@@ -486,7 +486,7 @@ MUTATIONS = (
         "callbacks/test_lost_formats.py -k reported_once",
     ),
     Mutation(
-        "coverage counts plain products as in units",
+        "coverage counts plain matmuls as in units",
         "matmuls/coverage.py",
         'if count.kind in ("units", "format"))',
         'if count.kind in ("units", "format", "plain"))',
@@ -507,7 +507,7 @@ MUTATIONS = (
         "callbacks/test_resume.py -k what_was_loaded",
     ),
     Mutation(
-        "products that have to run plain are not restored",
+        "matmuls that have to run plain are not restored",
         "callbacks/matmul_units.py",
         'restore(gauge, state_dict["plain"], lacking)',
         "restore(gauge, {}, lacking)",
@@ -523,8 +523,8 @@ MUTATIONS = (
     Mutation(
         "a format rounds what has no unit yet in a unit of 1",
         "matmuls/session.py",
-        "if None in product.known or each.awaits(product.names):",
-        "if each.awaits(product.names):",
+        "if None in matmul.known or each.awaits(matmul.names):",
+        "if each.awaits(matmul.names):",
         "callbacks/test_late_units.py -k is_not_rounded",
     ),
     Mutation(
@@ -535,7 +535,7 @@ MUTATIONS = (
         "callbacks/test_late_units.py -k is_not_rounded",
     ),
     Mutation(
-        "each step measures all that a product without a unit reads",
+        "each step measures all that a matmul without a unit reads",
         "matmuls/units.py",
         "is_whole = self.is_looking or slot not in site.seen",
         "is_whole = True",
@@ -705,7 +705,7 @@ MUTATIONS = (
         "scales/test_snapshot_rows.py",
     ),
     Mutation(
-        "loggers are told of tensors that no product reads",
+        "loggers are told of tensors that no matmul reads",
         "scales/violations.py",
         "if read.any():",
         "if False:",
@@ -980,7 +980,7 @@ MUTATIONS = (
         "functional/test_rules.py",
     ),
     Mutation(
-        "a product is scaled by its rows, not by its inner dimension",
+        "a matmul is scaled by its rows, not by its inner dimension",
         "functional/matmul.py",
         """        inner = shape_of(a)[-1]
         space = inner""",
@@ -1411,7 +1411,7 @@ MUTATIONS = (
         "capture/test_tensor_subclasses.py -k a_plan",
     ),
     Mutation(
-        "the product in a bilinear layer runs outside of autocast",
+        "the matmul in a bilinear layer runs outside of autocast",
         "capture/aot_backend.py",
         "if not torch.is_autocast_enabled(device):",
         "if True:",

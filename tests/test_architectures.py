@@ -27,7 +27,7 @@ _EXPECTED = ("Dynamo detected a call to a `functools.lru_cache`", "To copy const
     "name",
     [
         "GPT-2",  # addmm, dropout
-        "Mixtral",  # grouped products
+        "Mixtral",  # grouped matmuls
         "Mamba",  # slices, a loop over time
         "ResNet",  # convolutions, batch norm's buffers
         "Wav2Vec2",  # NumPy's random numbers, weight norm, in-place masks

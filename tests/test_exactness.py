@@ -57,10 +57,10 @@ def _scan(x: Tensor, decay: Tensor) -> Tensor:
 
 def test_an_algorithm_for_compilers_only_is_not_taken() -> None:
     scaled = assert_same_step(_ParallelScan(), torch.randn(3, 7, 8))
-    assert "5 of 5 products in units" in scaled.explain()  # type: ignore[operator]
+    assert "5 of 5 matmuls in units" in scaled.explain()  # type: ignore[operator]
 
 
-class _ProductInVmap(nn.Module):
+class _MatmulInVmap(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(6, 6)
@@ -72,8 +72,8 @@ class _ProductInVmap(nn.Module):
 
 
 def test_what_runs_in_a_vmap() -> None:
-    scaled = assert_same_step(_ProductInVmap(), torch.randn(4, 6))
-    assert "5 of 5 products in units" in scaled.explain()  # type: ignore[operator]
+    scaled = assert_same_step(_MatmulInVmap(), torch.randn(4, 6))
+    assert "5 of 5 matmuls in units" in scaled.explain()  # type: ignore[operator]
 
 
 # Until then Dynamo passes over what is left of a frame that computes with a NumPy array itself.
@@ -210,7 +210,7 @@ class _WrittenThroughAView(nn.Module):
         return z.square().sum()
 
 
-def test_the_gradient_of_a_product_is_measured_though_a_view_of_it_is_written_into() -> None:
+def test_the_gradient_of_a_matmul_is_measured_though_a_view_of_it_is_written_into() -> None:
     scaled = assert_same_step(_WrittenThroughAView(), torch.randn(5, 4))
     assert scaled.gauge()["matmul"].log2_gamma < -10  # type: ignore[operator]
 

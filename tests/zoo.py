@@ -1,4 +1,4 @@
-"""Small modules that between them hold every form of matrix product and its usual neighbours.
+"""Small modules that between them hold every form of matmul and its usual neighbours.
 
 Each entry makes a module and the inputs of one step. Weights and inputs are far from RMS 1 on
 purpose, so that a unit that is lost or applied twice shows.
@@ -43,7 +43,7 @@ def x(*shape: int, scale: float = 20.0, dtype: torch.dtype = torch.float32) -> T
     return (torch.randn(*shape) * scale).to(dtype).requires_grad_()
 
 
-PRODUCTS: dict[str, Callable[[], Entry]] = {
+MATMULS: dict[str, Callable[[], Entry]] = {
     "linear": lambda: (Step(F.linear, w(6, 8)), ()),
     "matmul_function": lambda: (Step(torch.matmul, w(4, 8)), (x(8, 3),)),
     # Not Tensor.matmul itself: Dynamo of torch 2.11 does not trace it as a module's attribute.
@@ -144,8 +144,8 @@ PRODUCTS: dict[str, Callable[[], Entry]] = {
     ),
 }
 # Inputs of the entries whose function takes the input first.
-_linear = PRODUCTS["linear"]
-PRODUCTS["linear"] = lambda: (
+_linear = MATMULS["linear"]
+MATMULS["linear"] = lambda: (
     Step(lambda a, b, c: F.linear(c, a, bias=b), w(6, 8), w(6)),
     (x(5, 8),),
 )

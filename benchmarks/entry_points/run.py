@@ -42,7 +42,7 @@ class Run:
         gradients: A digest of all gradients, for each step of an optimizer.
         numbers: What the package reported, by where it stands.
         state: The final parameters and buffers.
-        coverage: What became of the products, where there was unit scaling.
+        coverage: What became of the matmuls, where there was unit scaling.
         sampled: The steps at which the monitor took a snapshot.
         modules: Paths of the modules with weights of their own.
         watched: Those that are in its last snapshot.

@@ -20,7 +20,7 @@ from lightning_unitscale.matmuls.coverage import (
 from lightning_unitscale.matmuls.fp8_layers import WIDE_GRADIENT
 from lightning_unitscale.matmuls.gauge import Gauge, GaugePair
 from lightning_unitscale.matmuls.measured_operands import Unrepresentable
-from lightning_unitscale.matmuls.session import ProductSession
+from lightning_unitscale.matmuls.session import MatmulSession
 from lightning_unitscale.tensorboard.table import STEP_ITSELF
 
 # In place of the unit of a tensor that was zero, or not finite, whenever it was measured.
@@ -79,7 +79,7 @@ class CountedSteps:
         return self._coverages.get(self._training_step, last)
 
     def take(
-        self, session: ProductSession, name: str, is_wanted: bool, *, is_training: bool, when: str
+        self, session: MatmulSession, name: str, is_wanted: bool, *, is_training: bool, when: str
     ) -> None:
         """Take a step's count from its session, and report what it shows for the first time.
 
@@ -146,7 +146,7 @@ class UnitEvents:
         """Record what left FP8, or its finer format."""
         for new in found:
             for what, reasons in (
-                ("Out of FP8", new.products),
+                ("Out of FP8", new.matmuls),
                 (f"Gradients in {WIDE_GRADIENT}", new.gradients),
             ):
                 if reasons:

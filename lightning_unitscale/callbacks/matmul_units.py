@@ -24,7 +24,7 @@ from lightning_unitscale.matmuls.gauge import Gauge, GaugePair
 from lightning_unitscale.matmuls.measured_operands import Unrepresentable
 from lightning_unitscale.matmuls.measurement import Measurement
 from lightning_unitscale.matmuls.scaled_methods import AttachedSession
-from lightning_unitscale.matmuls.session import ProductSession
+from lightning_unitscale.matmuls.session import MatmulSession
 from lightning_unitscale.matmuls.simulate import SimulateFormat
 from lightning_unitscale.matmuls.units import Units
 from lightning_unitscale.ranks import any_rank, is_distributed
@@ -33,7 +33,7 @@ from lightning_unitscale.ranks import any_rank, is_distributed
 _STATE_VERSION = 1
 
 
-class ProductUnits(LoopCallback):
+class MatmulUnits(LoopCallback):
     """Scales the matmuls of a module's steps, over fits and restarts."""
 
     def __init__(
@@ -93,7 +93,7 @@ class ProductUnits(LoopCallback):
             )
 
     @property
-    def _running(self) -> tuple[Loop, ProductSession]:
+    def _running(self) -> tuple[Loop, MatmulSession]:
         assert self._loop is not None and self._attached is not None
         return self._loop, self._attached.session
 
@@ -183,7 +183,7 @@ class ProductUnits(LoopCallback):
             state["rounding_step"] = self._units.step
         if self._fp8 is not None:
             unfit = self._fp8.unfit
-            state |= {"fp8_unfit": dict(unfit.products), "fp8_wide": dict(unfit.gradients)}
+            state |= {"fp8_unfit": dict(unfit.matmuls), "fp8_wide": dict(unfit.gradients)}
             if self._fp8.unseen:
                 state["fp8_unseen"] = sorted(self._fp8.unseen)
         return state
@@ -241,7 +241,7 @@ class ProductUnits(LoopCallback):
         measurement = joint_measured(arrived())
         self._events.unrepresentable(_left_out(session), when)
         if not self.is_calibrated:
-            if any_rank(bool(measurement.products)):
+            if any_rank(bool(measurement.matmuls)):
                 session.adopt(measurement)
                 # A batch whose loss asks for no gradient shows half of it.
                 self.is_calibrated = any_rank(measurement.has_backward)
@@ -255,7 +255,7 @@ class ProductUnits(LoopCallback):
             session.adopt(measurement)
             self._events.new_units(units.gauge.num_changed(old), when, measurement.outside)
 
-    def _take_late(self, session: ProductSession) -> None:
+    def _take_late(self, session: MatmulSession) -> None:
         """Take the units of what was zero at first, or has not run before."""
         # Each rank counts each step.
         units, meets = self._units, self._agreement.meets()
@@ -268,16 +268,16 @@ class ProductUnits(LoopCallback):
             self._events.unrepresentable(_left_out(session), self._when)
 
 
-def _left_out(session: ProductSession) -> list[Unrepresentable]:
+def _left_out(session: MatmulSession) -> list[Unrepresentable]:
     """Leave out the layers that do not fit a format on any rank; return the new ones."""
 
     def joint(found: Unrepresentable) -> Unrepresentable:
-        return Unrepresentable(*joint_reasons(found.products, found.gradients))
+        return Unrepresentable(*joint_reasons(found.matmuls, found.gradients))
 
     return [numerics.fit(joint) for numerics in session.numerics]
 
 
-def _warn_of_flushed(session: ProductSession, step: str, when: str) -> None:
+def _warn_of_flushed(session: MatmulSession, step: str, when: str) -> None:
     for numerics in session.numerics:
         if flushed := numerics.take_flushed():
             rank_zero_warn(f"UnitScaleCallback: {step}: flushed to zero at {when}: {flushed}")

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_unitscale.callbacks.lightning_steps import attach_steps
 from lightning_unitscale.callbacks.packages import trainer_packages
-from lightning_unitscale.capture.graph_matmuls import product_of
+from lightning_unitscale.capture.graph_matmuls import matmul_of
 from lightning_unitscale.capture.graph_nodes import is_whole_view, requires_grad
 from lightning_unitscale.capture.name_patterns import NamePatterns
 from lightning_unitscale.loops.loop import Loop
@@ -99,6 +99,6 @@ class ProbedSteps(ScaleProbes):
     def _watches(self, node: fx.Node) -> bool:
         """Left out: views, which have their tensor's scale, and masks and tables of constants."""
         is_constant = node.op != "placeholder" and not requires_grad(node)
-        if is_whole_view(node) or (is_constant and not any(map(product_of, node.users))):
+        if is_whole_view(node) or (is_constant and not any(map(matmul_of, node.users))):
             return False
         return self._patterns.match(node)

@@ -113,7 +113,7 @@ class FP8:
         evaluation: Whether validation, test and prediction run in FP8 too. Without it they have
             the Trainer's precision, and the loss that they find is that of the checkpoint.
         grid: ``"moving"`` multiplies what is rounded by a number in (1/2, 1] and divides the
-            product by it, another one at every training step: with ``"fixed"``, a weight that
+            matmul by it, another one at every training step: with ``"fixed"``, a weight that
             hardly moves is rounded to the same side at every step, which costs a long training
             more than the rounding itself.
 
@@ -153,7 +153,7 @@ class FP8:
 
 @dataclass(frozen=True)
 class Simulate:
-    """``simulate=Simulate(...)``: matrix products rounded as if in a low-precision format.
+    """``simulate=Simulate(...)``: matmuls rounded as if in a low-precision format.
 
     Args:
         format: ``"fp8"`` (E4M3FN for operands, E5M2 for gradients), one format such as ``"E3M2FN"``
@@ -178,7 +178,7 @@ class Simulate:
         return format_pair(self.format, argument="format")
 
     def rounding_pass(self) -> SimulateFormat:
-        """Return the pass that rounds what products read."""
+        """Return the pass that rounds what matmuls read."""
         return SimulateFormat(*self.formats, rounding=self.rounding, grid=self.grid)
 
 

@@ -80,7 +80,7 @@ class ScaleMonitor(StepsCallback):
             ``None`` checks no trends.
         tensorboard_tabs: What TensorBoard's own tabs (Scalars, Histograms, Custom Scalars) show
             beside the Scales tab, which always has everything: ``"operands"``, the tensors that
-            matrix products read and the gradients that arrive at products; ``"all"`` tensors; or
+            matmuls read and the gradients that arrive at matmuls; ``"all"`` tensors; or
             ``"scales"``, none.
         first_step: The first optimizer step that may be sampled.
         last_step: The last one; both are sampled if they are reached. ``None``: no end. Nothing is
@@ -135,7 +135,7 @@ class ScaleMonitor(StepsCallback):
             tensorboard_tabs,
             TABS,
             "no such choice",
-            "leave it out for what products read",
+            "leave it out for what matmuls read",
         )
         self._patterns = NamePatterns(include, exclude)
         given = f"formats={shown(formats)}"
@@ -169,7 +169,7 @@ class ScaleMonitor(StepsCallback):
         return tuple(self._alerts.alerts)
 
     def table(self, *, full: bool = False) -> str:
-        """Return the last snapshot as a text table: of what products read, a line per block.
+        """Return the last snapshot as a text table: of what matmuls read, a line per block.
 
         Args:
             full: A line for every tensor.

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 # torch.amp.GradScaler's own default: one that starts elsewhere was chosen by the user.
 _DEFAULT_LOSS_SCALE = 2.0**16
-_HIDING_PRODUCTS = {
+_HIDING_MATMULS = {
     "TransformerEnginePrecision": "it replaces the layers by its own, which run in FP8 by "
-    "themselves and hide their products from the graph",
+    "themselves and hide their matmuls from the graph",
     "BitsandbytesPrecision": "it replaces the layers by its own, which hold quantized weights and "
-    "hide their products from the graph",
+    "hide their matmuls from the graph",
 }
 _CONFLICTS_OF_FP8 = {
     "DeepSpeedPrecision": "it runs the module in an engine that casts and scales by itself",
@@ -184,13 +184,13 @@ def refuse_rate_search(trainer: pl.Trainer) -> None:
 
 def check_fp8(trainer: pl.Trainer) -> None:
     """Refuse a Trainer whose device or precision plugin does not go with FP8 linears."""
-    _refuse_plugins(trainer, "precision='fp8'", {**_HIDING_PRODUCTS, **_CONFLICTS_OF_FP8})
+    _refuse_plugins(trainer, "precision='fp8'", {**_HIDING_MATMULS, **_CONFLICTS_OF_FP8})
     check_fp8_device(trainer.strategy.root_device)
 
 
 def check_simulation(trainer: pl.Trainer, simulate: object) -> None:
-    """Refuse a Trainer whose precision plugin hides the products that are to be rounded."""
-    _refuse_plugins(trainer, f"simulate={simulate!r}", _HIDING_PRODUCTS)
+    """Refuse a Trainer whose precision plugin hides the matmuls that are to be rounded."""
+    _refuse_plugins(trainer, f"simulate={simulate!r}", _HIDING_MATMULS)
 
 
 def _refuse_plugins(trainer: pl.Trainer, option: str, conflicts: Mapping[str, str]) -> None:

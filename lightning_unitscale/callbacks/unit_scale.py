@@ -22,7 +22,7 @@ from lightning_unitscale.callbacks.distributed import refuse_distributed_tensors
 from lightning_unitscale.callbacks.explanation import Explanation
 from lightning_unitscale.callbacks.lightning_loop import LightningLoop
 from lightning_unitscale.callbacks.lightning_steps import StepsCallback, captures_steps, enter
-from lightning_unitscale.callbacks.matmul_units import ProductUnits
+from lightning_unitscale.callbacks.matmul_units import MatmulUnits
 from lightning_unitscale.callbacks.memory_budget import (
     budget_claim,
     compile_claim,
@@ -66,9 +66,9 @@ if TYPE_CHECKING:
 class UnitScaleCallback(StepsCallback):
     """Unit-scales a LightningModule: same losses, same weights, matmuls near RMS 1.
 
-    Every matrix product of the module's steps, forward and backward, runs on operands in units of a
+    Every matmul of the module's steps, forward and backward, runs on operands in units of a
     power of two near their RMS, measured when it runs for the first time. Powers of two are exact,
-    so FP32 training stays bit-identical; FP8 and FP16 products see numbers near 1. It happens at
+    so FP32 training stays bit-identical; FP8 and FP16 matmuls see numbers near 1. It happens at
     torch's dispatcher, below any Python code; nothing is captured and nothing runs twice.
     ``compile``, ``remat`` and pipelines run a captured graph, whose matmuls have the same units.
     The rule-based methods rewrite that graph. Parameters, optimizer, schedulers and checkpoints
@@ -94,7 +94,7 @@ class UnitScaleCallback(StepsCallback):
             batch, once: a checkpoint records that it was done.
         on_unknown: By rules, where a tensor's scale follows from no rule: ``"calibrate"`` measures
             it on the first batch, ``"keep"`` takes it for 1, ``"error"`` raises.
-        simulate: Format in which matrix products are simulated, in training and in evaluation:
+        simulate: Format in which matmuls are simulated, in training and in evaluation:
             ``"fp8"``, one format such as ``"E3M2FN"``, a pair of them for operands and gradients,
             or :class:`Simulate` with a way of rounding. Operands are scaled before they are
             rounded; a matmul measures its units before it runs for the first time.
@@ -169,7 +169,7 @@ class UnitScaleCallback(StepsCallback):
         if self.simulate is not None:
             self._simulation = self.simulate.rounding_pass()
         schedule = RecalibrationSchedule(recalibrate)
-        self._products = ProductUnits(schedule, self._simulation, self._fp8)
+        self._matmuls = MatmulUnits(schedule, self._simulation, self._fp8)
         self._checkpoints = ExitStack()
         self._captured = ExitStack()
         # The captured steps, and what explain() says of them.
@@ -182,7 +182,7 @@ class UnitScaleCallback(StepsCallback):
     @property
     def gauge(self) -> Gauge:
         """Return the units in force; empty before the first batch."""
-        return self._products.gauge
+        return self._matmuls.gauge
 
     @property
     def coverage(self) -> Coverage:
@@ -191,7 +191,7 @@ class UnitScaleCallback(StepsCallback):
         These are the first step, those in which units are measured again, and those in which
         matmuls left the format.
         """
-        return self._products.counted.main
+        return self._matmuls.counted.main
 
     @override
     def captures_steps(self, trainer: pl.Trainer) -> bool:
@@ -209,7 +209,7 @@ class UnitScaleCallback(StepsCallback):
     def explain(self) -> Explanation:
         """Explain which matmuls were scaled, and when units were taken; a notebook shows it."""
         self._note_captured()
-        *parts, units = self._products.explain().parts
+        *parts, units = self._matmuls.explain().parts
         captured = self._what_was_captured
         if self._rules is not None:
             return Explanation(captured, *parts, units)
@@ -268,7 +268,7 @@ class UnitScaleCallback(StepsCallback):
             )
             if self._rules is not None:
                 self._rules.attach(trainer, self._steps, self._captured)
-        self._products.attach(loop, is_other=is_other)
+        self._matmuls.attach(loop, is_other=is_other)
 
     @override
     def start(self, loop: Loop) -> None:
@@ -282,7 +282,7 @@ class UnitScaleCallback(StepsCallback):
                     "there, or a Trainer."
                 )
         report_unprotected(loop.module)
-        self._products.attach(loop, is_other=self._take(loop))
+        self._matmuls.attach(loop, is_other=self._take(loop))
 
     @override
     def meet_optimizer(self, optimizer: Optimizer) -> None:
@@ -302,11 +302,11 @@ class UnitScaleCallback(StepsCallback):
             grid.follow(self._loop.step_index)
         if self._rules is not None:
             self._rules.begin_batch("training_step", batch, batch_idx)
-        self._products.begin_batch(batch, batch_idx)
+        self._matmuls.begin_batch(batch, batch_idx)
 
     @override
     def end_batch(self) -> None:
-        self._products.end_batch()
+        self._matmuls.end_batch()
         if not self._is_checked:
             self._warn_of_unmatched()
             self._is_checked = True
@@ -315,11 +315,11 @@ class UnitScaleCallback(StepsCallback):
     def begin_evaluation(self, name: str, batch: Any = None, *indices: int) -> None:
         if self._rules is not None:
             self._rules.begin_batch(name, batch, *indices)
-        self._products.begin_evaluation(name, batch, *indices)
+        self._matmuls.begin_evaluation(name, batch, *indices)
 
     @override
     def end_evaluation(self, batch_idx: int = 0) -> None:
-        self._products.end_evaluation(batch_idx)
+        self._matmuls.end_evaluation(batch_idx)
 
     @override
     def leave(self) -> None:
@@ -328,7 +328,7 @@ class UnitScaleCallback(StepsCallback):
         with ExitStack() as leaving:  # all of it, if one part raises
             # The session is around the captured steps, so it is taken off first.
             leaving.callback(self._captured.close)
-            leaving.callback(self._products.leave)
+            leaving.callback(self._matmuls.leave)
             if self._rules is not None and loop is not None:
                 leaving.callback(keep_marking, loop.module, self._method_name)
             leaving.callback(self._checkpoints.close)
@@ -349,7 +349,7 @@ class UnitScaleCallback(StepsCallback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        state = self._products.state_dict()
+        state = self._matmuls.state_dict()
         if not state:
             return {}
         if self._rules is not None:
@@ -367,7 +367,7 @@ class UnitScaleCallback(StepsCallback):
         if self._rules is not None and "rules" in state_dict:
             module = None if self._module is None else self._module()
             self._rules.load_state_dict(state_dict["rules"], module)
-        self._products.load_state_dict(state_dict)
+        self._matmuls.load_state_dict(state_dict)
         if (grid := self._moving_grid()) is not None:
             grid.step = state_dict.get("grid_step", 0)
 

@@ -14,7 +14,7 @@ from lightning_unitscale.capture.module_steps import ModuleSteps, steps_of
 from lightning_unitscale.capture.passes import GraphPass
 from lightning_unitscale.capture.rollback import detached_copy
 
-PRODUCTS = "_module_products"
+MATMULS = "_module_matmuls"
 # What watches the calls of a module.
 TRACKER = "_scale_tracker"
 
@@ -49,9 +49,9 @@ def own_copy(module: nn.Module) -> nn.Module:
     return new
 
 
-def products_of(module: nn.Module) -> Any:
-    """What runs the products of a transformed module at the dispatcher; ``None`` if nothing."""
-    return module.__dict__.get(PRODUCTS)
+def matmuls_of(module: nn.Module) -> Any:
+    """What runs the matmuls of a transformed module at the dispatcher; ``None`` if nothing."""
+    return module.__dict__.get(MATMULS)
 
 
 def reject_compiled(module: nn.Module, more: str = " and pass compile=True here instead") -> None:
@@ -66,8 +66,8 @@ def reject_compiled(module: nn.Module, more: str = " and pass compile=True here 
 
 def capture(module: nn.Module, owner: str, passes: tuple[GraphPass, ...] = ()) -> ModuleSteps:
     """Capture ``forward``; units and formats go on around it."""
-    products, tracker = products_of(module), module.__dict__.get(TRACKER)
-    for each in (products, tracker):
+    matmuls, tracker = matmuls_of(module), module.__dict__.get(TRACKER)
+    for each in (matmuls, tracker):
         if each is not None:
             each.detach()
     steps = steps_of(module)
@@ -76,8 +76,8 @@ def capture(module: nn.Module, owner: str, passes: tuple[GraphPass, ...] = ()) -
     for graph_pass in passes:
         steps.add_pass(graph_pass)
     steps.attach(owner)
-    if products is not None:
-        products.attach_again()
+    if matmuls is not None:
+        matmuls.attach_again()
     if tracker is not None:
         tracker.capture(steps)
     set_explain(module)
@@ -94,6 +94,6 @@ def explain_forward(module: nn.Module) -> str:
 
     As a method of the module it is ``module.explain()``, and a copy of that explains itself.
     """
-    products, steps = products_of(module), steps_of(module)
-    parts = [one.explain() for one in (products, steps) if one is not None]
+    matmuls, steps = matmuls_of(module), steps_of(module)
+    parts = [one.explain() for one in (matmuls, steps) if one is not None]
     return "\n\n".join(parts) or "Nothing is captured: forward runs as it is."

@@ -35,7 +35,7 @@ from lightning_unitscale.capture.passes import (
     run_passes,
 )
 from lightning_unitscale.capture.recaptures import Recaptures
-from lightning_unitscale.capture.regions import PRODUCTS, Places
+from lightning_unitscale.capture.regions import MATMULS, Places
 from lightning_unitscale.capture.rollback import restorers_of
 from lightning_unitscale.capture.side_effects import Postponed
 from lightning_unitscale.capture.user_checkpoints import refuse_checkpoints
@@ -259,7 +259,7 @@ class CompiledGraph:
         graph = StepGraph(copy_graph_module(self.base), observed=observed, step=step.name)
         if (rewriter := step.owner.rewriter) is not None:
             rewriter.describe(graph)
-        graph.notes[PRODUCTS] = Places(graph).operands_and_products()
+        graph.notes[MATMULS] = Places(graph).operands_and_matmuls()
         try:
             records = run_passes(
                 graph, passes, step=step.name, graph_index=self.index, out_of_place=out_of_place

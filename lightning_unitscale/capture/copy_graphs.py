@@ -45,7 +45,7 @@ def copy_graph_module(graph_module: fx.GraphModule) -> fx.GraphModule:
     for node in graph_module.graph.nodes:
         copies[node] = graph.node_copy(node, lambda old: copies[old])
         if node.target is operator.imatmul:
-            # Tensors have no in-place product: ``x @= w`` makes a new tensor. FX 2.13 writes it out
+            # Tensors have no in-place matmul: ``x @= w`` makes a new tensor. FX 2.13 writes it out
             # as a statement that rebinds ``x`` for its other readers too.
             copies[node].target = operator.matmul
         if hasattr(node, "_dynamo_source"):

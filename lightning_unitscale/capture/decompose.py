@@ -1,7 +1,7 @@
-"""Open up composite operations whose products the passes could not reach otherwise.
+"""Open up composite operations whose matmuls the passes could not reach otherwise.
 
-Two composites hide matrix products: multi-head attention (Dynamo keeps the functional whole) and
-scaled dot-product attention where torch itself runs it as two products and a softmax. Both are
+Two composites hide matmuls: multi-head attention (Dynamo keeps the functional whole) and
+scaled dot-product attention where torch itself runs it as two matmuls and a softmax. Both are
 replaced by the operations torch would run, in the same order, so every bit stays the same. An
 attention that torch runs as one fused kernel stays one node.
 
@@ -73,7 +73,7 @@ class SizeNodes:
 
 
 @wrap_torch_function(lambda input, other: (input, other))
-def attention_product(input: Tensor, other: Tensor) -> Tensor:
+def attention_matmul(input: Tensor, other: Tensor) -> Tensor:
     """``input @ other`` as attention runs it: below autocast, in the type it was given."""
     with torch.autocast(input.device.type, enabled=False):
         return torch.matmul(input, other)
@@ -95,12 +95,12 @@ def expand_composites(graph_module: fx.GraphModule) -> None:
         op="call_function", target=F.scaled_dot_product_attention
     ):
         dtype = autocast.get(node)
-        if _runs_as_products(node, dtype, kernels.get(node)):
-            _expand(graph_module, node, _attention_as_products(dtype), sizes)
+        if _runs_as_matmuls(node, dtype, kernels.get(node)):
+            _expand(graph_module, node, _attention_as_matmuls(dtype), sizes)
     graph_module.recompile()
 
 
-def _attention_as_products(autocast_dtype: torch.dtype | None) -> Callable[..., Tensor]:
+def _attention_as_matmuls(autocast_dtype: torch.dtype | None) -> Callable[..., Tensor]:
     def attention(
         query: Tensor,
         key: Tensor,
@@ -134,13 +134,13 @@ def _attention_as_products(autocast_dtype: torch.dtype | None) -> Callable[..., 
             heads = query.size(-3)
             key = key.repeat_interleave(heads // key.size(-3), -3)
             value = value.repeat_interleave(heads // value.size(-3), -3)
-        scores = attention_product(query, key.transpose(-2, -1) * root)
+        scores = attention_matmul(query, key.transpose(-2, -1) * root)
         if attn_mask is not None:
             scores = scores + attn_mask
         weights = torch.ops.aten._safe_softmax.default(scores, -1)
         if dropout_p > 0.0:
             weights = torch.dropout(weights, dropout_p, True)
-        return attention_product(weights, value).to(dtype)
+        return attention_matmul(weights, value).to(dtype)
 
     return attention
 
@@ -158,11 +158,11 @@ def _chosen_kernels(graph: fx.Graph) -> dict[fx.Node, list[SDPBackend]]:
     return chosen
 
 
-def _runs_as_products(
+def _runs_as_matmuls(
     node: fx.Node, autocast_dtype: torch.dtype | None, kernels: list[SDPBackend] | None
 ) -> bool:
-    """Whether torch runs an attention of these shapes and types as two products and a softmax."""
-    bound = inspect.signature(_attention_as_products(None)).bind(*node.args, **node.kwargs)
+    """Whether torch runs an attention of these shapes and types as two matmuls and a softmax."""
+    bound = inspect.signature(_attention_as_matmuls(None)).bind(*node.args, **node.kwargs)
     bound.apply_defaults()
     given = bound.arguments
     numbers = (given["dropout_p"], given["scale"] or 0.0)

@@ -21,7 +21,7 @@ def _size(lengths: Iterable[Any]) -> int:
 
 
 def contraction(first: int, second: int) -> Callable[[Arguments, Any], int]:
-    """Multiplications and additions of a product of two matrices, or of two batches of them."""
+    """Multiplications and additions of a matmul of two matrices, or of two batches of them."""
 
     def flops(args: Arguments, _: Any) -> int:
         columns = args[second].shape[-1] if args[second].dim() > 1 else 1
@@ -48,7 +48,7 @@ def convolution_backward_flops(args: Arguments, _: Any) -> int:
 
 
 def attention_flops(query: int, *, of_depth: int, of_values: int) -> Callable[..., int]:
-    """So many products over the depth of keys, and over that of values; a mask lowers nothing."""
+    """So many matmuls over the depth of keys, and over that of values; a mask lowers nothing."""
 
     def flops(args: Arguments, _: Any) -> int:
         q, k, v = args[query : query + 3]
@@ -59,7 +59,7 @@ def attention_flops(query: int, *, of_depth: int, of_values: int) -> Callable[..
 
 
 def trilinear_flops(args: Arguments, result: Any) -> int:
-    """One product of two inputs for each output feature."""
+    """One matmul of two inputs for each output feature."""
     return 2 * int(args[1].numel()) * int(result.shape[0] if result.dim() else 1)
 
 

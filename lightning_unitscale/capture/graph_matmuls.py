@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from lightning_unitscale.capture.decompose import attention_product
+from lightning_unitscale.capture.decompose import attention_matmul
 from lightning_unitscale.capture.graph_nodes import TRANSFORMED, Path, is_float_tensor
 from lightning_unitscale.functional.rules import (
     ScaleRule,
@@ -36,7 +36,7 @@ class Roles(NamedTuple):
 
 @dataclass(frozen=True)
 class Operand:
-    """One tensor argument of a product: where it stands, and what it is called."""
+    """One tensor argument of a matmul: where it stands, and what it is called."""
 
     role: str
     path: Path
@@ -44,8 +44,8 @@ class Operand:
 
 
 @dataclass(frozen=True)
-class Product:
-    """A matrix product of a graph with its operands and addends."""
+class Matmul:
+    """A matmul of a graph with its operands and addends."""
 
     node: fx.Node
     operands: tuple[Operand, ...]
@@ -63,15 +63,15 @@ _ROLES: dict[Any, Roles] = {
 _ROLES.pop(None, None)
 # Operators of other libraries, known by name because those libraries may not be there.
 _CUSTOM_OPERATORS = {
-    # What transformers 5 runs a mixture of experts with where torch has no grouped product.
+    # What transformers 5 runs a mixture of experts with where torch has no grouped matmul.
     "transformers.grouped_mm_fallback": Roles(("input", "weight"), ("input", "weight")),
 }
 # By what torch has of the same name, where it is a form of its own.
-_SAME: dict[Any, Any] = {attention_product: torch.matmul, "__rmatmul__": "__matmul__"}
+_SAME: dict[Any, Any] = {attention_matmul: torch.matmul, "__rmatmul__": "__matmul__"}
 
-_NAMES = matmul_names() | {"attention_product", "rmatmul", "convolution", "conv_tbc", "grouped_mm"}
+_NAMES = matmul_names() | {"attention_matmul", "rmatmul", "convolution", "conv_tbc", "grouped_mm"}
 # What matmuls are called in the names of their results; an operator of aten has its overload there.
-PRODUCT_WORDS = frozenset(
+MATMUL_WORDS = frozenset(
     name.strip("_") + overload for name in _NAMES for overload in ("", ".default")
 )
 
@@ -98,8 +98,8 @@ def _roles_of(target: Any) -> ScaleRule | Roles | None:
     return None if rule is None or not rule.operands or writes else rule
 
 
-def product_of(node: fx.Node) -> Product | None:
-    """Describe a node that is a product of real floating-point tensors."""
+def matmul_of(node: fx.Node) -> Matmul | None:
+    """Describe a node that is a matmul of real floating-point tensors."""
     is_call = node.op in ("call_function", "call_method")
     rule = _roles_of(node.target) if is_call else None
     if rule is None or TRANSFORMED in node.meta:
@@ -112,13 +112,13 @@ def product_of(node: fx.Node) -> Product | None:
     addends = tuple(operand for name in rule.addends for operand in _tensors(node, rule, name))
     if not all(is_float_tensor(operand.node) for operand in addends):
         return None
-    return Product(node, operands, addends)
+    return Matmul(node, operands, addends)
 
 
 def operands_of_call(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[Tensor]:
-    """The tensors that a function of torch multiplies; none if it is no matrix product."""
+    """The tensors that a function of torch multiplies; none if it is no matmul."""
     rule = _roles_of(function) or _roles_of(getattr(function, "__name__", ""))
     if rule is None:
         return []
@@ -135,7 +135,7 @@ def _tensors(node: fx.Node, rule: ScaleRule | Roles, name: str) -> Iterator[Oper
 def _arguments(
     args: Sequence[Any], kwargs: Mapping[str, Any], rule: ScaleRule | Roles, name: str
 ) -> Iterator[tuple[str, Path, Any]]:
-    """What a product is given for a parameter: role, path and value; of a list each item."""
+    """What a matmul is given for a parameter: role, path and value; of a list each item."""
     if name in kwargs:
         path: Path = (name,)
         value: Any = kwargs[name]

@@ -12,9 +12,9 @@ attention                        ``q, k, v``              ``v``; the temperature
 attention's backward             ``g, q, k, v``           ``dq: g v/q, dk: g v/k, dv: g``
 ================================ ======================== =======================================
 
-An addend (the bias of ``addmm``) is divided by the units of the product that it is added to.
+An addend (the bias of ``addmm``) is divided by the units of the matmul that it is added to.
 
-A call need not read all that it is given: :meth:`ProductRule.reading` gives the rule of what it
+A call need not read all that it is given: :meth:`MatmulRule.reading` gives the rule of what it
 reads. The rest may be memory that nothing has written, as torch's batching rules pass it.
 """
 
@@ -51,13 +51,13 @@ from lightning_unitscale.capture.flops import (
 Coefficients = tuple[int, ...] | None
 # What a person calls a call, and the roles of its operands.
 Word = Callable[[Arguments], tuple[str, tuple[str, ...]]]
-# For each operand of a backward product which forward operand it is; ``None``: the gradient that
+# For each operand of a backward matmul which forward operand it is; ``None``: the gradient that
 # arrives.
 Sources = tuple[int | None, ...]
 
 
 @dataclass(frozen=True)
-class ProductRule:
+class MatmulRule:
     """How one aten operator multiplies."""
 
     operator: str  # its name in ``torch.ops.aten``
@@ -76,18 +76,18 @@ class ProductRule:
     # Position of the argument that says where groups end; what lies beyond the last one is
     # not read.
     ragged: int | None = None
-    # The operator that multiplies the product by a number, ``alpha``, and adds it to its
+    # The operator that multiplies the matmul by a number, ``alpha``, and adds it to its
     # first argument; the operator itself, if it has that argument.
     with_factor: str = ""
-    # The operands of a product of two in the order in which autograd computes their
+    # The operands of a matmul of two in the order in which autograd computes their
     # gradients: that of the names that its derivatives are written with.
     backward_order: tuple[int, ...] = (0, 1)
     # What calls read, by the mask: a rule takes long to hash.
-    _masked: dict[tuple[bool, ...], ProductRule] = field(
+    _masked: dict[tuple[bool, ...], MatmulRule] = field(
         default_factory=dict, compare=False, repr=False
     )
 
-    def reading(self, args: Arguments, kwargs: Mapping[str, Any]) -> ProductRule:
+    def reading(self, args: Arguments, kwargs: Mapping[str, Any]) -> MatmulRule:
         """The rule without the operands and the addends that a call does not read."""
         rule = self
         if self.mask is not None:
@@ -172,7 +172,7 @@ def combined(coefficients: Sequence[int], log2_units: Sequence[int]) -> int:
     return sum(power * unit for power, unit in zip(coefficients, log2_units, strict=True))
 
 
-def _masked(rule: ProductRule, wanted: tuple[bool, ...]) -> ProductRule:
+def _masked(rule: MatmulRule, wanted: tuple[bool, ...]) -> MatmulRule:
     """A rule with the operands that the wanted ones of its results are made of."""
     made_of = [powers for powers, is_wanted in zip(rule.results, wanted, strict=True) if is_wanted]
     kept = [k for k in range(len(rule.operands)) if any(powers and powers[k] for powers in made_of)]
@@ -186,7 +186,7 @@ def _masked(rule: ProductRule, wanted: tuple[bool, ...]) -> ProductRule:
 
 
 @functools.cache
-def _without_addends(rule: ProductRule) -> ProductRule:
+def _without_addends(rule: MatmulRule) -> MatmulRule:
     return replace(rule, addends=())
 
 
@@ -220,15 +220,15 @@ def _convolution_word(args: Arguments) -> tuple[str, tuple[str, ...]]:
     return f"{kind}{args[0].dim() - 2}d", ("input", "weight")
 
 
-def _matmul(operator: str, word: Word, *, is_added: bool = False, **options: Any) -> ProductRule:
-    """A product of two matrices, or of two batches of them, and what it ``is_added`` to."""
+def _matmul(operator: str, word: Word, *, is_added: bool = False, **options: Any) -> MatmulRule:
+    """A matmul of two matrices, or of two batches of them, and what it ``is_added`` to."""
     first, addends = (1, (0,)) if is_added else (0, ())
     flops = contraction(first, first + 1)
-    return ProductRule(operator, (first, first + 1), _BOTH, word, flops, addends, **options)
+    return MatmulRule(operator, (first, first + 1), _BOTH, word, flops, addends, **options)
 
 
-def _attention(operator: str) -> ProductRule:
-    return ProductRule(
+def _attention(operator: str) -> MatmulRule:
+    return MatmulRule(
         operator,
         (0, 1, 2),
         ((0, 0, 1),),
@@ -238,9 +238,9 @@ def _attention(operator: str) -> ProductRule:
     )
 
 
-def _attention_backward(operator: str, output: int, *, has_bias: bool = False) -> ProductRule:
+def _attention_backward(operator: str, output: int, *, has_bias: bool = False) -> MatmulRule:
     of_bias: tuple[Coefficients, ...] = ((1, 0, 0, 1),) if has_bias else ()
-    return ProductRule(
+    return MatmulRule(
         operator,
         (0, 1, 2, 3),
         ((1, -1, 0, 1), (1, 0, -1, 1), (1, 0, 0, 0), *of_bias),
@@ -256,7 +256,7 @@ _BOTH: tuple[Coefficients, ...] = ((1, 1),)
 _MATMUL = _word("matmul", "input", "other")
 _SDPA = "_scaled_dot_product"
 
-RULES: tuple[ProductRule, ...] = (
+RULES: tuple[MatmulRule, ...] = (
     _matmul(
         "mm",
         _linear_or(1, "matmul", "input", "other"),
@@ -275,8 +275,8 @@ RULES: tuple[ProductRule, ...] = (
     ),
     _matmul("addbmm", _word("addbmm", "batch1", "batch2"), is_added=True),
     _matmul("addmv", _word("addmv", "mat", "vec"), is_added=True),
-    ProductRule("convolution", (0, 1), _BOTH, _convolution_word, convolution_flops, addends=(2,)),
-    ProductRule(
+    MatmulRule("convolution", (0, 1), _BOTH, _convolution_word, convolution_flops, addends=(2,)),
+    MatmulRule(
         "convolution_backward",
         (0, 1, 2),
         ((1, 0, 1), (1, 1, 0), (1, 0, 0)),
@@ -285,10 +285,10 @@ RULES: tuple[ProductRule, ...] = (
         sources=(None, 0, 1),
         mask=10,
     ),
-    ProductRule(
+    MatmulRule(
         "conv_tbc", (0, 1), _BOTH, _word("conv_tbc", "input", "weight"), conv_tbc_flops, (2,)
     ),
-    ProductRule(
+    MatmulRule(
         "conv_tbc_backward",
         (0, 1, 2),
         ((1, 0, 1), (1, 1, 0), (1, 0, 0)),
@@ -296,14 +296,14 @@ RULES: tuple[ProductRule, ...] = (
         conv_tbc_backward_flops,
         sources=(None, 0, 1),
     ),
-    ProductRule(
+    MatmulRule(
         "_trilinear",
         (0, 1, 2),
         ((1, 1, 1),),
         _word("bilinear", "input1", "weight", "input2"),
         trilinear_flops,
     ),
-    ProductRule(
+    MatmulRule(
         "_grouped_mm",
         (0, 1),
         _BOTH,
@@ -322,12 +322,12 @@ RULES: tuple[ProductRule, ...] = (
     _attention_backward(f"{_SDPA}_cudnn_attention_backward", 4),
 )
 
-# Why no factor can reach the operands of a product, or it writes into a tensor of the user's.
+# Why no factor can reach the operands of a matmul, or it writes into a tensor of the user's.
 DISTANCES = "a kernel of distances"
-RECURRENT = "a recurrent kernel, whose products are inside of it"
-FUSED = "a fused inference kernel, whose products are inside of it"
+RECURRENT = "a recurrent kernel, whose matmuls are inside of it"
+FUSED = "a fused inference kernel, whose matmuls are inside of it"
 COMPILED_BEFORE = "compiled before this callback was attached"
-_WIDENED = "a product whose result has a type of its own"
+_WIDENED = "a matmul whose result has a type of its own"
 
 
 @dataclass(frozen=True)
@@ -335,11 +335,11 @@ class UnreachedRule:
     """An operator that multiplies matrices where no factor can reach its operands."""
 
     operator: str  # its name in ``torch.ops.aten``, with the overload if that is not the default
-    reason: str  # why its products run as they are
+    reason: str  # why its matmuls run as they are
     flops: Formula  # floating-point operations of a call
     # Whether its gradients come from a kernel of the same kind, with twice as many.
     has_backward: bool = False
-    # The operator of the table whose products this one writes into a tensor that it is
+    # The operator of the table whose matmuls this one writes into a tensor that it is
     # given. Factors reach them except in a graph that was compiled before.
     writes: str = ""
 
@@ -370,7 +370,7 @@ UNREACHED: tuple[UnreachedRule, ...] = (
         for name, at in _WIDENING
         for form in ("dtype", "dtype_out")
     ),
-    UnreachedRule("_int_mm", "a product of integers", contraction(0, 1)),
+    UnreachedRule("_int_mm", "a matmul of integers", contraction(0, 1)),
     UnreachedRule("_cdist_forward", DISTANCES, distance_flops),
     UnreachedRule("mkldnn_rnn_layer", RECURRENT, recurrent_flops, has_backward=True),
     UnreachedRule("_cudnn_rnn", RECURRENT, cudnn_recurrent_flops, has_backward=True),

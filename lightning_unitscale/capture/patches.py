@@ -21,7 +21,7 @@
   given ``capturable=True``. On a GPU the update then takes another algorithm, with other last bits;
   on a CPU it refuses to run. No optimizer's step is traced here, so there is nothing to prepare.
 * Whole layers (:func:`opened_layers`). ``nn.TransformerEncoderLayer`` takes one fused kernel where
-  no gradient is wanted. Nothing inside of it can be rewritten: its products would keep their
+  no gradient is wanted. Nothing inside of it can be rewritten: its matmuls would keep their
   precision while the same layer is trained in FP8, and weights that rules have set to RMS 1 would
   miss their factors.
 * Absent packages (:func:`absent_packages`). Dynamo runs ``importlib.metadata.version`` while it

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from lightning_unitscale.capture.aliasing import same_tensor
-from lightning_unitscale.capture.graph_matmuls import product_of
+from lightning_unitscale.capture.graph_matmuls import matmul_of
 from lightning_unitscale.capture.graph_nodes import (
     INTERNAL,
     example_tensor,
@@ -21,8 +21,8 @@ from lightning_unitscale.capture.graph_nodes import (
 )
 from lightning_unitscale.capture.passes import Region, StepGraph
 
-# A note on a graph: names of the tensors that its products read, and of those that they make.
-PRODUCTS = "products"
+# A note on a graph: names of the tensors that its matmuls read, and of those that they make.
+MATMULS = "matmuls"
 
 
 class Place(NamedTuple):
@@ -86,16 +86,16 @@ class Places:
             read.pop(name, None)
         return {name: tuple(read) for name, read in inputs.items()}
 
-    def operands_and_products(self) -> tuple[set[str], set[str]]:
-        """Names of the tensors that matrix products read, if only through views, and make."""
-        # Of a graph as it was captured: a pass may put functions of its own in place of products.
+    def operands_and_matmuls(self) -> tuple[set[str], set[str]]:
+        """Names of the tensors that matmuls read, if only through views, and make."""
+        # Of a graph as it was captured: a pass may put functions of its own in place of matmuls.
         tensors = (node for _, node in self.probeable() if not is_whole_view(node))
         sources = self._sources({tensor_name(node) for node in tensors})
-        products = [product for _, node in self.in_order() if (product := product_of(node))]
-        operands = [operand.node for product in products for operand in product.operands]
+        matmuls = [matmul for _, node in self.in_order() if (matmul := matmul_of(node))]
+        operands = [operand.node for matmul in matmuls for operand in matmul.operands]
         return (
             {name for operand in operands for name in sources[operand]},
-            {tensor_name(product.node) for product in products},
+            {tensor_name(matmul.node) for matmul in matmuls},
         )
 
     def _sources(self, known: Container[str]) -> dict[fx.Node, _Names]:

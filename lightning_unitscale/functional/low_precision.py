@@ -1,4 +1,4 @@
-"""Products in FP8, real and simulated: casts, the scaled product, and a linear layer.
+"""Matmuls in FP8, real and simulated: casts, the scaled matmul, and a linear layer.
 
 With ``x8 = e4m3(x f_x)``, ``w8 = e4m3(w f_w)`` and ``g8 = e4m3(g f_g)`` or ``e5m2(g f_g)``:
 
@@ -46,7 +46,7 @@ def why_no_fp8(device: torch.device) -> str | None:
     if device.type == "cpu":
         return None
     if device.type != "cuda":
-        return f"no FP8 product is known for devices of type {device.type!r}"
+        return f"no FP8 matmul is known for devices of type {device.type!r}"
     if torch.version.hip is not None:
         return "AMD's GPUs are not tested, and some of them have FP8 formats of their own"
     capability = torch.cuda.get_device_capability(device)
@@ -56,7 +56,7 @@ def why_no_fp8(device: torch.device) -> str | None:
     return None
 
 
-def scaled_product(
+def scaled_matmul(
     rows: Tensor, columns: Tensor, scale: Tensor, dtype: torch.dtype, *, fast: bool = False
 ) -> Tensor:
     """``scale * rows @ columns.T``, summed in FP32 and rounded once."""
@@ -134,7 +134,7 @@ def fp8_matrices(
     turned: bool = False,
 ) -> list[Tensor]:
     """A matrix as :func:`to_fp8` casts it, and its transpose, each if it is wanted."""
-    # On CUDA one kernel makes both in one read, as :func:`scaled_product` wants them: in rows,
+    # On CUDA one kernel makes both in one read, as :func:`scaled_matmul` wants them: in rows,
     # padded with zeros to a multiple of 16. Elsewhere the transpose is a view.
     if matrix.device.type != "cuda" or matrix.numel() == 0 or not has_triton():
         cast = to_fp8(matrix, factor, dtype)
@@ -221,7 +221,7 @@ class _FP8Linear(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.factors, ctx.dtypes = factors, (rows.dtype, weight.dtype)
         ctx.gradient = GRADIENTS[gradient]
-        return scaled_product(rows8, weight8, undoing(of_input, of_weight, rows), dtype, fast=True)
+        return scaled_matmul(rows8, weight8, undoing(of_input, of_weight, rows), dtype, fast=True)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -243,10 +243,10 @@ class _FP8Linear(torch.autograd.Function):
         grad_rows = grad_weight = None
         if needs_input:
             scale = undoing(of_gradient, of_weight, gradient)
-            grad_rows = scaled_product(gradients8[0], turned_weight, scale, ctx.dtypes[0])
+            grad_rows = scaled_matmul(gradients8[0], turned_weight, scale, ctx.dtypes[0])
         if needs_weight:
             scale = undoing(of_gradient, of_input, gradient)
-            grad_weight = scaled_product(gradients8[-1], turned_rows, scale, ctx.dtypes[1])
+            grad_weight = scaled_matmul(gradients8[-1], turned_rows, scale, ctx.dtypes[1])
         return grad_rows, grad_weight, *(None,) * (len(ctx.needs_input_grad) - 2)
 
 

@@ -1,1 +1,1 @@
-"""Products at the dispatcher: units and formats around every matrix product of any Python code."""
+"""Matmuls at the dispatcher: units and formats around every matmul of any Python code."""

@@ -1,12 +1,12 @@
 """What is left to do in the forward and in the backward graph of what the user compiles.
 
-Inductor decides late whether a product and a sum run as one, and it should decide as it does
-without units. So a product that is added to something gets its units here, when that has been
-decided. Looks at products come last: each costs a call in each step, so products share them.
+Inductor decides late whether a matmul and a sum run as one, and it should decide as it does
+without units. So a matmul that is added to something gets its units here, when that has been
+decided. Looks at matmuls come last: each costs a call in each step, so matmuls share them.
 
 Nothing stays in memory for longer because of a look. What a forward graph is given and what it
-returns is there when it ends, so that products that read nothing else are looked at then. In a
-backward graph the products of a site read one gradient: they are looked at with the first of them,
+returns is there when it ends, so that matmuls that read nothing else are looked at then. In a
+backward graph the matmuls of a site read one gradient: they are looked at with the first of them,
 where all that the others read is there by then, and the gradient is measured once.
 """
 
@@ -23,16 +23,16 @@ import torch
 from torch import fx
 
 from lightning_unitscale.capture.graph_nodes import first_operation
-from lightning_unitscale.capture.operators import ProductRule
+from lightning_unitscale.capture.operators import MatmulRule
 from lightning_unitscale.matmuls.compiled_graphs import (
     GRAPHS,
-    CompiledProduct,
+    CompiledMatmul,
     LookedAt,
-    PlainProduct,
+    PlainMatmul,
 )
 from lightning_unitscale.matmuls.compiler_internals import GraphPass
 from lightning_unitscale.matmuls.joint_graphs import (
-    PRODUCT,
+    MATMUL,
     arranged,
     rule_of,
     tangents_of,
@@ -46,42 +46,42 @@ _OURS = torch.ops.lightning_unitscale
 
 @dataclass(frozen=True)
 class _Known:
-    """A product as it was before Inductor joined it with a sum, or parted it from one."""
+    """A matmul as it was before Inductor joined it with a sum, or parted it from one."""
 
     name: str  # of its node
     operands: tuple[str, ...]  # names of the nodes that it reads
-    index: int  # which product of its graph it is
+    index: int  # which matmul of its graph it is
 
 
 class _Noted(threading.local):
-    products: tuple[_Known, ...] = ()  # of the graph that this thread is compiling
+    matmuls: tuple[_Known, ...] = ()  # of the graph that this thread is compiling
     graph: int | None = None  # its number
 
 
 _NOTED = _Noted()
 
 
-def note_products(graph: fx.Graph) -> None:
-    """Note the products of a graph."""
-    products = []
+def note_matmuls(graph: fx.Graph) -> None:
+    """Note the matmuls of a graph."""
+    matmuls = []
     _NOTED.graph = None
     for node in graph.nodes:
-        if PRODUCT in node.meta:
-            _NOTED.graph, index = node.meta[PRODUCT]
+        if MATMUL in node.meta:
+            _NOTED.graph, index = node.meta[MATMUL]
             if (rule := rule_of(node)) is not None:
-                products.append(_Known(node.name, _operands(rule, node), index))
-    _NOTED.products = tuple(products)
+                matmuls.append(_Known(node.name, _operands(rule, node), index))
+    _NOTED.matmuls = tuple(matmuls)
 
 
 def finish_graph(graph: fx.Graph) -> None:
-    """Let products of a graph be looked at, and run in units those that do not yet."""
+    """Let matmuls of a graph be looked at, and run in units those that do not yet."""
     if _NOTED.graph is not None:
-        _Finishing(graph, _NOTED.graph, list(_NOTED.products)).run()
-        _NOTED.products, _NOTED.graph = (), None
+        _Finishing(graph, _NOTED.graph, list(_NOTED.matmuls)).run()
+        _NOTED.matmuls, _NOTED.graph = (), None
 
 
 PASSES = (
-    GraphPass("post_grad_custom_pre_pass", note_products),
+    GraphPass("post_grad_custom_pre_pass", note_matmuls),
     GraphPass("post_grad_custom_post_pass", finish_graph),
 )
 
@@ -97,7 +97,7 @@ class _Finishing:
 
     def run(self) -> None:
         """Rewrite it."""
-        products = GRAPHS[self._index].products
+        matmuls = GRAPHS[self._index].matmuls
         found = []
         for node in list(self._graph.nodes):
             rule = rule_of(node)
@@ -114,18 +114,18 @@ class _Finishing:
             order = new(_OURS.compiled_order.default, self._index, device, is_backward)
         looked_at = []
         for node, rule, index in found:
-            product = products[index]
+            matmul = matmuls[index]
             site, reads = None, []
-            if rule is not None and isinstance(product, CompiledProduct):
-                if not product.is_scaled:
+            if rule is not None and isinstance(matmul, CompiledMatmul):
+                if not matmul.is_scaled:
                     self._find_factors(first, device, is_backward)
-                    self._scaling.scale(node, rule, product)
+                    self._scaling.scale(node, rule, matmul)
                 reads = [*rule.operands_in(node.args)]
                 reads += [node.args[position] for position in rule.addends_in(node.args)]
-                site = product.forward
-            looked_at.append(FoundProduct(node, index, site, reads))
+                site = matmul.forward
+            looked_at.append(FoundMatmul(node, index, site, reads))
         for look in looks_of(self._graph, looked_at, is_backward=is_backward):
-            number = GRAPHS[self._index].add_look(look.products)
+            number = GRAPHS[self._index].add_look(look.matmuls)
             with self._graph.inserting_before(look.before):
                 new(_OURS.look.default, look.tensors, order, self._index, number)
 
@@ -140,13 +140,13 @@ class _Finishing:
             factors = new(_OURS.compiled_factors.default, self._index, device, is_backward)
             self._scaling.parts = new(parts_of, factors, None, self._index, [])
 
-    def _found(self, rule: ProductRule | None, node: fx.Node) -> int | None:
-        """The product that a node was; one that Inductor has joined with a sum has another name."""
-        if PRODUCT in node.meta:
-            product = GRAPHS[self._index].products[node.meta[PRODUCT][1]]
+    def _found(self, rule: MatmulRule | None, node: fx.Node) -> int | None:
+        """The matmul that a node was; one that Inductor has joined with a sum has another name."""
+        if MATMUL in node.meta:
+            matmul = GRAPHS[self._index].matmuls[node.meta[MATMUL][1]]
             # What a node was made of may have left it its ``meta``.
-            if isinstance(product, PlainProduct) and product.operator == str(node.target):
-                return node.meta[PRODUCT][1]
+            if isinstance(matmul, PlainMatmul) and matmul.operator == str(node.target):
+                return node.meta[MATMUL][1]
         if rule is None:
             return None
         operands = _operands(rule, node)
@@ -169,34 +169,34 @@ class _Finishing:
         return best.index
 
 
-def _operands(rule: ProductRule, node: fx.Node) -> tuple[str, ...]:
+def _operands(rule: MatmulRule, node: fx.Node) -> tuple[str, ...]:
     return tuple(map(str, rule.operands_in(node.args)))
 
 
 @dataclass(frozen=True)
-class FoundProduct:
-    """A product of a graph."""
+class FoundMatmul:
+    """A matmul of a graph."""
 
     node: fx.Node
-    index: int  # which product of the graph
+    index: int  # which matmul of the graph
     site: Any  # of which it is; ``None`` where it runs plain
     reads: Sequence[Any]  # operands, and what is added to it; empty where it runs plain
 
 
 @dataclass
 class Look:
-    """Products that are looked at together, before a node."""
+    """Matmuls that are looked at together, before a node."""
 
     before: fx.Node
     tensors: list[fx.Node] = field(default_factory=list)  # what is measured for them
-    products: list[LookedAt] = field(default_factory=list)
+    matmuls: list[LookedAt] = field(default_factory=list)
     # By what they are arrangements of.
     _positions: dict[fx.Node, int] = field(default_factory=dict)
 
-    def take(self, product: FoundProduct, there: Callable[[fx.Node], fx.Node | None]) -> bool:
-        """Look at a product as well, if all that it reads, or is a copy of, is there by then."""
+    def take(self, matmul: FoundMatmul, there: Callable[[fx.Node], fx.Node | None]) -> bool:
+        """Look at a matmul as well, if all that it reads, or is a copy of, is there by then."""
         reads = []
-        for read in product.reads:
+        for read in matmul.reads:
             node, whole = there(read), _whole(read)
             is_copy = node is None and _is_copy(whole)
             if is_copy:
@@ -206,7 +206,7 @@ class Look:
                 return False
             reads.append((node, not is_copy))
         where = tuple((self._position(node), in_units) for node, in_units in reads)
-        self.products.append(LookedAt(product.index, where))
+        self.matmuls.append(LookedAt(matmul.index, where))
         return True
 
     def _position(self, node: fx.Node) -> int:
@@ -216,8 +216,8 @@ class Look:
         return position
 
 
-def looks_of(graph: fx.Graph, found: Sequence[FoundProduct], *, is_backward: bool) -> list[Look]:
-    """Distribute products over looks."""
+def looks_of(graph: fx.Graph, found: Sequence[FoundMatmul], *, is_backward: bool) -> list[Look]:
+    """Distribute matmuls over looks."""
     # Inputs may be written at the end.
     end = next(node for node in graph.nodes if node.op == "output" or _writes(node))
     kept: dict[fx.Node, fx.Node] = {}
@@ -229,21 +229,21 @@ def looks_of(graph: fx.Graph, found: Sequence[FoundProduct], *, is_backward: boo
     def there(look: Look, node: fx.Node) -> fx.Node | None:
         if look is at_end:
             return kept.get(_whole(node))
-        # What the product itself reads: Inductor would write another arrangement beside it.
+        # What the matmul itself reads: Inductor would write another arrangement beside it.
         return next((n for n in arranged(node) if place[n] < place[look.before]), None)
 
     at_end = Look(end)
     looks = [at_end]
     of_site: dict[Any, Look] = {}
-    for product in found:
-        for look in (at_end, of_site.get(product.site)):
-            if look is not None and look.take(product, functools.partial(there, look)):
+    for matmul in found:
+        for look in (at_end, of_site.get(matmul.site)):
+            if look is not None and look.take(matmul, functools.partial(there, look)):
                 break
         else:
-            look = of_site[product.site] = Look(product.node)
-            look.take(product, lambda node: node)
+            look = of_site[matmul.site] = Look(matmul.node)
+            look.take(matmul, lambda node: node)
             looks.append(look)
-    return [look for look in looks if look.products]
+    return [look for look in looks if look.matmuls]
 
 
 def _whole(node: Any) -> fx.Node:

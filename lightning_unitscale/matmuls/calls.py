@@ -1,4 +1,4 @@
-"""Products that autograd has recorded: what backward products read of them, and whose nodes are.
+"""Matmuls that autograd has recorded: what backward matmuls read of them, and whose nodes are.
 
 A function of the user's own may multiply in its backward pass only. Its node is one of those that
 were made, on the thread of the call, while the call of a session ran.
@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_unitscale.capture.operators import ProductRule, Sources, is_turned
+from lightning_unitscale.capture.operators import MatmulRule, Sources, is_turned
 from lightning_unitscale.matmuls.autograd_nodes import (
     NodeKey,
     calling_thread,
@@ -28,7 +28,7 @@ from lightning_unitscale.matmuls.autograd_nodes import (
     thread_number,
     upstream,
 )
-from lightning_unitscale.matmuls.execute import Product
+from lightning_unitscale.matmuls.execute import Matmul
 from lightning_unitscale.matmuls.measurement import Extent, Extents, Site
 from lightning_unitscale.matmuls.sites import function_arguments
 from lightning_unitscale.matmuls.torch_internals import (
@@ -40,16 +40,16 @@ from lightning_unitscale.matmuls.torch_internals import (
 
 @functools.cache
 def slot_of(sources: Sources) -> str:
-    """Which backward product it is that reads these."""
+    """Which backward matmul it is that reads these."""
     return f"backward_{'_'.join('g' if k is None else str(k) for k in sources)}"
 
 
 @dataclass(slots=True)
 class Call:
-    """A product that autograd has recorded: what its backward products need to know."""
+    """A matmul that autograd has recorded: what its backward matmuls need to know."""
 
     # As it ran.
-    product: Product
+    matmul: Matmul
     # Of each operand: its shape, its strides, where its data is, and whether autograd computes its
     # gradient. The address is 0 if what is saved for the backward pass lies elsewhere.
     operands: Sequence[tuple[tuple[int, ...], tuple[int, ...], int, bool]] = ()
@@ -61,24 +61,24 @@ class Call:
     thread: int = field(default_factory=thread_number)
 
 
-# By the key of an autograd node, or by a number for a product in a compiled graph: the product that
+# By the key of an autograd node, or by a number for a matmul in a compiled graph: the matmul that
 # it was made for, and whose that is: weakly, since whoever still waits for a backward pass keeps
 # the session, not this table.
 CALLS: dict[NodeKey | int, tuple[weakref.ref[Any], Call]] = {}
-# Forward products whose backward pass may still come; each is a few numbers.
+# Forward matmuls whose backward pass may still come; each is a few numbers.
 _MAX_CALLS = 2**16
 _CALL = "lightning_unitscale.call"
 
 
 def remember(
     session: weakref.ref[Any],
-    product: Product,
+    matmul: Matmul,
     operands: Sequence[Tensor],
     extents: Extents,
 ) -> None:
-    """Keep what backward products need of a product that is about to run."""
+    """Keep what backward matmuls need of a matmul that is about to run."""
     key = node_key(operands)
-    # Within the forward of an autograd function the first product counts.
+    # Within the forward of an autograd function the first matmul counts.
     if key is None or (not torch.is_grad_enabled() and key in CALLS):
         return
     read = [(t.shape, t.stride(), t.data_ptr(), t.requires_grad) for t in operands]
@@ -87,21 +87,21 @@ def remember(
             if not (tensor if tensor._base is None else tensor._base).is_leaf:
                 shape, strides, _, needs_gradient = read[index]
                 read[index] = shape, strides, 0, needs_gradient
-    record(key, session, Call(product, read, extents))
+    record(key, session, Call(matmul, read, extents))
 
 
-# Stands for a product that runs plain with all that comes of it, and is no session's.
+# Stands for a matmul that runs plain with all that comes of it, and is no session's.
 _NOBODYS: Any = (lambda: None, Call(cast(Any, None)))
 
 
 def leave(operands: Sequence[Tensor]) -> None:
-    """Let the backward products of a product that is about to run be nobody's, like itself."""
+    """Let the backward matmuls of a matmul that is about to run be nobody's, like itself."""
     if (key := node_key(operands)) is not None:
         record(key, *_NOBODYS)
 
 
 def leave_graph(node: Any) -> None:
-    """Let all products of the backward pass from a node on be nobody's."""
+    """Let all matmuls of the backward pass from a node on be nobody's."""
     pending = [node]
     while pending:
         node = pending.pop()
@@ -116,7 +116,7 @@ def node_key(operands: Sequence[Tensor]) -> NodeKey | None:
 
 
 def call_of(node: Any) -> tuple[weakref.ref[Any], Call] | None:
-    """The product that an autograd node was made for, and whose that is."""
+    """The matmul that an autograd node was made for, and whose that is."""
     # From its first use on the node has it, and it goes when the node does.
     metadata = node.metadata
     recorded: tuple[weakref.ref[Any], Call] | None = metadata.get(_CALL)
@@ -147,23 +147,23 @@ def forget(session: weakref.ref[Any]) -> None:
         CALLS.pop(key, None)
 
 
-def may_belong_to(rule: ProductRule, call: Call) -> bool:
-    """Whether a product may be one of the backward products of a call."""
+def may_belong_to(rule: MatmulRule, call: Call) -> bool:
+    """Whether a matmul may be one of the backward matmuls of a call."""
     # The backward pass of a user's own function may run whatever it likes.
     if not rule.sources:
         return len(rule.operands) <= len(call.operands)
     return all(k is None or k < len(call.operands) for k in rule.sources)
 
 
-def sources_of(rule: ProductRule, call: Call, operands: Sequence[Tensor]) -> Sources:
-    """Which forward operand each operand of a backward product is; ``None``: the gradient."""
+def sources_of(rule: MatmulRule, call: Call, operands: Sequence[Tensor]) -> Sources:
+    """Which forward operand each operand of a backward matmul is; ``None``: the gradient."""
     # Shapes tell, and between equal ones the address of the data, unless what was saved for the
     # backward pass was moved or computed again; then the order in which autograd works.
     if rule.sources:
         return rule.sources
     read = call.operands
     candidates: Sequence[Sources] = ()
-    if len(operands) == 2 == len(read) and not call.product.rule.sources:
+    if len(operands) == 2 == len(read) and not call.matmul.rule.sources:
         first, second = operands
         candidates = _sources_by_shape(read[0][0], read[1][0], first.shape, second.shape)
         if len(candidates) == 1:
@@ -175,7 +175,7 @@ def sources_of(rule: ProductRule, call: Call, operands: Sequence[Tensor]) -> Sou
         return known
     if not candidates:
         return (None, *range(1, len(operands)))
-    needs = [index for index in call.product.rule.backward_order if read[index][3]] or [0, 1]
+    needs = [index for index in call.matmul.rule.backward_order if read[index][3]] or [0, 1]
     index = needs[(call.num_visits - 1) % len(needs)]
     pair = _order_of(index, is_turned(*read[index][:2]))
     saved = pair[0] if pair[1] is None else pair[1]
@@ -278,7 +278,7 @@ def forget_made(session: weakref.ref[Any]) -> None:
 
 def maker_of(node: Any) -> Any:
     """Whose call has made an autograd node; ``None`` if no call has."""
-    # Threads give out the same numbers, so what a node reads has to agree: the nearest product
+    # Threads give out the same numbers, so what a node reads has to agree: the nearest matmul
     # that is known, or the nearest parameter. Of a node that reads neither, the thread that calls
     # the backward pass has to be the one that has made it.
     number = sequence_number(node)
@@ -303,7 +303,7 @@ def maker_of(node: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class RanProduct:
+class RanMatmul:
     """A forward matmul, for whoever shows tensors in the units that they are stored in."""
 
     operands: tuple[Tensor, ...]  # what it reads
@@ -315,14 +315,14 @@ class RanProduct:
 
 
 class _Watched(threading.local):
-    see: Callable[[RanProduct], None] | None = None
+    see: Callable[[RanMatmul], None] | None = None
 
 
 _WATCHED = _Watched()
 
 
 @contextlib.contextmanager
-def watching(see: Callable[[RanProduct], None]) -> Iterator[None]:
+def watching(see: Callable[[RanMatmul], None]) -> Iterator[None]:
     """Within this context ``see`` is called with each forward matmul of this thread."""
     previous, _WATCHED.see = _WATCHED.see, see
     try:
@@ -336,7 +336,7 @@ def show(site: Site, operands: Sequence[Tensor], first_node: int | None = None) 
     if _WATCHED.see is not None:
         last = last_sequence_number()
         _WATCHED.see(
-            RanProduct(
+            RanMatmul(
                 tuple(operands),
                 site.log2_units or (None,) * len(operands),
                 site.log2_gamma,

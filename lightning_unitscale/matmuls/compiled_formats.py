@@ -1,8 +1,8 @@
-"""Formats in what the user compiles: products become operators that do what an eager kernel does.
+"""Formats in what the user compiles: matmuls become operators that do what an eager kernel does.
 
-Whether a product runs in a format, and in which units, is decided whenever it runs, so a decision
+Whether a matmul runs in a format, and in which units, is decided whenever it runs, so a decision
 of FP8's compiles nothing again. A graph begins with one operator that finds the session; its result
-is a number that goes with what is saved for the backward pass, so that a backward product knows the
+is a number that goes with what is saved for the backward pass, so that a backward matmul knows the
 run of the forward graph that it belongs to: its units, its step, its random numbers.
 """
 
@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import register_flop_formula
 
 from lightning_unitscale.capture.graph_nodes import first_operation
-from lightning_unitscale.capture.operators import ProductRule
+from lightning_unitscale.capture.operators import MatmulRule
 from lightning_unitscale.matmuls.calls import CALLS, Call, record
 from lightning_unitscale.matmuls.compiled_runs import GraphMatmul, GraphRun, GraphRuns
 from lightning_unitscale.matmuls.compiler_internals import (
@@ -41,7 +41,7 @@ from lightning_unitscale.matmuls.joint_graphs import (
     value_of,
 )
 from lightning_unitscale.matmuls.owners import running_session
-from lightning_unitscale.matmuls.session import ProductSession, run_inside
+from lightning_unitscale.matmuls.session import MatmulSession, run_inside
 from lightning_unitscale.matmuls.torch_internals import Kernel, plain_functions
 
 # Runs that may go on, one in a thread.
@@ -53,15 +53,15 @@ _OURS = torch.ops.lightning_unitscale
 
 @dataclass(frozen=True)
 class Changing:
-    """Stands for what changes among the arguments of a product."""
+    """Stands for what changes among the arguments of a matmul."""
 
     index: int  # which of the tensors, or of the numbers that change with the shapes
     is_tensor: bool  # which of the two
 
 
 @dataclass(eq=False)
-class RoundedProduct(GraphMatmul):
-    """A product of a compiled graph, forward or backward."""
+class RoundedMatmul(GraphMatmul):
+    """A matmul of a compiled graph, forward or backward."""
 
     operator: Kernel  # of its rule, as torch calls it
     args: tuple[Any, ...]  # with :class:`Changing` in place of what changes
@@ -90,24 +90,24 @@ class RoundedProduct(GraphMatmul):
 
 
 class RoundedGraph(GraphRuns):
-    """The products of one compiled graph, forward and backward."""
+    """The matmuls of one compiled graph, forward and backward."""
 
     def __init__(self, root: str) -> None:
         super().__init__(root)
-        self.products: list[RoundedProduct] = []
+        self.matmuls: list[RoundedMatmul] = []
         # The latest runs: another thread may run the graph meanwhile.
         self._begun: dict[int, GraphRun] = {}
         self._are_parameters: tuple[bool, ...] = ()
         self._has_backward = False
 
-    def add(self, product: RoundedProduct) -> None:
-        """Add a product, which comes last."""
-        self.add_place(product)
-        self._has_backward |= product.is_backward
-        self.products.append(product)
+    def add(self, matmul: RoundedMatmul) -> None:
+        """Add a matmul, which comes last."""
+        self.add_place(matmul)
+        self._has_backward |= matmul.is_backward
+        self.matmuls.append(matmul)
 
     def begin(self, inputs: Sequence[Tensor]) -> int:
-        """Number of the run that begins; that of nobody's where no session has its products."""
+        """Number of the run that begins; that of nobody's where no session has its matmuls."""
         self.callers.note(is_backward=False)
         run = self.begin_run()
         if run is None:
@@ -121,67 +121,67 @@ class RoundedGraph(GraphRuns):
     def run(
         self, index: int, run: int, tensors: Sequence[Tensor], sizes: Sequence[int]
     ) -> list[Tensor]:
-        """Run a product."""
-        product = self.products[index]
-        if product.is_backward:
+        """Run a matmul."""
+        matmul = self.matmuls[index]
+        if matmul.is_backward:
             self.callers.note(is_backward=True)
-        args, kwargs = product.arguments(tensors, sizes)
+        args, kwargs = matmul.arguments(tensors, sizes)
         # The memory of a gradient may be another's by now, within one autograd node.
         forget_copy()
         try:
             with plain_functions():
-                return product.listed(self._run(product, run, args, kwargs))
+                return matmul.listed(self._run(matmul, run, args, kwargs))
         finally:
             forget_copy()
 
     def _run(
         self,
-        product: RoundedProduct,
+        matmul: RoundedMatmul,
         run: int,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        if not product.rule.multiplies(args, kwargs):
-            return run_inside(product.operator, *args, **kwargs)
-        number = run + product.forward
+        if not matmul.rule.multiplies(args, kwargs):
+            return run_inside(matmul.operator, *args, **kwargs)
+        number = run + matmul.forward
         recorded, begun = CALLS.get(number), self._begun.get(run)
         session = None
         if recorded is not None:
             session = recorded[0]()
-        elif begun is not None and not product.is_backward:
+        elif begun is not None and not matmul.is_backward:
             session = begun.session()
         if session is None or not session.is_open:
-            return run_inside(product.operator, *args, **kwargs)
-        if product.is_backward and recorded is not None:
-            run_as = session.backward_product(product.rule, args, recorded[1], product.sources)
+            return run_inside(matmul.operator, *args, **kwargs)
+        if matmul.is_backward and recorded is not None:
+            run_as = session.backward_matmul(matmul.rule, args, recorded[1], matmul.sources)
         elif recorded is not None:
             # A checkpoint computes it again.
-            run_as = recorded[1].product
+            run_as = recorded[1].matmul
         else:
             assert begun is not None, "a session was found by it"
-            site = begun.sites[product.number]
-            run_as, extents = session.forward_product(product.rule, site, args)
+            site = begun.sites[matmul.number]
+            run_as, extents = session.forward_matmul(matmul.rule, site, args)
             if self._has_backward:  # there is a backward graph
                 record(number, session.ref, Call(run_as, extents=extents))
-        run_as.reads_weight = product.is_weight
-        if product.input is not None:
-            run_as.reads_weight = product.is_weight or self._are_parameters[product.input]
-        return session.execute(run_as, product.operator, args, kwargs)
+        run_as.reads_weight = matmul.is_weight
+        if matmul.input is not None:
+            run_as.reads_weight = matmul.is_weight or self._are_parameters[matmul.input]
+        return session.execute(run_as, matmul.operator, args, kwargs)
 
 
 GRAPHS: list[RoundedGraph] = []
 
 
-def _product_flops(
-    tensors: Any, sizes: Any, run: Any, graph: int, product: int, *, out_val: Any
+def _matmul_flops(
+    tensors: Any, sizes: Any, run: Any, graph: int, matmul: int, *, out_val: Any
 ) -> int:
-    return GRAPHS[graph].products[product].flops
+    return GRAPHS[graph].matmuls[matmul].flops
 
 
-def _fake_product(
-    tensors: Sequence[Tensor], sizes: Sequence[int], run: Tensor, graph: int, product: int
+def _fake_matmul(
+    tensors: Sequence[Tensor], sizes: Sequence[int], run: Tensor, graph: int, matmul: int
 ) -> list[Tensor]:
-    rounded = GRAPHS[graph].products[product]
+    rounded = GRAPHS[graph].matmuls[matmul]
     args, kwargs = rounded.arguments(tensors, sizes)
     return rounded.listed(rounded.operator(*args, **kwargs))
 
@@ -193,20 +193,18 @@ define_operator(
     torch.Tag.flexible_layout,
 )
 define_operator(
-    "product(Tensor[] tensors, SymInt[] sizes, Tensor run, int graph, int product) -> Tensor[]",
-    lambda tensors, sizes, run, graph, product: GRAPHS[graph].run(
-        product, int(run), tensors, sizes
-    ),
-    _fake_product,
+    "matmul(Tensor[] tensors, SymInt[] sizes, Tensor run, int graph, int matmul) -> Tensor[]",
+    lambda tensors, sizes, run, graph, matmul: GRAPHS[graph].run(matmul, int(run), tensors, sizes),
+    _fake_matmul,
     # BLAS may add in another order for another stride.
     torch.Tag.needs_exact_strides,
 )
 # What a plan runs again costs as much as the matmul that it is.
-register_flop_formula(torch.ops.lightning_unitscale.product)(_product_flops)
+register_flop_formula(torch.ops.lightning_unitscale.matmul)(_matmul_flops)
 
 
 def _round(graph: fx.Graph) -> None:
-    """Let the products of a graph round, if it is compiled in a step whose products do."""
+    """Let the matmuls of a graph round, if it is compiled in a step whose matmuls do."""
     session = running_session()
     if session is not None and session.numerics:
         FormatsInGraph(graph, session).run()
@@ -216,9 +214,9 @@ PASS = GraphPass("joint_custom_pre_pass", _round)
 
 
 class FormatsInGraph:
-    """Lets the products of one graph round, before Inductor has joined one with anything."""
+    """Lets the matmuls of one graph round, before Inductor has joined one with anything."""
 
-    def __init__(self, graph: fx.Graph, session: ProductSession) -> None:
+    def __init__(self, graph: fx.Graph, session: MatmulSession) -> None:
         self._graph = graph
         self._session = session
         self._matmuls = JointMatmuls(graph, session, guesses=False)
@@ -232,65 +230,65 @@ class FormatsInGraph:
         found = [(node, rule) for node, rule in found if _can_move(node)]
         if not found:
             return
-        products = self._compiled.products
+        matmuls = self._compiled.matmuls
         for node, rule in found:
-            self._compiled.add(self._product(rule, node))
+            self._compiled.add(self._matmul(rule, node))
         GRAPHS.append(self._compiled)
         with fake_mode_in(self._graph), self._graph.inserting_before(first_operation(self._graph)):
             begin = self._graph.call_function(_OURS.begin.default, (self._inputs, self._index))
             begin.meta["val"] = torch.empty((), dtype=torch.int64)
             # Another one in the backward graph would be another run.
             begin.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-        for index, ((node, _), product) in enumerate(zip(found, products, strict=True)):
-            self._replace(index, node, product, begin)
+        for index, ((node, _), matmul) in enumerate(zip(found, matmuls, strict=True)):
+            self._replace(index, node, matmul, begin)
 
-    def _product(self, rule: ProductRule, node: fx.Node) -> RoundedProduct:
-        """What is known of a product before it runs."""
+    def _matmul(self, rule: MatmulRule, node: fx.Node) -> RoundedMatmul:
+        """What is known of a matmul before it runs."""
         value, operands = value_of(node), rule.operands_in(node.args)
         results = None
         if not isinstance(value, Tensor):
             results = tuple(k for k, item in enumerate(value) if isinstance(item, Tensor))
-        matmul = self._matmuls.describe(node, rule, len(self._compiled.products))
+        matmul = self._matmuls.describe(node, rule, len(self._compiled.matmuls))
         args, kwargs = _template(node)
         operation: Any = node.target
-        product = RoundedProduct(
+        matmul = RoundedMatmul(
             **vars(matmul), operator=operation, args=args, kwargs=kwargs, results=results
         )
-        if len(operands) == 2 and not product.is_backward:
-            self._look_for_weight(product, operands[1])
-        return product
+        if len(operands) == 2 and not matmul.is_backward:
+            self._look_for_weight(matmul, operands[1])
+        return matmul
 
-    def _look_for_weight(self, product: RoundedProduct, node: fx.Node) -> None:
-        """Find out what the second operand of a product is made of."""
+    def _look_for_weight(self, matmul: RoundedMatmul, node: fx.Node) -> None:
+        """Find out what the second operand of a matmul is made of."""
         module = self._session.sites.module
-        layer = None if module is None else module.get_submodule(product.place.path)
-        product.is_weight = is_weight(product.place.word, value_of(node), layer)
+        layer = None if module is None else module.get_submodule(matmul.place.path)
+        matmul.is_weight = is_weight(matmul.place.word, value_of(node), layer)
         for source in arrangements(node):
-            if source.op == "placeholder" and not product.is_weight:
+            if source.op == "placeholder" and not matmul.is_weight:
                 if source not in self._inputs:
                     self._inputs.append(source)
-                product.input = self._inputs.index(source)
+                matmul.input = self._inputs.index(source)
             if str(source.target) not in ARRANGED | {CAST}:
                 break
 
-    def _replace(self, index: int, node: fx.Node, product: RoundedProduct, begin: fx.Node) -> None:
+    def _replace(self, index: int, node: fx.Node, matmul: RoundedMatmul, begin: fx.Node) -> None:
         leaves = pytree.tree_leaves((node.args, node.kwargs))
         nodes = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
         tensors = [leaf for leaf in nodes if isinstance(value_of(leaf), Tensor)]
         sizes = [leaf for leaf in nodes if not isinstance(value_of(leaf), Tensor)]
         with self._graph.inserting_before(node):
             new = self._graph.call_function(
-                _OURS.product.default, (tensors, sizes, begin, self._index, index)
+                _OURS.matmul.default, (tensors, sizes, begin, self._index, index)
             )
             new.meta = dict(node.meta)
-            new.meta["val"] = product.listed(value_of(node))
+            new.meta["val"] = matmul.listed(value_of(node))
             note_strides(new, fx.map_arg(new.args, value_of))
-            if product.results is None:
+            if matmul.results is None:
                 node.replace_all_uses_with(self._item(new, 0, node))
         for user in list(node.users):
             with self._graph.inserting_before(user):
-                assert product.results is not None
-                item = self._item(new, product.results.index(user.args[1]), user)
+                assert matmul.results is not None
+                item = self._item(new, matmul.results.index(user.args[1]), user)
             user.replace_all_uses_with(item)
             self._graph.erase_node(user)
         self._graph.erase_node(node)
@@ -302,7 +300,7 @@ class FormatsInGraph:
 
 
 def _can_move(node: fx.Node) -> bool:
-    """Whether all that changes among a product's arguments, and all that is read, can be moved."""
+    """Whether all that changes among a matmul's arguments, and all that is read, can be moved."""
     leaves = pytree.tree_leaves((node.args, node.kwargs))
     values = [value_of(leaf) for leaf in leaves if isinstance(leaf, fx.Node)]
     if not all(isinstance(value, (Tensor, int, torch.SymInt)) for value in values):

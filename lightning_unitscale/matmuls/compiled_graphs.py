@@ -1,6 +1,6 @@
-"""Graphs that Inductor has compiled with units around their products, while they run.
+"""Graphs that Inductor has compiled with units around their matmuls, while they run.
 
-The units of a graph's products are numbers in one tensor, which an operator without inputs gives to
+The units of a graph's matmuls are numbers in one tensor, which an operator without inputs gives to
 the graph whenever it runs: Inductor cannot fold it, and new units compile nothing. It is saved for
 the backward pass, some of whose operands were divided by the units of the forward pass.
 """
@@ -23,21 +23,21 @@ from lightning_unitscale.matmuls.compiled_runs import GraphMatmul, GraphRun, Gra
 from lightning_unitscale.matmuls.compiler_internals import define_operator
 from lightning_unitscale.matmuls.coverage import Kind
 from lightning_unitscale.matmuls.measurement import FORWARD, Extent, Site
-from lightning_unitscale.matmuls.session import ProductSession
+from lightning_unitscale.matmuls.session import MatmulSession
 from lightning_unitscale.matmuls.torch_internals import current_node
 from lightning_unitscale.patching import nothing
 from lightning_unitscale.scales.transfer import numbers_on
 
 
 @dataclass(eq=False)
-class CompiledProduct(GraphMatmul):
+class CompiledMatmul(GraphMatmul):
     """A matmul of a graph with units."""
 
     dtype: torch.dtype  # of its operands
     start: int = 0  # where its factors begin among those of the graph
     is_scaled: bool = False  # since the graph of both passes was rewritten
     # The matmuls of its graph that are of its site, itself included.
-    kin: list[CompiledProduct] = field(default_factory=list)
+    kin: list[CompiledMatmul] = field(default_factory=list)
 
     @property
     def slot(self) -> str:
@@ -65,7 +65,7 @@ class CompiledProduct(GraphMatmul):
 
     def why_plain(self, site: Site) -> str:
         """Why it runs plain in the units in force; empty where it does not."""
-        # Products of a site read copies in common, so that all of them do or none.
+        # Matmuls of a site read copies in common, so that all of them do or none.
         reasons = list(site.plain.values())
         if any(
             abs(exponent) > LARGEST_LOG2 for kin in self.kin for exponent in kin._exponents(site)
@@ -85,7 +85,7 @@ class CompiledProduct(GraphMatmul):
 
 
 @dataclass(frozen=True)
-class PlainProduct:
+class PlainMatmul:
     """A matmul of a compiled graph without units."""
 
     operator: str  # its name
@@ -139,27 +139,27 @@ class CompiledGraph(GraphRuns):
 
     def __init__(self, root: str) -> None:
         super().__init__(root)
-        self.products: list[CompiledProduct | PlainProduct] = []
+        self.matmuls: list[CompiledMatmul | PlainMatmul] = []
         self.num_factors = 0
         # The matmuls that are looked at together.
         self.looks: list[tuple[LookedAt, ...]] = []
         # The sites of one session: several blocks of a model may share the graph.
-        self._factors: WeakKeyDictionary[ProductSession, dict[tuple[int, ...], _Factors]]
+        self._factors: WeakKeyDictionary[MatmulSession, dict[tuple[int, ...], _Factors]]
         self._factors = WeakKeyDictionary()
         self._ones = _Factors([])
         self._now = _Now()
 
-    def add(self, product: CompiledProduct | PlainProduct) -> None:
-        """Add a product, which comes last."""
-        if isinstance(product, CompiledProduct):
-            self.add_place(product)
-            product.start = self.num_factors
-            first = self.products[product.forward] if product.is_backward else product
-            assert isinstance(first, CompiledProduct), "it has backward matmuls"
-            product.kin = first.kin
-            product.kin.append(product)
-            self.num_factors += product.num_factors
-        self.products.append(product)
+    def add(self, matmul: CompiledMatmul | PlainMatmul) -> None:
+        """Add a matmul, which comes last."""
+        if isinstance(matmul, CompiledMatmul):
+            self.add_place(matmul)
+            matmul.start = self.num_factors
+            first = self.matmuls[matmul.forward] if matmul.is_backward else matmul
+            assert isinstance(first, CompiledMatmul), "it has backward matmuls"
+            matmul.kin = first.kin
+            matmul.kin.append(matmul)
+            self.num_factors += matmul.num_factors
+        self.matmuls.append(matmul)
 
     def begin(self, operator: str) -> _Factors:
         """Take the units in force for a run of the forward graph, and for what comes of it."""
@@ -195,9 +195,9 @@ class CompiledGraph(GraphRuns):
             factors.known = known
             factors.exponents = [
                 exponent
-                for product in self.products
-                if isinstance(product, CompiledProduct)
-                for exponent in product.exponents(sites[product.forward])
+                for matmul in self.matmuls
+                if isinstance(matmul, CompiledMatmul)
+                for exponent in matmul.exponents(sites[matmul.forward])
             ]
         return factors
 
@@ -208,31 +208,31 @@ class CompiledGraph(GraphRuns):
         run = self.resume()
         return _Factors([0] * self.num_factors if run is None else run.exponents).on(device)
 
-    def parts(self, factors: Tensor, products: Sequence[int]) -> list[Tensor]:
-        """The factors of some products, each with memory of their own."""
+    def parts(self, factors: Tensor, matmuls: Sequence[int]) -> list[Tensor]:
+        """The factors of some matmuls, each with memory of their own."""
         # Where a factor stands is a part of a kernel's code: kernels of equal layers are one so.
-        if not products:
+        if not matmuls:
             return []
         between = [
-            product
-            for product in self.products[min(products) : max(products) + 1]
-            if isinstance(product, CompiledProduct)
+            matmul
+            for matmul in self.matmuls[min(matmuls) : max(matmuls) + 1]
+            if isinstance(matmul, CompiledMatmul)
         ]
-        sizes = [product.num_factors for product in between]
+        sizes = [matmul.num_factors for matmul in between]
         parts = [factors.new_empty(size) for size in sizes]
         torch.split_with_sizes_copy(
             factors.narrow(0, between[0].start, sum(sizes)), sizes, out=parts
         )
-        of_number = {product.number: part for product, part in zip(between, parts, strict=True)}
-        return [of_number[number] for number in products]
+        of_number = {matmul.number: part for matmul, part in zip(between, parts, strict=True)}
+        return [of_number[number] for number in matmuls]
 
-    def add_look(self, products: Sequence[LookedAt]) -> int:
-        """Let products be looked at together; returns the number of the look."""
-        self.looks.append(tuple(products))
+    def add_look(self, matmuls: Sequence[LookedAt]) -> int:
+        """Let matmuls be looked at together; returns the number of the look."""
+        self.looks.append(tuple(matmuls))
         return len(self.looks) - 1
 
     def look(self, tensors: Sequence[Tensor], index: int) -> None:
-        """Count products, and measure their operands and what is added to them."""
+        """Count matmuls, and measure their operands and what is added to them."""
         run = self._now.run
         session = None if run is None else run.session()
         if run is None or session is None or not session.is_open:
@@ -240,34 +240,34 @@ class CompiledGraph(GraphRuns):
         # By which tensor it is, and in which unit.
         extents: dict[tuple[int, int], Extent] = {}
         for looked_at in self.looks[index]:
-            product = self.products[looked_at.index]
-            if isinstance(product, PlainProduct):
+            matmul = self.matmuls[looked_at.index]
+            if isinstance(matmul, PlainMatmul):
                 if session.counter is not None:
-                    session.counter.add(product.module, "plain", product.reason, product.flops)
+                    session.counter.add(matmul.module, "plain", matmul.reason, matmul.flops)
                 continue
-            site = run.sites[product.forward]
+            site = run.sites[matmul.forward]
             if session.counter is not None:
                 # What was compiled for units alone is not rounded.
-                reason = COMPILED_BEFORE if session.numerics else product.why_plain(site)
+                reason = COMPILED_BEFORE if session.numerics else matmul.why_plain(site)
                 kind: Kind = "plain" if reason else "units"
-                session.counter.add(site.module, kind, reason, product.flops)
-            if None in product.known(site) or session.units.is_looking:
-                self._measure(session, run, product, looked_at, tensors, extents)
+                session.counter.add(site.module, kind, reason, matmul.flops)
+            if None in matmul.known(site) or session.units.is_looking:
+                self._measure(session, run, matmul, looked_at, tensors, extents)
 
     def _measure(
         self,
-        session: ProductSession,
+        session: MatmulSession,
         run: GraphRun,
-        product: CompiledProduct,
+        matmul: CompiledMatmul,
         looked_at: LookedAt,
         tensors: Sequence[Tensor],
         extents: dict[tuple[int, int], Extent],
     ) -> None:
-        site = run.sites[product.forward]
-        known = product.known(site)
+        site = run.sites[matmul.forward]
+        known = matmul.known(site)
         count = len(known)
         # As they were when the forward pass began, like the factors.
-        *units, common = (-exponent for exponent in run.exponents[product.start :][: count + 1])
+        *units, common = (-exponent for exponent in run.exponents[matmul.start :][: count + 1])
         units += [common] * (len(looked_at.reads) - count)
 
         def extent_of(index: int) -> Extent:
@@ -277,10 +277,8 @@ class CompiledGraph(GraphRuns):
                 extents[key] = Extent.of(tensors[which], key[1])
             return extents[key]
 
-        names, num_addends = site.names_of(product.sources), len(units) - count
-        session.units.measure(
-            site, product.slot, names, known, product.dtype, extent_of, num_addends
-        )
+        names, num_addends = site.names_of(matmul.sources), len(units) - count
+        session.units.measure(site, matmul.slot, names, known, matmul.dtype, extent_of, num_addends)
 
 
 GRAPHS: list[CompiledGraph] = []
@@ -293,15 +291,15 @@ def _factors(index: int, device: torch.device, is_backward: bool) -> Tensor:
 
 
 def _parts(
-    factors: Tensor, gradient: Tensor | None, index: int, products: list[int]
+    factors: Tensor, gradient: Tensor | None, index: int, matmuls: list[int]
 ) -> list[Tensor]:
     GRAPHS[index].callers.note(is_backward=gradient is not None)
-    return GRAPHS[index].parts(factors, products)
+    return GRAPHS[index].parts(factors, matmuls)
 
 
 def _order(index: int, device: torch.device, is_backward: bool) -> Tensor:
     graph = GRAPHS[index]
-    # Products may be looked at before any of them reads a factor.
+    # Matmuls may be looked at before any of them reads a factor.
     graph.resume() if is_backward else graph.begin("compiled_order")
     graph.callers.note(is_backward=is_backward)
     return torch.zeros(1, device=device)
@@ -314,9 +312,9 @@ define_operator(
 )
 define_operator(
     # It reads no gradient: it is told of one so that it belongs to the backward pass.
-    "parts_of_factors(Tensor factors, Tensor? gradient, int graph, int[] products) -> Tensor[]",
+    "parts_of_factors(Tensor factors, Tensor? gradient, int graph, int[] matmuls) -> Tensor[]",
     _parts,
-    lambda factors, gradient, graph, products: GRAPHS[graph].parts(factors, products),
+    lambda factors, gradient, graph, matmuls: GRAPHS[graph].parts(factors, matmuls),
     torch.Tag.flexible_layout,
 )
 define_operator(

@@ -14,26 +14,26 @@ from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-from lightning_unitscale.capture.operators import ProductRule, Sources
+from lightning_unitscale.capture.operators import MatmulRule, Sources
 from lightning_unitscale.matmuls.autograd_nodes import NodeKey, keys_of
 from lightning_unitscale.matmuls.calls import node_key
 from lightning_unitscale.matmuls.compiler_internals import codes, pass_by_overrides
 from lightning_unitscale.matmuls.measurement import Site
 from lightning_unitscale.matmuls.owners import running_session
-from lightning_unitscale.matmuls.session import ProductSession
+from lightning_unitscale.matmuls.session import MatmulSession
 from lightning_unitscale.matmuls.sites import frames
 from lightning_unitscale.matmuls.torch_internals import MODULE_CALL, OPERATOR_CALL, current_node
 
 # A run is known by a number. A graph has fewer matmuls than there is room for between two runs.
-MAX_PRODUCTS = 2**16
-_NUMBERS = itertools.count(MAX_PRODUCTS, MAX_PRODUCTS)
+MAX_MATMULS = 2**16
+_NUMBERS = itertools.count(MAX_MATMULS, MAX_MATMULS)
 # Runs of one graph whose backward pass may still come.
 _MAX_RUNS = 2**12
 # Compiled graphs that are ours, by the address of what runs them, and addresses of the code made
-# for them: a set, which every product of such a graph looks into.
+# for them: a set, which every matmul of such a graph looks into.
 _OURS: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
 _CODE: set[int] = set()
-# Callers whose products are not to be met again: a graph of ours has its units.
+# Callers whose matmuls are not to be met again: a graph of ours has its units.
 OWN_CALLERS = ("ours", "compiler")
 
 
@@ -49,7 +49,7 @@ class Place(NamedTuple):
 class GraphMatmul:
     """A matmul of a compiled graph, forward or backward."""
 
-    rule: ProductRule
+    rule: MatmulRule
     place: Place  # of the forward matmul that it belongs to
     number: int  # in its graph
     forward: int  # number of that forward matmul; its own, if it has a site of its own
@@ -66,8 +66,8 @@ class GraphMatmul:
 class GraphRun:
     """One run of a graph."""
 
-    number: int  # which one, a multiple of ``MAX_PRODUCTS``
-    session: weakref.ref[ProductSession]
+    number: int  # which one, a multiple of ``MAX_MATMULS``
+    session: weakref.ref[MatmulSession]
     sites: dict[int, Site]  # of each matmul that has one, by its number in the graph
     exponents: list[int] = field(default_factory=list)  # of the factors that it has taken
 

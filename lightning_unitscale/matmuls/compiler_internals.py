@@ -4,7 +4,7 @@
 attention, and before the graph is parted: a partitioner keeps to ``recompute`` and ``ac_graph_id``
 in the ``meta`` of a node, and does not compute an operator again that it does not know.
 ``post_grad_custom_pre_pass`` and ``post_grad_custom_post_pass`` run on the forward and on the
-backward graph, before and after Inductor decides whether a product and a sum run as one; its
+backward graph, before and after Inductor decides whether a matmul and a sum run as one; its
 decisions should be those of a graph without units. A pass without a ``uuid`` keeps both of
 Inductor's caches out, so that nobody else is handed a rewritten graph and no rewritten one is
 missed. AOTAutograd numbers what it compiles with ``AOT_COUNTER``. Frames of
@@ -50,7 +50,7 @@ from lightning_unitscale.matmuls.torch_internals import (
 
 
 class _PastDispatcher:
-    """What code of Inductor's calls operators by, which calls torch's own kernels for products."""
+    """What code of Inductor's calls operators by, which calls torch's own kernels for matmuls."""
 
     def __init__(self, functions: Any) -> None:
         self._functions = functions

@@ -1,4 +1,4 @@
-"""What became of the products of a step: in units, in a format, or as they are and why."""
+"""What became of the matmuls of a step: in units, in a format, or as they are and why."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from lightning_unitscale.capture.name_patterns import NOT_INCLUDED
 from lightning_unitscale.matmuls.fp8_layers import EXCLUDED_BY_DEFAULT, NO_LINEAR
 
 Kind = Literal["units", "format", "plain", "left out"]
-# The products of a site that run plain, with reasons, and which of them it is.
-PlainProduct = tuple[Mapping[str, str], str]
+# The matmuls of a site that run plain, with reasons, and which of them it is.
+PlainMatmul = tuple[Mapping[str, str], str]
 # Below this share of a step's floating-point operations a user is warned.
 ENOUGH = 0.9
 _NUM_NAMED = 5
-NO_PRODUCT = "no matrix product ran"
-# Why a product runs outside of a format.
+NO_MATMUL = "no matmul ran"
+# Why a matmul runs outside of a format.
 NO_UNIT = "no unit yet"
 # Reasons that the documentation gives for every model: these need no warning, unless the module had
 # the format before. What is excluded by default needs one only if it is a large part of the model.
@@ -30,34 +30,34 @@ _EXPECTED_IF_SMALL = frozenset({EXCLUDED_BY_DEFAULT})
 
 
 @dataclass(frozen=True)
-class ProductCount:
-    """Products that ran alike in one module."""
+class MatmulCount:
+    """Matmuls that ran alike in one module."""
 
     module: str  # path of the module; empty for the root
     # ``"units"``, ``"format"`` (rounded to fewer bits, in units if there are any),
     # ``"plain"``, or ``"left out"`` of the format where there are no units.
     kind: Kind
     reason: str  # why they ran plain, or outside of a format; empty otherwise
-    num_products: int  # how many there were in a step
+    num_matmuls: int  # how many there were in a step
     flops: int  # their floating-point operations
     outside: str = ""  # why they ran outside of the format of the step; empty if they did not
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """The products of one step, forward and backward."""
+    """The matmuls of one step, forward and backward."""
 
     # By module, kind and reason, in the order in which they ran.
-    counts: tuple[ProductCount, ...] = ()
-    has_units: bool = True  # whether products run in units; if not, they are only rounded
+    counts: tuple[MatmulCount, ...] = ()
+    has_units: bool = True  # whether matmuls run in units; if not, they are only rounded
     lacking: tuple[str, ...] = ()  # operands, and gradients, that had no unit after the step
     # The format that the step was to run in, such as ``"FP8"``; empty without one.
     format: str = ""
 
     @property
-    def num_products(self) -> int:
-        """Products of the step."""
-        return sum(count.num_products for count in self.counts)
+    def num_matmuls(self) -> int:
+        """Matmuls of the step."""
+        return sum(count.num_matmuls for count in self.counts)
 
     @property
     def flops(self) -> int:
@@ -67,46 +67,46 @@ class Coverage:
     @property
     def num_in_units(self) -> int:
         """Those that ran on operands in units, rounded or not."""
-        return sum(count.num_products for count in self.counts if count.kind in ("units", "format"))
+        return sum(count.num_matmuls for count in self.counts if count.kind in ("units", "format"))
 
     @property
     def num_in_format(self) -> int:
         """Those that ran in the format."""
-        return sum(count.num_products for count in self.counts if count.kind == "format")
+        return sum(count.num_matmuls for count in self.counts if count.kind == "format")
 
     @property
     def reasons(self) -> Mapping[str, float]:
-        """Why products ran plain, with their share of the step's floating-point operations."""
+        """Why matmuls ran plain, with their share of the step's floating-point operations."""
         return self._shares(lambda one: one.reason if one.kind == "plain" else "")
 
     @property
     def reasons_outside(self) -> Mapping[str, float]:
-        """Why products ran outside of the format, with their share of the step's FLOPs."""
+        """Why matmuls ran outside of the format, with their share of the step's FLOPs."""
         return self._shares(lambda one: one.outside)
 
-    def _shares(self, reason_of: Callable[[ProductCount], str]) -> Mapping[str, float]:
+    def _shares(self, reason_of: Callable[[MatmulCount], str]) -> Mapping[str, float]:
         flops, total = _flops_by(self.counts, reason_of), self.flops or 1
         return {reason: count / total for reason, count in flops.most_common() if reason}
 
     def fraction_of_flops(self, *kinds: Kind) -> float:
-        """Share of the step's floating-point operations in products of these kinds; 1 if none."""
+        """Share of the step's floating-point operations in matmuls of these kinds; 1 if none."""
         if self.flops == 0:
             return 1.0
         return sum(count.flops for count in self.counts if count.kind in kinds) / self.flops
 
     def uncovered_modules(self) -> tuple[str, ...]:
-        """Modules with plain products, those with the most operations first."""
+        """Modules with plain matmuls, those with the most operations first."""
         plain = [count for count in self.counts if count.kind == "plain"]
         return tuple(name for name, _ in _flops_by(plain, _module_name).most_common())
 
     def line(self) -> str:
         """One line for the log."""
         if not self.counts:
-            return f"{self.without_format()}{NO_PRODUCT}"
+            return f"{self.without_format()}{NO_MATMUL}"
         rounded = self.num_in_format
         how = "in units" if self.has_units else "rounded to a format"
         text = (
-            f"{self.num_in_units} of {self.num_products} products {how} "
+            f"{self.num_in_units} of {self.num_matmuls} matmuls {how} "
             f"({percent(self.fraction_of_flops('units', 'format'))} of their FLOPs)"
         )
         if rounded and self.has_units:
@@ -135,7 +135,7 @@ class Coverage:
         wanted = "in units" if self.has_units else "rounded"
         return (
             f"{self.line()}. What runs plain is in {listed(modules)}; expected at least "
-            f"{ENOUGH:.0%} of the FLOPs {wanted}; explain() lists all products."
+            f"{ENOUGH:.0%} of the FLOPs {wanted}; explain() lists all matmuls."
         )
 
     def table(self) -> str:
@@ -144,32 +144,32 @@ class Coverage:
         rows = [
             (
                 count.module or "(the step itself)",
-                count.num_products,
+                count.num_matmuls,
                 percent(count.flops / total),
                 count.kind,
                 count.reason or count.outside,
             )
             for count in self.counts
         ]
-        return tabulate(rows, headers=("module", "products", "FLOPs", "run in", "why"))
+        return tabulate(rows, headers=("module", "matmuls", "FLOPs", "run in", "why"))
 
 
-def _flops_by(counts: Iterable[ProductCount], key: Callable[[ProductCount], Any]) -> Counter[Any]:
+def _flops_by(counts: Iterable[MatmulCount], key: Callable[[MatmulCount], Any]) -> Counter[Any]:
     flops = Counter[Any]()
     for count in counts:
         flops[key(count)] += count.flops
     return flops
 
 
-def _module_name(count: ProductCount) -> str:
+def _module_name(count: MatmulCount) -> str:
     return count.module or "the step itself"
 
 
 class CoverageCounter:
-    """Counts products while a step runs."""
+    """Counts matmuls while a step runs."""
 
     def __init__(self) -> None:
-        self._counted: list[tuple[str, Kind, str, int, PlainProduct | None, str]] = []
+        self._counted: list[tuple[str, Kind, str, int, PlainMatmul | None, str]] = []
 
     def add(
         self,
@@ -177,16 +177,16 @@ class CoverageCounter:
         kind: Kind,
         reason: str,
         flops: int,
-        plain: PlainProduct | None = None,
+        plain: PlainMatmul | None = None,
         outside: str = "",
     ) -> None:
-        """Count one product."""
+        """Count one matmul."""
         self._counted.append((module, kind, reason, flops, plain, outside))
 
     def add_with_gradients(
         self, module: str, kind: Kind, reason: str, flops: int, operands: Sequence[Tensor]
     ) -> None:
-        """Count a product with those of its gradients, which do not say whose they are."""
+        """Count a matmul with those of its gradients, which do not say whose they are."""
         num_gradients = sum(operand.requires_grad for operand in operands)
         for _ in range(1 + num_gradients if torch.is_grad_enabled() else 1):
             self.add(module, kind, reason, flops)
@@ -213,7 +213,7 @@ class CoverageCounter:
             entry[0] += 1
             entry[1] += flops
         counts = tuple(
-            ProductCount(module, kind, reason, count, flops, outside)
+            MatmulCount(module, kind, reason, count, flops, outside)
             for (module, kind, reason, outside), (count, flops) in joint.items()
         )
         return Coverage(counts, has_units, tuple(lacking), format)
@@ -270,7 +270,7 @@ class LostFormats:
         if last is None:
             if not coverage.num_in_format:
                 reasons = _named([count for count in coverage.counts if count.outside])
-                return f"{self._wanted}: {coverage.without_format()}{reasons or NO_PRODUCT}"
+                return f"{self._wanted}: {coverage.without_format()}{reasons or NO_MATMUL}"
             return f"{self._wanted}: {_text(lost, coverage)}" if lost else ""
         if not lost:
             return ""
@@ -280,7 +280,7 @@ class LostFormats:
             f"FLOPs at {when}: {_text(lost, coverage)}"
         )
 
-    def _lost(self, name: str, coverage: Coverage) -> list[ProductCount]:
+    def _lost(self, name: str, coverage: Coverage) -> list[MatmulCount]:
         had_format, known = self._had_format[name], self._known[name]
         expected = _EXPECTED
         if _share_of_layers(coverage) >= ENOUGH:
@@ -302,16 +302,16 @@ def _share_of_layers(coverage: Coverage) -> float:
     return float(flops[True] / (flops.total() or 1))
 
 
-def _text(lost: Sequence[ProductCount], coverage: Coverage) -> str:
-    count = sum(one.num_products for one in lost)
+def _text(lost: Sequence[MatmulCount], coverage: Coverage) -> str:
+    count = sum(one.num_matmuls for one in lost)
     share = percent(sum(one.flops for one in lost) / (coverage.flops or 1))
     return (
-        f"{count} of {coverage.num_products} matmuls ({share} of the FLOPs) run outside "
+        f"{count} of {coverage.num_matmuls} matmuls ({share} of the FLOPs) run outside "
         f"{coverage.format}: {_named(lost)}"
     )
 
 
-def _named(counts: Sequence[ProductCount]) -> str:
+def _named(counts: Sequence[MatmulCount]) -> str:
     """Modules with the reason of each, those with the most operations first."""
     flops = _flops_by(counts, lambda count: (_module_name(count), count.outside))
     return first_of([f"{module} ({reason})" for (module, reason), _ in flops.most_common()])

@@ -1,4 +1,4 @@
-"""Run one product on copies of its operands in units, and give its results in true values."""
+"""Run one matmul on copies of its operands in units, and give its results in true values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_unitscale.capture.operators import ProductRule, Sources, combined
+from lightning_unitscale.capture.operators import MatmulRule, Sources, combined
 from lightning_unitscale.functional.scale import (
     POWERS_OF_TWO,
     empty_placed_like,
@@ -37,15 +37,15 @@ def are_real(tensors: Sequence[Any]) -> bool:
 
 
 @dataclass(slots=True)
-class Product:
-    """A product that is about to run."""
+class Matmul:
+    """A matmul that is about to run."""
 
-    rule: ProductRule
-    site: Site  # which product of the step it is, or the backward product of
+    rule: MatmulRule
+    site: Site  # which matmul of the step it is, or the backward matmul of
     slot: str  # ``"forward"``, or which gradient it makes
     known: tuple[int | None, ...]  # exponents of the units of its operands; ``None`` for none
     is_gradient: tuple[bool, ...]  # which of its operands is an arriving gradient
-    # Names of the operands in the gauge; that of the product for a gradient.
+    # Names of the operands in the gauge; that of the matmul for a gradient.
     names: tuple[str, ...]
     step: int  # number of the step that it belongs to
     # Whether its second operand is the weight of a linear layer; ``None`` where what calls
@@ -53,7 +53,7 @@ class Product:
     reads_weight: bool | None = None
     # The backward matmuls of a forward one, by rule and sources, with the unit of the
     # gradient that they were made for.
-    backward: dict[tuple[int, Sources], tuple[int, Product]] = field(default_factory=dict)
+    backward: dict[tuple[int, Sources], tuple[int, Matmul]] = field(default_factory=dict)
 
     log2_units: tuple[int, ...] = field(init=False)  # the same, 0 for none
     # Position, exponent of the unit, and whether it is a gradient, of each operand that is divided.
@@ -145,20 +145,18 @@ def forget_copy() -> None:
     _LAST.clear()
 
 
-def run_in_units(
-    product: Product, original: Kernel, args: list[Any], kwargs: dict[str, Any]
-) -> Any:
-    """Run a product on operands divided by their units, and multiply its results by them."""
-    for position, unit, is_gradient in product.scaled:
-        # Two backward products in a row read one gradient.
+def run_in_units(matmul: Matmul, original: Kernel, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Run a matmul on operands divided by their units, and multiply its results by them."""
+    for position, unit, is_gradient in matmul.scaled:
+        # Two backward matmuls in a row read one gradient.
         copy_of = shared_copy if is_gradient else scaled_copy
         args[position] = copy_of(args[position], -unit)
-    return run_scaled(product, original, args, kwargs)
+    return run_scaled(matmul, original, args, kwargs)
 
 
-def run_scaled(product: Product, original: Kernel, args: list[Any], kwargs: dict[str, Any]) -> Any:
+def run_scaled(matmul: Matmul, original: Kernel, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """:func:`run_in_units` with operands that are in their units already."""
-    rule, units, exponents = product.rule, product.log2_units, product.exponents
+    rule, units, exponents = matmul.rule, matmul.log2_units, matmul.exponents
     common = -exponents[len(units)]
     if common and rule.with_factor and _takes_factor(args[rule.operands[0]]):
         first, second = rule.operands_in(args)
@@ -187,7 +185,7 @@ def run_scaled(product: Product, original: Kernel, args: list[Any], kwargs: dict
 
 @functools.cache
 def _nothing(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What a product is added to where it is added to nothing; never read."""
+    """What a matmul is added to where it is added to nothing; never read."""
     return torch.zeros((1,) * dim, dtype=dtype, device=device)
 
 

@@ -66,9 +66,9 @@ class FP8Linears:
         # What moves the numbers of FP8; ``None`` where they stay.
         self.moving_grid = MovingGrid() if grid == "moving" else None
         self.patterns = NamePatterns(exclude=exclude)
-        # For every product seen, why it is not in FP8, or ``None`` if it is.
+        # For every matmul seen, why it is not in FP8, or ``None`` if it is.
         self.decisions: dict[str, str | None] = {}
-        # Products that the caller keeps out of FP8, and gradients that it keeps in E5M2.
+        # Matmuls that the caller keeps out of FP8, and gradients that it keeps in E5M2.
         self.unfit = Unrepresentable()
         # Names of tensors that were zero at first, and that the caller has not seen in their
         # units since: what reads them is not cast yet.
@@ -79,39 +79,39 @@ class FP8Linears:
         self.why_excluded = why_excluded  # what to say of a layer that ``exclude`` matches
 
     def leave_out(self, unrepresentable: Unrepresentable) -> Unrepresentable:
-        """Keep products out of FP8, or their gradients in E5M2, by the products' names."""
+        """Keep matmuls out of FP8, or their gradients in E5M2, by the matmuls' names."""
         if self.gradient_format == WIDE_GRADIENT:
-            unrepresentable = Unrepresentable(unrepresentable.products)
+            unrepresentable = Unrepresentable(unrepresentable.matmuls)
         new = unrepresentable.without(self.unfit)
-        self.decisions.update({n: why for n, why in new.products.items() if self.runs(n)})
+        self.decisions.update({n: why for n, why in new.matmuls.items() if self.runs(n)})
         self.unfit = self.unfit.joined(unrepresentable)
         return new
 
     def runs(self, name: str) -> bool:
-        """Whether the product of this name is in FP8 in what was rewritten last."""
+        """Whether the matmul of this name is in FP8 in what was rewritten last."""
         return self.decisions.get(name, "not seen") is None
 
     def forget(self) -> None:
-        """Forget the products of a module."""
+        """Forget the matmuls of a module."""
         self.unfit = Unrepresentable()
         self.unseen.clear()
         self.decisions.clear()
 
     def summary(self) -> str:
-        """How many of the products that were seen are in FP8, and how."""
+        """How many of the matmuls that were seen are in FP8, and how."""
         count = sum(reason is None for reason in self.decisions.values())
         scales = f"{self.scaling} scales" + ("" if self.moving_grid is None else ", moving grid")
-        return f"{count} of {len(self.decisions)} products in FP8 with {scales}"
+        return f"{count} of {len(self.decisions)} matmuls in FP8 with {scales}"
 
     def report(self) -> str:
-        """Every product with what was decided on it, and why."""
+        """Every matmul with what was decided on it, and why."""
         rows = [
             (name, "kept", reason) if reason else (name, "FP8", self._how(name))
             for name, reason in self.decisions.items()
         ]
         if not rows:
             return ""
-        table = tabulate(rows, headers=("product", "runs", "why"))
+        table = tabulate(rows, headers=("matmul", "runs", "why"))
         return table if self.in_evaluation else f"{table}\n\n{_TRAINING_ONLY}"
 
     def _how(self, name: str) -> str:
@@ -120,7 +120,7 @@ class FP8Linears:
         return text if reason is None else f"{text}: {reason}"
 
     def gradient_of(self, name: str) -> GradientFormat:
-        """Format of the gradient that arrives at a product."""
+        """Format of the gradient that arrives at a matmul."""
         return WIDE_GRADIENT if name in self.unfit.gradients else self.gradient_format
 
     def why_not(
@@ -141,16 +141,16 @@ class FP8Linears:
             if options.get(option, 1) != 1:
                 return f"it has {option}={options[option]}"
         features, sums = weight.shape, weight.shape[::-1]
-        for what, size, num_products in zip(("input", "output"), features, sums, strict=True):
-            is_large = size >= PADDED_FROM and num_products >= MIN_PADDED_SUM
+        for what, size, num_matmuls in zip(("input", "output"), features, sums, strict=True):
+            is_large = size >= PADDED_FROM and num_matmuls >= MIN_PADDED_SUM
             if size == 0 or (size % MULTIPLE and not is_large):
                 return f"its {size} {what} features are no multiple of {MULTIPLE}, {_NO_PADDING}"
-        if name not in self.unfit.products and (reason := why_no_fp8(read.device)) is not None:
+        if name not in self.unfit.matmuls and (reason := why_no_fp8(read.device)) is not None:
             raise RuntimeError(
                 f"{name} on {read.device}: {reason}; expected a GPU of compute capability 8.9 or "
                 "above, or a CPU; leave FP8 out, or simulate it."
             )
-        return self.unfit.products.get(name)
+        return self.unfit.matmuls.get(name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FP8Linears:
         new = copy.copy(self)

@@ -1,6 +1,6 @@
 """Linear layers in real FP8: the hardware's kernel, and FP8 operands kept for the backward pass.
 
-Below autograd a product cannot choose what is saved. So ``linear`` itself is overridden, above
+Below autograd a matmul cannot choose what is saved. So ``linear`` itself is overridden, above
 autograd, for layers whose units and formats were known before the step began: a checkpoint's second
 run of them has to save what the first one has saved. What the user compiles saves what it would.
 """
@@ -21,13 +21,13 @@ from lightning_unitscale.functional.low_precision import (
     OPERAND,
     fp8_linear,
     fp8_matrices,
-    scaled_product,
+    scaled_matmul,
     to_largest,
     undoing,
 )
 from lightning_unitscale.functional.scale import Factor
 from lightning_unitscale.matmuls.calls import show
-from lightning_unitscale.matmuls.execute import Product
+from lightning_unitscale.matmuls.execute import Matmul
 from lightning_unitscale.matmuls.fp8_layers import NO_LINEAR, FP8Linears
 from lightning_unitscale.matmuls.measured_operands import (
     Direction,
@@ -40,10 +40,10 @@ from lightning_unitscale.matmuls.owners import asking_session
 from lightning_unitscale.matmuls.rounding import (
     FlushedOperands,
     Numerics,
-    SimulatedProducts,
+    SimulatedMatmuls,
     grid_factor,
 )
-from lightning_unitscale.matmuls.session import LOCAL, SESSION, ProductSession
+from lightning_unitscale.matmuls.session import LOCAL, SESSION, MatmulSession
 from lightning_unitscale.matmuls.simulate import SimulateFormat
 from lightning_unitscale.matmuls.sites import frames
 from lightning_unitscale.matmuls.torch_internals import (
@@ -61,7 +61,7 @@ _ROLES = ("input", "weight")
 _MM = next(rule for rule in RULES if rule.operator == "mm")
 
 
-class FP8Products(Numerics):
+class FP8Matmuls(Numerics):
     """Runs linear layers, and both their gradients, in FP8 with the units of their operands."""
 
     name = "FP8"
@@ -72,7 +72,7 @@ class FP8Products(Numerics):
         self._rows: list[tuple[Direction, str, Tensor]] = []
         self._sent: Callable[[], Unrepresentable] | None = None
         self._flushed = FlushedOperands()
-        # By the name of a product, what it was decided by.
+        # By the name of a matmul, what it was decided by.
         self._decided_by: dict[str, tuple[Any, ...]] = {}
 
     @property
@@ -80,38 +80,36 @@ class FP8Products(Numerics):
         """Whether the steps that run now are in FP8."""
         return self.is_training or self._config.in_evaluation
 
-    def why_not(
-        self, product: Product, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> str | None:
-        """Return why a product is not in FP8; empty in steps that are not."""
+    def why_not(self, matmul: Matmul, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+        """Return why a matmul is not in FP8; empty in steps that are not."""
         if not self.is_active:
             return ""
-        decisions, name = self._config.decisions, product.site.name
-        is_made = product.rule.operator in ("mm", "addmm") and "out" not in kwargs
-        if product.slot == FORWARD:
-            read, weight = product.rule.operands_in(args)[:2]
+        decisions, name = self._config.decisions, matmul.site.name
+        is_made = matmul.rule.operator in ("mm", "addmm") and "out" not in kwargs
+        if matmul.slot == FORWARD:
+            read, weight = matmul.rule.operands_in(args)[:2]
             # Shapes and types may be others in a later step.
             decided_by = is_made, read.dtype, weight.dtype, weight.shape
             if name not in decisions or self._decided_by.get(name) != decided_by:
                 self._decided_by[name] = decided_by
-                decisions[name] = self._why_not(product, args, kwargs) if is_made else NO_LINEAR
+                decisions[name] = self._why_not(matmul, args, kwargs) if is_made else NO_LINEAR
         reason = decisions.get(name, NO_LINEAR)
         return reason if is_made else reason or NO_LINEAR
 
-    def measure(self, product: Product, operands: Sequence[Tensor], *, is_first: bool) -> None:
+    def measure(self, matmul: Matmul, operands: Sequence[Tensor], *, is_first: bool) -> None:
         """Find out what FP8 would lose of operands in their units; see :meth:`fit`."""
         # At first sight it is decided at once: what does not fit is not to be cast even once.
         if not self._measures_range:
             return
-        is_made = product.rule.operator in ("mm", "addmm")
-        if not is_made or self._config.decisions.get(product.site.name) is not None:
+        is_made = matmul.rule.operator in ("mm", "addmm")
+        if not is_made or self._config.decisions.get(matmul.site.name) is not None:
             # It is not in FP8 anyway.
-            self._config.unseen.difference_update(product.names)
+            self._config.unseen.difference_update(matmul.names)
             return
         places = [
             (operands[index].detach().float() * 2.0**-unit, is_gradient, name)
-            for index, (_, unit, is_gradient, name) in enumerate(product.places())
-            if product.known[index] is not None
+            for index, (_, unit, is_gradient, name) in enumerate(matmul.places())
+            if matmul.known[index] is not None
         ]
         for stored, is_gradient, name in places:
             direction: Direction = "backward" if is_gradient else "forward"
@@ -119,7 +117,7 @@ class FP8Products(Numerics):
         if is_first:
             self._config.leave_out(self._send()())
         for stored, is_gradient, name in places:
-            format = self._config.gradient_of(product.site.name) if is_gradient else _OPERAND_FORMAT
+            format = self._config.gradient_of(matmul.site.name) if is_gradient else _OPERAND_FORMAT
             self._flushed.measure(name, stored, get_format(format))
 
     @override
@@ -175,53 +173,51 @@ class FP8Products(Numerics):
         """Return operands of which many elements become zero in their format."""
         return self._flushed.take(lambda name: self._config.runs(name.partition(":")[0]))
 
-    def run(
-        self, product: Product, original: Kernel, args: list[Any], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run a product in FP8."""
-        config, site = self._config, product.site
-        first, second = product.rule.operands
+    def run(self, matmul: Matmul, original: Kernel, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Run a matmul in FP8."""
+        config, site = self._config, matmul.site
+        first, second = matmul.rule.operands
         if args[first].shape[1] != args[second].shape[0]:
             return original(*args, **kwargs)  # which says what is wrong; FP8 would pad it
         casts: list[Tensor] = []
         factors: list[Factor] = []
-        for position, unit, is_gradient, name in product.places():
+        for position, unit, is_gradient, name in matmul.places():
             # The hardware multiplies no two matrices in E5M2.
             is_wide = is_gradient and not any(cast.dtype == GRADIENTS["E5M2"] for cast in casts)
             dtype = GRADIENTS[config.gradient_of(site.name)] if is_wide else OPERAND
             matrix = args[position] if position == first else args[position].t()
             is_dynamic = config.scaling == "dynamic"
-            factor = to_largest(matrix, dtype) if is_dynamic else self._factor(unit, name, product)
+            factor = to_largest(matrix, dtype) if is_dynamic else self._factor(unit, name, matmul)
             factors.append(factor)
             casts += fp8_matrices(matrix, factor, dtype)
         tensor = args[first]
         scale = undoing(factors[0], factors[1], tensor)
-        is_fast = not any(product.is_gradient)
-        result = scaled_product(casts[0], casts[1], scale, tensor.dtype, fast=is_fast)
-        return result.add_(args[0]) if product.rule.addends else result
+        is_fast = not any(matmul.is_gradient)
+        result = scaled_matmul(casts[0], casts[1], scale, tensor.dtype, fast=is_fast)
+        return result.add_(args[0]) if matmul.rule.addends else result
 
-    def _factor(self, log2_unit: int, name: str, product: Product) -> float:
+    def _factor(self, log2_unit: int, name: str, matmul: Matmul) -> float:
         """By what a tensor is multiplied before it is cast, with constant scales."""
-        return 2.0**-log2_unit * grid_factor(self._config.moving_grid, name, product.step)
+        return 2.0**-log2_unit * grid_factor(self._config.moving_grid, name, matmul.step)
 
     def run_layer(
-        self, product: Product, input: Tensor, weight: Tensor, bias: Tensor | None
+        self, matmul: Matmul, input: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
         """Run a linear layer so that it keeps FP8 for its backward pass."""
-        site, factors = product.site, []
+        site, factors = matmul.site, []
         if self._config.scaling == "constant":
-            units, names = (*product.log2_units, site.log2_gamma or 0), (*product.names, site.name)
-            factors = [self._factor(*each, product) for each in zip(units, names, strict=True)]
+            units, names = (*matmul.log2_units, site.log2_gamma or 0), (*matmul.names, site.name)
+            factors = [self._factor(*each, matmul) for each in zip(units, names, strict=True)]
         gradient_format = self._config.gradient_of(site.name)
         return fp8_linear(
             input, weight, bias, input.dtype, *factors, gradient_format=gradient_format
         )
 
     def _why_not(
-        self, product: Product, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, matmul: Matmul, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> str | None:
-        site, operands = product.site, product.rule.operands_in(args)
-        reads_weight = product.reads_weight
+        site, operands = matmul.site, matmul.rule.operands_in(args)
+        reads_weight = matmul.reads_weight
         if reads_weight is None:
             weight = operands[1]
             reads_weight = is_weight(site.name, weight, _calling_layer()) or is_parameter(weight)
@@ -233,12 +229,12 @@ class FP8Products(Numerics):
 def numerics_of(
     formats: Iterable[SimulateFormat | FP8Linears | None], *, measures_range: bool
 ) -> list[Numerics]:
-    """What rounds products; what runs in FP8 is not rounded again."""
+    """What rounds matmuls; what runs in FP8 is not rounded again."""
     formats = list(formats)
     simulated = [each for each in formats if isinstance(each, SimulateFormat)]
     return [
-        *(FP8Products(each, measures_range) for each in formats if isinstance(each, FP8Linears)),
-        *([SimulatedProducts(*simulated, measures_range=measures_range)] if simulated else []),
+        *(FP8Matmuls(each, measures_range) for each in formats if isinstance(each, FP8Linears)),
+        *([SimulatedMatmuls(*simulated, measures_range=measures_range)] if simulated else []),
     ]
 
 
@@ -288,10 +284,10 @@ def layer_kernel(original: Kernel) -> Kernel:
 
 
 def _run_layer(
-    session: ProductSession, node: Any, input: Tensor, weight: Tensor, bias: Tensor | None
+    session: MatmulSession, node: Any, input: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Tensor | None:
     """Run a layer in FP8; ``None`` where not everything is known of it, or it is not in FP8."""
-    numerics = next((each for each in session.numerics if isinstance(each, FP8Products)), None)
+    numerics = next((each for each in session.numerics if isinstance(each, FP8Matmuls)), None)
     if numerics is None or session.units.is_looking or not torch.is_grad_enabled():
         return None
     if not (input.requires_grad or weight.requires_grad) or has_subclass((input, weight)):
@@ -302,16 +298,16 @@ def _run_layer(
     if run is None or site is None or not site.is_settled or input.shape[-1:] != weight.shape[1:]:
         return None
     names, step = site.operand_names, session.units.rounding_step
-    product = Product(_MM, site, FORWARD, site.log2_units, (False, False), names, step)
+    matmul = Matmul(_MM, site, FORWARD, site.log2_units, (False, False), names, step)
     if numerics.awaits((*names, site.name)):
         return None
-    if numerics.why_not(product, operands, {}) is not None:
+    if numerics.why_not(matmul, operands, {}) is not None:
         return None
     sites.find(_LINEAR, _ROLES, run)
     if session.counter is not None:
         flops = _MM.flops(operands, None)
         session.counter.add_with_gradients(site.module, "format", "", flops, operands)
     first_node = last_sequence_number() + 1
-    result = numerics.run_layer(product, input, weight, bias)
+    result = numerics.run_layer(matmul, input, weight, bias)
     show(site, operands, first_node)
     return result

@@ -10,7 +10,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-# A factor of a product combines two sigmas, or a sigma and a gamma; within these bounds every such
+# A factor of a matmul combines two sigmas, or a sigma and a gamma; within these bounds every such
 # factor and its inverse is a normal FP32 number, so that multiplying by it is exact.
 MAX_LOG2_SIGMA = 60
 MAX_LOG2_GAMMA = 60
@@ -48,7 +48,7 @@ _UNIT = GaugePair()
 class Gauge(Mapping[str, GaugePair]):
     """A frozen mapping from tensor names to their :class:`GaugePair`; unknown names have units 1.
 
-    Operands of a product are named ``product:role``, such as ``blocks.0.mlp.linear:weight``.
+    Operands of a matmul are named ``matmul:role``, such as ``blocks.0.mlp.linear:weight``.
 
     Attributes:
         pairs: Units of the tensors that a step computes, the items of the mapping.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from lightning_unitscale.capture.copy_graphs import fake_mode_of
-from lightning_unitscale.capture.graph_matmuls import Operand, Product, product_of
+from lightning_unitscale.capture.graph_matmuls import Matmul, Operand, matmul_of
 from lightning_unitscale.capture.graph_nodes import is_whole_view, tensor_name
 from lightning_unitscale.capture.passes import Region, StepGraph
 from lightning_unitscale.capture.regions import Places
@@ -30,7 +30,7 @@ UNSCALED = ":unscaled"
 
 @dataclass(frozen=True)
 class Held:
-    """How a tensor is stored at the products that read it."""
+    """How a tensor is stored at the matmuls that read it."""
 
     sigma: Unit = ONE  # forward unit of the stored value
     gamma: Unit = ONE  # unit of the stored gradient
@@ -39,9 +39,9 @@ class Held:
 _TRUE = Held()
 
 
-def operand_name(product: Product, operand: Operand) -> str:
+def operand_name(matmul: Matmul, operand: Operand) -> str:
     """Name of an operand in the gauge."""
-    return f"{_site_name(product.node)}:{operand.role}"
+    return f"{_site_name(matmul.node)}:{operand.role}"
 
 
 def _site_name(node: fx.Node) -> str:
@@ -54,21 +54,21 @@ def held_units(graph: StepGraph) -> dict[str, Held]:
     places = Places(graph)
     held: dict[str, Held] = {}
     for region in places.regions:
-        _add_held_for_products(held, region, places)
+        _add_held_for_matmuls(held, region, places)
     return held
 
 
-def _add_held_for_products(held: dict[str, Held], region: Region, places: Places) -> None:
-    """Units in which the products of a region read their operands and meet their gradients."""
+def _add_held_for_matmuls(held: dict[str, Held], region: Region, places: Places) -> None:
+    """Units in which the matmuls of a region read their operands and meet their gradients."""
     for node in region.graph.nodes:
-        product = product_of(node)
-        if product is None:
+        matmul = matmul_of(node)
+        if matmul is None:
             continue
-        for operand in product.operands:
-            unit = Unit(operand_name(product, operand))
+        for operand in matmul.operands:
+            unit = Unit(operand_name(matmul, operand))
             for read, log2_factor in _read_through(operand.node):
                 name = tensor_name(places.origin(region, read))
-                # A tensor that several products read is shown in the units of the first.
+                # A tensor that several matmuls read is shown in the units of the first.
                 known = held.get(name, _TRUE)
                 if known.sigma == ONE:
                     held[name] = replace(known, sigma=replace(unit, log2=-log2_factor))

@@ -8,16 +8,16 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from lightning_unitscale.capture.operators import RULES, ProductRule, Sources
+from lightning_unitscale.capture.operators import RULES, MatmulRule, Sources
 from lightning_unitscale.matmuls.compiled_runs import GraphMatmul, Place
 from lightning_unitscale.matmuls.compiler_internals import is_of_backward
 from lightning_unitscale.matmuls.execute import are_real
-from lightning_unitscale.matmuls.session import ProductSession
+from lightning_unitscale.matmuls.session import MatmulSession
 from lightning_unitscale.matmuls.torch_internals import current_node, fake_mode_of
 from lightning_unitscale.memory.costs import concrete
 
 _RULES = {f"aten.{rule.operator}.default": rule for rule in RULES}
-# Other arrangements of a tensor: the factor goes before them, so that a product reads the same
+# Other arrangements of a tensor: the factor goes before them, so that a matmul reads the same
 # arrangement of the same memory, and BLAS adds in the same order.
 ARRANGED = frozenset(
     f"aten.{name}"
@@ -34,15 +34,15 @@ ARRANGED = frozenset(
     )
 )
 CAST = "prims.convert_element_type.default"
-# In the ``meta`` of a node: number of its compiled graph, and which of that graph's products it is.
-PRODUCT = "lightning_unitscale_product"
+# In the ``meta`` of a node: number of its compiled graph, and which of that graph's matmuls it is.
+MATMUL = "lightning_unitscale_matmul"
 _SAME = ARRANGED | {"aten.clone.default", "aten._unsafe_view.default", CAST}
 
 
 class JointMatmuls:
     """Describes the matmuls of the graph of both passes, in their order."""
 
-    def __init__(self, graph: fx.Graph, session: ProductSession, *, guesses: bool) -> None:
+    def __init__(self, graph: fx.Graph, session: MatmulSession, *, guesses: bool) -> None:
         self._session = session
         self._guesses = guesses
         run = session.sites.run_of(current_node())
@@ -56,7 +56,7 @@ class JointMatmuls:
         self._forward: dict[int, list[tuple[GraphMatmul, list[Any]]]] = defaultdict(list)
         self._visits: Counter[int] = Counter()
 
-    def describe(self, node: fx.Node, rule: ProductRule, number: int) -> GraphMatmul:
+    def describe(self, node: fx.Node, rule: MatmulRule, number: int) -> GraphMatmul:
         """What is known of a matmul before it runs."""
         word, roles = rule.name_in(arguments_of(node))
         place = Place(word, roles, self.path_of(node))
@@ -74,7 +74,7 @@ class JointMatmuls:
         return found
 
     def _forward_of(
-        self, rule: ProductRule, operands: list[Any], known: list[Any], autograd_node: Any
+        self, rule: MatmulRule, operands: list[Any], known: list[Any], autograd_node: Any
     ) -> tuple[GraphMatmul, Sources] | None:
         """The forward matmul that a backward one belongs to, and what of it the operands are."""
         self._visits[autograd_node] += 1
@@ -96,8 +96,8 @@ class JointMatmuls:
         return self.root
 
 
-def rule_of(node: fx.Node) -> ProductRule | None:
-    """The rule of what a node reads that is a product of real tensors."""
+def rule_of(node: fx.Node) -> MatmulRule | None:
+    """The rule of what a node reads that is a matmul of real tensors."""
     rule = _RULES.get(str(node.target)) if node.op == "call_function" else None
     if rule is None or len((rule := rule.reading(node.args, node.kwargs)).operands) < 2:
         return None
@@ -105,8 +105,8 @@ def rule_of(node: fx.Node) -> ProductRule | None:
     if not all(isinstance(operand, fx.Node) for operand in operands):
         return None
     values = [value_of(operand) for operand in operands]
-    is_product = all(isinstance(value, Tensor) for value in values) and are_real(values)
-    return rule if is_product else None
+    is_matmul = all(isinstance(value, Tensor) for value in values) and are_real(values)
+    return rule if is_matmul else None
 
 
 def value_of(node: Any) -> Any:
@@ -127,8 +127,8 @@ def arranged(node: Any) -> Iterator[fx.Node]:
     return arrangements(node, ARRANGED)
 
 
-def known_sources(rule: ProductRule, operands: list[Any], saved: list[Any]) -> Sources | None:
-    """Which forward operand each operand of a backward product is; ``None``: the gradient."""
+def known_sources(rule: MatmulRule, operands: list[Any], saved: list[Any]) -> Sources | None:
+    """Which forward operand each operand of a backward matmul is; ``None``: the gradient."""
     if rule.sources:
         return rule.sources
     found = tuple(_source(list(arrangements(operand)), saved) for operand in operands)

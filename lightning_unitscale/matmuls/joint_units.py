@@ -1,6 +1,6 @@
 """Units in what the user compiles, on AOTAutograd's joint graph of a forward and backward pass.
 
-A module that the user gave to ``torch.compile`` runs no kernel under its own name. Its products get
+A module that the user gave to ``torch.compile`` runs no kernel under its own name. Its matmuls get
 their units in its graphs. The partitioner then saves a copy that both passes read in place of the
 tensor that it was made of, and the factors with it, so a backward pass has those of its forward.
 Likewise, on a CPU, a gradient is written in its unit alone where whoever else reads it is fused.
@@ -17,18 +17,18 @@ from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_unitscale.capture.graph_nodes import first_operation
-from lightning_unitscale.capture.operators import UNREACHED, ProductRule
+from lightning_unitscale.capture.operators import UNREACHED, MatmulRule
 from lightning_unitscale.compiling import compiles_frame
 from lightning_unitscale.matmuls.compiled_graphs import (
     GRAPHS,
     CompiledGraph,
-    CompiledProduct,
-    PlainProduct,
+    CompiledMatmul,
+    PlainMatmul,
 )
 from lightning_unitscale.matmuls.compiler_internals import GraphPass, note_compiled
 from lightning_unitscale.matmuls.joint_graphs import (
     ARRANGED,
-    PRODUCT,
+    MATMUL,
     JointMatmuls,
     arguments_of,
     arranged,
@@ -37,7 +37,7 @@ from lightning_unitscale.matmuls.joint_graphs import (
     tangents_of,
     value_of,
 )
-from lightning_unitscale.matmuls.session import SESSION, ProductSession
+from lightning_unitscale.matmuls.session import SESSION, MatmulSession
 from lightning_unitscale.memory.costs import concrete
 
 _ATEN = torch.ops.aten
@@ -52,14 +52,14 @@ _NUMBER = "a number among its arguments that is known only when it runs, in a co
 # backward pass, and a copy is not.
 _ONE_CHANNEL = "a convolution of one channel, whose layout Inductor chooses, in a compiled graph"
 _Factor = tuple[fx.Node, int]
-# Of a unit within a graph: the forward product, and which of its operands, or its gradient.
+# Of a unit within a graph: the forward matmul, and which of its operands, or its gradient.
 _Name = tuple[int, int | None]
 # What a partitioner is told of a node within a checkpoint: whether it is computed again, and whose.
 _RECOMPUTE, _CHECKPOINT = "recompute", "ac_graph_id"
 
 
 def _give_units(graph: fx.Graph) -> None:
-    """Give units to the products of a graph that is compiled in a step of a session's."""
+    """Give units to the matmuls of a graph that is compiled in a step of a session's."""
     session = SESSION.get()
     if session is not None and compiles_frame():
         note_compiled()
@@ -70,9 +70,9 @@ PASS = GraphPass("joint_custom_post_pass", _give_units)
 
 
 class UnitsInGraph:
-    """Gives units to the products of one graph."""
+    """Gives units to the matmuls of one graph."""
 
-    def __init__(self, graph: fx.Graph, session: ProductSession, *, is_fused: bool = True) -> None:
+    def __init__(self, graph: fx.Graph, session: MatmulSession, *, is_fused: bool = True) -> None:
         self._graph = graph
         self._session = session
         self._is_fused = is_fused
@@ -87,34 +87,34 @@ class UnitsInGraph:
             rule, unreached = rule_of(node), _UNREACHED.get(str(node.target))
             has_one = self._is_fused and rule is not None and _reads_one_channel(rule, node)
             if rule is not None and not (self._session.numerics or has_one):
-                matmul = self._matmuls.describe(node, rule, len(self._compiled.products))
+                matmul = self._matmuls.describe(node, rule, len(self._compiled.matmuls))
                 dtype = value_of(rule.operands_in(node.args)[0]).dtype
-                product = CompiledProduct(**vars(matmul), dtype=dtype)
-                self._add(node, product)
-                found.append((node, product))
+                matmul = CompiledMatmul(**vars(matmul), dtype=dtype)
+                self._add(node, matmul)
+                found.append((node, matmul))
             elif node.op == "call_function" and (left := rule or unreached) is not None:
                 reason = _ONE_CHANNEL if has_one else _NUMBER
                 reason = reason if unreached is None else unreached.reason
                 flops = int(left.flops(arguments_of(node), concrete(value_of(node))))
                 path = self._matmuls.path_of(node)
-                self._add(node, PlainProduct(str(node.target), path, reason, flops))
-        if not self._compiled.products:
+                self._add(node, PlainMatmul(str(node.target), path, reason, flops))
+        if not self._compiled.matmuls:
             return
         GRAPHS.append(self._compiled)
         if found:
             self._rewrite(found)
 
-    def _add(self, node: fx.Node, product: CompiledProduct | PlainProduct) -> None:
-        node.meta[PRODUCT] = self._index, len(self._compiled.products)
-        self._compiled.add(product)
+    def _add(self, node: fx.Node, matmul: CompiledMatmul | PlainMatmul) -> None:
+        node.meta[MATMUL] = self._index, len(self._compiled.matmuls)
+        self._compiled.add(matmul)
 
-    def _rewrite(self, found: list[tuple[fx.Node, CompiledProduct]]) -> None:
+    def _rewrite(self, found: list[tuple[fx.Node, CompiledMatmul]]) -> None:
         device = value_of(found[0][1].rule.operands_in(found[0][0].args)[0]).device
         # One for each pass, and the copies that each has made of what it may share.
         in_units = {
             node
-            for node, product in found
-            if not (self._is_fused and _may_join_a_sum(node, product.rule))
+            for node, matmul in found
+            if not (self._is_fused and _may_join_a_sum(node, matmul.rule))
         }
         forward = Scaling(self._graph)
         fused = in_units if self._is_fused else ()
@@ -128,15 +128,15 @@ class UnitsInGraph:
             forward.parts = forward.new(parts_of, factors, None, self._index, [])
             if tangents:
                 backward.parts = backward.new(parts_of, factors, tangents[0], self._index, [])
-        for node, product in found:
-            product.is_scaled = node in in_units
-            if product.is_scaled:
+        for node, matmul in found:
+            matmul.is_scaled = node in in_units
+            if matmul.is_scaled:
                 scaling = backward if node in self._matmuls.after_tangents else forward
-                scaling.scale(node, product.rule, product)
+                scaling.scale(node, matmul.rule, matmul)
 
 
-def _reads_one_channel(rule: ProductRule, node: fx.Node) -> bool:
-    """Whether it is a convolution of images with one channel, or the backward product of one."""
+def _reads_one_channel(rule: MatmulRule, node: fx.Node) -> bool:
+    """Whether it is a convolution of images with one channel, or the backward matmul of one."""
     if not rule.operator.startswith("convolution"):
         return False
     # The gradient comes first, whether the input is read or not.
@@ -144,8 +144,8 @@ def _reads_one_channel(rule: ProductRule, node: fx.Node) -> bool:
     return len(shape) == 4 and shape[1] == 1
 
 
-def _may_join_a_sum(node: fx.Node, rule: ProductRule) -> bool:
-    """Whether Inductor may let a product and a sum run as one, as it does without units."""
+def _may_join_a_sum(node: fx.Node, rule: MatmulRule) -> bool:
+    """Whether Inductor may let a matmul and a sum run as one, as it does without units."""
     # It decides that later, in the forward and the backward graph: see ``aot_pass.py``.
     if rule.operator != "mm":
         return False
@@ -178,30 +178,30 @@ class Scaling:
         with self._fake_mode:
             return target(*args, **kwargs)
 
-    def _factors_of(self, product: CompiledProduct) -> fx.Node:
+    def _factors_of(self, matmul: CompiledMatmul) -> fx.Node:
         *others, numbers = self.parts.args
-        if product.number not in numbers:
-            # Those that are there already are not made again: there is a product for each layer.
-            added = self._run(self.parts.target, (*others, [product.number]), {})
-            numbers = [*numbers, product.number]
+        if matmul.number not in numbers:
+            # Those that are there already are not made again: there is a matmul for each layer.
+            added = self._run(self.parts.target, (*others, [matmul.number]), {})
+            numbers = [*numbers, matmul.number]
             self.parts.args = (*others, numbers)
             self.parts.meta["val"] = [*value_of(self.parts), *added]
-        position = numbers.index(product.number)
+        position = numbers.index(matmul.number)
         with self._graph.inserting_after(self.parts):
             factors = self._graph.call_function(operator.getitem, (self.parts, position))
         factors.meta["val"] = value_of(self.parts)[position]
         return factors
 
-    def scale(self, node: fx.Node, rule: ProductRule, product: CompiledProduct) -> None:
-        """Run a product in units."""
+    def scale(self, node: fx.Node, rule: MatmulRule, matmul: CompiledMatmul) -> None:
+        """Run a matmul in units."""
         args = list(node.args)
-        factors = self._factors_of(product)
-        names = product.names
+        factors = self._factors_of(matmul)
+        names = matmul.names
         with self._graph.inserting_before(node):
             for index, position in enumerate(rule.operands):
-                if not product.stays(index):
+                if not matmul.stays(index):
                     factor = factors, index
-                    back = product.num_factors - 1 if product.sources[index] is None else None
+                    back = matmul.num_factors - 1 if matmul.sources[index] is None else None
                     args[position] = self._scaled(args[position], factor, node, names[index], back)
             for position, index in rule.taking_factors(args):
                 name = names[index] if index < len(names) else None
@@ -222,19 +222,19 @@ class Scaling:
         self, node: fx.Node, factors: Sequence[_Factor], meta: dict[str, Any]
     ) -> list[fx.Node]:
         """Let whoever reads a node read it times all of these factors, one after the other."""
-        users, products = list(node.users), [node]
+        users, matmuls = list(node.users), [node]
         with self._graph.inserting_before(node.next):
             for factor in factors:
-                products.append(self._times(products[-1], factor, meta))
+                matmuls.append(self._times(matmuls[-1], factor, meta))
         for user in users:
-            user.replace_input_with(node, products[-1])
-        return products[1:]
+            user.replace_input_with(node, matmuls[-1])
+        return matmuls[1:]
 
     def _scaled(
         self,
         node: Any,
         factor: _Factor,
-        product: fx.Node,
+        matmul: fx.Node,
         name: _Name | None = None,
         back: int | None = None,
     ) -> fx.Node:
@@ -246,13 +246,13 @@ class Scaling:
         *chain, node = chain[: max(in_order, default=len(chain)) + 1]
         result = copies.get((node, name)) if name is not None else None
         if result is None:
-            meta = dict(product.meta)
+            meta = dict(matmul.meta)
             if _RECOMPUTE in meta:
-                # Also where a policy has the product itself saved.
+                # Also where a policy has the matmul itself saved.
                 meta[_RECOMPUTE] = CheckpointPolicy.PREFER_RECOMPUTE
             if back is not None and copies is self.copies and self._may_stand_for(node):
                 # Written once, as it is without units. Where elements would be lost in its unit
-                # its products run plain, and the factor is 1.
+                # its matmuls run plain, and the factor is 1.
                 factors = [factor, (factor[0], back)]
                 result, gradient = self._read_through(node, factors, meta)
                 copies[gradient, name] = result
@@ -270,7 +270,7 @@ class Scaling:
             return False
         value = value_of(node)
         is_exact = value.dtype in (torch.float32, torch.float64)
-        # A GPU may add a product that it has not rounded, but not with a scaling in between.
+        # A GPU may add a matmul that it has not rounded, but not with a scaling in between.
         is_rounded = value.device.type == "cpu"
         return is_exact and is_rounded and all(map(self._is_fused, node.users))
 

@@ -1,7 +1,7 @@
-"""The eager executor of the table: kernels of torch's products that ask whose product they run.
+"""The eager executor of the table: kernels of torch's matmuls that ask whose matmul they run.
 
 Kernels are overridden while there is a session, for the devices in use, and torch's own are back
-when the last one has closed or was garbage-collected. A product of nobody's costs two microseconds
+when the last one has closed or was garbage-collected. A matmul of nobody's costs two microseconds
 more meanwhile.
 """
 
@@ -19,7 +19,7 @@ from lightning_unitscale.capture.operators import (
     COMPILED_BEFORE,
     RULES,
     UNREACHED,
-    ProductRule,
+    MatmulRule,
     UnreachedRule,
 )
 from lightning_unitscale.matmuls import aot_pass, compiled_formats, joint_units
@@ -34,7 +34,7 @@ from lightning_unitscale.matmuls.owners import (
     suspend_in_optimizers,
     waiting_session,
 )
-from lightning_unitscale.matmuls.session import LOCAL, SESSION, ProductSession, run_inside
+from lightning_unitscale.matmuls.session import LOCAL, SESSION, MatmulSession, run_inside
 from lightning_unitscale.matmuls.torch_internals import (
     Kernel,
     KernelOverrides,
@@ -44,7 +44,7 @@ from lightning_unitscale.matmuls.torch_internals import (
 
 _PASSES = (compiled_formats.PASS, joint_units.PASS, *aot_pass.PASSES)
 # By the identity of a session: what ends it, here or when nobody has it any more.
-_sessions: dict[int, weakref.finalize[..., ProductSession]] = {}
+_sessions: dict[int, weakref.finalize[..., MatmulSession]] = {}
 _ELSEWHERE = "a thread of the user's own, not that of the step"
 # The dispatch keys whose kernels are overridden.
 _keys: set[str] = set()
@@ -68,8 +68,8 @@ def install_passes() -> None:
             graph_pass.install()
 
 
-def open_session(session: ProductSession) -> None:
-    """Let a session have the products of its module's steps; safe to call again."""
+def open_session(session: MatmulSession) -> None:
+    """Let a session have the matmuls of its module's steps; safe to call again."""
     if not _sessions:
         _Installed.number += 1
         for graph_pass in _PASSES:
@@ -82,20 +82,20 @@ def open_session(session: ProductSession) -> None:
         OPEN[id(session)] = session.ref
     for device in ("CPU", "CUDA") if torch.cuda.is_available() else ("CPU",):
         if device not in _keys:
-            _override_products(_overrides(device))
+            _override_matmuls(_overrides(device))
         if session.numerics and (key := f"Autograd{device}") not in _keys:
             # What is kept for the backward pass is chosen above autograd.
             _overrides(key).put("linear", layer_kernel)
 
 
-def close_session(session: ProductSession) -> None:
+def close_session(session: MatmulSession) -> None:
     """End it; torch's own kernels are back when it was the last. May be called more than once."""
     session.close()
     if (finalizer := _sessions.get(id(session))) is not None:
         finalizer()
 
 
-def _end(key: int, session: weakref.ref[ProductSession]) -> None:
+def _end(key: int, session: weakref.ref[MatmulSession]) -> None:
     _sessions.pop(key, None)
     OPEN.pop(key, None)
     forget(session)
@@ -117,9 +117,9 @@ def _overrides(key: str) -> KernelOverrides:
     return overrides
 
 
-def _override_products(overrides: KernelOverrides) -> None:
+def _override_matmuls(overrides: KernelOverrides) -> None:
     for rule in RULES:
-        overrides.put(rule.operator, functools.partial(product_kernel, rule))
+        overrides.put(rule.operator, functools.partial(matmul_kernel, rule))
     rules = {rule.operator: rule for rule in RULES}
     for unreached in UNREACHED:
         kernel = functools.partial(unreached_kernel, unreached)
@@ -130,8 +130,8 @@ def _override_products(overrides: KernelOverrides) -> None:
     overrides.put("_scaled_mm", lambda original: functools.partial(run_inside, original))
 
 
-def product_kernel(rule: ProductRule, original: Kernel) -> Kernel:
-    """A kernel of a rule's operator that asks whose product it runs."""
+def matmul_kernel(rule: MatmulRule, original: Kernel) -> Kernel:
+    """A kernel of a rule's operator that asks whose matmul it runs."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         frame = calling_frame()
@@ -155,7 +155,7 @@ def product_kernel(rule: ProductRule, original: Kernel) -> Kernel:
 
 
 def unreached_kernel(rule: UnreachedRule, original: Kernel) -> Kernel:
-    """A kernel that counts the products of an operator and leaves them as they are."""
+    """A kernel that counts the matmuls of an operator and leaves them as they are."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         session = SESSION.get()
@@ -175,8 +175,8 @@ def unreached_kernel(rule: UnreachedRule, original: Kernel) -> Kernel:
     return kernel
 
 
-def writing_kernel(rule: ProductRule, unreached: UnreachedRule, original: Kernel) -> Kernel:
-    """A kernel that writes a product of the table into a tensor of its caller's."""
+def writing_kernel(rule: MatmulRule, unreached: UnreachedRule, original: Kernel) -> Kernel:
+    """A kernel that writes a matmul of the table into a tensor of its caller's."""
     plain = unreached_kernel(unreached, original)
     writing = functools.partial(run_inside, getattr(torch.ops.aten, rule.operator).out)
     if not rule.addends:

@@ -68,48 +68,48 @@ def is_late_look(count: int) -> bool:
 
 @dataclass(frozen=True)
 class Unrepresentable:
-    """What FP8 cannot represent, by the name of the product, with the reason."""
+    """What FP8 cannot represent, by the name of the matmul, with the reason."""
 
-    # Products that are better kept out of FP8.
-    products: Mapping[str, str] = field(default_factory=dict)
-    # Products that are not, but whose gradients need E5M2's range.
+    # Matmuls that are better kept out of FP8.
+    matmuls: Mapping[str, str] = field(default_factory=dict)
+    # Matmuls that are not, but whose gradients need E5M2's range.
     gradients: Mapping[str, str] = field(default_factory=dict)
 
     def joined(self, other: Unrepresentable) -> Unrepresentable:
         """Those of both, with the reasons of ``other`` where both have some."""
         return Unrepresentable(
-            {**self.products, **other.products}, {**self.gradients, **other.gradients}
+            {**self.matmuls, **other.matmuls}, {**self.gradients, **other.gradients}
         )
 
     def without(self, other: Unrepresentable) -> Unrepresentable:
         """Those that are not in ``other``."""
         return Unrepresentable(
-            {name: why for name, why in self.products.items() if name not in other.products},
+            {name: why for name, why in self.matmuls.items() if name not in other.matmuls},
             {name: why for name, why in self.gradients.items() if name not in other.gradients},
         )
 
 
 def unrepresentable_among(rows: Iterable[StoredRow]) -> Unrepresentable:
     """What does not fit; what has left the range of its unit gets another one first."""
-    products: dict[str, str] = {}
+    matmuls: dict[str, str] = {}
     gradients: dict[str, str] = {}
     for direction, name, (rms, *shares) in rows:
         if not LOW <= rms <= HIGH:
             continue
-        product = name.partition(":")[0]
+        matmul = name.partition(":")[0]
         what = name.rpartition(":")[2] if direction == "forward" else "gradient"
         pairs = zip(shares[::2], shares[1::2], FORMATS[direction], strict=False)
         *narrow, (beyond, flushed, widest) = pairs
         if beyond > 0.0:
-            products[product] = _beyond(beyond, what, widest)
+            matmuls[matmul] = _beyond(beyond, what, widest)
         elif flushed > MAX_FLUSHED:
-            products.setdefault(product, _flushed(flushed, what, widest))
+            matmuls.setdefault(matmul, _flushed(flushed, what, widest))
         for beyond, flushed, format in narrow:
             if beyond > 0.0:
-                gradients[product] = _beyond(beyond, what, format)
+                gradients[matmul] = _beyond(beyond, what, format)
             elif flushed > MAX_FLUSHED:
-                gradients.setdefault(product, _flushed(flushed, what, format))
-    return Unrepresentable(products, gradients)
+                gradients.setdefault(matmul, _flushed(flushed, what, format))
+    return Unrepresentable(matmuls, gradients)
 
 
 def stored_row(tensor: Tensor, direction: Direction) -> Tensor:

@@ -1,4 +1,4 @@
-"""A product of a step, what a step has measured of it, and where units would not be exact."""
+"""A matmul of a step, what a step has measured of it, and where units would not be exact."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from lightning_unitscale.scales.statistics import statistics_row
 from lightning_unitscale.scales.tensor_statistics import FloatArray, TensorStatistics
 from lightning_unitscale.scales.transfer import joint_copy
 
-# Where a product runs beside the slots of its operands' gradients.
+# Where a matmul runs beside the slots of its operands' gradients.
 FORWARD = "forward"
 # BLAS sums BF16 in FP32, which has the same smallest normal number.
 _SMALLEST_LOG2 = {torch.float32: -126, torch.bfloat16: -126, torch.float64: -1022}
 # FP16 ends below 2**16. Between two looks an element may grow.
 _LARGEST_LOG2_FP16 = 13
-# As many terms as a product may add, as an exponent of two.
+# As many terms as a matmul may add, as an exponent of two.
 _LOG2_TERMS = 20
 
 
@@ -82,7 +82,7 @@ def reading(extents: Iterable[Extent]) -> Callable[[], None]:
 
 @dataclass(eq=False, slots=True)
 class Site:
-    """One product of a module's step, with the units of what it reads."""
+    """One matmul of a module's step, with the units of what it reads."""
 
     name: str  # such as ``blocks.0.up.linear``, with ``_1``, ``_2`` for further calls
     module: str  # path of the module that runs it
@@ -94,14 +94,14 @@ class Site:
     log2_units: tuple[int | None, ...] = ()
     # Exponent of the unit of the arriving gradient; ``None`` likewise.
     log2_gamma: int | None = None
-    # Which of its products run as they are, and why: ``"forward"``, or a backward one.
+    # Which of its matmuls run as they are, and why: ``"forward"``, or a backward one.
     plain: dict[str, str] = field(default_factory=dict)
     is_settled: bool = False  # whether all of its units were known when the step began
     # By slot, the last matmul whose operands and addends were all measured.
-    seen: dict[str, MeasuredProduct] = field(default_factory=dict)
+    seen: dict[str, MeasuredMatmul] = field(default_factory=dict)
     # By name in the gauge, the last extent that gives a unit.
     latest: dict[str, Extent] = field(default_factory=dict)
-    product: Any = None  # what a forward matmul runs with in the units in force, if one has
+    matmul: Any = None  # what a forward matmul runs with in the units in force, if one has
 
     def __post_init__(self) -> None:
         self.operand_names = tuple(f"{self.name}:{role}" for role in self.roles)
@@ -113,31 +113,31 @@ class Site:
         self.log2_units = tuple(None if pair is None else pair.log2_sigma for pair in operands)
         gradient = gauge.pairs.get(self.name, default)
         self.log2_gamma = None if gradient is None else gradient.log2_gamma
-        self.product = None
+        self.matmul = None
 
     def judge(self, gauge: Gauge) -> None:
         """Leave those of its matmuls unscaled in which powers of two are not exact in a gauge."""
-        for slot, product in self.seen.items():
-            exponents = [gauge.pair(name).exponent for name in product.names]
+        for slot, matmul in self.seen.items():
+            exponents = [gauge.pair(name).exponent for name in matmul.names]
             # Only operands without a unit are measured in each step; the others as they were.
-            extents = tuple(self.latest.get(name, Extent()) for name in product.names)
-            if reason := replace(product, extents=extents).why_inexact(exponents):
+            extents = tuple(self.latest.get(name, Extent()) for name in matmul.names)
+            if reason := replace(matmul, extents=extents).why_inexact(exponents):
                 self.plain[slot] = reason
             else:
                 self.plain.pop(slot, None)
 
     def names_of(self, sources: tuple[int | None, ...]) -> tuple[str, ...]:
-        """Names in the gauge of what a backward product reads; that of the product for ``None``."""
+        """Names in the gauge of what a backward matmul reads; that of the matmul for ``None``."""
         return tuple(self.name if k is None else self.operand_names[k] for k in sources)
 
 
 @dataclass(frozen=True)
-class MeasuredProduct:
-    """One product as it was met."""
+class MeasuredMatmul:
+    """One matmul as it was met."""
 
-    site: Site  # which product of the step
-    slot: str  # ``"forward"``, or which backward product of it
-    # Names in the gauge of the operands that were measured; that of the product for its
+    site: Site  # which matmul of the step
+    slot: str  # ``"forward"``, or which backward matmul of it
+    # Names in the gauge of the operands that were measured; that of the matmul for its
     # gradient.
     names: tuple[str, ...]
     extents: tuple[Extent, ...]  # of these operands
@@ -150,7 +150,7 @@ class MeasuredProduct:
 
     def why_inexact(self, log2_units: Sequence[int]) -> str:
         """Why it would have other bits with its operands in these units; empty if it would not."""
-        # A product of two elements below the smallest normal number vanishes in the plain product
+        # A product of two elements below the smallest normal number vanishes in the unscaled matmul
         # and survives in units, where it may break a tie of larger terms. A sum that overflows on
         # its way is infinite or NaN there and may be a number in units.
         if self.dtype is torch.float16:
@@ -195,12 +195,12 @@ class Measurement:
     backward: Mapping[str, float] = field(default_factory=dict)  # the same of gradients
     # Tensors whose RMS in the units in force has left [1/4, 4], with that RMS.
     outside: Mapping[str, float] = field(default_factory=dict)
-    products: tuple[MeasuredProduct, ...] = ()  # matmul by matmul
+    matmuls: tuple[MeasuredMatmul, ...] = ()  # matmul by matmul
 
     @property
     def has_backward(self) -> bool:
-        """Whether a backward product was among them."""
-        return any(product.slot != FORWARD for product in self.products)
+        """Whether a backward matmul was among them."""
+        return any(matmul.slot != FORWARD for matmul in self.matmuls)
 
     def beyond(self, gauge: Gauge) -> Measurement:
         """Return the part that is of tensors without a unit in a gauge."""
@@ -211,16 +211,16 @@ class Measurement:
         return replace(self, forward=forward, backward=backward)
 
     @staticmethod
-    def of_products(products: Sequence[MeasuredProduct]) -> Measurement:
-        """Collect the RMS of operands that give a unit; the products' extents have arrived."""
-        gradients = {product.site.name for product in products}
+    def of_matmuls(matmuls: Sequence[MeasuredMatmul]) -> Measurement:
+        """Collect the RMS of operands that give a unit; the matmuls' extents have arrived."""
+        gradients = {matmul.site.name for matmul in matmuls}
         rows: dict[tuple[str, int], tuple[float, int | None]] = {}
-        for product in products:
+        for matmul in matmuls:
             for name, extent, unit in zip(
-                product.names, product.extents, product.log2_units, strict=True
+                matmul.names, matmul.extents, matmul.log2_units, strict=True
             ):
                 if extent.gives_unit:
-                    # One tensor read by several backward products is measured once.
+                    # One tensor read by several backward matmuls is measured once.
                     rows[name, id(extent)] = extent.rms, unit
         # Several calls measure one tensor, which has one unit.
         values: dict[str, list[float]] = {}
@@ -235,5 +235,5 @@ class Measurement:
             {name: rms for name, rms in joint.items() if name not in gradients},
             {name: rms for name, rms in joint.items() if name in gradients},
             {name: rms for name, rms in stored.items() if rms > 0.0 and not LOW <= rms <= HIGH},
-            tuple(products),
+            tuple(matmuls),
         )

@@ -1,4 +1,4 @@
-"""A plain module whose products run in units and formats, measured on an example."""
+"""A plain module whose matmuls run in units and formats, measured on an example."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from lightning_unitscale.capture.captured_copy import PRODUCTS, products_of
+from lightning_unitscale.capture.captured_copy import MATMULS, matmuls_of
 from lightning_unitscale.capture.module_steps import steps_of
 from lightning_unitscale.capture.rollback import detached_copy, restoring
 from lightning_unitscale.matmuls.coverage import (
@@ -53,7 +53,7 @@ def units_of_example(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[s
     if runs_in_fp16(module):
         with warning_where_fp16_is_cast_to(f"{type(module).__name__}.forward"):
             _, wide = _measure(module, args, kwargs, is_wide=True)
-            # Products that are there in FP16 only keep what was measured of them.
+            # Matmuls that are there in FP16 only keep what was measured of them.
             measurement = replace(
                 measurement,
                 forward={**measurement.forward, **wide.forward},
@@ -67,8 +67,8 @@ def _measure(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_wide: bool
 ) -> tuple[Units, Measurement]:
     trial = detached_copy(module)
-    if (products := products_of(trial)) is not None:
-        products.detach()
+    if (matmuls := matmuls_of(trial)) is not None:
+        matmuls.detach()
     if (steps := steps_of(trial)) is not None:
         # What it compiles or plans would be of no use.
         steps.use_executor("eager")
@@ -104,13 +104,13 @@ class _ForwardMethod(SessionMethod):
         return self.owner.__reduce__()
 
 
-class ModuleProducts(AttachedSession):
+class ModuleMatmuls(AttachedSession):
     """The ``forward`` of a module in a session that transforms have asked for."""
 
     method_type = _ForwardMethod
 
     def __init__(self, module: nn.Module, formats: Sequence[Format], *, has_units: bool) -> None:
-        self.formats = tuple(formats)  # what its products are rounded to, or run in
+        self.formats = tuple(formats)  # what its matmuls are rounded to, or run in
         self._coverage = Coverage()
         self._num_calls = self._counted_call = 0
         self._has_returned = False
@@ -119,27 +119,27 @@ class ModuleProducts(AttachedSession):
         # An example was not measured for FP8, so what is measured later is not judged either.
         numerics = numerics_of(formats, measures_range=False)
         super().__init__(module, ["forward"], Units(is_used=has_units), numerics)
-        vars(module)[PRODUCTS] = self
+        vars(module)[MATMULS] = self
 
     @staticmethod
     def add(
         module: nn.Module, formats: Sequence[Format] = (), *, has_new_units: bool = False
-    ) -> ModuleProducts:
-        """Let the products of a module run in units and formats, beside what was wanted before."""
-        before = products_of(module)
+    ) -> ModuleMatmuls:
+        """Let the matmuls of a module run in units and formats, beside what was wanted before."""
+        before = matmuls_of(module)
         if before is None:
-            return ModuleProducts(module, formats, has_units=has_new_units)
+            return ModuleMatmuls(module, formats, has_units=has_new_units)
         before.detach()
         units = before.session.units
         has_units = units.is_used or has_new_units
-        new = ModuleProducts(module, (*before.formats, *formats), has_units=has_units)
+        new = ModuleMatmuls(module, (*before.formats, *formats), has_units=has_units)
         if not has_new_units:
             new._go_on_from(units)
         return new
 
     def attach_again(self) -> None:
         """Go on after :meth:`detach`, with another ``forward``."""
-        new = ModuleProducts(self._module, self.formats, has_units=self.session.units.is_used)
+        new = ModuleMatmuls(self._module, self.formats, has_units=self.session.units.is_used)
         new._go_on_from(self.session.units)
 
     @property
@@ -150,7 +150,7 @@ class ModuleProducts(AttachedSession):
 
     @property
     def coverage(self) -> Coverage:
-        """What became of the products of a call and of its backward pass."""
+        """What became of the matmuls of a call and of its backward pass."""
         # The call is the first, or the last in which matmuls left their format.
         self._read_coverage()
         return self._coverage
@@ -161,14 +161,14 @@ class ModuleProducts(AttachedSession):
         self.session.units.restore(example.gauge, example.plain, {})
 
     def explain(self) -> str:
-        """What became of the products of the first call, of FP8's layers, and the units."""
+        """What became of the matmuls of the first call, of FP8's layers, and the units."""
         self.session.units.settle()
         coverage = replace(self.coverage, lacking=())
         if coverage.counts:
             call = "the first call" if self._counted_call == 1 else f"call {self._counted_call}"
             parts = [f"In {call} {coverage.line()}.", coverage.table()]
         else:
-            parts = ["No product has run yet: the first call is counted."]
+            parts = ["No matmul has run yet: the first call is counted."]
         parts.append(lacking_line(tuple(self.session.units.lacking.values())))
         if self.session.units.is_used:
             parts.append(str(self.gauge))
@@ -183,8 +183,8 @@ class ModuleProducts(AttachedSession):
         """Put ``forward`` back; the units stay known here."""
         self.session.units.settle()
         super().detach()
-        if products_of(self._module) is self:
-            del vars(self._module)[PRODUCTS]
+        if matmuls_of(self._module) is self:
+            del vars(self._module)[MATMULS]
 
     @override
     def before_call(self) -> None:
@@ -240,25 +240,25 @@ class ModuleProducts(AttachedSession):
             if lost:
                 warnings.warn(f"{type(self._module).__name__}: {lost}", stacklevel=7)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleProducts:
-        """The products of the copied module, with the same units."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleMatmuls:
+        """The matmuls of the copied module, with the same units."""
         module = copy.deepcopy(self._module, memo)
         if id(self) in memo:
-            known: ModuleProducts = memo[id(self)]
+            known: ModuleMatmuls = memo[id(self)]
             return known
         # Of the module's copy, only an empty shell may be there as yet.
         before = copy.deepcopy(self._shadows["forward"].below, memo)
         if before is not None:
             vars(module)["forward"] = before
         formats = copy.deepcopy(self.formats, memo)
-        new = ModuleProducts(module, formats, has_units=self.session.units.is_used)
+        new = ModuleMatmuls(module, formats, has_units=self.session.units.is_used)
         memo[id(self)] = new
         new._go_on_from(self.session.units)
         return new
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            f"{type(self._module).__name__}: its products run in units or in a format, and such a "
+            f"{type(self._module).__name__}: its matmuls run in units or in a format, and such a "
             "module cannot be pickled; expected a module as it is written; save its state_dict() "
             "instead, or pickle the module that it was made of."
         )

@@ -1,4 +1,4 @@
-"""Whose a product is, also where no step is on the stack: in a backward pass, or in a loss.
+"""Whose a matmul is, also where no step is on the stack: in a backward pass, or in a loss.
 
 What an optimizer multiplies is not the model's; a closure that it calls is again.
 """
@@ -21,40 +21,40 @@ from torch.optim.optimizer import (
 )
 from torch.utils._pytree import tree_leaves
 
-from lightning_unitscale.capture.operators import ProductRule
+from lightning_unitscale.capture.operators import MatmulRule
 from lightning_unitscale.matmuls.autograd_nodes import thread_number
 from lightning_unitscale.matmuls.calls import Call, call_of, maker_of
-from lightning_unitscale.matmuls.session import LOCAL, SESSION, ProductSession
+from lightning_unitscale.matmuls.session import LOCAL, SESSION, MatmulSession
 from lightning_unitscale.matmuls.sites import frames, recomputed_checkpoint
 from lightning_unitscale.matmuls.torch_internals import FUNCTION_CALL, current_node, graph_task
 
 # Sessions that are open, by identity.
-OPEN: dict[int, weakref.ref[ProductSession]] = {}
+OPEN: dict[int, weakref.ref[MatmulSession]] = {}
 # What is put into torch for them; closed with the last.
 INSTALLED = ExitStack()
-# By the number of a backward pass, which may run on several threads: whose product ran last in it.
-_LATEST: dict[int, weakref.ref[ProductSession]] = {}
+# By the number of a backward pass, which may run on several threads: whose matmul ran last in it.
+_LATEST: dict[int, weakref.ref[MatmulSession]] = {}
 _MAX_LATEST = 2**8
 
 
-def asking_session(node: Any) -> tuple[ProductSession | None, Call | None]:
-    """Whose a product is that runs within an autograd node, and what the node was made for."""
+def asking_session(node: Any) -> tuple[MatmulSession | None, Call | None]:
+    """Whose a matmul is that runs within an autograd node, and what the node was made for."""
     if (recorded := call_of(node)) is not None:
         return recorded[0](), recorded[1]
     if (session := SESSION.get()) is not None:
         return session, None
-    # The body of a checkpoint, which a node has asked for that makes no product.
+    # The body of a checkpoint, which a node has asked for that makes no matmul.
     sessions = [session for ref in list(OPEN.values()) if (session := ref()) is not None]
     checkpoint = recomputed_checkpoint()
     owners = [session for session in sessions if session.sites.has_run(checkpoint)]
     if not owners:
-        # All of its products may have been those of checkpoints within it.
+        # All of its matmuls may have been those of checkpoints within it.
         owners = [session for session in sessions if session.sites.owns_caller()]
     return next(iter(owners), None), None
 
 
-def owner_of(rule: ProductRule, args: Any) -> tuple[ProductSession | None, Any, Call | None]:
-    """Whose a product is, within which autograd node it runs, and what that was made for."""
+def owner_of(rule: MatmulRule, args: Any) -> tuple[MatmulSession | None, Any, Call | None]:
+    """Whose a matmul is, within which autograd node it runs, and what that was made for."""
     if (node := current_node()) is not None:
         session, call = asking_session(node)
         if session is None and call is None:
@@ -72,7 +72,7 @@ def owner_of(rule: ProductRule, args: Any) -> tuple[ProductSession | None, Any, 
     return None, None, None
 
 
-def _note_latest(session: ProductSession | None) -> None:
+def _note_latest(session: MatmulSession | None) -> None:
     task = graph_task()
     if session is None:
         _LATEST.pop(task, None)
@@ -82,8 +82,8 @@ def _note_latest(session: ProductSession | None) -> None:
         _LATEST[task] = session.ref
 
 
-def _session_of_loss(operands: Sequence[Any]) -> ProductSession | None:
-    """Whose a product is that a loop computes between a module's call and the optimizer's step."""
+def _session_of_loss(operands: Sequence[Any]) -> MatmulSession | None:
+    """Whose a matmul is that a loop computes between a module's call and the optimizer's step."""
     # Of the module's step is what needs a gradient, and is no other model's.
     session = None if LOCAL.after_call is None else LOCAL.after_call()
     if session is None or not session.is_after_call:
@@ -102,7 +102,7 @@ def needs_gradient(values: Any) -> bool:
     return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(values))
 
 
-def waiting_session() -> ProductSession | None:
+def waiting_session() -> MatmulSession | None:
     """Whose step has this thread, one of the user's own, run a module; nothing is scaled there."""
     # Another step may as well be running the module, or none: the step need not wait for the
     # thread.
@@ -116,22 +116,22 @@ def waiting_session() -> ProductSession | None:
     return None
 
 
-def running_session() -> ProductSession | None:
+def running_session() -> MatmulSession | None:
     """Whose step runs, or whose checkpoint is computed again."""
     node = current_node()
     return SESSION.get() if node is None else asking_session(node)[0]
 
 
 def suspend_in_optimizers() -> None:
-    """Let products of optimizers' steps be nobody's, as long as there is a session."""
+    """Let matmuls of optimizers' steps be nobody's, as long as there is a session."""
     # Not to be compiled with a step that the user compiles.
     before, after = torch.compiler.disable(_suspend), torch.compiler.disable(_resume)
     INSTALLED.callback(register_optimizer_step_pre_hook(before).remove)
     INSTALLED.callback(register_optimizer_step_post_hook(after).remove)
 
 
-# Whose the products were before an optimizer's step; one that raises does not resume.
-_SUSPENDED: WeakKeyDictionary[Optimizer, weakref.ref[ProductSession] | None] = WeakKeyDictionary()
+# Whose the matmuls were before an optimizer's step; one that raises does not resume.
+_SUSPENDED: WeakKeyDictionary[Optimizer, weakref.ref[MatmulSession] | None] = WeakKeyDictionary()
 
 
 def _suspend(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -146,7 +146,7 @@ def _suspend(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | 
     return tuple(_in_session(session, value) for value in args), kwargs
 
 
-def _in_session(session: ProductSession, value: Any) -> Any:
+def _in_session(session: MatmulSession, value: Any) -> Any:
     if isinstance(value, Optimizer) or not callable(value):
         return value
 

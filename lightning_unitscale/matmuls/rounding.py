@@ -1,4 +1,4 @@
-"""What rounds products: the interface of formats, and products in a simulated format."""
+"""What rounds matmuls: the interface of formats, and matmuls in a simulated format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_unitscale.formats import NumberFormat
 from lightning_unitscale.matmuls.coverage import first_of, percent
-from lightning_unitscale.matmuls.execute import Product, run_scaled
+from lightning_unitscale.matmuls.execute import Matmul, run_scaled
 from lightning_unitscale.matmuls.measured_operands import MAX_FLUSHED, Unrepresentable
 from lightning_unitscale.matmuls.measurement import Site
 from lightning_unitscale.matmuls.simulate import MovingGrid, SimulateFormat
@@ -34,7 +34,7 @@ _FEW = 2
 
 
 class Numerics(abc.ABC):
-    """What a format does to products: simulated, or run in it."""
+    """What a format does to matmuls: simulated, or run in it."""
 
     name: str  # what users call the format
     is_training = True  # whether the steps that run now are those of training
@@ -45,19 +45,15 @@ class Numerics(abc.ABC):
         return True
 
     @abc.abstractmethod
-    def why_not(
-        self, product: Product, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> str | None:
-        """Return why a product is not rounded; ``None`` if it is."""
+    def why_not(self, matmul: Matmul, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+        """Return why a matmul is not rounded; ``None`` if it is."""
 
     @abc.abstractmethod
-    def run(
-        self, product: Product, original: Kernel, args: list[Any], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run a product on operands in units, rounded."""
+    def run(self, matmul: Matmul, original: Kernel, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Run a matmul on operands in units, rounded."""
 
     def measure(  # noqa: B027
-        self, product: Product, operands: Sequence[Tensor], *, is_first: bool
+        self, matmul: Matmul, operands: Sequence[Tensor], *, is_first: bool
     ) -> None:
         """Look at operands in their units, for the first time or again."""
 
@@ -109,7 +105,7 @@ class FlushedOperands:
         level = sum(share > each + usual for each in _MAX_SHARES)
         if level > self._levels[name]:
             self._levels[name] = level
-            # A product's own name is that of the gradient that arrives at it.
+            # A matmul's own name is that of the gradient that arrives at it.
             shown = name if ":" in name else f"{name}:gradient"
             self._found[name] = f"{shown} ({percent(share)} of its elements in {format})"
 
@@ -129,10 +125,10 @@ class FlushedOperands:
         return first_of(texts)
 
 
-class SimulatedProducts(Numerics):
-    """Rounds what products read: operands to one format, arriving gradients to another."""
+class SimulatedMatmuls(Numerics):
+    """Rounds what matmuls read: operands to one format, arriving gradients to another."""
 
-    # A backward product rounds a saved operand as its forward product did: a random or a moving
+    # A backward matmul rounds a saved operand as its forward matmul did: a random or a moving
     # grid is drawn by the operand's name and the step, not by the call.
 
     name = "a simulated format"
@@ -142,30 +138,28 @@ class SimulatedProducts(Numerics):
         self._measures_range = measures_range
         self._flushed = FlushedOperands()
 
-    def why_not(self, product: Product, *_: Any) -> str | None:
-        """Return which of the names' globs leave a product out; all others are rounded."""
-        site = product.site
+    def why_not(self, matmul: Matmul, *_: Any) -> str | None:
+        """Return which of the names' globs leave a matmul out; all others are rounded."""
+        site = matmul.site
         if self._configs_of(site):
             return None
         return self._configs[0].patterns.why_not(site.name, site.module)
 
-    def run(
-        self, product: Product, original: Kernel, args: list[Any], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run a product on rounded operands."""
-        configs = self._configs_of(product.site)
-        for position, unit, is_gradient, name in product.places():
+    def run(self, matmul: Matmul, original: Kernel, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Run a matmul on rounded operands."""
+        configs = self._configs_of(matmul.site)
+        for position, unit, is_gradient, name in matmul.places():
             for config in configs:
                 args[position] = _rounded(
-                    config, args[position], unit, is_gradient, name, product.step
+                    config, args[position], unit, is_gradient, name, matmul.step
                 )
                 unit = 0  # it is in its units now
-        return run_scaled(product, original, args, kwargs)
+        return run_scaled(matmul, original, args, kwargs)
 
-    def measure(self, product: Product, operands: Sequence[Tensor], *, is_first: bool) -> None:
+    def measure(self, matmul: Matmul, operands: Sequence[Tensor], *, is_first: bool) -> None:
         """Measure which elements of operands become zero."""
-        configs = self._configs_of(product.site) if self._measures_range else []
-        for tensor, (_, unit, is_gradient, name) in zip(operands, product.places(), strict=True):
+        configs = self._configs_of(matmul.site) if self._measures_range else []
+        for tensor, (_, unit, is_gradient, name) in zip(operands, matmul.places(), strict=True):
             for config in configs[:1]:
                 stored = tensor.detach().float() * 2.0**-unit
                 self._flushed.measure(name, stored, _format_of(config, is_gradient))

@@ -19,7 +19,7 @@ from lightning_unitscale.capture.module_steps import EVALUATION_STEPS, LIGHTNING
 from lightning_unitscale.capture.operators import RULES
 from lightning_unitscale.capture.passes import StepGraph
 from lightning_unitscale.compiling import is_exporting
-from lightning_unitscale.matmuls.aot_pass import finish_graph, note_products
+from lightning_unitscale.matmuls.aot_pass import finish_graph, note_matmuls
 from lightning_unitscale.matmuls.compiled_formats import FormatsInGraph
 from lightning_unitscale.matmuls.compiler_internals import (
     codes,
@@ -29,12 +29,12 @@ from lightning_unitscale.matmuls.compiler_internals import (
     keeping_whole,
 )
 from lightning_unitscale.matmuls.held import GAUGE, HELD, held_units
-from lightning_unitscale.matmuls.joint_graphs import PRODUCT
+from lightning_unitscale.matmuls.joint_graphs import MATMUL
 from lightning_unitscale.matmuls.joint_units import UnitsInGraph
 from lightning_unitscale.matmuls.kernels import close_session, install_passes, open_session
 from lightning_unitscale.matmuls.owners import INSTALLED
 from lightning_unitscale.matmuls.rounding import Numerics
-from lightning_unitscale.matmuls.session import LOCAL, SESSION, ProductSession, run_inside
+from lightning_unitscale.matmuls.session import LOCAL, SESSION, MatmulSession, run_inside
 from lightning_unitscale.matmuls.torch_internals import (
     Kernel,
     current_node,
@@ -46,7 +46,7 @@ from lightning_unitscale.matmuls.units import Units
 from lightning_unitscale.patching import Shadow, StandIn
 
 # Sessions that have begun a step.
-_met: weakref.WeakSet[ProductSession] = weakref.WeakSet()
+_met: weakref.WeakSet[MatmulSession] = weakref.WeakSet()
 
 
 class SessionRewriter:
@@ -54,7 +54,7 @@ class SessionRewriter:
 
     # No Inductor runs these graphs: they run op by op.
 
-    def __init__(self, session: ProductSession) -> None:
+    def __init__(self, session: MatmulSession) -> None:
         self._session = session
 
     def describe(self, graph: StepGraph) -> None:
@@ -72,11 +72,11 @@ class SessionRewriter:
 
     def rewrite_part(self, graph: fx.Graph) -> None:
         """Let the matmuls of one pass be looked at, and call torch's own kernels for them."""
-        note_products(graph)
+        note_matmuls(graph)
         finish_graph(graph)
         for node in graph.nodes:
             # What is saved for the backward pass keeps its meta there, as an input.
-            if node.op == "call_function" and PRODUCT in node.meta:
+            if node.op == "call_function" and MATMUL in node.meta:
                 node.target = _unwatched(node.target)
 
 
@@ -89,9 +89,9 @@ def _unwatched(operator: Any) -> Kernel:
     return run
 
 
-def running_compiled(session: ProductSession) -> AbstractContextManager[Any]:
+def running_compiled(session: MatmulSession) -> AbstractContextManager[Any]:
     """A context for a step, in which what the user has compiled has its units and formats."""
-    # For formats Inductor leaves small products whole, and so all is compiled again; what another
+    # For formats Inductor leaves small matmuls whole, and so all is compiled again; what another
     # backend compiles runs uncompiled.
     is_first, module = session not in _met, session.sites.module
     _met.add(session)
@@ -112,7 +112,7 @@ def running_compiled(session: ProductSession) -> AbstractContextManager[Any]:
     if is_first:
         warnings.warn(
             f"{type(module).__name__} has parts that were compiled by another backend than "
-            "Inductor, whose products cannot be rounded, so they run uncompiled; expected "
+            "Inductor, whose matmuls cannot be rounded, so they run uncompiled; expected "
             "torch.compile(backend='inductor'), its default, or none.",
             stacklevel=4,
         )
@@ -120,7 +120,7 @@ def running_compiled(session: ProductSession) -> AbstractContextManager[Any]:
 
 
 class SessionMethod(StandIn):
-    """Stands in for one method of a module: the same call, with its products in the session."""
+    """Stands in for one method of a module: the same call, with its matmuls in the session."""
 
     def __init__(self, owner: AttachedSession, name: str, method: Any) -> None:
         super().__init__(method)
@@ -198,7 +198,7 @@ class AttachedSession:
         self.outlasts_calls = outlasts_calls
         # Whether calls are of training, where the loop tells; else the module's mode does.
         self.trains: bool | None = None
-        self.session = ProductSession(
+        self.session = MatmulSession(
             module, SessionMethod.run_as.__code__, units or Units(), numerics
         )
         self._module = module

@@ -1,9 +1,9 @@
-"""Units around every product that a module's steps run, forward and backward.
+"""Units around every matmul that a module's steps run, forward and backward.
 
 A session belongs to one module. While one of the module's steps is active on a thread, the
-overridden kernels (``kernels.py``) hand their calls over to it; a backward product finds the
-session by the number of the autograd node that its forward product has made, whenever and
-wherever the backward pass runs. Nothing is captured and nothing runs twice: a product that has no
+overridden kernels (``kernels.py``) hand their calls over to it; a backward matmul finds the
+session by the number of the autograd node that its forward matmul has made, whenever and
+wherever the backward pass runs. Nothing is captured and nothing runs twice: a matmul that has no
 units yet is measured when it runs for the first time.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_unitscale.capture.operators import ProductRule, Sources
+from lightning_unitscale.capture.operators import MatmulRule, Sources
 from lightning_unitscale.capture.patches import opened_layers
 from lightning_unitscale.matmuls.autograd_nodes import HandedOn, thread_number
 from lightning_unitscale.matmuls.calls import (
@@ -33,7 +33,7 @@ from lightning_unitscale.matmuls.calls import (
     sources_of,
 )
 from lightning_unitscale.matmuls.coverage import NO_UNIT, CoverageCounter, Kind
-from lightning_unitscale.matmuls.execute import Product, are_real, forget_copy, run_in_units
+from lightning_unitscale.matmuls.execute import Matmul, are_real, forget_copy, run_in_units
 from lightning_unitscale.matmuls.measured_operands import Unrepresentable
 from lightning_unitscale.matmuls.measurement import FORWARD, Extent, Extents, Measurement, Site
 from lightning_unitscale.matmuls.rounding import Numerics
@@ -42,8 +42,8 @@ from lightning_unitscale.matmuls.torch_internals import Kernel, graph_task
 from lightning_unitscale.matmuls.units import Units
 
 _Args = tuple[Any, ...]
-# Whose the forward products are; a backward pass that a step calls has it as well.
-SESSION: HandedOn[ProductSession | None] = HandedOn("session", None)
+# Whose the forward matmuls are; a backward pass that a step calls has it as well.
+SESSION: HandedOn[MatmulSession | None] = HandedOn("session", None)
 
 
 class _Local(threading.local):
@@ -51,15 +51,15 @@ class _Local(threading.local):
 
     # Whose step goes on outside of any call of its module, weakly: a loop of the user's
     # computes its loss there.
-    after_call: weakref.ref[ProductSession] | None = None
-    is_inside: bool = False  # whether a product is running, whose own kernels are nobody's
+    after_call: weakref.ref[MatmulSession] | None = None
+    is_inside: bool = False  # whether a matmul is running, whose own kernels are nobody's
 
 
 LOCAL = _Local()
 
 
 def run_inside(function: Kernel, *args: Any, **kwargs: Any) -> Any:
-    """Call what runs kernels of its own, which are nobody's products."""
+    """Call what runs kernels of its own, which are nobody's matmuls."""
     previous, LOCAL.is_inside = LOCAL.is_inside, True
     try:
         return function(*args, **kwargs)
@@ -67,8 +67,8 @@ def run_inside(function: Kernel, *args: Any, **kwargs: Any) -> Any:
         LOCAL.is_inside = previous
 
 
-class ProductSession:
-    """The products of one module's steps, with their units."""
+class MatmulSession:
+    """The matmuls of one module's steps, with their units."""
 
     def __init__(
         self,
@@ -79,17 +79,17 @@ class ProductSession:
     ) -> None:
         self.ref = weakref.ref(self)  # the session, weakly: the same object each time
         self.units = units
-        self.numerics = tuple(numerics)  # what rounds products
+        self.numerics = tuple(numerics)  # what rounds matmuls
         self.sites = Sites(module, boundary, units)
-        # Counts the products that run, if somebody has put it there.
+        # Counts the matmuls that run, if somebody has put it there.
         self.counter: CoverageCounter | None = None
-        self.is_open = True  # whether its products are run by it; see :meth:`close`
+        self.is_open = True  # whether its matmuls are run by it; see :meth:`close`
         self.is_after_call = False  # whether a step goes on after a call, until :meth:`end_step`
         self.threads: list[int] = []  # numbers of the threads that run a call
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Within this context forward products of this thread are the session's."""
+        """Within this context forward matmuls of this thread are the session's."""
         self.threads.append(thread_number())
         try:
             # A whole encoder layer in one kernel would be left as it is, in evaluation only.
@@ -104,7 +104,7 @@ class ProductSession:
         return next((numerics.name for numerics in self.numerics if numerics.is_active), "")
 
     def begin_step(self, *, is_training: bool = True) -> None:
-        """Begin a step: products are counted from the first again."""
+        """Begin a step: matmuls are counted from the first again."""
         self.sites.begin()
         forget_copy()
         self.units.begin_step(is_training=is_training)
@@ -124,7 +124,7 @@ class ProductSession:
 
     def run(
         self,
-        rule: ProductRule,
+        rule: MatmulRule,
         original: Kernel,
         args: _Args,
         kwargs: dict[str, Any],
@@ -132,7 +132,7 @@ class ProductSession:
         call: Call | None,
         frame: FrameType | None,
     ) -> Any:
-        """Run a product of a step of the module, forward or backward."""
+        """Run a matmul of a step of the module, forward or backward."""
         if kwargs or rule.mask is not None:
             rule = rule.reading(args, kwargs)
         operands = rule.operands_in(args)
@@ -154,7 +154,7 @@ class ProductSession:
             call.num_visits += 1
             if not rule.multiplies(args, kwargs):
                 return run_inside(original, *args, **kwargs)
-            product = self.backward_product(rule, args, call, sources_of(rule, call, operands))
+            matmul = self.backward_matmul(rule, args, call, sources_of(rule, call, operands))
         else:
             caller = "hook" if node is None else node.name()
             suffix = f"@{caller}" if run is None else ""
@@ -164,80 +164,76 @@ class ProductSession:
                 if run is not None and any(operand.numel() == 0 for operand in operands):
                     self.units.lack(site, (*site.operand_names, site.name))
                 return run_inside(original, *args, **kwargs)
-            product, extents = self.forward_product(rule, site, args)
+            matmul, extents = self.forward_matmul(rule, site, args)
             if run is not None or torch.is_grad_enabled():
-                remember(self.ref, product, operands, extents)
+                remember(self.ref, matmul, operands, extents)
             show(site, operands)
-        return self.execute(product, original, args, kwargs)
+        return self.execute(matmul, original, args, kwargs)
 
     def execute(
         self,
-        product: Product,
+        matmul: Matmul,
         original: Kernel,
         args: _Args,
         kwargs: dict[str, Any],
     ) -> Any:
-        """Run a product in a format, in units or as it is, and count it."""
+        """Run a matmul in a format, in units or as it is, and count it."""
         kind: Kind
         reason = outside = ""
         numerics: Numerics | None = None
         if self.numerics:
-            numerics, outside = _format_for(self.numerics, product, args, kwargs)
+            numerics, outside = _format_for(self.numerics, matmul, args, kwargs)
         LOCAL.is_inside = True
         try:
             if numerics is not None:
-                kind, result = "format", numerics.run(product, original, list(args), kwargs)
+                kind, result = "format", numerics.run(matmul, original, list(args), kwargs)
             elif not self.units.is_used:
                 kind, result = "left out", original(*args, **kwargs)
-            elif (slots := product.site.plain) and (why := slots.get(product.slot, "")):
+            elif (slots := matmul.site.plain) and (why := slots.get(matmul.slot, "")):
                 kind, reason, result = "plain", why, original(*args, **kwargs)
             else:
-                kind, result = "units", run_in_units(product, original, list(args), kwargs)
+                kind, result = "units", run_in_units(matmul, original, list(args), kwargs)
         finally:
             LOCAL.is_inside = False
         if self.counter is not None:
-            flops, site = product.rule.flops(args, result), product.site
-            self.counter.add(site.module, kind, reason, flops, (site.plain, product.slot), outside)
+            flops, site = matmul.rule.flops(args, result), matmul.site
+            self.counter.add(site.module, kind, reason, flops, (site.plain, matmul.slot), outside)
         return result
 
-    def forward_product(
-        self, rule: ProductRule, site: Site, args: _Args
-    ) -> tuple[Product, Extents]:
-        """A forward product with what it runs with, and what was measured of its operands."""
-        product: Product | None = site.product
-        if product is not None and product.rule is rule and not self.units.is_looking:
-            return product, ()
+    def forward_matmul(self, rule: MatmulRule, site: Site, args: _Args) -> tuple[Matmul, Extents]:
+        """A forward matmul with what it runs with, and what was measured of its operands."""
+        matmul: Matmul | None = site.matmul
+        if matmul is not None and matmul.rule is rule and not self.units.is_looking:
+            return matmul, ()
         operands, step = rule.operands_in(args), self.units.rounding_step
         is_gradient = (False,) * len(operands)
-        product = Product(
-            rule, site, FORWARD, site.log2_units, is_gradient, site.operand_names, step
-        )
+        matmul = Matmul(rule, site, FORWARD, site.log2_units, is_gradient, site.operand_names, step)
         extents: Extents = ()
-        if None in product.known or self.units.is_looking:
-            extents = self._measure(product, args, ())
+        if None in matmul.known or self.units.is_looking:
+            extents = self._measure(matmul, args, ())
         elif self.numerics:
-            self._show(product, operands)
+            self._show(matmul, operands)
         else:
-            site.product = product
-        return product, extents
+            site.matmul = matmul
+        return matmul, extents
 
-    def backward_product(
+    def backward_matmul(
         self,
-        rule: ProductRule,
+        rule: MatmulRule,
         args: _Args,
         call: Call,
         sources: Sources,
-    ) -> Product:
-        """A backward product of a call with what it runs with."""
-        forward, site = call.product, call.product.site
+    ) -> Matmul:
+        """A backward matmul of a call with what it runs with."""
+        forward, site = call.matmul, call.matmul.site
         gamma, is_looking = site.log2_gamma, self.units.is_looking
-        is_kept = site.product is forward and not (is_looking or torch.is_grad_enabled())
+        is_kept = site.matmul is forward and not (is_looking or torch.is_grad_enabled())
         if is_kept and (kept := forward.backward.get((id(rule), sources))) is not None:
-            kept_gamma, product = kept
+            kept_gamma, matmul = kept
             if kept_gamma == gamma:
-                return product
+                return matmul
         operands = rule.operands_in(args)
-        product = Product(
+        matmul = Matmul(
             rule,
             site,
             slot_of(sources),
@@ -250,24 +246,24 @@ class ProductSession:
         if gamma is None or is_looking:
             before = call.extents or (None,) * len(forward.log2_units)
             measured = tuple(call.gradient_extent if k is None else before[k] for k in sources)
-            extents = self._measure(product, args, measured)
+            extents = self._measure(matmul, args, measured)
             if None in sources:
                 call.gradient_extent = extents[sources.index(None)]
         elif self.numerics:
-            self._show(product, operands)
+            self._show(matmul, operands)
         elif is_kept:
-            forward.backward[id(rule), sources] = gamma, product
+            forward.backward[id(rule), sources] = gamma, matmul
         if torch.is_grad_enabled():
-            derived = self.sites.derive(site, product.slot, tuple(map(str, range(len(operands)))))
-            remember(self.ref, replace(product, site=derived), operands, extents)
-        return product
+            derived = self.sites.derive(site, matmul.slot, tuple(map(str, range(len(operands)))))
+            remember(self.ref, replace(matmul, site=derived), operands, extents)
+        return matmul
 
-    def _measure(self, product: Product, args: _Args, before: Extents) -> Extents:
+    def _measure(self, matmul: Matmul, args: _Args, before: Extents) -> Extents:
         """Measure operands, and give them units at once where a format waits for them."""
-        rule, site, names, known = product.rule, product.site, product.names, product.known
+        rule, site, names, known = matmul.rule, matmul.site, matmul.names, matmul.known
         operands, read = rule.operands_in(args), rule.measured_in(args)
         addends = rule.addends_in(args)
-        is_new = product.slot not in site.seen
+        is_new = matmul.slot not in site.seen
         extents: list[Extent | None] = list(before) or [None] * len(operands)
 
         def extent_of(index: int) -> Extent:
@@ -279,7 +275,7 @@ class ProductSession:
 
         dtype, num_addends = operands[0].dtype, len(addends)
         measured = self.units.measure(
-            site, product.slot, names, known, dtype, extent_of, num_addends
+            site, matmul.slot, names, known, dtype, extent_of, num_addends
         )
         if not self.numerics:
             return tuple(extents)
@@ -287,19 +283,19 @@ class ProductSession:
         # No step waits for a unit that is late.
         is_first = is_new and not self.units.lacking.keys() >= without
         if is_first:
-            product.take(self.units.take_at_once(measured))
+            matmul.take(self.units.take_at_once(measured))
         if is_first or self.units.is_looking:
             for numerics in self.numerics:
-                numerics.measure(product, operands, is_first=is_first)
+                numerics.measure(matmul, operands, is_first=is_first)
         else:
-            self._show(product, operands)
+            self._show(matmul, operands)
         return tuple(extents)
 
-    def _show(self, product: Product, operands: Sequence[Tensor]) -> None:
+    def _show(self, matmul: Matmul, operands: Sequence[Tensor]) -> None:
         """Show operands to formats that have not seen them in the units that they have now."""
         for numerics in self.numerics:
-            if numerics.awaits(product.names):
-                numerics.measure(product, operands, is_first=False)
+            if numerics.awaits(matmul.names):
+                numerics.measure(matmul, operands, is_first=False)
 
     def receive(self) -> list[Unrepresentable]:
         """Receive what was measured in the step before, without waiting for the device."""
@@ -315,14 +311,14 @@ class ProductSession:
 
 
 def _format_for(
-    formats: Sequence[Numerics], product: Product, args: _Args, kwargs: dict[str, Any]
+    formats: Sequence[Numerics], matmul: Matmul, args: _Args, kwargs: dict[str, Any]
 ) -> tuple[Numerics | None, str]:
     """Return what rounds a matmul, or why nothing does."""
     outside = ""
     for each in formats:
-        if (why := each.why_not(product, args, kwargs)) is None:
+        if (why := each.why_not(matmul, args, kwargs)) is None:
             # Cast in a unit of 1, the first values that are not zero could all be flushed.
-            if None in product.known or each.awaits(product.names):
+            if None in matmul.known or each.awaits(matmul.names):
                 return None, NO_UNIT
             return each, ""
         outside = outside or why

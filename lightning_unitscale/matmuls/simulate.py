@@ -1,7 +1,7 @@
-"""Simulate matrix products in a number format: round what they read, compute them wide.
+"""Simulate matmuls in a number format: round what they read, compute them wide.
 
 An accumulation in FP32 of products of FP8 numbers is what FP8 hardware does, so rounding the three
-tensors that meet in a product and its gradients is all there is to simulate.
+tensors that meet in a matmul and its gradients is all there is to simulate.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class MovingGrid:
     Rounding to nearest is right on average over the elements of a tensor, but not over the steps of
     a training. In constant units of powers of two, a weight that hardly moves is rounded to the
     same side at every step, and the weights gather where that side changes. A factor ``c`` in
-    (1/2, 1] before the cast, divided out after the product, moves the numbers of the format under
+    (1/2, 1] before the cast, divided out after the matmul, moves the numbers of the format under
     the tensor, so that the errors of a few steps average out. Factors above 1 would do the same,
     and could bring an element beyond the range that fits into it.
 
@@ -87,7 +87,7 @@ class MovingGrid:
 
 
 class SimulateFormat:
-    """What products are rounded to: the arguments of :func:`simulate_format`."""
+    """What matmuls are rounded to: the arguments of :func:`simulate_format`."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Which product is which: by module, operation and occurrence, the same in every step."""
+"""Which matmul is which: by module, operation and occurrence, the same in every step."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def recomputed_checkpoint() -> Any:
 
 
 class Run(NamedTuple):
-    """Where a forward product runs."""
+    """Where a forward matmul runs."""
 
     path: str  # of its module
     # What occurrences are counted within: a step, or one run of a checkpoint's body.
@@ -72,7 +72,7 @@ LOSS = Run("(loss)", "(loss)")
 
 
 def _occurrence(result: str, path: str, word: str) -> int | None:
-    """Return how many products of a word run before the one whose result has this name."""
+    """Return how many matmuls of a word run before the one whose result has this name."""
     # A part of a cut graph does not begin with the first. ``None`` if the name does not tell.
     name = result.removeprefix(f"{path}." if path else "")
     if name == word:
@@ -82,9 +82,9 @@ def _occurrence(result: str, path: str, word: str) -> int | None:
 
 
 class Sites:
-    """The products of a module's steps."""
+    """The matmuls of a module's steps."""
 
-    # A product's module is the innermost one whose call is on the Python stack. No hook is needed
+    # A matmul's module is the innermost one whose call is on the Python stack. No hook is needed
     # for that: nothing of the user's is changed, and nothing is there to be copied, pickled or
     # traced.
 
@@ -96,9 +96,9 @@ class Sites:
         self._paths: dict[int, str] = {}
         # What ran a checkpoint, by the checkpoint's body, which alone is there when it runs again.
         self._paths_of_bodies: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-        # How many products of a kind had run in the step before a checkpoint's body ran some.
+        # How many matmuls of a kind had run in the step before a checkpoint's body ran some.
         self._starts: WeakKeyDictionary[Any, dict[tuple[str, str], int]] = WeakKeyDictionary()
-        # The products of one kind in one module, in the order in which a step runs them.
+        # The matmuls of one kind in one module, in the order in which a step runs them.
         self._places: defaultdict[tuple[str, str], list[Site]] = defaultdict(list)
         self._counts: dict[tuple[tuple[str, str], object], int] = {}
         self._is_fresh = False
@@ -115,7 +115,7 @@ class Sites:
         self._counts.clear()
 
     def find(self, word: str, roles: tuple[str, ...], run: Run) -> Site:
-        """The site of the product that is about to run."""
+        """The site of the matmul that is about to run."""
         key = run.path, word
         index = _occurrence(run.result, *key) if run.result else None
         if index is None:
@@ -150,7 +150,7 @@ class Sites:
         return self._starts.get(run.checkpoint, {}).get(key, 0) if run.checkpoint else 0
 
     def derive(self, site: Site, slot: str, roles: tuple[str, ...]) -> Site:
-        """The product that a backward product is for the backward pass of the backward pass."""
+        """The matmul that a backward matmul is for the backward pass of the backward pass."""
         derived = self._units.sites.get(f"{site.name}:{slot}")
         if derived is None:
             derived = Site(f"{site.name}:{slot}", site.module, roles)
@@ -158,7 +158,7 @@ class Sites:
         return derived
 
     def has_run(self, checkpoint: object) -> bool:
-        """Whether products of the body of a checkpoint are of these."""
+        """Whether matmuls of the body of a checkpoint are of these."""
         return checkpoint in self._starts
 
     def owns_caller(self) -> bool:
@@ -178,11 +178,11 @@ class Sites:
         return False
 
     def run_of(self, node: Any, frame: FrameType | None = None) -> Run | None:
-        """Where the forward product runs that calls, within an autograd node or ``None``."""
+        """Where the forward matmul runs that calls, within an autograd node or ``None``."""
         frame = sys._getframe(1) if frame is None else frame
         if node is None:
             return self.forward_run(frame)
-        # It is a product that a checkpoint's body computes again, for the node that asked for it;
+        # It is a matmul that a checkpoint's body computes again, for the node that asked for it;
         # otherwise it is one of the backward pass, and there is no such place.
         path: str | None = None
         checkpoint = None
@@ -202,7 +202,7 @@ class Sites:
         return None if path is None else Run(path, (self.episode, identity_of(node)))
 
     def forward_run(self, frame: FrameType | None = None) -> Run:
-        """Where the product of a forward pass runs."""
+        """Where the matmul of a forward pass runs."""
         bodies: list[Any] = []
         path: str | None = None
         result = ""

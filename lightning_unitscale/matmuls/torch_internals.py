@@ -1,7 +1,7 @@
 """Private names of torch's dispatcher, engine and checkpoints; checked on torch 2.13 and 2.11.
 
 ``torch._C._current_autograd_node`` and ``torch._C._autograd._get_sequence_nr`` tie a backward
-product to the forward product that it belongs to: the forward kernel runs right after its autograd
+matmul to the forward matmul that it belongs to: the forward kernel runs right after its autograd
 node was made, whose number is the last one that its thread has given out (``autograd_nodes.py``).
 ``Library._destroy`` takes overridden kernels away again, and what ``OpOverload._dispatch_cache``
 remembers of them while a compiler traces has to go as well. Frames of ``Module._call_impl`` tell
@@ -169,7 +169,7 @@ def _original_kernel(overload: Any, key: str) -> Kernel | None:
 def _leave_uncompiled(function: Kernel) -> None:
     """Let Dynamo compile neither a function nor what it calls."""
     # A layer of torch's own that is compiled by itself, as by ``linear.compile()``, runs as it is
-    # written, and Dynamo would compile whatever Python its products come to.
+    # written, and Dynamo would compile whatever Python its matmuls come to.
     while isinstance(function, functools.partial):
         function = function.func
     skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)

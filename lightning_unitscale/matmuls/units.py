@@ -1,4 +1,4 @@
-"""The units of one module's products: measured, and in force."""
+"""The units of one module's matmuls: measured, and in force."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from lightning_unitscale.matmuls.gauge import Gauge, GaugePair
 from lightning_unitscale.matmuls.measurement import (
     Extent,
-    MeasuredProduct,
+    MeasuredMatmul,
     Measurement,
     Site,
     reading,
@@ -17,7 +17,7 @@ from lightning_unitscale.matmuls.measurement import (
 
 
 class Units:
-    """The units in force of a module's products; they outlive the session that runs these."""
+    """The units in force of a module's matmuls; they outlive the session that runs these."""
 
     # An operand that is all zero, empty or not finite gives no unit. It is measured again in each
     # step until it gives one. These numbers come by :meth:`receive`, which waits for no device.
@@ -26,8 +26,8 @@ class Units:
         self.is_used = is_used
         # Of a tensor without a unit.
         self._default = None if is_used else GaugePair()
-        self.gauge = Gauge()  # the units in force, by the names of operands and products
-        # By site, which of its products run as they are, and why.
+        self.gauge = Gauge()  # the units in force, by the names of operands and matmuls
+        # By site, which of its matmuls run as they are, and why.
         self.plain: dict[str, dict[str, str]] = {}
         # How many training steps have begun, and which microbatch of the step runs.
         self.step = self._num_more = 0
@@ -36,18 +36,18 @@ class Units:
         self._is_training = False
         # Whether the steps measure what has units already, for :meth:`send`.
         self.is_looking = False
-        # The products that have run, by name; each knows its own units.
+        # The matmuls that have run, by name; each knows its own units.
         self.sites: dict[str, Site] = {}
         # Names of operands and gradients that were measured and have no unit yet, with what
         # to call them.
         self.lacking: dict[str, str] = {}
-        self._measured: list[MeasuredProduct] = []
+        self._measured: list[MeasuredMatmul] = []
         # What was sent for, and by slot and names what has arrived and gives new units.
         self._sent: Callable[[], Measurement] | None = None
-        self._arrived: dict[tuple[str, ...], MeasuredProduct] = {}
+        self._arrived: dict[tuple[str, ...], MeasuredMatmul] = {}
 
     def set_gauge(self, gauge: Gauge) -> None:
-        """Put units into force from the next product on."""
+        """Put units into force from the next matmul on."""
         self.gauge = gauge
         self.lacking = {name: text for name, text in self.lacking.items() if name not in gauge}
         for site in self.sites.values():
@@ -67,7 +67,7 @@ class Units:
         self.set_gauge(gauge)
 
     def add_site(self, site: Site) -> None:
-        """Tell a product that runs for the first time what is known of it."""
+        """Tell a matmul that runs for the first time what is known of it."""
         self.sites[site.name] = site
         site.plain = self.plain.setdefault(site.name, {})
         site.take_units(self.gauge, self._default)
@@ -96,14 +96,14 @@ class Units:
         dtype: torch.dtype,
         extent_of: Callable[[int], Extent],
         num_addends: int,
-    ) -> MeasuredProduct:
+    ) -> MeasuredMatmul:
         """Measure operands and the addends after them, for :meth:`send` or :meth:`receive`."""
         # The first time, and in a look, all are measured. At other times operands without a unit
         # are, so that one that stays zero costs a row in each step.
         is_whole = self.is_looking or slot not in site.seen
         chosen = [index for index, unit in enumerate(known) if is_whole or unit is None]
         addends = range(len(known), len(known) + num_addends) if is_whole else ()
-        product = MeasuredProduct(
+        matmul = MeasuredMatmul(
             site,
             slot,
             tuple(names[index] for index in chosen),
@@ -113,14 +113,14 @@ class Units:
             tuple(known[index] for index in chosen),
             is_whole,
         )
-        self._measured.append(product)
+        self._measured.append(matmul)
         if is_whole:
-            site.seen[slot] = product
-        return product
+            site.seen[slot] = matmul
+        return matmul
 
-    def take_at_once(self, product: MeasuredProduct) -> tuple[int | None, ...]:
-        """Wait for what was measured of a product, and put its units into force."""
-        operands = list(zip(product.names, product.extents, product.log2_units, strict=True))
+    def take_at_once(self, matmul: MeasuredMatmul) -> tuple[int | None, ...]:
+        """Wait for what was measured of a matmul, and put its units into force."""
+        operands = list(zip(matmul.names, matmul.extents, matmul.log2_units, strict=True))
         new_ones = {
             name: extent
             for name, extent, unit in operands
@@ -128,15 +128,15 @@ class Units:
         }
         reading(new_ones.values())()
         new = {name: extent.rms for name, extent in new_ones.items() if extent.gives_unit}
-        gradient = {name: new.pop(name) for name in [product.site.name] if name in new}
+        gradient = {name: new.pop(name) for name in [matmul.site.name] if name in new}
         taken = Gauge.of_rms(new, gradient)
         self.gauge = self.gauge.updated(taken)
-        product.site.take_units(self.gauge, self._default)
+        matmul.site.take_units(self.gauge, self._default)
         exponents = {name: pair.exponent for name, pair in taken.items()}
         return tuple(exponents.get(name) if unit is None else unit for name, _, unit in operands)
 
     def clear(self) -> None:
-        """Forget the products that ran, and what was measured of them."""
+        """Forget the matmuls that ran, and what was measured of them."""
         self.sites.clear()
         self._measured.clear()
         self._sent = None
@@ -145,18 +145,18 @@ class Units:
 
     def send(self) -> Callable[[], Measurement]:
         """Send for what was measured since the last call; what is returned waits for it."""
-        products, self._measured = self._measured, []
-        read = reading(extent for each in products for extent in (*each.extents, *each.addends))
+        matmuls, self._measured = self._measured, []
+        read = reading(extent for each in matmuls for extent in (*each.extents, *each.addends))
 
         def arrived() -> Measurement:
             read()
-            for product in products:
-                for name, extent in zip(product.names, product.extents, strict=True):
+            for matmul in matmuls:
+                for name, extent in zip(matmul.names, matmul.extents, strict=True):
                     if extent.largest > 0.0:
-                        product.site.latest[name] = extent
+                        matmul.site.latest[name] = extent
                     if not extent.gives_unit:
-                        self.lack(product.site, [name])
-            return Measurement.of_products(products)
+                        self.lack(matmul.site, [name])
+            return Measurement.of_matmuls(matmuls)
 
         return arrived
 
@@ -171,27 +171,27 @@ class Units:
         # It waits for no device: from CUDA, numbers arrive one call after they were sent, whether
         # they are there before or not; from elsewhere at once.
         sent, self._sent = self._sent, None
-        products = [] if sent is None else [*sent().products]
+        matmuls = [] if sent is None else [*sent().matmuls]
         if self._measured:
-            rows = [extent.row for product in self._measured for extent in product.extents]
+            rows = [extent.row for matmul in self._measured for extent in matmul.extents]
             is_late = any(row is not None and row.device.type == "cuda" for row in rows)
             arrived = self.send()
             if is_late:
                 self._sent = arrived
             else:
-                products += arrived().products
-        for product in products:
-            operands = zip(product.extents, product.log2_units, strict=True)
+                matmuls += arrived().matmuls
+        for matmul in matmuls:
+            operands = zip(matmul.extents, matmul.log2_units, strict=True)
             if any(extent.gives_unit and unit is None for extent, unit in operands):
                 # One for each, however many steps an evaluation has.
-                self._arrived[product.slot, *product.names] = product
-            elif product.is_whole:
-                product.site.judge(self.gauge)
+                self._arrived[matmul.slot, *matmul.names] = matmul
+            elif matmul.is_whole:
+                matmul.site.judge(self.gauge)
 
     def received(self) -> Measurement:
         """What has arrived since the last call, of what had no unit when it was measured."""
-        products, self._arrived = list(self._arrived.values()), {}
-        return Measurement.of_products(products)
+        matmuls, self._arrived = list(self._arrived.values()), {}
+        return Measurement.of_matmuls(matmuls)
 
     def settle(self) -> None:
         """Wait for all that was measured, and take the units of what has none."""
@@ -208,6 +208,6 @@ class Units:
         late = [name for name in measured if name in self.lacking]
         if measured:
             self.set_gauge(self.gauge.updated(measured))
-        for site in {id(product.site): product.site for product in measurement.products}.values():
+        for site in {id(matmul.site): matmul.site for matmul in measurement.matmuls}.values():
             site.judge(self.gauge)
         return late

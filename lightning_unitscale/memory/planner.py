@@ -107,7 +107,7 @@ class RematPlan:
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of the products that run again."""
+        """Floating-point operations of the matmuls that run again."""
         return float(self.problem.flops[self.again].sum())
 
     @property

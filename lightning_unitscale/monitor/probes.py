@@ -29,7 +29,7 @@ from lightning_unitscale.capture.graph_recorder import (
     tap_gradient,
 )
 from lightning_unitscale.capture.passes import GraphPass, Phase, Region, StepGraph
-from lightning_unitscale.capture.regions import PRODUCTS, Place, Places
+from lightning_unitscale.capture.regions import MATMULS, Place, Places
 from lightning_unitscale.matmuls.gauge import ONE, Gauge, Unit
 from lightning_unitscale.matmuls.held import GAUGE, HELD, FactorNodes, Held
 from lightning_unitscale.scales.layout import RowLayout
@@ -55,7 +55,7 @@ class ProbedTensor:
     inputs: tuple[str, ...] = ()
     # Whether a matmul reads it, and makes it.
     is_operand: bool = False
-    is_product: bool = False
+    is_matmul: bool = False
     # Whether its unit, and that of its gradient, is still to be measured.
     lacks_unit: tuple[bool, bool] = (False, False)
     # Kind and target of the node of a graph that makes it.
@@ -172,7 +172,7 @@ class ScaleProbes(GraphPass):
         held: dict[str, Held] = graph.notes.get(HELD, dict)()
         gauge_in_force: Callable[[], Gauge] = graph.notes.get(GAUGE, lambda: _UNIT_GAUGE)
         inputs = places.inputs_of(selected)
-        operands, products = graph.notes.get(PRODUCTS, (set(), set()))
+        operands, matmuls = graph.notes.get(MATMULS, (set(), set()))
         tensors = tuple(
             ProbedTensor(
                 tensor_name(node),
@@ -180,7 +180,7 @@ class ScaleProbes(GraphPass):
                 held.get(tensor_name(node), Held()),
                 inputs[tensor_name(node)],
                 tensor_name(node) in operands,
-                tensor_name(node) in products,
+                tensor_name(node) in matmuls,
                 made_by=(node.op, node.target),
             )
             for _, node in selected
@@ -356,7 +356,7 @@ def snapshot_of(
         log2_gamma=log2_gamma,
         inputs=tuple(tensors[index].inputs for index in kept),
         operands=tuple(tensors[index].is_operand for index in kept),
-        products=tuple(tensors[index].is_product for index in kept),
+        matmuls=tuple(tensors[index].is_matmul for index in kept),
         lacking_units=tuple(tensors[index].lacks_unit_in(described[index][1]) for index in kept),
         log2_loss_scale=log2_loss_scale,
     )

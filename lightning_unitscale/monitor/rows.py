@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from lightning_unitscale.capture.graph_recorder import local_part, stored_elements
-from lightning_unitscale.matmuls.calls import RanProduct
+from lightning_unitscale.matmuls.calls import RanMatmul
 from lightning_unitscale.matmuls.gauge import Unit
 from lightning_unitscale.matmuls.held import Held
 from lightning_unitscale.matmuls.torch_internals import sequence_number
@@ -49,7 +49,7 @@ class TensorRow:
     is_given: bool = False
     # Whether a matmul reads it, and makes it.
     is_operand: bool = False
-    is_product: bool = False
+    is_matmul: bool = False
     # Whether it was made outside of the backward pass: a mask, a table.
     is_constant: bool = False
     is_hooked: bool = False
@@ -78,7 +78,7 @@ class TensorRow:
             held,
             tuple(names),
             self.is_operand,
-            self.is_product,
+            self.is_matmul,
             (self.has_unit is False, self.has_gradient_unit is False),
         )
 
@@ -214,7 +214,7 @@ class RunningFunction:
         self._taken: set[int] = set()
         self._ran: list[tuple[range, Log2Unit]] = []
 
-    def see(self, ran: RanProduct) -> None:
+    def see(self, ran: RanMatmul) -> None:
         """Take in a matmul that it has run."""
         self._ran.append((ran.nodes, ran.log2_gamma))
         found = self._by_memory(ran.operands)

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_unitscale.capture.graph_matmuls import PRODUCT_WORDS, operands_of_call
+from lightning_unitscale.capture.graph_matmuls import MATMUL_WORDS, operands_of_call
 from lightning_unitscale.capture.graph_nodes import ATTENTION, ATTENTION_ROLES
 from lightning_unitscale.capture.graph_recorder import local_part
 from lightning_unitscale.capture.name_patterns import own_path
-from lightning_unitscale.matmuls.calls import RanProduct
+from lightning_unitscale.matmuls.calls import RanMatmul
 from lightning_unitscale.matmuls.torch_internals import sequence_number
 from lightning_unitscale.monitor.names import (
     ALIASES,
@@ -94,8 +94,8 @@ class WatchedCall:
             return result
         with plain_functions():
             inputs = self._inputs(arguments, word)
-            is_product = word in PRODUCT_WORDS
-            operands = operands_of_call(function, args, kwargs) if is_product else []
+            is_matmul = word in MATMUL_WORDS
+            operands = operands_of_call(function, args, kwargs) if is_matmul else []
             self._mark_operands(operands, word)
             versions = {id(tensor): version_of(tensor) for tensor in arguments}
             running = RunningFunction(operands or arguments)
@@ -124,7 +124,7 @@ class WatchedCall:
     def pass_by(self, arguments: Sequence[Any]) -> None:
         """Note what a function reads if its results are not shown."""
 
-    def see(self, ran: RanProduct) -> None:
+    def see(self, ran: RanMatmul) -> None:
         """Note a matmul of the function that runs."""
         if self._running is not None:
             with plain_functions():
@@ -186,7 +186,7 @@ class WatchedCall:
 
     @property
     def log2_units(self) -> dict[str, int]:
-        """Unit in which a product has stored each value, by the name that it was made with."""
+        """Unit in which a matmul has stored each value, by the name that it was made with."""
         return {row.made_as: row.log2_sigma for row in (*self.given, *self.made)}
 
     def _inputs(self, arguments: Sequence[Tensor], word: str) -> tuple[TensorRow, ...]:
@@ -202,8 +202,8 @@ class WatchedCall:
             elif len(rows) == 1 and not rows[0].is_hooked and takes_part(tensor):
                 rows = self._rows_of[tensor] = self._with_gradient(rows[0], tensor)
             inputs.update(dict.fromkeys(rows))
-            if word in PRODUCT_WORDS and len(rows) == 1 and not rows[0].is_shown:
-                # Masks and tables of constants count where a product reads them. The gradient of
+            if word in MATMUL_WORDS and len(rows) == 1 and not rows[0].is_shown:
+                # Masks and tables of constants count where a matmul reads them. The gradient of
                 # what a checkpoint returns is measured when that is made again.
                 self._show(rows[0], tensor, with_gradient=False)
         return tuple(inputs)
@@ -282,7 +282,7 @@ class WatchedCall:
         row = self._row(name, caller.path, inputs)
         self._rows_of[tensor] = (row,)
         gamma = None if running is None else running.gamma_of(tensor)
-        row.is_product = word in PRODUCT_WORDS or gamma is not None
+        row.is_matmul = word in MATMUL_WORDS or gamma is not None
         if gamma is not None:
             row.log2_gamma, row.has_gradient_unit = gamma[0] or 0, gamma[0] is not None
         self._keep(caller, row, word)
@@ -356,7 +356,7 @@ class WatchedCall:
             self._measuring.value(row, tensor)
 
     def _mark_operands(self, operands: Sequence[Tensor], word: str) -> None:
-        """Note that a product reads tensors; an attention has names for its own."""
+        """Note that a matmul reads tensors; an attention has names for its own."""
         roles = ATTENTION_ROLES if word == ATTENTION else ("",) * len(operands)
         for tensor, role in zip(operands, roles, strict=False):
             row = self._only_row(tensor)

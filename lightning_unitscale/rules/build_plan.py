@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.compiled_graph import CompiledGraph, Interpreter, NotOneGraphError
-from lightning_unitscale.capture.graph_matmuls import product_of
+from lightning_unitscale.capture.graph_matmuls import matmul_of
 from lightning_unitscale.capture.graph_nodes import (
     changed_arguments,
     is_float_tensor,
@@ -169,11 +169,11 @@ def _with_output_scales(
     parameters: Mapping[str, ParameterPlan],
     decisions: Mapping[str, Decision],
 ) -> dict[str, ParameterPlan]:
-    """Note for each bias the factor on the product that it is part of."""
+    """Note for each bias the factor on the matmul that it is part of."""
     plans = dict(parameters)
     for fqn, uses in structure.uses.items():
-        products = [use.node for use in uses if use.kind == "bias" and product_of(use.node)]
-        decided = [decisions[name] for name in map(tensor_name, products) if name in decisions]
+        matmuls = [use.node for use in uses if use.kind == "bias" and matmul_of(use.node)]
+        decided = [decisions[name] for name in map(tensor_name, matmuls) if name in decisions]
         if decided:
             info = replace(plans[fqn].info, output_scale=decided[0].output)
             plans[fqn] = replace(plans[fqn], info=info)

@@ -1,7 +1,7 @@
 """Decide operation by operation, in the order of execution, which factors the rules put where.
 
 A factor changes the function unless what follows is homogeneous in it. So factors go to four places
-only: the result of a matrix product, the operands of a matrix product, the summands of a residual
+only: the result of a matmul, the operands of a matmul, the summands of a residual
 add, and sums of tensors that are at RMS 1 already. In between the model is what its author wrote;
 the rules follow the RMS through it, from each operation's own rule or, where there is none, from
 the tensor itself.
@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import fx
 
-from lightning_unitscale.capture.graph_matmuls import Product, product_of
+from lightning_unitscale.capture.graph_matmuls import Matmul, matmul_of
 from lightning_unitscale.capture.graph_nodes import (
     Path,
     example_tensor,
@@ -90,10 +90,10 @@ class Decider:
 
     def after(self, node: fx.Node, decision: Decision) -> Decision:
         """The decision with the factor on the result, once that is there to be measured."""
-        product = product_of(node)
+        matmul = matmul_of(node)
         if (
-            product is None
-            or weight_of(self.flow, product) is not None
+            matmul is None
+            or weight_of(self.flow, matmul) is not None
             or node in self.structure.readouts
             or self._from_prior(node, decision) is not None
             or logit_factor(self.flow, node) is not None
@@ -112,11 +112,11 @@ class Decider:
         return self._keep(node, changed)
 
     def _decide(self, node: fx.Node) -> Decision:
-        product = product_of(node)
-        if product is not None and multiplies_gradients(self.flow, product):
-            return _decision(node, "kept", "a product of gradients")
-        if product is not None:
-            return self._product(node, product)
+        matmul = matmul_of(node)
+        if matmul is not None and multiplies_gradients(self.flow, matmul):
+            return _decision(node, "kept", "a matmul of gradients")
+        if matmul is not None:
+            return self._matmul(node, matmul)
         if node in self.structure.residuals:
             return self._residual(node)
         if node in self.structure.plain_adds:
@@ -125,16 +125,16 @@ class Decider:
             return _decision(node, "kept", "it averages parameters")
         return self._other(node)
 
-    def _product(self, node: fx.Node, product: Product) -> Decision:
-        arguments = self._unit_operands(product)
+    def _matmul(self, node: fx.Node, matmul: Matmul) -> Decision:
+        arguments = self._unit_operands(matmul)
         try:
             output = output_factor(node)
         except RULE_ERRORS as error:
-            return self._unruled_product(node, arguments, f"its rule does not apply: {error}")
+            return self._unruled_matmul(node, arguments, f"its rule does not apply: {error}")
         rule = rule_of(node)
         reference = rule.reference if rule is not None else ""
         if output is None:
-            return self._unruled_product(node, arguments, "no rule")
+            return self._unruled_matmul(node, arguments, "no rule")
         if is_attention(node):
             self.scales.set(node, 1.0)
             return _decision(
@@ -143,33 +143,33 @@ class Decider:
                 f"{ATTENTION}: logits (m / d) q.k; {reference}",
                 output=output,
                 arguments=arguments,
-                kwargs=(("scale", self.options.attention_mult / _width(product)),),
+                kwargs=(("scale", self.options.attention_mult / _width(matmul)),),
             )
         logits = logit_factor(self.flow, node)
         if node in self.structure.readouts:
             output, reference = output**2, f"readout: 1/fan_in ({reference})"
             self.scales.set(node, output**0.5)
-        elif logits is not None and weight_of(self.flow, product) is None:
+        elif logits is not None and weight_of(self.flow, matmul) is None:
             # Unit queries and keys of size d: whatever the author's own factor, the logits are
             # (m / d) q.k.
             alpha, natural = 1.0, 1 / output
-            if self._adds_data(product):
+            if self._adds_data(matmul):
                 alpha = abs(float(node.kwargs.get("alpha", 1.0))) or 1.0  # type: ignore[arg-type]
-                natural = alpha * math.sqrt(_width(product))
+                natural = alpha * math.sqrt(_width(matmul))
             output = self.options.attention_mult * alpha / (natural**2 * logits)
             reference = f"{ATTENTION} logits: m/d (u-muP, arXiv 2407.17465, section 4.1)"
             self.scales.set(node, natural * output)
         else:
             self.scales.set(node, 1.0)
-        if self._adds_data(product):
-            # The addend is data in its own right (a bias of attention scores): only the product
+        if self._adds_data(matmul):
+            # The addend is data in its own right (a bias of attention scores): only the matmul
             # is scaled.
             alpha = float(node.kwargs.get("alpha", 1.0)) * output  # type: ignore[arg-type]
             kwargs = (("alpha", alpha),)
             return _decision(node, "rule", reference, arguments=arguments, kwargs=kwargs)
         return _decision(node, "rule", reference, output=output, arguments=arguments)
 
-    def _unruled_product(
+    def _unruled_matmul(
         self, node: fx.Node, arguments: tuple[Argument, ...], reason: str
     ) -> Decision:
         self.scales.require(node, reason)
@@ -178,9 +178,9 @@ class Decider:
         self.scales.set(node, 1.0)
         return _decision(node, "calibrated", reason, arguments=arguments)
 
-    def _unit_operands(self, product: Product) -> tuple[Argument, ...]:
+    def _unit_operands(self, matmul: Matmul) -> tuple[Argument, ...]:
         arguments = []
-        for operand in product.operands:
+        for operand in matmul.operands:
             rms = self.scales.of(operand.node)
             if _matters(rms):
                 arguments.append(Argument(operand.path, 1 / rms))
@@ -241,17 +241,17 @@ class Decider:
             arguments = (Argument((0,) if node.args else ("input",), self.options.loss_mult),)
         return _decision(node, "loss", "its value is the plain loss", arguments=arguments)
 
-    def _adds_data(self, product: Product) -> bool:
-        if not any(op in op_name(product.node) for op in ("addmm", "baddbmm", "addbmm", "addmv")):
+    def _adds_data(self, matmul: Matmul) -> bool:
+        if not any(op in op_name(matmul.node) for op in ("addmm", "baddbmm", "addbmm", "addmv")):
             return False
-        return any(self.flow.parameter_of(addend.node) is None for addend in product.addends)
+        return any(self.flow.parameter_of(addend.node) is None for addend in matmul.addends)
 
     def _activation_mult(self, node: fx.Node) -> float:
         rule = rule_of(node)
         if self.options.activation_mult == 1.0 or rule is None or rule.kind != "activation":
             return 1.0
         tensors = [source for _, source in float_arguments(node)]
-        if not tensors or product_of(self.flow.root(tensors[0])) is None:
+        if not tensors or matmul_of(self.flow.root(tensors[0])) is None:
             return 1.0
         return self.options.activation_mult
 
@@ -268,9 +268,9 @@ class Decider:
         return None
 
 
-def _width(product: Product) -> int:
-    """Size of the vectors that a product of queries and keys sums over."""
-    query = example_tensor(product.operands[0].node)
+def _width(matmul: Matmul) -> int:
+    """Size of the vectors that a matmul of queries and keys sums over."""
+    query = example_tensor(matmul.operands[0].node)
     assert query is not None
     return int(query.shape[-1])
 

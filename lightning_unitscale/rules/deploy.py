@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_unitscale.arguments import check_flag, check_instance
-from lightning_unitscale.capture.captured_copy import products_of
+from lightning_unitscale.capture.captured_copy import matmuls_of
 from lightning_unitscale.capture.export_forward import export_forward
 from lightning_unitscale.capture.graph_nodes import NAME, tensor_name
 from lightning_unitscale.capture.module_steps import ModuleSteps, steps_of
@@ -173,8 +173,8 @@ def _name_parameters(graph_module: fx.GraphModule, module: nn.Module) -> None:
 def _plain_copy(module: nn.Module) -> nn.Module:
     """A copy without captured steps, and without units and formats."""
     new = copy.deepcopy(module)
-    if (products := products_of(new)) is not None:
-        products.detach()
+    if (matmuls := matmuls_of(new)) is not None:
+        matmuls.detach()
     steps = steps_of(new)
     if isinstance(steps, ModuleSteps):
         for owner in list(steps.owners):

@@ -34,7 +34,7 @@ from lightning_unitscale.functional.rules import (
 from lightning_unitscale.matmuls.measured_operands import root_mean_square
 
 # What a captured graph calls by another name than people do.
-_ALIASES = {"attention_product": torch.matmul, "safe_softmax": torch.softmax}
+_ALIASES = {"attention_matmul": torch.matmul, "safe_softmax": torch.softmax}
 
 
 def rule_of(node: fx.Node) -> ScaleRule | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from lightning_unitscale.capture.graph_matmuls import product_of
+from lightning_unitscale.capture.graph_matmuls import matmul_of
 from lightning_unitscale.capture.graph_nodes import (
     example_tensor,
     float_arguments,
@@ -45,7 +45,7 @@ _ELEMENTWISE = frozenset(
      "erf", "erfc", "sin", "cos", "tan", "atan", "arctan", "sinh", "cosh", "asinh", "sign", "clamp",
      "clip", "clamp_min", "clamp_max", "sinc", "positive"}
 )  # fmt: skip
-# More arithmetic than this between two matrix products is no activation.
+# More arithmetic than this between two matmuls is no activation.
 _MAX_OPERATIONS = 64
 
 
@@ -69,11 +69,11 @@ def times_number(flow: Flow, node: fx.Node) -> tuple[fx.Node, float] | None:
 
 
 def is_logits(flow: Flow, node: fx.Node) -> bool:
-    """Whether the node is a product of two tensors, neither of them a weight, on to a softmax."""
-    product = product_of(node)
-    if product is None or is_attention(node):
+    """Whether the node is a matmul of two tensors, neither of them a weight, on to a softmax."""
+    matmul = matmul_of(node)
+    if matmul is None or is_attention(node):
         return False
-    if any(flow.parameter_of(operand.node) is not None for operand in product.operands):
+    if any(flow.parameter_of(operand.node) is not None for operand in matmul.operands):
         return False
     return logit_factor(flow, node) is not None
 
@@ -110,7 +110,7 @@ def _step_factor(flow: Flow, node: fx.Node, reader: fx.Node) -> float | None:
         return factored[1]
     if op_name(reader) in TIMES | DIVIDED:
         return _tensor_factor(flow, node, reader)
-    if op_name(reader) in _MASKING and product_of(reader) is None:
+    if op_name(reader) in _MASKING and matmul_of(reader) is None:
         return 1.0
     return None
 
@@ -149,7 +149,7 @@ def _is_written_softmax(flow: Flow, node: fx.Node, readers: Iterable[fx.Node]) -
         for reader in flow.readers(term):
             is_sum = term in sums or op_name(reader) == "sum"
             # Values may be weighted by the exponentials before these are divided.
-            is_weighted = product_of(reader) is not None and not is_sum
+            is_weighted = matmul_of(reader) is not None and not is_sum
             is_passed_on = op_name(reader) in _TO_SUM | TIMES or handed_on(reader) is not None
             if (is_weighted or is_passed_on) and reader not in terms | sums:
                 (sums if is_sum else terms).add(reader)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import networkx as nx
 from torch import fx
 
-from lightning_unitscale.capture.graph_matmuls import product_of
+from lightning_unitscale.capture.graph_matmuls import matmul_of
 from lightning_unitscale.capture.graph_nodes import Path, op_name
 from lightning_unitscale.rules.flow import (
     SUBTRACTS,
@@ -47,8 +47,8 @@ class Residual:
 def find_residuals(flow: Flow) -> dict[fx.Node, Residual]:
     """Every residual add of a step.
 
-    An add is residual when one operand, or what it was made of without a product, is an ancestor of
-    the other, with a matrix product in between: an add inside a hand-written activation is none.
+    An add is residual when one operand, or what it was made of without a matmul, is an ancestor of
+    the other, with a matmul in between: an add inside a hand-written activation is none.
     The search never goes back beyond the ancestor, so over a chain of blocks it takes time in
     proportion to the number of nodes.
     """
@@ -163,7 +163,7 @@ def _stem(flow: Flow, node: fx.Node) -> fx.Node:
 
 
 def _branch_nodes(flow: Flow, branch: fx.Node, root: fx.Node) -> frozenset[fx.Node] | None:
-    """The nodes on the paths from ``root`` to ``branch``, if one of them is a product."""
+    """The nodes on the paths from ``root`` to ``branch``, if one of them is a matmul."""
     start = flow.order(root)
     later = nx.subgraph_view(flow.graph, filter_node=lambda node: flow.order(node) >= start)
     if branch not in later:
@@ -172,7 +172,7 @@ def _branch_nodes(flow: Flow, branch: fx.Node, root: fx.Node) -> frozenset[fx.No
     if root not in sources - {branch}:
         return None
     nodes = nx.descendants(flow.graph.subgraph(sources), root)
-    return frozenset(nodes) if any(product_of(node) for node in nodes) else None
+    return frozenset(nodes) if any(matmul_of(node) for node in nodes) else None
 
 
 def _previous(flow: Flow, skip: fx.Node, residuals: dict[fx.Node, Residual]) -> fx.Node | None:

@@ -13,7 +13,7 @@ from torch import fx
 
 from lightning_unitscale.arguments import nearest, shown
 from lightning_unitscale.capture.aliasing import aliased_by_mutation
-from lightning_unitscale.capture.graph_matmuls import product_of
+from lightning_unitscale.capture.graph_matmuls import matmul_of
 from lightning_unitscale.capture.graph_nodes import (
     INTERNAL,
     MODULE,
@@ -194,9 +194,9 @@ class RuleRewrite(GraphPass):
 
 
 def _counts(node: fx.Node) -> bool:
-    """Whether a factor may belong to the node: to a product, to an add, or for a parameter."""
+    """Whether a factor may belong to the node: to a matmul, to an add, or for a parameter."""
     reads_parameter = any(parameter_path(source) is not None for source in node.all_input_nodes)
-    return product_of(node) is not None or added_tensors(node) is not None or reads_parameter
+    return matmul_of(node) is not None or added_tensors(node) is not None or reads_parameter
 
 
 def _may_switch_modes(node: fx.Node) -> bool:
@@ -236,17 +236,17 @@ def _apply(
     args, kwargs = node.args, {**node.kwargs, **dict(decision.kwargs)}
     for argument in decision.arguments:
         source = argument_at(node, argument.path)
-        product = scaled.get((source, argument.factor))
-        if product is None:
+        matmul = scaled.get((source, argument.factor))
+        if matmul is None:
             with graph.inserting_before(node):
-                product = graph.call_function(torch.mul, (source, argument.factor))
-            _describe(product, source, node, f"{tensor_name(source)}:unit")
-            product.meta[FACTOR] = argument.factor
-            product.meta[INTERNAL] = True
+                matmul = graph.call_function(torch.mul, (source, argument.factor))
+            _describe(matmul, source, node, f"{tensor_name(source)}:unit")
+            matmul.meta[FACTOR] = argument.factor
+            matmul.meta[INTERNAL] = True
             if source not in mutated:
-                scaled[source, argument.factor] = product
+                scaled[source, argument.factor] = matmul
         # One use of a tensor that the node may read several times.
-        args, kwargs = changed_arguments(args, kwargs, argument.path, product)
+        args, kwargs = changed_arguments(args, kwargs, argument.path, matmul)
     node.args, node.kwargs = args, kwargs
     if decision.output != 1.0:
         with graph.inserting_after(node):

@@ -9,7 +9,7 @@ from typing import Literal
 
 from torch import fx
 
-from lightning_unitscale.capture.graph_matmuls import Product, product_of
+from lightning_unitscale.capture.graph_matmuls import Matmul, matmul_of
 from lightning_unitscale.capture.graph_nodes import (
     Path,
     example_tensor,
@@ -63,7 +63,7 @@ class Structure:
     flow: Flow
     residuals: Mapping[fx.Node, Residual]
     plain_adds: frozenset[fx.Node]  # with a factor of their own
-    readouts: frozenset[fx.Node]  # products whose result goes to a loss and to no other product
+    readouts: frozenset[fx.Node]  # matmuls whose result goes to a loss and to no other matmul
     averaging: frozenset[fx.Node] = frozenset()  # they only average parameters
     uses: dict[str, tuple[Use, ...]] = field(default_factory=dict)
 
@@ -141,7 +141,7 @@ def _action(uses: Sequence[Use], *, init_weights: bool) -> tuple[Action, str]:
 
 
 def is_bias_add(flow: Flow, node: fx.Node) -> bool:
-    """Whether the node adds a bias to a product."""
+    """Whether the node adds a bias to a matmul."""
     operands = added_tensors(node)
     if operands is None:
         return False
@@ -149,32 +149,32 @@ def is_bias_add(flow: Flow, node: fx.Node) -> bool:
     return _is_bias_of(flow, first, second) or _is_bias_of(flow, second, first)
 
 
-def weight_of(flow: Flow, product: Product) -> str | None:
-    """The parameter that is the weight of a product."""
-    if is_attention(product.node):
+def weight_of(flow: Flow, matmul: Matmul) -> str | None:
+    """The parameter that is the weight of a matmul."""
+    if is_attention(matmul.node):
         return None
-    fqns = [flow.parameter_of(operand.node) for operand in reversed(product.operands)]
+    fqns = [flow.parameter_of(operand.node) for operand in reversed(matmul.operands)]
     return next((fqn for fqn in fqns if fqn is not None), None)
 
 
-def multiplies_gradients(flow: Flow, product: Product) -> bool:
-    """Whether a product is one of gradients that the step reads, so none of the model's."""
+def multiplies_gradients(flow: Flow, matmul: Matmul) -> bool:
+    """Whether a matmul is one of gradients that the step reads, so none of the model's."""
     return any(
         flow.is_of_gradients(operand.node) and not flow.is_learned(operand.node)
-        for operand in product.operands
+        for operand in matmul.operands
     )
 
 
-def _has_weight(flow: Flow, product: Product) -> bool:
+def _has_weight(flow: Flow, matmul: Matmul) -> bool:
     """Whether data are multiplied by a weight, which need not be a parameter itself."""
-    if is_attention(product.node):
+    if is_attention(matmul.node):
         return False
-    are_weights = [flow.is_weight(operand.node) for operand in product.operands]
-    return weight_of(flow, product) is not None or (any(are_weights) and not all(are_weights))
+    are_weights = [flow.is_weight(operand.node) for operand in matmul.operands]
+    return weight_of(flow, matmul) is not None or (any(are_weights) and not all(are_weights))
 
 
-def _is_bias_of(flow: Flow, bias: fx.Node, product: fx.Node) -> bool:
-    if flow.parameter_of(bias) is None or product_of(flow.root(product)) is None:
+def _is_bias_of(flow: Flow, bias: fx.Node, matmul: fx.Node) -> bool:
+    if flow.parameter_of(bias) is None or matmul_of(flow.root(matmul)) is None:
         return False
     tensor = example_tensor(bias)
     assert tensor is not None
@@ -201,7 +201,7 @@ def _plain_adds(flow: Flow, residuals: Mapping[fx.Node, Residual]) -> Iterator[f
             if parameter_path(node) is not None:
                 ours.add(node)
         elif (
-            product_of(node) is not None
+            matmul_of(node) is not None
             or node in residuals
             or (rule is not None and (rule.kind == "normalization" or rule.name in EMBEDDINGS))
         ):
@@ -237,14 +237,14 @@ def _uses(structure: Structure, parameter: fx.Node) -> Iterator[Use]:
 
 def _use(structure: Structure, reader: fx.Node, path: Path) -> UseKind:
     flow = structure.flow
-    product = product_of(reader)
-    if product is not None:
-        if multiplies_gradients(flow, product):
+    matmul = matmul_of(reader)
+    if matmul is not None:
+        if multiplies_gradients(flow, matmul):
             return "other"
-        if any(addend.path == path for addend in product.addends):
+        if any(addend.path == path for addend in matmul.addends):
             return "bias"
-        if any(operand.path == path for operand in product.operands):
-            return "sum" if _is_data(flow, product, path) else "weight"
+        if any(operand.path == path for operand in matmul.operands):
+            return "sum" if _is_data(flow, matmul, path) else "weight"
         return "other"
     rule = rule_of(reader)
     if rule is not None and rule.name in EMBEDDINGS:
@@ -262,12 +262,12 @@ def _use(structure: Structure, reader: fx.Node, path: Path) -> UseKind:
     return "other"
 
 
-def _is_data(flow: Flow, product: Product, path: Path) -> bool:
+def _is_data(flow: Flow, matmul: Matmul, path: Path) -> bool:
     """Whether a parameter stands where data would: learned queries that a weight is applied to."""
-    if is_attention(product.node):
+    if is_attention(matmul.node):
         return True
-    later = product.operands[1:]
-    return path == product.operands[0].path and any(
+    later = matmul.operands[1:]
+    return path == matmul.operands[0].path and any(
         flow.parameter_of(operand.node) is not None for operand in later
     )
 
@@ -276,20 +276,20 @@ def _readouts(flow: Flow, residuals: Mapping[fx.Node, Residual]) -> Iterator[fx.
     losses = set(_losses(flow))
     in_branch: set[fx.Node] = set().union(*(residual.nodes for residual in residuals.values()))
     to_loss: set[fx.Node] = set()
-    to_product: set[fx.Node] = set()
+    to_matmul: set[fx.Node] = set()
     for node in reversed(flow.nodes):
         readers = flow.readers(node)
         if node in losses or any(reader in to_loss for reader in readers):
             to_loss.add(node)
-        if any(r in to_product or product_of(r) is not None for r in readers):
-            to_product.add(node)
-        product = product_of(node)
+        if any(r in to_matmul or matmul_of(r) is not None for r in readers):
+            to_matmul.add(node)
+        matmul = matmul_of(node)
         if (
-            product is not None
+            matmul is not None
             and node in to_loss
-            and node not in to_product
+            and node not in to_matmul
             and node not in in_branch
-            and _has_weight(flow, product)
+            and _has_weight(flow, matmul)
         ):
             yield node
 
@@ -345,9 +345,9 @@ def _role(structure: Structure, use: Use) -> Role:
     if use.kind == "weight":
         if use.node in structure.readouts:
             return Role.READOUT
-        product = product_of(use.node)
-        assert product is not None
-        others = [operand for operand in product.operands if operand.path != use.path]
+        matmul = matmul_of(use.node)
+        assert matmul is not None
+        others = [operand for operand in matmul.operands if operand.path != use.path]
         is_input = not any(structure.flow.is_learned(operand.node) for operand in others)
         return Role.INPUT if is_input else Role.HIDDEN
     return _ROLES[use.kind]

@@ -13,7 +13,7 @@ from lightning_unitscale.arguments import check_flag
 from lightning_unitscale.capture.captured_copy import captured_forward, reject_compiled
 from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.module_steps import steps_of
-from lightning_unitscale.matmuls.module_matmuls import ModuleProducts
+from lightning_unitscale.matmuls.module_matmuls import ModuleMatmuls
 from lightning_unitscale.matmuls.session import SESSION
 from lightning_unitscale.rules.build_plan import plan_step
 from lightning_unitscale.rules.plan import OnUnknown, RuleOptions
@@ -44,12 +44,12 @@ def unit_scale(
 ) -> nn.Module:
     """A copy of ``module`` that is unit-scaled by rules: another model, with the same parts.
 
-    Weights are set to RMS 1 and biases to 0; every matrix product gets the factor that brings its
+    Weights are set to RMS 1 and biases to 0; every matmul gets the factor that brings its
     result to RMS 1 (``1 / fan_in`` where a loss reads it directly), attention's logits become
     ``(m / d) q.k``, and the branches of residual adds get weights. Whatever lies between is left as
-    it was written and only followed: the operands of the next product are brought to RMS 1.
+    it was written and only followed: the operands of the next matmul are brought to RMS 1.
     Gradients are those of the new function; they are stored in powers of two that bring them to
-    RMS 1 at every product and every parameter.
+    RMS 1 at every matmul and every parameter.
 
     The module is captured, and everything is decided, in its first call.
 
@@ -95,7 +95,7 @@ def unit_scale(
     gradients = ParameterGradients(ends_backward=True)
     new, step = captured_forward(module, _OWNER, rules, gradients)
     step.before_call = _FirstCall(rules, gradients, init_weights)
-    ModuleProducts.add(new, has_new_units=True)
+    ModuleMatmuls.add(new, has_new_units=True)
     return new
 
 

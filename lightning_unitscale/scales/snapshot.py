@@ -43,8 +43,8 @@ class ScaleSnapshot:
         log2_sigma: Units of the stored values, shape ``(len(names),)``, integers; 0 by default.
         log2_gamma: Units of the stored gradients.
         inputs: For each tensor the names of those it was computed from; none by default.
-        operands: For each tensor whether a matrix product reads it; none by default.
-        products: For each tensor whether a matrix product makes it, so that the products of the
+        operands: For each tensor whether a matmul reads it; none by default.
+        matmuls: For each tensor whether a matmul makes it, so that the matmuls of the
             backward pass read its gradient; none by default.
         lacking_units: For each tensor whether its unit, and that of its gradient, is still to be
             measured, so that a unit of 1 stands for it; none by default.
@@ -61,7 +61,7 @@ class ScaleSnapshot:
     log2_gamma: npt.NDArray[Any] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     inputs: tuple[tuple[str, ...], ...] = ()
     operands: tuple[bool, ...] = ()
-    products: tuple[bool, ...] = ()
+    matmuls: tuple[bool, ...] = ()
     lacking_units: tuple[tuple[bool, bool], ...] = ()
     log2_loss_scale: int = 0
 
@@ -76,7 +76,7 @@ class ScaleSnapshot:
             "modules": tuple(name.rpartition(".")[0] for name in self.names),
             "inputs": ((),) * number,
             "operands": (False,) * number,
-            "products": (False,) * number,
+            "matmuls": (False,) * number,
             "lacking_units": ((False, False),) * number,
             "log2_sigma": np.zeros(number, dtype=np.int64),
             "log2_gamma": np.zeros(number, dtype=np.int64),
@@ -135,9 +135,9 @@ class ScaleSnapshot:
         """Number of NaN and infinite elements of all tensors, shape ``(len(self),)``."""
         return self.column("nans", direction) + self.column("infs", direction)
 
-    def read_by_products(self, direction: Direction) -> npt.NDArray[np.bool_]:
+    def read_by_matmuls(self, direction: Direction) -> npt.NDArray[np.bool_]:
         """Return which tensors, or gradients, matmuls read; shape ``(len(self),)``."""
-        flags = self.operands if direction == "forward" else self.products
+        flags = self.operands if direction == "forward" else self.matmuls
         return np.array(flags, dtype=bool)
 
     def column(self, column: str, direction: Direction = "forward") -> FloatArray:
@@ -207,7 +207,7 @@ class ScaleSnapshot:
         """
         graph = nx.DiGraph(step=self.step)
         for index, name in enumerate(self.names):
-            flags = {"operand": bool(self.operands[index]), "matmul": bool(self.products[index])}
+            flags = {"operand": bool(self.operands[index]), "matmul": bool(self.matmuls[index])}
             graph.add_node(name, module=self.modules[index], **flags)
             for direction in DIRECTIONS:
                 statistics = self.statistics(index, direction)
@@ -225,7 +225,7 @@ class ScaleSnapshot:
         """Only the tensors of these names, in this order."""
         chosen = [_position(self, name) for name in names]
         arrays = ("forward", "backward", "log2_sigma", "log2_gamma")
-        tuples = ("names", "modules", "inputs", "operands", "products", "lacking_units")
+        tuples = ("names", "modules", "inputs", "operands", "matmuls", "lacking_units")
         kept = {field: getattr(self, field)[chosen] for field in arrays}
         kept |= {field: tuple(getattr(self, field)[k] for k in chosen) for field in tuples}
         return replace(self, **kept)

@@ -4,7 +4,7 @@
 
 However deep a model is, a summary has as many numbers: the range of log2 RMS, and for each format
 what the worst tensor loses to it, with the names of the tensors they are about. They are about what
-matrix products read, since that is what is put into a format; where no product is known, about all
+matmuls read, since that is what is put into a format; where no matmul is known, about all
 tensors but scalars and losses. A tensor is taken as it is stored: in its unit, where it has one.
 """
 
@@ -40,7 +40,7 @@ _QUANTILES: Final = {"min": 0.0, "median": 0.5, "max": 1.0}
 def snapshot_rows(snapshot: ScaleSnapshot) -> Iterator[dict[str, Any]]:
     """One row per tensor and direction that was measured."""
     for direction in DIRECTIONS:
-        operands = snapshot.read_by_products(direction).tolist()
+        operands = snapshot.read_by_matmuls(direction).tolist()
         units = snapshot.log2_units(direction).tolist()
         stored = snapshot.log2_rms(direction, stored=True).tolist()
         fractions = snapshot.fractions(direction).tolist()
@@ -142,7 +142,7 @@ def summarize(
 def exponent_histogram(
     snapshot: ScaleSnapshot, direction: Direction
 ) -> tuple[FloatArray, FloatArray] | None:
-    """Over log2 of the magnitude, how many elements there are of what products read."""
+    """Over log2 of the magnitude, how many elements there are of what matmuls read."""
     counts = snapshot.exponent_counts(direction)
     if counts is None:
         return None

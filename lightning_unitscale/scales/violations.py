@@ -190,7 +190,7 @@ def judged_by_format(
     Where no matmul is known, all tensors but scalars and losses, which are kept in full precision,
     as autocast does. A NaN or an infinity in any other tensor is a violation like any other.
     """
-    read = snapshot.read_by_products(direction)
+    read = snapshot.read_by_matmuls(direction)
     if read.any():
         return read
     scalars = snapshot.column("numel", "forward") <= num_merged

@@ -108,7 +108,7 @@ class RunScales:
         # A file may say nothing of inputs; then nothing is known to have none.
         is_known = any(self.inputs.values())
         sets = self._sets.values()
-        read = frozenset[str]().union(*(item.read_by_products(direction) for item in sets))
+        read = frozenset[str]().union(*(item.read_by_matmuls(direction) for item in sets))
         return ScaleHistory(
             names=self.names,
             modules=self.modules,
@@ -193,8 +193,8 @@ class LastStep:
         """Number of NaN and infinite elements, shape ``(tensors,)``."""
         return _last(self._histories[direction].nonfinite)
 
-    def read_by_products(self, direction: Direction) -> npt.NDArray[np.bool_]:
-        """Return which tensors matrix products read, and which gradients; shape ``(tensors,)``."""
+    def read_by_matmuls(self, direction: Direction) -> npt.NDArray[np.bool_]:
+        """Return which tensors matmuls read, and which gradients; shape ``(tensors,)``."""
         return np.array(self._histories[direction].operands, dtype=bool)
 
     def fractions(self, direction: Direction) -> npt.NDArray[Any]:

@@ -84,11 +84,11 @@ class TensorSet:
     # its gradient; empty in older files.
     inputs: tuple[tuple[str, ...], ...] = ()
     operands: tuple[bool, ...] = ()
-    products: tuple[bool, ...] = ()
+    matmuls: tuple[bool, ...] = ()
 
-    def read_by_products(self, direction: Direction) -> frozenset[str]:
-        """Names of the tensors that matrix products read, or whose gradients they read."""
-        flags = self.operands if direction == "forward" else self.products
+    def read_by_matmuls(self, direction: Direction) -> frozenset[str]:
+        """Names of the tensors that matmuls read, or whose gradients they read."""
+        flags = self.operands if direction == "forward" else self.matmuls
         return frozenset(itertools.compress(self.names, flags))
 
     @functools.cached_property
@@ -107,7 +107,7 @@ class TensorSet:
             formats=formats,
             inputs=inputs,
             operands=[int(flag) for flag in self.operands],
-            products=[int(flag) for flag in self.products],
+            matmuls=[int(flag) for flag in self.matmuls],
         )
 
     @classmethod
@@ -119,10 +119,10 @@ class TensorSet:
         formats = tuple(NumberFormat(*item) for item in fields["formats"])
         names = tuple(fields["names"])
         inputs = tuple(tuple(names[k] for k in group) for group in fields.get("inputs", ()))
-        operands, products = (
-            tuple(map(bool, fields.get(key, ()))) for key in ("operands", "products")
+        operands, matmuls = (
+            tuple(map(bool, fields.get(key, ()))) for key in ("operands", "matmuls")
         )
-        return cls(names, tuple(fields["modules"]), formats, inputs, operands, products)
+        return cls(names, tuple(fields["modules"]), formats, inputs, operands, matmuls)
 
 
 def content(**fields: Any) -> bytes:

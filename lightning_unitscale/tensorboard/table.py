@@ -22,11 +22,11 @@ Scales: TypeAlias = "ScaleSnapshot | LastStep"
 _TITLE = (
     "Scales at step {step}: log2 of the RMS of values (forward) and gradients (backward), their "
     "true values\nand the stored ones; percentage of the stored elements that a format overflows "
-    "or flushes to zero,\nforward / backward. A star marks what matrix products read."
+    "or flushes to zero,\nforward / backward. A star marks what matmuls read."
 )
 _SHORT_TITLE = (
     "Scales at step {step}: log2 of the RMS, from the smallest to the largest, of what matrix "
-    "products read;\nhow many are stored within 2x of RMS 1."
+    "matmuls read;\nhow many are stored within 2x of RMS 1."
 )
 _ESTIMATED = "A tilde marks shares of a sample\nof the elements; the other numbers are of all."
 _MORE = (
@@ -59,11 +59,11 @@ def scale_summary(snapshot: Scales) -> str:
 def distances_from_one(
     snapshot: Scales, direction: Direction, rows: npt.NDArray[np.bool_] | bool = True
 ) -> Array:
-    """By how many powers of two the tensors that products read are stored away from RMS 1."""
+    """By how many powers of two the tensors that matmuls read are stored away from RMS 1."""
     values = snapshot.log2_rms(direction, stored=True)
     distances = np.where(snapshot.nonfinite(direction) > 0, np.inf, np.abs(values))
     is_known = ~np.isnan(distances) & ~np.isneginf(values)
-    chosen: Array = distances[snapshot.read_by_products(direction) & rows & is_known]
+    chosen: Array = distances[snapshot.read_by_matmuls(direction) & rows & is_known]
     return chosen
 
 
@@ -86,7 +86,7 @@ def scale_table(snapshot: Scales, tablefmt: str = "simple", *, full: bool = True
         for name, module in zip(snapshot.names, modules, strict=True)
     ]
     columns = [[_code(name, tablefmt) for name in names] for names in (modules, short)]
-    read = {direction: snapshot.read_by_products(direction) for direction in DIRECTIONS}
+    read = {direction: snapshot.read_by_matmuls(direction) for direction in DIRECTIONS}
     headers = ["module", "tensor"]
     for direction in DIRECTIONS:
         for stored in (False, True):
@@ -120,7 +120,7 @@ def scale_table(snapshot: Scales, tablefmt: str = "simple", *, full: bool = True
 def _short_table(snapshot: Scales, tablefmt: str) -> str:
     """Return a line per block: how many are near RMS 1, and the ranges of values."""
     blocks = np.array([block_of(module) for module in snapshot.modules])
-    read = {direction: snapshot.read_by_products(direction) for direction in DIRECTIONS}
+    read = {direction: snapshot.read_by_matmuls(direction) for direction in DIRECTIONS}
     values = {
         (direction, stored): snapshot.log2_rms(direction, stored=stored)
         for direction in DIRECTIONS

@@ -1,7 +1,7 @@
 """Write scale snapshots, and the graph of a step, into a TensorBoard event file.
 
 For the dashboards that TensorBoard has anyway: a log2 RMS scalar and an exponent histogram of each
-tensor that a matrix product reads and of each gradient that arrives at one, a custom-scalars layout
+tensor that a matmul reads and of each gradient that arrives at one, a custom-scalars layout
 that groups the scalars by block, a text table, and the graph of the step with the scale of every
 tensor. The tags begin with a tilde, so that they stand behind the user's own.
 For the Scales dashboard: the tensors that ``schema.py`` describes.
@@ -191,7 +191,7 @@ class ScaleWriter:
             snapshot.layout.formats,
             snapshot.inputs,
             snapshot.operands,
-            snapshot.products,
+            snapshot.matmuls,
         )
         if observed not in self._sets:
             self._sets[observed] = observed
@@ -283,7 +283,7 @@ def _shown(
 ) -> npt.NDArray[np.bool_]:
     """Return which tensors TensorBoard's own dashboards show."""
     if tabs == "operands":
-        return snapshot.read_by_products(direction)
+        return snapshot.read_by_matmuls(direction)
     return np.full(len(snapshot), tabs == "all")
 
 

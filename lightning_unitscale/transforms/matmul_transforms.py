@@ -17,8 +17,8 @@ from lightning_unitscale.arguments import check_choice, check_depth
 from lightning_unitscale.capture.captured_copy import (
     capture,
     explain_forward,
+    matmuls_of,
     own_copy,
-    products_of,
 )
 from lightning_unitscale.capture.executors import CompileMode
 from lightning_unitscale.functional.low_precision import (
@@ -28,7 +28,7 @@ from lightning_unitscale.functional.low_precision import (
 )
 from lightning_unitscale.matmuls.fp8_layers import FP8Linears
 from lightning_unitscale.matmuls.gauge import Gauge
-from lightning_unitscale.matmuls.module_matmuls import Format, ModuleProducts
+from lightning_unitscale.matmuls.module_matmuls import Format, ModuleMatmuls
 from lightning_unitscale.matmuls.simulate import FP8_FORMATS, Grid, SimulateFormat
 from lightning_unitscale.quantize import FormatLike, Rounding
 
@@ -38,7 +38,7 @@ def lossless_unit_scale(
 ) -> nn.Module:
     """A copy of ``module`` that computes the same bits with matmuls near RMS 1.
 
-    Every operand of a matrix product, and the gradient that arrives at it, is stored in units of a
+    Every operand of a matmul, and the gradient that arrives at it, is stored in units of a
     power of two near its RMS, measured on the example inputs. Powers of two are exact, so values
     and gradients are those of ``module``. Its parameters keep their names and values; lazy ones
     get theirs in its first call, as those of ``module`` would.
@@ -55,7 +55,7 @@ def lossless_unit_scale(
         **example_kwargs: Keyword arguments of that call.
 
     Returns:
-        A new module with ``gauge()``, the units in force, and ``explain()``: which products ran in
+        A new module with ``gauge()``, the units in force, and ``explain()``: which matmuls ran in
         units in its first call, and why others did not. Gradient units are measured on the example
         when the module returns a loss (a scalar, or ``loss`` in a mapping, an attribute or the
         first of a tuple), else in its first real backward pass.
@@ -65,7 +65,7 @@ def lossless_unit_scale(
     """
     check_depth(depth)
     new = _transformed(module, has_new_units=True)
-    products_of(new).measure(example_args, example_kwargs)
+    matmuls_of(new).measure(example_args, example_kwargs)
     # Unlike a closure it is copied with its arguments, so that a copied module has its own.
     new.__dict__["gauge"] = functools.partial(_gauge_of, new)
     return new
@@ -73,7 +73,7 @@ def lossless_unit_scale(
 
 def _gauge_of(module: nn.Module) -> Gauge:
     """The units in force."""
-    return products_of(module).gauge
+    return matmuls_of(module).gauge
 
 
 def simulate_format(
@@ -88,12 +88,12 @@ def simulate_format(
     seed: int = 0,
     grid: Grid = "fixed",
 ) -> nn.Module:
-    """A copy of ``module`` whose matrix products run as if in low-precision formats.
+    """A copy of ``module`` whose matmuls run as if in low-precision formats.
 
-    Every operand of every product (linear, matmul, einsum, convolution, attention, ...) is rounded
-    to one format, and the gradient that arrives at its output to another before the product's own
+    Every operand of every matmul (linear, matmul, einsum, convolution, attention, ...) is rounded
+    to one format, and the gradient that arrives at its output to another before the matmul's own
     gradients are computed from it. Gradients pass the rounding of operands as they are. What is
-    added to a product with its gradient, and all that lies between products, keeps its precision.
+    added to a matmul with its gradient, and all that lies between matmuls, keeps its precision.
 
     Together with :func:`lossless_unit_scale`, in either order, it is the stored operands and
     gradients that are rounded.
@@ -107,7 +107,7 @@ def simulate_format(
             quantize`.
         saturate: Whether what is out of range becomes the largest number; by default it does in
             formats without infinities.
-        include: Globs of module paths or tensor names whose products are simulated; all by
+        include: Globs of module paths or tensor names whose matmuls are simulated; all by
             default.
         exclude: Globs to leave out, stronger than ``include``.
         seed: Of stochastic rounding, which leaves torch's random numbers alone.
@@ -116,7 +116,7 @@ def simulate_format(
             a weight that hardly changes average out over the steps.
 
     Returns:
-        A new module with ``explain()``: which products were rounded in its first call, and why
+        A new module with ``explain()``: which matmuls were rounded in its first call, and why
         others were not. Within a ``torch.compile`` of your own it runs as it is, uncompiled.
 
     Raises:
@@ -154,7 +154,7 @@ def fp8_linears(
 ) -> nn.Module:
     """A copy of ``module`` whose linear layers, and their gradients, run in real FP8.
 
-    Eligible are ``F.linear`` and products with a 2-D parameter (``matmul``, ``addmm``, ...) whose
+    Eligible are ``F.linear`` and matmuls with a 2-D parameter (``matmul``, ``addmm``, ...) whose
     numbers of features are multiples of 16, or large enough for padding to pay. Operands are cast
     to E4M3FN, arriving gradients to ``gradient_format``. Results have the type that they had. It
     runs on GPUs of compute capability 8.9 and above, and on CPUs, slowly, as a check. Together with
@@ -172,7 +172,7 @@ def fp8_linears(
             unless they are very uneven. ``"E5M2"`` has more range and twice the rounding error: for
             constant scales without unit scaling, or to compare with packages that take it.
         grid: ``"moving"`` multiplies what is cast by a number in (1/2, 1], another one at every
-            training step, and divides the product by it, so that the errors of a weight that hardly
+            training step, and divides the matmul by it, so that the errors of a weight that hardly
             changes average out; for constant scales.
 
     Returns:
@@ -221,6 +221,6 @@ def compile(module: nn.Module, mode: CompileMode = "default") -> nn.Module:
 def _transformed(module: nn.Module, *formats: Format, has_new_units: bool = False) -> nn.Module:
     """A deep copy of ``module`` with its own parameters, whose matmuls run in units and formats."""
     new = own_copy(module)
-    ModuleProducts.add(new, formats, has_new_units=has_new_units)
+    ModuleMatmuls.add(new, formats, has_new_units=has_new_units)
     new.__dict__["explain"] = MethodType(explain_forward, new)
     return new

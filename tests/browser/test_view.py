@@ -1,4 +1,4 @@
-"""What is in view: what products read, equal steps at equal places, an address to come back."""
+"""What is in view: what matmuls read, equal steps at equal places, an address to come back."""
 
 from dataclasses import replace
 
@@ -14,21 +14,21 @@ from tests.tensorboard.runs import NAMES, snapshot, unit_scaled, write
 pytestmark = pytest.mark.browser
 
 OPERANDS = (True, True, False, True, True, False)
-PRODUCTS = (False, True, False, True, False, True)
+MATMULS = (False, True, False, True, False, True)
 TIMES = "\N{MULTIPLICATION SIGN}"
 ROWS = "app.rows.map(({ name }) => name)"
 
 
-def read_by_products(snapshot):
-    return replace(snapshot, operands=OPERANDS, products=PRODUCTS)
+def read_by_matmuls(snapshot):
+    return replace(snapshot, operands=OPERANDS, matmuls=MATMULS)
 
 
 @pytest.fixture
 def dashboard(page, tmp_path):
     """Two runs whose operands are known: plain, and the same unit-scaled."""
     meant = [snapshot(step) for step in STEPS]
-    write(tmp_path / "plain", [read_by_products(one) for one in meant])
-    write(tmp_path / "scaled", [read_by_products(unit_scaled(one)) for one in meant])
+    write(tmp_path / "plain", [read_by_matmuls(one) for one in meant])
+    write(tmp_path / "scaled", [read_by_matmuls(unit_scaled(one)) for one in meant])
     with page.served(tmp_path) as url:
         page.open(url + FRAME)
         show(page, run="scaled")
@@ -47,7 +47,7 @@ def test_operands_alone_are_what_the_backward_view_begins_with(dashboard):
     assert dashboard.texts(".count") == ["4 of 6 tensors"]
     show(dashboard, operandsOnly=None, direction="backward")
     dashboard.settle("app.panels[0].data.direction === 'backward'")
-    assert dashboard.app(ROWS) == names_of(PRODUCTS)
+    assert dashboard.app(ROWS) == names_of(MATMULS)
     dashboard.browser("tap", selector="[name=operands]")
     dashboard.settle("app.rows.length === 6")
     # What somebody has chosen stays.
@@ -80,10 +80,10 @@ def test_operands_have_a_mark(dashboard):
         context = "document.querySelector('.heat-cells').getContext('2d')"
         color = dashboard.browser.evaluate(f"[...{context}.getImageData({x}, {y}, 1, 1).data]")
         assert (color[:3] == accent) == flag
-    assert dashboard.texts(".legend-item:has(.operand):not([hidden])") == ["read by products"]
+    assert dashboard.texts(".legend-item:has(.operand):not([hidden])") == ["read by matmuls"]
     x, y = dashboard.center(0, row=1, column=2)
     dashboard.browser("move", x=x, y=y)
-    assert dashboard.texts(".tip span")[-1] == "read by a product"
+    assert dashboard.texts(".tip span")[-1] == "read by a matmul"
 
 
 def test_a_run_that_does_not_say_shows_all(page, server):
@@ -207,10 +207,10 @@ def test_an_address_that_means_nothing(dashboard, fields):
 
 
 def test_the_address_of_a_report(page, tmp_path):
-    write(tmp_path / "run", [read_by_products(snapshot(0))])
+    write(tmp_path / "run", [read_by_matmuls(snapshot(0))])
     report = write_report([tmp_path / "run"], tmp_path / "report")
     page.open(report.page.as_uri() + "#scales.direction=backward")
-    assert page.app(ROWS) == names_of(PRODUCTS)
+    assert page.app(ROWS) == names_of(MATMULS)
     page.browser("press", key="s")
     assert (
         page.browser.evaluate("location.hash") == "#scales.direction=backward&scales.stored=false"

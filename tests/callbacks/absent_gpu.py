@@ -22,7 +22,7 @@ import lightning_unitscale
 from lightning_unitscale.capture.fake_device import SimulatedDevice, simulating
 from lightning_unitscale.capture.operators import RULES
 from lightning_unitscale.matmuls import fp8_linear as fp8
-from lightning_unitscale.matmuls.kernels import product_kernel
+from lightning_unitscale.matmuls.kernels import matmul_kernel
 from lightning_unitscale.monitor import rows, watched_call
 from lightning_unitscale.scales import transfer
 from lightning_unitscale.scales.layout import MOMENTS, RowLayout
@@ -190,7 +190,7 @@ class CapturedDevice(SimulatedDevice):
 
 
 class Kernels(FromOutside):
-    """The overridden kernels of products, which fake tensors do not come to."""
+    """The overridden kernels of matmuls, which fake tensors do not come to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ class Kernels(FromOutside):
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         rule = self._rules.get(str(func).removeprefix("aten.").removesuffix(".default"))
-        kernel = func if rule is None else product_kernel(rule, func)
+        kernel = func if rule is None else matmul_kernel(rule, func)
         return kernel(*args, **(kwargs or {}))
 
 

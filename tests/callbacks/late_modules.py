@@ -1,4 +1,4 @@
-"""Modules in which operands or gradients of products are all zero in the first steps."""
+"""Modules in which operands or gradients of matmuls are all zero in the first steps."""
 
 from __future__ import annotations
 

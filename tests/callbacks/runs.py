@@ -218,7 +218,7 @@ def assert_same_run(
     return with_them, callbacks
 
 
-def products_run(callbacks: Sequence[pl.Callback]) -> int:
+def matmuls_run(callbacks: Sequence[pl.Callback]) -> int:
     """How many tensors have units: proof that the step was rewritten and not just left alone."""
     return len(unit_scale_of(callbacks).gauge)
 

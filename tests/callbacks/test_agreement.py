@@ -262,7 +262,7 @@ class CheckpointedReentrant(Checkpointed):
 
 
 class Shared(Module):
-    """One weight that two products read, of which autocast makes one copy."""
+    """One weight that two matmuls read, of which autocast makes one copy."""
 
     reads = MappingProxyType(
         {
@@ -415,7 +415,7 @@ def _dashboard(folder: str) -> tuple[_Found, set[tuple[str, str]]]:
         for index, name in enumerate(last.names):
             if np.isfinite(true[index]):
                 found[name, direction] = Shown(true[index], stored[index])
-            if last.read_by_products(direction)[index]:
+            if last.read_by_matmuls(direction)[index]:
                 read.add((name, direction))
     return found, read
 

@@ -201,7 +201,7 @@ def test_thresholds_of_a_users_format() -> None:
     expected = {
         (name, direction)
         for direction in ("forward", "backward")
-        for name, is_read in zip(snapshot.names, snapshot.read_by_products(direction), strict=True)
+        for name, is_read in zip(snapshot.names, snapshot.read_by_matmuls(direction), strict=True)
         if is_read
         and (found := snapshot.statistics(name, direction, stored=True)) is not None
         and found.fraction("E3M2", "flushed") > 0.2
@@ -354,7 +354,7 @@ def test_a_tensor_without_a_unit_is_not_judged() -> None:
         *(np.stack([_OVERFLOWING] * 3) for _ in range(2)),
         _LAYOUT,
         operands=(True, True, False),
-        products=(False, True, True),
+        matmuls=(False, True, True),
         lacking_units=((True, True), (False, True), (False, False)),
     )
     found = format_violations(snapshot, default_thresholds(_LAYOUT.formats))

@@ -10,10 +10,10 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from benchmarks.executed_matmuls import has_torchs_own_kernels
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from benchmarks.executed_products import has_torchs_own_kernels
 from lightning_unitscale import (
     FP8,
     RematCallback,
@@ -146,10 +146,10 @@ def test_a_step_that_cannot_be_captured_at_all() -> None:
     assert "No step has been sampled" in monitor_of(callbacks).table()
 
 
-def test_products_need_no_capture() -> None:
+def test_matmuls_need_no_capture() -> None:
     _, callbacks = assert_same_run(regression_with(_opaque, opaque=_out_of_sight), both)
     coverage = unit_scale_of(callbacks).coverage
-    assert coverage.num_in_units == coverage.num_products > 0
+    assert coverage.num_in_units == coverage.num_matmuls > 0
     assert {"first.linear", "second.linear"} <= set(monitor_of(callbacks).snapshots[0].names)
 
 

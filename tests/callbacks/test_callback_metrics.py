@@ -87,7 +87,7 @@ def test_metrics(name: str) -> None:
             abs(value)
             for direction in ("forward", "backward")
             for value, read in zip(
-                snapshot.log2_rms(direction), snapshot.read_by_products(direction), strict=True
+                snapshot.log2_rms(direction), snapshot.read_by_matmuls(direction), strict=True
             )
             if read
         ]

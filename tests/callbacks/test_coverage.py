@@ -1,4 +1,4 @@
-"""What a user is told of the products that ran in units, in a format, or as they are."""
+"""What a user is told of the matmuls that ran in units, in a format, or as they are."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
+from benchmarks.executed_matmuls import has_torchs_own_kernels
 from torch import Tensor, nn
 
-from benchmarks.executed_products import has_torchs_own_kernels
 from lightning_unitscale import UnitScaleCallback
 from lightning_unitscale.matmuls.coverage import Coverage
 from tests.callbacks.modules import Evaluated, Regression
@@ -68,20 +68,20 @@ def test_one_line_after_the_first_step(caplog: pytest.LogCaptureFixture) -> None
             max_steps=4,
             entry_options={"val_dataloaders": loader(4)},
         )
-    # Two layers: three products each, but none for the gradient of the batch.
-    expected = "UnitScaleCallback: training_step: 5 of 5 products in units (100 % of their FLOPs)."
+    # Two layers: three matmuls each, but none for the gradient of the batch.
+    expected = "UnitScaleCallback: training_step: 5 of 5 matmuls in units (100 % of their FLOPs)."
     assert _lines(caplog) == [expected]
     assert counted == [1, 1, 1, 1]
     assert warned == []
 
 
-def test_plain_products_are_warned_of_once_with_their_modules() -> None:
+def test_plain_matmuls_are_warned_of_once_with_their_modules() -> None:
     callback = UnitScaleCallback()
     _, warned = _warnings(Recurrent, callback, max_steps=4)
     (warning,) = warned
-    assert re.search(r"training_step: 9 of \d+ products in units \(\d", warning)
+    assert re.search(r"training_step: 9 of \d+ matmuls in units \(\d", warning)
     assert "What runs plain is in recurrent; expected at least 90%" in warning
-    assert warning.endswith("explain() lists all products.")
+    assert warning.endswith("explain() lists all matmuls.")
     assert callback.coverage.uncovered_modules() == ("recurrent",)
     (reason,) = callback.coverage.reasons
     row = next(line for line in callback.explain().splitlines() if line.startswith("recurrent"))
@@ -106,7 +106,7 @@ def test_a_small_recurrent_layer_is_told_without_a_warning(
         _, warned = _warnings(Mostly, UnitScaleCallback(), max_steps=2)
     assert warned == []
     (line,) = _lines(caplog)
-    assert re.search(r" products in units \(9\d\.?\d* % of their FLOPs\); .* % plain: ", line)
+    assert re.search(r" matmuls in units \(9\d\.?\d* % of their FLOPs\); .* % plain: ", line)
 
 
 def test_the_same_bits_with_a_recurrent_layer() -> None:
@@ -116,7 +116,7 @@ def test_the_same_bits_with_a_recurrent_layer() -> None:
 
 
 class _InIntegers(torch.autograd.Function):
-    """Multiplies in INT8; its gradients are those of the product without rounding."""
+    """Multiplies in INT8; its gradients are those of the matmul without rounding."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -140,11 +140,11 @@ class Quantized(Regression):
         return self.second(_InIntegers.apply(self.first(x), self.middle))
 
 
-def test_products_of_integers_are_told() -> None:
-    with pytest.warns(UserWarning, match="plain: a product of integers"):
+def test_matmuls_of_integers_are_told() -> None:
+    with pytest.warns(UserWarning, match="plain: a matmul of integers"):
         _, callbacks = assert_same_run(Quantized, lambda: [UnitScaleCallback()])
     (plain,) = [one for one in unit_scale_of(callbacks).coverage.counts if one.kind == "plain"]
-    assert (plain.reason, plain.num_products) == ("a product of integers", 1)
+    assert (plain.reason, plain.num_matmuls) == ("a matmul of integers", 1)
 
 
 class Fourier(Regression):
@@ -159,13 +159,13 @@ class Fourier(Regression):
 
 
 @pytest.mark.parametrize("options", [{}, {"simulate": "fp8"}])
-def test_complex_products_are_told(options: dict[str, Any]) -> None:
+def test_complex_matmuls_are_told(options: dict[str, Any]) -> None:
     callback = UnitScaleCallback(**options)
     _, (warning,) = _warnings(Fourier, callback, max_steps=4)
     # The batch needs no gradient.
     (plain,) = [one for one in callback.coverage.counts if one.kind == "plain"]
-    assert (plain.module, plain.reason, plain.num_products) == ("mix", "complex numbers", 2)
-    # Four real products in each.
+    assert (plain.module, plain.reason, plain.num_matmuls) == ("mix", "complex numbers", 2)
+    # Four real matmuls in each.
     assert plain.flops == 2 * 4 * (2 * 4 * 6 * 6)
     assert "plain: complex numbers. What runs plain is in mix" in warning
 
@@ -182,7 +182,7 @@ class Widened(Regression):
         return super().forward(x + added)
 
 
-def test_products_with_a_type_of_their_own_are_told() -> None:
+def test_matmuls_with_a_type_of_their_own_are_told() -> None:
     def widened(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.bmm(a[None].to(dtype), b[None].to(dtype))[0]
 
@@ -190,13 +190,13 @@ def test_products_with_a_type_of_their_own_are_told() -> None:
     library = torch.library.Library("aten", "IMPL")
     library.impl("mm.dtype", widened, "CPU")
     try:
-        with pytest.warns(UserWarning, match="plain: a product whose result has a type of its own"):
+        with pytest.warns(UserWarning, match="plain: a matmul whose result has a type of its own"):
             assert_same_run(Widened, lambda: [UnitScaleCallback()])
     finally:
         library._destroy()
 
 
-def test_no_matrix_product_at_all() -> None:
+def test_no_matrix_matmul_at_all() -> None:
     class Elementwise(Regression):
         def forward(self, x: Tensor) -> Tensor:
             return x[:, :2] * self.second.bias
@@ -205,7 +205,7 @@ def test_no_matrix_product_at_all() -> None:
     _, warned = _warnings(Elementwise, callback, max_steps=2)
     assert warned == []
     assert callback.coverage == Coverage() and not callback.gauge
-    assert "training_step: no matrix product ran" in callback.explain()
+    assert "training_step: no matmul ran" in callback.explain()
 
 
 def test_every_step_has_its_line_in_explain() -> None:
@@ -213,17 +213,17 @@ def test_every_step_has_its_line_in_explain() -> None:
     assert callback.coverage == Coverage()
     run(Evaluated, [callback], max_steps=4, entry_options={"val_dataloaders": loader(4)})
     lines = callback.explain().splitlines()
-    share = "products in units (100 % of their FLOPs), {} of them rounded to a format (100 %)"
+    share = "matmuls in units (100 % of their FLOPs), {} of them rounded to a format (100 %)"
     assert f"training_step: 5 of 5 {share.format(5)}" in lines
     assert f"validation_step: 2 of 2 {share.format(2)}" in lines
     # The property is that of training, whichever ran last.
-    assert callback.coverage.num_products == callback.coverage.num_in_units == 5
+    assert callback.coverage.num_matmuls == callback.coverage.num_in_units == 5
     for entry, step in (("validate", "validation"), ("test", "test"), ("predict", "predict")):
         alone = UnitScaleCallback()
         run(Evaluated, [alone], entry=entry)
         first = alone.explain().splitlines()[0]
-        assert first == f"{step}_step: 2 of 2 products in units (100 % of their FLOPs)"
-        assert alone.coverage.num_products == 2
+        assert first == f"{step}_step: 2 of 2 matmuls in units (100 % of their FLOPs)"
+        assert alone.coverage.num_matmuls == 2
 
 
 class Encoder(pl.LightningModule):
@@ -257,8 +257,8 @@ def _coverage_of_prediction(callback: UnitScaleCallback) -> tuple[Tensor, Covera
 def test_rounding_opens_fused_layers_in_evaluation() -> None:
     plain = _predicted()
     rounded, coverage = _coverage_of_prediction(UnitScaleCallback(simulate="fp8"))
-    # Of each layer: into and out of attention, its two products or the fused one, and two more.
-    assert coverage.num_products >= 2 * 5 + 2
+    # Of each layer: into and out of attention, its two matmuls or the fused one, and two more.
+    assert coverage.num_matmuls >= 2 * 5 + 2
     assert coverage.fraction_of_flops("format") == 1.0
     # One part in sixteen for each operand, averaged over the sums.
     error = (rounded - plain).norm() / plain.norm()
@@ -283,7 +283,7 @@ def test_an_evaluation_that_rounds_nothing_keeps_its_fused_layers() -> None:
 
 
 class Orthogonal(torch.optim.SGD):
-    """Moves every matrix along its gradient made nearly orthogonal, by matrix products."""
+    """Moves every matrix along its gradient made nearly orthogonal, by matmuls."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -336,19 +336,19 @@ class Checked(pl.Callback):
 
 
 @pytest.mark.parametrize("options", [{}, {"simulate": "fp8"}, {"simulate": "E2M1FN"}])
-def test_products_of_an_optimizer_are_its_own(options: dict[str, Any]) -> None:
+def test_matmuls_of_an_optimizer_are_its_own(options: dict[str, Any]) -> None:
     callback, checked = UnitScaleCallback(**options), Checked()
     run(lambda: Regression(_orthogonal), [callback], others=lambda: [checked], max_steps=4)
     assert checked.num_compared == 4
     # They are not counted either, and have no units.
-    assert callback.coverage.num_products == 5
+    assert callback.coverage.num_matmuls == 5
     assert {one.module for one in callback.coverage.counts} == {"first", "second"}
     assert len(callback.gauge) == 6
     assert has_torchs_own_kernels()
 
 
 class Multiplying(threading.Thread):
-    """Prepares data by a matrix product as long as somebody trains."""
+    """Prepares data by a matmul as long as somebody trains."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -356,7 +356,7 @@ class Multiplying(threading.Thread):
         self.matrices = torch.randn(2, 32, 32, generator=generator).unbind()
         self.expected = self.matrices[0] @ self.matrices[1]
         self.within_step, self.asked, self.done = (threading.Event() for _ in range(3))
-        self.num_equal = self.num_products = 0
+        self.num_equal = self.num_matmuls = 0
 
     def run(self) -> None:
         while True:
@@ -364,13 +364,13 @@ class Multiplying(threading.Thread):
             self.asked.clear()
             if not self.within_step.is_set():
                 return
-            self.num_products += 1
+            self.num_matmuls += 1
             self.num_equal += torch.equal(self.matrices[0] @ self.matrices[1], self.expected)
             self.done.set()
 
 
 @pytest.mark.parametrize("options", [{"simulate": "fp8"}, {"simulate": "E2M1FN"}])
-def test_products_of_a_thread_that_loads_data_are_its_own(options: dict[str, Any]) -> None:
+def test_matmuls_of_a_thread_that_loads_data_are_its_own(options: dict[str, Any]) -> None:
     thread = Multiplying()
     thread.within_step.set()
     thread.start()
@@ -391,5 +391,5 @@ def test_products_of_a_thread_that_loads_data_are_its_own(options: dict[str, Any
         thread.within_step.clear()
         thread.asked.set()
         thread.join(60)
-    assert (thread.num_products, thread.num_equal) == (4, 4)
-    assert callback.coverage.num_products == 5 and len(callback.gauge) == 6
+    assert (thread.num_matmuls, thread.num_equal) == (4, 4)
+    assert callback.coverage.num_matmuls == 5 and len(callback.gauge) == 6

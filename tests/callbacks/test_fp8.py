@@ -75,7 +75,7 @@ def test_training_in_fp8_is_nearly_that_without(precision: Any) -> None:
     callback = UnitScaleCallback(precision="fp8")
     found = _losses([callback], **plugins)
     text = callback.explain()
-    assert "2 of 3 products in FP8 with constant scales" in text
+    assert "2 of 3 matmuls in FP8 with constant scales" in text
     assert "its name is excluded" in text
     assert not torch.equal(found, plain)
     torch.testing.assert_close(found, plain, rtol=0.15, atol=0.0)
@@ -89,7 +89,7 @@ def test_types_with_bf16_mixed(name: Any, gradient: torch.dtype) -> None:
     """The layers read what autocast would have cast, and give what it would have given."""
     seen: set[tuple[torch.dtype, torch.dtype, torch.dtype]] = set()
     file = import_module("lightning_unitscale.functional.low_precision")
-    plain = file.scaled_product
+    plain = file.scaled_matmul
 
     def recorded(rows: Tensor, columns: Tensor, scale: Tensor, dtype: Any, **options: Any) -> Any:
         seen.add((rows.dtype, columns.dtype, dtype))
@@ -97,7 +97,7 @@ def test_types_with_bf16_mixed(name: Any, gradient: torch.dtype) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         for place in (file, import_module("lightning_unitscale.matmuls.fp8_linear")):
-            patch.setattr(place, "scaled_product", recorded)
+            patch.setattr(place, "scaled_matmul", recorded)
         callback = UnitScaleCallback(precision=FP8(gradient_format=name))
         _losses([callback], precision="bf16-mixed")
     operand = torch.float8_e4m3fn
@@ -133,14 +133,14 @@ def test_layers_that_fp8_does_not_fit_are_kept(tmp_path: Any) -> None:
     callback = UnitScaleCallback(precision="fp8")
     _losses([callback, Save()], make)
     text = callback.explain()
-    assert "of its input would be zero in E4M3FN" in text and "1 of 3 products in FP8" in text
+    assert "of its input would be zero in E4M3FN" in text and "1 of 3 matmuls in FP8" in text
     # A resumed run does not measure again, and knows it all the same.
     resumed = UnitScaleCallback(precision="fp8")
     _losses([resumed], make, entry_options={"ckpt_path": tmp_path / "third.ckpt"})
     assert "of its input would be zero in E4M3FN" in resumed.explain()
     # Another module is measured for itself.
     _losses([resumed])
-    assert "2 of 3 products in FP8" in resumed.explain()
+    assert "2 of 3 matmuls in FP8" in resumed.explain()
 
 
 def test_gradients_that_are_too_uneven_are_in_e5m2(tmp_path: Any) -> None:
@@ -168,7 +168,7 @@ def test_gradients_that_are_too_uneven_are_in_e5m2(tmp_path: Any) -> None:
     _losses([callback, Save()], Uneven)
     text = callback.explain()
     assert text.count("constant scales, gradients in E5M2: ") == 2 and reason in text
-    assert "2 of 3 products in FP8" in text and "Gradients in E5M2 from" not in text
+    assert "2 of 3 matmuls in FP8" in text and "Gradients in E5M2 from" not in text
     resumed = UnitScaleCallback(precision=FP8(exclude=None))
     _losses([resumed], Uneven, entry_options={"ckpt_path": tmp_path / "third.ckpt"})
     assert resumed.explain().count("constant scales, gradients in E5M2: ") == 2
@@ -229,7 +229,7 @@ def test_a_layer_that_stops_fitting_leaves_fp8(
     text = callback.explain()
     # At step 8 its units are too small by far; in those that it then gets, the rest is nothing.
     assert "Out of FP8 from step 16 on: fc2.linear, since" in text
-    assert "of its input would be zero in E4M3FN" in text and "1 of 3 products in FP8" in text
+    assert "of its input would be zero in E4M3FN" in text and "1 of 3 matmuls in FP8" in text
     assert torch.isfinite(losses).all()
 
 
@@ -253,7 +253,7 @@ def test_what_is_excluded() -> None:
     _losses([by_rules])
     # fc2 is a feed-forward's last layer and head the readout.
     assert by_rules.explain().count(" kept    its name is excluded by default\n") == 2
-    assert "1 of 3 products in FP8" in by_rules.explain()
+    assert "1 of 3 matmuls in FP8" in by_rules.explain()
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from tests.helpers import assert_same_bits
 from tests.helpers import run as run_step
 from tests.loops.loops import Net, batches
 
-DEPTH_ALL = r"depth='all': only matmuls are scaled; expected 'products'; .*precision='16-mixed'"
+DEPTH_ALL = r"depth='all': only matmuls are scaled; expected 'matmuls'; .*precision='16-mixed'"
 FP16_PARAMETERS = r"parameters are FP16 .*Use Trainer\(precision='16-mixed'\)"
 ZERO_EPS = r"^AdamW\(eps=1e-08\): eps is 0 in torch.float16"
 
@@ -38,7 +38,7 @@ def adamw(eps: float) -> Callable[[nn.Module], Any]:
 
 
 def ordinary(generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """A sample whose products and gradients are normal numbers of FP16."""
+    """A sample whose matmuls and gradients are normal numbers of FP16."""
     x = torch.randn(6, generator=generator).sign() + 0.5
     return x, x[:2] * 3
 
@@ -73,7 +73,7 @@ def test_the_bits_of_the_plain_run(optimizer: Any, precision: str) -> None:
     callback = UnitScaleCallback()
     found, _ = trained(optimizer, precision, callback)
     assert_same_bits(found.compared(), plain.compared())
-    assert callback.coverage.num_in_units == callback.coverage.num_products == 5
+    assert callback.coverage.num_in_units == callback.coverage.num_matmuls == 5
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ def test_a_bias_that_fp16_would_not_hold_in_units() -> None:
         layer.bias.fill_(0.25)
     inputs = (torch.randn(8, 256) * 2.0**-8).half()
     scaled = lossless_unit_scale(layer, inputs)
-    with pytest.warns(UserWarning, match="0 of 1 products in units"):
+    with pytest.warns(UserWarning, match="0 of 1 matmuls in units"):
         assert torch.equal(scaled(inputs), layer(inputs))
     assert "above 2**13 in units" in scaled.explain()  # type: ignore[operator]
 
@@ -319,4 +319,4 @@ def test_sums_that_fit_as_they_are_fit_in_units(how: str) -> None:
         found, expected = run_step(scaled, x), run_step(module, x)
     assert expected["output"].isfinite().all()
     assert_same_bits(found, expected)
-    assert "2 of 2 products in units" in scaled.explain()  # type: ignore[operator]
+    assert "2 of 2 matmuls in units" in scaled.explain()  # type: ignore[operator]

@@ -174,7 +174,7 @@ def test_a_tensor_that_stays_zero_costs_a_row(monkeypatch: pytest.MonkeyPatch) -
         counts.clear()
         callback = UnitScaleCallback(recalibrate=None, **options)
         train(Dead(), [callback], after_step=note)
-        # Two backward products read the gradient.
+        # Two backward matmuls read the gradient.
         assert counts[0] > 1 and counts[1:] == [1] * (NUM_STEPS - 1)
         text = "1 operand has no unit yet (zero or not finite so far): the gradient at aux.linear"
         assert text in callback.coverage.line()

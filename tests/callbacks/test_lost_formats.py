@@ -181,7 +181,7 @@ def test_coverage_that_falls_is_warned_of_once(caplog: pytest.LogCaptureFixture)
         (warning,) = fit(LateNarrow(), batches(4, 4, 4, 4, 3, 4), callback)[1]
     pattern = r"coverage by FP8 went from 100 % to 76.9 % of the FLOPs at step 3: 3 of 8 matmuls"
     assert re.search(pattern, warning) and _NARROW in warning
-    lines = [one.message for one in caplog.records if " products in units " in one.message]
+    lines = [one.message for one in caplog.records if " matmuls in units " in one.message]
     assert len(lines) == 2 and "outside FP8: its 24 output features" in lines[1]
     assert callback.coverage.num_in_format == 5
     assert "outside FP8: its 24 output features" in callback.explain()
@@ -213,7 +213,7 @@ def test_a_layer_that_loses_its_shape_for_a_step() -> None:
             "net (its 20 input features are no multiple of 16, and padding would not pay)",
         ),
         (lambda: Small(nn.Conv1d(1, 4, 3)), "net (it is no linear layer)"),
-        (lambda: Small(nn.Identity()), "no matrix product ran"),
+        (lambda: Small(nn.Identity()), "no matmul ran"),
     ],
 )
 def test_fp8_that_rounds_nothing(
@@ -302,7 +302,7 @@ def test_matmuls_between_captured_graphs(options: dict[str, Any], captured: dict
     plain, _ = fit(Between(), batches(4, 4, 4))
     steps, lost = fit(Between(), batches(4, 4, 4), callback)
     assert all(_are_rounded(steps, plain)) and not lost
-    counts = {one.module: (one.kind, one.num_products) for one in callback.coverage.counts}
+    counts = {one.module: (one.kind, one.num_matmuls) for one in callback.coverage.counts}
     assert counts == {"up": ("format", 2), "middle": ("format", 3), "down": ("format", 3)}
 
 
@@ -311,7 +311,7 @@ def test_matmuls_between_graphs_of_rules(options: dict[str, Any]) -> None:
     callback = UnitScaleCallback("u-mup", **options)
     _, lost = fit(Between(), batches(4, 4, 4), callback)
     assert not lost
-    counts = {one.module: (one.kind, one.num_products) for one in callback.coverage.counts}
+    counts = {one.module: (one.kind, one.num_matmuls) for one in callback.coverage.counts}
     assert counts == {"up": ("format", 2), "middle": ("format", 3), "down": ("format", 3)}
 
 

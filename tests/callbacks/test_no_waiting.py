@@ -89,7 +89,7 @@ def test_a_step(options: dict[str, Any], at_first: set[str], at_looks: set[str])
     waits = [at_first, *(set() if step % LOOK_EVERY else at_looks for step in range(1, NUM_STEPS))]
     assert list(map(set, gpu.waits)) == waits
     # Alerts are judged when the next step has been computed, and so are the units of a look, but
-    # where they decide how a product is rounded.
+    # where they decide how a matmul is rounded.
     snapshots = {snapshot.step: snapshot for snapshot in monitor.snapshots}
     # This loop does not tell which step is the last one.
     assert list(snapshots) == [0, 1, *range(2, NUM_STEPS, SAMPLED_EVERY)] and monitor.alerts
@@ -145,7 +145,7 @@ def test_casts_to_fp8() -> None:
     with a_gpu() as gpu:
         train(gpu, UnitScaleCallback(recalibrate=LOOK_EVERY, precision="fp8"))
     for step, launches in enumerate(gpu.launches):
-        # Four layers of three products; where products are measured, each makes its own casts.
+        # Four layers of three matmuls; where matmuls are measured, each makes its own casts.
         num_casts = 4 * 3 if step % LOOK_EVERY else 4 * 3 * 2
         assert launches.pop("cast_tiles") == num_casts
         assert bool(launches) == (step % LOOK_EVERY == 0)

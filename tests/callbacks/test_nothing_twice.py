@@ -17,7 +17,7 @@ from tests.callbacks.runs import (
     assert_same_run,
     both,
     loader,
-    products_run,
+    matmuls_run,
     unit_scale_of,
 )
 
@@ -98,7 +98,7 @@ def test_a_step_that_counts(kind: str) -> None:
     _, callbacks = assert_same_run(
         lambda: Counting(HOLDERS[kind]), both, data=Data, others=lambda: [Watching()]
     )
-    assert products_run(callbacks) > 0
+    assert matmuls_run(callbacks) > 0
 
 
 def test_an_evaluation_that_counts() -> None:
@@ -171,7 +171,7 @@ def test_a_step_on_which_dynamo_fails() -> None:
     with pytest.warns(UserWarning, match=r"fails on `self.first.weight.requires_grad_\(batch"):
         _, callbacks = assert_same_run(Freezing, lambda: [UnitScaleCallback(remat="min_cut")])
     # What the step calls is captured all the same.
-    assert products_run(callbacks) > 0
+    assert matmuls_run(callbacks) > 0
     explained = unit_scale_of(callbacks).explain()
     assert "graph break" in explained and "test_nothing_twice.py" in explained
 
@@ -182,7 +182,7 @@ def test_a_weight_that_freezes_and_thaws_within_the_step() -> None:
     # Its gradient is needed in every other step, the first among them.
     assert {"first.linear", "first.linear:weight", "second.linear"} <= set(gauge)
     coverage = unit_scale_of(callbacks).coverage
-    assert coverage.num_in_units == coverage.num_products > 0
+    assert coverage.num_in_units == coverage.num_matmuls > 0
 
 
 class Uneven(Regression):
@@ -200,4 +200,4 @@ class Uneven(Regression):
 def test_an_error_in_a_step_is_the_one_of_the_plain_step() -> None:
     found, callbacks = assert_same_run(Uneven, both)
     assert found.module.message == "mat1 and mat2 shapes cannot be multiplied (4x5 and 6x8)"
-    assert products_run(callbacks) > 0
+    assert matmuls_run(callbacks) > 0

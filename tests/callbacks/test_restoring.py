@@ -41,9 +41,9 @@ def test_a_run_leaves_the_module_as_it_was(stage: str) -> None:
     step = {"fit": "training"}.get(stage, stage.replace("validate", "validation")) + "_step"
     text = unit_scale_of(callbacks).explain()
     assert re.search(
-        rf"^{step}: (\d+) of \1 products in units \(100 % of their FLOPs\)$", text, re.M
+        rf"^{step}: (\d+) of \1 matmuls in units \(100 % of their FLOPs\)$", text, re.M
     )
-    assert unit_scale_of(callbacks).coverage.num_products == (6 - 1 if stage == "fit" else 2)
+    assert unit_scale_of(callbacks).coverage.num_matmuls == (6 - 1 if stage == "fit" else 2)
     assert unit_scale_of(callbacks).gauge
     module.forward(torch.randn(3, 6)).sum().backward()
 

@@ -53,8 +53,8 @@ class ByOneNorm(ByHand):
         return total**2
 
 
-class ByProducts(ByHand):
-    """Squares a gradient by a matrix product, which is none of the model's."""
+class ByMatmuls(ByHand):
+    """Squares a gradient by a matmul, which is none of the model's."""
 
     def clipped(self) -> Tensor:
         gradient = self.first.weight.grad
@@ -78,7 +78,7 @@ class WithoutOne(ByHand):
         return super().forward(x) + _NoGradient.apply(self.unused(x.new_ones(3))).mean()
 
 
-KINDS = [ByHand, ByOneNorm, ByProducts]
+KINDS = [ByHand, ByOneNorm, ByMatmuls]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -98,9 +98,9 @@ def test_a_step_may_read_its_gradients(kind: Any) -> None:
 
 # Until torch 2.11 Dynamo warns of what it was told to leave alone.
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
-def test_a_product_of_gradients_is_left_alone() -> None:
+def test_a_matmul_of_gradients_is_left_alone() -> None:
     pl.seed_everything(1, verbose=False)
-    module = ByProducts()
+    module = ByMatmuls()
     seen: list[float] = []
     clipped = module.clipped
 

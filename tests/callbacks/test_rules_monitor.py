@@ -82,7 +82,7 @@ def test_its_numbers_are_those_of_the_scaled_model(accumulated: int) -> None:
         assert backward[place] == pytest.approx(rms(grads), rel=1e-3), name
 
 
-def test_what_products_read_is_shown_as_it_is_stored() -> None:
+def test_what_matmuls_read_is_shown_as_it_is_stored() -> None:
     pl.seed_everything(3, verbose=False)
     module, callbacks = Classifier(), [unit_scale("u-mup"), ScaleMonitor(every_n_steps=1)]
     fit(module, *callbacks, logger=MemoryLogger(), max_steps=2)
@@ -92,11 +92,11 @@ def test_what_products_read_is_shown_as_it_is_stored() -> None:
     forward = 2.0 ** snapshot.log2_rms("forward", stored=True)
     backward = 2.0 ** snapshot.log2_rms("backward", stored=True)
     true = 2.0 ** snapshot.log2_rms("backward")
-    products = [name for name in place if name.endswith(".linear")]
-    assert len(products) == 6
-    for name in products:
+    matmuls = [name for name in place if name.endswith(".linear")]
+    assert len(matmuls) == 6
+    for name in matmuls:
         # A rule's factor need not be a power of two, and the optimizer has stepped since.
         assert 0.3 <= backward[place[name]] <= 3, name
         assert 0.49 <= forward[place[f"{name.removesuffix('.linear')}.weight"]] <= 2.01, name
     # As it is, none of them is.
-    assert all(true[place[name]] < 0.1 for name in products)
+    assert all(true[place[name]] < 0.1 for name in matmuls)

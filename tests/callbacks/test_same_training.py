@@ -69,7 +69,7 @@ def test_precisions(plain: Callable[..., Run], precision: str, how: str) -> None
 
 
 def _ordinary(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """A sample all of whose products and gradients are normal numbers of FP16."""
+    """A sample all of whose matmuls and gradients are normal numbers of FP16."""
     x = torch.randn(6, generator=generator).sign() + 0.5
     return x, x[:2] * 3
 
@@ -89,7 +89,7 @@ def test_fp16_within_its_normal_range(plain: Callable[..., Run], how: str) -> No
 
 @pytest.mark.parametrize("how", ARRANGEMENTS)
 def test_fp16_whose_scaler_skips_steps(how: str) -> None:
-    # Beyond the range of FP16 the plain products round where ours do not, so no bits are compared.
+    # Beyond the range of FP16 the plain matmuls round where ours do not, so no bits are compared.
     callbacks = ARRANGEMENTS[how]()
     found = run(Regression, callbacks, max_steps=40, **_half(2.0**40))
     assert found.trainer.precision_plugin.state_dict()["scale"] < 2.0**32

@@ -67,7 +67,7 @@ def test_second_derivatives(kind: type[Regression], captured: bool) -> None:
     callbacks = [UnitScaleCallback(recalibrate=2), both()[1], *[Capturing()] * captured]
     ours = run(kind, callbacks, max_steps=5, max_epochs=-1, data=lambda: loader(16, 4))
     assert "first.linear" in unit_scale_of(callbacks).gauge
-    # Each product by itself, so that no sum is taken in another order.
+    # Each matmul by itself, so that no sum is taken in another order.
     assert_same_bits(ours.compared(), plain.compared())
 
 

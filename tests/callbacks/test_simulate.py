@@ -1,4 +1,4 @@
-"""``UnitScaleCallback(simulate=...)``: products in the format, calibration and state around it."""
+"""``UnitScaleCallback(simulate=...)``: matmuls in the format, calibration and state around it."""
 
 from importlib import import_module
 from typing import Any
@@ -62,12 +62,12 @@ def test_training_and_evaluation(
     assert callback.coverage.fraction_of_flops("format") == 1.0
 
 
-def test_units_are_measured_before_a_product_rounds_its_operands() -> None:
+def test_units_are_measured_before_a_matmul_rounds_its_operands() -> None:
     plain, simulated = UnitScaleCallback(), UnitScaleCallback(simulate="E2M1FN")
     for callback in (plain, simulated):
         run(_module, [callback], max_steps=1)
     assert plain.gauge and set(simulated.gauge) == set(plain.gauge)
-    # What the first product reads was not rounded by anybody; later ones read what others made.
+    # What the first matmul reads was not rounded by anybody; later ones read what others made.
     for name in ("first.linear:input", "first.linear:weight", "second.linear:weight"):
         assert simulated.gauge[name] == plain.gauge[name]
     for name, pair in plain.gauge.items():

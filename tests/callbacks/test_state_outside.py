@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_unitscale import UnitScaleCallback
 from tests.callbacks.modules import Regression
-from tests.callbacks.runs import QUIET, assert_same_run, both, loader, products_run, run
+from tests.callbacks.runs import QUIET, assert_same_run, both, loader, matmuls_run, run
 
 STEPS_DONE = [0]
 NUMBER = 0
@@ -120,7 +120,7 @@ KINDS: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Tensor], Any]]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_step_keeps_outside(kind: str) -> None:
     _, callbacks = assert_same_run(lambda: Keeping(*KINDS[kind]), both)
-    assert products_run(callbacks) > 0
+    assert matmuls_run(callbacks) > 0
 
 
 def test_an_evaluation_reads_an_iterator_once() -> None:
@@ -130,13 +130,13 @@ def test_an_evaluation_reads_an_iterator_once() -> None:
 
     assert_same_run(lambda: Reading(*KINDS["generator"]), both, entry="validate")
     _, callbacks = assert_same_run(lambda: Reading(*KINDS["namespace"]), both, entry="validate")
-    assert products_run(callbacks) > 0
+    assert matmuls_run(callbacks) > 0
 
 
 @pytest.mark.parametrize("options", [{"simulate": "fp8"}, {"precision": "fp8"}])
-@pytest.mark.filterwarnings("ignore:UnitScaleCallback. training_step. .* products in units")
+@pytest.mark.filterwarnings("ignore:UnitScaleCallback. training_step. .* matmuls in units")
 @pytest.mark.filterwarnings("ignore:.* no matmul runs in FP8:UserWarning")
-def test_rounded_products_read_an_iterator_once_too(options: dict[str, Any]) -> None:
+def test_rounded_matmuls_read_an_iterator_once_too(options: dict[str, Any]) -> None:
     """They need units at once, and take them from the operands that they are about to round."""
     found = run(lambda: Keeping(*KINDS["generator"]), [UnitScaleCallback(**options)], max_steps=6)
     assert len(list(found.module.kept)) == len(_others()) - 6
@@ -167,9 +167,9 @@ class Validated(Starting):
 
 def test_a_step_that_reads_what_a_hook_has_set() -> None:
     _, callbacks = assert_same_run(Starting, both)
-    assert products_run(callbacks) > 0
+    assert matmuls_run(callbacks) > 0
     _, callbacks = assert_same_run(Validated, both, entry="validate")
-    assert products_run(callbacks) > 0
+    assert matmuls_run(callbacks) > 0
 
 
 def test_rules_rehearse_with_the_hook() -> None:

@@ -27,9 +27,9 @@ from tests.callbacks.runs import (
     assert_same_run,
     both,
     loader,
+    matmuls_run,
     monitor_of,
     pair,
-    products_run,
     run,
     unit_scale_of,
 )
@@ -358,7 +358,7 @@ def test_what_changes_at_every_step_is_not_captured(step: Any) -> None:
     kind = type("Changed", (Changing,), {"training_step": step})
     found, made = assert_same_run(kind, both, data=lambda: loader(36), max_steps=9)
     assert steps_of(found.module) is None
-    assert products_run(made) == 6
+    assert matmuls_run(made) == 6
     if step is _append:
         assert found.module.outputs[1::2] == list(range(9))
 

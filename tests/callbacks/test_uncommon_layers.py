@@ -209,14 +209,14 @@ class Clipping(Regression):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x)
         active = self.act(hidden)
-        product = self.second(active)
+        matmul = self.second(active)
         if self.where == "hooks":
-            for one in (hidden, active, product):
+            for one in (hidden, active, matmul):
                 if one.requires_grad:
                     one.register_hook(_clip)
         if self.where == "function":
-            product = _Clipped.apply(product * _Clipped.apply(active).mean())
-        return product + 0.1 * active[:, :2]
+            matmul = _Clipped.apply(matmul * _Clipped.apply(active).mean())
+        return matmul + 0.1 * active[:, :2]
 
 
 @pytest.mark.parametrize("how", EXACT)

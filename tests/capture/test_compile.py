@@ -8,7 +8,7 @@ from torch import fx, nn
 from torch._inductor import config
 
 from lightning_unitscale.capture import executors
-from lightning_unitscale.capture.captured_copy import captured_forward, products_of
+from lightning_unitscale.capture.captured_copy import captured_forward, matmuls_of
 from lightning_unitscale.matmuls.gauge import Gauge, GaugePair
 from lightning_unitscale.transforms import compile, lossless_unit_scale, track_scales
 from tests.monitor.tracked import metrics
@@ -116,7 +116,7 @@ def test_a_mode_reaches_inductor(
         for exponent in (1, 3, -5):
             pair = GaugePair(exponent, -exponent)
             gauge = Gauge({"one.linear:input": pair, "two.linear": pair})
-            products_of(module).session.units.set_gauge(gauge)
+            matmuls_of(module).session.units.set_gauge(gauge)
             torch.testing.assert_close(gradients(module, x), gradients(net, x))
     assert compiled == [(has_cuda_graphs, is_tuned)] * 2  # a forward and a backward graph
 

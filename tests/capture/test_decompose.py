@@ -1,4 +1,4 @@
-"""Opened-up attention is torch's own, bit for bit, with its products in sight."""
+"""Opened-up attention is torch's own, bit for bit, with its matmuls in sight."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from lightning_unitscale.capture.copy_graphs import copy_graph_module
 from lightning_unitscale.capture.decompose import (
     SizeNodes,
     UnknownSize,
-    attention_product,
+    attention_matmul,
     expand_composites,
 )
-from lightning_unitscale.capture.graph_matmuls import product_of
+from lightning_unitscale.capture.graph_matmuls import matmul_of
 from lightning_unitscale.capture.graph_nodes import Names, tensor_name
 from tests.helpers import assert_same_bits, captured, run
 
@@ -38,9 +38,9 @@ def _targets(graph_module: fx.GraphModule) -> list[Any]:
     return [node.target for node in graph_module.graph.nodes]
 
 
-def _num_products(graph_module: fx.GraphModule) -> int:
+def _num_matmuls(graph_module: fx.GraphModule) -> int:
     targets = _targets(graph_module)
-    return sum(targets.count(one) for one in (attention_product, torch.bmm, torch.baddbmm))
+    return sum(targets.count(one) for one in (attention_matmul, torch.bmm, torch.baddbmm))
 
 
 def _assert_same_as(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
@@ -117,7 +117,7 @@ def test_multi_head_attention(options: dict[str, Any], need_weights: bool) -> No
     graph_module = _assert_same_as(function, query, key, value)
     assert F.multi_head_attention_forward not in _targets(graph_module)
     fused = not need_weights and "dropout" not in options
-    assert _num_products(graph_module) == (0 if fused else 2)
+    assert _num_matmuls(graph_module) == (0 if fused else 2)
 
 
 @pytest.mark.parametrize("need_weights", [False, True])
@@ -141,7 +141,7 @@ def test_multi_head_self_attention_with_masks(mask: str | None, need_weights: bo
 
     # The packed projection of self-attention depends on ``query is key``.
     graph_module = _assert_same_as(function, _tensor(3, 5, 8))
-    assert _num_products(graph_module) == 2
+    assert _num_matmuls(graph_module) == 2
     assert _targets(graph_module).count(F.linear) == 2
 
 
@@ -167,7 +167,7 @@ def test_attention_with_a_mask_and_dropout(mask: str, scale: float | None) -> No
     function = _attention(dropout_p=0.25, scale=scale)
     inputs = _tensor(2, 2, 5, 8), _tensor(2, 2, 4, 8), _tensor(2, 2, 4, 6), _MASKS[mask]()
     graph_module = _assert_same_as(function, *inputs)
-    assert _num_products(graph_module) == 2
+    assert _num_matmuls(graph_module) == 2
 
 
 _KINDS = list(
@@ -186,7 +186,7 @@ def test_attention_of_other_types_causal_and_grouped(
     heads = 2 if gqa else 4
     key, value = _tensor(2, heads, 5, 8, dtype=dtype), _tensor(2, heads, 5, 8, dtype=dtype)
     graph_module = _assert_same_as(function, _tensor(2, 4, 5, 8, dtype=dtype), key, value)
-    assert _num_products(graph_module) == 2
+    assert _num_matmuls(graph_module) == 2
 
 
 @pytest.mark.parametrize("mask", [None, "float", "bool"])
@@ -198,14 +198,14 @@ def test_attention_under_autocast(mask: str | None) -> None:
     masks = [] if mask is None else [_MASKS[mask]()]
     inputs = _tensor(2, 2, 5, 8), _tensor(2, 2, 4, 8), _tensor(2, 2, 4, 8)
     graph_module = _assert_same_as(function, *inputs, *masks)
-    assert _num_products(graph_module) == 2
+    assert _num_matmuls(graph_module) == 2
 
 
 def test_attention_that_torch_fuses_stays_one_node() -> None:
     inputs = _tensor(2, 2, 5, 8), _tensor(2, 2, 5, 8), _tensor(2, 2, 5, 8)
     targets = _targets(_expanded(_attention(), *inputs))
     assert targets.count(F.scaled_dot_product_attention) == 1
-    assert attention_product not in targets
+    assert attention_matmul not in targets
 
 
 def test_attention_in_a_checkpoint_is_expanded_too() -> None:
@@ -216,7 +216,7 @@ def test_attention_in_a_checkpoint_is_expanded_too() -> None:
 
     graph_module = _expanded(function, _tensor(2, 2, 5, 8))
     (body,) = [one for _, one in graph_module.named_children()]
-    assert _targets(body).count(attention_product) == 2
+    assert _targets(body).count(attention_matmul) == 2
 
 
 def test_the_result_keeps_the_name_of_the_composite() -> None:
@@ -224,7 +224,7 @@ def test_the_result_keeps_the_name_of_the_composite() -> None:
     graph_module = _expanded(_attention(dropout_p=0.1), *inputs)
     names = [tensor_name(node) for node in graph_module.graph.nodes]
     assert "scaled_dot_product_attention" in names
-    assert "scaled_dot_product_attention.attention_product" in names
+    assert "scaled_dot_product_attention.attention_matmul" in names
     assert names.count("scaled_dot_product_attention") == 1
 
 
@@ -263,7 +263,7 @@ def test_graphs_of_dynamic_shape_are_opened_for_every_shape() -> None:
     dynamic = _targets(graphs[-1])
     assert F.multi_head_attention_forward not in dynamic
     assert F.scaled_dot_product_attention not in dynamic
-    assert dynamic.count(attention_product) == 4
+    assert dynamic.count(attention_matmul) == 4
 
 
 def test_an_attention_whose_sizes_nothing_tells_stays_whole() -> None:
@@ -276,10 +276,10 @@ def test_an_attention_whose_sizes_nothing_tells_stays_whole() -> None:
     )
     before = [one.name for one in graph_module.graph.nodes]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(expand, "attention_product", _refused)
+        patch.setattr(expand, "attention_matmul", _refused)
         expand_composites(graph_module)
     assert [one.name for one in graph_module.graph.nodes] == before
-    assert product_of(node) is None
+    assert matmul_of(node) is None
 
 
 def _refused(*_: Any) -> Any:
@@ -295,11 +295,11 @@ def test_attention_with_a_kernel_of_the_users_choice(kernels: list[SDPBackend]) 
 
     inputs = _tensor(2, 2, 5, 8), _tensor(2, 2, 5, 8), _tensor(2, 2, 5, 8)
     graph_module = _assert_same_as(function, *inputs)
-    assert _num_products(graph_module) == (2 if kernels == [SDPBackend.MATH] else 0)
+    assert _num_matmuls(graph_module) == (2 if kernels == [SDPBackend.MATH] else 0)
 
 
-def test_attention_product_ignores_autocast() -> None:
+def test_attention_matmul_ignores_autocast() -> None:
     a, b = torch.randn(3, 4), torch.randn(4, 3)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert attention_product(a, b).dtype == torch.float32
+        assert attention_matmul(a, b).dtype == torch.float32
         assert (a @ b).dtype == torch.bfloat16

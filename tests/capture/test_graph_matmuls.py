@@ -1,4 +1,4 @@
-"""Every call form of every product is found, with the right operands in the right roles."""
+"""Every call form of every matmul is found, with the right operands in the right roles."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_unitscale.capture.decompose import attention_product
-from lightning_unitscale.capture.graph_matmuls import product_of
+from lightning_unitscale.capture.decompose import attention_matmul
+from lightning_unitscale.capture.graph_matmuls import matmul_of
 from lightning_unitscale.capture.graph_nodes import argument_at
 from tests.helpers import captured
 
@@ -146,7 +146,7 @@ _FORMS: dict[str, _Form] = {
         {"input": _A, "weight": _B},
         _C,
     ),
-    "attention_product": (attention_product, _MM, {"input": _A, "other": _B}, ""),
+    "attention_matmul": (attention_matmul, _MM, {"input": _A, "other": _B}, ""),
     "attention": (
         lambda a, b, c: F.scaled_dot_product_attention(a, value=c, key=b),
         ((1, 2, 5, 4),) * 3,
@@ -156,9 +156,9 @@ _FORMS: dict[str, _Form] = {
 }  # fmt: skip
 
 
-def _products(function: Callable[..., Any], *inputs: Any) -> list[Any]:
+def _matmuls(function: Callable[..., Any], *inputs: Any) -> list[Any]:
     graph = captured(function, *inputs).graph
-    return [one for one in map(product_of, graph.nodes) if one is not None]
+    return [one for one in map(matmul_of, graph.nodes) if one is not None]
 
 
 @pytest.mark.parametrize("name", _FORMS)
@@ -176,18 +176,18 @@ def test_every_form_is_found_with_its_operands(name: str) -> None:
         def step(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
             return function(a.neg(), b.neg(), c.neg())
 
-    (product,) = _products(step, *inputs)
-    letter = {one: str(one.node.args[0].target) for one in (*product.operands, *product.addends)}
-    assert {one.role: letter[one] for one in product.operands} == {
+    (matmul,) = _matmuls(step, *inputs)
+    letter = {one: str(one.node.args[0].target) for one in (*matmul.operands, *matmul.addends)}
+    assert {one.role: letter[one] for one in matmul.operands} == {
         role: f"L_{argument}_" for role, argument in operands.items()
     }
-    assert [letter[one] for one in product.addends] == ([f"L_{addend}_"] if addend else [])
-    for one in (*product.operands, *product.addends):
-        assert argument_at(product.node, one.path) is one.node
+    assert [letter[one] for one in matmul.addends] == ([f"L_{addend}_"] if addend else [])
+    for one in (*matmul.operands, *matmul.addends):
+        assert argument_at(matmul.node, one.path) is one.node
 
 
 @pytest.mark.parametrize("name", [one for one in _FORMS if "attention" not in one])
-def test_a_product_is_linear_in_each_operand_and_adds_its_addends(name: str) -> None:
+def test_a_matmul_is_linear_in_each_operand_and_adds_its_addends(name: str) -> None:
     # The property that every rewrite rests on, checked on numbers rather than on names.
     function, shapes, operands, addend = _FORMS[name]
     inputs = {key: torch.randn(*shape) for key, shape in zip("abc", shapes, strict=False)}
@@ -202,21 +202,21 @@ def test_a_product_is_linear_in_each_operand_and_adds_its_addends(name: str) -> 
 
 
 def test_one_tensor_as_both_operands() -> None:
-    (product,) = _products(lambda x: x @ x, torch.randn(4, 4))
-    assert [one.path for one in product.operands] == [(0,), (1,)]
-    assert product.operands[0].node is product.operands[1].node
+    (matmul,) = _matmuls(lambda x: x @ x, torch.randn(4, 4))
+    assert [one.path for one in matmul.operands] == [(0,), (1,)]
+    assert matmul.operands[0].node is matmul.operands[1].node
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.bool])
-def test_products_of_other_numbers_are_none_of_ours(dtype: torch.dtype) -> None:
+def test_matmuls_of_other_numbers_are_none_of_ours(dtype: torch.dtype) -> None:
     inputs = torch.ones(3, 3).to(dtype), torch.ones(3, 3).to(dtype)
-    if dtype != torch.bool:  # which has no product
-        assert _products(torch.matmul, *inputs) == []
-    assert _products(torch.logical_and, *inputs) == []
+    if dtype != torch.bool:  # which has no matmul
+        assert _matmuls(torch.matmul, *inputs) == []
+    assert _matmuls(torch.logical_and, *inputs) == []
 
 
-def test_a_product_into_the_users_tensor_is_none_of_ours() -> None:
+def test_a_matmul_into_the_users_tensor_is_none_of_ours() -> None:
     def function(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
         return torch.mm(a, b, out=out)
 
-    assert _products(function, torch.ones(3, 3), torch.ones(3, 3), torch.ones(3, 3)) == []
+    assert _matmuls(function, torch.ones(3, 3), torch.ones(3, 3), torch.ones(3, 3)) == []

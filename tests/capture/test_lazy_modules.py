@@ -49,7 +49,7 @@ def test_units_of_a_lazy_module() -> None:
     expected = Lazy()(X)
     torch.manual_seed(1)
     assert torch.equal(scaled(X), expected)
-    assert "2 products" in scaled.explain()  # type: ignore[operator]
+    assert "2 matmuls" in scaled.explain()  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("transform", [unit_scale, simulate_fp8])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_unitscale.capture.operators import RULES, ProductRule
+from lightning_unitscale.capture.operators import RULES, MatmulRule
 from tests.helpers import assert_same_bits
 
 _ATEN = torch.ops.aten
@@ -24,7 +24,7 @@ def randn(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def _call(rule: ProductRule, *others: Any, mask: Any = ()) -> tuple[Any, ...]:
+def _call(rule: MatmulRule, *others: Any, mask: Any = ()) -> tuple[Any, ...]:
     """Arguments of a rule's operator on the CPU: small tensors, and others behind them."""
     shapes: dict[str, list[tuple[int, ...]]] = {
         "mm": [(3, 4), (4, 5)],
@@ -50,7 +50,7 @@ def _call(rule: ProductRule, *others: Any, mask: Any = ()) -> tuple[Any, ...]:
     return (*tensors, *rest.get(rule.operator, ()), *others)
 
 
-def _is_read(rule: ProductRule, args: tuple[Any, ...], position: int, **kw: Any) -> bool:
+def _is_read(rule: MatmulRule, args: tuple[Any, ...], position: int, **kw: Any) -> bool:
     """Whether what is asked of torch's own operator is another number with NaN in an argument."""
     changed = list(args)
     changed[position] = torch.full_like(args[position], math.nan)
@@ -97,7 +97,7 @@ def test_results_of_masked_operators_keep_their_units() -> None:
                 assert_same_bits(result * 2.0**total, plain[index])
 
 
-def test_empty_matrices_and_products_times_zero_multiply_nothing() -> None:
+def test_empty_matrices_and_matmuls_times_zero_multiply_nothing() -> None:
     mm, addmm = _RULES["mm"], _RULES["addmm"]
     assert not mm.multiplies((torch.zeros(0, 3), torch.zeros(3, 4)), {})
     assert not mm.multiplies((torch.zeros(4, 0), torch.zeros(0, 4)), {})

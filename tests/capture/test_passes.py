@@ -46,11 +46,11 @@ class MultiplyLinears(GraphPass):
                     continue
                 inside = region.thread(factor)
                 with region.graph.inserting_after(node):
-                    product = region.graph.call_function(torch.mul, (node, inside))
+                    matmul = region.graph.call_function(torch.mul, (node, inside))
                 node.replace_all_uses_with(
-                    product, delete_user_cb=lambda user, new=product: user != new
+                    matmul, delete_user_cb=lambda user, new=matmul: user != new
                 )
-                product.meta.update(node.meta)
+                matmul.meta.update(node.meta)
                 count += 1
         output = graph.graph.output_node()
         with graph.graph.inserting_before(output):

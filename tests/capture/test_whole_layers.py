@@ -1,4 +1,4 @@
-"""Layers that torch evaluates as one kernel are opened where their products are to change."""
+"""Layers that torch evaluates as one kernel are opened where their matmuls are to change."""
 
 from __future__ import annotations
 

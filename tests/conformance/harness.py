@@ -85,7 +85,7 @@ def differences(found: Record, expected: Record) -> list[str]:
 
 
 def coverage_of(callbacks: Sequence[pl.Callback]) -> Any:
-    """What a callback says of the products it has seen and those it ran in units, if it does."""
+    """What a callback says of the matmuls it has seen and those it ran in units, if it does."""
     return next((c.coverage for c in callbacks if hasattr(c, "coverage")), None)
 
 

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from lightning_unitscale import RematCallback
-from lightning_unitscale.capture.captured_copy import products_of
+from lightning_unitscale.capture.captured_copy import matmuls_of
 from lightning_unitscale.capture.step_messages import CaptureError
 from lightning_unitscale.transforms import unit_scale
 from tests.conformance.cases import Case
@@ -22,7 +22,7 @@ TRANSFORMS["rules alone"] = lambda module, *batch: _without_units(unit_scale(mod
 
 
 def _without_units(scaled: nn.Module) -> nn.Module:
-    products_of(scaled).detach()
+    matmuls_of(scaled).detach()
     return scaled
 
 

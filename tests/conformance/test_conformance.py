@@ -106,4 +106,4 @@ def test_same_training(case: Case, method: str) -> None:
     found = differences(record, plain(case))
     assert not found, "\n".join(found[:20])
     if method != "monitor":
-        assert record.coverage.num_products > 0
+        assert record.coverage.num_matmuls > 0

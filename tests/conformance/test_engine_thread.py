@@ -19,4 +19,4 @@ def test_same_training(case: Case) -> None:
         record = train(case, "both")
     found = differences(record, expected)
     assert not found, "\n".join(found[:20])
-    assert record.coverage.num_products > 0
+    assert record.coverage.num_matmuls > 0

@@ -16,8 +16,8 @@ zoo = Zoo("autograd")
 CASES = zoo.cases
 
 
-class OwnProduct(torch.autograd.Function):
-    """A product with its own products in the backward pass."""
+class OwnMatmul(torch.autograd.Function):
+    """A matmul with its own matmuls in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -97,12 +97,12 @@ class InPlaceFunction(torch.autograd.Function):
 
 
 @zoo.step()
-def own_product(m: Any, x: Tensor) -> Tensor:
-    return m.b(OwnProduct.apply(m.a(x), m.a.weight))
+def own_matmul(m: Any, x: Tensor) -> Tensor:
+    return m.b(OwnMatmul.apply(m.a(x), m.a.weight))
 
 
 @zoo.step(rows(4, 8, grad=True))
-def own_product_of_new_style(m: Any, x: Tensor) -> Tensor:
+def own_matmul_of_new_style(m: Any, x: Tensor) -> Tensor:
     return m.b(NewStyle.apply(x, m.a.weight))
 
 

@@ -55,7 +55,7 @@ def loop_over_rows(m: Any, x: Tensor) -> Tensor:
 
 
 @zoo.step()
-def products_of_what_is_not_zero(m: Any, x: Tensor) -> Tensor:
+def matmuls_of_what_is_not_zero(m: Any, x: Tensor) -> Tensor:
     h = m.a(x)
     rows_kept = (h.mean(1) > 0).nonzero().squeeze(1)
     return m.b(h[rows_kept]).sum() + m.b(h).mean()

@@ -35,7 +35,7 @@ def vmap_over_rows(m: Any, x: Tensor) -> Tensor:
 
 
 @zoo.step()
-def vmap_of_products(m: Any, x: Tensor) -> Tensor:
+def vmap_of_matmuls(m: Any, x: Tensor) -> Tensor:
     h = m.a(x).view(2, 2, 8)
     return vmap(torch.mm, in_dims=(0, None))(h, m.b.weight)
 

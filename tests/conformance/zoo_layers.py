@@ -1,4 +1,4 @@
-"""Every layer of torch.nn that has a product, in its usual and its less usual forms."""
+"""Every layer of torch.nn that has a matmul, in its usual and its less usual forms."""
 
 from __future__ import annotations
 
@@ -310,7 +310,7 @@ OPERATIONS = {
     "addmv_and_addbmm": lambda m, x: torch.addbmm(
         m.a(x), x.view(2, 4, 4), m.b(x).view(2, 4, 4).repeat(1, 1, 2), beta=0.5, alpha=0.2
     ),
-    "product_of_integers_and_floats": lambda m, x: (
+    "matmul_of_integers_and_floats": lambda m, x: (
         (m.a(x) @ torch.arange(16).view(8, 2).float())
         @ (torch.eye(2).int() @ torch.ones(2, 2).int()).float()
     ),

@@ -46,12 +46,12 @@ def an_exported_block(m: Any, x: Tensor) -> Tensor:
     return m.b(m.a(x))
 
 
-@torch.library.custom_op("conformance::scaled_product", mutates_args=())
-def scaled_product(x: Tensor, weight: Tensor, factor: float) -> Tensor:
+@torch.library.custom_op("conformance::scaled_matmul", mutates_args=())
+def scaled_matmul(x: Tensor, weight: Tensor, factor: float) -> Tensor:
     return (x @ weight.mT) * factor
 
 
-@scaled_product.register_fake
+@scaled_matmul.register_fake
 def _(x: Tensor, weight: Tensor, factor: float) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
 
@@ -66,12 +66,12 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
     return gradient @ weight * ctx.factor, gradient.mT @ x * ctx.factor, None
 
 
-scaled_product.register_autograd(_backward, setup_context=_keep_for_backward)
+scaled_matmul.register_autograd(_backward, setup_context=_keep_for_backward)
 
 
 @zoo.step()
 def a_custom_operator(m: Any, x: Tensor) -> Tensor:
-    return m.b(scaled_product(m.a(x), m.a.weight, 0.3))
+    return m.b(scaled_matmul(m.a(x), m.a.weight, 0.3))
 
 
 @zoo.step()
@@ -87,7 +87,7 @@ def a_fork_of_the_interpreter(m: Any, x: Tensor) -> Tensor:
 
 
 @zoo.step()
-def products_on_a_thread(m: Any, x: Tensor) -> Tensor:
+def matmuls_on_a_thread(m: Any, x: Tensor) -> Tensor:
     with ThreadPoolExecutor(1) as pool:
         return m.b(pool.submit(m.a, x).result())
 
@@ -236,7 +236,7 @@ def many_threads(m: Any, x: Tensor) -> Tensor:
 
 
 class CountsCalls(nn.Module):
-    """A call that fails in the middle of a product's way, and is made again."""
+    """A call that fails in the middle of a matmul's way, and is made again."""
 
     def __init__(self) -> None:
         super().__init__()

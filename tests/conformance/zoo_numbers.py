@@ -22,7 +22,7 @@ def _network(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     return h, h @ x.mT
 
 
-def _product(m: Any, x: Tensor) -> Tensor:
+def _matmul(m: Any, x: Tensor) -> Tensor:
     return m.a(x)
 
 
@@ -92,12 +92,12 @@ zoo.step(
     name="huge_by_tiny",
     loss=lambda output: weighted_sum(output) * 1e-33,
     a=_weight(1e-30),
-)(_product)
-zoo.step(_sizes(1e-30, 1e-29, 1e-30), name="tiny_by_huge", a=_weight(1e20))(_product)
-zoo.step(_sizes(1e-22, 1e-21, 1e-22), name="products_that_vanish", a=_weight(1e-22))(_product)
-zoo.step(_sizes(1e-18, 1e-19, 1e-18), name="subnormal_products", a=_weight(1e-20))(_product)
-zoo.step(_sizes(1e20, 1e20, 1e20), name="products_that_overflow", is_finite=False, a=_weight(1e20))(
-    _product
+)(_matmul)
+zoo.step(_sizes(1e-30, 1e-29, 1e-30), name="tiny_by_huge", a=_weight(1e20))(_matmul)
+zoo.step(_sizes(1e-22, 1e-21, 1e-22), name="matmuls_that_vanish", a=_weight(1e-22))(_matmul)
+zoo.step(_sizes(1e-18, 1e-19, 1e-18), name="subnormal_matmuls", a=_weight(1e-20))(_matmul)
+zoo.step(_sizes(1e20, 1e20, 1e20), name="matmuls_that_overflow", is_finite=False, a=_weight(1e20))(
+    _matmul
 )
 
 
@@ -192,12 +192,12 @@ def bfloat16_of_tiny_numbers(m: Any, x: Tensor) -> Tensor:
 for _n, _k, _m in ((1, 1, 1), (1, 257, 65), (33, 257, 1), (33, 1, 65), (17, 129, 64), (64, 96, 48)):
     zoo.step(
         each(lambda i, n=_n, k=_k: (noise(i, n, k),)),
-        name=f"product_of_{_n}_by_{_k}_by_{_m}",
+        name=f"matmul_of_{_n}_by_{_k}_by_{_m}",
         a=lambda k=_k, m=_m: nn.Linear(k, m),
-    )(_product)
+    )(_matmul)
     zoo.step(
         each(lambda i, n=_n, k=_k: (noise(i, 3, n, k),)),
-        name=f"batched_product_of_{_n}_by_{_k}_by_{_m}",
+        name=f"batched_matmul_of_{_n}_by_{_k}_by_{_m}",
         a=lambda k=_k, m=_m: nn.Parameter(torch.randn(3, k, m) * 0.01),
     )(lambda m, x: torch.bmm(x, m.a))
 

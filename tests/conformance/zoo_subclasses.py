@@ -188,24 +188,24 @@ def a_function_mode_of_the_user(m: Any, x: Tensor) -> Tensor:
         return m.b(torch.tanh(m.a(x)))
 
 
-class CountingProducts(TorchDispatchMode):
-    """Counts products, as profilers and FLOP counters do."""
+class CountingMatmuls(TorchDispatchMode):
+    """Counts matmuls, as profilers and FLOP counters do."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.num_products = 0
+        self.num_matmuls = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-        self.num_products += func in products
+        matmuls = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        self.num_matmuls += func in matmuls
         return func(*args, **(kwargs or {}))
 
 
 @zoo.step()
-def products_counted_by_the_user(m: Any, x: Tensor) -> Tensor:
-    with CountingProducts() as counting:
+def matmuls_counted_by_the_user(m: Any, x: Tensor) -> Tensor:
+    with CountingMatmuls() as counting:
         h = m.b(m.a(x)) @ x.mT
-    return h * counting.num_products
+    return h * counting.num_matmuls
 
 
 class Symmetric(nn.Module):
@@ -214,7 +214,7 @@ class Symmetric(nn.Module):
 
 
 class LowRank(nn.Module):
-    """A learned product that is added to the weight."""
+    """A learned matmul that is added to the weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,7 +240,7 @@ def _with(parametrization: Any) -> Any:
 
 
 zoo.add("parametrization", _with(Symmetric))
-zoo.add("parametrization_with_a_product", _with(LowRank))
+zoo.add("parametrization_with_a_matmul", _with(LowRank))
 zoo.add("weight_norm", _parametrized(parametrizations.weight_norm))
 zoo.add("spectral_norm", _parametrized(parametrizations.spectral_norm))
 for _map in ("matrix_exp", "cayley", "householder"):

@@ -103,7 +103,7 @@ def autocast_under_a_checkpoint(m: Any, x: Tensor) -> Tensor:
 
 
 @zoo.step()
-def casts_between_products(m: Any, x: Tensor) -> Tensor:
+def casts_between_matmuls(m: Any, x: Tensor) -> Tensor:
     h = m.a(x).double()
     h = h @ m.b.weight.double()
     return m.b(h.bfloat16().float())
@@ -130,7 +130,7 @@ def complex_linear(m: Any, z: Tensor) -> Tensor:
 
 
 @zoo.step(a=lambda: nn.Parameter(torch.randn(8, 4, dtype=torch.complex64)), b=linear())
-def complex_product_of_real_numbers(m: Any, x: Tensor) -> Tensor:
+def complex_matmul_of_real_numbers(m: Any, x: Tensor) -> Tensor:
     z = torch.complex(m.b(x), x) @ m.a
     return torch.view_as_real(z)
 
@@ -163,7 +163,7 @@ def spectral_layer(m: Any, x: Tensor) -> Tensor:
 
 
 @zoo.step(on_cpu="torch multiplies matrices of integers on a CPU only")
-def integer_products(m: Any, x: Tensor) -> Tensor:
+def integer_matmuls(m: Any, x: Tensor) -> Tensor:
     counts = (x > 0).long() @ torch.arange(16).view(8, 2)
     return m.b(m.a(x)) * counts.sum(1, keepdim=True)
 
@@ -209,7 +209,7 @@ def a_sparse_batch(m: Any, x: Tensor) -> Tensor:
 
 
 @zoo.step()
-def sampled_products(m: Any, x: Tensor) -> Tensor:
+def sampled_matmuls(m: Any, x: Tensor) -> Tensor:
     mask = torch.eye(4).to_sparse_csr()
     return m.a(x) * torch.sparse.sampled_addmm(mask, m.b(x).detach(), x.mT).to_dense().sum()
 

@@ -92,7 +92,7 @@ def write_under_no_grad(m: Any, x: Tensor) -> Tensor:
 
 
 @zoo.step()
-def write_before_its_product_is_differentiated(m: Any, x: Tensor) -> Tensor:
+def write_before_its_matmul_is_differentiated(m: Any, x: Tensor) -> Tensor:
     h = m.a(x)
     result = m.b(h)
     with torch.no_grad():
@@ -108,7 +108,7 @@ def input_is_written(m: Any, x: Tensor) -> Tensor:
 
 
 @zoo.step()
-def input_is_written_after_its_product(m: Any, x: Tensor) -> Tensor:
+def input_is_written_after_its_matmul(m: Any, x: Tensor) -> Tensor:
     result = m.b(m.a(x))
     x.data.zero_()
     return result

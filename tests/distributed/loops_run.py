@@ -183,7 +183,7 @@ def train(folder: Path, run: str) -> None:
     for callback in callbacks:
         if isinstance(callback, UnitScaleCallback):
             found["gauge"] = callback.gauge.state()
-            found["products"] = (callback.coverage.num_in_units, callback.coverage.num_products)
+            found["matmuls"] = (callback.coverage.num_in_units, callback.coverage.num_matmuls)
         else:
             snapshot = callback.snapshots[-1]
             found["names"] = list(snapshot.names)

@@ -103,8 +103,8 @@ def test_two_by_two(kind: str, results_of_four: Results) -> None:
     for without, ours in zip(plain, found, strict=True):
         for part in ("losses", "weights"):
             assert_same_bits(ours[part], without[part])
-        num_in_units, num_products = ours["products"]
-        assert num_in_units == num_products > 0
+        num_in_units, num_matmuls = ours["matmuls"]
+        assert num_in_units == num_matmuls > 0
         assert (ours["gauge"], ours["names"]) == (found[0]["gauge"], found[0]["names"])
         for way in ("forward", "backward"):
             assert_same_bits(ours["rms"][way], found[0]["rms"][way])
@@ -121,17 +121,17 @@ def _tensors(values: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", (*_WHOLE, *_OTHERS))
-def test_all_products_are_in_units(kind: str, results: Results) -> None:
+def test_all_matmuls_are_in_units(kind: str, results: Results) -> None:
     for found in results(f"{kind}:both:Blocks"):
-        num_in_units, num_products = found["products"]
-        # Six products forward, backward all but that for the gradient of the batch; accumulated
+        num_in_units, num_matmuls = found["matmuls"]
+        # Six matmuls forward, backward all but that for the gradient of the batch; accumulated
         # batches are counted one by one in a Trainer.
         expected = 17 if kind.startswith("lightning") else 34
         if kind.endswith("checkpointed"):
             expected += 4  # one of both blocks runs again, twice
-        assert num_in_units == num_products == expected
-        products = {name.partition(":")[0].removeprefix("net.") for name in found["gauge"]}
-        assert {"first.linear", "blocks.1.down.linear", "matmul"} <= products
+        assert num_in_units == num_matmuls == expected
+        matmuls = {name.partition(":")[0].removeprefix("net.") for name in found["gauge"]}
+        assert {"first.linear", "blocks.1.down.linear", "matmul"} <= matmuls
         names = {name.removeprefix("net.") for name in found["names"]}
         assert {"first.linear", "matmul"} <= names
         # Those that are distributed, too, and what torch calls a part of them is their own.

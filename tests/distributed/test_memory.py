@@ -15,7 +15,7 @@ from tests.memory.oracles import sum_of
 
 pytestmark = pytest.mark.distributed
 Results = Callable[[str], list[dict[str, Any]]]
-# Of 16-bit products oneDNN's memory is known roughly. What Gloo's threads have sent they let go of
+# Of 16-bit matmuls oneDNN's memory is known roughly. What Gloo's threads have sent they let go of
 # when they come to it: an activation or two of the tensor-parallel layers.
 TOLERANCES = {"mixed": 0.03, "tensor": 0.05}
 

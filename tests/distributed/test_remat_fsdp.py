@@ -18,7 +18,7 @@ PLANNED = [
     *("plain:1.0", "plain:bytes", "plain:min_cut"),
     *(f"{setting}:{share}" for setting, share in SHARES.items()),
 ]
-# What oneDNN allocates in products of 16 bits is known roughly.
+# What oneDNN allocates in matmuls of 16 bits is known roughly.
 TOLERANCES = {"mixed": 1.05}
 REFUSED = {
     "compile": "compile=True: with ModelParallelStrategy",

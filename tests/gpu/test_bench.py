@@ -87,7 +87,7 @@ def test_what_ran_without_fp8_is_named() -> None:
         {
             "module": "block",
             "hidden size": 64,
-            "products": name,
+            "matmuls": name,
             "error": 2e-2,
             "gradient error": error,
         }

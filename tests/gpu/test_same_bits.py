@@ -17,7 +17,7 @@ from tests.gpu.models import BUDGETS, losses, train
 from tests.helpers import assert_same_bits
 
 _ARRANGEMENTS: dict[str, Callable[[], list[pl.Callback]]] = {
-    "products": lambda: [UnitScaleCallback()],
+    "matmuls": lambda: [UnitScaleCallback()],
     "both": lambda: [UnitScaleCallback(), ScaleMonitor(every_n_steps=2)],
     "captured": lambda: [UnitScaleCallback(remat="min_cut")],
 }

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from benchmarks.executed_matmuls import has_torchs_own_kernels
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -22,7 +23,6 @@ from torch.optim.optimizer import (
     _global_optimizer_pre_hooks,
 )
 
-from benchmarks.executed_products import has_torchs_own_kernels
 from lightning_unitscale import RematCallback, ScaleMonitor, UnitScaleCallback, attach
 from lightning_unitscale.callbacks import ScaleViolation
 from tests.helpers import assert_same_bits
@@ -62,10 +62,10 @@ def test_training_and_evaluation_in_turns(names_optimizer: bool, tmp_path: Path)
     assert_same_bits((found, model.state_dict()), expected)
     for callback in callbacks:
         if isinstance(callback, UnitScaleCallback):
-            # Two batches with five products each: the batch itself needs no gradient.
-            assert callback.coverage.num_products == 10
+            # Two batches with five matmuls each: the batch itself needs no gradient.
+            assert callback.coverage.num_matmuls == 10
             assert len(callback.gauge) == 6
-            assert "evaluation: 2 of 2 products in units" in str(callback.explain())
+            assert "evaluation: 2 of 2 matmuls in units" in str(callback.explain())
         else:
             assert [snapshot.step for snapshot in callback.snapshots] == [0, 1, 2, 4]
             assert {"input.x", "up.linear", "down.linear"} <= set(callback.snapshots[-1].names)
@@ -79,7 +79,7 @@ def test_training_and_evaluation_in_turns(names_optimizer: bool, tmp_path: Path)
     assert has_torchs_own_kernels()
 
 
-def test_what_products_read_is_stored_near_1() -> None:
+def test_what_matmuls_read_is_stored_near_1() -> None:
     model, optimizer = new()
     monitor = ScaleMonitor(every_n_steps=1)
     with attach(model, optimizer, [monitor, UnitScaleCallback(recalibrate=1)]):
@@ -278,8 +278,8 @@ def test_a_compiled_module(compiled: Callable[[nn.Module], nn.Module]) -> None:
         assert vars(model).keys() == before.keys()
     assert_same_bits(*results)
     units, monitor = callbacks
-    # What a compiler that is not Inductor makes of the products is reached in eager.
-    assert units.coverage.num_in_units == units.coverage.num_products == 5
+    # What a compiler that is not Inductor makes of the matmuls is reached in eager.
+    assert units.coverage.num_in_units == units.coverage.num_matmuls == 5
     assert [snapshot.step for snapshot in monitor.snapshots] == [0, 1, 2]
 
 

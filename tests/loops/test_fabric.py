@@ -64,7 +64,7 @@ def test_two_models(precision: str, is_compiled: bool, tmp_path: Path) -> None:
         assert len(attachment.callbacks) == len(callbacks)
         for callback in attachment.callbacks:
             if hasattr(callback, "coverage"):
-                assert callback.coverage.num_products in (5, 10)
+                assert callback.coverage.num_matmuls in (5, 10)
                 assert "100 %" in callback.coverage.line()
             else:
                 assert [snapshot.step for snapshot in callback.snapshots] == [0, 1, 2, 4]
@@ -108,7 +108,7 @@ def trained(
     assert_same_bits(*results)
     (attachment,) = callbacks[0].attachments
     units, monitor = attachment.callbacks
-    assert units.coverage.num_in_units == units.coverage.num_products == 5
+    assert units.coverage.num_in_units == units.coverage.num_matmuls == 5
     assert [snapshot.step for snapshot in monitor.snapshots] == [0, 1, 2]
     return module, model, attachment
 

@@ -49,8 +49,8 @@ def test_another_method_than_forward() -> None:
         assert not {"forward", "loss"} & vars(model).keys()
         results.append((losses, model.state_dict()))
     assert_same_bits(*results)
-    # Three products, two of which ask for gradients of weights only.
-    assert units.coverage.num_in_units == units.coverage.num_products == 7
+    # Three matmuls, two of which ask for gradients of weights only.
+    assert units.coverage.num_in_units == units.coverage.num_matmuls == 7
     assert [snapshot.step for snapshot in monitor.snapshots] == [0, 1, 2]
     assert {"up.linear", "down.linear", "down.linear_1"} <= set(monitor.snapshots[-1].names)
 
@@ -183,7 +183,7 @@ def test_a_model_that_is_trained_in_evaluation_mode() -> None:
             results.append((descend(model, optimizer), model.state_dict()))
     assert_same_bits(*results)
     assert attachment.step_index == NUM_STEPS - 1
-    assert callbacks[0].coverage.num_in_units == callbacks[0].coverage.num_products == 5
+    assert callbacks[0].coverage.num_in_units == callbacks[0].coverage.num_matmuls == 5
     assert [snapshot.step for snapshot in callbacks[1].snapshots] == [0, 1, 2, 4]
 
 
@@ -260,7 +260,7 @@ def test_a_thread_that_evaluates_meanwhile() -> None:
         thread.join()
     assert attachment.step_index == NUM_STEPS
     assert [snapshot.step for snapshot in monitor.snapshots] == [0, 1, 2, 4]
-    assert units.coverage.num_in_units == units.coverage.num_products == 5
+    assert units.coverage.num_in_units == units.coverage.num_matmuls == 5
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
@@ -371,7 +371,7 @@ def test_a_copy_with_all_attributes_has_its_own_weights() -> None:
                 optimizer.zero_grad()
         results.append((losses, model.state_dict()))
     assert_same_bits(*results)
-    assert callbacks[0].coverage.num_in_units == callbacks[0].coverage.num_products == 18
+    assert callbacks[0].coverage.num_in_units == callbacks[0].coverage.num_matmuls == 18
 
 
 class Named(LossNet):

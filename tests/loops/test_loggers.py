@@ -207,7 +207,7 @@ def check_wandb(rows: list[dict[str, Any]], run_dir: str, used: ScaleMonitor) ->
     for row, snapshot in zip(rows, used.snapshots, strict=True):
         for direction in ("forward", "backward"):
             counts = row[f"scales/exponents/{direction}/values"]
-            read = snapshot.read_by_products(direction)
+            read = snapshot.read_by_matmuls(direction)
             assert sum(counts) == snapshot.exponent_counts(direction)[read].sum()
         table = json.loads((Path(run_dir) / row["scales/table/path"]).read_text())
         assert table["columns"][:3] == ["tensor", "module", "direction"]

@@ -1,4 +1,4 @@
-"""A loss with products of its own, which a loop computes outside of the module's call."""
+"""A loss with matmuls of its own, which a loop computes outside of the module's call."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from benchmarks.executed_matmuls import below_all_kernels, has_torchs_own_kernels
 from torch import Tensor, nn
 
-from benchmarks.executed_products import below_all_kernels, has_torchs_own_kernels
 from lightning_unitscale import UnitScaleCallback, attach
 from lightning_unitscale.quantize import quantize
 from tests.helpers import assert_same_bits
@@ -42,7 +42,7 @@ def new() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def train(callbacks: list[Any], num_steps: int = 5) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Two losses; a critic that is trained beside, with products that are nobody's."""
+    """Two losses; a critic that is trained beside, with matmuls that are nobody's."""
     model, optimizer = new()
     contrast, distance, critic = Contrast(model), Distance(), nn.Linear(16, 16)
     of_critic = torch.optim.SGD(critic.parameters(), lr=1e-2)
@@ -66,24 +66,24 @@ def test_the_same_bits(how: str) -> None:
     assert_same_bits(train(METHODS[how]()), train([]))
 
 
-def test_its_products_are_in_units() -> None:
+def test_its_matmuls_are_in_units() -> None:
     callback = UnitScaleCallback()
     train([callback])
     coverage = callback.coverage
     # Of each of the two: forward, and two gradients. A model of others is left alone.
-    assert sum(one.num_products for one in coverage.counts if one.module == "(loss)") == 6
-    assert coverage.num_in_units == coverage.num_products == 6 + 5 * (2 + 3)
+    assert sum(one.num_matmuls for one in coverage.counts if one.module == "(loss)") == 6
+    assert coverage.num_in_units == coverage.num_matmuls == 6 + 5 * (2 + 3)
     inputs = [callback.gauge.pair(f"(loss).{name}:input") for name in ("linear", "linear_1")]
     assert inputs[0].log2_sigma > inputs[1].log2_sigma + 5
 
 
-def test_its_products_are_rounded_and_no_others() -> None:
+def test_its_matmuls_are_rounded_and_no_others() -> None:
     model, optimizer = new()
     frozen = nn.Linear(16, 16, bias=False).requires_grad_(False)
     seen: list[Tensor] = []
 
-    def rounded(product: Tensor) -> list[bool]:
-        del product
+    def rounded(matmul: Tensor) -> list[bool]:
+        del matmul
         found = [bool((tensor == quantize(tensor, "E4M3FN")).all()) for tensor in seen]
         seen.clear()
         return found

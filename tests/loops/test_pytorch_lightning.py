@@ -93,7 +93,7 @@ def test_the_same_with_and_without(how: str, tmp_path: Path) -> None:
             metrics = (tmp_path / "with" / "csv" / "version_0" / "metrics.csv").read_text()
             assert "scales/FP16/overflow_forward" in metrics
     if how == "both":
-        assert callbacks[0].coverage.num_products == 5
+        assert callbacks[0].coverage.num_matmuls == 5
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
@@ -124,7 +124,7 @@ def test_its_command_line_takes_the_callbacks(tmp_path: Path) -> None:
     command += ["--trainer.callbacks+=lightning_unitscale.ScaleMonitor"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
-    assert "training_step: 5 of 5 products in units" in done.stdout + done.stderr
+    assert "training_step: 5 of 5 matmuls in units" in done.stdout + done.stderr
 
 
 def test_a_pipeline_is_refused() -> None:

@@ -110,7 +110,7 @@ class Metric(nn.Module):
 
 
 class Blocks(nn.Module):
-    """Blocks, and a product that the root itself computes after the last of them."""
+    """Blocks, and a matmul that the root itself computes after the last of them."""
 
     def __init__(self) -> None:
         super().__init__()

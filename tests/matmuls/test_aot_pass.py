@@ -1,4 +1,4 @@
-"""Modules that the user compiled: units around the products within his own torch.compile."""
+"""Modules that the user compiled: units around the matmuls within his own torch.compile."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
+from benchmarks.executed_matmuls import has_torchs_own_kernels
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch.utils.data import DataLoader
 
-from benchmarks.executed_products import has_torchs_own_kernels
 from lightning_unitscale import UnitScaleCallback
 from lightning_unitscale.matmuls import compiled_graphs
 from lightning_unitscale.matmuls.compiled_graphs import GRAPHS
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow  # Inductor compiles C++
 
 
 class Net(nn.Module):
-    """A convolution, attention, linear layers with and without bias, a product of activations."""
+    """A convolution, attention, linear layers with and without bias, a matmul of activations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Net(nn.Module):
         x = self.conv(x).relu().mT * 30
         heads = self.qkv(x).view(*x.shape[:2], 2, 12).transpose(1, 2)
         x = F.scaled_dot_product_attention(*heads.chunk(3, -1)).transpose(1, 2).flatten(2)
-        # A weight read twice, whose gradient Inductor adds up within a product.
+        # A weight read twice, whose gradient Inductor adds up within a matmul.
         tied = self.qkv.weight[:8] @ self.qkv.weight[8:16].mT
         return self.out(x) + (x @ x.mT * 1e-3) @ x + tied.sum()
 
@@ -128,11 +128,11 @@ NET |= {"net.matmul", "net.matmul_1", "net.scaled_dot_product_attention"}
 
 
 @pytest.mark.parametrize(
-    ("how", "num_products", "names"),
+    ("how", "num_matmuls", "names"),
     [("submodule", 22, NET), ("method", 22, NET), ("whole", 5, {"net.linear"})],
 )
 def test_a_module_that_is_compiled_trains_to_the_same_bits_in_units(
-    how: str, num_products: int, names: set[str], request: pytest.FixtureRequest
+    how: str, num_matmuls: int, names: set[str], request: pytest.FixtureRequest
 ) -> None:
     if how != "whole":
         request.getfixturevalue("torch_kernels")
@@ -146,7 +146,7 @@ def test_a_module_that_is_compiled_trains_to_the_same_bits_in_units(
     assert same(plain, scaled)
     # New units at every step, and nothing compiled again.
     assert counters["stats"]["unique_graphs"] == num_graphs
-    assert callback.coverage.num_products == callback.coverage.num_in_units == num_products
+    assert callback.coverage.num_matmuls == callback.coverage.num_in_units == num_matmuls
     assert not callback.coverage.uncovered_modules()
     pairs = callback.gauge.pairs
     assert {name for name in pairs if ":" not in name} == names | {"head.linear"}
@@ -160,7 +160,7 @@ def test_a_module_that_is_compiled_trains_to_the_same_bits_in_units(
         assert (graph.factors(torch.device("cpu"), is_backward=False) == 1).all()
 
 
-def test_units_change_in_place_what_a_compiled_product_reads() -> None:
+def test_units_change_in_place_what_a_compiled_matmul_reads() -> None:
     read: list[Tensor] = []
 
     def reading(original: Kernel) -> Kernel:
@@ -212,7 +212,7 @@ def test_what_was_compiled_before_is_compiled_again_and_caches_are_kept_apart(
     counter = attached.session.counter = CoverageCounter()
     # The plain graph is in Inductor's cache by now; it is not taken for ours, nor ours for it.
     assert torch.equal(module.step(x), expected)
-    assert (counter.result().num_in_units, counter.result().num_products) == (1, 1)
+    assert (counter.result().num_in_units, counter.result().num_matmuls) == (1, 1)
     assert len(GRAPHS) == before + 1
     attached.detach()
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""Products of a backward pass, or of a loss, that belong to no product of the forward pass."""
+"""Matmuls of a backward pass, or of a loss, that belong to no matmul of the forward pass."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.helpers import assert_same_bits
 
 
 class Late(torch.autograd.Function):
-    """A product as a sum of elementwise ones, whose gradients are products."""
+    """A matmul as a sum of elementwise ones, whose gradients are matmuls."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -27,7 +27,7 @@ class Late(torch.autograd.Function):
 
 
 class Early(Late):
-    """A product with an autograd node of its own."""
+    """A matmul with an autograd node of its own."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -87,16 +87,16 @@ def per_sample(model: nn.Module) -> None:
 
 # Three are those of the linear layer.
 @pytest.mark.parametrize(
-    ("kind", "num_products"),
+    ("kind", "num_matmuls"),
     [("a function", 3 + 2), ("a hook", 3 + 1), ("a loss", 3 + 3), ("per sample", 3 + 2)],
 )
-def test_products_without_a_forward_product(kind: str, num_products: int) -> None:
+def test_matmuls_without_a_forward_matmul(kind: str, num_matmuls: int) -> None:
     """The other model's are left alone."""
     callback = UnitScaleCallback()
     assert_same_bits(train(kind, [callback]), train(kind, []))
     coverage = callback.coverage
-    assert coverage.num_in_units == coverage.num_products == num_products, coverage.table()
+    assert coverage.num_in_units == coverage.num_matmuls == num_matmuls, coverage.table()
     rounding = UnitScaleCallback(simulate="fp8")
     train(kind, [rounding])
-    assert rounding.coverage.num_products == num_products
+    assert rounding.coverage.num_matmuls == num_matmuls
     assert rounding.coverage.fraction_of_flops("format") == 1

@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
+from benchmarks.executed_matmuls import has_torchs_own_kernels
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch
@@ -18,15 +19,14 @@ from torch._inductor import config, decomposition
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from benchmarks.executed_products import has_torchs_own_kernels
 from lightning_unitscale import UnitScaleCallback
 from lightning_unitscale.callbacks.options import Simulate
 from lightning_unitscale.matmuls.compiler_internals import compiled_parts, is_by_inductor
 from lightning_unitscale.matmuls.coverage import Coverage, CoverageCounter
 from lightning_unitscale.matmuls.fp8_layers import FP8Linears
-from lightning_unitscale.matmuls.fp8_linear import FP8Products
+from lightning_unitscale.matmuls.fp8_linear import FP8Matmuls
 from lightning_unitscale.matmuls.gauge import Gauge, GaugePair
-from lightning_unitscale.matmuls.rounding import Numerics, SimulatedProducts
+from lightning_unitscale.matmuls.rounding import Numerics, SimulatedMatmuls
 from lightning_unitscale.matmuls.scaled_methods import AttachedSession
 from lightning_unitscale.matmuls.simulate import SimulateFormat
 from lightning_unitscale.matmuls.units import Units
@@ -38,7 +38,7 @@ Drive = Callable[[nn.Module, AttachedSession], list[Tensor]]
 
 
 def nearest(**options: Any) -> Numerics:
-    return SimulatedProducts(SimulateFormat("E4M3FN", "E5M2", **options))
+    return SimulatedMatmuls(SimulateFormat("E4M3FN", "E5M2", **options))
 
 
 def random() -> Numerics:
@@ -46,7 +46,7 @@ def random() -> Numerics:
 
 
 def fp8() -> Numerics:
-    return FP8Products(FP8Linears(gradient_format="E4M3FN", in_evaluation=False), True)
+    return FP8Matmuls(FP8Linears(gradient_format="E4M3FN", in_evaluation=False), True)
 
 
 class Mlp(nn.Module):
@@ -84,7 +84,7 @@ class Zoo(nn.Module):
 
 
 class Weights(nn.Module):
-    """Linear layers, parameters multiplied by hand, and a product of activations."""
+    """Linear layers, parameters multiplied by hand, and a matmul of activations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -219,12 +219,12 @@ def assert_like_uncompiled(
     return coverage
 
 
-def test_all_products_are_rounded_as_they_are_uncompiled() -> None:
+def test_all_matmuls_are_rounded_as_they_are_uncompiled() -> None:
     coverage = assert_like_uncompiled(steps(Zoo), trained(inputs(2, 2, 4, 16)), has_sums=True)
     assert {count.kind for count in coverage.counts} == {"format"}
 
 
-def test_layers_run_in_fp8_and_no_other_product() -> None:
+def test_layers_run_in_fp8_and_no_other_matmul() -> None:
     def drive(module: nn.Module, attached: AttachedSession) -> list[Tensor]:
         results = trained(inputs(2, 2, 16, 16))(module, attached)
         attached.session.numerics[0].is_training = False
@@ -313,7 +313,7 @@ def test_what_was_compiled_before_and_after() -> None:
     # Graphs with formats, in units alone and without a session.
     results, coverage, _ = run(module, drive, [])
     assert_same_bits(results, plain)
-    assert coverage.num_in_units == coverage.num_products == 10
+    assert coverage.num_in_units == coverage.num_matmuls == 10
     assert_same_bits(trained(inputs(2, 4, 16))(module, None), plain)
     # Two sessions with one compiled part.
     other.net = module.net
@@ -345,7 +345,7 @@ def test_whether_inductor_compiles_it(options: dict[str, Any]) -> None:
 
 
 def test_a_layer_of_torchs_own_that_is_compiled() -> None:
-    """Dynamo runs it as it is written, and does not look into its products."""
+    """Dynamo runs it as it is written, and does not look into its matmuls."""
     module = Steps(Mlp())
     module.net.up.compile()
     coverage = run(module, trained(inputs(1, 4, 16)), [])[1]

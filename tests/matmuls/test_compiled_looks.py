@@ -1,4 +1,4 @@
-"""Products of a compiled graph that are looked at together, and what that may not change."""
+"""Matmuls of a compiled graph that are looked at together, and what that may not change."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_unitscale.matmuls import kernels
-from lightning_unitscale.matmuls.compiled_graphs import GRAPHS, CompiledProduct
+from lightning_unitscale.matmuls.compiled_graphs import GRAPHS, CompiledMatmul
 from lightning_unitscale.matmuls.gauge import Gauge
 from lightning_unitscale.matmuls.measurement import FORWARD, Measurement
 from lightning_unitscale.matmuls.scaled_methods import AttachedSession
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow  # Inductor compiles C++
 
 
 class Net(nn.Module):
-    """Reads a buffer in a product, as a norm by power iteration does, and writes it in the end."""
+    """Reads a buffer in a matmul, as a norm by power iteration does, and writes it in the end."""
 
     turned: Tensor
 
@@ -80,14 +80,14 @@ def looked_at(*, is_compiled: bool) -> tuple[Gauge, Measurement, list[Tensor]]:
 
 
 def extents(measurement: Measurement) -> dict[tuple[str, str], list[float]]:
-    """The smallest and the largest magnitude of all that a product reads."""
+    """The smallest and the largest magnitude of all that a matmul reads."""
     return {
-        (product.site.name, product.slot): [
+        (matmul.site.name, matmul.slot): [
             number
-            for extent in (*product.extents, *product.addends)
+            for extent in (*matmul.extents, *matmul.addends)
             for number in (extent.smallest, extent.largest)
         ]
-        for product in measurement.products
+        for matmul in measurement.matmuls
     }
 
 
@@ -104,18 +104,18 @@ def test_what_is_measured_is_what_eager_mode_measures() -> None:
     assert found.backward == pytest.approx(expected.backward)
     assert len(extents(found)) == 6
     assert extents(found) == {
-        product: pytest.approx(numbers, rel=1e-3) for product, numbers in extents(expected).items()
+        matmul: pytest.approx(numbers, rel=1e-3) for matmul, numbers in extents(expected).items()
     }
     (graph,) = GRAPHS[before:]
-    products = [product for product in graph.products if isinstance(product, CompiledProduct)]
-    assert sorted(one.index for look in graph.looks for one in look) == [*range(len(products))]
+    matmuls = [matmul for matmul in graph.matmuls if isinstance(matmul, CompiledMatmul)]
+    assert sorted(one.index for look in graph.looks for one in look) == [*range(len(matmuls))]
     # All of the forward pass at once, and in the backward pass one for each site.
-    slots = [{products[one.index].slot for one in look} for look in graph.looks]
+    slots = [{matmuls[one.index].slot for one in look} for look in graph.looks]
     assert len(slots) == 1 + 2
     assert [FORWARD in of_look for of_look in slots].count(True) == 1
 
 
-def test_between_looks_python_hears_of_no_product() -> None:
+def test_between_looks_python_hears_of_no_matmul() -> None:
     module, x = Module(is_compiled=True), torch.randn(64, 16)
     attached = AttachedSession(module, ["step"])
     files = {kernels.__file__}

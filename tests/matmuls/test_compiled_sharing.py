@@ -85,8 +85,8 @@ def test_blocks_that_share_a_graph_have_the_names_and_units_of_eager_mode(compil
     trained("", eager)
     scaled = trained(compiles, compiled)
     assert_same_bits((scaled.outputs, scaled.weights), (plain.outputs, plain.weights))
-    assert compiled.coverage.num_in_units == compiled.coverage.num_products
-    assert compiled.coverage.num_products == eager.coverage.num_products
+    assert compiled.coverage.num_in_units == compiled.coverage.num_matmuls
+    assert compiled.coverage.num_matmuls == eager.coverage.num_matmuls
     assert compiled.gauge.pairs == eager.gauge.pairs
     sigmas = [compiled.gauge.pairs[f"blocks.{i}.layer.linear:weight"].log2_sigma for i in range(3)]
     assert [b - a for a, b in itertools.pairwise(sigmas)] == [3, 3]
@@ -99,7 +99,7 @@ def test_every_fit_of_a_sweep_has_units() -> None:
         callback = UnitScaleCallback()
         scaled = run(make, [callback], data=rows, max_steps=3)
         frames.append(counters["stats"]["unique_graphs"])
-        assert callback.coverage.num_in_units == callback.coverage.num_products == 18 - 1
+        assert callback.coverage.num_in_units == callback.coverage.num_matmuls == 18 - 1
         weight = callback.gauge.pairs["blocks.1.layer.linear:weight"]
         assert weight.log2_sigma == math.log2(scale)
         plain = run(make, [], data=rows, max_steps=3)
@@ -114,7 +114,7 @@ def test_what_a_thread_of_the_users_compiles_has_units() -> None:
     counter = attached.session.counter = CoverageCounter()
     thread = threading.Thread(target=lambda: module.training_step(torch.randn(4, WIDTH)).backward())
     thread.start(), thread.join()
-    assert counter.result().num_in_units == counter.result().num_products == 18 - 1
+    assert counter.result().num_in_units == counter.result().num_matmuls == 18 - 1
     attached.detach()
 
 
@@ -169,8 +169,8 @@ def test_two_modules_of_one_class_keep_to_their_own_sessions(order: str) -> None
     for eager, own in zip(of_eager, of_compiled, strict=True):
         assert own.session.units.gauge.pairs == eager.session.units.gauge.pairs
         counted = own.session.counter.result()
-        assert counted.num_in_units == counted.num_products
-        assert counted.num_products == eager.session.counter.result().num_products
+        assert counted.num_in_units == counted.num_matmuls
+        assert counted.num_matmuls == eager.session.counter.result().num_matmuls
         own.detach(), eager.detach()
     for module, other in zip(expected, compiled, strict=True):
         grads = [p.grad for p in module.parameters()], [p.grad for p in other.parameters()]

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_unitscale.capture.captured_copy import captured_forward, products_of
+from lightning_unitscale.capture.captured_copy import captured_forward, matmuls_of
 from lightning_unitscale.capture.module_steps import steps_of
 from lightning_unitscale.matmuls import fp8_layers as fp8
 from lightning_unitscale.matmuls.fp8_layers import FP8Linears
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*(run outside|no matmul runs in
 
 
 class Forms(nn.Module):
-    """Eligible layers in every form, and products that are not, between them."""
+    """Eligible layers in every form, and matmuls that are not, between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def _forms() -> tuple[Forms, Tensor]:
 
 
 def _pass_of(module: nn.Module) -> FP8Linears:
-    return next(one for one in products_of(module).formats if isinstance(one, FP8Linears))
+    return next(one for one in matmuls_of(module).formats if isinstance(one, FP8Linears))
 
 
 def _captured(module: nn.Module) -> nn.Module:
@@ -69,7 +69,7 @@ def _captured(module: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("order", ["units first", "units last"])
 @pytest.mark.parametrize("gradient", ["E4M3FN", "E5M2"])
 def test_the_bits_of_the_simulation(order: str, gradient: Any) -> None:
-    """Sums of FP8 products in FP32 are sums of FP8 products in FP32, if the order is the same."""
+    """Sums of FP8 matmuls in FP32 are sums of FP8 matmuls in FP32, if the order is the same."""
     module, x = _forms()
     units = lossless_unit_scale(module, x)
     simulated = simulate_format(units, "E4M3FN", gradient, include=_FP8)
@@ -83,7 +83,7 @@ def test_the_bits_of_the_simulation(order: str, gradient: Any) -> None:
     assert not torch.equal(found["output"], run(module, x)["output"])
 
 
-def test_simulation_is_for_the_other_products_in_either_order() -> None:
+def test_simulation_is_for_the_other_matmuls_in_either_order() -> None:
     module, x = _forms()
     units = lossless_unit_scale(module, x)
     whole: Any = ("E4M3FN", "E4M3FN")
@@ -113,7 +113,7 @@ def test_every_decision_is_reported() -> None:
         "last.linear": "its 10 output features are no multiple of 16, and padding would not pay",
     }
     text = fp8.explain()
-    assert "3 of 8 products in FP8 with constant scales" in text
+    assert "3 of 8 matmuls in FP8 with constant scales" in text
     for name in (*_FP8, *_KEPT):
         assert f"\n{name} " in text
 
@@ -298,7 +298,7 @@ def test_what_is_eligible(case: Any, reason: str | None) -> None:
         assert_same_bits(found, exact)
 
 
-def test_products_left_out_later_are_in_the_next_rewrite() -> None:
+def test_matmuls_left_out_later_are_in_the_next_rewrite() -> None:
     module, x = _forms()
     fp8 = fp8_linears(module, gradient_format="E5M2")
     fp8(x)

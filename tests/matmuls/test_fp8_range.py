@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_unitscale.formats import E4M3FN, E5M2, NumberFormat
 from lightning_unitscale.matmuls.fp8_layers import FP8Linears
-from lightning_unitscale.matmuls.fp8_linear import FP8Products
+from lightning_unitscale.matmuls.fp8_linear import FP8Matmuls
 from lightning_unitscale.matmuls.measured_operands import (
     FORMATS,
     NUM_SHARES,
@@ -68,7 +68,7 @@ class _Tower(nn.Module):
         return made.sin().mean() + uneven.square().mean()
 
 
-def test_products_that_fp8_does_not_fit() -> None:
+def test_matmuls_that_fp8_does_not_fit() -> None:
     torch.manual_seed(0)
     x, outlier, sparse = torch.randn(8192, 64), torch.zeros(8192, 64), torch.full((8192, 64), 1e-5)
     outlier[5, 7] = 1e6
@@ -76,15 +76,15 @@ def test_products_that_fp8_does_not_fit() -> None:
     config = FP8Linears()
     module = _Tower()
     attached = AttachedSession(
-        module, ["forward"], numerics=[FP8Products(config, measures_range=True)]
+        module, ["forward"], numerics=[FP8Matmuls(config, measures_range=True)]
     )
     with ExitStack() as stack:
         stack.callback(attached.detach)
         module(x, outlier, sparse).backward()
-    products, gradients = config.unfit.products, config.unfit.gradients
-    assert set(products) == {"massive.linear", "flat.linear"}, products
-    assert products["massive.linear"].endswith("of its input is beyond E4M3FN's range")
-    assert products["flat.linear"].endswith("of its input would be zero in E4M3FN")
+    matmuls, gradients = config.unfit.matmuls, config.unfit.gradients
+    assert set(matmuls) == {"massive.linear", "flat.linear"}, matmuls
+    assert matmuls["massive.linear"].endswith("of its input is beyond E4M3FN's range")
+    assert matmuls["flat.linear"].endswith("of its input would be zero in E4M3FN")
     assert set(gradients) == {"uneven.linear"}, gradients
     assert gradients["uneven.linear"].endswith("of its gradient would be zero in E4M3FN")
 

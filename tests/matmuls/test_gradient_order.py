@@ -16,7 +16,7 @@ from tests.monitor.tracked import probed_copy
 # Operations on a square matrix that somebody else reads as well.
 OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     # One tensor in several places.
-    "square product": lambda t: t @ t,
+    "square matmul": lambda t: t @ t,
     "power": lambda t: (t @ t) @ t,
     "addmm": lambda t: torch.addmm(t, t, t),
     "multi_dot": lambda t: torch.linalg.multi_dot([t, t, t]),
@@ -24,7 +24,7 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "batched": lambda t: t[None, None] @ t[None, None],
     "linear": lambda t: F.linear(t, t, t[0]),
     "attention": lambda t: F.scaled_dot_product_attention(*[t[None, None]] * 3)[0, 0],
-    "attention as products": lambda t: F.scaled_dot_product_attention(
+    "attention as matmuls": lambda t: F.scaled_dot_product_attention(
         *[t[None, None]] * 3, dropout_p=0.1
     )[0, 0],
     "add": lambda t: torch.add(t, t, alpha=0.3),

@@ -29,7 +29,7 @@ pytestmark = [
 
 
 class Block(nn.Module):
-    """A residual block whose second product Inductor adds to what comes in."""
+    """A residual block whose second matmul Inductor adds to what comes in."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Net(nn.Module):
 
 ALL = {"use_reentrant": False}
 _ATEN = torch.ops.aten
-BUT_PRODUCTS = {
+BUT_MATMULS = {
     "use_reentrant": False,
     "context_fn": functools.partial(
         create_selective_checkpoint_contexts, [_ATEN.mm.default, _ATEN.addmm.default]
@@ -121,7 +121,7 @@ def plain(make: Callable[[], Module], x: Tensor) -> list[Tensor]:
     return found
 
 
-def assert_same_bits_in_units(num_products: int, **options: Any) -> None:
+def assert_same_bits_in_units(num_matmuls: int, **options: Any) -> None:
     x = torch.randn(64, 32)
     expected = plain(lambda: Module(Net(**options)), x)
     module = Module(Net(**options))
@@ -131,11 +131,11 @@ def assert_same_bits_in_units(num_products: int, **options: Any) -> None:
         counter = attached.session.counter = CoverageCounter()
         assert_equal(gradients(module, x), expected)
         coverage = counter.result()
-        assert coverage.num_products == coverage.num_in_units == num_products
+        assert coverage.num_matmuls == coverage.num_in_units == num_matmuls
     attached.detach()
 
 
-def test_same_bits_with_all_products_in_units() -> None:
+def test_same_bits_with_all_matmuls_in_units() -> None:
     assert_same_bits_in_units(18)
 
 
@@ -181,7 +181,7 @@ def saved_bytes(module: Module, x: Tensor) -> int:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, ALL, BUT_PRODUCTS], ids=["saved", "computed again", "but products"]
+    "options", [{}, ALL, BUT_MATMULS], ids=["saved", "computed again", "but matmuls"]
 )
 def test_copies_are_saved_in_place_of_what_they_were_made_of(
     options: dict[str, Any], torch_kernels: None
@@ -204,7 +204,7 @@ def test_copies_are_saved_in_place_of_what_they_were_made_of(
 
 
 class Attention(nn.Module):
-    """Reads slices of a product, and gives another product what attention leaves out of order."""
+    """Reads slices of a matmul, and gives another matmul what attention leaves out of order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,13 +235,13 @@ def allocated(code: str) -> int:
     return sum(math.prod(map(int, re.findall(r"\d+", shape))) for shape in shapes)
 
 
-def assert_looks_read_what_products_read(codes: list[str]) -> None:
+def assert_looks_read_what_matmuls_read(codes: list[str]) -> None:
     """A look at another arrangement of a copy would have Inductor write the copy twice."""
     for code in codes:
         looked_at = re.findall(r"look\.default\(\[(.*?)\], buf", code)
         read = re.findall(r"(?:extern_kernels\.|attention.*\.default\()(.*)", code)
-        names, of_products = (set(re.findall(r"\bbuf\d+", str(text))) for text in (looked_at, read))
-        assert names and names <= of_products
+        names, of_matmuls = (set(re.findall(r"\bbuf\d+", str(text))) for text in (looked_at, read))
+        assert names and names <= of_matmuls
 
 
 def test_in_sixteen_bits_copies_are_written_once_too() -> None:
@@ -249,7 +249,7 @@ def test_in_sixteen_bits_copies_are_written_once_too() -> None:
     attached = AttachedSession(module, ["step"])
     with torch.autocast("cpu", torch.bfloat16):
         _, codes = codes_of(module, torch.randn(4, 16, 32))
-    assert_looks_read_what_products_read(codes)
+    assert_looks_read_what_matmuls_read(codes)
     attached.detach()
 
 
@@ -263,7 +263,7 @@ def test_copies_are_written_once_and_what_attention_made_is_saved() -> None:
     attached.session.units.set_gauge(Gauge({site: GaugePair(log2_gamma=3), **pairs}))
     found, codes = codes_of(module, x)
     assert_same_bits(found, expected)
-    assert_looks_read_what_products_read(codes)
+    assert_looks_read_what_matmuls_read(codes)
     # Whoever reads a gradient reads it from the copy, so that nobody writes the gradient itself.
     assert 0 < allocated(codes[1]) <= allocated(plain_backward)
     # In the unit of its values, in which the backward pass reads it.
@@ -304,7 +304,7 @@ def test_a_gradient_is_read_from_its_copy_only_where_it_is_exact() -> None:
 
 
 class Twice(nn.Module):
-    """A weight whose two gradients Inductor adds up within a product, of many terms."""
+    """A weight whose two gradients Inductor adds up within a matmul, of many terms."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -315,7 +315,7 @@ class Twice(nn.Module):
         return self.layer(self.layer(x).sin()).square().mean()
 
 
-def test_a_sum_runs_within_a_product_as_it_does_without_units() -> None:
+def test_a_sum_runs_within_a_matmul_as_it_does_without_units() -> None:
     x = torch.randn(5000, 24)
     expected = plain(lambda: Module(Twice()), x)
     module = Module(Twice())
@@ -354,7 +354,7 @@ def test_a_convolution_of_one_channel_runs_as_it_is() -> None:
         assert_same_bits(gradients(module, x), expected)
         attached.session.units.settle()
     coverage = counter.result()
-    assert (coverage.num_products, coverage.num_in_units) == (4, 2)
+    assert (coverage.num_matmuls, coverage.num_in_units) == (4, 2)
     assert "a convolution of one channel" in next(iter(coverage.reasons))
     attached.detach()
 

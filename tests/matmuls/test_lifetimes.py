@@ -12,16 +12,16 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
+from benchmarks.executed_matmuls import has_torchs_own_kernels
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.executed_products import has_torchs_own_kernels
 from lightning_unitscale import UnitScaleCallback, attach
-from lightning_unitscale.capture.captured_copy import products_of
+from lightning_unitscale.capture.captured_copy import matmuls_of
 from lightning_unitscale.capture.module_steps import steps_of
 from lightning_unitscale.matmuls.calls import CALLS
 from lightning_unitscale.matmuls.kernels import num_overridden
-from lightning_unitscale.matmuls.session import ProductSession
+from lightning_unitscale.matmuls.session import MatmulSession
 from lightning_unitscale.quantize import quantize
 from lightning_unitscale.transforms import (
     compile,
@@ -111,8 +111,8 @@ def test_a_graph_of_a_session_that_has_ended_runs_plain(monkeypatch: pytest.Monk
             loss.backward(retain_graph=True)
             module.zero_grad()
             torch.optim.SGD(module.parameters(), lr=0.1).step()
-        ran: list[ProductSession] = []
-        monkeypatch.setattr(ProductSession, "run", lambda session, *_: ran.append(session))
+        ran: list[MatmulSession] = []
+        monkeypatch.setattr(MatmulSession, "run", lambda session, *_: ran.append(session))
         loss.backward()
     assert not ran
     assert_same_bits({name: p.grad for name, p in module.named_parameters()}, expected)
@@ -148,9 +148,9 @@ def test_any_two_in_either_order(first: str, second: str) -> None:
     other = TRANSFORMS[first](TRANSFORMS[second](net, x), x)
     assert_same_bits(run(both, x), run(other, x))
     assert steps_of(both) is None
-    products = products_of(both)
-    assert products is not None
-    assert products.session.units.is_used == ("lossless" in (first, second))
+    matmuls = matmuls_of(both)
+    assert matmuls is not None
+    assert matmuls.session.units.is_used == ("lossless" in (first, second))
 
 
 def test_formats_without_units_round_the_true_values() -> None:
@@ -185,7 +185,7 @@ def test_a_copy_is_transformed_by_itself() -> None:
     assert twin.gauge() == scaled.gauge() and len(twin.gauge()) == 6  # type: ignore[operator]
     assert_same_bits(run(twin, x), run(net, x))
     assert "6 of 6" not in scaled.explain()  # type: ignore[operator]
-    assert "5 of 5 products in units" in twin.explain()  # type: ignore[operator]
+    assert "5 of 5 matmuls in units" in twin.explain()  # type: ignore[operator]
     with torch.no_grad():
         twin.up.weight.mul_(2.0)
     assert not torch.equal(twin(x), scaled(x))
@@ -194,7 +194,7 @@ def test_a_copy_is_transformed_by_itself() -> None:
 
 def test_a_transformed_module_is_not_pickled() -> None:
     scaled = lossless_unit_scale(Net(), torch.randn(4, 16))
-    with pytest.raises(TypeError, match=r"Net: its products run in units .* save its state_dict"):
+    with pytest.raises(TypeError, match=r"Net: its matmuls run in units .* save its state_dict"):
         pickle.dumps(scaled)
 
 
@@ -352,4 +352,4 @@ def test_a_lightning_module() -> None:
         loader = torch.utils.data.DataLoader(x, 2, num_workers=0)
         trainer.fit(module, loader)
     assert_same_bits(dict(plain.state_dict()), dict(scaled.state_dict()))
-    assert "products in units" in scaled.explain()  # type: ignore[operator]
+    assert "matmuls in units" in scaled.explain()  # type: ignore[operator]

@@ -12,7 +12,7 @@ from lightning_unitscale.matmuls.measured_operands import root_mean_square
 from lightning_unitscale.matmuls.measurement import (
     FORWARD,
     Extent,
-    MeasuredProduct,
+    MeasuredMatmul,
     Measurement,
     Site,
 )
@@ -34,10 +34,10 @@ def test_root_mean_square_neither_overflows_nor_underflows(dtype: torch.dtype) -
 def test_a_tensor_measured_twice_gets_the_rms_of_both() -> None:
     site = Site("linear", "", ("input",))
     calls = [
-        MeasuredProduct(site, FORWARD, site.operand_names, (extent,), (), torch.float64, (None,))
+        MeasuredMatmul(site, FORWARD, site.operand_names, (extent,), (), torch.float64, (None,))
         for extent in (Extent(3e100), Extent(4e100))
     ]
-    measured = Measurement.of_products(calls)
+    measured = Measurement.of_matmuls(calls)
     assert measured.forward == pytest.approx({"linear:input": math.sqrt(12.5) * 1e100})
     assert measured.backward == {}
 

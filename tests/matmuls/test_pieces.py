@@ -13,8 +13,8 @@ from lightning_unitscale.capture.operators import RULES
 from lightning_unitscale.functional.scale import scale_in_place
 from lightning_unitscale.matmuls.calls import Call, sources_of
 from lightning_unitscale.matmuls.coverage import CoverageCounter
-from lightning_unitscale.matmuls.execute import Product, scaled_copy
-from lightning_unitscale.matmuls.measurement import FORWARD, Extent, MeasuredProduct, Site, reading
+from lightning_unitscale.matmuls.execute import Matmul, scaled_copy
+from lightning_unitscale.matmuls.measurement import FORWARD, Extent, MeasuredMatmul, Site, reading
 
 MM = next(rule for rule in RULES if rule.operator == "mm")
 
@@ -74,8 +74,8 @@ def test_extents(log2_unit: int) -> None:
 
 def _measured(
     *extents: Extent, addends: Any = (), dtype: torch.dtype = torch.float32
-) -> MeasuredProduct:
-    return MeasuredProduct(Site("x", "", ()), FORWARD, (), extents, addends, dtype, ())
+) -> MeasuredMatmul:
+    return MeasuredMatmul(Site("x", "", ()), FORWARD, (), extents, addends, dtype, ())
 
 
 def _why_inexact(*smallest: float, units: Any = (0, 0), addends: Any = ()) -> str:
@@ -110,7 +110,7 @@ def test_where_powers_of_two_are_not_exact() -> None:
 def _call(first: Tensor, second: Tensor, *, knows: bool) -> Call:
     site = Site("x", "", ("input", "other"))
     return Call(
-        Product(MM, site, FORWARD, (0, 0), (False, False), site.operand_names, 0),
+        Matmul(MM, site, FORWARD, (0, 0), (False, False), site.operand_names, 0),
         [
             (tensor.shape, tensor.stride(), tensor.data_ptr() * knows, tensor.requires_grad)
             for tensor in (first, second)
@@ -122,7 +122,7 @@ def _call(first: Tensor, second: Tensor, *, knows: bool) -> Call:
 @pytest.mark.parametrize("shape", [(3, 5, 7), (4, 4, 4), (4, 4, 5), (5, 4, 4), (4, 5, 4)])
 @pytest.mark.parametrize("turned", [(False, False), (False, True), (True, False), (True, True)])
 @pytest.mark.parametrize("needs", [(1, 0), (0,), (1,)])
-def test_who_is_who_in_a_backward_product(
+def test_who_is_who_in_a_backward_matmul(
     knows: bool, shape: tuple[int, int, int], turned: tuple[bool, bool], needs: tuple[int, ...]
 ) -> None:
     """All that autograd multiplies for ``mm``, against itself: seen from below, in its order."""
@@ -155,7 +155,7 @@ def test_who_is_who_in_a_backward_product(
 
 def test_what_is_told_of_a_step() -> None:
     counter = CoverageCounter()
-    assert counter.result().line() == "no matrix product ran"
+    assert counter.result().line() == "no matmul ran"
     assert counter.result().shortfall() == ""
     site_plain: dict[str, str] = {}
     counter.add("up", "units", "", 60, (site_plain, "forward"))
@@ -163,7 +163,7 @@ def test_what_is_told_of_a_step() -> None:
     counter.add("", "plain", "a kernel of distances", 5)
     coverage = counter.result()
     assert coverage.line() == (
-        "2 of 3 products in units (95 % of their FLOPs), 1 of them rounded to a format (35 %); "
+        "2 of 3 matmuls in units (95 % of their FLOPs), 1 of them rounded to a format (35 %); "
         "5 % plain: a kernel of distances"
     )
     assert coverage.shortfall() == "" and coverage.uncovered_modules() == ("the step itself",)
@@ -172,7 +172,7 @@ def test_what_is_told_of_a_step() -> None:
     site_plain["forward"] = "terms below"
     assert "What runs plain is in up, the step itself" in counter.result().shortfall()
     alone = counter.result(has_units=False)
-    assert alone.line().startswith("1 of 3 products rounded to a format (35 % of their FLOPs);")
+    assert alone.line().startswith("1 of 3 matmuls rounded to a format (35 % of their FLOPs);")
 
 
 def test_what_is_left_out_is_no_shortfall() -> None:
@@ -181,4 +181,4 @@ def test_what_is_left_out_is_no_shortfall() -> None:
     counter.add("down", "format", "", 40)
     coverage = counter.result(has_units=False)
     assert coverage.shortfall() == ""
-    assert coverage.line() == "1 of 2 products rounded to a format (40 % of their FLOPs)"
+    assert coverage.line() == "1 of 2 matmuls rounded to a format (40 % of their FLOPs)"

@@ -15,7 +15,7 @@ WIDTH, TOKENS = 256, 1024
 @pytest.mark.parametrize("is_fp8", [False, True])
 def test_operations_of_a_block(is_fp8: bool) -> None:
     work = work_of(graph_of(WIDTH, TOKENS, is_fp8=is_fp8), GPU())
-    # Weights of 12 squares, in three products; two products forward and five backward, halved.
+    # Weights of 12 squares, in three matmuls; two matmuls forward and five backward, halved.
     assert work[MATMULS].tflops * 1e12 == pytest.approx(2 * 3 * TOKENS * 12 * WIDTH**2)
     assert work[ATTENTION].tflops * 1e12 == pytest.approx(7 * TOKENS * (TOKENS // 8) * WIDTH)
     assert work[REST].tflops == 0
@@ -28,7 +28,7 @@ def test_what_is_fused_is_read_and_written_once() -> None:
     x, weight = torch.ones(4, 8), torch.ones(4, 2)
     work = work_of(make_fx(step)(x, weight).graph, GPU(bandwidth=1e-3))
     assert work[MATMULS].gigabytes * 1e9 == pytest.approx(4 * (8 * 4 + 4 * 2 + 8 * 2))
-    # The input read and its sine written, the product read and the result written.
+    # The input read and its sine written, the matmul read and the result written.
     assert work[REST].gigabytes * 1e9 == pytest.approx(4 * (2 * 32 + 2 * 16))
     assert work[REST].milliseconds == pytest.approx(4 * 96 / 1e9 * 1e3)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_unitscale.capture.captured_copy import products_of
+from lightning_unitscale.capture.captured_copy import matmuls_of
 from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.module_steps import steps_of
 from lightning_unitscale.matmuls.gauge import MAX_LOG2_GAMMA, MAX_LOG2_SIGMA
@@ -19,9 +19,9 @@ from lightning_unitscale.transforms import (
     simulate_format,
 )
 from tests.helpers import OperandMeter, assert_same_bits, operand_scales, run
-from tests.zoo import NETWORKS, PRODUCTS, Step, w, x
+from tests.zoo import MATMULS, NETWORKS, Step, w, x
 
-ZOO = {**PRODUCTS, **NETWORKS}
+ZOO = {**MATMULS, **NETWORKS}
 # ATen multiplies their result of two operands by the third: that one nobody can scale between.
 _INTERMEDIATE = {"multi_dot"}
 # Attention that is so sure of itself that terms vanish: there a product in units is another one.
@@ -30,7 +30,7 @@ _SLACK = 1e-3  # rounding of the operands themselves, largest in BF16
 
 
 def _set_gauge(module: nn.Module, gauge: Gauge) -> None:
-    products_of(module).session.units.set_gauge(gauge)
+    matmuls_of(module).session.units.set_gauge(gauge)
 
 
 def _forward(module: nn.Module) -> CapturedStep:
@@ -79,7 +79,7 @@ def test_three_factor_einsum_has_the_same_bits() -> None:
     expected = run(module, *inputs)
     scaled = lossless_unit_scale(module, *inputs)
     assert_same_bits(run(scaled, *inputs), expected)
-    # Two products of two operands each.
+    # Two matmuls of two operands each.
     assert [name.partition(":")[2] for name in scaled.gauge()].count("input") == 2
 
 
@@ -284,7 +284,7 @@ def test_a_compiled_module_is_refused() -> None:
 
 @pytest.mark.parametrize("depth", ["all", "everything", None, 3])
 def test_another_depth_is_refused(depth: object) -> None:
-    expected = rf"^depth={depth!r}: only matmuls are scaled; expected 'products'; .*'16-mixed'"
+    expected = rf"^depth={depth!r}: only matmuls are scaled; expected 'matmuls'; .*'16-mixed'"
     with pytest.raises(ValueError, match=expected):
         lossless_unit_scale(nn.Linear(2, 2), torch.ones(1, 2), depth=depth)
 
@@ -296,19 +296,19 @@ def test_the_depth_of_earlier_versions_is_accepted() -> None:
     assert_same_bits(run(scaled, a), run(module, a))
 
 
-def test_products_out_of_reach_are_named() -> None:
+def test_matmuls_out_of_reach_are_named() -> None:
     module = Step(lambda a, b: torch.cdist(a, b).relu() + (a @ b.mT), w(4, 3))
     inputs = (x(5, 3),)
     scaled = lossless_unit_scale(module, *inputs)
-    with pytest.warns(UserWarning, match=r"Step: 1 of 2 products in units .50 %.*a kernel of di"):
+    with pytest.warns(UserWarning, match=r"Step: 1 of 2 matmuls in units .50 %.*a kernel of di"):
         found = run(scaled, *inputs)
     assert_same_bits(found, run(module, *inputs))
-    assert "3 of 4 products in units" in scaled.explain()
+    assert "3 of 4 matmuls in units" in scaled.explain()
 
 
-def test_a_module_without_products_is_left_as_it_is() -> None:
+def test_a_module_without_matmuls_is_left_as_it_is() -> None:
     module = Step(lambda a, b: a + b, w(3))
     scaled = lossless_unit_scale(module, x(3))
     assert_same_bits(run(scaled, x(3).detach() * 0 + 1), run(module, x(3).detach() * 0 + 1))
     assert len(scaled.gauge()) == 0
-    assert "No product has run" in scaled.explain()
+    assert "No matmul has run" in scaled.explain()

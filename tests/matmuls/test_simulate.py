@@ -1,4 +1,4 @@
-"""What products read is in the format: seen from below, by a dispatch mode, in every call form."""
+"""What matmuls read is in the format: seen from below, by a dispatch mode, in every call form."""
 
 import copy
 import warnings
@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from benchmarks.executed_matmuls import below_all_kernels
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.executed_products import below_all_kernels
 from lightning_unitscale.capture.captured_copy import captured_forward
 from lightning_unitscale.capture.module_steps import steps_of
 from lightning_unitscale.formats import E4M3FN, E5M2, NumberFormat
@@ -20,9 +20,9 @@ from lightning_unitscale.matmuls.simulate import SimulateFormat
 from lightning_unitscale.quantize import quantize
 from lightning_unitscale.transforms import lossless_unit_scale, simulate_format, simulate_fp8
 from tests.helpers import assert_same_bits, run
-from tests.zoo import NETWORKS, PRODUCTS, Step, w, x
+from tests.zoo import MATMULS, NETWORKS, Step, w, x
 
-ZOO = {**PRODUCTS, **NETWORKS}
+ZOO = {**MATMULS, **NETWORKS}
 
 
 def _is_in(tensor: Tensor, format: NumberFormat) -> bool:
@@ -30,7 +30,7 @@ def _is_in(tensor: Tensor, format: NumberFormat) -> bool:
     return torch.equal(tensor.to(dtype).to(tensor.dtype), tensor)
 
 
-# For each operand of each product, whether it is in E4M3FN and whether in E5M2.
+# For each operand of each matmul, whether it is in E4M3FN and whether in E5M2.
 Seen = list[tuple[str, bool, bool]]
 
 
@@ -61,11 +61,11 @@ def _formats(make: Callable[[], nn.Module], *inputs: Any) -> tuple[Seen, Seen]:
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_every_product_reads_what_is_in_the_format(name: str) -> None:
+def test_every_matmul_reads_what_is_in_the_format(name: str) -> None:
     module, inputs = ZOO[name]()
     forward, backward = _formats(lambda: simulate_fp8(module), *inputs)
     assert forward
-    # All that is below is what the products themselves read.
+    # All that is below is what the matmuls themselves read.
     outside = [one for one in (*forward, *backward) if not (one[1] or one[2])]
     assert not outside, outside
     assert not [one for one in forward if not one[1]]
@@ -215,9 +215,9 @@ def test_include_and_exclude() -> None:
         expected = ["down (its name is excluded)"] if "exclude" in options else []
         assert [str(one.message).rpartition(": ")[2] for one in caught] == expected
         done = simulated.explain()
-        assert "3 of 6 products rounded to a format (50 % of their FLOPs)" in done
+        assert "3 of 6 matmuls rounded to a format (50 % of their FLOPs)" in done
         assert "Operands rounded to E4M3FN, gradients to E5M2 (nearest)" in done
-        del simulated  # the kernels of products are watched from below in the next turn
+        del simulated  # the kernels of matmuls are watched from below in the next turn
         rows = [line.split() for line in done.splitlines()]
         assert ["up", "3", "50", "%", "format"] in rows
         reason = "its name is excluded" if "exclude" in options else "its name is not included"
@@ -229,16 +229,16 @@ def test_nothing_arrives_without_a_gradient() -> None:
     simulated = simulate_fp8(module)
     with torch.no_grad():
         output = simulated(a)
-    assert "1 of 1 products rounded" in simulated.explain()
+    assert "1 of 1 matmuls rounded" in simulated.explain()
     weight = quantize(module.weight.detach(), "E4M3FN")
     assert_same_bits(output, F.linear(quantize(a, "E4M3FN"), weight, module.bias.detach()))
 
 
-def test_a_step_without_products_is_left_alone() -> None:
+def test_a_step_without_matmuls_is_left_alone() -> None:
     module = Step(lambda p, a: p * a, w(4))
     inputs = (x(4),)
     simulated = simulate_format(module, "E4M3FN", "E5M2", rounding="stochastic")
-    with pytest.warns(UserWarning, match="no matmul runs in a simulated format: no matrix product"):
+    with pytest.warns(UserWarning, match="no matmul runs in a simulated format: no matmul"):
         found = run(simulated, *inputs)
     assert_same_bits(found, run(module, *inputs))
 

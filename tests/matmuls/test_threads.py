@@ -147,7 +147,7 @@ def test_models_in_two_threads_keep_to_themselves(kind: str, reentrant: bool | N
         for before, after in zip(one, other, strict=True):
             if isinstance(before, UnitScaleCallback):
                 assert after.coverage.counts == before.coverage.counts
-                assert after.coverage.num_products
+                assert after.coverage.num_matmuls
 
 
 class Parts(nn.Module):
@@ -174,7 +174,7 @@ def test_what_threads_within_a_step_multiply_is_counted_as_plain() -> None:
     (reason,) = coverage.reasons
     assert "thread" in reason and coverage.uncovered_modules() == ("first",)
     # Forward, and for the gradient of the weight, by each thread.
-    assert (coverage.num_products, coverage.num_in_units) == (2 * 2 + 3, 3)
+    assert (coverage.num_matmuls, coverage.num_in_units) == (2 * 2 + 3, 3)
 
 
 def test_a_setting_of_all_threads_is_as_before() -> None:
@@ -290,7 +290,7 @@ def test_hooks_that_are_torchs_own_functions(callbacks: list[Any]) -> None:
 
 
 class Kept(torch.autograd.Function):
-    """Reads a gradient in one product, so that the copy that two could share is left."""
+    """Reads a gradient in one matmul, so that the copy that two could share is left."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch.func import functional_call, grad, vmap
 
 from lightning_unitscale import UnitScaleCallback
 from lightning_unitscale.matmuls import execute
-from lightning_unitscale.matmuls.compiled_graphs import GRAPHS, CompiledProduct
+from lightning_unitscale.matmuls.compiled_graphs import GRAPHS, CompiledMatmul
 from lightning_unitscale.matmuls.measurement import Extent
 from tests.callbacks.runs import QUIET
 from tests.capture.test_operators import CONVOLUTION, GARBAGE, MASKS, randn
@@ -137,8 +137,8 @@ def test_masked_gradients_of_a_convolution(mask: tuple[bool, ...], options: Any)
         assert_same_bits(expected, _plain(lambda: _Masked(mask, 1.0), rows))
         assert callback.coverage.fraction_of_flops("units") == 1.0
     backward = [mask[0] or mask[1], mask[0]]
-    # Both forward products; that of the first layer, whose input needs no gradient, and this one.
-    assert callback.coverage.num_products == 2 + sum(backward)
+    # Both forward matmuls; that of the first layer, whose input needs no gradient, and this one.
+    assert callback.coverage.num_matmuls == 2 + sum(backward)
 
 
 class _PerSample(nn.Module):
@@ -234,7 +234,7 @@ def test_the_weight_of_a_first_layer_is_copied_once(recalibrate: Any) -> None:
 
 
 class _Added(nn.Module):
-    """Products that are added to nothing: their addend is memory that was not written."""
+    """Matmuls that are added to nothing: their addend is memory that was not written."""
 
     def __init__(self, garbage: float, how: str) -> None:
         super().__init__()
@@ -320,9 +320,9 @@ def test_compiled(name: str, options: Any) -> None:
         assert other.explain() == callback.explain()
     assert callback.coverage.fraction_of_flops("units", "format") == 1.0
     if name == "first" and not options:
-        products = [p for graph in GRAPHS for p in graph.products if isinstance(p, CompiledProduct)]
-        of_first = [product for product in products if product.place.path.startswith("net.first")]
-        assert (None, 0) in {product.sources for product in of_first}
-        assert all(product.sources != (None, 0, 1) for product in of_first)
+        matmuls = [p for graph in GRAPHS for p in graph.matmuls if isinstance(p, CompiledMatmul)]
+        of_first = [matmul for matmul in matmuls if matmul.place.path.startswith("net.first")]
+        assert (None, 0) in {matmul.sources for matmul in of_first}
+        assert all(matmul.sources != (None, 0, 1) for matmul in of_first)
     if not options:
         assert_same_bits(run, _plain(make, rows))

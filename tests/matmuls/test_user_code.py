@@ -1,4 +1,4 @@
-"""Products that the user's own functions run where autograd asks for them."""
+"""Matmuls that the user's own functions run where autograd asks for them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.callbacks.runs import assert_same_run, both, run, unit_scale_of
 
 
 class Bodies(Regression):
-    """Products of no layer's own, two of them in the body of a checkpoint, or in none."""
+    """Matmuls of no layer's own, two of them in the body of a checkpoint, or in none."""
 
     def __init__(self, reentrant: bool | None) -> None:
         super().__init__(norm=False)
@@ -35,7 +35,7 @@ class Bodies(Regression):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_the_body_of_a_checkpoint_has_the_same_products_when_it_runs_again(reentrant: bool) -> None:
+def test_the_body_of_a_checkpoint_has_the_same_matmuls_when_it_runs_again(reentrant: bool) -> None:
     def lossless() -> list[Any]:
         return [UnitScaleCallback()]
 
@@ -83,7 +83,7 @@ def test_modes_of_the_user_do_not_hear_of_units() -> None:
 
 
 class OwnAttention(torch.autograd.Function):
-    """A product, in whose backward pass an attention runs."""
+    """A matmul, in whose backward pass an attention runs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -106,12 +106,12 @@ class Attending(Regression):
         return self.second(OwnAttention.apply(h, self.first.weight @ self.first.weight.T))
 
 
-def test_a_backward_pass_with_products_of_another_kind() -> None:
+def test_a_backward_pass_with_matmuls_of_another_kind() -> None:
     assert_same_run(Attending, lambda: [UnitScaleCallback()])
 
 
 class Written(torch.autograd.Function):
-    """A linear layer that writes its products into tensors of its own, or adds them there."""
+    """A linear layer that writes its matmuls into tensors of its own, or adds them there."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, empty: Any, added: float) -> Tensor:
@@ -153,10 +153,10 @@ class Writing(Regression):
     ids=["row by row", "with gaps", "column by column"],
 )
 @pytest.mark.parametrize("precision", ["32-true", "64-true"])
-def test_products_that_are_written_into_tensors_of_the_caller(empty: Any, precision: Any) -> None:
+def test_matmuls_that_are_written_into_tensors_of_the_caller(empty: Any, precision: Any) -> None:
     _, callbacks = assert_same_run(lambda: Writing(empty), both, precision=precision)
     coverage = unit_scale_of(callbacks).coverage
-    assert coverage.num_in_units == coverage.num_products == 11, coverage.table()
+    assert coverage.num_in_units == coverage.num_matmuls == 11, coverage.table()
 
 
 class Adding(Writing):
@@ -193,11 +193,11 @@ def test_what_is_written_is_rounded() -> None:
     real = UnitScaleCallback(precision="fp8")
     with pytest.warns(UserWarning, match="no matmul runs in FP8: .*first .its 6 input features"):
         run(lambda: Writing(torch.empty), [real])
-    assert real.coverage.num_products == 11
+    assert real.coverage.num_matmuls == 11
 
 
 class Masked(Regression):
-    """Attention whose mask, of negative infinities, is added by the product itself."""
+    """Attention whose mask, of negative infinities, is added by the matmul itself."""
 
     def __init__(self) -> None:
         super().__init__(norm=False)
@@ -208,7 +208,7 @@ class Masked(Regression):
         return super().forward(self.attention(x, x, x, attn_mask=mask)[0])
 
 
-def test_a_mask_of_infinities_leaves_its_product_in_units() -> None:
+def test_a_mask_of_infinities_leaves_its_matmul_in_units() -> None:
     _, callbacks = assert_same_run(Masked, lambda: [UnitScaleCallback()])
     coverage = unit_scale_of(callbacks).coverage
-    assert coverage.num_in_units == coverage.num_products > 10, coverage.table()
+    assert coverage.num_in_units == coverage.num_matmuls > 10, coverage.table()

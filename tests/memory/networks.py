@@ -48,7 +48,7 @@ def _attention(linear: nn.Module, x: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def _products(linear: nn.Module, x: Tensor) -> Tensor:
+def _matmuls(linear: nn.Module, x: Tensor) -> Tensor:
     q, k, v = linear(x).view(4, 40, 3, 2, 8).permute(2, 0, 3, 1, 4)
     mask = torch.ones(40, 40, dtype=torch.bool).tril()
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=0.1)
@@ -87,7 +87,7 @@ NETWORKS: dict[str, Callable[[], Example]] = {
     "views": lambda: (Step(_views, nn.Linear(32, 64)), _normal(50, 32)),
     "in_place": lambda: (Step(_in_place, nn.Linear(32, 64)), _normal(50, 32)),
     "attention": lambda: (Step(_attention, nn.Linear(16, 48)), _normal(4, 40, 16)),
-    "attention_as_products": lambda: (Step(_products, nn.Linear(16, 48)), _normal(4, 40, 16)),
+    "attention_as_matmuls": lambda: (Step(_matmuls, nn.Linear(16, 48)), _normal(4, 40, 16)),
     "multi_head": lambda: (
         Step(
             lambda mha, x: mha(x, x, x, need_weights=False)[0],

@@ -17,7 +17,7 @@ from lightning_unitscale.memory.problem import Mask, NodeRegion, RematNode, Rema
 
 
 def random_problem(rng: np.random.Generator, num_forward: int) -> RematProblem:
-    """Inputs, a forward pass with views and products of two outputs, and a backward pass."""
+    """Inputs, a forward pass with views and matmuls of two outputs, and a backward pass."""
     nodes = [
         RematNode(f"input_{i}", "placeholder", (), NodeRegion.INPUT, i, i, num_bytes=8)
         for i in range(2)

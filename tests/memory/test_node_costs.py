@@ -59,7 +59,7 @@ def test_one_input_of_attention_is_saved_once() -> None:
     mha.q_proj_weight, mha.k_proj_weight, mha.v_proj_weight = (
         nn.Parameter(torch.randn(32, 32)) for _ in range(3)
     )
-    mha._qkv_same_embed_dim = False  # three products of one input
+    mha._qkv_same_embed_dim = False  # three matmuls of one input
     module = Step(lambda m, x: m(x, x, x, need_weights=False)[0], mha)
     given = torch.randn(5, 2, 32)
     profile = profile_graph(module, given)

@@ -19,14 +19,14 @@ from tests.memory.oracles import sum_of
 aten = torch.ops.aten
 
 
-def _attention_by_products(linear: nn.Module, x: Tensor) -> Tensor:
+def _attention_by_matmuls(linear: nn.Module, x: Tensor) -> Tensor:
     q, k, v = linear(x).view(2, 10, 3, 4, 8).permute(2, 0, 3, 1, 4)
     return (q @ k.mT).softmax(-1) @ v
 
 
 CASES: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "linear": lambda: (nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)), torch.randn(3, 5, 8)),
-    "products": lambda: (Step(_attention_by_products, nn.Linear(16, 96)), torch.randn(2, 10, 16)),
+    "matmuls": lambda: (Step(_attention_by_matmuls, nn.Linear(16, 96)), torch.randn(2, 10, 16)),
     "convolution": lambda: (
         nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(), nn.Conv2d(8, 4, 1)),
         torch.randn(2, 3, 16, 16),
@@ -57,15 +57,15 @@ def test_convolution_in_groups_counts_each_gradient_like_the_forward() -> None:
     assert node.bwd_flops == 2 * node.fwd_flops
 
 
-def test_fused_attention_counts_its_products() -> None:
+def test_fused_attention_counts_its_matmuls() -> None:
     def attention(x: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(x, x, x)
 
     given = torch.randn(2, 4, 10, 8, requires_grad=True)
     (node,) = profile_graph(Step(attention), given).nodes
-    product = 2 * 2 * 4 * 10 * 10 * 8
+    matmul = 2 * 2 * 4 * 10 * 10 * 8
     # Backward: the scores again, then the gradients of weights, value, query and key.
-    assert (node.fwd_flops, node.bwd_flops) == (2 * product, 5 * product)
+    assert (node.fwd_flops, node.bwd_flops) == (2 * matmul, 5 * matmul)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_fused_attention_counts_its_products() -> None:
     ],
     ids=["mv", "dot", "addmv", "add"],
 )
-def test_products_that_torchs_counter_leaves_out(function, args, flops) -> None:  # type: ignore[no-untyped-def]
+def test_matmuls_that_torchs_counter_leaves_out(function, args, flops) -> None:  # type: ignore[no-untyped-def]
     assert operator_costs(function, args, {}, function(*args)).flops == flops
 
 
@@ -115,5 +115,5 @@ def test_nodes_of_a_graph_of_aten() -> None:
 def test_symbolic_sizes_count_with_the_sizes_traced() -> None:
     traced = make_fx(lambda a, b: a @ b, tracing_mode="symbolic")
     graph = traced(torch.ones(5, 3), torch.ones(3, 4)).graph
-    (product,) = graph.find_nodes(op="call_function", target=aten.mm.default)
-    assert aten_node_costs(product).flops == 2 * 5 * 3 * 4
+    (matmul,) = graph.find_nodes(op="call_function", target=aten.mm.default)
+    assert aten_node_costs(matmul).flops == 2 * 5 * 3 * 4

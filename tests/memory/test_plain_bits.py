@@ -65,7 +65,7 @@ class Inverse(nn.Module):
 
 
 class Bilinear(nn.Module):
-    """Multiplies by a kernel that makes products of its own, which autocast casts."""
+    """Multiplies by a kernel that makes matmuls of its own, which autocast casts."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -118,7 +118,7 @@ def test_the_front_is_monotone(planner: Planner) -> None:
         assert faster.peak_bytes > smaller.peak_bytes
 
 
-def test_min_cut_runs_no_product_again(planner: Planner) -> None:
+def test_min_cut_runs_no_matmul_again(planner: Planner) -> None:
     plan = planner.plan("min_cut")
     kinds = set(RematReport.of(plan).recomputed)
     assert not kinds & {"aten.addmm", "aten.mm", "aten._scaled_dot_product_flash_attention_for_cpu"}

@@ -16,7 +16,7 @@ KIB, MIB = 2**10, 2**20
 
 
 def test_a_snapshot_that_was_taken_on_a_gpu() -> None:
-    """A matrix, two vectors, their product and cuBLAS's workspace, as torch's forum has them."""
+    """A matrix, two vectors, their matmul and cuBLAS's workspace, as torch's forum has them."""
     allocator = CachingAllocator()
     blocks = [allocator.allocate(size) for size in (40000, 40, 4000, 40)]
     assert [block.size for block in blocks] == [40448, 512, 4096, 512]

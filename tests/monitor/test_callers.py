@@ -20,7 +20,7 @@ OPTIMIZER_STEP = Optimizer.profile_hook_step(nothing).__code__
 
 
 class Multiplying(Optimizer):
-    """An optimizer with products of its own, some before and some after the closure."""
+    """An optimizer with matmuls of its own, some before and some after the closure."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module.parameters(), {})
@@ -34,7 +34,7 @@ class Multiplying(Optimizer):
 
 
 class Paths(TorchFunctionMode):
-    """Notes where products are called: the path of a module, ``None`` for no part of the step."""
+    """Notes where matmuls are called: the path of a module, ``None`` for no part of the step."""
 
     def __init__(self, callers: Callers) -> None:
         super().__init__()

@@ -41,7 +41,7 @@ def assert_same_rows(ours: ScaleSnapshot, theirs: ScaleSnapshot) -> None:
     theirs = theirs.select(ours.names)
     assert ours.modules == theirs.modules
     assert ours.operands == theirs.operands
-    assert ours.products == theirs.products
+    assert ours.matmuls == theirs.matmuls
     for name, one, other in zip(ours.names, ours.inputs, theirs.inputs, strict=True):
         assert set(one) == set(other), name
     for direction in ("forward", "backward"):
@@ -59,7 +59,7 @@ def test_the_demo() -> None:
     assert watched.names == captured.names
     assert_same_rows(watched, captured)
     names = np.array(watched.names)
-    in_block = [name for name in names[watched.read_by_products("forward")] if "blocks.1" in name]
+    in_block = [name for name in names[watched.read_by_matmuls("forward")] if "blocks.1" in name]
     assert set(in_block) == {
         f"blocks.1.{name}"
         for name in (
@@ -69,7 +69,7 @@ def test_the_demo() -> None:
             *("mlp_norm.layer_norm", "mlp.up.weight", "mlp.gelu", "mlp.down.weight"),
         )
     }
-    assert set(names[watched.read_by_products("backward")]) == {
+    assert set(names[watched.read_by_matmuls("backward")]) == {
         name for name in names if name.endswith((".linear", "_attention"))
     }
 
@@ -104,7 +104,7 @@ class Layers(Small):
 
 
 class Constants(Small):
-    """A table and a mask: only what a product reads has a row."""
+    """A table and a mask: only what a matmul reads has a row."""
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x)
@@ -130,8 +130,8 @@ def test_inside_attention_and_through_casts() -> None:
 
     found = snapshot(Attention, loader)
     inputs = dict(zip(found.names, found.inputs, strict=True))
-    product = "attention.scaled_dot_product_attention"
-    assert inputs[product] == ("attention.query", "attention.key", "attention.value")
+    matmul = "attention.scaled_dot_product_attention"
+    assert inputs[matmul] == ("attention.query", "attention.key", "attention.value")
     assert inputs["attention.value"] == ("attention.linear",)
     assert inputs["getitem"] == ("first.linear",)
     assert not [name for name in found.names if "double" in name or "float" in name]
@@ -166,7 +166,7 @@ def test_patterns_are_about_the_names_that_people_see(options: Any, shown: list[
 @pytest.mark.parametrize(
     "options", [{"method": "u-mup"}, {"remat": "min_cut"}, {"precision": "fp8"}]
 )
-def test_what_products_read_where_passes_rewrite_the_step(options: Any) -> None:
+def test_what_matmuls_read_where_passes_rewrite_the_step(options: Any) -> None:
     def data() -> Any:
         return DataLoader([demo_batch(2)] * 2, batch_size=None)
 
@@ -176,7 +176,7 @@ def test_what_products_read_where_passes_rewrite_the_step(options: Any) -> None:
     )
     rewritten = rewritten.select(plain.names)
     assert any(plain.operands) and rewritten.operands == plain.operands
-    assert any(plain.products) and rewritten.products == plain.products
+    assert any(plain.matmuls) and rewritten.matmuls == plain.matmuls
 
 
 def test_what_a_batch_is_made_of() -> None:

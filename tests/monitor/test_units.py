@@ -1,4 +1,4 @@
-"""Units of products at the dispatcher: stored values, and what is counted of them."""
+"""Units of matmuls at the dispatcher: stored values, and what is counted of them."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import torch
 from torch import Tensor, nn
 
 from lightning_unitscale.formats import FP16
-from lightning_unitscale.matmuls.calls import RanProduct
+from lightning_unitscale.matmuls.calls import RanMatmul
 from lightning_unitscale.monitor import watcher as watcher_file
 from lightning_unitscale.monitor.watcher import StepWatcher
 from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 
 
-class Products:
-    """In place of a session: says of each linear layer's product in which units it ran."""
+class Matmuls:
+    """In place of a session: says of each linear layer's matmul in which units it ran."""
 
     def __init__(self, units: tuple[int | None, int | None], gamma: int | None) -> None:
         self.units = units
         self.gamma = gamma
         self.casts = False
-        self.see: Callable[[RanProduct], None]
+        self.see: Callable[[RanMatmul], None]
 
     @contextmanager
-    def watching(self, see: Callable[[RanProduct], None]) -> Iterator[None]:
+    def watching(self, see: Callable[[RanMatmul], None]) -> Iterator[None]:
         self.see = see
         yield
 
@@ -38,7 +38,7 @@ class Products:
         number = result.grad_fn._sequence_nr()  # type: ignore[union-attr]
         names = ("linear:input", "linear:weight")
         nodes = range(number, number + 1)
-        self.see(RanProduct(operands, self.units, self.gamma, nodes, names))
+        self.see(RanMatmul(operands, self.units, self.gamma, nodes, names))
         return result
 
 
@@ -65,65 +65,65 @@ def sample(watcher: StepWatcher, model: Model, step: int) -> ScaleSnapshot:
 class _Function(torch.overrides.TorchFunctionMode):
     """Puts another function in the place of ``linear``, below everybody else."""
 
-    def __init__(self, products: Products) -> None:
+    def __init__(self, matmuls: Matmuls) -> None:
         super().__init__()
-        self.products = products
+        self.matmuls = matmuls
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _linear:
-            return self.products.linear(*args)
+            return self.matmuls.linear(*args)
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("histogram", [True, False])
 @pytest.mark.parametrize("casts", [True, False])
 def test_stored_values(histogram: bool, casts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    products = Products((-10, -12), -20)
-    products.casts = casts
-    monkeypatch.setattr(watcher_file, "watching", products.watching)
+    matmuls = Matmuls((-10, -12), -20)
+    matmuls.casts = casts
+    monkeypatch.setattr(watcher_file, "watching", matmuls.watching)
     watcher = StepWatcher(RowLayout((FP16,), histogram=histogram), lambda *_: True)
     model = Model()
-    with _Function(products):
+    with _Function(matmuls):
         for step in range(3):
             if step == 2:
-                products.units, products.gamma = (-9, -11), -18
+                matmuls.units, matmuls.gamma = (-9, -11), -18
             found = sample(watcher, model, step)
             units = dict(zip(found.names, found.log2_sigma.tolist(), strict=True))
-            assert units["mul"] == products.units[0]
-            assert units["weight"] == products.units[1]
+            assert units["mul"] == matmuls.units[0]
+            assert units["weight"] == matmuls.units[1]
             assert units["linear"] == 0
             gammas = dict(zip(found.names, found.log2_gamma.tolist(), strict=True))
-            assert gammas == {**dict.fromkeys(found.names, 0), "linear": products.gamma}
+            assert gammas == {**dict.fromkeys(found.names, 0), "linear": matmuls.gamma}
             # 2**-10 is subnormal in no format's eyes once it is divided by its unit.
             stored, meant = (found.statistics("mul", stored=one) for one in (True, False))
             assert stored is not None
             assert meant is not None
-            assert stored.rms == 2.0 ** (-10 - products.units[0])
+            assert stored.rms == 2.0 ** (-10 - matmuls.units[0])
             assert meant.rms == 2.0**-10
             assert stored.fraction(FP16, "subnormal") == 0
             gradient = found.statistics("linear", "backward", stored=True)
             assert gradient is not None
-            assert gradient.rms == 2.0 ** (-20 - products.gamma)
+            assert gradient.rms == 2.0 ** (-20 - matmuls.gamma)
             assert gradient.fraction(FP16, "subnormal") == 0
             weight = found.statistics("weight", stored=True)
             assert weight is not None
-            expected = model.weight.detach().abs() * 2.0 ** -products.units[1] < 2.0**-14
+            expected = model.weight.detach().abs() * 2.0 ** -matmuls.units[1] < 2.0**-14
             assert weight.fraction(FP16, "subnormal") == pytest.approx(
                 float(expected.float().mean()), rel=2**-10
             )
 
 
 def test_before_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    products = Products((None, None), None)
-    monkeypatch.setattr(watcher_file, "watching", products.watching)
+    matmuls = Matmuls((None, None), None)
+    monkeypatch.setattr(watcher_file, "watching", matmuls.watching)
     watcher, model = StepWatcher(RowLayout((FP16,)), lambda *_: True), Model()
-    with _Function(products):
+    with _Function(matmuls):
         found = sample(watcher, model, 0)
         lacking = dict(zip(found.names, found.lacking_units, strict=True))
         assert lacking["weight"] == lacking["mul"] == (True, False)
         assert lacking["linear"] == (False, True)
         # An operand that is all zero has none for longer than the others.
-        products.units, products.gamma = (-10, None), -20
+        matmuls.units, matmuls.gamma = (-10, None), -20
         found = sample(watcher, model, 1)
         lacking = dict(zip(found.names, found.lacking_units, strict=True))
         assert [name for name, each in lacking.items() if any(each)] == ["weight"]
@@ -131,12 +131,12 @@ def test_before_units(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_name_whose_tensor_no_matmul_reads_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    products = Products((-10, -12), -20)
-    monkeypatch.setattr(watcher_file, "watching", products.watching)
+    matmuls = Matmuls((-10, -12), -20)
+    monkeypatch.setattr(watcher_file, "watching", matmuls.watching)
     watcher, model = StepWatcher(RowLayout((FP16,)), lambda *_: True), Model()
-    with _Function(products):
+    with _Function(matmuls):
         sample(watcher, model, 0)
-    # The same step, whose product the dispatcher does not see now.
+    # The same step, whose matmul the dispatcher does not see now.
     found = sample(watcher, model, 1)
     assert not found.log2_sigma.any() and not found.log2_gamma.any()
     weight = found.statistics("weight", stored=True)

@@ -149,7 +149,7 @@ FOLLOW: dict[str, Loss] = {
 COUPLED: dict[str, tuple[Loss, str]] = {
     "root": (lambda s, z, b: F.mse_loss(z, b["values"]).sqrt(), "sqrt is not linear"),
     "square": (lambda s, z, b: (lambda mean: mean * mean)(z.mean()), "mul is not linear"),
-    "product": (lambda s, z, b: z.mean() * z.square().mean(), "mul is not linear"),
+    "matmul": (lambda s, z, b: z.mean() * z.square().mean(), "mul is not linear"),
     "norm": (lambda s, z, b: (z - b["values"]).norm(), "norm is neither"),
     "dice": (
         lambda s, z, b: (z.sigmoid() * b["soft"]).sum() / (z.sigmoid().sum() + b["soft"].sum()),

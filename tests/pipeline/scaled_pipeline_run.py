@@ -75,11 +75,11 @@ class Breaks(pl.Callback):
 
 
 V = {"schedule": "ZBVZeroBubble"}
-# One device captures what is "captured": products that are rounded, names of a graph's tensors.
+# One device captures what is "captured": matmuls that are rounded, names of a graph's tensors.
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"clip": 0.5},
-    "products": {"scale": {}, "monitor": {}, "clip": 0.5, "validates": True},
-    "products-v": {"scale": {}, **V},
+    "matmuls": {"scale": {}, "monitor": {}, "clip": 0.5, "validates": True},
+    "matmuls-v": {"scale": {}, **V},
     "looks": {"scale": {"recalibrate": 1}, "breaks": 64.0, "points": True, "captured": True},
     "rules-v": {
         "scale": {"method": "unit-scaling"},

@@ -19,11 +19,11 @@ from tests.distributed.launch import run_ranks
 from tests.pipeline.scaled_pipeline_run import NUM_MICROBATCHES, PARTS, REFUSED, STEPS
 
 NUM_RANKS = 2
-SCALED = ["products", "products-v", "looks", "rules-v", "u-mup", "fp8", "fp8-looks"]
+SCALED = ["matmuls", "matmuls-v", "looks", "rules-v", "u-mup", "fp8", "fp8-looks"]
 CASES = [*SCALED, "simulated", "bf16", "monitored", "accumulated", "stops", "raises"]
 REMATERIALIZED = ["min-cut", "share"]
 PIPELINED = ["plain", *REMATERIALIZED, "refused"]
-VALIDATED = {"rules-v", "monitored", "products", "bf16", "fp8"}
+VALIDATED = {"rules-v", "monitored", "matmuls", "bf16", "fp8"}
 # With two groups of gradients added to each other, one process adds up in another order.
 OTHER_ORDER = {"accumulated"}
 
@@ -129,7 +129,7 @@ def test_validation_runs_through_the_stages_where_no_pass_changes_it(case: str, 
             assert found["validated"] == expected["validated"], "no weight is tied: the same bits"
 
 
-@pytest.mark.parametrize("case", ["products", *REMATERIALIZED])
+@pytest.mark.parametrize("case", ["matmuls", *REMATERIALIZED])
 def test_the_same_pipeline_without_the_callback(case: str, runs: Runs) -> None:
     """Unit scaling in FP32, and running again, change no bit, those of tied weights included."""
     for rank in range(NUM_RANKS):
@@ -200,7 +200,7 @@ def _assert_same(
         assert np.all((error <= 1e-6 * size) | (np.isnan(error) & np.isnan(size)))
 
 
-@pytest.mark.parametrize("case", ["products", "rules-v", "monitored", "accumulated", "stops"])
+@pytest.mark.parametrize("case", ["matmuls", "rules-v", "monitored", "accumulated", "stops"])
 def test_one_report(case: str, runs: Runs) -> None:
     """Statistics of the joint batch: of all stages, in the order of the whole graph."""
     expected = runs.found("alone", case)["snapshots"]
@@ -213,7 +213,7 @@ def test_one_report(case: str, runs: Runs) -> None:
             exact = place == 0 or case in {"monitored", "stops"}
             if exact:
                 # The first step of one process has no units yet, unless it would be another one.
-                in_units = place > 0 or case not in {"products", "accumulated", "rules-v"}
+                in_units = place > 0 or case not in {"matmuls", "accumulated", "rules-v"}
                 _assert_same(ours, theirs, exact=True, in_units=in_units)
             else:
                 assert ours.names == theirs.names
@@ -225,8 +225,8 @@ def test_one_report(case: str, runs: Runs) -> None:
 
 def test_the_gradient_of_a_tied_weight_is_that_of_all_stages(runs: Runs) -> None:
     """In the first step it is exact: the sum over the stages, microbatch by microbatch."""
-    first = runs.found(NUM_RANKS, "products")["snapshots"][0]
-    owned = [runs.found(NUM_RANKS, "products", rank)["gradients"][0] for rank in range(NUM_RANKS)]
+    first = runs.found(NUM_RANKS, "matmuls")["snapshots"][0]
+    owned = [runs.found(NUM_RANKS, "matmuls", rank)["gradients"][0] for rank in range(NUM_RANKS)]
     assert all("byte_embedding.weight" in one for one in owned), "both ranks have it"
     place = first.names.index("byte_embedding.weight")
     count = first.column("numel", "backward")[place]

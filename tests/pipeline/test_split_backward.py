@@ -27,7 +27,7 @@ Stage = Callable[[dict[str, Tensor], Tensor], Sequence[Tensor]]
 WIDTH = 4
 
 
-class _Product(torch.autograd.Function):
+class _Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
@@ -123,8 +123,8 @@ def _written_in_place(p: dict[str, Tensor], x: Tensor) -> Sequence[Tensor]:
 
 
 def _functions(p: dict[str, Tensor], x: Tensor) -> Sequence[Tensor]:
-    x = _Product.apply(x.flatten(0, 1), p["a"])
-    return (F.linear(_Product.apply(x.tanh(), p["b"] * p["gain"]), p["c"], p["bias"]),)
+    x = _Matmul.apply(x.flatten(0, 1), p["a"])
+    return (F.linear(_Matmul.apply(x.tanh(), p["b"] * p["gain"]), p["c"], p["bias"]),)
 
 
 def _relayed(p: dict[str, Tensor], x: Tensor) -> Sequence[Tensor]:
@@ -145,8 +145,8 @@ class _Count(CalledOperators):
     """Counts the operators that run."""
 
     @property
-    def products(self) -> int:
-        """Products, and fused kernels that contain some."""
+    def matmuls(self) -> int:
+        """Matmuls, and fused kernels that contain some."""
         fused = ("attention_for_cpu_backward", "rnn_layer_backward")
         return sum(name in {"mm", "addmm", "bmm"} or name.endswith(fused) for name in self.names)
 
@@ -200,7 +200,7 @@ def test_gradients_have_the_bits_of_the_whole_pass(name: str, asks: bool) -> Non
 
 
 @pytest.mark.parametrize("name", STAGES)
-def test_no_product_is_computed_twice(name: str) -> None:
+def test_no_matmul_is_computed_twice(name: str) -> None:
     with _Count() as whole:
         run = _Run(STAGES[name])
         whole.operators.clear()
@@ -209,10 +209,10 @@ def test_no_product_is_computed_twice(name: str) -> None:
         run = _Run(STAGES[name])
         halves.operators.clear()
         run.halves()
-    assert halves.products == whole.products
+    assert halves.matmuls == whole.matmuls
 
 
-def test_products_for_weights_are_in_the_second_half() -> None:
+def test_matmuls_for_weights_are_in_the_second_half() -> None:
     with _Count() as first:
         run = _Run(_layers)
         first.operators.clear()
@@ -221,7 +221,7 @@ def test_products_for_weights_are_in_the_second_half() -> None:
     assert [parameter.grad for parameter in run.parameters.values()] == [None] * 6
     with _Count() as second:
         backward_weights(waiting)
-    assert first.products == second.products == 3
+    assert first.matmuls == second.matmuls == 3
 
 
 def test_gradients_are_added_to_earlier_ones() -> None:

@@ -93,7 +93,7 @@ def test_what_more_microbatches_take() -> None:
     peaks = [_planned(_stage(), "min_cut", count)[1] for count in (1, 2, 4)]
     steps = [second.peak_bytes - first.peak_bytes for first, second in itertools.pairwise(peaks)]
     assert steps[1] == 2 * steps[0] > 0
-    # Results of the two products, but not what the functions between make of them.
+    # Results of the two matmuls, but not what the functions between make of them.
     assert steps[0] >= 2 * 4 * ROWS * WIDTH
 
 

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from benchmarks.executed_matmuls import See, below, operands_read
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.executed_products import See, below, operands_read
-from lightning_unitscale.capture.captured_copy import captured_forward, products_of
+from lightning_unitscale.capture.captured_copy import captured_forward, matmuls_of
 from lightning_unitscale.capture.module_steps import ModuleSteps, steps_of
 from lightning_unitscale.rules.build_plan import Recorder
 from lightning_unitscale.rules.flow import Flow
@@ -54,7 +54,7 @@ def decided(module: nn.Module, op: str) -> list[Decision]:
 def rules_alone(module: nn.Module) -> nn.Module:
     """A copy of a planned module in which the rules rewrite and nothing else does."""
     alone = copy.deepcopy(module)
-    products_of(alone).detach()
+    matmuls_of(alone).detach()
     steps = _steps(alone)
     steps.passes = [
         graph_pass for graph_pass in steps.passes if isinstance(graph_pass, RuleRewrite)
@@ -66,8 +66,8 @@ def rules_alone(module: nn.Module) -> nn.Module:
 @contextlib.contextmanager
 def only_rules(module: nn.Module) -> Iterator[None]:
     """Has the rules alone rewrite what is captured already, which is faster than a copy."""
-    steps, products = _steps(module), products_of(module)
-    products.detach()
+    steps, matmuls = _steps(module), matmuls_of(module)
+    matmuls.detach()
     passes = steps.passes
     steps.passes = [graph_pass for graph_pass in passes if isinstance(graph_pass, RuleRewrite)]
     pass_of_gradients = next(
@@ -82,7 +82,7 @@ def only_rules(module: nn.Module) -> Iterator[None]:
         steps.passes = passes
         for step in steps.steps.values():
             step.invalidate()
-        products.attach_again()
+        matmuls.attach_again()
 
 
 def differing_parameters(module: nn.Module, *inputs: Any, **options: Any) -> list[str]:
@@ -110,8 +110,8 @@ def differing_parameters(module: nn.Module, *inputs: Any, **options: Any) -> lis
     return names
 
 
-class ProductMeter:
-    """Tells the gradients that arrive at products from what else the kernels of products read."""
+class MatmulMeter:
+    """Tells the gradients that arrive at matmuls from what else the kernels of matmuls read."""
 
     def __init__(self) -> None:
         self.readings: list[tuple[str, float]] = []
@@ -133,7 +133,7 @@ class ProductMeter:
 
 
 class _Asked(TorchDispatchMode):
-    """Shows what a module asks torch's kernels of products to read."""
+    """Shows what a module asks torch's kernels of matmuls to read."""
 
     def __init__(self, see: See) -> None:
         super().__init__()
@@ -152,13 +152,13 @@ class _Asked(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def operands_of(module: nn.Module, *inputs: Any) -> ProductMeter:
-    """RMS of what torch's kernels of products read in one seeded step."""
+def operands_of(module: nn.Module, *inputs: Any) -> MatmulMeter:
+    """RMS of what torch's kernels of matmuls read in one seeded step."""
     module.zero_grad()
     torch.manual_seed(3)
-    meter = ProductMeter()
+    meter = MatmulMeter()
     # Kernels of other modules, which are in units, may be there if this one is not.
-    has_units = products_of(module) is not None
+    has_units = matmuls_of(module) is not None
     with below(module, meter.see) if has_units else _Asked(meter.see):
         loss = module(*inputs)
         meter.in_backward = True

@@ -64,7 +64,7 @@ OTHERS: dict[str, Foreach] = {
     "inverse": of_each(lambda q, p: q.copy_(2.0 / p)),
     "a number": of_each(lambda q, p: q.copy_(p + 0.1)),
     "foreach clamp": lambda teacher, student: torch._foreach_clamp_min_(teacher + student, -1.0),
-    "foreach product": lambda teacher, student: torch._foreach_mul_(teacher, student),
+    "foreach matmul": lambda teacher, student: torch._foreach_mul_(teacher, student),
 }
 
 

@@ -80,7 +80,7 @@ class Partly(nn.Module):
         return self.lstm(h)[0].square().mean()
 
 
-@pytest.mark.filterwarnings("ignore:.*a recurrent kernel, whose products are inside")
+@pytest.mark.filterwarnings("ignore:.*a recurrent kernel, whose matmuls are inside")
 @pytest.mark.parametrize("is_hidden", [False, True])
 def test_no_parameter_and_no_attention_is_missing(is_hidden: bool) -> None:
     scaled = unit_scale(Partly(is_hidden))

@@ -62,7 +62,7 @@ def _single(module: nn.Module, op: str, *inputs: Any, **options: Any) -> Decisio
     return decision
 
 
-def test_factors_of_products() -> None:
+def test_factors_of_matmuls() -> None:
     hidden = Of(lambda m, a: m[1](m[0](a)).square().mean(), nn.Linear(W, 8), nn.Linear(8, 3))
     scaled = unit_scale(hidden)
     scaled(X)
@@ -101,7 +101,7 @@ def test_adds_that_are_left_alone(function: Any) -> None:
     )
 
 
-def test_products_by_element_are_left_alone() -> None:
+def test_matmuls_by_element_are_left_alone() -> None:
     scaled = unit_scale(
         Of(lambda m, a: m[2](F.silu(m[0](a)) * m[1](a)), *(nn.Linear(W, W) for _ in range(3)))
     )
@@ -153,7 +153,7 @@ def test_a_bias_that_is_data_is_added_as_it_is() -> None:
     torch.testing.assert_close(y, torch.addmm(addend, a, b, alpha=alpha))
 
 
-def test_a_product_whose_operands_are_not_independent_is_measured() -> None:
+def test_a_matmul_whose_operands_are_not_independent_is_measured() -> None:
     scaled = unit_scale(Of(lambda _, a: a @ a.mT))
     y = scaled(X[:6].expand(4, 6, W))
     assert rms(y) == pytest.approx(1.0, rel=0.4)
@@ -161,7 +161,7 @@ def test_a_product_whose_operands_are_not_independent_is_measured() -> None:
     assert single.origin == "calibrated" and "where the rule says" in single.reason
 
 
-def test_an_unknown_product_names_its_reason() -> None:
+def test_an_unknown_matmul_names_its_reason() -> None:
     scaled = unit_scale(Of(lambda _, a, b: torch.conv_tbc(a, b, torch.zeros(5)) * 1.0))
     scaled(torch.randn(7, 2, 4), torch.randn(3, 4, 5))
     (decision,) = decided(scaled, "conv_tbc")
@@ -255,7 +255,7 @@ def test_what_is_written_into_is_no_constant(fill: Any) -> None:
     ("make", "rms"),
     [(lambda x: torch.full_like(x, -3.0), 3.0), (lambda x: torch.rand_like(x), 3**-0.5)],
 )
-def test_a_product_of_what_the_step_makes_itself(make: Any, rms: float) -> None:
+def test_a_matmul_of_what_the_step_makes_itself(make: Any, rms: float) -> None:
     scaled = unit_scale(Of(lambda m, x: m[0](make(x)), nn.Linear(W, W)), on_unknown="error")
     scaled(X)
     ((argument,),) = (decision.arguments for decision in decided(scaled, "linear"))
@@ -283,7 +283,7 @@ def test_reads_names_what_is_behind_the_arguments() -> None:
     assert reads["matmul"] == ("cat", "parts.1.weight")
 
 
-def test_a_far_operand_gets_its_factor_at_the_product() -> None:
+def test_a_far_operand_gets_its_factor_at_the_matmul() -> None:
     scaled = unit_scale(Of(lambda m, a: m[0](input=a * 8), nn.Linear(W, 4)))
     scaled(X / rms(X))
     (decision,) = decided(scaled, "linear")

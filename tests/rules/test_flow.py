@@ -98,8 +98,8 @@ def test_seen_through_what_only_hands_on() -> None:
         return h.flatten() @ m[0].weight.mT.T.reshape(-1)[: h.numel()] + k.mean()
 
     flow = flow_of(Of(function, nn.Linear(4, 12)), torch.randn(2, 5, 4))
-    (linear,), (product,) = _named(flow, "linear"), _named(flow, "matmul")
-    left, right = (float_argument for _, float_argument in float_arguments(product))
+    (linear,), (matmul,) = _named(flow, "linear"), _named(flow, "matmul")
+    left, right = (float_argument for _, float_argument in float_arguments(matmul))
     assert flow.root(left) is linear
     assert flow.parameter_of(right) == "parts.0.weight"
     assert flow.parameter_of(left) is None

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_unitscale.capture.captured_copy import products_of
+from lightning_unitscale.capture.captured_copy import matmuls_of
 from lightning_unitscale.rules.transform import unit_scale
 from lightning_unitscale.rules.unit_weights import ParameterGradients
 from lightning_unitscale.transforms import simulate_fp8, track_scales
@@ -166,7 +166,7 @@ def planned(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
 
 
 def missing(scaled: nn.Module) -> frozenset[str]:
-    units = products_of(scaled).session.units
+    units = matmuls_of(scaled).session.units
     units.settle()
     return frozenset(units.lacking)
 

@@ -29,9 +29,9 @@ def _in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scores.softmax(-1) @ v
 
 
-def _flat(q: Tensor, k: Tensor, v: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+def _flat(q: Tensor, k: Tensor, v: Tensor, matmul: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     q, k, v = (value.flatten(0, 1) for value in (q, k, v))
-    return torch.bmm(product(q, k.mT).softmax(-1), v).view(B, H, T, D)
+    return torch.bmm(matmul(q, k.mT).softmax(-1), v).view(B, H, T, D)
 
 
 def _einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ def test_a_learned_temperature_is_left_as_it_is() -> None:
     scaled = unit_scale(module)
     with torch.no_grad():
         y, expected = scaled(x), module(x)
-    # By the last product's factor alone.
+    # By the last matmul's factor alone.
     ratio = float((y * expected).sum() / expected.square().sum())
     torch.testing.assert_close(y, ratio * expected, rtol=1e-3, atol=1e-4)
 
@@ -184,8 +184,8 @@ def test_a_learned_temperature_is_left_as_it_is() -> None:
 )
 def test_what_is_no_softmax(form: Callable[..., Tensor]) -> None:
     flow = flow_of(Of(lambda _, a, b: form(a @ b.mT)), torch.randn(T, D), torch.randn(T, D))
-    product = next(node for node in flow.nodes if "matmul" in str(node.target))
-    assert logit_factor(flow, product) is None
+    matmul = next(node for node in flow.nodes if "matmul" in str(node.target))
+    assert logit_factor(flow, matmul) is None
 
 
 def test_grouped_queries_and_a_causal_mask() -> None:
@@ -249,7 +249,7 @@ def _graph(function: Callable[..., Tensor]) -> list[fx.Node]:
         (lambda x: torch.divide(x, 0.0), math.inf),
     ],
 )
-def test_products_with_numbers(function: Callable[..., Tensor], number: float) -> None:
+def test_matmuls_with_numbers(function: Callable[..., Tensor], number: float) -> None:
     (node,) = _graph(function)
     flow = Flow()
     assert times_number(flow, node) == (node.all_input_nodes[0], number)
@@ -265,12 +265,12 @@ def test_products_with_numbers(function: Callable[..., Tensor], number: float) -
         lambda x: x.pow(2),
     ],
 )
-def test_what_is_no_product_with_a_number(function: Callable[..., Tensor]) -> None:
+def test_what_is_no_matmul_with_a_number(function: Callable[..., Tensor]) -> None:
     (node,) = _graph(function)
     assert times_number(Flow(), node) is None
 
 
-def test_the_way_to_a_softmax_ends_at_a_product() -> None:
+def test_the_way_to_a_softmax_ends_at_a_matmul() -> None:
     weight = torch.randn(T, T)
     module = Of(lambda _, a, b: ((a @ b.mT * 0.5) @ weight * 7).softmax(-1))
     flow = flow_of(module, torch.randn(T, D), torch.randn(T, D))

@@ -1,4 +1,4 @@
-"""The RMS of tensors between products: predicted where it can be, measured where it cannot."""
+"""The RMS of tensors between matmuls: predicted where it can be, measured where it cannot."""
 
 import math
 from collections.abc import Callable

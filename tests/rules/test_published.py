@@ -68,13 +68,13 @@ def test_a_published_model(name: str, readout: str) -> None:
     assert plans[readout].action == "scaled"
     assert plans[readout].info.is_tied == (name != "Llama")
     assert all(plan.info.role.value != "other" for plan in plans.values())
-    # Whether torch runs it as one kernel or as products, each layer's logits are (1 / 16) q.k.
+    # Whether torch runs it as one kernel or as matmuls, each layer's logits are (1 / 16) q.k.
     fused = decided(scaled, "scaled_dot_product_attention")
-    products = [
-        decision for decision in decided(scaled, "attention_product") if "m/d" in decision.reason
+    matmuls = [
+        decision for decision in decided(scaled, "attention_matmul") if "m/d" in decision.reason
     ]
-    assert len(fused) + len(products) == 2
+    assert len(fused) + len(matmuls) == 2
     assert all(dict(value.kwargs)["scale"] == 1 / 16 for value in fused)
     # (What the composite multiplies queries and keys by is undone where they are read.)
-    assert all(product.output == pytest.approx(1 / 16) for product in products)
+    assert all(matmul.output == pytest.approx(1 / 16) for matmul in matmuls)
     assert torch.isfinite(given.loss)

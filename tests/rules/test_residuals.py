@@ -142,7 +142,7 @@ NONE: dict[str, Callable[[Parts, Tensor], Tensor]] = {
     "losses": _losses,
     "losses_of_shape_one": lambda m, h: _losses(m, h)[None] + m[3](h * _losses(m, h)).mean()[None],
     "no_branch": lambda m, h: h + h,
-    "no_product_in_the_branch": lambda m, h: h + F.gelu(norm(h)),
+    "no_matmul_in_the_branch": lambda m, h: h + F.gelu(norm(h)),
     "gelu": lambda m, h: m[1](_gelu(h)),
     "rms_norm": lambda m, h: m[1](h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6)),
     "rotary": _rotary,
@@ -154,7 +154,7 @@ NONE: dict[str, Callable[[Parts, Tensor], Tensor]] = {
     "bias_of_scores": _bias_of_scores,
     "alpha": lambda m, h: torch.add(h, m[1](h), alpha=2),
     "difference": lambda m, h: h - m[1](h),
-    "product": lambda m, h: h * torch.sigmoid(m[1](h)),
+    "matmul": lambda m, h: h * torch.sigmoid(m[1](h)),
     "projected_skip": lambda m, h: m[1](h) + m[2](m[3](h).relu()),
     "constants": lambda m, h: m[1](h) + torch.ones(W) @ torch.ones(W, W),
 }

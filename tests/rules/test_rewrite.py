@@ -211,7 +211,7 @@ def _layer_norm(x: Tensor) -> Tensor:
         lambda x: (x.square() + 1).log(),
     ],
 )
-def test_what_lies_between_products_stays_what_it_is(island: Callable[[Tensor], Tensor]) -> None:
+def test_what_lies_between_matmuls_stays_what_it_is(island: Callable[[Tensor], Tensor]) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_unitscale.capture.graph_matmuls import product_of
+from lightning_unitscale.capture.graph_matmuls import matmul_of
 from lightning_unitscale.capture.graph_nodes import op_name, tensor_name
 from lightning_unitscale.rules.flow import output_factor
 from lightning_unitscale.rules.learning_rates import ParameterInfo, Role, u_mup_rate
@@ -87,9 +87,9 @@ def test_a_readout_whose_weight_is_made_of_parameters(logits: Callable[..., Tens
 
     structure = structure_of(Of(loss, *parts), x(6, 5), torch.randint(8, (6,)))
     (node,) = structure.readouts
-    product = product_of(node)
-    assert product is not None
-    assert sorted(structure.flow.is_weight(operand.node) for operand in product.operands) == [
+    matmul = matmul_of(node)
+    assert matmul is not None
+    assert sorted(structure.flow.is_weight(operand.node) for operand in matmul.operands) == [
         False,
         True,
     ]
@@ -271,7 +271,7 @@ def test_parametrized_weights_are_left() -> None:
     )
 
 
-def test_weights_of_attention_modules_are_rescaled_because_its_products_are_rewritten() -> None:
+def test_weights_of_attention_modules_are_rescaled_because_its_matmuls_are_rewritten() -> None:
     attention = nn.MultiheadAttention(W, 4, kdim=8, vdim=12, add_bias_kv=True, batch_first=True)
     module = Of(lambda m, a: m[0](a, a[..., :8], a[..., :12])[0].square().mean(), attention)
     structure = structure_of(module, x())

@@ -26,11 +26,11 @@ from tests.rules.oracle import (
     rms,
     rules_alone,
 )
-from tests.zoo import NETWORKS, PRODUCTS
+from tests.zoo import MATMULS, NETWORKS
 
 W = 16
 X = torch.randn(8, 6, W, generator=torch.Generator().manual_seed(2))
-SMALL = {**PRODUCTS, **NETWORKS}
+SMALL = {**MATMULS, **NETWORKS}
 
 
 # A module of all tests is captured anew in each of them, which forget what Dynamo knows.
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*captured anew in:UserWarning")
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("name", SMALL)
-def test_every_product_and_its_neighbours(name: str) -> None:
+def test_every_matmul_and_its_neighbours(name: str) -> None:
     module, inputs = SMALL[name]()
     scaled = unit_scale(module)
     before = [tensor.detach().clone() for tensor in inputs]
@@ -360,7 +360,7 @@ def test_a_half_rewritten_parameter_stays_whole_and_is_reported() -> None:
     assert torch.equal(scaled.parts[0].weight, module.parts[0].weight)
     assert parameters_of(scaled)["parts.0.weight"].action == "left"
     assert "read by linalg_svdvals, which no rule rewrites" in scaled.explain()
-    # Its product is brought to RMS 1 all the same.
+    # Its matmul is brought to RMS 1 all the same.
     h = X @ scaled.parts[0].weight.T
     alone = rules_alone(scaled)
     expected = (h / rms(h) @ scaled.parts[1].weight.T / W).square().mean()

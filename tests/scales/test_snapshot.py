@@ -287,7 +287,7 @@ def test_a_graph_of_networkx(tmp_path):
         modules=("", "block", "block"),
         inputs=((), ("input",), ("input", "block.a", "elsewhere")),
         operands=(True, False, False),
-        products=(False, True, False),
+        matmuls=(False, True, False),
     )
     graph = found.to_networkx()
     assert list(graph) == list(found.names) and graph.graph == {"step": 3}

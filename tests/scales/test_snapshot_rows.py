@@ -71,11 +71,11 @@ def test_rows_are_about_what_was_measured():
 
 
 def _read(one: ScaleSnapshot) -> ScaleSnapshot:
-    return replace(one, operands=READ, products=READ)
+    return replace(one, operands=READ, matmuls=READ)
 
 
 @pytest.mark.parametrize("in_units", [False, True])
-def test_the_worst_of_what_products_read(in_units: bool) -> None:
+def test_the_worst_of_what_matmuls_read(in_units: bool) -> None:
     one = snapshot(3, offset=18)
     one = _read(unit_scaled(one) if in_units else one)
     summary = summarize(one)
@@ -110,7 +110,7 @@ def test_of_tensors_that_lose_as_much_the_one_that_is_farther_out() -> None:
     assert summary.tensors["scales/E5M2/underflow_backward_tensor"] == "smaller"
 
 
-def test_where_no_product_is_known_scalars_and_losses_are_left_out() -> None:
+def test_where_no_matmul_is_known_scalars_and_losses_are_left_out() -> None:
     layout = RowLayout()
     values = [torch.full((8,), 2.0), torch.tensor(2.0**30), torch.full((8,), 2.0**31)]
     rows = torch.stack([statistics_row(value, layout) for value in values]).numpy()

@@ -212,7 +212,7 @@ def test_nonfinite_elements_are_counted_apart(row_of):
 
 @pytest.mark.parametrize("log2_factor", [-70, -8, -1, 5, 20, 66])
 def test_counts_of_the_stored_value(row_of, log2_factor):
-    # Chosen so that the product is exact in FP32, which the oracle computes and we do not.
+    # Chosen so that the matmul is exact in FP32, which the oracle computes and we do not.
     tensor = torch.randn(4000) * 2.0 ** (-log2_factor - 6)
     stored = boundary_values()
     stored = stored[(stored.abs() > 2.0**-40) & (stored.abs() < 2.0**40)]

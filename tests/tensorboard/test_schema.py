@@ -26,7 +26,7 @@ TENSORS = TensorSet(
     ("a", ""),
     (E4M3FN, OWN),
     operands=(True, False),
-    products=(False, True),
+    matmuls=(False, True),
 )
 
 

@@ -12,9 +12,9 @@ from tests.tensorboard.runs import NAMES, snapshot, unit_scaled, with_nan, write
 PLAIN = replace(
     snapshot(10),
     operands=(True, True, False, True, True, False),
-    products=(False, True, False, True, False, True),
+    matmuls=(False, True, False, True, False, True),
 )
-SCALED = replace(unit_scaled(snapshot(10)), operands=PLAIN.operands, products=PLAIN.products)
+SCALED = replace(unit_scaled(snapshot(10)), operands=PLAIN.operands, matmuls=PLAIN.matmuls)
 
 
 def cells(table):
@@ -63,12 +63,12 @@ def test_a_line_per_block():
     )
 
 
-def test_what_products_read_has_a_star():
+def test_what_matmuls_read_has_a_star():
     lines = cells(f"{scale_table(SCALED)}\n\n")
     starred = [[field.endswith("*") for field in line[2:6]] for line in lines]
     assert starred == [
-        [False, is_operand, False, is_product]
-        for is_operand, is_product in zip(SCALED.operands, SCALED.products, strict=True)
+        [False, is_operand, False, is_matmul]
+        for is_operand, is_matmul in zip(SCALED.operands, SCALED.matmuls, strict=True)
     ]
 
 
@@ -80,7 +80,7 @@ def test_without_units_there_is_one_value():
     assert cells(table)[-1] == ["head", "-", "-", "-", "-"]
 
 
-def test_where_nobody_knows_what_products_read_all_is_shown():
+def test_where_nobody_knows_what_matmuls_read_all_is_shown():
     assert scale_table(snapshot(10), full=False) == scale_table(snapshot(10))
 
 

@@ -31,8 +31,8 @@ def snapshot(step=0, names=NAMES, backward=True, layout=LAYOUT, **kwargs):
         gradients[1] = statistics_row(torch.full((40,), 2.0**-20), layout)
         gradients[2:3] = statistics_row(torch.zeros(7), layout)
     number = len(names)
-    # A product reads the first and makes the second, which the third one reads.
-    options = {"operands": (True, False, True, False), "products": (False, True, False, False)}
+    # A matmul reads the first and makes the second, which the third one reads.
+    options = {"operands": (True, False, True, False), "matmuls": (False, True, False, False)}
     options = {key: flags[:number] for key, flags in options.items()} | kwargs
     return ScaleSnapshot(
         step, names, torch.stack(rows).numpy(), gradients.numpy(), layout, **options
@@ -73,7 +73,7 @@ def test_vectors_of_the_plugin(experiment):
         writer.write(one)
     events = read(experiment)
     one = snapshots[0]
-    fields = (one.modules, LAYOUT.formats, one.inputs, one.operands, one.products)
+    fields = (one.modules, LAYOUT.formats, one.inputs, one.operands, one.matmuls)
     key = TensorSet(NAMES, *fields).key
     tags = ours(events)
     for direction in ("forward", "backward"):
@@ -116,7 +116,7 @@ STOCK = (
     "~scales/loss",
 )
 GRADIENT = f"{STOCK[1]}.grad"
-# What a product reads; a gradient of zeros has no logarithm to draw, and an absent one nothing.
+# What a matmul reads; a gradient of zeros has no logarithm to draw, and an absent one nothing.
 SHOWN = {
     "scales": set(),
     "operands": {STOCK[0], STOCK[2], GRADIENT},

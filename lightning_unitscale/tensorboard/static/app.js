@@ -208,7 +208,7 @@ export class App {
         ]),
       ),
     );
-    // Of gradients only those that arrive at products have units: the others would hide them.
+    // Of gradients only those that arrive at matmuls have units: the others would hide them.
     const only = operands.size ? this.state.operandsOnly ?? direction === 'backward' : null;
     const matches = nameFilter(filter);
     this.rows = names.filter((name) => matches(name) && (!only || operands.has(name))).map((name) => known.get(name));
@@ -278,7 +278,7 @@ export class App {
     const texts = [`step ${step}`, scaleText(data.value(column, tensor, this.state.stored))];
     if (unit) texts.push(`stored in units of ${power(unit)}`);
     if (data.operands[tensor]) {
-      texts.push(data.direction === 'forward' ? 'read by a product' : 'arrives at a product');
+      texts.push(data.direction === 'forward' ? 'read by a matmul' : 'arrives at a matmul');
     }
     const bad = data.bad(column, tensor);
     if (bad) texts.push(`${bad.toLocaleString('en')} NaN or infinite`);

@@ -52,7 +52,7 @@ export class Controls {
       onchange: () => on.operandsOnly(this.operands.checked),
     });
     this.count = element('output', { class: 'count', 'aria-live': 'polite' });
-    const title = 'Only what matrix products read: operands, or gradients that arrive at products (key o)';
+    const title = 'Only what matmuls read: operands, or gradients that arrive at matmuls (key o)';
     const check = element('label', { class: 'check', title }, this.operands, 'operands only');
     const shown = element('div', {}, this.count, check);
     const help = element(
@@ -121,7 +121,7 @@ const KEYS = [
   ['/', 'filter the tensors'],
   ['f, b', 'forward, backward'],
   ['s', 'true value, stored value'],
-  ['o', 'only operands of products, or all tensors'],
+  ['o', 'only operands of matmuls, or all tensors'],
   ['z', 'fit all rows, rows with names'],
   ['[ ]', 'shift the tensor by a power of two'],
   ['l', 'logarithmic counts'],
@@ -137,7 +137,7 @@ const READING = [
   ['Backward', 'gradients of the same tensors'],
   ['True value', 'what the model computes with'],
   ['Stored value', 'what is in memory and meets number formats: another scale only with unit scaling'],
-  ['Operands', 'what matrix products read, marked by a bar; backward, the gradients that arrive at products'],
+  ['Operands', 'what matmuls read, marked by a bar; backward, the gradients that arrive at matmuls'],
 ];
 
 /** How to read the page, and the list of keys, as a dialog. */

@@ -15,9 +15,9 @@ export class Legend {
     this.flag = element('span', { class: 'legend-item', hidden: true }, element('i', { class: 'flag' }), 'alert');
     this.operand = element(
       'span',
-      { class: 'legend-item', title: 'Operands of matrix products, and gradients that arrive at products', hidden: true },
+      { class: 'legend-item', title: 'Operands of matmuls, and gradients that arrive at matmuls', hidden: true },
       element('i', { class: 'operand' }),
-      'read by products',
+      'read by matmuls',
     );
     this.headline = element('b', { class: 'headline' });
     this.notice = element('button', { type: 'button', class: 'notice', hidden: true });

@@ -46,7 +46,7 @@ export class RunScales {
   }
 
   /**
-   * By how many powers of two the tensors that products read are stored away from RMS 1 at the last
+   * By how many powers of two the tensors that matmuls read are stored away from RMS 1 at the last
    * step; those that are zero have no scale.
    */
   distancesFromOne() {

@@ -7,7 +7,7 @@ export function parseFrame(buffer) {
   const arrays = {};
   let start = 4 + length;
   for (const { name, shape } of header.arrays) {
-    const size = shape.reduce((product, one) => product * one, 1);
+    const size = shape.reduce((matmul, one) => matmul * one, 1);
     arrays[name] = new Float32Array(buffer, start, size);
     start += 4 * size;
   }
