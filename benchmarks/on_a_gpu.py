@@ -265,7 +265,7 @@ def main() -> int:
     args = parser.parse_args()
     kinds = {step.name: "benchmarks" if step.workers is None else "tests" for step in STEPS}
     if unknown := {*args.steps} - {*kinds, *kinds.values()}:
-        parser.error(f"no step is named {', '.join(sorted(unknown))}; expected {', '.join(kinds)}")
+        parser.error(f"no step is named {', '.join(sorted(unknown))}. Expected {', '.join(kinds)}")
     steps = [s for s in STEPS if not args.steps or {s.name, kinds[s.name]} & {*args.steps}]
     if args.list:
         for step in steps:

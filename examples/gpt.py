@@ -116,8 +116,8 @@ class GPT(pl.LightningModule):
         super().__init__()
         if width % num_heads:
             raise ValueError(
-                f"`width={width}`: {num_heads} heads cannot share it equally; expected a multiple "
-                f"of `num_heads`; change one of the two."
+                f"`width={width}`: {num_heads} heads cannot share it equally. Expected a multiple "
+                f"of `num_heads`. Change one of the two."
             )
         self.save_hyperparameters()
         self.context = context

@@ -76,13 +76,13 @@ class TextDataModule(pl.LightningDataModule):
                 raise ValueError(f"`{name}={value}`: expected at least 1; give a larger number.")
         if not 0 < val_fraction < 1:
             raise ValueError(
-                f"`val_fraction={val_fraction}`: not a share of the text; expected a number "
-                "between 0 and 1, both excluded; give 0.1 to hold out a tenth."
+                f"`val_fraction={val_fraction}`: not a share of the text. Expected a number "
+                "between 0 and 1, both excluded. Give 0.1 to hold out a tenth."
             )
         if path is not None and not Path(path).exists():
             raise ValueError(
-                f"`path={path}`: there is no such file or folder; expected one that holds text; "
-                "correct it, or leave it out to read the source of Python's standard library."
+                f"`path={path}`: there is no such file or folder. Expected one that holds text. "
+                "Correct it, or leave it out to read the source of Python's standard library."
             )
         self.path = path
         self.context = context
@@ -105,8 +105,8 @@ class TextDataModule(pl.LightningDataModule):
         for part, data in (("training", text.train), ("held-out", text.val)):
             if len(data) <= self.context:
                 raise ValueError(
-                    f"`path={root}`: its {part} part has {len(data)} bytes of text; expected more "
-                    f"than `context={self.context}`; give more text or a smaller `context`."
+                    f"`path={root}`: its {part} part has {len(data)} bytes of text. Expected more "
+                    f"than `context={self.context}`. Give more text or a smaller `context`."
                 )
         return text
 
@@ -245,8 +245,8 @@ def _read_split(root: Path, suffix: str, val_fraction: float, max_bytes: int) ->
     texts = _read_texts(root, suffix, max_bytes)
     if not texts:
         raise ValueError(
-            f"`path={root}`: it holds no text; expected a file, or a folder with files, of text; "
-            "choose another one."
+            f"`path={root}`: it holds no text. Expected a file, or a folder with files, of text. "
+            "Choose another one."
         )
     if len(texts) == 1:
         (text,) = texts.values()

@@ -115,7 +115,7 @@ def _unavailable(name: str, error: ModuleNotFoundError) -> type:
 
     def init(self: object, *args: object, **kwargs: object) -> None:
         raise ModuleNotFoundError(
-            f"{name}: {error}; expected an environment that has it; install it.", name=error.name
+            f"{name}: {error}. Expected an environment that has it. Install it.", name=error.name
         ) from error
 
     return type(name, (), {"__init__": init, "__doc__": f"Not available here: {error}."})

@@ -18,19 +18,24 @@ def shown(value: object) -> str:
     return text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN - 3]}..."
 
 
+def sentence(text: str) -> str:
+    """Return a clause as a sentence."""
+    return f"{text[:1].upper()}{text[1:]}."
+
+
 def check_choice(name: str, value: object, choices: Sequence[str], what: str, advice: str) -> None:
     """Refuse an argument that is none of its choices."""
     if not isinstance(value, str) or value not in choices:
         *first, last = map(repr, choices)
         expected = f"{', '.join(first)} or {last}"
-        raise ValueError(f"{name}={shown(value)}: {what}; expected {expected}; {advice}.")
+        raise ValueError(f"{name}={shown(value)}: {what}. Expected {expected}. {sentence(advice)}")
 
 
 def check_depth(depth: object) -> None:
     """Refuse every depth but ``"products"``, the only one that is left."""
     if not isinstance(depth, str) or depth != "products":
         raise ValueError(
-            f"depth={shown(depth)}: only matmuls are scaled; expected 'matmuls'; leave depth out, "
+            f"depth={shown(depth)}: only matmuls are scaled. Expected 'matmuls'. Leave depth out, "
             "and train in FP16 with Trainer(precision='16-mixed'), whose gradient scaler keeps the "
             "other gradients in range."
         )
@@ -40,8 +45,8 @@ def check_count(name: str, value: object, *, least: int = 1) -> None:
     """Refuse an argument that is not a whole number, or is too small."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(
-            f"{name}={shown(value)}: not a count; expected a whole number of at least {least}; "
-            f"pass {name}={least} or more."
+            f"{name}={shown(value)}: not a count. Expected a whole number of at least {least}. "
+            f"Pass {name}={least} or more."
         )
 
 
@@ -50,8 +55,8 @@ def check_positive(name: str, value: object, what: str) -> None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not 0 < value < math.inf:  # type: ignore[operator]
         raise ValueError(
-            f"{name}={shown(value)}: not a number of {what}; expected a finite number above 0; "
-            "pass such a number."
+            f"{name}={shown(value)}: not a number of {what}. Expected a finite number above 0. "
+            "Pass such a number."
         )
 
 
@@ -59,7 +64,7 @@ def check_flag(name: str, value: object) -> None:
     """Refuse an argument that is neither ``True`` nor ``False``."""
     if not isinstance(value, bool):
         raise ValueError(
-            f"{name}={shown(value)}: not a flag; expected True or False; pass one of them."
+            f"{name}={shown(value)}: not a flag. Expected True or False. Pass one of them."
         )
 
 
@@ -69,8 +74,8 @@ def check_instance(
     """Refuse an argument of another type."""
     if not isinstance(value, kinds):
         raise TypeError(
-            f"{name}={shown(value)}: it is {_with_article(type(value).__name__)}; expected "
-            f"{expected}; {advice}."
+            f"{name}={shown(value)}: it is {_with_article(type(value).__name__)}. Expected "
+            f"{expected}. {sentence(advice)}"
         )
 
 
@@ -92,8 +97,8 @@ def checked_folder(name: str, value: Any) -> Path:
         why = "the path is empty"
     if why:
         raise ValueError(
-            f"{name}={shown(os.fspath(value))}: nothing can be written to this folder ({why}); "
-            "expected a folder that exists or can be made; pass another one."
+            f"{name}={shown(os.fspath(value))}: nothing can be written to this folder ({why}). "
+            "Expected a folder that exists or can be made. Pass another one."
         )
     return folder
 
@@ -111,8 +116,8 @@ def check_file(name: str, value: Any) -> None:
         why = "permission denied"
     if why:
         raise ValueError(
-            f"{name}={shown(os.fspath(value))}: this file cannot be written ({why}); expected a "
-            "file in a folder that exists; pass another path."
+            f"{name}={shown(os.fspath(value))}: this file cannot be written ({why}). Expected a "
+            "file in a folder that exists. Pass another path."
         )
 
 

@@ -54,24 +54,24 @@ class NumberFormat:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(
-                f"name={self.name!r}: a format needs a name; expected text such as 'E3M4'; "
-                "pass one, tables and tags show it"
+                f"name={self.name!r}: a format needs a name. Expected text such as 'E3M4'. "
+                "Pass one, tables and tags show it."
             )
         if not _is_within(self.exponent_bits, 2, _MAX_EXPONENT_BITS):
             raise ValueError(
-                f"exponent_bits={self.exponent_bits!r}: out of range; expected 2 to "
-                f"{_MAX_EXPONENT_BITS}, since one code holds zero and subnormals; change the number"
+                f"exponent_bits={self.exponent_bits!r}: out of range. Expected 2 to "
+                f"{_MAX_EXPONENT_BITS}, since one code holds zero and subnormals. Change it."
             )
         if not _is_within(self.mantissa_bits, 1, _MAX_MANTISSA_BITS):
             raise ValueError(
-                f"mantissa_bits={self.mantissa_bits!r}: out of range; expected 1 to "
+                f"mantissa_bits={self.mantissa_bits!r}: out of range. Expected 1 to "
                 f"{_MAX_MANTISSA_BITS} stored bits, since a format without a mantissa holds only "
-                "powers of two and has no subnormals; change the number"
+                "powers of two and has no subnormals. Change the number."
             )
         if not isinstance(self.finite_only, bool):
             raise ValueError(
-                f"finite_only={self.finite_only!r}: not a flag; expected True or False; pass one "
-                "of them"
+                f"finite_only={self.finite_only!r}: not a flag. Expected True or False. Pass one "
+                "of them."
             )
 
     @property
@@ -188,14 +188,14 @@ def get_format(
     if isinstance(format, (tuple, list)):
         if len(format) != 2 or not all(type(bits) is int for bits in format):
             raise TypeError(
-                f"{given}: not the bits of a format; expected two integers, "
-                "(exponent_bits, mantissa_bits); pass for example (4, 3)"
+                f"{given}: not the bits of a format. Expected two integers, "
+                "(exponent_bits, mantissa_bits). Pass for example (4, 3)."
             )
         return get_format("E{}M{}".format(*format), given=given)
     if not isinstance(format, str):
         raise TypeError(
-            f"{given}: not a format; expected a name or a NumberFormat, got "
-            f"{type(format).__name__}; pass for example 'FP16'"
+            f"{given}: not a format. Expected a name or a NumberFormat, got "
+            f"{type(format).__name__}. Pass for example 'FP16'."
         )
     name = format.strip().upper().removeprefix("TORCH.")
     named = FORMATS.get(name) or _ALIASES.get(name)
@@ -204,8 +204,8 @@ def get_format(
     bits = _NAME.fullmatch(name)
     if bits is None:
         raise ValueError(
-            f"{given}: unknown number format; expected one of {', '.join(FORMATS)}, or "
-            "bits such as 'E3M4' or 'E2M3FN'; correct the name or pass a NumberFormat"
+            f"{given}: unknown number format. Expected one of {', '.join(FORMATS)}, or "
+            "bits such as 'E3M4' or 'E2M3FN'. Correct the name or pass a NumberFormat."
         )
     exponent_bits, mantissa_bits = int(bits[1]), int(bits[2])
     try:

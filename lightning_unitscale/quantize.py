@@ -81,16 +81,16 @@ def quantize(
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         actual = f" of {tensor.dtype}" if isinstance(tensor, Tensor) else f"={shown(tensor)}"
         raise TypeError(
-            f"tensor{actual}: only floating-point numbers can be rounded to a format; expected "
-            "a tensor of float32, bfloat16, float16 or float64; convert it first."
+            f"tensor{actual}: only floating-point numbers can be rounded to a format. Expected "
+            "a tensor of float32, bfloat16, float16 or float64. Convert it first."
         )
     key = None
     if rounding == "stochastic":
         key = _key_from(generator, tensor.device)
     elif generator is not None:
         raise ValueError(
-            f"generator={shown(generator)}: rounding='nearest' draws no random numbers; expected "
-            "None; leave it out or pass rounding='stochastic'."
+            f"generator={shown(generator)}: rounding='nearest' draws no random numbers. Expected "
+            "None. Leave it out or pass rounding='stochastic'."
         )
     return _StraightThrough.apply(tensor, resolved, saturate, key)
 
@@ -126,8 +126,8 @@ def checked_format(format: FormatLike, *, given: str | None = None) -> NumberFor
     if resolved.mantissa_bits > _MANTISSA_BITS or resolved.max > FP32.max:
         raise ValueError(
             f"{given or f'format={resolved}'}: FP32, in which values are rounded, does not have "
-            f"all its numbers; expected at most {_MANTISSA_BITS} mantissa bits and a maximum of at "
-            f"most {FP32.max:.3g}; choose a smaller format."
+            f"all its numbers. Expected at most {_MANTISSA_BITS} mantissa bits and a maximum of at "
+            f"most {FP32.max:.3g}. Choose a smaller format."
         )
     return resolved
 
@@ -243,8 +243,8 @@ def _key_from(generator: torch.Generator | Tensor | None, device: torch.device) 
     if generator.shape != (2,) or generator.dtype != torch.int64:
         raise ValueError(
             f"generator of shape {tuple(generator.shape)} and {generator.dtype}: no key of a "
-            "stochastic rounding; expected a row of rounding_keys(), 2 numbers of torch.int64; "
-            "pass rounding_keys(1)[0]."
+            "stochastic rounding. Expected a row of rounding_keys(), 2 numbers of torch.int64. "
+            "Pass rounding_keys(1)[0]."
         )
     return generator
 

@@ -210,9 +210,9 @@ def test_a_path_that_does_not_exist_is_one_clear_error(tiny: list[str]) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [("method", {"method": "u-mup", "loss_mult": -1.0}, r"^loss_mult=-1.0: no such factor; exp"),
-     ("precision", {"exclude": [""]}, r"^exclude=\[''\]: '' is no pattern; expected globs"),
-     ("simulate", {"format": "FP7"}, r"^format='FP7': unknown number format; expected one of"),
-     ("remat", "many", r"^remat='many': not a budget; expected bytes")],
+     ("precision", {"exclude": [""]}, r"^exclude=\[''\]: '' is no pattern. Expected globs"),
+     ("simulate", {"format": "FP7"}, r"^format='FP7': unknown number format. Expected one of"),
+     ("remat", "many", r"^remat='many': not a budget. Expected bytes")],
 )  # fmt: skip
 def test_an_option_of_a_callback_that_is_wrong_is_one_clear_error(
     name: str, value: Any, expected: str
@@ -253,7 +253,7 @@ def test_an_unknown_option_is_named(tiny: list[str], capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("option", "expected"),
     [("schedule=1F2B", r"schedule='1F2B': expected one of GPipe, 1F1B"),
-     ("num_microbatches=0", r"num_microbatches=0: not a count; expected a whole number")],
+     ("num_microbatches=0", r"num_microbatches=0: not a count. Expected a whole number")],
 )  # fmt: skip
 def test_a_strategy_that_is_wrong_is_one_clear_error(
     tiny: list[str], option: str, expected: str
@@ -374,7 +374,7 @@ class TestProfile:
 )
 def test_profile_fails_before_it_profiles(option: str, text: str, tiny: list[str]) -> None:
     Path("logs").mkdir()
-    with pytest.raises(SystemExit, match=rf"^lightning-unitscale: {text}.*; expected .*; \w+ "):
+    with pytest.raises(SystemExit, match=rf"^lightning-unitscale: {text}.*. Expected .*; \w+ "):
         main(["profile", f"--config={BASELINE}", *tiny, option])
 
 
@@ -536,7 +536,7 @@ class TestExplainPipeline:
         self, option: str, text: str, tiny: list[str]
     ) -> None:
         with pytest.raises(
-            SystemExit, match=rf"^lightning-unitscale: {text}.*; expected .*; pass "
+            SystemExit, match=rf"^lightning-unitscale: {text}.*. Expected .*. Pass "
         ):
             main(["explain-pipeline", f"--config={BASELINE}", *tiny, option])
 
@@ -616,7 +616,7 @@ def test_errors_of_the_users_own_keep_their_traceback(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code = _BREAKING.replace('print("loss", loss)', f'raise {kind}("mine=1: bad; expected good")')
+    code = _BREAKING.replace('print("loss", loss)', f'raise {kind}("mine=1: bad. Expected good")')
     (tmp_path / f"raising_{kind}.py").write_text(code)
     with pytest.raises((RuntimeError, ValueError), match="mine"):
         main(["profile", f"--model=raising_{kind}.Printing", "--trainer.accelerator=cpu"])
@@ -625,7 +625,7 @@ def test_errors_of_the_users_own_keep_their_traceback(
 @pytest.mark.parametrize(
     ("callback", "text"),
     [
-        ("RematCallback.budget=plenty", "budget='plenty': not a budget; expected bytes"),
+        ("RematCallback.budget=plenty", "budget='plenty': not a budget. Expected bytes"),
         ("UnitScaleCallback.recalibrate=-3", "recalibrate=-3: .* expected "),
         ("ScaleMonitor.every_n_steps=0", "every_n_steps=0: .* expected "),
         # Only the first step shows that.
@@ -699,5 +699,5 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_command_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
     listed = ", ".join(COMMANDS)
-    with pytest.raises(SystemExit, match=f"bogus: no such command; expected one of {listed};"):
+    with pytest.raises(SystemExit, match=rf"bogus: no such command. Expected one of {listed};"):
         main(["bogus"])

@@ -96,7 +96,7 @@ def test_lookup_by_bits():
 
 @pytest.mark.parametrize("name", ["", "FP8", "E4", "E4M3FNUZ", "int8"])
 def test_unknown_name(name):
-    with pytest.raises(ValueError, match=r"format=.*unknown number format; expected one of FP32"):
+    with pytest.raises(ValueError, match=r"format=.*unknown number format. Expected one of FP32"):
         get_format(name)
 
 

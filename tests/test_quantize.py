@@ -292,8 +292,8 @@ def test_formats_by_bits() -> None:
 def test_what_bad_input_gets() -> None:
     values = torch.randn(3)
     for bits, message in (
-        ((4, 0), r"mantissa_bits=0: out of range; expected 1 to"),
-        ((1, 3), r"exponent_bits=1: out of range; expected 2 to"),
+        ((4, 0), r"mantissa_bits=0: out of range. Expected 1 to"),
+        ((1, 3), r"exponent_bits=1: out of range. Expected 2 to"),
         ("E8M24", r"format=E8M24: FP32, .* expected at most 23 mantissa bits"),
         ("E8M3FN", r"format=E8M3FN: FP32, .* maximum of at most 3\.4e\+38"),
         ("FP9", r"format='FP9': unknown number format"),
@@ -303,7 +303,7 @@ def test_what_bad_input_gets() -> None:
     for bits in ((4, 3, 1), (4.0, 3), (True, 3)):
         with pytest.raises(TypeError, match="expected two integers, "):
             quantize(values, bits)
-    with pytest.raises(ValueError, match=r"rounding='odd': unknown rounding; expected 'nearest'"):
+    with pytest.raises(ValueError, match=r"rounding='odd': unknown rounding. Expected 'nearest'"):
         quantize(values, "FP16", "odd")
     with pytest.raises(ValueError, match=r"generator=.+: rounding='nearest' draws"):
         quantize(values, "FP16", "nearest", torch.Generator())

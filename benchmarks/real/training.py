@@ -175,4 +175,4 @@ def _status(key: str) -> int:
         name, _, rest = line.partition(":")
         if name == key:
             return int(rest.split()[0]) * 1024
-    raise RuntimeError(f"{key}: not in /proc/self/status; expected a Linux kernel")
+    raise RuntimeError(f"{key}: not in /proc/self/status. Expected a Linux kernel.")

@@ -110,8 +110,8 @@ class ScaleAlerts:
         is_number = isinstance(trend_steps, int) and not isinstance(trend_steps, bool)
         if trend_steps is not None and (not is_number or trend_steps < 1):
             raise ValueError(
-                f"trend_steps={shown(trend_steps)}: not a number of steps; expected an integer of "
-                "at least 1, or None to check no trends; pass trend_steps=500"
+                f"trend_steps={shown(trend_steps)}: not a number of steps. Expected an integer of "
+                "at least 1, or None to check no trends. Pass trend_steps=500."
             )
         self._on_violation = on_violation
         if thresholds is None:
@@ -232,16 +232,16 @@ def _check_reaction(on_violation: object) -> None:
     # Calling a class would only make an instance.
     if not callable(on_violation) or isinstance(on_violation, type):
         raise ValueError(
-            f"on_violation={shown(on_violation)}: unknown; expected one of "
+            f"on_violation={shown(on_violation)}: unknown. Expected one of "
             f"{', '.join(map(repr, choices))}, a function of a tuple of alerts, or None to record "
-            "alerts without a word; correct it"
+            "alerts without a word. Correct it."
         )
     try:
         inspect.signature(on_violation).bind(())
     except TypeError as error:
         raise TypeError(
-            f"on_violation={shown(on_violation)}: it cannot be called with one argument ({error}); "
-            "expected a function of a tuple of alerts; write def f(alerts): ..."
+            f"on_violation={shown(on_violation)}: it cannot be called with one argument ({error}). "
+            "Expected a function of a tuple of alerts. Write def f(alerts): ..."
         ) from None
     except ValueError:  # a builtin that does not say what it takes
         return

@@ -108,8 +108,8 @@ def _check(
     if trained not in (None, LOSSLESS) and trained != method:
         raise misconfigured(
             f"method={method!r}: the checkpoint is of a model that was trained with "
-            f"method={trained!r}, whose weights mean nothing without their factors; expected "
-            f"method={trained!r}; pass that, or deploy the trained model first "
+            f"method={trained!r}, whose weights mean nothing without their factors. Expected "
+            f"method={trained!r}. Pass that, or deploy the trained model first "
             "(lightning_unitscale.transforms.deploy)."
         )
     is_fit = trainer.state.fn == "fit" and checkpoint.get("global_step", 0) > 0
@@ -118,7 +118,7 @@ def _check(
         rank_zero_warn(
             f"method={method!r}: the checkpoint is of a model that was trained {how}; its weights "
             "are set to unit scale now, which makes another model of them, while the optimizer's "
-            "state is that of the old one; expected a checkpoint of the same method; to go on with "
+            "state is that of the old one. Expected a checkpoint of the same method. To go on with "
             f"the model that was trained, pass method={LOSSLESS!r}."
         )
 

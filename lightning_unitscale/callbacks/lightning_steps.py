@@ -112,7 +112,7 @@ def attach_steps(
     if is_compiled(module):
         raise misconfigured(
             f"{name}: the LightningModule {type(module).__name__} is compiled already, so its "
-            "steps cannot be captured; expected a plain module; leave out torch.compile and pass "
+            "steps cannot be captured. Expected a plain module. Leave out torch.compile and pass "
             "UnitScaleCallback(compile=True) instead."
         )
     steps = steps_of(module)

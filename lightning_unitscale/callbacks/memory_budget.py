@@ -321,13 +321,13 @@ def _partitioner(
     if compile:
         raise misconfigured(
             "compile=True: with ModelParallelStrategy a step is measured graph by graph, so they "
-            "run op by op; expected compile=False for RematCallback; leave it out."
+            "run op by op. Expected compile=False for RematCallback. Leave it out."
         )
     if _is_profiled(trainer):
         raise misconfigured(
             f"budget={budget!r}: with ModelParallelStrategy a step is measured, on a CPU by "
-            "torch's profiler, which can run only once at a time; expected a Trainer without "
-            "PyTorchProfiler; leave it out."
+            "torch's profiler, which can run only once at a time. Expected a Trainer without "
+            "PyTorchProfiler. Leave it out."
         )
     return MeasuredPartitioner(budget)
 

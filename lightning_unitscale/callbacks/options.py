@@ -50,8 +50,8 @@ def check_compile(value: object) -> None:
     modes = get_args(CompileMode)
     if not isinstance(value, bool) and not (isinstance(value, str) and value in modes):
         raise ValueError(
-            f"compile={shown(value)}: neither a flag nor a mode of torch.compile; expected True, "
-            f"False, {', '.join(map(repr, modes[:-1]))} or {modes[-1]!r}; pass compile=True."
+            f"compile={shown(value)}: neither a flag nor a mode of torch.compile. Expected True, "
+            f"False, {', '.join(map(repr, modes[:-1]))} or {modes[-1]!r}. Pass compile=True."
         )
 
 
@@ -197,8 +197,8 @@ def as_fp8(precision: str | FP8 | None) -> FP8 | None:
         return precision
     if not isinstance(precision, str) or precision != "fp8":
         raise ValueError(
-            f"precision={shown(precision)}: unknown precision; expected 'fp8', FP8(...) or None; "
-            "other types are the Trainer's: pass Trainer(precision=...)."
+            f"precision={shown(precision)}: unknown precision. Expected 'fp8', FP8(...) or None. "
+            "Other types are the Trainer's: pass Trainer(precision=...)."
         )
     return FP8()
 

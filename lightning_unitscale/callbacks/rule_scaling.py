@@ -139,14 +139,14 @@ class RuleScaling:
         elif is_compiled:
             raise misconfigured(
                 f"compile=True with method={self._method!r}: FSDP gathers parameters in the middle "
-                "of the graph, which Inductor does not compile; expected compile=False with "
-                "ModelParallelStrategy; leave it out, or use DDP."
+                "of the graph, which Inductor does not compile. Expected compile=False with "
+                "ModelParallelStrategy. Leave it out, or use DDP."
             )
         elif any(isinstance(callback, RematCallback) for callback in all_callbacks(trainer)):
             raise misconfigured(
                 f"method={self._method!r} with RematCallback: by rules FSDP gathers parameters in "
-                "the middle of the graph, of which nothing can run again then; expected only one "
-                "of them with ModelParallelStrategy; checkpoint the blocks yourself, or use DDP."
+                "the middle of the graph, of which nothing can run again then. Expected only one "
+                "of them with ModelParallelStrategy. Checkpoint the blocks yourself, or use DDP."
             )
 
     def begin_batch(self, name: str, batch: Any, *indices: int) -> None:
@@ -187,7 +187,7 @@ class RuleScaling:
             if takes_iterator(module):
                 raise misconfigured(
                     f"method: {type(module).__name__}.training_step takes dataloader_iter, so it "
-                    "cannot be rehearsed on one batch; expected a step that takes a batch; use "
+                    "cannot be rehearsed on one batch. Expected a step that takes a batch. Use "
                     "method='lossless', or let the step take the batch."
                 )
             # What an evaluation has decided before is of no use for training: it saw no gradient.
@@ -283,8 +283,8 @@ class RuleScaling:
             if self._settings.lr_scaling == "match":
                 rank_zero_warn(
                     f"lr_scaling='match': the RMS that the weights of {type(module).__name__} had "
-                    "as a plain model is not known, so their learning rates are not scaled; "
-                    "expected the checkpoint that they come from; pass ckpt_path to the Trainer."
+                    "as a plain model is not known, so their learning rates are not scaled. "
+                    "Expected the checkpoint that they come from. Pass ckpt_path to the Trainer."
                 )
             return plan
         return replace(plan, parameters=set_to_unit_scale(module, plan.parameters))
@@ -304,8 +304,8 @@ class RuleScaling:
         if all(param.info.role is not Role.READOUT for param in plan.parameters.values()):
             raise misconfigured(
                 f"{name}.{step}: the weights have RMS near 1, as after training at unit scale, but "
-                "this step has no loss, from which its readout could be known; expected the "
-                "checkpoint that they come from; pass it as ckpt_path to the Trainer."
+                "this step has no loss, from which its readout could be known. Expected the "
+                "checkpoint that they come from. Pass it as ckpt_path to the Trainer."
             )
         return False
 
@@ -341,7 +341,7 @@ def rules_of(
             if not is_same(value, expected):
                 raise ValueError(
                     f"{name}={shown(value)}: has no meaning for method='lossless', which changes "
-                    f"nothing; expected {expected!r}; leave {name} out."
+                    f"nothing. Expected {expected!r}. Leave {name} out."
                 )
         return None
     if lr_scaling is not None:

@@ -127,8 +127,8 @@ class ScaleMonitor(StepsCallback):
         is_exact = isinstance(histograms, str) and histograms == "exact"
         if not isinstance(histograms, bool) and not is_exact:
             raise ValueError(
-                f"histograms={shown(histograms)}: no such choice; expected True, False or 'exact'; "
-                "leave it out for a sample of every tensor."
+                f"histograms={shown(histograms)}: no such choice. Expected True, False or 'exact'. "
+                "Leave it out for a sample of every tensor."
             )
         check_choice(
             "tensorboard_tabs",
@@ -200,7 +200,7 @@ class ScaleMonitor(StepsCallback):
         if not self.snapshots:
             raise RuntimeError(
                 f"{method}: path={str(path)!r}: no step has been sampled yet, so there is nothing "
-                "to write; expected a training before; call it after fit()."
+                "to write. Expected a training before. Call it after fit()."
             )
 
     @override
@@ -218,7 +218,7 @@ class ScaleMonitor(StepsCallback):
         quiet = trainer.fast_dev_run or trainer.barebones  # type: ignore[attr-defined]
         if not trainer.loggers and not quiet:
             rank_zero_warn(
-                "ScaleMonitor: the Trainer has no logger, so nothing is written; expected one such "
+                "ScaleMonitor: the Trainer has no logger, so nothing is written. Expected one such "
                 "as TensorBoardLogger; table() and snapshots work without."
             )
 

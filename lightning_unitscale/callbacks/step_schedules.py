@@ -26,15 +26,15 @@ class Sampling:
         check_count("every_n_steps", self.every_n_steps)
         if not _is_step(self.first_step):
             raise ValueError(
-                f"first_step={shown(self.first_step)}: not an optimizer step; expected a "
-                "whole number from 0; leave it out to sample from the first step on."
+                f"first_step={shown(self.first_step)}: not an optimizer step. Expected a "
+                "whole number from 0. Leave it out to sample from the first step on."
             )
         if self.last_step is None:
             return
         if not _is_step(self.last_step) or self.last_step < self.first_step:
             raise ValueError(
                 f"last_step={shown(self.last_step)}: not a step from first_step={self.first_step} "
-                "on; expected a whole number of at least that, or None; leave it out to sample to "
+                "on. Expected a whole number of at least that, or None. Leave it out to sample to "
                 "the end."
             )
 
@@ -62,8 +62,8 @@ class RecalibrationSchedule:
         is_word = recalibrate is None or (isinstance(recalibrate, str) and recalibrate == "auto")
         if not (is_word or (is_number and recalibrate > 0)):  # type: ignore[operator]
             raise ValueError(
-                f"recalibrate={shown(recalibrate)}: no such interval; expected 'auto', None or a "
-                "positive number of optimizer steps; pass recalibrate='auto'."
+                f"recalibrate={shown(recalibrate)}: no such interval. Expected 'auto', None or a "
+                "positive number of optimizer steps. Pass recalibrate='auto'."
             )
         self._recalibrate = recalibrate
 

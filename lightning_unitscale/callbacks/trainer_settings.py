@@ -176,8 +176,8 @@ def refuse_rate_search(trainer: pl.Trainer) -> None:
     if any(is_lightning(callback, "LearningRateFinder") for callback in callbacks):
         raise misconfigured(
             "LearningRateFinder: it takes the callbacks out of the Trainer while it searches, so "
-            "it would find the rate of the plain model and not of the one that is scaled by rules; "
-            "expected no search with method='unit-scaling' or 'u-mup'; leave it out (u-muP's best "
+            "it would find the rate of the plain model and not of the one that is scaled by rules. "
+            "Expected no search with method='unit-scaling' or 'u-mup'. Leave it out (u-muP's best "
             "rates are near 1), or pass method='lossless', whose rates are the plain model's."
         )
 
@@ -198,8 +198,8 @@ def _refuse_plugins(trainer: pl.Trainer, option: str, conflicts: Mapping[str, st
     for kind, why in conflicts.items():
         if is_lightning(plugin, kind):
             raise misconfigured(
-                f"{option} with {type(plugin).__name__}: {why}; expected '32-true', "
-                "'bf16-mixed', '16-mixed', 'bf16-true' or '16-true'; change the Trainer's "
+                f"{option} with {type(plugin).__name__}: {why}. Expected '32-true', "
+                "'bf16-mixed', '16-mixed', 'bf16-true' or '16-true'. Change the Trainer's "
                 f"precision, or leave out {option} here."
             )
 
@@ -209,8 +209,8 @@ def check_fp8_device(device: torch.device) -> None:
     why_not = why_no_fp8(device)
     if why_not is not None:
         raise misconfigured(
-            f"precision='fp8' on {device}: {why_not}; expected a GPU of "
-            "compute capability 8.9 or above, or a CPU; pass simulate='fp8' to see what FP8 would "
+            f"precision='fp8' on {device}: {why_not}. Expected a GPU of "
+            "compute capability 8.9 or above, or a CPU. Pass simulate='fp8' to see what FP8 would "
             "do, or leave it out."
         )
 

@@ -150,7 +150,7 @@ class UnitScaleCallback(StepsCallback):
         if self.precision is not None and self.simulate is not None:
             raise ValueError(
                 f"precision={precision!r}: together with simulate, layers would run in one format "
-                "and be simulated in another; expected one of the two; leave one out."
+                "and be simulated in another. Expected one of the two. Leave one out."
             )
         self.recalibrate = recalibrate
         self.remat = None if remat is None else check_budget(remat, name="remat")
@@ -277,8 +277,8 @@ class UnitScaleCallback(StepsCallback):
         for option, is_asked in self._captured_for().items():
             if is_asked:
                 raise ValueError(
-                    f"{option}: it needs captured steps, which only a Lightning Trainer's are; "
-                    "expected method='lossless' in other loops; use lightning_unitscale.transforms "
+                    f"{option}: it needs captured steps, which only a Lightning Trainer's are. "
+                    "Expected method='lossless' in other loops. Use lightning_unitscale.transforms "
                     "there, or a Trainer."
                 )
         report_unprotected(loop.module)

@@ -59,10 +59,10 @@ def fake_process_group(world_size: int, *, device: str = "cpu") -> Iterator[None
     if dist.is_initialized():
         raise ValueError(
             f"`world_size={world_size}`: this process is in a group of {dist.get_world_size()} "
-            "already; expected none; leave it before, by torch.distributed.destroy_process_group()."
+            "already. Expected none. Leave it before, by torch.distributed.destroy_process_group()."
         )
     if world_size < 1:
-        raise ValueError(f"`world_size={world_size}`: no rank; expected a positive number.")
+        raise ValueError(f"`world_size={world_size}`: no rank. Expected a positive number.")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
         with _streams_of(torch.device(device)), _without_random_states():
@@ -204,7 +204,7 @@ def take_over(module: nn.Module, device: torch.device) -> SimulatedDevice:
     name = type(module).__name__
     if not dist.is_initialized():
         raise ValueError(
-            f"`module={name}`: it is sharded, and its process group is gone; expected one; profile "
+            f"`module={name}`: it is sharded, and its process group is gone. Expected one. Profile "
             "it where it was sharded, within fake_process_group(world_size)."
         )
     module.zero_grad(set_to_none=True)
@@ -216,13 +216,13 @@ def take_over(module: nn.Module, device: torch.device) -> SimulatedDevice:
     if found:
         raise ValueError(
             f"`module={name}`: it is sharded, so that it cannot be copied, and on "
-            f"{', '.join(sorted(found))}; expected a module on meta, which the profile may use up; "
+            f"{', '.join(sorted(found))}. Expected a module on meta, which the profile may use up; "
             'make and shard it within `with torch.device("meta"):`.'
         )
     if device.type != "cpu" and any(map(_is_offloaded, module.modules())):
         raise ValueError(
-            f"`module={name}`: FSDP keeps its shards on the CPU, which is not simulated; expected "
-            "fully_shard without CPUOffloadPolicy; shard it without for the profile."
+            f"`module={name}`: FSDP keeps its shards on the CPU, which is not simulated. Expected "
+            "fully_shard without CPUOffloadPolicy. Shard it without for the profile."
         )
     mode = SimulatedDevice(device)
     with mode:

@@ -59,8 +59,8 @@ def reject_compiled(module: nn.Module, more: str = " and pass compile=True here 
     check_instance("module", module, nn.Module, "a torch.nn.Module", "pass the model itself")
     if is_compiled(module):
         raise ValueError(
-            f"module={type(module).__name__}: it is compiled already; expected a plain module; "
-            f"leave out your torch.compile{more}."
+            f"module={type(module).__name__}: it is compiled already. Expected a plain module. "
+            f"Leave out your torch.compile{more}."
         )
 
 

@@ -83,7 +83,7 @@ class ModuleState:
             raise RuntimeError(
                 f"{type(self.module).__name__}: a mode such as FlopCounterMode looks at every "
                 "operation of a step that is unit-scaled by rules with ModelParallelStrategy, and "
-                "Dynamo captures nothing then; expected none; leave it out, or use DDP."
+                "Dynamo captures nothing then. Expected none. Leave it out, or use DDP."
             )
         with self.sharded.standing_in(), no_graph_breaks():
             yield
@@ -91,7 +91,7 @@ class ModuleState:
     def not_to_be_pickled(self, step: str) -> TypeError:
         """The error of whoever pickles the module, or a step of it."""
         return TypeError(
-            f"{type(self.module).__name__}.{step} is captured and cannot be pickled; expected a "
-            "module without captured steps; save its state_dict() instead, or pickle the module "
+            f"{type(self.module).__name__}.{step} is captured and cannot be pickled. Expected a "
+            "module without captured steps. Save its state_dict() instead, or pickle the module "
             "before the callbacks or transforms are attached."
         )

@@ -66,8 +66,8 @@ class NamePatterns:
             meant = self._meant(pattern)
             expected = "" if meant is None else f", such as {meant!r}"
             texts.append(
-                f"{argument}={pattern!r}: matches nothing; expected a glob of module paths or "
-                f"tensor names{expected}; correct it or leave it out."
+                f"{argument}={pattern!r}: matches nothing. Expected a glob of module paths or "
+                f"tensor names{expected}. Correct it or leave it out."
             )
         self._unmatched = []
         self._names = {}
@@ -101,7 +101,7 @@ def _patterns(name: str, value: str | Sequence[str] | None) -> tuple[str, ...]:
     for pattern in patterns:
         if not isinstance(pattern, str) or not pattern:
             raise ValueError(
-                f"{name}={shown(value)}: {shown(pattern)} is no pattern; expected globs of module "
-                f"paths or tensor names; pass for example {name}=['blocks.0.*']."
+                f"{name}={shown(value)}: {shown(pattern)} is no pattern. Expected globs of module "
+                f"paths or tensor names. Pass for example {name}=['blocks.0.*']."
             )
     return patterns

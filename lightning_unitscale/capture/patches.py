@@ -240,8 +240,8 @@ def _report(code: Any, error: Exception, warned: set[tuple[str, int]], *, warn: 
     failing = linecache.getline(file, line).strip()
     warnings.warn(
         f"{file}:{line}: Dynamo fails on `{failing}` ({short_reason(str(error))}), so "
-        f"{code.co_name} runs as it is, neither rewritten nor observed but for what it calls; "
-        "expected code that Dynamo captures; move that line out of the step, into a hook such as "
+        f"{code.co_name} runs as it is, neither rewritten nor observed but for what it calls. "
+        "Expected code that Dynamo captures. Move that line out of the step, into a hook such as "
         "on_train_batch_start.",
         stacklevel=2,
     )

@@ -58,8 +58,8 @@ def main(args: Sequence[str] | None = None) -> None:
         raise SystemExit(f"{_USAGE}\nlightning-unitscale: no command; try --help")
     if not words[0].startswith("-") and words[0] not in _COMMANDS:
         raise SystemExit(
-            f"lightning-unitscale: {words[0]}: no such command; expected one of "
-            f"{', '.join(_COMMANDS)}; run one of them with --help to see what it takes"
+            f"lightning-unitscale: {words[0]}: no such command. Expected one of "
+            f"{', '.join(_COMMANDS)}. Run one of them with --help to see what it takes."
         )
     if words[:1] == ["report"]:
         report_command(words[1:])

@@ -10,8 +10,8 @@ from lightning_unitscale.capture.fallback import Refusal
 from lightning_unitscale.capture.step_messages import CaptureError
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-# How errors about an argument read: "argument=value: what is wrong; expected ...".
-_ARGUMENT_ERROR = re.compile(r"^[\s-]*(\w+=.*: .*expected .*)", re.MULTILINE)
+# How errors about an argument read: "argument=value: what is wrong. Expected ...".
+_ARGUMENT_ERROR = re.compile(r"^[\s-]*(\w+=.*: .*[Ee]xpected .*)", re.MULTILINE)
 
 
 def argument_error(error: Exception) -> str | None:

@@ -72,8 +72,8 @@ class ProfiledJob:
             return
         if not is_overridden("configure_model", model):
             raise MisconfigurationException(
-                f"`strategy=ModelParallelStrategy`: {type(model).__name__} has no configure_model; "
-                "expected one that shards it by fully_shard or parallelize_module; write it."
+                f"`strategy=ModelParallelStrategy`: {type(model).__name__} has no configure_model. "
+                "Expected one that shards it by fully_shard or parallelize_module. Write it."
             )
         emptied(model, "meta")
         with torch.device("meta"), precision.module_init_context():
@@ -115,7 +115,7 @@ def profiled_job(strategy: Any, devices: Any, num_nodes: int) -> ProfiledJob:
     if issubclass(kind, ModelParallelStrategy):
         if num_devices is None:
             raise MisconfigurationException(
-                f"`devices={devices!r}`: how many there will be is not known here; expected their "
+                f"`devices={devices!r}`: how many there will be is not known here. Expected their "
                 f"number for {kind.__name__}, such as --trainer.devices=8."
             )
         return ProfiledJob("shards", strategy, num_devices, num_nodes, num_ranks, options)
@@ -128,7 +128,7 @@ def profiled_job(strategy: Any, devices: Any, num_nodes: int) -> ProfiledJob:
     instead = "explain-pipeline" if issubclass(kind, GridStrategy) else "ModelParallelStrategy"
     raise MisconfigurationException(
         f"`strategy={kind.__name__}` with `devices={devices!r}`: what is on one of them is not "
-        "known; expected ModelParallelStrategy, DDPStrategy or one device; take "
+        "known. Expected ModelParallelStrategy, DDPStrategy or one device. Take "
         f"{instead}, or profile the whole model by --trainer.strategy=auto --trainer.devices=1."
     )
 
@@ -140,8 +140,8 @@ def _class_of(strategy: Any) -> tuple[type[Strategy], Mapping[str, Any]]:
     if isinstance(strategy, str):
         if strategy not in StrategyRegistry:
             raise MisconfigurationException(
-                f"`strategy={strategy!r}`: no such strategy; expected one of "
-                f"{', '.join(sorted(StrategyRegistry))}, or a class; correct it."
+                f"`strategy={strategy!r}`: no such strategy. Expected one of "
+                f"{', '.join(sorted(StrategyRegistry))}, or a class. Correct it."
             )
         registered = StrategyRegistry[strategy]
         kind, options = registered["strategy"], registered["init_params"]

@@ -119,7 +119,7 @@ def _prepared(
                 if tensors or parameter in rule.weights:
                     continue
                 raise TypeError(
-                    f"{rule.name}: {parameter} is a tensor of type {item.dtype}; expected a real "
+                    f"{rule.name}: {parameter} is a tensor of type {item.dtype}. Expected a real "
                     "floating-point one. Convert it first, or use the function of torch."
                 )
             tensors[name], gradients[name] = item, factor
@@ -193,7 +193,7 @@ def positive(name: str, factor: float) -> float:
         return 1.0  # a number, where a compiler has made a symbol of it
     if not 0 < factor < math.inf:
         raise ValueError(
-            f"{name}={factor}: what is multiplied by it has no unit scale; expected a positive "
+            f"{name}={factor}: what is multiplied by it has no unit scale. Expected a positive "
             "number."
         )
     return factor

@@ -256,7 +256,7 @@ def mse_loss(
     """
     if input.shape != target.shape:
         raise ValueError(
-            f"target={tuple(target.shape)}: the shape of input is {tuple(input.shape)}; expected "
+            f"target={tuple(target.shape)}: the shape of input is {tuple(input.shape)}. Expected "
             "the same one. Reshape or expand the target."
         )
     kwargs = {"size_average": size_average, "reduce": reduce, "reduction": reduction}

@@ -372,7 +372,7 @@ def embedding(
     ):
         if value is not default:
             raise ValueError(
-                f"embedding: {name}={value}: it has no unit-scaled form; expected {default}. Use "
+                f"embedding: {name}={value}: it has no unit-scaled form. Expected {default}. Use "
                 "torch.nn.functional.embedding for this table."
             )
     return scaled_call(

@@ -105,8 +105,8 @@ def _moments(
         if not isinstance(y, Tensor) or y.shape != x.shape:
             what = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
             raise ValueError(
-                f"function={function!r}: it made {what} of a tensor of shape {tuple(x.shape)}; "
-                "expected a tensor of the same shape, from a function that is elementwise."
+                f"function={function!r}: it made {what} of a tensor of shape {tuple(x.shape)}. "
+                "Expected a tensor of the same shape, from a function that is elementwise."
             )
         derivative = torch.autograd.grad(y.sum(), x)[0].numpy() if y.requires_grad else 0 * nodes
         return (
@@ -122,7 +122,7 @@ def _moments(
         if not math.isfinite(square):
             raise ValueError(
                 f"function={function!r}: the mean square of its {what} on normal numbers is "
-                f"{square}; expected a finite one. Measure the factors of this function instead."
+                f"{square}. Expected a finite one. Measure the factors of this function instead."
             )
     return moments
 

@@ -93,7 +93,7 @@ class ScaleRule:
             args = (*args[:fixed], list(rest[0]) if is_list else list(rest))
         if len(args) > len(self.parameters):
             raise TypeError(
-                f"{self.name}: {len(args)} positional arguments; expected at most "
+                f"{self.name}: {len(args)} positional arguments. Expected at most "
                 f"{len(self.parameters)}: {', '.join(self.parameters)}."
             )
         bound = dict(zip(self.parameters, args, strict=False))
@@ -199,7 +199,7 @@ def concrete_size(size: int | torch.SymInt) -> int:
     # The length of a ragged dimension is another one in each row.
     if hint is None or isinstance(hint, torch.SymInt):
         raise ValueError(
-            f"size={size}: it depends on the values of a tensor; expected a size that is known "
+            f"size={size}: it depends on the values of a tensor. Expected a size that is known "
             "before the step runs."
         )
     return int(hint)
@@ -277,13 +277,13 @@ def apply_constraint(constraint: str | None, *factors: float) -> tuple[float, ..
         return (_MEANS[constraint](factors),) * len(factors)
     if constraint not in _POSITIONS:
         raise ValueError(
-            f"constraint={constraint!r}: unknown; expected None or one of "
+            f"constraint={constraint!r}: unknown. Expected None or one of "
             f"{', '.join([*_POSITIONS, *_MEANS])}."
         )
     position, num_gradients = _POSITIONS[constraint]
     if num_gradients is not None and len(factors) != num_gradients + 1:
         raise ValueError(
             f"constraint={constraint!r}: this operation has {len(factors) - 1} constrained "
-            f"gradients; expected {num_gradients}. Use 'to_output_scale', a mean, or None."
+            f"gradients. Expected {num_gradients}. Use 'to_output_scale', a mean, or None."
         )
     return (factors[position],) * len(factors)

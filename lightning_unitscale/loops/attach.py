@@ -105,18 +105,18 @@ class Attachment(CalledLoop):
     ) -> None:
         if not isinstance(module, nn.Module):
             raise TypeError(
-                f"module={shown(module)}: no torch.nn.Module; expected the module that is trained; "
-                "pass the model itself."
+                f"module={shown(module)}: no torch.nn.Module. Expected the module that is trained. "
+                "Pass the model itself."
             )
         if attachment_of(unwrapped(module)) is not None:
             raise ValueError(
-                f"module={type(module).__name__}: callbacks are attached to it already; expected "
-                "all of them in one call; pass them together, or detach() the others first."
+                f"module={type(module).__name__}: callbacks are attached to it already. Expected "
+                "all of them in one call. Pass them together, or detach() the others first."
             )
         if scaler is not None and not hasattr(scaler, "get_scale"):
             raise TypeError(
-                f"scaler={shown(scaler)}: no gradient scaler; expected a torch.amp.GradScaler; "
-                "leave it out if the loss is not scaled."
+                f"scaler={shown(scaler)}: no gradient scaler. Expected a torch.amp.GradScaler. "
+                "Leave it out if the loss is not scaled."
             )
         super().__init__(module, optimizer, methods, log_dir, loggers)
         self.scaler = scaler

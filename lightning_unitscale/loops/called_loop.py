@@ -221,8 +221,8 @@ def stepping_optimizers(optimizer: Any) -> list[Any]:
             found.append(item)
         else:
             raise TypeError(
-                f"optimizer={shown(item)}: it has no step(); expected an optimizer, or several in "
-                "a list; leave it out for every optimizer of torch with parameters of the module."
+                f"optimizer={shown(item)}: it has no step(). Expected an optimizer, or several in "
+                "a list. Leave it out for every optimizer of torch with parameters of the module."
             )
     return found
 
@@ -343,8 +343,8 @@ def called_methods(module: nn.Module, methods: str | Iterable[str]) -> tuple[str
     for name in names:
         if not isinstance(name, str) or not callable(getattr(module, name, None)):
             raise ValueError(
-                f"methods={shown(methods)}: {type(module).__name__} has no method {shown(name)}; "
-                "expected names of methods that the loop calls; correct the name."
+                f"methods={shown(methods)}: {type(module).__name__} has no method {shown(name)}. "
+                "Expected names of methods that the loop calls. Correct the name."
             )
     steps = (name for name in LIGHTNING_STEPS if callable(getattr(module, name, None)))
     others = (name for name in dict.fromkeys((*steps, *names)) if name != "forward")

@@ -67,8 +67,8 @@ class HFCallback(TrainerCallback):
         # The Trainer makes an instance of a class that it is given.
         if not self._callbacks:
             raise ValueError(
-                "callbacks=(): HFCallback has nothing to work with; expected UnitScaleCallback(), "
-                "ScaleMonitor() or both; write HFCallback([UnitScaleCallback(), ScaleMonitor()])."
+                "callbacks=(): HFCallback has nothing to work with. Expected UnitScaleCallback(), "
+                "ScaleMonitor() or both. Write HFCallback([UnitScaleCallback(), ScaleMonitor()])."
             )
         if log_dir is not None:
             expected = "the path of a folder"

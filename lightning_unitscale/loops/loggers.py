@@ -247,7 +247,7 @@ def _maker(logger: Any) -> _Maker:
     if hasattr(logger, "log_metrics"):
         return lambda logger, _: NumberWriter(_metrics(logger))
     raise TypeError(
-        f"loggers={shown(logger)}: no logger that is known; expected one of Lightning's, a "
-        "SummaryWriter, a run of W&B, Trackio or MLflow, or what has log_metrics(values, step=); "
-        "pass one of those."
+        f"loggers={shown(logger)}: no logger that is known. Expected one of Lightning's, a "
+        "SummaryWriter, a run of W&B, Trackio or MLflow, or what has log_metrics(values, step=). "
+        "Pass one of those."
     )

@@ -131,8 +131,8 @@ class LoopCallback:
         """
         name = type(self).__name__
         raise ValueError(
-            f"{name}: it captures steps, which it can in a Lightning Trainer only; expected a "
-            "Trainer; in another loop use lightning_unitscale.transforms."
+            f"{name}: it captures steps, which it can in a Lightning Trainer only. Expected a "
+            "Trainer. In another loop use lightning_unitscale.transforms."
         )
 
     def meet_optimizer(self, optimizer: Optimizer) -> None:
@@ -195,13 +195,13 @@ def _why_not(subject: str, made: Sequence[tuple[LoopCallback, Claim]]) -> str | 
     kinds = {type(callback).__name__ for callback, _ in made}
     if len(kinds) == 1:
         return (
-            f"callbacks: {kinds.pop()} is given {len(made)} times; expected it once; remove the "
+            f"callbacks: {kinds.pop()} is given {len(made)} times. Expected it once. Remove the "
             "others."
         )
     settings = " and ".join(claim.setting for _, claim in made)
     return (
-        f"callbacks: {settings} both set {subject}, and only one of them can be in force; expected "
-        "one such setting; leave the others out."
+        f"callbacks: {settings} both set {subject}, and only one of them can be in force. Expected "
+        "one such setting. Leave the others out."
     )
 
 
@@ -214,7 +214,7 @@ def class_given(kind: type) -> str:
     """Return the error for a class that was given in place of an instance."""
     name = kind.__name__
     return (
-        f"callbacks={name}: it is the class; expected an instance; write {name}(), with its "
+        f"callbacks={name}: it is the class. Expected an instance. Write {name}(), with its "
         "arguments."
     )
 

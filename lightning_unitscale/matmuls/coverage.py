@@ -134,7 +134,7 @@ class Coverage:
             return ""
         wanted = "in units" if self.has_units else "rounded"
         return (
-            f"{self.line()}. What runs plain is in {listed(modules)}; expected at least "
+            f"{self.line()}. What runs plain is in {listed(modules)}. Expected at least "
             f"{ENOUGH:.0%} of the FLOPs {wanted}; explain() lists all matmuls."
         )
 

@@ -58,7 +58,7 @@ class FP8Linears:
         if scaling == "dynamic" and grid == "moving":
             raise ValueError(
                 "grid='moving': with scaling='dynamic' the largest element of a tensor decides "
-                "where the numbers of its format lie; expected 'fixed'; leave the argument out."
+                "where the numbers of its format lie. Expected 'fixed'. Leave the argument out."
             )
         self.scaling: Scaling = scaling
         # Format of gradients that fit into it; E5M2 is that of others.
@@ -147,8 +147,8 @@ class FP8Linears:
                 return f"its {size} {what} features are no multiple of {MULTIPLE}, {_NO_PADDING}"
         if name not in self.unfit.matmuls and (reason := why_no_fp8(read.device)) is not None:
             raise RuntimeError(
-                f"{name} on {read.device}: {reason}; expected a GPU of compute capability 8.9 or "
-                "above, or a CPU; leave FP8 out, or simulate it."
+                f"{name} on {read.device}: {reason}. Expected a GPU of compute capability 8.9 or "
+                "above, or a CPU. Leave FP8 out, or simulate it."
             )
         return self.unfit.matmuls.get(name)
 

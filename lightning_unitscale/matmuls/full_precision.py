@@ -46,8 +46,8 @@ def warning_where_fp16_is_cast_to(title: str) -> Iterator[None]:
         warnings.warn(
             f"{title}: it runs in FP16 and not in FP32 "
             f"({str(error).splitlines()[0]}), so units are measured in FP16, where small "
-            "gradients are zero; expected a step without casts to torch.float16 of its "
-            "own; use tensor.to(other.dtype) for them.",
+            "gradients are zero. Expected a step without casts to torch.float16 of its "
+            "own. Use tensor.to(other.dtype) for them.",
             stacklevel=6,
         )
 

@@ -259,7 +259,7 @@ class ModuleMatmuls(AttachedSession):
     def __reduce__(self) -> Any:
         raise TypeError(
             f"{type(self._module).__name__}: its matmuls run in units or in a format, and such a "
-            "module cannot be pickled; expected a module as it is written; save its state_dict() "
+            "module cannot be pickled. Expected a module as it is written. Save its state_dict() "
             "instead, or pickle the module that it was made of."
         )
 

@@ -112,7 +112,7 @@ def running_compiled(session: MatmulSession) -> AbstractContextManager[Any]:
     if is_first:
         warnings.warn(
             f"{type(module).__name__} has parts that were compiled by another backend than "
-            "Inductor, whose matmuls cannot be rounded, so they run uncompiled; expected "
+            "Inductor, whose matmuls cannot be rounded, so they run uncompiled. Expected "
             "torch.compile(backend='inductor'), its default, or none.",
             stacklevel=4,
         )

@@ -33,8 +33,8 @@ def format_pair(setting: Any, *, argument: str) -> tuple[Any, Any]:
         return setting, setting
     if len(setting) != 2:
         raise ValueError(
-            f"{given}: {len(setting)} formats; expected 'fp8', a format, or a pair of formats, of "
-            "operands and of gradients; pass for example ('E4M3FN', 'E5M2')."
+            f"{given}: {len(setting)} formats. Expected 'fp8', a format, or a pair of formats, of "
+            "operands and of gradients. Pass for example ('E4M3FN', 'E5M2')."
         )
     for format in setting:
         checked_format(format, given=f"{given}: {shown(format)}")

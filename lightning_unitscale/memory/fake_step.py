@@ -67,7 +67,7 @@ class FakeCopies:
         if tensor.layout != torch.strided or is_several_tensors(tensor):
             raise TypeError(
                 f"tensor={type(tensor).__name__} of layout {tensor.layout}: its memory is not one "
-                "plain storage; expected dense tensors; profile the module before it is "
+                "plain storage. Expected dense tensors. Profile the module before it is "
                 "quantized or made sparse."
             )
         storage = tensor.untyped_storage()
@@ -176,8 +176,8 @@ def _fake_copy(module: nn.Module, copies: FakeCopies) -> nn.Module:
         return copy.deepcopy(module, memo={**shared, **copies.fakes})
     except Exception as error:
         raise RuntimeError(
-            f"`module={type(module).__name__}`: it cannot be copied ({error}); expected a module "
-            "that copy.deepcopy takes; drop what it holds besides parameters and buffers."
+            f"`module={type(module).__name__}`: it cannot be copied ({error}). Expected a module "
+            "that copy.deepcopy takes. Drop what it holds besides parameters and buffers."
         ) from error
 
 
@@ -225,8 +225,8 @@ def _fake_optimizer(
             if id(tensor) not in fakes:
                 raise ValueError(
                     f"`optimizer`: it updates a tensor of shape {tuple(tensor.shape)} that is no "
-                    "parameter of the module; expected an optimizer of the module's own "
-                    "parameters; make a new one if the module was copied or converted since."
+                    "parameter of the module. Expected an optimizer of the module's own "
+                    "parameters. Make a new one if the module was copied or converted since."
                 )
         groups = [[fakes[id(each)] for each in group["params"]] for group in optimizer.param_groups]
         fake = optimizer_for(optimizer, groups)
@@ -237,7 +237,7 @@ def _fake_optimizer(
         fake = optimizer([param for param in params if param.requires_grad])
         if not isinstance(fake, Optimizer):
             raise TypeError(
-                f"`optimizer={optimizer!r}`: it made a {type(fake).__name__}; expected an "
+                f"`optimizer={optimizer!r}`: it made a {type(fake).__name__}. Expected an "
                 "optimizer, its class, or a function of the parameters that returns one."
             )
     make_state(fake, device)

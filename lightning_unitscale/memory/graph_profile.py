@@ -113,7 +113,7 @@ class GraphProfile:
         for node in self.nodes:
             if node.name == name:
                 return node
-        raise KeyError(f"`name={name!r}`: no node has it; expected one of profile.nodes")
+        raise KeyError(f"`name={name!r}`: no node has it. Expected one of profile.nodes.")
 
     def fit_batch(self) -> GraphProfile:
         """Profile the step at twice the batch size, and return this profile with ``batch_fit``.
@@ -126,8 +126,8 @@ class GraphProfile:
             return self
         if self._profile_at is None or not self.batch_size:
             raise ValueError(
-                "`max_batch_size`: the step cannot be profiled again; expected a profile that "
-                "profile_graph returned for inputs with a batch dimension; call fit_batch() before "
+                "`max_batch_size`: the step cannot be profiled again. Expected a profile that "
+                "profile_graph returned for inputs with a batch dimension. Call fit_batch() before "
                 "you save it."
             )
         sizes = (self.batch_size, 2 * self.batch_size)
@@ -153,7 +153,7 @@ class GraphProfile:
         """
         if budget_bytes <= 0:
             raise ValueError(
-                f"`budget_bytes={budget_bytes}`: nothing fits; expected a positive number of bytes."
+                f"`budget_bytes={budget_bytes}`: nothing fits. Expected a positive number of bytes."
             )
         lines = self.fit_batch().batch_fit
         assert lines is not None
@@ -298,8 +298,8 @@ class BatchFit:
         grows = slopes > 0
         if not grows.any():
             raise ValueError(
-                "`max_batch_size`: the peak does not grow with the batch; expected inputs whose "
-                "first dimension is the batch; give tensors of that shape to profile_graph."
+                "`max_batch_size`: the peak does not grow with the batch. Expected inputs whose "
+                "first dimension is the batch. Give tensors of that shape to profile_graph."
             )
         if (fixed[~grows] > budget_bytes).any():
             return 0

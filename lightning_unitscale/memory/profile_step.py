@@ -168,8 +168,8 @@ def _check_calls(module: nn.Module, optimizer: Any, method: Any, loss: Any, cont
     """Raise if :func:`profile_graph` cannot call one of its arguments."""
     if not isinstance(method, str) or not callable(getattr(module, method, None)):
         raise ValueError(
-            f"method={shown(method)}: {type(module).__name__} has no such method; expected the "
-            "name of one; pass for example method='forward'."
+            f"method={shown(method)}: {type(module).__name__} has no such method. Expected the "
+            "name of one. Pass for example method='forward'."
         )
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         expected = "an optimizer, or a class or function that makes one"
@@ -186,7 +186,7 @@ def refuse_without_forward(module: nn.Module, advice: str) -> None:
     is_absent = owner is nn.Module or owner.__name__ == "LightningModule"
     if is_absent and "forward" not in vars(module):
         raise ValueError(
-            f"module={type(module).__name__}: it has no forward; expected a module that can be "
+            f"module={type(module).__name__}: it has no forward. Expected a module that can be "
             f"called; {advice}."
         )
 
@@ -196,8 +196,8 @@ def refuse_lazy(module: nn.Module) -> None:
     for name, param in module.named_parameters():
         if nn.parameter.is_lazy(param):
             raise ValueError(
-                f"module={type(module).__name__}: its parameter {name} has no shape yet; "
-                "expected initialized parameters; call the module once on an example before."
+                f"module={type(module).__name__}: its parameter {name} has no shape yet. "
+                "Expected initialized parameters. Call the module once on an example before."
             )
 
 
@@ -209,8 +209,8 @@ def _check_parameters(module: nn.Module) -> None:
     if len(devices) > 1:
         listed = ", ".join(f"{name} on {device}" for device, name in devices.items())
         raise ValueError(
-            f"`module={type(module).__name__}`: its parameters are on several devices ({listed}); "
-            "expected one device; profile the part of each device by itself."
+            f"`module={type(module).__name__}`: its parameters are on several devices ({listed}). "
+            "Expected one device. Profile the part of each device by itself."
         )
 
 

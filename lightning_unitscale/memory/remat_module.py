@@ -127,7 +127,7 @@ def _planner(
         reason = "it breaks into several graphs" if trains else "nothing in it requires a gradient"
         raise RuntimeError(
             f"function={getattr(function, '__name__', type(function).__name__)}: {reason} "
-            f"({len(plans)} joint graphs); expected one graph with gradients; keep "
+            f"({len(plans)} joint graphs). Expected one graph with gradients. Keep "
             "printing and .item() out of it, and give it parameters that require gradients."
         )
     return Planner(plans[0].problem, resident_bytes=resident_bytes)

@@ -270,7 +270,7 @@ def prune_same_scale_tensors(graph: fx.Graph, rtol: float = 2**-16) -> ScalesGra
     """
     if not rtol >= 0.0:
         raise ValueError(
-            f"rtol={rtol}: no tolerance; expected a number of at least 0; leave it at 2**-16."
+            f"rtol={rtol}: no tolerance. Expected a number of at least 0. Leave it at 2**-16."
         )
     _require_tracked(graph)
 
@@ -328,7 +328,7 @@ def _require_tracked(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if FLOAT_TENSOR not in node.meta:
             raise RuntimeError(
-                f"graph: node {node.name!r} does not say whether it makes a floating-point tensor; "
-                "expected a graph that was tracked; pass the result of scales_graph() of a module "
+                f"graph: node {node.name!r} does not say whether it makes a floating-point tensor. "
+                "Expected a graph that was tracked. Pass the result of scales_graph() of a module "
                 "that track_scales made."
             )

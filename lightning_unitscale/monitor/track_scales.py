@@ -211,7 +211,7 @@ class ScaleTracker(StepWatcher):
     def __reduce__(self) -> Any:
         raise TypeError(
             f"{type(self._module).__name__}: its scales are tracked, and such a module cannot be "
-            "pickled; expected a module as it is written; save its state_dict() instead, or pickle "
+            "pickled. Expected a module as it is written. Save its state_dict() instead, or pickle "
             "the module that it was made of."
         )
 

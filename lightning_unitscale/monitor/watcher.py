@@ -66,7 +66,7 @@ class StepWatcher:
         if is_transformed():
             warnings.warn(
                 f"{type(module).__name__}: torch.func calls the module, and what it computes "
-                "stands for other tensors, of which nothing is shown; expected calls outside of "
+                "stands for other tensors, of which nothing is shown. Expected calls outside of "
                 "torch.func's transforms.",
                 stacklevel=2,
             )

@@ -92,7 +92,7 @@ class BalancedSplit:
             if len(cuts) < self.num_stages - 1:
                 raise ValueError(
                     f"num_stages={self.num_stages}: the captured graph can be cut at {len(cuts)} "
-                    f"places; expected at most {len(cuts) + 1} stages; ask for fewer."
+                    f"places. Expected at most {len(cuts) + 1} stages. Ask for fewer."
                 )
             chosen = choose_cuts(
                 cuts,

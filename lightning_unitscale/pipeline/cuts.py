@@ -68,8 +68,8 @@ def annotate_split_points(
         if not path or path not in paths:
             example = nearest(path, filter(None, paths)) or "layers.1"
             raise ValueError(
-                f"split_spec={dict(spec)!r}: {type(module).__name__} has no submodule {path!r}; "
-                f"expected paths of named_modules(), such as {example!r}; correct the path."
+                f"split_spec={dict(spec)!r}: {type(module).__name__} has no submodule {path!r}. "
+                f"Expected paths of named_modules(), such as {example!r}. Correct the path."
             )
         expected = "SplitPoint.BEGINNING or SplitPoint.END"
         check_instance(f"split_spec[{path!r}]", edge, SplitPoint, expected, "pass one of them")
@@ -103,20 +103,20 @@ def cut_by(program: Program, policy: SplitPolicy | None) -> None:
     if policy is None:
         raise ValueError(
             "split_spec=None, split_policy=None: nothing says where to cut, and the model's code "
-            "does not call pipe_split(); expected at least one cut; pass for example "
+            "does not call pipe_split(). Expected at least one cut. Pass for example "
             "split_policy=balanced_split(2)."
         )
     if num_marks(program):
         raise ValueError(
-            f"split_policy={policy!r}: the model's code calls pipe_split() as well; expected "
-            "one of them to say where to cut; leave one out."
+            f"split_policy={policy!r}: the model's code calls pipe_split() as well. Expected "
+            "one of them to say where to cut. Leave one out."
         )
     program.graph_module.meta[LOSS] = program.loss
     policy(program.graph_module)
     if getattr(policy, "num_stages", None) != 1 and not num_marks(program):
         raise ValueError(
-            f"split_policy={policy!r}: it put no cut into the graph; expected a call of "
-            "pipe_split() in front of every stage but the first; insert them with "
+            f"split_policy={policy!r}: it put no cut into the graph. Expected a call of "
+            "pipe_split() in front of every stage but the first. Insert them with "
             "graph.call_function(pipe_split), or pass balanced_split(1) for one stage."
         )
 

@@ -65,7 +65,7 @@ class PipelineRunner:
     ) -> None:
         if not dist.is_initialized():
             raise RuntimeError(
-                "PipelineRunner: there is no process group; expected one rank per device; call "
+                "PipelineRunner: there is no process group. Expected one rank per device. Call "
                 "torch.distributed.init_process_group first, or Pipe(...) for one process."
             )
         self.pipe = pipe

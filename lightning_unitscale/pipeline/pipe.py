@@ -101,7 +101,7 @@ class Pipe(nn.Module):
         """
         if not isinstance(stage_index, int) or not 0 <= stage_index < self.num_stages:
             raise ValueError(
-                f"stage_index={stage_index!r}: the pipeline has {self.num_stages} stages; expected "
+                f"stage_index={stage_index!r}: the pipeline has {self.num_stages} stages. Expected "
                 f"an index from 0 to {self.num_stages - 1}."
             )
         return self.stages[stage_index]
@@ -147,7 +147,7 @@ class Pipe(nn.Module):
         if len(received) != len(info.received) or any(name not in inputs for name in names):
             raise ValueError(
                 f"stage {info.index} was given {len(received)} positional arguments and "
-                f"{sorted(inputs)}; expected the module's arguments by name on every rank, "
+                f"{sorted(inputs)}. Expected the module's arguments by name on every rank, "
                 f"{', '.join(names) or 'none'} of them here: schedule.step(name=value, ...)."
             )
         outputs = stage(*received, *(inputs[name] for name in names))
@@ -275,7 +275,7 @@ def pipeline(
     if split_spec and split_policy is not None:
         raise ValueError(
             f"split_spec={dict(split_spec)!r} and split_policy={split_policy!r}: both say where to "
-            "cut; expected one of them; leave one out."
+            "cut. Expected one of them. Leave one out."
         )
     args = (mb_args,) if isinstance(mb_args, Tensor) else mb_args
     expected = "a tuple of the arguments of one microbatch"
@@ -290,8 +290,8 @@ def pipeline(
     if split_spec and num_marks(program) < len(split_spec):
         raise ValueError(
             f"split_spec={dict(split_spec)!r}: {num_marks(program)} of these {len(split_spec)} "
-            f"cuts are in what {type(module).__name__}.forward runs; expected modules that it "
-            "calls outside of checkpoints; name others."
+            f"cuts are in what {type(module).__name__}.forward runs. Expected modules that it "
+            "calls outside of checkpoints. Name others."
         )
     if split_policy is not None or not num_marks(program):
         cut_by(program, split_policy)

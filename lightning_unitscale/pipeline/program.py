@@ -98,14 +98,14 @@ class Program:
             expected = [example.name for example in self.inputs]
             raise ValueError(
                 f"arguments: {len(args)} positional and {list(kwargs)} by name have another "
-                "structure than the example that the pipeline was captured with; expected "
-                f"{expected} in the same places; call it as in pipeline(...)."
+                "structure than the example that the pipeline was captured with. Expected "
+                f"{expected} in the same places. Call it as in pipeline(...)."
             )
         for value, example in zip(flat, self.inputs, strict=True):
             if example.tensor is None and (isinstance(value, Tensor) or value != example.value):
                 raise ValueError(
                     f"{example.name}={value!r}: the pipeline was captured for {example.value!r}, "
-                    "which is part of its graph; expected the same value; capture another pipeline "
+                    "which is part of its graph. Expected the same value. Capture another pipeline "
                     "for other values."
                 )
         return flat
@@ -152,7 +152,7 @@ def split_evenly(batch: Any, num_microbatches: int, given: str = "") -> list[Any
         given = given or f"num_microbatches={num_microbatches}:"
         raise ValueError(
             f"{given} a batch of {size} samples cannot be divided into {num_microbatches} equal "
-            f"parts; expected a number that divides {size}; pass another num_microbatches or "
+            f"parts. Expected a number that divides {size}. Pass another num_microbatches or "
             "another batch size, and drop_last=True to the DataLoader if it is the last batch."
         )
 
@@ -202,8 +202,8 @@ def _pieces(value: Any, described: ProgramInput, count: int) -> list[Any]:
     if given == TensorInfo((count * size, *others), example.dtype):
         return list(value.split(size))
     raise ValueError(
-        f"{name}: a tensor {given}; expected {count} microbatches of {example}, for which the "
-        "pipeline was captured, along the first dimension; make every batch as large "
+        f"{name}: a tensor {given}. Expected {count} microbatches of {example}, for which the "
+        "pipeline was captured, along the first dimension. Make every batch as large "
         "(drop_last=True), or capture another pipeline for it."
     )
 
@@ -251,7 +251,7 @@ def loss_index(
         wanted = [index for index, key in enumerate(keys) if key == spec]
         if len(wanted) != 1:
             raise ValueError(
-                f"loss_spec={spec!r}: {len(wanted)} outputs have this key; expected one of {keys}."
+                f"loss_spec={spec!r}: {len(wanted)} outputs have this key. Expected one of {keys}."
             )
     else:
         # A spec may stop above the leaves, and may be a plain dict for a mapping of another class.
@@ -264,13 +264,13 @@ def loss_index(
         if len(wanted) != 1:
             raise ValueError(
                 f"loss_spec={spec!r}: it marks {len(wanted)} of the {len(paths)} outputs as the "
-                "loss; expected the structure of the module's output with one True in it, or the "
+                "loss. Expected the structure of the module's output with one True in it, or the "
                 "key of the loss, such as 'loss'."
             )
     if not is_scalar[wanted[0]]:
         raise ValueError(
-            f"loss_spec={spec!r}: output {wanted[0]} is no tensor of one element with a gradient; "
-            "expected the mean loss of a batch; reduce the loss in the module."
+            f"loss_spec={spec!r}: output {wanted[0]} is no tensor of one element with a gradient. "
+            "Expected the mean loss of a batch. Reduce the loss in the module."
         )
     return wanted[0]
 

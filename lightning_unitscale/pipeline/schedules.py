@@ -140,25 +140,25 @@ class Schedule:
             per_rank = "one stage" if self.placement == "single" else "two stages"
             raise ValueError(
                 f"num_stages={num_stages}: {self.name} runs {per_rank} on each of the {num_ranks} "
-                f"ranks; expected {expected} stages; cut the module into as many, or choose "
+                f"ranks. Expected {expected} stages. Cut the module into as many, or choose "
                 "another schedule."
             )
         if num_stages < num_ranks or num_stages % num_ranks:
             raise ValueError(
-                f"num_stages={num_stages}: the {num_ranks} ranks cannot have as many each; "
-                f"expected a multiple of {num_ranks} stages."
+                f"num_stages={num_stages}: the {num_ranks} ranks cannot have as many each. "
+                f"Expected a multiple of {num_ranks} stages."
             )
         if self.name in ("1F1B", "DualPipeV") and num_microbatches < num_stages:
             raise ValueError(
                 f"num_microbatches={num_microbatches}: {self.name} keeps {num_stages} stages busy "
-                f"with a microbatch each; expected at least {num_stages} microbatches; use more of "
+                f"with a microbatch each. Expected at least {num_stages} microbatches. Use more of "
                 "them, or another schedule, such as GPipe."
             )
         rounds = max(1, num_microbatches // num_ranks)
         if self.name.startswith("Interleaved") and num_microbatches % rounds:
             raise ValueError(
                 f"num_microbatches={num_microbatches}: {self.name} runs them in {rounds} equal "
-                f"rounds on {num_ranks} ranks; expected a multiple of {num_ranks}."
+                f"rounds on {num_ranks} ranks. Expected a multiple of {num_ranks}."
             )
 
 

@@ -130,7 +130,7 @@ class PipelineStrategy(SavingStrategy):
         if shard_optimizer and data_parallel == 1:
             raise ValueError(
                 "shard_optimizer=True with data_parallel=1: there is one device for each stage, "
-                "which needs all of its optimizer state; expected several pipelines; raise "
+                "which needs all of its optimizer state. Expected several pipelines. Raise "
                 "data_parallel, or leave shard_optimizer out."
             )
         if not (isinstance(stages_per_rank, str) and stages_per_rank == "auto"):
@@ -367,6 +367,6 @@ def _check_evaluation(evaluation: str, num_microbatches: int) -> None:
     if evaluation == "whole" and num_microbatches != 1:
         raise ValueError(
             f"num_eval_microbatches={num_microbatches} with evaluation='whole': the module is "
-            "evaluated whole, on every rank; expected evaluation='pipeline' or 'auto' with "
-            "microbatches; change it, or leave num_eval_microbatches out."
+            "evaluated whole, on every rank. Expected evaluation='pipeline' or 'auto' with "
+            "microbatches. Change it, or leave num_eval_microbatches out."
         )

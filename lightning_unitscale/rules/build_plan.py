@@ -190,8 +190,8 @@ def _structure_of(flow: Flow, prior: RulePlan) -> Structure:
         if plan is not None and plan.action != "left" and other:
             raise RuntimeError(
                 f"{fqn}: it was set to unit scale for an earlier step, but {other[0].name} of this "
-                "one reads it, which no rule rewrites; expected every step to use it alike; "
-                "register a rule for that operation, or name its function in replace=."
+                "one reads it, which no rule rewrites. Expected every step to use it alike. "
+                "Register a rule for that operation, or name its function in replace=."
             )
     return structure
 
@@ -367,8 +367,8 @@ def rehearse(
         warnings.warn(
             f"{type(module).__name__}.{step.name}: its first call runs twice, once to decide, "
             f"since it is not one graph ({reason}), and what it reads from "
-            f"{once_only} cannot be put back; expected a step that takes its data from the batch; "
-            "let train_dataloader return all loaders.",
+            f"{once_only} cannot be put back. Expected a step that takes its data from the batch. "
+            "Let train_dataloader return all loaders.",
             stacklevel=2,
         )
     with restoring(module):

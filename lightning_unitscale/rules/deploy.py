@@ -146,8 +146,8 @@ def _rules_of(module: nn.Module) -> RuleRewrite:
     if not plan:
         raise ValueError(
             f"module={type(module).__name__}: it has not been unit-scaled by rules, or not been "
-            "called since; expected the result of transforms.unit_scale after a call, or a "
-            "LightningModule after a fit with UnitScaleCallback('u-mup'); a lossless one is the "
+            "called since. Expected the result of transforms.unit_scale after a call, or a "
+            "LightningModule after a fit with UnitScaleCallback('u-mup'). A lossless one is the "
             "plain module already."
         )
     rules = RuleRewrite(replace=rewrite.replace if rewrite is not None else None)
@@ -204,5 +204,5 @@ def _require_equal(name: str, ours: list[Any], theirs: list[Any]) -> None:
             difference = float((our - their).abs().max())
             raise RuntimeError(
                 f"module={name}: the exported graph differs from the captured one by "
-                f"{difference:.3g}; expected equal outputs; report this with the model."
+                f"{difference:.3g}. Expected equal outputs. Report this with the model."
             )

@@ -77,8 +77,8 @@ def family_of(optimizer: Optimizer) -> Family:
         return ALGORITHMS[cls.__name__].family
     raise ValueError(
         f"optimizer={type(optimizer).__name__}(...): it is not known how its steps follow the "
-        f"scales of gradients and weights; expected one of {', '.join(ALGORITHMS)} or a "
-        "subclass; use one of them, or pass lr_scaling=None and choose the rates of the scaled "
+        f"scales of gradients and weights. Expected one of {', '.join(ALGORITHMS)} or a "
+        "subclass. Use one of them, or pass lr_scaling=None and choose the rates of the scaled "
         "model yourself."
     )
 
@@ -91,8 +91,8 @@ def check_group(optimizer: Optimizer, group: Mapping[str, Any], method: Method) 
         # size 1: with the rule of Adam its share of a weight would shrink as 1/fan_in.
         raise ValueError(
             f"optimizer={name}(...): the rates of u-muP are for steps whose entries have a fixed "
-            "size, and those of Muon have a fixed spectral norm; expected lr_scaling='match', "
-            "under which Muon's own rule for the width goes on to hold; pass it."
+            "size, and those of Muon have a fixed spectral norm. Expected lr_scaling='match', "
+            "under which Muon's own rule for the width goes on to hold. Pass it."
         )
     if family is not Family.SCALE_INVARIANT or method != "match":
         return family
@@ -100,14 +100,14 @@ def check_group(optimizer: Optimizer, group: Mapping[str, Any], method: Method) 
     if decay != 0 and not is_decay_decoupled(optimizer, group):
         raise ValueError(
             f"optimizer={name}(weight_decay={decay}): the decay is added to the gradient, whose "
-            "scale the rules change; expected decay that is decoupled from it; use AdamW, or "
+            "scale the rules change. Expected decay that is decoupled from it. Use AdamW, or "
             "decoupled_weight_decay=True where there is one, or weight_decay=0."
         )
     accumulated = group.get("initial_accumulator_value", 0)
     if accumulated != 0:
         raise ValueError(
             f"optimizer={name}(initial_accumulator_value={accumulated}): it is added to the "
-            "squared gradient, whose scale the rules change; expected 0; leave it out."
+            "squared gradient, whose scale the rules change. Expected 0. Leave it out."
         )
     return family
 
@@ -180,8 +180,8 @@ def _positive(info: ParameterInfo, name: str) -> float:
     value = float(getattr(info, name))
     if not (math.isfinite(value) and value > 0):
         raise ValueError(
-            f"{name}={value}: of the parameter {info.fqn!r} with role {info.role.value!r}; "
-            "expected a positive finite number; give it its measured one, or the role 'other'."
+            f"{name}={value}: of the parameter {info.fqn!r} with role {info.role.value!r}. "
+            "Expected a positive finite number. Give it its measured one, or the role 'other'."
         )
     return value
 

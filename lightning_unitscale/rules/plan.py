@@ -178,8 +178,8 @@ class RuleOptions:
             value = getattr(self, option.name)
             if option.name.endswith(("_mult", "_ratio")) and not _is_factor(value):
                 raise ValueError(
-                    f"{option.name}={shown(value)}: no such factor; expected a positive number; "
-                    f"pass {option.name}=1.0."
+                    f"{option.name}={shown(value)}: no such factor. Expected a positive number. "
+                    f"Pass {option.name}=1.0."
                 )
         residual = self.residual
         if residual is not None and not (
@@ -188,14 +188,14 @@ class RuleOptions:
             and all(map(_is_factor, residual))
         ):
             raise ValueError(
-                f"residual={shown(residual)}: no such weights; expected two positive numbers, for "
-                "branches with attention and for the others; pass for example residual=(0.1, 0.7)."
+                f"residual={shown(residual)}: no such weights. Expected two positive numbers, for "
+                "branches with attention and for the others. Pass for example residual=(0.1, 0.7)."
             )
         for name in ("residual_mult", "residual_attn_ratio"):
             if residual is not None and getattr(self, name) != 1:
                 raise ValueError(
                     f"residual={shown(residual)} with {name}={getattr(self, name)!r}: both weigh "
-                    "residual branches; expected one of the two; leave one out."
+                    "residual branches. Expected one of the two. Leave one out."
                 )
 
 

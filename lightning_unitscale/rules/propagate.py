@@ -89,8 +89,8 @@ class Scales:
             return
         where = node.meta.get(MODULE) or "the step"
         raise RuntimeError(
-            f"on_unknown='error': {tensor_name(node)} in {where} ({op_name(node)}): {reason}; "
-            "expected an operation with a scale rule; register one with "
+            f"on_unknown='error': {tensor_name(node)} in {where} ({op_name(node)}): {reason}. "
+            "Expected an operation with a scale rule. Register one with "
             "functional.rules.register_rule, name a function for it in replace=, or pass "
             "on_unknown='calibrate' to measure it."
         )

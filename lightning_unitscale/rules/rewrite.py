@@ -122,8 +122,8 @@ class RuleRewrite(GraphPass):
                 meant = nearest(name, self._called)
                 expected = "" if meant is None else f", such as {meant}"
                 texts.append(
-                    f"replace={{{name}: ...}}: the step does not call it; expected a function that "
-                    f"it calls{expected}; correct it or leave it out."
+                    f"replace={{{name}: ...}}: the step does not call it. Expected a function that "
+                    f"it calls{expected}. Correct it or leave it out."
                 )
         return texts
 
@@ -215,8 +215,8 @@ def checked_replace(
         callable(function) for pair in replace.items() for function in pair
     ):
         raise ValueError(
-            f"replace={shown(replace)}: no map of functions; expected {{function: its "
-            "replacement}; pass for example replace={my_gelu: torch.nn.functional.gelu}."
+            f"replace={shown(replace)}: no map of functions. Expected {{function: its "
+            "replacement}. Pass for example replace={my_gelu: torch.nn.functional.gelu}."
         )
     return dict(replace)
 

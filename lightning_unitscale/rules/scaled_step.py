@@ -164,7 +164,7 @@ class ScaledStep:
             if name in _SCALED or not all(_is_same(first, value) for value in others):
                 raise RuntimeError(
                     f"optimizer={self._name}(...): its step writes {name!r} into its groups, by "
-                    "each parameter's own settings; expected one value for a group; use another "
+                    "each parameter's own settings. Expected one value for a group. Use another "
                     "optimizer, or pass lr_scaling=None and choose the rates yourself."
                 )
             group[name] = first

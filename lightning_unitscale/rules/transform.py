@@ -103,8 +103,8 @@ def _reject_scaled(module: nn.Module) -> None:
     steps = steps_of(module)
     if steps is not None and any(isinstance(p, RuleRewrite) for p in steps.passes):
         raise ValueError(
-            f"module={type(module).__name__}: it is unit-scaled by rules already; expected one "
-            "whose function is its author's; pass the module that it was made of."
+            f"module={type(module).__name__}: it is unit-scaled by rules already. Expected one "
+            "whose function is its author's. Pass the module that it was made of."
         )
 
 

@@ -107,7 +107,7 @@ def alerts_from_json(text: str | bytes) -> tuple[ScaleAlert, ...]:
             alerts.append(ScaleAlert(**fields, inputs=inputs))
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(
-                f"text={str(text)[:60]!r}: not a list of alerts; expected what alerts_to_json "
+                f"text={str(text)[:60]!r}: not a list of alerts. Expected what alerts_to_json "
                 f"writes; {error}"
             ) from error
     return tuple(alerts)

@@ -77,12 +77,12 @@ class RowLayout:
         names = [item.name for item in self.formats]
         if len(set(names)) != len(names):
             raise ValueError(
-                f"formats={names}: a format is given twice; expected distinct names; drop one"
+                f"formats={names}: a format is given twice. Expected distinct names. Drop one."
             )
         if self.sample_size is not None and self.sample_size < 1:
             raise ValueError(
-                f"sample_size={self.sample_size}: out of range; expected at least 1, or None to "
-                "read all elements; change the number"
+                f"sample_size={self.sample_size}: out of range. Expected at least 1, or None to "
+                "read all elements. Change the number."
             )
         formats = [astuple(item) for item in self.formats]
         edges: list[float] = []
@@ -133,7 +133,7 @@ class RowLayout:
             return self.columns.index(column)
         except ValueError:
             raise KeyError(
-                f"column={column!r}: not in this layout; expected one of "
+                f"column={column!r}: not in this layout. Expected one of "
                 f"{', '.join(self.columns[: self.num_head])}"
             ) from None
 

@@ -70,7 +70,7 @@ class ScaleSnapshot:
         if len(set(self.names)) != number:
             twice = next(name for name in self.names if self.names.count(name) > 1)
             raise ValueError(
-                f"names: {twice!r} is given twice; expected distinct names; add an ordinal"
+                f"names: {twice!r} is given twice. Expected distinct names. Add an ordinal."
             )
         defaults = {
             "modules": tuple(name.rpartition(".")[0] for name in self.names),
@@ -88,8 +88,8 @@ class ScaleSnapshot:
             value = getattr(self, attribute)
             if len(value) != number:
                 raise ValueError(
-                    f"{attribute} of length {len(value)}: does not fit {number} names; expected "
-                    "one entry per tensor; use the same tensors throughout"
+                    f"{attribute} of length {len(value)}: does not fit {number} names. Expected "
+                    "one entry per tensor. Use the same tensors throughout."
                 )
 
     def __len__(self) -> int:
@@ -99,7 +99,7 @@ class ScaleSnapshot:
         """Return the rows of one direction, shape ``(len(self), layout.num_columns)``."""
         if direction not in ("forward", "backward"):
             raise ValueError(
-                f"direction={direction!r}: unknown; expected 'forward' or 'backward'; correct it"
+                f"direction={direction!r}: unknown. Expected 'forward' or 'backward'. Correct it."
             )
         return self.forward if direction == "forward" else self.backward
 
@@ -238,8 +238,8 @@ def _position(snapshot: ScaleSnapshot, tensor: int | str) -> int:
         return snapshot.names.index(tensor)
     except ValueError:
         raise KeyError(
-            f"tensor={tensor!r}: not in this snapshot; expected one of its {len(snapshot)} names; "
-            "see names"
+            f"tensor={tensor!r}: not in this snapshot. Expected one of its {len(snapshot)} names. "
+            "See names."
         ) from None
 
 

@@ -47,8 +47,8 @@ def fraction_from_counts(
     counts = np.asarray(exponent_counts, dtype=np.float64)
     if counts.shape[-1:] != (NUM_EXPONENTS,):
         raise ValueError(
-            f"exponent_counts of shape {counts.shape}: wrong number of exponents; expected the "
-            f"last dimension to be {NUM_EXPONENTS}; pass counts from a statistics row"
+            f"exponent_counts of shape {counts.shape}: wrong number of exponents. Expected the "
+            f"last dimension to be {NUM_EXPONENTS}. Pass counts from a statistics row."
         )
     resolved = get_format(format)
     _check_kind(kind)
@@ -72,7 +72,7 @@ def kind_weights(format: NumberFormat, kind: Kind, shift: int) -> FloatArray:
 def _check_kind(kind: Kind) -> None:
     if kind not in FORMAT_KINDS:
         raise ValueError(
-            f"kind={kind!r}: unknown; expected one of {', '.join(FORMAT_KINDS)}; correct it"
+            f"kind={kind!r}: unknown. Expected one of {', '.join(FORMAT_KINDS)}. Correct it."
         )
 
 
@@ -170,8 +170,8 @@ class TensorStatistics:
         if counts is None:
             raise ValueError(
                 f"format={resolved.name!r}: not counted at the scale 2**{self.log2_factor} and "
-                "there are no exponent counts to tell from; expected a monitored format or a "
-                "layout with histogram=True; turn histograms on"
+                "there are no exponent counts to tell from. Expected a monitored format or a "
+                "layout with histogram=True. Turn histograms on."
             )
         return float(
             fraction_from_counts(counts, self.num_sampled, resolved, kind, self.log2_factor)

@@ -77,13 +77,13 @@ def check_floating(tensor: Tensor) -> None:
     """Check that a tensor has statistics."""
     if not tensor.is_floating_point():
         raise ValueError(
-            f"tensor.dtype={tensor.dtype}: no statistics of this type; expected a real "
-            "floating-point tensor; leave integer, boolean and complex tensors out"
+            f"tensor.dtype={tensor.dtype}: no statistics of this type. Expected a real "
+            "floating-point tensor. Leave integer, boolean and complex tensors out."
         )
     if tensor.is_sparse:
         raise ValueError(
-            f"tensor of shape {tuple(tensor.shape)}: no statistics of a sparse tensor; expected a "
-            "dense one; leave it out or call to_dense()"
+            f"tensor of shape {tuple(tensor.shape)}: no statistics of a sparse tensor. Expected a "
+            "dense one. Leave it out or call to_dense()."
         )
 
 

@@ -56,16 +56,16 @@ def parse_thresholds(thresholds: Mapping[str | NumberFormat, Limits]) -> tuple[T
     """Thresholds as a user writes them."""
     if not isinstance(thresholds, Mapping):
         raise TypeError(
-            f"thresholds={shown(thresholds)}: not a mapping; expected format -> fraction of the "
-            "elements; pass for example {'E4M3FN': 0.01}"
+            f"thresholds={shown(thresholds)}: not a mapping. Expected format -> fraction of the "
+            "elements. Pass for example {'E4M3FN': 0.01}"
         )
     parsed: list[Threshold] = []
     for name, allowed in thresholds.items():
         item = get_format(name, given=f"thresholds={shown(dict(thresholds))}: {shown(name)}")
         if any(threshold.format == item for threshold in parsed):
             raise ValueError(
-                f"thresholds={dict(thresholds)!r}: {item.name} is given twice; expected every "
-                "format once; drop one"
+                f"thresholds={dict(thresholds)!r}: {item.name} is given twice. Expected every "
+                "format once. Drop one."
             )
         limits = (
             allowed if isinstance(allowed, Mapping) else {"overflow": allowed, "flushed": allowed}
@@ -73,14 +73,14 @@ def parse_thresholds(thresholds: Mapping[str | NumberFormat, Limits]) -> tuple[T
         for kind, fraction in limits.items():
             if kind not in FORMAT_KINDS:
                 raise ValueError(
-                    f"thresholds={dict(thresholds)!r}: {kind!r} is unknown; expected "
-                    f"{', '.join(FORMAT_KINDS)}; correct it"
+                    f"thresholds={dict(thresholds)!r}: {kind!r} is unknown. Expected "
+                    f"{', '.join(FORMAT_KINDS)}. Correct it."
                 )
             is_number = isinstance(fraction, (int, float)) and not isinstance(fraction, bool)
             if not is_number or not 0 <= fraction <= 1:
                 raise ValueError(
                     f"thresholds={dict(thresholds)!r}: {fraction!r} is not a fraction of the "
-                    "elements; expected a number from 0 to 1; pass for example 0.01"
+                    "elements. Expected a number from 0 to 1. Pass for example 0.01."
                 )
             parsed.append(Threshold(item, kind, float(fraction)))
     return tuple(parsed)

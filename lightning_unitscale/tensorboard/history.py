@@ -259,8 +259,8 @@ def read_run(directory: str | Path) -> RunScales:
     folder = Path(directory)
     if not folder.is_dir():
         raise FileNotFoundError(
-            f"directory={str(folder)!r}: no such folder; expected the folder of a run, such as "
-            "logs/gpt/version_0; correct the path"
+            f"directory={str(folder)!r}: no such folder. Expected the folder of a run, such as "
+            "logs/gpt/version_0. Correct the path."
         )
     if not any(path.is_file() for path in folder.glob(EVENT_FILES)):
         raise FileNotFoundError(f"directory={str(folder)!r}: no event files here; {_hint(folder)}")
@@ -279,8 +279,8 @@ def read_run(directory: str | Path) -> RunScales:
     run = RunScales(tags, read)
     if not run.directions:
         raise ValueError(
-            f"directory={str(folder)!r}: its event files have no scales; expected a run whose "
-            "Trainer had a ScaleMonitor among its callbacks; add one and train again"
+            f"directory={str(folder)!r}: its event files have no scales. Expected a run whose "
+            "Trainer had a ScaleMonitor among its callbacks. Add one and train again."
         )
     return run
 

@@ -151,7 +151,7 @@ class ScalesPlugin(base_plugin.TBPlugin):
         series = self._series(request).get(name)
         if series is None:
             raise errors.NotFoundError(
-                f"run={name!r}: no such run with scales; expected one that /runs lists"
+                f"run={name!r}: no such run with scales. Expected one that /runs lists."
             )
         tags = {tag: points.plugin_content for tag, points in series.items()}
         return RunScales(tags, functools.partial(self._read, request, name))
@@ -193,7 +193,7 @@ def _direction(request: Request) -> Direction:
         if asked == direction:
             return direction
     raise errors.InvalidArgumentError(
-        f"direction={asked!r}: unknown; expected one of {', '.join(DIRECTIONS)}"
+        f"direction={asked!r}: unknown. Expected one of {', '.join(DIRECTIONS)}"
     )
 
 
@@ -202,7 +202,7 @@ def _tensor(request: Request, run: RunScales) -> int:
     name = request.args.get("tensor", "")
     if name not in run.names:
         raise errors.NotFoundError(
-            f"tensor={name!r}: not in the run; expected one that /scales lists"
+            f"tensor={name!r}: not in the run. Expected one that /scales lists."
         )
     return run.names.index(name)
 

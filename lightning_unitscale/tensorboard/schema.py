@@ -166,8 +166,8 @@ class ExponentCounts:
         start = int(values[2]) - MIN_EXPONENT if values.ndim == 1 and values.size >= 3 else -1
         if start < 0 or start + values.size - 3 > NUM_EXPONENTS:
             raise ValueError(
-                f"vector of shape {values.shape}: not exponent counts; expected number sampled, "
-                "unit, first exponent and counts; read a tag whose quantity is 'exponents'"
+                f"vector of shape {values.shape}: not exponent counts. Expected number sampled, "
+                "unit, first exponent and counts. Read a tag whose quantity is 'exponents'."
             )
         counts = np.zeros(NUM_EXPONENTS, dtype=np.float32)
         counts[start : start + values.size - 3] = values[3:]

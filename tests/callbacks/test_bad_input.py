@@ -45,7 +45,7 @@ def _fit(module: Any, *callbacks: pl.Callback, **options: Any) -> None:
 
 def _is_in_the_form(message: str) -> bool:
     """What is wrong; what was expected; what to change."""
-    return re.search(r".+: .+; expected .+; .+\.$", message) is not None
+    return re.search(r".+: .+. Expected .+; .+\.$", message) is not None
 
 
 def _compiled(module: pl.LightningModule, how: str) -> Any:
@@ -221,7 +221,7 @@ def test_matmuls_need_no_capture() -> None:
 def test_arguments(make: Any, error: type[Exception]) -> None:
     with pytest.raises(error) as raised:
         make()
-    assert re.search(r"^\w+=.+: .+; expected .+", str(raised.value)), raised.value
+    assert re.search(r"^\w+=.+: .+. Expected .+", str(raised.value)), raised.value
 
 
 def test_before_any_step(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_before_any_step(tmp_path: Path) -> None:
     assert UnitScaleCallback().state_dict() == {}
     assert "No step" in ScaleMonitor().table()
     for name in ("to_csv", "to_json_lines"):
-        with pytest.raises(RuntimeError, match=rf"^{name}: path='.*': no step .*; expected "):
+        with pytest.raises(RuntimeError, match=rf"^{name}: path='.*': no step .*. Expected "):
             getattr(ScaleMonitor(), name)(tmp_path / "scales")
     assert not list(tmp_path.iterdir())
 

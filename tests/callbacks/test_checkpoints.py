@@ -61,7 +61,7 @@ def _start(entry: str, callbacks: list[Any], path: Path) -> tuple[Any, Any]:
 def test_another_method_is_refused(
     entry: str, trained: str, method: Any, checkpoints: dict[str, Path]
 ) -> None:
-    expected = f"^method='{method}': .* trained with method='{trained}', .*; expected .*; pass"
+    expected = f"^method='{method}': .* trained with method='{trained}', .*. Expected .*. Pass"
     with pytest.raises(MisconfigurationException, match=expected):
         _start(entry, [UnitScaleCallback(method)], checkpoints[trained])
 
@@ -118,7 +118,7 @@ def test_copies_of_a_trained_module_mark_their_own_checkpoints() -> None:
 
 
 def test_a_lossless_checkpoint_resumed_by_rules_is_said(checkpoints: dict[str, Path]) -> None:
-    expected = r"^method='u-mup': .* trained with method='lossless'; .*; expected .*; to go on"
+    expected = r"^method='u-mup': .* trained with method='lossless'; .*. Expected .*. To go on"
     with pytest.warns(UserWarning, match=expected):
         _start("fit", [unit_scale("u-mup")], checkpoints["lossless"])
     # An evaluation leaves it as it is.

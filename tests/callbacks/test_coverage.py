@@ -80,7 +80,7 @@ def test_plain_matmuls_are_warned_of_once_with_their_modules() -> None:
     _, warned = _warnings(Recurrent, callback, max_steps=4)
     (warning,) = warned
     assert re.search(r"training_step: 9 of \d+ matmuls in units \(\d", warning)
-    assert "What runs plain is in recurrent; expected at least 90%" in warning
+    assert "What runs plain is in recurrent. Expected at least 90%" in warning
     assert warning.endswith("explain() lists all matmuls.")
     assert callback.coverage.uncovered_modules() == ("recurrent",)
     (reason,) = callback.coverage.reasons

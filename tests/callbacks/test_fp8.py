@@ -292,14 +292,14 @@ def test_a_trainer_that_does_not_go_with_it(monkeypatch: pytest.MonkeyPatch) -> 
     module, callback = Tower(), UnitScaleCallback(precision="fp8")
     with pytest.raises(
         MisconfigurationException,
-        match=r"precision='fp8' with TransformerEnginePrecision: it replaces .*; expected '32",
+        match=r"precision='fp8' with TransformerEnginePrecision: it replaces .*. Expected '32",
     ):
         callback.setup(trainer, module, "fit")
     assert "training_step" not in module.__dict__
     monkeypatch.setattr(
         "lightning_unitscale.callbacks.trainer_settings.why_no_fp8", lambda device: "too old"
     )
-    with pytest.raises(MisconfigurationException, match=r"on cpu: too old; expected a GPU of"):
+    with pytest.raises(MisconfigurationException, match=r"on cpu: too old. Expected a GPU of"):
         _losses([UnitScaleCallback(precision="fp8")])
 
 

@@ -161,9 +161,9 @@ def test_from_a_command_line(given: str, expected: tuple[str, str]) -> None:
 def test_wrong_settings() -> None:
     with pytest.raises(ValueError, match=r"simulate='fp7': unknown number format"):
         UnitScaleCallback(simulate="fp7")
-    with pytest.raises(ValueError, match=r"3 formats; expected 'fp8', a format, or a pair"):
+    with pytest.raises(ValueError, match=r"3 formats. Expected 'fp8', a format, or a pair"):
         UnitScaleCallback(simulate=("FP16", "FP16", "FP16"))
     with pytest.raises(ValueError, match=r"rounding='down': unknown rounding"):
         Simulate("fp8", rounding="down")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"grid='still': unknown grid; expected 'fixed' or"):
+    with pytest.raises(ValueError, match=r"grid='still': unknown grid. Expected 'fixed' or"):
         Simulate("fp8", grid="still")  # type: ignore[arg-type]

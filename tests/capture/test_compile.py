@@ -122,7 +122,7 @@ def test_a_mode_reaches_inductor(
 
 
 def test_a_mode_that_is_none() -> None:
-    with pytest.raises(ValueError, match="mode='fast': unknown; expected 'default', "):
+    with pytest.raises(ValueError, match=r"mode='fast': unknown. Expected 'default', "):
         compile(Net(), "fast")
 
 

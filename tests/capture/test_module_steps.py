@@ -183,7 +183,7 @@ def test_a_captured_module_says_why_it_cannot_be_pickled() -> None:
     module = Module()
     steps = _attached(module)
     with pytest.raises(
-        TypeError, match=r"Module\.forward is captured and cannot be pickled; expected"
+        TypeError, match=r"Module\.forward is captured and cannot be pickled. Expected"
     ):
         pickle.dumps(module)
     steps.detach("test")

@@ -36,7 +36,7 @@ def test_globs_that_match_are_not_told() -> None:
 def test_a_glob_that_matches_nothing_is_told_once(argument: str, glob: str, meant: str) -> None:
     given = patterns(**{argument: [glob, "head"]})
     (text,) = given.take_unmatched()
-    assert text.startswith(f"{argument}={glob!r}: matches nothing; expected ")
+    assert text.startswith(f"{argument}={glob!r}: matches nothing. Expected ")
     assert f", such as {meant!r}; " in text
     assert given.take_unmatched() == []
 

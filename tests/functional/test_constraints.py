@@ -37,11 +37,11 @@ def test_agree_with_the_reference() -> None:
         (
             "geometric",
             2,
-            "constraint='geometric': unknown; expected None or one of to_output_scale",
+            "constraint='geometric': unknown. Expected None or one of to_output_scale",
         ),
         ("", 2, "constraint='': unknown"),
-        ("to_grad_input_scale", 3, "this operation has 2 constrained gradients; expected 1"),
-        ("to_left_grad_scale", 2, "this operation has 1 constrained gradients; expected 2"),
+        ("to_grad_input_scale", 3, "this operation has 2 constrained gradients. Expected 1"),
+        ("to_left_grad_scale", 2, "this operation has 1 constrained gradients. Expected 2"),
     ],
 )
 def test_errors(constraint: str, num_factors: int, message: str) -> None:

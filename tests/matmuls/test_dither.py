@@ -169,9 +169,9 @@ def test_in_sixteen_bits() -> None:
 
 def test_wrong_arguments() -> None:
     module, _ = _layers()
-    with pytest.raises(ValueError, match=r"grid='random': unknown grid; expected 'fixed' or"):
+    with pytest.raises(ValueError, match=r"grid='random': unknown grid. Expected 'fixed' or"):
         simulate_format(module, "E4M3FN", "E5M2", grid="random")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"grid='random': unknown grid; expected 'fixed' or"):
+    with pytest.raises(ValueError, match=r"grid='random': unknown grid. Expected 'fixed' or"):
         fp8_linears(module, grid="random")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"grid='moving': with scaling='dynamic' the largest"):
         fp8_linears(module, scaling="dynamic", grid="moving")

@@ -341,7 +341,7 @@ def test_gradients_that_need_the_range_are_in_e5m2() -> None:
 def test_a_device_without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     module, x = _forms()
     monkeypatch.setattr(fp8, "why_no_fp8", lambda device: "too old")
-    with pytest.raises(RuntimeError, match=r"first.linear on cpu: too old; expected a GPU of"):
+    with pytest.raises(RuntimeError, match=r"first.linear on cpu: too old. Expected a GPU of"):
         fp8_linears(module)(x)
     # Where no layer would run in FP8, none is missing it.
     with pytest.warns(UserWarning, match="no matmul runs in FP8: .*its name is excluded"):
@@ -349,7 +349,7 @@ def test_a_device_without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_wrong_settings() -> None:
-    with pytest.raises(ValueError, match=r"scaling='static': unknown scaling; expected 'constant'"):
+    with pytest.raises(ValueError, match=r"scaling='static': unknown scaling. Expected 'constant'"):
         fp8_linears(nn.Linear(16, 16), scaling="static")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"exclude=\[3\]: 3 is no pattern"):
         fp8_linears(nn.Linear(16, 16), exclude=[3])  # type: ignore[list-item]

@@ -278,13 +278,13 @@ def test_keyword_arguments_and_nested_inputs() -> None:
 
 def test_a_compiled_module_is_refused() -> None:
     for make in (torch.compile, lambda module: module.compile() or module):
-        with pytest.raises(ValueError, match=r"module=\w+: it is compiled already; expected"):
+        with pytest.raises(ValueError, match=r"module=\w+: it is compiled already. Expected"):
             lossless_unit_scale(make(nn.Linear(2, 2)), torch.ones(1, 2))
 
 
 @pytest.mark.parametrize("depth", ["all", "everything", None, 3])
 def test_another_depth_is_refused(depth: object) -> None:
-    expected = rf"^depth={depth!r}: only matmuls are scaled; expected 'matmuls'; .*'16-mixed'"
+    expected = rf"^depth={depth!r}: only matmuls are scaled. Expected 'matmuls'; .*'16-mixed'"
     with pytest.raises(ValueError, match=expected):
         lossless_unit_scale(nn.Linear(2, 2), torch.ones(1, 2), depth=depth)
 

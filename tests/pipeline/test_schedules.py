@@ -68,7 +68,7 @@ def test_a_batch_is_cut_along_its_first_dimension() -> None:
     parts = split_batch(pipe.program, (x, mask, 2), {}, 3)
     assert torch.equal(torch.cat([one[0] for one in parts]), x)
     assert all(one[1] is mask and one[2] == 2 for one in parts)
-    with pytest.raises(ValueError, match=r"x: a tensor float32\[5, 3\]; expected 3 microbatches"):
+    with pytest.raises(ValueError, match=r"x: a tensor float32\[5, 3\]. Expected 3 microbatches"):
         split_batch(pipe.program, (x[:5], mask, 2), {}, 3)
     with pytest.raises(RuntimeError, match="there is no process group"):
         PipelineRunner(pipe, num_microbatches=2)

@@ -178,7 +178,7 @@ def test_unknown_scales_raise_if_the_user_says_so() -> None:
     for _ in range(2):
         with pytest.raises(
             RuntimeError,
-            match=r"on_unknown='error': abs in the step \(abs\): no rule; expected .*"
+            match=r"on_unknown='error': abs in the step \(abs\): no rule. Expected .*"
             r"register_rule.*replace=.*on_unknown='calibrate'",
         ):
             scaled(X)

@@ -386,7 +386,7 @@ def test_a_checkpoint_of_a_scaled_module_is_not_scaled_again(planned: Any) -> No
 @pytest.mark.parametrize(
     ("option", "text"),
     [
-        ({"on_unknown": "guess"}, r"on_unknown='guess': unknown choice; expected 'calibrate'"),
+        ({"on_unknown": "guess"}, r"on_unknown='guess': unknown choice. Expected 'calibrate'"),
         ({"residual": (0.1,)}, r"residual=\(0\.1,\): .*expected two positive numbers.*pass"),
         ({"residual": (0.1, -1)}, r"residual=\(0\.1, -1\): .*expected two positive numbers"),
         ({"residual": 0.5}, r"residual=0\.5: .*expected two positive numbers"),
@@ -403,7 +403,7 @@ def test_options_out_of_range(option: dict[str, Any], text: str) -> None:
 
 
 def test_modules_that_are_refused(planned: Any) -> None:
-    with pytest.raises(ValueError, match=r"module=\w+: it is compiled already; expected a plain"):
+    with pytest.raises(ValueError, match=r"module=\w+: it is compiled already. Expected a plain"):
         unit_scale(torch.compile(nn.Linear(2, 2)))
     for module in (planned[1], unit_scale(nn.Linear(2, 2)), track_scales(planned[1])):
         with pytest.raises(ValueError, match=r"module=\w+: it is unit-scaled by rules already"):

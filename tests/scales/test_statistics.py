@@ -385,7 +385,7 @@ def test_what_has_no_statistics():
 def test_layout_misuse():
     with pytest.raises(ValueError, match="given twice"):
         RowLayout(formats=(FP16, FP16))
-    with pytest.raises(ValueError, match="sample_size=0: out of range; expected at least 1"):
+    with pytest.raises(ValueError, match=r"sample_size=0: out of range. Expected at least 1"):
         RowLayout(sample_size=0)
     with pytest.raises(KeyError, match="'rms': not in this layout"):
         RowLayout().index("rms")

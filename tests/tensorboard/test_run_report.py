@@ -163,10 +163,10 @@ def test_what_is_wrong_is_said(run, tmp_path):
         with pytest.raises(SystemExit, match=message):
             main(["report", *arguments])
     (tmp_path / "void").mkdir()
-    with pytest.raises(SystemExit, match="no event files here; expected the folder that"):
+    with pytest.raises(SystemExit, match=r"no event files here. Expected the folder that"):
         main(["report", "void"])
     write(tmp_path / "plain", [])
-    with pytest.raises(SystemExit, match="no scales; expected a run whose Trainer had a ScaleMon"):
+    with pytest.raises(SystemExit, match=r"no scales. Expected a run whose Trainer had a ScaleMon"):
         main(["report", "plain"])
 
 
@@ -175,7 +175,7 @@ def test_a_folder_that_cannot_be_written(run, tmp_path):
     for output in ("file", "file/report"):
         with pytest.raises(SystemExit, match=f"output='{output}': nothing can be written"):
             main(["report", str(run), "--output", output])
-    with pytest.raises(TypeError, match="output=3: it is an int; expected the path"):
+    with pytest.raises(TypeError, match=r"output=3: it is an int. Expected the path"):
         write_report([run], 3)
 
 
