@@ -35,7 +35,7 @@ def check_depth(depth: object) -> None:
     """Refuse every depth but ``"products"``, the only one that is left."""
     if not isinstance(depth, str) or depth != "products":
         raise ValueError(
-            f"depth={shown(depth)}: only matmuls are scaled. Expected 'matmuls'. Leave depth out, "
+            f"depth={shown(depth)}: only matmuls are scaled. Expected 'products'. Leave depth out, "
             "and train in FP16 with Trainer(precision='16-mixed'), whose gradient scaler keeps the "
             "other gradients in range."
         )

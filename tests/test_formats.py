@@ -107,7 +107,7 @@ def test_bits_out_of_range(name):
 
 
 def test_other_misuse():
-    with pytest.raises(TypeError, match="expected a name or a NumberFormat, got int"):
+    with pytest.raises(TypeError, match="Expected a name or a NumberFormat, got int"):
         get_format(16)
     with pytest.raises(ValueError, match="a format needs a name"):
         NumberFormat("", 5, 2)

@@ -294,14 +294,14 @@ def test_what_bad_input_gets() -> None:
     for bits, message in (
         ((4, 0), r"mantissa_bits=0: out of range. Expected 1 to"),
         ((1, 3), r"exponent_bits=1: out of range. Expected 2 to"),
-        ("E8M24", r"format=E8M24: FP32, .* expected at most 23 mantissa bits"),
+        ("E8M24", r"format=E8M24: FP32, .* Expected at most 23 mantissa bits"),
         ("E8M3FN", r"format=E8M3FN: FP32, .* maximum of at most 3\.4e\+38"),
         ("FP9", r"format='FP9': unknown number format"),
     ):
         with pytest.raises(ValueError, match=message):
             quantize(values, bits)
     for bits in ((4, 3, 1), (4.0, 3), (True, 3)):
-        with pytest.raises(TypeError, match="expected two integers, "):
+        with pytest.raises(TypeError, match="Expected two integers, "):
             quantize(values, bits)
     with pytest.raises(ValueError, match=r"rounding='odd': unknown rounding. Expected 'nearest'"):
         quantize(values, "FP16", "odd")

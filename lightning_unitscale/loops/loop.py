@@ -19,7 +19,7 @@ from lightning_unitscale.patching import Replacement, shadowed
 
 # Calls a step of a module with these arguments and keyword arguments.
 StepCaller = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-_EXPECTED = "expected UnitScaleCallback(), ScaleMonitor() or several in a list"
+_EXPECTED = "Expected UnitScaleCallback(), ScaleMonitor() or several in a list"
 
 
 class Loop(abc.ABC):
@@ -238,8 +238,8 @@ def given_callbacks(callbacks: Any) -> tuple[LoopCallback, ...]:
 def _what_it_is(callback: Any) -> str:
     # Lightning's, of whichever of its packages: none is imported here.
     if hasattr(callback, "on_train_batch_start"):
-        return f"it works in a Lightning Trainer only; {_EXPECTED}; leave it out."
-    return f"it is no callback of lightning_unitscale; {_EXPECTED}; pass one of them."
+        return f"it works in a Lightning Trainer only. {_EXPECTED}. Leave it out."
+    return f"it is no callback of lightning_unitscale. {_EXPECTED}. Pass one of them."
 
 
 def leaving_after(owners: Iterable[Any], leave: Callable[[], None], *, always: bool) -> ExitStack:

@@ -11,7 +11,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
-from lightning_unitscale.arguments import check_callable, check_choice, check_instance, shown
+from lightning_unitscale.arguments import (
+    check_callable,
+    check_choice,
+    check_instance,
+    sentence,
+    shown,
+)
 from lightning_unitscale.capture.absent_ranks import is_sharded, local_tensor, num_ranks
 from lightning_unitscale.capture.graph_nodes import tensors_in
 from lightning_unitscale.memory.fake_step import FakeStep, OptimizerLike
@@ -187,7 +193,7 @@ def refuse_without_forward(module: nn.Module, advice: str) -> None:
     if is_absent and "forward" not in vars(module):
         raise ValueError(
             f"module={type(module).__name__}: it has no forward. Expected a module that can be "
-            f"called; {advice}."
+            f"called. {sentence(advice)}"
         )
 
 

@@ -194,7 +194,7 @@ def _pieces(value: Any, described: ProgramInput, count: int) -> list[Any]:
     if example is None:
         return [value] * count
     if not isinstance(value, Tensor):
-        raise ValueError(f"{name}={value!r}: expected a tensor {example}.")
+        raise ValueError(f"{name}={value!r}: not such a tensor. Expected a tensor {example}.")
     given = TensorInfo.of(value)
     if given == example:
         return [value] * count

@@ -181,6 +181,6 @@ def find_schedule(name: str) -> Schedule:
         if str(name).lower() == schedule_name.lower():
             return schedule
     raise ValueError(
-        f"schedule={shown(name)}: expected one of {', '.join(SCHEDULES)}; pass '1F1B' if you have "
-        "no other in mind."
+        f"schedule={shown(name)}: unknown. Expected one of {', '.join(SCHEDULES)}. Pass "
+        "'1F1B' if you have no other in mind."
     )

@@ -137,7 +137,9 @@ class PipelineStrategy(SavingStrategy):
             check_count("stages_per_rank", stages_per_rank)
         expected = "'auto', a dict of paths of submodules to a SplitPoint, or a split policy"
         if isinstance(split, str) and split != "auto":
-            raise ValueError(f"split={split!r}: expected {expected}; leave it out for 'auto'.")
+            raise ValueError(
+                f"split={split!r}: unknown. Expected {expected}. Leave it out for 'auto'."
+            )
         check_instance("split", split, _SPLITS, expected, "leave it out for 'auto'")
         if process_group_backend is not None:
             name, expected = "process_group_backend", "the name of a backend, such as 'gloo'"

@@ -263,7 +263,7 @@ def read_run(directory: str | Path) -> RunScales:
             "logs/gpt/version_0. Correct the path."
         )
     if not any(path.is_file() for path in folder.glob(EVENT_FILES)):
-        raise FileNotFoundError(f"directory={str(folder)!r}: no event files here; {_hint(folder)}")
+        raise FileNotFoundError(f"directory={str(folder)!r}: no event files here. {_hint(folder)}")
     events = EventAccumulator(str(folder), {TENSORS: 0}, purge_orphaned_data=False).Reload()
     try:
         tags = events.PluginTagToContent(PLUGIN_NAME)
@@ -289,6 +289,6 @@ def _hint(folder: Path) -> str:
     """Return where event files are instead."""
     below = sorted({path.parent for path in folder.rglob(EVENT_FILES) if path.is_file()})
     if not below:
-        return "expected the folder that a TensorBoardLogger wrote (its log_dir); correct the path"
+        return "Expected the folder that a TensorBoardLogger wrote (its log_dir). Correct the path."
     shown = ", ".join(str(path) for path in below[:5]) + (", ..." if len(below) > 5 else "")
-    return f"expected the folder of one run; there are event files in {shown}"
+    return f"Expected the folder of one run. There are event files in {shown}."

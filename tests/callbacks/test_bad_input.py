@@ -10,10 +10,10 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from benchmarks.executed_matmuls import has_torchs_own_kernels
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
+from benchmarks.executed_matmuls import has_torchs_own_kernels
 from lightning_unitscale import (
     FP8,
     RematCallback,
@@ -45,7 +45,7 @@ def _fit(module: Any, *callbacks: pl.Callback, **options: Any) -> None:
 
 def _is_in_the_form(message: str) -> bool:
     """What is wrong; what was expected; what to change."""
-    return re.search(r".+: .+. Expected .+; .+\.$", message) is not None
+    return re.search(r".+: .+. Expected .+\. .+\.$", message) is not None
 
 
 def _compiled(module: pl.LightningModule, how: str) -> Any:

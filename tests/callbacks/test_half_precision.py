@@ -24,7 +24,7 @@ from tests.helpers import assert_same_bits
 from tests.helpers import run as run_step
 from tests.loops.loops import Net, batches
 
-DEPTH_ALL = r"depth='all': only matmuls are scaled. Expected 'matmuls'; .*precision='16-mixed'"
+DEPTH_ALL = r"depth='all': only matmuls are scaled. Expected 'products'\. .*precision='16-mixed'"
 FP16_PARAMETERS = r"parameters are FP16 .*Use Trainer\(precision='16-mixed'\)"
 ZERO_EPS = r"^AdamW\(eps=1e-08\): eps is 0 in torch.float16"
 

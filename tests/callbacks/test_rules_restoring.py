@@ -245,7 +245,7 @@ def test_a_scale_that_is_not_known_is_an_error_if_that_is_asked_for() -> None:
     module = Odd()
     before = weights(module)
     trainer = trainer_with(unit_scale("u-mup", on_unknown="error"))
-    with pytest.raises(RuntimeError, match=r"on_unknown='error': .*. Expected .*; "):
+    with pytest.raises(RuntimeError, match=r"on_unknown='error': .*\. Expected .*\. "):
         trainer.fit(module, loader(), loader(8))
     assert_same_bits(weights(module), before)
     assert_restored(module, trainer)

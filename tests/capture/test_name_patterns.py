@@ -37,7 +37,7 @@ def test_a_glob_that_matches_nothing_is_told_once(argument: str, glob: str, mean
     given = patterns(**{argument: [glob, "head"]})
     (text,) = given.take_unmatched()
     assert text.startswith(f"{argument}={glob!r}: matches nothing. Expected ")
-    assert f", such as {meant!r}; " in text
+    assert f", such as {meant!r}. " in text
     assert given.take_unmatched() == []
 
 

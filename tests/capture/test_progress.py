@@ -41,6 +41,9 @@ class Timer:
         if self in self.clock.timers:
             self.clock.timers.remove(self)
 
+    def is_alive(self) -> bool:
+        return self in self.clock.timers
+
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:

@@ -22,7 +22,7 @@ PLANNED = [
 TOLERANCES = {"mixed": 1.05}
 REFUSED = {
     "compile": "compile=True: with ModelParallelStrategy",
-    "profiled": "expected a Trainer without PyTorchProfiler",
+    "profiled": "Expected a Trainer without PyTorchProfiler",
 }
 # Sizes of the two weights of a block, in either order: nothing else in the step has them.
 WEIGHT = (32, 136)

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from benchmarks.executed_matmuls import has_torchs_own_kernels
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -23,6 +22,7 @@ from torch.optim.optimizer import (
     _global_optimizer_pre_hooks,
 )
 
+from benchmarks.executed_matmuls import has_torchs_own_kernels
 from lightning_unitscale import RematCallback, ScaleMonitor, UnitScaleCallback, attach
 from lightning_unitscale.callbacks import ScaleViolation
 from tests.helpers import assert_same_bits
@@ -319,7 +319,7 @@ BAD = {
     "remat of units": (
         lambda m, o: attach(m, o, [ScaleMonitor(), UnitScaleCallback(remat="min_cut")]),
         ValueError,
-        "remat='min_cut': it needs captured steps.*expected method='lossless' in other loops",
+        "remat='min_cut': it needs captured steps.*Expected method='lossless' in other loops",
     ),
 }
 

@@ -284,7 +284,7 @@ def test_a_compiled_module_is_refused() -> None:
 
 @pytest.mark.parametrize("depth", ["all", "everything", None, 3])
 def test_another_depth_is_refused(depth: object) -> None:
-    expected = rf"^depth={depth!r}: only matmuls are scaled. Expected 'matmuls'; .*'16-mixed'"
+    expected = rf"^depth={depth!r}: only matmuls are scaled. Expected 'products'\. .*'16-mixed'"
     with pytest.raises(ValueError, match=expected):
         lossless_unit_scale(nn.Linear(2, 2), torch.ones(1, 2), depth=depth)
 

@@ -16,7 +16,7 @@ from tests.memory.networks import Step
 
 
 def test_an_unknown_device() -> None:
-    with pytest.raises(ValueError, match=r"device='tpu'.*expected 'cpu' or 'cuda'"):
+    with pytest.raises(ValueError, match=r"device='tpu'.*Expected 'cpu' or 'cuda'"):
         profile_graph(nn.Linear(2, 2), torch.ones(1, 2), device="tpu")
     with pytest.raises(ValueError, match=r"device='cuda:1'"):
         MetaInfoProp(torch.fx.symbolic_trace(nn.Linear(2, 2)), device="cuda:1")
@@ -113,8 +113,8 @@ def test_a_module_without_forward_is_refused() -> None:
             return batch.sum()
 
     for module in (Steps(), nn.Module()):
-        with pytest.raises(ValueError, match=r"module=\w+: it has no forward; .*training_step"):
+        with pytest.raises(ValueError, match=r"module=\w+: it has no forward\. .*training_step"):
             profile_graph(module, torch.ones(2))
-        with pytest.raises(ValueError, match=r"module=\w+: it has no forward; .*explain_step"):
+        with pytest.raises(ValueError, match=r"module=\w+: it has no forward\. .*explain_step"):
             explain_pipeline(module, torch.ones(2), 2)
     assert profile_graph(Steps(), torch.ones(2), 0, method="training_step").batch_size == 2

@@ -133,7 +133,7 @@ def test_frozen_parameters_have_no_state() -> None:
 
 def test_an_optimizer_of_another_module_is_refused() -> None:
     optimizer = torch.optim.SGD(_module().parameters(), 0.1)
-    with pytest.raises(ValueError, match=r"no parameter of the module.*make a new one"):
+    with pytest.raises(ValueError, match=r"no parameter of the module.*Make a new one"):
         profile_graph(_module(), torch.randn(5, 8), optimizer=optimizer)
 
 

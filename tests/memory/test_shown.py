@@ -46,7 +46,7 @@ def test_the_table_is_sorted_by_what_matters(profile: GraphProfile) -> None:
     assert profile.table("order", None).splitlines()[2].startswith("mul")
     by_flops = profile.table("fwd_flops", 1).splitlines()[2]
     assert "linear" in by_flops
-    with pytest.raises(ValueError, match=r"sort_by='size'.*expected 'saved_bytes'.* or 'order'"):
+    with pytest.raises(ValueError, match=r"sort_by='size'.*Expected 'saved_bytes'.* or 'order'"):
         profile.table("size")
 
 

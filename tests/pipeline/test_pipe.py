@@ -314,9 +314,9 @@ def test_bad_arguments() -> None:
     cut = {"1": SplitPoint.BEGINNING}
     with pytest.raises(ValueError, match=r"no submodule 'layers\.7'"):
         pipeline(module, x, split_spec={"layers.7": SplitPoint.END})
-    with pytest.raises(TypeError, match="expected SplitPoint"):
+    with pytest.raises(TypeError, match="Expected SplitPoint"):
         pipeline(module, x, split_spec={"1": "end"})  # type: ignore[dict-item]
-    with pytest.raises(ValueError, match="expected one of them"):
+    with pytest.raises(ValueError, match="Expected one of them"):
         pipeline(module, x, split_spec=cut, split_policy=balanced_split(2))
     with pytest.raises(ValueError, match="nothing says where to cut"):
         pipeline(module, x)

@@ -30,9 +30,9 @@ def test_placement() -> None:
         ("1F1B", 4, 2, 8, "num_stages=4: 1F1B runs one stage"),
         ("1F1B", 4, 4, 3, "num_microbatches=3"),
         ("DualPipeV", 4, 2, 3, "num_microbatches=3"),
-        ("ZBVZeroBubble", 2, 2, 8, "expected 4 stages"),
+        ("ZBVZeroBubble", 2, 2, 8, "Expected 4 stages"),
         ("LoopedBFS", 3, 2, 8, "num_stages=3"),
-        ("Interleaved1F1B", 4, 2, 5, "expected a multiple of 2"),
+        ("Interleaved1F1B", 4, 2, 5, "Expected a multiple of 2"),
         ("GPipe", 2, 2, 0, "num_microbatches=0"),
     ],
 )
@@ -44,7 +44,7 @@ def test_what_cannot_run_is_refused(
 
 
 def test_an_unknown_schedule_is_refused() -> None:
-    with pytest.raises(ValueError, match="schedule='1f2b': expected one of GPipe"):
+    with pytest.raises(ValueError, match=r"schedule='1f2b': unknown. Expected one of GPipe"):
         find_schedule("1f2b")
 
 
@@ -112,5 +112,5 @@ def test_stages_for_schedules_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> 
     for name, one in module.named_parameters():
         gradient = found[name]
         assert gradient is not None and torch.equal(gradient, one.grad)
-    with pytest.raises(ValueError, match="expected the module's arguments by name"):
+    with pytest.raises(ValueError, match="Expected the module's arguments by name"):
         stages[0].forward_maybe_with_nosync(x)

@@ -153,7 +153,7 @@ def test_a_memory_budget_counts_the_share_of_a_rank(runs: Runs) -> None:
 
 
 def test_a_single_pipeline_has_nothing_to_shard() -> None:
-    with pytest.raises(ValueError, match=r"shard_optimizer=True with data_parallel=1: .* raise"):
+    with pytest.raises(ValueError, match=r"shard_optimizer=True with data_parallel=1: .* Raise"):
         PipelineStrategy(num_microbatches=2, shard_optimizer=True)
 
 

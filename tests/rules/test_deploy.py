@@ -229,7 +229,7 @@ def test_an_export_of_a_module_whose_function_is_its_own(strict: bool) -> None:
 def test_what_was_not_scaled_is_refused() -> None:
     x = torch.randn(2, 16)
     for module in (mlp(), unit_scale(mlp()), lossless_unit_scale(mlp(), x)):
-        with pytest.raises(ValueError, match=r"not been unit-scaled by rules.*. Expected .*; "):
+        with pytest.raises(ValueError, match=r"not been unit-scaled by rules.*\. Expected .*\. "):
             deploy(module, x)
 
 

@@ -132,7 +132,7 @@ def test_sgd_is_linear() -> None:
 @pytest.mark.parametrize("name", ["LBFGS", "ASGD", "Adadelta", "Rprop"])
 def test_others_are_refused_by_name(name: str) -> None:
     optimizer = getattr(torch.optim, name)([nn.Parameter(torch.ones(2))])
-    with pytest.raises(ValueError, match=rf"optimizer={name}\(\.\.\.\).*expected.*lr_scaling=None"):
+    with pytest.raises(ValueError, match=rf"optimizer={name}\(\.\.\.\).*Expected.*lr_scaling=None"):
         family_of(optimizer)
 
 
@@ -146,8 +146,8 @@ def test_an_unknown_method_is_refused() -> None:
     ("make", "method", "message"),
     [
         (lambda p: torch.optim.Adam(p, weight_decay=0.01), "match", r"Adam\(weight_decay=0.01\)"),
-        (lambda p: torch.optim.RMSprop(p, weight_decay=0.1), "match", "use AdamW"),
-        (lambda p: torch.optim.Adagrad(p, initial_accumulator_value=0.1), "match", "expected 0"),
+        (lambda p: torch.optim.RMSprop(p, weight_decay=0.1), "match", "Use AdamW"),
+        (lambda p: torch.optim.Adagrad(p, initial_accumulator_value=0.1), "match", "Expected 0"),
         (lambda p: torch.optim.Muon(p), "u-mup", "lr_scaling='match'"),
     ],
 )

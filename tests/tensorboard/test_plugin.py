@@ -164,7 +164,7 @@ def test_fractions(client, run):
 
 def test_what_is_asked_for_must_be_there(client):
     get(client, "scales", status=404, run="nowhere", direction="forward")
-    assert "expected one of forward" in get(client, "scales", status=400, run="scaled").text
+    assert "Expected one of forward" in get(client, "scales", status=400, run="scaled").text
     query = {"run": "scaled", "direction": "forward", "tensor": "nowhere"}
     get(client, "exponents", status=404, **query)
     get(client, "fractions", status=404, **query)

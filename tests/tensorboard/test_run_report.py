@@ -157,7 +157,7 @@ def test_what_is_wrong_is_said(run, tmp_path):
         (["nowhere"], "no such folder"),
         (
             [str(tmp_path / "logs")],
-            "expected the folder of one run; there are event files in .*gpt",
+            "Expected the folder of one run. There are event files in .*gpt",
         ),
     ):
         with pytest.raises(SystemExit, match=message):
