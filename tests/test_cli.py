@@ -484,8 +484,8 @@ class TestProfileOfSeveralDevices:
     @pytest.mark.parametrize(
         ("strategy", "instead"),
         [
-            ("fsdp", "take ModelParallelStrategy"),
-            ("deepspeed_stage_3", "take ModelParallelStrategy"),
+            ("fsdp", "Take ModelParallelStrategy"),
+            ("deepspeed_stage_3", "Take ModelParallelStrategy"),
             ("pipeline", "take explain-pipeline"),
         ],
     )

@@ -219,7 +219,7 @@ class ScaleMonitor(StepsCallback):
         if not trainer.loggers and not quiet:
             rank_zero_warn(
                 "ScaleMonitor: the Trainer has no logger, so nothing is written. Expected one such "
-                "as TensorBoardLogger; table() and snapshots work without."
+                "as TensorBoardLogger. Only table() and snapshots work without one."
             )
 
     @override

@@ -174,7 +174,7 @@ def test_the_class_in_place_of_an_instance(kind: Any, others: Any, package: str)
     with pytest.raises(MisconfigurationException) as raised:
         trainer(package, [*others(), kind]).fit(module(package), loader())
     name = kind.__name__
-    assert str(raised.value).startswith(f"callbacks={name}: it is the class. Expected an instance;")
+    assert str(raised.value).startswith(f"callbacks={name}: it is the class. Expected an instance.")
     assert f"write {name}()" in str(raised.value)
 
 
