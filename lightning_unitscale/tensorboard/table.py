@@ -22,7 +22,7 @@ Scales: TypeAlias = "ScaleSnapshot | LastStep"
 _TITLE = (
     "Scales at step {step}: log2 of the RMS of values (forward) and gradients (backward), their "
     "true values\nand the stored ones; percentage of the stored elements that a format overflows "
-    "or flushes to zero,\nforward / backward. A star marks what matmuls read."
+    "or flushes to zero,\nforward / backward. A star marks operands of matmuls."
 )
 _SHORT_TITLE = (
     "Scales at step {step}: log2 of the RMS of matmul operands, from the smallest to the largest, "
