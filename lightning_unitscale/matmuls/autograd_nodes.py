@@ -1,8 +1,8 @@
 """Identify autograd nodes across the threads that create and run them.
 
-``torch._C._autograd._get_sequence_nr`` numbers nodes per thread. The engine's threads for a device
-number their own nodes (of a recomputed checkpoint or a double backward) from zero, so a number
-alone does not identify a node. The number and the node's first input do. A node's ``metadata``
+``torch._C._autograd._get_sequence_nr`` numbers nodes per thread. The engine's threads create nodes
+too, of recomputed checkpoints and double backwards, and number them from zero. So a number alone
+does not identify a node, but the number and the node's first input do. A node's ``metadata``
 dictionary lives as long as the node.
 
 ``torch._C._stash_obj_in_tls`` and related functions store a value in torch's thread state. Torch

@@ -70,7 +70,7 @@ class CompiledMatmul(GraphMatmul):
         if any(
             abs(exponent) > LARGEST_LOG2 for kin in self.kin for exponent in kin._exponents(site)
         ):
-            reasons.append(f"units that make 2**{LARGEST_LOG2} together, in a compiled graph")
+            reasons.append(f"a factor beyond 2**{LARGEST_LOG2} or its inverse, in a compiled graph")
         return reasons[0] if reasons else ""
 
     def exponents(self, site: Site) -> list[int]:

@@ -134,8 +134,8 @@ class Coverage:
             return ""
         wanted = "in units" if self.has_units else "rounded"
         return (
-            f"{self.line()}. What runs plain is in {listed(modules)}. Expected at least "
-            f"{ENOUGH:.0%} of the FLOPs {wanted}; explain() lists all matmuls."
+            f"{self.line()}. Plain matmuls are in {listed(modules)}. Expected at least "
+            f"{ENOUGH:.0%} of the FLOPs {wanted}. explain() lists all matmuls."
         )
 
     def table(self) -> str:

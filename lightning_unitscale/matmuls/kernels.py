@@ -45,7 +45,7 @@ from lightning_unitscale.matmuls.torch_internals import (
 _PASSES = (compiled_formats.PASS, joint_units.PASS, *aot_pass.PASSES)
 # By the identity of a session: its finalizer, which close_session or garbage collection calls.
 _sessions: dict[int, weakref.finalize[..., MatmulSession]] = {}
-_ELSEWHERE = "a thread of the user's own, not that of the step"
+_ELSEWHERE = "a thread of the user, not of the step"
 # The dispatch keys whose kernels are overridden.
 _keys: set[str] = set()
 

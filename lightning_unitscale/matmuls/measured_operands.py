@@ -62,7 +62,7 @@ def combined_rms(values: list[float]) -> float:
 
 
 def is_late_look(count: int) -> bool:
-    """Decide whether to measure tensors that have been zero so far again, at the cost of a sync."""
+    """Decide whether missing units justify another run of a step or a synchronization of ranks."""
     return count in (1, 2, 4) or (count > 0 and count % 8 == 0)
 
 

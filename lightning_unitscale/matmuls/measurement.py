@@ -157,11 +157,11 @@ class MeasuredMatmul:
         limit = _SMALLEST_LOG2[self.dtype]
         smallest = [math.log2(extent.smallest) for extent in self.extents]
         if any(sum(pair) < limit for pair in itertools.combinations(smallest, 2)):
-            return f"terms below 2**{limit}, which vanish there and not in units"
+            return f"terms below 2**{limit}, which vanish only without units"
         largest = [math.log2(extent.largest) for extent in self.extents if extent.largest]
         too_large = -limit - _LOG2_TERMS
         if any(sum(pair) > too_large for pair in itertools.combinations(largest, 2)):
-            return f"terms above 2**{too_large}, whose sums may overflow there and not in units"
+            return f"terms above 2**{too_large}, whose sums may overflow only without units"
         stored = [log2 - unit for log2, unit in zip(smallest, log2_units, strict=True)]
         common = sum(log2_units)
         stored += [math.log2(extent.smallest) - common for extent in self.addends]

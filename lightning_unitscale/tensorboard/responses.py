@@ -1,8 +1,8 @@
 """Encode the answers of the Scales dashboard's server, which a report embeds too.
 
 Arrays are sent in frames, since JSON has no NaN and no compact numbers. A frame is the length of
-its header (uint32), the header (JSON, padded with spaces to a multiple of four bytes), and the
-float32 arrays that the header's ``arrays`` lists. All of it is little-endian.
+its header (uint32), the header, and the float32 arrays that the header's ``arrays`` lists. The
+header is JSON, padded with spaces to a multiple of four bytes. All of it is little-endian.
 """
 
 from __future__ import annotations

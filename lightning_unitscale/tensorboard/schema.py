@@ -80,8 +80,8 @@ class TensorSet:
     names: tuple[str, ...]
     modules: tuple[str, ...]
     formats: tuple[NumberFormat, ...]
-    # Each tensor's inputs, whether a matmul reads it, and whether it is a matmul's result, so that
-    # backward matmuls read its gradient; empty in older files.
+    # Each tensor's inputs, whether a matmul reads it, and whether a matmul computes it and so reads
+    # its gradient. Older files have none of these.
     inputs: tuple[tuple[str, ...], ...] = ()
     operands: tuple[bool, ...] = ()
     matmuls: tuple[bool, ...] = ()
