@@ -1,4 +1,4 @@
-"""What every test has in common: one thread, a fixed seed, a working folder of its own."""
+"""Configure all tests: one thread, a fixed seed, and a separate working folder."""
 
 import importlib
 import itertools
@@ -18,11 +18,11 @@ from tests.process import (
     spare_time,
 )
 
-# Before torch is imported, and for the processes that a test starts.
+# Set before torch is imported, and for the processes that a test starts.
 os.environ["OMP_NUM_THREADS"] = "1"
 # Lightning 2.6 calls names that jsonargparse 4.53 deprecates.
 os.environ["JSONARGPARSE_DEPRECATION_WARNINGS"] = "off"
-# Inductor's helpers are for Triton; each would import torch first.
+# Inductor's worker processes serve Triton, and each would import torch first.
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 import numpy as np
@@ -30,12 +30,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-# A machine may be slow, and no test is about time.
+# A machine may be slow, and no test measures time.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 torch.set_num_threads(1)
-# Torch prints every graph that it makes for whoever listens to its trace, and pytest listens to
-# all loggers that do not hand on what they are told.
+# torch formats every graph if its trace logger has a handler. Pytest adds one to each logger that
+# does not propagate.
 logging.getLogger("torch.__trace").propagate = True
 
 # Marks of tests that may take long.
@@ -43,7 +43,7 @@ _LONG = ("slow", "distributed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds ``--cases``, ``--device`` and ``--engine-thread``."""
+    """Add ``--cases``, ``--device`` and ``--engine-thread``."""
     parser.addoption("--cases", type=int, help="run at most so many cases of a parametrized test")
     help = "where tests/gpu runs: CUDA if there is any by default, else the CPU, as a rehearsal"
     parser.addoption("--device", choices=("cpu", "cuda"), help=help)
@@ -55,9 +55,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> Generator[None]:
-    """Marks slow tests, drops cases if ``--cases`` is given, and runs the longest files first.
+    """Mark slow tests, drop cases if ``--cases`` is given, and run the longest files first.
 
-    A worker that gets one of those last would run on while the others are idle.
+    If a worker ran a long file last, the others would be idle.
     """
     seen: set[str] = set()
     for item in items:
@@ -84,7 +84,7 @@ def pytest_collection_modifyitems(
 def _spared_time() -> None:
     if "TRITON_INTERPRET" in os.environ:
         spare_interpreter()
-        return  # nothing is captured there
+        return  # the interpreter's tests capture nothing
     for name in ("lightning.pytorch", "torch._dynamo", "torch._inductor.compile_fx"):
         importlib.import_module(name)
     spare_time()
@@ -92,7 +92,7 @@ def _spared_time() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _young_heap(_spared_time: None) -> None:
-    """Collections in a file's tests do not go through what the files before have left."""
+    """Exclude the objects of earlier files from garbage collection."""
     forget_garbage()
 
 
@@ -101,15 +101,15 @@ _FOLDERS = itertools.count()
 
 @pytest.fixture
 def tmp_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A new folder. Pytest's own looks through those of all tests before for a name."""
+    """Return a new folder. Pytest's own fixture would scan those of all earlier tests."""
     return tmp_path_factory.mktemp(f"test_{next(_FOLDERS)}", numbered=False)
 
 
 @pytest.fixture(autouse=True)
 def _own_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Seeds every generator, and undoes what a test leaves to the next ones of its process.
+    """Seed every generator, and undo a test's global changes after it.
 
-    What Lightning writes to its default folder lands in `tmp_path`.
+    Files that Lightning writes to its default folder end up in `tmp_path`.
     """
     monkeypatch.chdir(tmp_path)
     random.seed(1)
@@ -117,19 +117,19 @@ def _own_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     torch.manual_seed(1)
     environment = dict(os.environ)
     yield
-    # Lightning's launchers leave LOCAL_RANK there, and Accelerate then looks for other processes.
+    # Lightning's launchers leave LOCAL_RANK set, and Accelerate would then expect other processes.
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
     os.environ.update(environment)
-    # Trainer(deterministic=True) leaves it on, and max_unpool2d then refuses to run.
+    # Trainer(deterministic=True) leaves it on, and max_unpool2d would then raise.
     torch.use_deterministic_algorithms(False)
-    # Dynamo counts recompilations per function, over all the tests that call it.
+    # Dynamo counts recompilations per function, over all tests that call it.
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Lets the processes that a test starts know of ``--engine-thread``."""
+    """Pass ``--engine-thread`` to the processes that a test starts."""
     if config.getoption("--engine-thread"):
         os.environ[ENGINE_THREAD] = "1"
 
@@ -142,11 +142,11 @@ def _engine_thread_if_asked() -> Iterator[None]:
 
 @pytest.fixture
 def torch_kernels() -> Iterator[None]:
-    """Inductor calls torch's kernels, where otherwise each of its own is a second of C++ compiler.
+    """Make Inductor call torch's kernels, which saves a second of C++ compilation per kernel.
 
-    Its passes, partitioner, order and memory are as ever. For tests of what is compiled and when;
-    those of the numbers that its own kernels compute do without this. So do captured steps with
-    attention in units: who reads a view may then run before who writes into it.
+    Its passes, partitioner, order and memory do not change. Tests of its kernels' numbers do not
+    use this fixture. Nor do captured steps with scaled attention, where a read of a view could
+    then run before the write into it.
     """
     with importlib.import_module("torch._inductor.config").patch(fallback_by_default=True):
         yield
@@ -154,7 +154,7 @@ def torch_kernels() -> Iterator[None]:
 
 @pytest.fixture
 def text_file(tmp_path: Path) -> Path:
-    """A small text with something to learn in it."""
+    """Return a small text with a pattern to learn."""
     path = tmp_path / "text.txt"
     path.write_text("".join(f"{i} and {i + 1} make {2 * i + 1}\n" for i in range(500)))
     return path

@@ -1,4 +1,4 @@
-"""Oracles that several test files share."""
+"""Provide the oracles that several test files share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_unitscale.capture.graph_nodes import Names
 
 
 def same_bits(first: Tensor, second: Tensor) -> bool:
-    """Equality of shape, type and every bit: of signs of zero and of NaN too."""
+    """Check that shape, type and every bit are equal, also the signs of zero and of NaN."""
     if first.shape != second.shape or first.dtype != second.dtype:
         return False
     first, second = (one.detach().contiguous().reshape(-1) for one in (first, second))
@@ -30,7 +30,7 @@ def same_bits(first: Tensor, second: Tensor) -> bool:
 
 
 def assert_same_bits(first: Any, second: Any) -> None:
-    """All tensors of two structures have the same bits, and the structures are the same."""
+    """Assert that two structures are the same and their tensors have the same bits."""
     (leaves, spec), (others, other_spec) = tree_flatten(first), tree_flatten(second)
     assert spec == other_spec
     for one, other in zip(leaves, others, strict=True):
@@ -41,7 +41,7 @@ def assert_same_bits(first: Any, second: Any) -> None:
 
 
 def captured_copy(module: nn.Module) -> nn.Module:
-    """A copy of a module whose ``forward`` runs captured graphs, which nothing rewrites."""
+    """Return a copy of a module whose ``forward`` runs captured graphs without changes."""
     return captured_forward(module, "test")[0]
 
 
@@ -52,9 +52,9 @@ def run(
     around_backward: AbstractContextManager[Any] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Output, gradients of inputs and parameters, and buffers after one seeded step.
+    """Return output, gradients of inputs and parameters, and buffers after one seeded step.
 
-    A result that is no scalar gets a fixed, uneven gradient. The buffers are put back.
+    A result that is not a scalar gets a fixed, uneven gradient. The buffers are restored.
     """
     inputs, options = tree_map(
         lambda one: (
@@ -97,7 +97,7 @@ def run(
 
 
 def captured(function: Callable[..., Any], *inputs: Any) -> fx.GraphModule:
-    """A named copy of the one graph that Dynamo makes of ``function`` on ``inputs``."""
+    """Capture ``function`` on ``inputs`` as a single graph, and return a named copy."""
     graphs: list[fx.GraphModule] = []
 
     def backend(graph_module: fx.GraphModule, example_inputs: Any) -> Any:
@@ -114,7 +114,7 @@ def captured(function: Callable[..., Any], *inputs: Any) -> fx.GraphModule:
 
 
 class CalledOperators(TorchDispatchMode):
-    """Notes the operators that run."""
+    """A mode that records the operators that run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,12 +126,12 @@ class CalledOperators(TorchDispatchMode):
 
     @property
     def names(self) -> list[str]:
-        """Their names without namespace and overload."""
+        """Return their names without namespace and overload."""
         return [operator.overloadpacket.__name__ for operator in self.operators]
 
 
 class OperandMeter(TorchDispatchMode):
-    """Notes the RMS of whatever ATen's matmuls really read, forward and backward."""
+    """A mode that records the RMS of the operands of ATen's matmuls, forward and backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,11 +148,11 @@ class OperandMeter(TorchDispatchMode):
 
 
 def operand_scales(make: Callable[[], nn.Module], *inputs: Any) -> list[tuple[str, float]]:
-    """RMS of every operand that torch's kernels of matmuls read in a seeded step.
+    """Return the RMS of every operand that torch's matmul kernels read in a seeded step.
 
     Args:
-        make: Makes the module, which must not be there before.
-        *inputs: Of the step, forward and backward.
+        make: Creates the module, which must not exist before.
+        *inputs: The inputs of the step.
     """
     readings: list[tuple[str, float]] = []
 
@@ -171,12 +171,12 @@ def operand_scales(make: Callable[[], nn.Module], *inputs: Any) -> list[tuple[st
     return readings
 
 
-# What torch 2.11 does in another way.
+# Tests use it for behaviour that differs in torch 2.11.
 IS_TORCH_2_11 = torch.torch_version.TorchVersion(torch.__version__) < "2.12"
 
 
 def cast(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values in another type, E4M3FN saturating as torch 2.13 casts: in 2.11 it made NaN."""
+    """Cast values to another type. E4M3FN saturates as in torch 2.13; torch 2.11 casts to NaN."""
     if dtype is torch.float8_e4m3fn and torch.tensor(1e9).to(dtype).isnan():
         values = values.clamp(-448.0, 448.0)
     return values.to(dtype)

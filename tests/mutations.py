@@ -756,7 +756,7 @@ MUTATIONS = (
     Mutation(
         "what a session computes for itself is shown as the step's",
         "matmuls/scaled_methods.py",
-        "        with plain_functions():  # what is computed here is not the step's\n",
+        "        with plain_functions():  # this is not part of the step\n",
         "        if True:\n",
         "monitor/test_track_scales_effects.py -k still_being_measured",
     ),

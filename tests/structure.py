@@ -1,4 +1,4 @@
-"""Measure the package: rooms, files, lines, import circles, large classes and long functions.
+"""Measure the package: folders, files, lines, import circles, large classes and long functions.
 
 ``python -m tests.structure`` prints a table, and ``--json`` the same figures for a comparison.
 """
@@ -36,7 +36,7 @@ def name_of(path: Path, root: Path = ROOT) -> str:
 
 
 def imports(path: Path, root: Path = ROOT) -> Iterator[tuple[int, str]]:
-    """Yield (line, absolute dotted name) of every import, at the top of the file or below."""
+    """Yield (line, absolute dotted name) of every import, also of nested ones."""
     package = [PACKAGE, *path.relative_to(root / PACKAGE).parent.parts]
     for node in ast.walk(_parsed(path.read_text())):
         if isinstance(node, ast.Import):
@@ -48,7 +48,7 @@ def imports(path: Path, root: Path = ROOT) -> Iterator[tuple[int, str]]:
 
 
 def file_of(dotted: str, root: Path = ROOT) -> str | None:
-    """Return the file of this package that a dotted name is in, None for another package's."""
+    """Return the file of this package that defines a dotted name; None for other packages."""
     parts = dotted.split(".")
     if parts[0] != PACKAGE:
         return None
@@ -61,12 +61,12 @@ def file_of(dotted: str, root: Path = ROOT) -> str | None:
 
 
 def circles(root: Path = ROOT) -> list[list[str]]:
-    """Return the sets of files that import each other, directly or through others."""
+    """Return the sets of files that import each other, directly or indirectly."""
     graph = networkx.DiGraph()
     for path in files(root):
         for _, dotted in imports(path, root):
             imported = file_of(dotted, root)
-            # The package itself imports its rooms when a name is asked for.
+            # The package's __init__.py imports its folders lazily.
             if imported not in (None, "__init__.py", name_of(path, root)):
                 graph.add_edge(name_of(path, root), imported)
     components = networkx.strongly_connected_components(graph)
@@ -74,7 +74,7 @@ def circles(root: Path = ROOT) -> list[list[str]]:
 
 
 def large_classes(root: Path = ROOT) -> dict[str, int]:
-    """Return the classes with more than `MAX_METHODS` methods, with their number."""
+    """Return the classes with more than `MAX_METHODS` methods, and the number of methods."""
     found = {}
     for path in files(root):
         for node in ast.walk(_parsed(path.read_text())):
@@ -86,7 +86,7 @@ def large_classes(root: Path = ROOT) -> dict[str, int]:
 
 
 def long_functions(root: Path = ROOT) -> dict[str, int]:
-    """Return the functions longer than `MAX_FUNCTION_LINES`, without their docstrings."""
+    """Return the functions with more than `MAX_FUNCTION_LINES`, docstrings excluded."""
     found = {}
     for path in files(root):
         for node in ast.walk(_parsed(path.read_text())):
@@ -99,17 +99,17 @@ def long_functions(root: Path = ROOT) -> dict[str, int]:
 
 
 def repeated_names(root: Path = ROOT) -> dict[str, int]:
-    """Return the file names that occur more than once, but ``__init__.py``."""
+    """Return the file names that occur more than once, except ``__init__.py``."""
     counts = Counter(path.name for path in files(root) if path.name != "__init__.py")
     return {name: count for name, count in counts.items() if count > 1}
 
 
 def figures(root: Path = ROOT) -> dict[str, int]:
-    """Return the size and the shape of the package in numbers."""
+    """Return the package's figures by name."""
     lines = [len(path.read_text().splitlines()) for path in files(root)]
-    rooms = {path.parent for path in files(root)} - {root / PACKAGE}
+    folders = {path.parent for path in files(root)} - {root / PACKAGE}
     return {
-        "rooms": len(rooms),
+        "folders": len(folders),
         "files": len(lines),
         "lines": sum(lines),
         "lines of the longest file": max(lines),

@@ -1,4 +1,4 @@
-"""The package is built in rooms: what a file may import follows from where it lies."""
+"""Check that each file imports only what its folder allows."""
 
 import ast
 import sys
@@ -9,8 +9,8 @@ import pytest
 
 from tests.structure import PACKAGE, ROOT, circles, file_of, files, imports, name_of
 
-# The rooms of the house, from the ground up: a file imports its own room and those above it here.
-ROOMS = (
+# Folders and top-level files. A file may import from its own folder and from earlier entries.
+FOLDERS = (
     "arguments.py",
     "compiling.py",
     "formats.py",
@@ -45,7 +45,7 @@ MAY_IMPORT_LIGHTNING = (
     "pipeline/strategy.py",
 )
 STDLIB_ONLY = ("scales/alerts.py", "formats.py")
-# Read by TensorBoard, which has no torch and must not wait for it.
+# Imported by TensorBoard, which may have no torch and must not wait for it.
 MAY_NOT_IMPORT_TORCH = (
     "__init__.py",
     "patching.py",
@@ -62,8 +62,7 @@ MAY_NOT_IMPORT_TORCH = (
     "tensorboard/schema.py",
     "tensorboard/table.py",
 )
-# The only files that may use names of torch that start with an underscore: when one moves, there is
-# one place to mend.
+# The only files that may use private names of torch, so that a change in torch affects few files.
 TORCH_ADAPTERS = (
     "capture/absent_ranks.py",
     "capture/answers.py",
@@ -91,14 +90,14 @@ TORCH_ADAPTERS = (
     "pipeline/torch_engine.py",
 )
 
-# Private by name only: all of the ecosystem walks nested inputs with it, and there is no other way.
+# Private by name only: the whole ecosystem uses it for nested inputs, and torch has no alternative.
 COMMON_PROPERTY = "torch.utils._pytree"
 
 
-def _room(name: str) -> int:
-    rooms = [room for room in ROOMS if name == room or name.startswith(f"{room}/")]
-    assert rooms, f"{name} is in no room: add it to ROOMS, as early as what it imports allows"
-    return ROOMS.index(max(rooms, key=len))
+def _place(name: str) -> int:
+    folders = [folder for folder in FOLDERS if name == folder or name.startswith(f"{folder}/")]
+    assert folders, f"{name} is not in FOLDERS. Add it as early as its imports allow."
+    return FOLDERS.index(max(folders, key=len))
 
 
 def _private_torch_names(path: Path) -> Iterator[tuple[int, str]]:
@@ -112,7 +111,7 @@ def _private_torch_names(path: Path) -> Iterator[tuple[int, str]]:
         if dotted.startswith(COMMON_PROPERTY):
             continue
         first, *rest = dotted.split(".")
-        # torch.ops.aten._softmax is not a private name but how the operator is called in a graph.
+        # torch.ops.aten._softmax is not private but an operator's name in a graph.
         if first in ("torch", "functorch") and rest[:1] != ["ops"] and any(map(_is_private, rest)):
             yield line, dotted
 
@@ -121,13 +120,13 @@ def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-def _check_room(path: Path) -> None:
-    room = _room(name_of(path, ROOT))
+def _check_folder(path: Path) -> None:
+    place = _place(name_of(path, ROOT))
     for line, dotted in imports(path, ROOT):
         imported = file_of(dotted, ROOT)
-        # The package itself, through which a room is reached, is no room.
+        # The package's __init__.py comes late in FOLDERS but may be imported by every file.
         if imported is not None and imported != "__init__.py":
-            assert _room(imported) <= room, f"{path}:{line} imports {dotted} of a room above"
+            assert _place(imported) <= place, f"{path}:{line} imports {dotted} of a later folder"
 
 
 def _check_packages(path: Path) -> None:
@@ -150,19 +149,19 @@ def _check_private_names(path: Path) -> None:
         assert not found, "private names of torch outside of TORCH_ADAPTERS:\n" + "\n".join(found)
 
 
-@pytest.mark.parametrize("check", [_check_room, _check_packages, _check_private_names])
-def test_every_file_keeps_to_its_room(check: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize("check", [_check_folder, _check_packages, _check_private_names])
+def test_every_file_imports_what_its_folder_allows(check: Callable[[Path], None]) -> None:
     for path in files():
         check(path)
 
 
 def test_no_files_import_each_other() -> None:
-    """Neither at the top, nor in a function, nor for a type."""
+    """Imports at the top, in functions and for types all count."""
     assert not circles()
 
 
 def test_the_checks_see_what_they_should(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that breaks a rule is found, in each of the ways one may write an import."""
+    """Each check finds a file that breaks its rule, for every form of import."""
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     scales = tmp_path / PACKAGE / "scales"
     (tmp_path / PACKAGE / "callbacks").mkdir(parents=True)
@@ -182,8 +181,8 @@ def test_the_checks_see_what_they_should(tmp_path: Path, monkeypatch: pytest.Mon
         "torch._C._foo",
         "torch._C",
     }
-    with pytest.raises(AssertionError, match="room above"):
-        _check_room(path)
+    with pytest.raises(AssertionError, match="later folder"):
+        _check_folder(path)
     with pytest.raises(AssertionError, match="private names"):
         _check_private_names(path)
     (scales / "good.py").write_text("def f():\n    from .bad import g\n    return g\n")

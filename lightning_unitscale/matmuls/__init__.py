@@ -1,1 +1,1 @@
-"""Matmuls at the dispatcher: units and formats around every matmul of any Python code."""
+"""Scale and round every matmul of any Python code at torch's dispatcher."""

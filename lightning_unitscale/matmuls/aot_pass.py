@@ -1,13 +1,13 @@
-"""What is left to do in the forward and in the backward graph of what the user compiles.
+"""Scale and measure the matmuls in the forward and backward graphs that Inductor compiles.
 
-Inductor decides late whether a matmul and a sum run as one, and it should decide as it does
-without units. So a matmul that is added to something gets its units here, when that has been
-decided. Looks at matmuls come last: each costs a call in each step, so matmuls share them.
+Inductor decides late whether to fuse a matmul and a sum, and scaling must not change its choice.
+So this pass scales a matmul with an addend after that choice. Measurements come last. Each costs
+a call per step, so matmuls share them.
 
-Nothing stays in memory for longer because of a look. What a forward graph is given and what it
-returns is there when it ends, so that matmuls that read nothing else are looked at then. In a
-backward graph the matmuls of a site read one gradient: they are looked at with the first of them,
-where all that the others read is there by then, and the gradient is measured once.
+A measurement never extends a tensor's lifetime. The inputs and results of a forward graph are
+alive at its end, so matmuls that read only those are measured there. In a backward graph the
+matmuls of a site read one gradient. They are measured with the first of them if their other
+operands exist by then, and the gradient is measured once.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _OURS = torch.ops.lightning_unitscale
 
 @dataclass(frozen=True)
 class _Known:
-    """A matmul as it was before Inductor joined it with a sum, or parted it from one."""
+    """A matmul before Inductor fused it with a sum or split it from one."""
 
     name: str  # of its node
     operands: tuple[str, ...]  # names of the nodes that it reads
@@ -62,7 +62,7 @@ _NOTED = _Noted()
 
 
 def note_matmuls(graph: fx.Graph) -> None:
-    """Note the matmuls of a graph."""
+    """Record the matmuls of a graph."""
     matmuls = []
     _NOTED.graph = None
     for node in graph.nodes:
@@ -74,7 +74,7 @@ def note_matmuls(graph: fx.Graph) -> None:
 
 
 def finish_graph(graph: fx.Graph) -> None:
-    """Let matmuls of a graph be looked at, and run in units those that do not yet."""
+    """Insert the measurements of a graph's matmuls, and scale those that are still unscaled."""
     if _NOTED.graph is not None:
         _Finishing(graph, _NOTED.graph, list(_NOTED.matmuls)).run()
         _NOTED.matmuls, _NOTED.graph = (), None
@@ -87,7 +87,7 @@ PASSES = (
 
 
 class _Finishing:
-    """Rewrites one graph."""
+    """The rewriting of one graph."""
 
     def __init__(self, graph: fx.Graph, index: int, known: list[_Known]) -> None:
         self._graph = graph
@@ -96,7 +96,7 @@ class _Finishing:
         self._scaling = Scaling(graph)
 
     def run(self) -> None:
-        """Rewrite it."""
+        """Rewrite the graph."""
         matmuls = GRAPHS[self._index].matmuls
         found = []
         for node in list(self._graph.nodes):
@@ -141,10 +141,10 @@ class _Finishing:
             self._scaling.parts = new(parts_of, factors, None, self._index, [])
 
     def _found(self, rule: MatmulRule | None, node: fx.Node) -> int | None:
-        """The matmul that a node was; one that Inductor has joined with a sum has another name."""
+        """Return the index of a node's matmul, which Inductor renames when it fuses a sum."""
         if MATMUL in node.meta:
             matmul = GRAPHS[self._index].matmuls[node.meta[MATMUL][1]]
-            # What a node was made of may have left it its ``meta``.
+            # A node may have inherited the ``meta`` of the node that it was made from.
             if isinstance(matmul, PlainMatmul) and matmul.operator == str(node.target):
                 return node.meta[MATMUL][1]
         if rule is None:
@@ -179,22 +179,22 @@ class FoundMatmul:
 
     node: fx.Node
     index: int  # which matmul of the graph
-    site: Any  # of which it is; ``None`` where it runs plain
-    reads: Sequence[Any]  # operands, and what is added to it; empty where it runs plain
+    site: Any  # ``None`` if it runs unscaled
+    reads: Sequence[Any]  # operands and addends; empty if it runs unscaled
 
 
 @dataclass
 class Look:
-    """Matmuls that are looked at together, before a node."""
+    """Matmuls that are measured together, before a node."""
 
     before: fx.Node
-    tensors: list[fx.Node] = field(default_factory=list)  # what is measured for them
+    tensors: list[fx.Node] = field(default_factory=list)  # to measure
     matmuls: list[LookedAt] = field(default_factory=list)
-    # By what they are arrangements of.
+    # Keyed by the node of which they are views or copies.
     _positions: dict[fx.Node, int] = field(default_factory=dict)
 
     def take(self, matmul: FoundMatmul, there: Callable[[fx.Node], fx.Node | None]) -> bool:
-        """Look at a matmul as well, if all that it reads, or is a copy of, is there by then."""
+        """Add a matmul if all that it reads, or the sources of its copies, exist by then."""
         reads = []
         for read in matmul.reads:
             node, whole = there(read), _whole(read)
@@ -217,8 +217,8 @@ class Look:
 
 
 def looks_of(graph: fx.Graph, found: Sequence[FoundMatmul], *, is_backward: bool) -> list[Look]:
-    """Distribute matmuls over looks."""
-    # Inputs may be written at the end.
+    """Distribute matmuls over shared measurements."""
+    # A graph may write its inputs at the end, so measure before that.
     end = next(node for node in graph.nodes if node.op == "output" or _writes(node))
     kept: dict[fx.Node, fx.Node] = {}
     if not is_backward:
@@ -229,7 +229,7 @@ def looks_of(graph: fx.Graph, found: Sequence[FoundMatmul], *, is_backward: bool
     def there(look: Look, node: fx.Node) -> fx.Node | None:
         if look is at_end:
             return kept.get(_whole(node))
-        # What the matmul itself reads: Inductor would write another arrangement beside it.
+        # Take the layout that the matmul reads, since Inductor would materialize any other.
         return next((n for n in arranged(node) if place[n] < place[look.before]), None)
 
     at_end = Look(end)
@@ -247,13 +247,13 @@ def looks_of(graph: fx.Graph, found: Sequence[FoundMatmul], *, is_backward: bool
 
 
 def _whole(node: Any) -> fx.Node:
-    """What a node is another arrangement of."""
+    """Return the node of which this one is a view or a copy in another layout."""
     *_, whole = arranged(node)
     return whole
 
 
 def _is_copy(node: fx.Node) -> bool:
-    """Whether it is a tensor times a factor."""
+    """Check whether a node is a tensor times one of our factors."""
     factor: Any = node.args[1] if node.target is _ATEN.mul.Tensor else None
     if not isinstance(factor, fx.Node) or factor.target is not _ATEN.select.int:
         return False

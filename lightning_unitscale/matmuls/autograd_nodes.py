@@ -1,16 +1,15 @@
-"""Which autograd node it is, whichever thread has made it and whichever runs it.
+"""Identify autograd nodes across the threads that create and run them.
 
-``torch._C._autograd._get_sequence_nr`` counts the nodes of a graph, and each thread counts by
-itself: the threads on which the engine runs a device's backward pass number what they make there,
-in a checkpoint that is computed again or for a gradient of a gradient, from their own first one.
-A number alone is therefore not a name. Together with what the node reads it is: a node of autograd
-keeps a dictionary, ``metadata``, for as long as it lives.
+``torch._C._autograd._get_sequence_nr`` numbers nodes per thread. The engine's threads create nodes
+too, of recomputed checkpoints and double backwards, and number them from zero. So a number alone
+does not identify a node, but the number and the node's first input do. A node's ``metadata``
+dictionary lives as long as the node.
 
-``torch._C._stash_obj_in_tls`` and its like keep a value that torch hands on, with its own state of
-a thread, to the threads that run a backward pass that this one calls. Nothing may be left there:
-a thread that ends would wait for the interpreter. Torch 2.11 cannot forget a value, and gives up a
-reference to it that it has never taken. ``torch._C._functions.AccumulateGrad`` is the
-node of a leaf. Checked on torch 2.13 and 2.11.
+``torch._C._stash_obj_in_tls`` and related functions store a value in torch's thread state. Torch
+passes it to the threads that run a backward pass for this thread. Leave no value there, because a
+thread that ends would wait for the interpreter. Torch 2.11 cannot remove a value and releases a
+reference that it never took. ``torch._C._functions.AccumulateGrad`` is the node of a leaf.
+Checked on torch 2.13 and 2.11.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_unitscale.matmuls.torch_internals import last_sequence_number, sequence_number
 
 T = TypeVar("T")
-# What a node has read first, and its number on the thread that has made it.
+# The identity of a node's first input, and its number on the thread that created it.
 NodeKey = tuple[int, int]
 
 _IDENTITY = "lightning_unitscale.identity"
@@ -46,24 +45,24 @@ class _Thread(threading.local):
 
 
 _THREAD = _Thread()
-# The key under which torch hands on the context of Python that a backward pass is called in.
+# The key under which torch passes on the Python context of the thread that calls backward.
 _CONTEXT = "context"
 _OF_CONTEXT: ContextVar[int | None] = ContextVar("lightning_unitscale.thread", default=None)
 _LEAF_NODE: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 
 def thread_number() -> int:
-    """A number of this thread, which no later one is given again."""
+    """Return a number of this thread that no later thread reuses."""
     return _THREAD.number
 
 
 def note_thread() -> None:
-    """Let a backward pass that this thread calls know of it, on whichever thread it runs."""
+    """Pass this thread's number to the backward passes that it calls."""
     _OF_CONTEXT.set(thread_number())
 
 
 def calling_thread() -> int:
-    """Number of the thread that has called the backward pass in which this is called."""
+    """Return the number of the thread that called the running backward pass."""
     if not torch._C._is_key_in_tls(_CONTEXT):
         return thread_number()
     number: int | None = torch._C._get_obj_in_tls(_CONTEXT).get(_OF_CONTEXT)
@@ -71,13 +70,13 @@ def calling_thread() -> int:
 
 
 def identity_of(node: Any) -> int:
-    """A number that no other autograd node has, however often it is asked for."""
+    """Return the unique number of an autograd node."""
     number: int = node.metadata.setdefault(_IDENTITY, next(_IDENTITIES))
     return number
 
 
 def latest_key(read: Iterable[Tensor]) -> NodeKey | None:
-    """Key of the node made last on this thread; ``None`` where nothing needs a gradient."""
+    """Return the key of this thread's latest node, or ``None`` if no input needs a gradient."""
     leaf = None
     for tensor in read:
         if tensor.requires_grad:
@@ -90,14 +89,14 @@ def latest_key(read: Iterable[Tensor]) -> NodeKey | None:
 
 
 def keys_of(node: Any) -> Iterator[NodeKey]:
-    """The keys by which :func:`latest_key` may have known a node when it was made."""
+    """Yield the keys that :func:`latest_key` may have given a node when it was created."""
     number = sequence_number(node)
     leaves = []
     for source, _ in node.next_functions:
         if source is None:
             continue
         if type(source) is _LEAF_NODE:
-            leaves.append(source.variable)  # as in latest_key: what is no leaf comes first
+            leaves.append(source.variable)  # latest_key prefers tensors that are no leaves
         elif (known := source.metadata.get(_IDENTITY)) is not None:
             yield known, number
     for leaf in leaves:
@@ -106,13 +105,13 @@ def keys_of(node: Any) -> Iterator[NodeKey]:
 
 
 def leaf_of(node: Any) -> Tensor | None:
-    """The leaf whose gradient a node adds to; ``None`` for other nodes."""
+    """Return the leaf whose gradient a node accumulates, or ``None`` for other nodes."""
     is_leaf = type(node) is _LEAF_NODE
     return node.variable if is_leaf else None
 
 
 def upstream(node: Any, most: int) -> Iterator[Any]:
-    """The nodes that a node reads from, directly or through others, the nearest first."""
+    """Yield a node and those that it depends on, the nearest first."""
     found, waiting = {node}, deque([node])
     while waiting:
         reader = waiting.popleft()
@@ -127,7 +126,7 @@ _CAN_FORGET = hasattr(torch._C, "_remove_obj_from_tls")
 
 
 def _counts_references() -> bool:
-    """Return whether torch counts its reference to a value that it keeps for a thread."""
+    """Check whether torch counts its reference to a value in a thread's state."""
     key, value = "lightning_unitscale.probe", object()
     before = sys.getrefcount(value)
     torch._C._stash_obj_in_tls(key, value)
@@ -136,7 +135,7 @@ def _counts_references() -> bool:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
     if _CAN_FORGET:
         torch._C._remove_obj_from_tls(key)
-    else:  # the value goes, and its reference with it
+    else:  # overwriting releases the value and its reference
         torch._C._stash_obj_in_tls(key, None)
     return counts
 
@@ -146,27 +145,27 @@ _COUNTS_REFERENCES = _counts_references()
 
 def _stash(key: str, value: object) -> None:
     if not _COUNTS_REFERENCES:
-        # torch gives up a reference that it has never taken, and the value would be freed early.
+        # torch releases a reference that it never took, so the value would be freed early.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
     torch._C._stash_obj_in_tls(key, value)
 
 
 class HandedOn(Generic[T]):
-    """A value that a thread has, and those have that run a backward pass for it."""
+    """A thread-local value that the threads of its backward passes share."""
 
     def __init__(self, name: str, default: T) -> None:
         self._key = f"lightning_unitscale.{name}"
         self._default = default
 
     def get(self) -> T:
-        """The value."""
+        """Return the value."""
         if not torch._C._is_key_in_tls(self._key):
             return self._default
         value: T = torch._C._get_obj_in_tls(self._key)
         return value
 
     def set(self, value: T) -> None:
-        """Set it; the default leaves nothing behind, where torch can forget a value."""
+        """Set the value, or remove it if it is the default and torch can remove values."""
         if value is self._default and _CAN_FORGET:
             if torch._C._is_key_in_tls(self._key):
                 torch._C._remove_obj_from_tls(self._key)
@@ -175,7 +174,7 @@ class HandedOn(Generic[T]):
 
     @contextlib.contextmanager
     def being(self, value: T) -> Iterator[None]:
-        """Within this context it is ``value``."""
+        """Set the value within this context."""
         before = self.get()
         self.set(value)
         try:

@@ -1,7 +1,7 @@
-"""Matmuls that autograd has recorded: what backward matmuls read of them, and whose nodes are.
+"""Record forward matmuls, and map autograd nodes to them and to their session.
 
-A function of the user's own may multiply in its backward pass only. Its node is one of those that
-were made, on the thread of the call, while the call of a session ran.
+A user's autograd function may run a matmul only in its backward pass. Its node was created during
+a session's call, on the thread of that call.
 """
 
 from __future__ import annotations
@@ -40,32 +40,29 @@ from lightning_unitscale.matmuls.torch_internals import (
 
 @functools.cache
 def slot_of(sources: Sources) -> str:
-    """Which backward matmul it is that reads these."""
+    """Return the name of the backward matmul with these sources."""
     return f"backward_{'_'.join('g' if k is None else str(k) for k in sources)}"
 
 
 @dataclass(slots=True)
 class Call:
-    """A matmul that autograd has recorded: what its backward matmuls need to know."""
+    """A recorded forward matmul, with the data that its backward matmuls need."""
 
-    # As it ran.
     matmul: Matmul
-    # Of each operand: its shape, its strides, where its data is, and whether autograd computes its
-    # gradient. The address is 0 if what is saved for the backward pass lies elsewhere.
+    # Of each operand: shape, strides, data address, and whether it requires a gradient. The
+    # address is 0 if autograd saves the operand at another address.
     operands: Sequence[tuple[tuple[int, ...], tuple[int, ...], int, bool]] = ()
-    # What was measured of the operands, and of the arriving gradient.
+    # Measurements of the operands and of the output gradient.
     extents: Extents = ()
     gradient_extent: Extent | None = None
     num_visits: int = 0
-    # The thread that it ran on.
-    thread: int = field(default_factory=thread_number)
+    thread: int = field(default_factory=thread_number)  # on which it ran
 
 
-# By the key of an autograd node, or by a number for a matmul in a compiled graph: the matmul that
-# it was made for, and whose that is: weakly, since whoever still waits for a backward pass keeps
-# the session, not this table.
+# Each matmul and its session, by the key of the autograd node (in compiled graphs by a number).
+# The reference is weak, so that this table does not keep a session alive.
 CALLS: dict[NodeKey | int, tuple[weakref.ref[Any], Call]] = {}
-# Forward matmuls whose backward pass may still come; each is a few numbers.
+# Limits the forward matmuls that wait for a backward pass. Each is a few numbers.
 _MAX_CALLS = 2**16
 _CALL = "lightning_unitscale.call"
 
@@ -76,9 +73,9 @@ def remember(
     operands: Sequence[Tensor],
     extents: Extents,
 ) -> None:
-    """Keep what backward matmuls need of a matmul that is about to run."""
+    """Record a matmul that is about to run, for its backward matmuls."""
     key = node_key(operands)
-    # Within the forward of an autograd function the first matmul counts.
+    # In the forward of an autograd function, only its first matmul is recorded.
     if key is None or (not torch.is_grad_enabled() and key in CALLS):
         return
     read = [(t.shape, t.stride(), t.data_ptr(), t.requires_grad) for t in operands]
@@ -90,18 +87,18 @@ def remember(
     record(key, session, Call(matmul, read, extents))
 
 
-# Stands for a matmul that runs plain with all that comes of it, and is no session's.
+# Marks a matmul that belongs to no session. It runs unscaled, and so does its backward pass.
 _NOBODYS: Any = (lambda: None, Call(cast(Any, None)))
 
 
 def leave(operands: Sequence[Tensor]) -> None:
-    """Let the backward matmuls of a matmul that is about to run be nobody's, like itself."""
+    """Leave the backward matmuls of a matmul that is about to run unscaled."""
     if (key := node_key(operands)) is not None:
         record(key, *_NOBODYS)
 
 
 def leave_graph(node: Any) -> None:
-    """Let all matmuls of the backward pass from a node on be nobody's."""
+    """Leave all matmuls of the backward pass from a node on unscaled."""
     pending = [node]
     while pending:
         node = pending.pop()
@@ -111,13 +108,13 @@ def leave_graph(node: Any) -> None:
 
 
 def node_key(operands: Sequence[Tensor]) -> NodeKey | None:
-    """Key of the autograd node of what runs; ``None`` where it has none."""
+    """Return the key of the running operator's autograd node, or ``None`` if it has none."""
     return latest_key(operands if torch.is_grad_enabled() else function_arguments())
 
 
 def call_of(node: Any) -> tuple[weakref.ref[Any], Call] | None:
-    """The matmul that an autograd node was made for, and whose that is."""
-    # From its first use on the node has it, and it goes when the node does.
+    """Return the session and the matmul that an autograd node was created for."""
+    # After its first use the record is stored on the node and freed with it.
     metadata = node.metadata
     recorded: tuple[weakref.ref[Any], Call] | None = metadata.get(_CALL)
     if recorded is not None:
@@ -134,7 +131,7 @@ def call_of(node: Any) -> tuple[weakref.ref[Any], Call] | None:
 
 
 def record(key: NodeKey | int, session: weakref.ref[Any], call: Call) -> None:
-    """Keep a call."""
+    """Store a call."""
     if len(CALLS) >= _MAX_CALLS:
         for old in list(CALLS)[: _MAX_CALLS // 2]:
             del CALLS[old]
@@ -142,23 +139,23 @@ def record(key: NodeKey | int, session: weakref.ref[Any], call: Call) -> None:
 
 
 def forget(session: weakref.ref[Any]) -> None:
-    """Forget the calls of a session: backward passes that are still to come run plain."""
+    """Drop the calls of a session, so that its pending backward passes run unscaled."""
     for key in [key for key, (whose, _) in list(CALLS.items()) if whose is session]:
         CALLS.pop(key, None)
 
 
 def may_belong_to(rule: MatmulRule, call: Call) -> bool:
-    """Whether a matmul may be one of the backward matmuls of a call."""
-    # The backward pass of a user's own function may run whatever it likes.
+    """Check whether a matmul may be one of the backward matmuls of a call."""
+    # A user's autograd function may run any matmul in its backward pass.
     if not rule.sources:
         return len(rule.operands) <= len(call.operands)
     return all(k is None or k < len(call.operands) for k in rule.sources)
 
 
 def sources_of(rule: MatmulRule, call: Call, operands: Sequence[Tensor]) -> Sources:
-    """Which forward operand each operand of a backward matmul is; ``None``: the gradient."""
-    # Shapes tell, and between equal ones the address of the data, unless what was saved for the
-    # backward pass was moved or computed again; then the order in which autograd works.
+    """Map each operand of a backward matmul to a forward operand, or ``None`` for the gradient."""
+    # Compare shapes, then data addresses. If saved tensors were moved or recomputed, fall back to
+    # the order in which autograd computes gradients.
     if rule.sources:
         return rule.sources
     read = call.operands
@@ -187,7 +184,7 @@ def sources_of(rule: MatmulRule, call: Call, operands: Sequence[Tensor]) -> Sour
 def _sources_by_shape(
     first: tuple[int, ...], second: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...]
 ) -> tuple[Sources, ...]:
-    """What two matrices may be: the gradient and an operand, in either order, turned or not."""
+    """Return the sources that two matrices may have, given their shapes."""
     first, second, a, b = (tuple(shape[-2:]) for shape in (first, second, a, b))
     result = (*first[:-1], *second[1:])
     possible: dict[Sources, bool] = {
@@ -200,15 +197,15 @@ def _sources_by_shape(
 
 
 def _order_of(index: int, is_turned: bool) -> Sources:
-    """What autograd multiplies for the gradient of an operand of ``mm``, in its order."""
-    # ``g b^T`` for the first and ``a^T g`` for the second, unless the operand is columns after
-    # columns: then it makes the transposed gradient, so that it is columns after columns as well.
+    """Return the sources of the matmul in which autograd computes an operand's gradient."""
+    # ``g b^T`` for the first and ``a^T g`` for the second. For a column-major operand autograd
+    # computes the transposed gradient, which makes the gradient column-major as well.
     if index == 0:
         return (1, None) if is_turned else (None, 1)
     return (None, 0) if is_turned else (0, None)
 
 
-# Calls of one thread, and threads, whose backward passes may still come.
+# Limits on the calls of a thread and the threads that wait for a backward pass.
 _MAX_FINISHED = 2**12
 _MAX_THREADS = 2**8
 # How far a node's sources are followed.
@@ -217,23 +214,22 @@ _MAX_NODES = 2**10
 
 @dataclass
 class _Made:
-    """What calls have made on one thread."""
+    """The autograd nodes that calls created on one thread."""
 
-    # Numbers of the nodes of each call, in the order in which the calls have ended, with
-    # whose call it was.
+    # The node numbers of each call and its session, in the order in which the calls ended.
     finished: list[tuple[range, weakref.ref[Any]]] = field(default_factory=list)
-    # The first number of each call that goes on, the innermost last.
+    # The first node number of each running call, the innermost last.
     running: list[tuple[int, weakref.ref[Any]]] = field(default_factory=list)
 
     def by(self, number: int) -> Any:
-        """The session in whose call a number was given out; ``None`` if in nobody's."""
+        """Return the session in whose call a node got its number, or ``None``."""
         for first, session in reversed(self.running):
             if number >= first:
                 return _if_open(session)
         maker: Any = None
         for numbers, session in reversed(self.finished):
             if number in numbers:
-                maker = _if_open(session)  # a call within this one comes next
+                maker = _if_open(session)  # a nested call may follow
             elif number >= numbers.stop:
                 break
         return maker
@@ -250,7 +246,7 @@ _MADE: dict[int, _Made] = {}
 
 @contextlib.contextmanager
 def making(session: weakref.ref[Any]) -> Iterator[None]:
-    """Within this context the nodes that this thread makes are those of a session's call."""
+    """Attribute the nodes that this thread creates in this context to a session's call."""
     made = _MADE.get(thread_number())
     if made is None:
         if len(_MADE) >= _MAX_THREADS:
@@ -271,16 +267,16 @@ def making(session: weakref.ref[Any]) -> Iterator[None]:
 
 
 def forget_made(session: weakref.ref[Any]) -> None:
-    """Forget which nodes the calls of a session have made."""
+    """Forget the nodes that the calls of a session created."""
     for made in list(_MADE.values()):
         made.finished = [call for call in made.finished if call[1] is not session]
 
 
 def maker_of(node: Any) -> Any:
-    """Whose call has made an autograd node; ``None`` if no call has."""
-    # Threads give out the same numbers, so what a node reads has to agree: the nearest matmul
-    # that is known, or the nearest parameter. Of a node that reads neither, the thread that calls
-    # the backward pass has to be the one that has made it.
+    """Return the session whose call created an autograd node, or ``None``."""
+    # Threads reuse the same numbers, so the nearest known matmul or parameter among a node's
+    # sources must match as well. Without either, the thread that calls the backward pass must be
+    # the one that created the node.
     number = sequence_number(node)
     makers = {thread: made.by(number) for thread, made in list(_MADE.items())}
     makers = {thread: session for thread, session in makers.items() if session is not None}
@@ -304,13 +300,13 @@ def maker_of(node: Any) -> Any:
 
 @dataclass(frozen=True)
 class RanMatmul:
-    """A forward matmul, for whoever shows tensors in the units that they are stored in."""
+    """A forward matmul with the units of its operands, for the monitor."""
 
-    operands: tuple[Tensor, ...]  # what it reads
-    # Exponent of the unit of each operand; ``None`` while none is measured.
+    operands: tuple[Tensor, ...]
+    # Exponent of the unit of each operand; ``None`` until it is measured.
     log2_sigmas: tuple[int | None, ...]
-    log2_gamma: int | None  # the same of the gradient that arrives at it
-    nodes: range  # numbers of the autograd nodes that it was made for
+    log2_gamma: int | None  # of its output gradient
+    nodes: range  # numbers of its autograd nodes
     names: tuple[str, ...]  # names of the operands in the gauge
 
 
@@ -323,7 +319,7 @@ _WATCHED = _Watched()
 
 @contextlib.contextmanager
 def watching(see: Callable[[RanMatmul], None]) -> Iterator[None]:
-    """Within this context ``see`` is called with each forward matmul of this thread."""
+    """Call ``see`` with each forward matmul of this thread within this context."""
     previous, _WATCHED.see = _WATCHED.see, see
     try:
         yield
@@ -332,7 +328,7 @@ def watching(see: Callable[[RanMatmul], None]) -> Iterator[None]:
 
 
 def show(site: Site, operands: Sequence[Tensor], first_node: int | None = None) -> None:
-    """Show a forward matmul with what it reads, if the step is watched."""
+    """Pass a forward matmul to the watching callback, if there is one."""
     if _WATCHED.see is not None:
         last = last_sequence_number()
         _WATCHED.see(

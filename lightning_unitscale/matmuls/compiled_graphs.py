@@ -1,8 +1,8 @@
-"""Graphs that Inductor has compiled with units around their matmuls, while they run.
+"""Supply scale factors to the graphs that Inductor compiled with scaled matmuls.
 
-The units of a graph's matmuls are numbers in one tensor, which an operator without inputs gives to
-the graph whenever it runs: Inductor cannot fold it, and new units compile nothing. It is saved for
-the backward pass, some of whose operands were divided by the units of the forward pass.
+An operator without inputs returns a graph's factors in one tensor in each run. Inductor cannot
+fold it, and new units need no recompilation. The tensor is saved for the backward pass, because
+some of its operands were divided by the units of the forward pass.
 """
 
 from __future__ import annotations
@@ -31,50 +31,50 @@ from lightning_unitscale.scales.transfer import numbers_on
 
 @dataclass(eq=False)
 class CompiledMatmul(GraphMatmul):
-    """A matmul of a graph with units."""
+    """A scaled matmul of a graph."""
 
     dtype: torch.dtype  # of its operands
-    start: int = 0  # where its factors begin among those of the graph
-    is_scaled: bool = False  # since the graph of both passes was rewritten
-    # The matmuls of its graph that are of its site, itself included.
+    start: int = 0  # index of its first factor among those of the graph
+    is_scaled: bool = False  # already in the joint graph
+    # The matmuls of its site in this graph, itself included.
     kin: list[CompiledMatmul] = field(default_factory=list)
 
     @property
     def slot(self) -> str:
-        """``"forward"``, or which gradient it makes."""
+        """Return ``"forward"``, or the name of its backward matmul."""
         return slot_of(self.sources) if self.is_backward else FORWARD
 
     @property
     def num_factors(self) -> int:
-        """One more than its rule has for a gradient: back from its unit."""
+        """Return the number of its factors: its rule's, and one to undo a gradient's unit."""
         return self.rule.num_factors + (None in self.sources)
 
     @property
     def names(self) -> tuple[tuple[int, int | None], ...]:
-        """What tells the units of its operands apart within its graph."""
+        """Return the names that distinguish its operands' units within its graph."""
         return tuple((self.forward, source) for source in self.sources)
 
     def stays(self, operand: int) -> bool:
-        """Whether an operand has no unit."""
-        # The temperature of an attention is a Python number in the graph: what it takes stays.
+        """Check whether an operand stays unscaled."""
+        # The temperature of an attention is a constant in the graph and cannot absorb a unit.
         return self.rule.temperature is not None and self.rule.temperature[operand] != 0
 
     def known(self, site: Site) -> tuple[int | None, ...]:
-        """Exponents of the units of its operands, ``None`` where nobody has measured."""
+        """Return the exponents of its operands' units; ``None`` until they are measured."""
         return tuple(site.log2_gamma if k is None else site.log2_units[k] for k in self.sources)
 
     def why_plain(self, site: Site) -> str:
-        """Why it runs plain in the units in force; empty where it does not."""
-        # Matmuls of a site read copies in common, so that all of them do or none.
+        """Return why it runs unscaled with the units in force; empty if it runs scaled."""
+        # Matmuls of a site share scaled copies, so all of them run scaled or none does.
         reasons = list(site.plain.values())
         if any(
             abs(exponent) > LARGEST_LOG2 for kin in self.kin for exponent in kin._exponents(site)
         ):
-            reasons.append(f"units that make 2**{LARGEST_LOG2} together, in a compiled graph")
+            reasons.append(f"a factor beyond 2**{LARGEST_LOG2} or its inverse, in a compiled graph")
         return reasons[0] if reasons else ""
 
     def exponents(self, site: Site) -> list[int]:
-        """Exponents of its factors."""
+        """Return the exponents of its factors."""
         return [0] * self.num_factors if self.why_plain(site) else self._exponents(site)
 
     def _exponents(self, site: Site) -> list[int]:
@@ -86,38 +86,38 @@ class CompiledMatmul(GraphMatmul):
 
 @dataclass(frozen=True)
 class PlainMatmul:
-    """A matmul of a compiled graph without units."""
+    """An unscaled matmul of a compiled graph."""
 
     operator: str  # its name
     module: str  # path of its module
-    reason: str  # why it has none
+    reason: str  # why it is unscaled
     flops: int
 
 
 @dataclass(frozen=True)
 class LookedAt:
-    """A matmul that is looked at together with others."""
+    """A matmul that is measured together with others."""
 
-    index: int  # which one of its graph
-    # For each of its operands, and of what is added to it, which of the tensors that the look is
-    # given it is, and whether that is in units.
+    index: int  # in its graph
+    # For each operand and addend: its index among the measured tensors, and whether that tensor
+    # is scaled.
     reads: tuple[tuple[int, bool], ...]
 
 
 @dataclass(eq=False)
 class _Factors:
-    """The factors of a graph in the units of some sites."""
+    """The factors of a graph for the units of some sites."""
 
     exponents: list[int]
-    known: list[tuple[Any, ...]] = field(default_factory=list)  # the units that they were made of
-    # By device: the factors, and the exponents that were written there.
+    known: list[tuple[Any, ...]] = field(default_factory=list)  # the units behind them
+    # By device: the factors, and their exponents.
     written: dict[torch.device, tuple[Tensor, list[int]]] = field(default_factory=dict)
 
     def on(self, device: torch.device) -> Tensor:
-        """The factors, FP32 of shape ``(factors,)``; they stay at one address of each device."""
+        """Return the factors, FP32 of shape ``(factors,)``, at a fixed address of each device."""
         factors, exponents = self.written.get(device, (None, None))
         if factors is None or exponents != self.exponents:
-            # An evaluation may come first, whose tensors no training could write into.
+            # An evaluation may come first, and training cannot write into inference tensors.
             with torch.inference_mode(False):
                 values = numbers_on(device, [2.0**e for e in self.exponents], torch.float32)
                 factors = values if factors is None else factors.copy_(values)
@@ -126,7 +126,7 @@ class _Factors:
 
 
 class _Now(threading.local):
-    """What this thread runs of a graph: which run, with which factors, begun by what."""
+    """This thread's run of a graph: its factors, and the operators that began it."""
 
     def __init__(self) -> None:
         self.run: GraphRun | None = None
@@ -135,22 +135,22 @@ class _Now(threading.local):
 
 
 class CompiledGraph(GraphRuns):
-    """The matmuls of one compiled graph, with the factors that they run with."""
+    """The matmuls of one compiled graph and their factors."""
 
     def __init__(self, root: str) -> None:
         super().__init__(root)
         self.matmuls: list[CompiledMatmul | PlainMatmul] = []
         self.num_factors = 0
-        # The matmuls that are looked at together.
+        # The matmuls that are measured together.
         self.looks: list[tuple[LookedAt, ...]] = []
-        # The sites of one session: several blocks of a model may share the graph.
+        # By the sites of a session, since several blocks of a model may share the graph.
         self._factors: WeakKeyDictionary[MatmulSession, dict[tuple[int, ...], _Factors]]
         self._factors = WeakKeyDictionary()
         self._ones = _Factors([])
         self._now = _Now()
 
     def add(self, matmul: CompiledMatmul | PlainMatmul) -> None:
-        """Add a matmul, which comes last."""
+        """Append a matmul."""
         if isinstance(matmul, CompiledMatmul):
             self.add_place(matmul)
             matmul.start = self.num_factors
@@ -162,7 +162,7 @@ class CompiledGraph(GraphRuns):
         self.matmuls.append(matmul)
 
     def begin(self, operator: str) -> _Factors:
-        """Take the units in force for a run of the forward graph, and for what comes of it."""
+        """Fix the units in force for a run of the forward graph and for its backward pass."""
         now = self._now
         if not now.operators or operator in now.operators:
             now.operators = set()
@@ -174,7 +174,7 @@ class CompiledGraph(GraphRuns):
         return now.factors
 
     def resume(self) -> GraphRun | None:
-        """The run of the forward graph whose backward pass begins."""
+        """Return the run of the forward graph whose backward pass begins."""
         now, node = self._now, current_node()
         found = None if node is None else self.of_node(node)
         now.run, now.operators = found or now.run, set()
@@ -202,15 +202,15 @@ class CompiledGraph(GraphRuns):
         return factors
 
     def factors(self, device: torch.device, *, is_backward: bool) -> Tensor:
-        """All factors of the run that begins, FP32 of shape ``(factors,)``."""
+        """Return all factors of the run that begins, FP32 of shape ``(factors,)``."""
         if not is_backward:
             return self.begin("compiled_factors").on(device)
         run = self.resume()
         return _Factors([0] * self.num_factors if run is None else run.exponents).on(device)
 
     def parts(self, factors: Tensor, matmuls: Sequence[int]) -> list[Tensor]:
-        """The factors of some matmuls, each with memory of their own."""
-        # Where a factor stands is a part of a kernel's code: kernels of equal layers are one so.
+        """Return the factors of some matmuls, each in its own memory."""
+        # A factor's offset is part of a kernel's code. Without offsets, equal layers share kernels.
         if not matmuls:
             return []
         between = [
@@ -227,17 +227,17 @@ class CompiledGraph(GraphRuns):
         return [of_number[number] for number in matmuls]
 
     def add_look(self, matmuls: Sequence[LookedAt]) -> int:
-        """Let matmuls be looked at together; returns the number of the look."""
+        """Add matmuls to measure together, and return the number of the measurement."""
         self.looks.append(tuple(matmuls))
         return len(self.looks) - 1
 
     def look(self, tensors: Sequence[Tensor], index: int) -> None:
-        """Count matmuls, and measure their operands and what is added to them."""
+        """Count matmuls, and measure their operands and addends."""
         run = self._now.run
         session = None if run is None else run.session()
         if run is None or session is None or not session.is_open:
             return
-        # By which tensor it is, and in which unit.
+        # Keyed by the tensor's index and the exponent of its unit.
         extents: dict[tuple[int, int], Extent] = {}
         for looked_at in self.looks[index]:
             matmul = self.matmuls[looked_at.index]
@@ -247,7 +247,7 @@ class CompiledGraph(GraphRuns):
                 continue
             site = run.sites[matmul.forward]
             if session.counter is not None:
-                # What was compiled for units alone is not rounded.
+                # A graph that was compiled without rounding cannot round.
                 reason = COMPILED_BEFORE if session.numerics else matmul.why_plain(site)
                 kind: Kind = "plain" if reason else "units"
                 session.counter.add(site.module, kind, reason, matmul.flops)
@@ -266,7 +266,7 @@ class CompiledGraph(GraphRuns):
         site = run.sites[matmul.forward]
         known = matmul.known(site)
         count = len(known)
-        # As they were when the forward pass began, like the factors.
+        # The units of the beginning of the forward pass, as in the factors.
         *units, common = (-exponent for exponent in run.exponents[matmul.start :][: count + 1])
         units += [common] * (len(looked_at.reads) - count)
 
@@ -286,7 +286,7 @@ GRAPHS: list[CompiledGraph] = []
 
 def _factors(index: int, device: torch.device, is_backward: bool) -> Tensor:
     GRAPHS[index].callers.note(is_backward=is_backward)
-    # Inductor may write other results into what an operator has made, when it is read no more.
+    # Inductor may reuse the memory of an operator's result after its last read.
     return GRAPHS[index].factors(device, is_backward=is_backward).clone()
 
 
@@ -299,7 +299,7 @@ def _parts(
 
 def _order(index: int, device: torch.device, is_backward: bool) -> Tensor:
     graph = GRAPHS[index]
-    # Matmuls may be looked at before any of them reads a factor.
+    # Matmuls may be measured before any of them reads a factor.
     graph.resume() if is_backward else graph.begin("compiled_order")
     graph.callers.note(is_backward=is_backward)
     return torch.zeros(1, device=device)
@@ -311,7 +311,7 @@ define_operator(
     lambda graph, device, is_backward: torch.empty(GRAPHS[graph].num_factors, device=device),
 )
 define_operator(
-    # It reads no gradient: it is told of one so that it belongs to the backward pass.
+    # It does not read the gradient, which only assigns it to the backward pass.
     "parts_of_factors(Tensor factors, Tensor? gradient, int graph, int[] matmuls) -> Tensor[]",
     _parts,
     lambda factors, gradient, graph, matmuls: GRAPHS[graph].parts(factors, matmuls),
@@ -323,7 +323,7 @@ define_operator(
     lambda graph, device, is_backward: torch.empty(1, device=device),
 )
 define_operator(
-    # It writes nothing: what is said to be written keeps Inductor from leaving it out.
+    # It writes nothing. The declared mutation keeps Inductor from removing the call.
     "look(Tensor[] tensors, Tensor(a!) order, int graph, int look) -> ()",
     lambda tensors, order, graph, look: GRAPHS[graph].look(tensors, look),
     nothing,

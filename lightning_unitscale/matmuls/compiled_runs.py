@@ -1,9 +1,8 @@
-"""Runs of a compiled graph: whose step each belongs to, which matmuls it holds, what calls them.
+"""Track the runs of a compiled graph: their session, their matmuls and their callers.
 
-A graph outlives the step that it was compiled in: Dynamo gives it to other modules of the class, to
-other blocks of one model, and to later fits. So the names of its matmuls are looked up whenever it
-runs, as they are in eager mode. A backward pass finds the run of its forward pass by the autograd
-node that runs it.
+A graph outlives the step in which it was compiled. Dynamo reuses it for other modules of the
+class, for other blocks of a model and in later fits. So each run looks up the names of its
+matmuls, as eager mode does. A backward pass finds its forward run by its autograd node.
 """
 
 from __future__ import annotations
@@ -24,24 +23,24 @@ from lightning_unitscale.matmuls.session import MatmulSession
 from lightning_unitscale.matmuls.sites import frames
 from lightning_unitscale.matmuls.torch_internals import MODULE_CALL, OPERATOR_CALL, current_node
 
-# A run is known by a number. A graph has fewer matmuls than there is room for between two runs.
+# Runs have numbers. A graph has fewer matmuls than the distance between two runs' numbers.
 MAX_MATMULS = 2**16
 _NUMBERS = itertools.count(MAX_MATMULS, MAX_MATMULS)
-# Runs of one graph whose backward pass may still come.
+# Limits the runs of a graph that wait for a backward pass.
 _MAX_RUNS = 2**12
-# Compiled graphs that are ours, by the address of what runs them, and addresses of the code made
-# for them: a set, which every matmul of such a graph looks into.
+# Our compiled graphs by the address of their runner, and the addresses of their code. Every
+# matmul of such a graph searches the addresses, so they are a set.
 _OURS: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
 _CODE: set[int] = set()
-# Callers whose matmuls are not to be met again: a graph of ours has its units.
+# Callers whose matmuls are not scaled again, since our graphs contain their factors.
 OWN_CALLERS = ("ours", "compiler")
 
 
 class Place(NamedTuple):
-    """Where a matmul of a compiled graph was when it was compiled."""
+    """The names of a matmul and its module at compile time."""
 
-    word: str  # what it is called
-    roles: tuple[str, ...]  # what its operands are called
+    word: str  # name of the matmul
+    roles: tuple[str, ...]  # names of its operands
     path: str  # of its module
 
 
@@ -52,13 +51,13 @@ class GraphMatmul:
     rule: MatmulRule
     place: Place  # of the forward matmul that it belongs to
     number: int  # in its graph
-    forward: int  # number of that forward matmul; its own, if it has a site of its own
-    sources: Sources  # which forward operand each operand is; ``None``: the arriving gradient
-    flops: int  # of the shapes that it was compiled with
+    forward: int  # number of that forward matmul; its own if it is a forward matmul
+    sources: Sources  # which forward operand each operand is; ``None``: the output gradient
+    flops: int  # for the shapes at compile time
 
     @property
     def is_backward(self) -> bool:
-        """Whether it belongs to a forward matmul of the graph."""
+        """Return whether it belongs to a forward matmul of the graph."""
         return self.forward != self.number
 
 
@@ -66,14 +65,14 @@ class GraphMatmul:
 class GraphRun:
     """One run of a graph."""
 
-    number: int  # which one, a multiple of ``MAX_MATMULS``
+    number: int  # a multiple of ``MAX_MATMULS``
     session: weakref.ref[MatmulSession]
-    sites: dict[int, Site]  # of each matmul that has one, by its number in the graph
-    exponents: list[int] = field(default_factory=list)  # of the factors that it has taken
+    sites: dict[int, Site]  # by the number of the forward matmul in the graph
+    exponents: list[int] = field(default_factory=list)  # of its factors
 
 
 class GraphRuns:
-    """A compiled graph: where its matmuls were, what calls it, and its runs."""
+    """The runs of a compiled graph, its callers and the places of its matmuls."""
 
     def __init__(self, root: str) -> None:
         self.callers = Callers()
@@ -82,14 +81,14 @@ class GraphRuns:
         self._of_node: dict[NodeKey, GraphRun] = {}
 
     def add_place(self, matmul: GraphMatmul) -> None:
-        """Note where a matmul was, unless it belongs to a forward one."""
+        """Record the place of a forward matmul."""
         if not matmul.is_backward:
             self._places[matmul.number] = matmul.place
 
     def begin_run(self) -> GraphRun | None:
-        """Begin a run of the forward graph; ``None`` where no session has its matmuls."""
-        # Where a memory budget saves the inputs alone, the backward graph runs all of the forward
-        # graph again: that is the same run.
+        """Begin a run of the forward graph; return ``None`` if it belongs to no session."""
+        # If a memory budget saves only the inputs, the backward graph repeats the whole forward
+        # graph. That is the same run.
         session, node = running_session(), current_node()
         where = None if session is None else session.sites.run_of(node)
         if where is None and node is not None:
@@ -108,13 +107,13 @@ class GraphRuns:
         return run
 
     def of_node(self, node: Any) -> GraphRun | None:
-        """The run of the forward graph that an autograd node belongs to."""
+        """Return the run of the forward graph that an autograd node belongs to."""
         known = (self._of_node[key] for key in keys_of(node) if key in self._of_node)
         return next(known, None)
 
 
 def _moved(path: str, root: str, new_root: str) -> str:
-    """The path below one module, below another one."""
+    """Return a path below ``root`` as the same path below ``new_root``."""
     if path != root and not path.startswith(f"{root}." if root else ""):
         return path
     rest = path[len(root) :].lstrip(".")
@@ -122,14 +121,14 @@ def _moved(path: str, root: str, new_root: str) -> str:
 
 
 def is_ours(frame: FrameType | None) -> bool:
-    """Return whether code that was made for a graph of ours calls from a kernel's caller."""
+    """Check whether a kernel's caller is the code of one of our graphs."""
     if frame is not None and frame.f_code is OPERATOR_CALL:
         frame = frame.f_back
     return frame is not None and id(frame.f_code) in _CODE
 
 
 def caller() -> str | None:
-    """Who of Inductor calls a kernel: ``"ours"``, ``"another"`` graph, or ``"compiler"``."""
+    """Return which part of Inductor calls: ``"ours"``, ``"another"`` graph, or ``"compiler"``."""
     found = codes()
     frame = None if found is None else _calling_frame(found)
     if found is None or frame is None:
@@ -140,15 +139,15 @@ def caller() -> str | None:
 
 
 class Callers:
-    """What calls the operators of a compiled step, its forward and its backward graph."""
+    """The forward and the backward graph that call the operators of a compiled step."""
 
     def __init__(self) -> None:
         self._are_known = [False, False]
 
     def note(self, *, is_backward: bool) -> None:
-        """Let the graph that calls be one of ours."""
+        """Register the calling graph as one of ours."""
         if not self._are_known[is_backward]:
-            # Another thread may run the graph meanwhile: it is to be known before it is said to be.
+            # Another thread may run the graph meanwhile, so register it before setting the flag.
             _mark_caller()
             self._are_known[is_backward] = True
 
@@ -161,7 +160,7 @@ def _mark_caller() -> None:
     graph = calling.f_locals["self"]
     _OURS[id(graph)] = graph
     within = itertools.takewhile(lambda frame: frame is not calling, frames())
-    # In the first run torch watches what operators do, and calls them twice.
+    # In the first run torch checks what operators do and calls them twice.
     for frame in [frame for frame in within if frame.f_code is OPERATOR_CALL][-1:]:
         assert frame.f_back is not None
         code = frame.f_back.f_code
@@ -171,7 +170,7 @@ def _mark_caller() -> None:
 
 
 def _calling_frame(codes: tuple[CodeType, ...]) -> FrameType | None:
-    """The innermost frame that runs one of these codes, unless a module is called before it."""
+    """Return the innermost frame with one of these codes, unless a module call is nearer."""
     for frame in frames():
         if frame.f_code in codes or frame.f_code is MODULE_CALL:
             return None if frame.f_code is MODULE_CALL else frame

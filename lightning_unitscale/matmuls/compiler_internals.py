@@ -1,25 +1,24 @@
-"""Private names of torch's compilers, Dynamo and Inductor; checked on torch 2.13 and 2.11.
+"""Wrap the private names of Dynamo and Inductor; checked on torch 2.13 and 2.11.
 
-``joint_custom_post_pass`` runs on the joint graph of both passes, behind Inductor's patterns for
-attention, and before the graph is parted: a partitioner keeps to ``recompute`` and ``ac_graph_id``
-in the ``meta`` of a node, and does not compute an operator again that it does not know.
-``post_grad_custom_pre_pass`` and ``post_grad_custom_post_pass`` run on the forward and on the
-backward graph, before and after Inductor decides whether a matmul and a sum run as one; its
-decisions should be those of a graph without units. A pass without a ``uuid`` keeps both of
-Inductor's caches out, so that nobody else is handed a rewritten graph and no rewritten one is
-missed. AOTAutograd numbers what it compiles with ``AOT_COUNTER``. Frames of
-``CompiledFxGraph.__call__`` tell which compiled graph calls a kernel, those of
-``_compile_fx_inner`` that Inductor is only trying kernels out, and the caller of
-``OpOverload.__call__`` is the code that was made for a graph. That code has ``mm`` and its like by
-a global name, ``extern_kernels``.
-
-``innermost_backend`` tells who compiles, of the context that a compiled function keeps, and
-``callback_handler`` calls before anything is compiled.
-
-``joint_custom_pre_pass`` runs on the joint graph of both, and on the only one of a step without
-gradients, before Inductor changes anything but what its tables of decompositions take to pieces
-while the step is traced. An operator that a pass has put there is given tensors with the strides
-that eager mode would give it only if its node says so, in ``eager_input_vals``.
+- ``joint_custom_pre_pass`` runs on the joint graph, or on the only graph of a step without
+  gradients. It precedes all of Inductor's changes except decompositions.
+- ``joint_custom_post_pass`` runs on the joint graph after Inductor's attention patterns and before
+  partitioning. The partitioner respects ``recompute`` and ``ac_graph_id`` in a node's ``meta``. It
+  never recomputes an operator that it does not know.
+- ``post_grad_custom_pre_pass`` and ``post_grad_custom_post_pass`` run on the forward and on the
+  backward graph, before and after Inductor decides whether to fuse a matmul and a sum. Its
+  decisions should be those for an unscaled graph.
+- A pass without a ``uuid`` disables both of Inductor's caches, so a rewritten graph is never
+  shared and a rewrite is never skipped.
+- AOTAutograd numbers its graphs with ``AOT_COUNTER``.
+- A frame of ``CompiledFxGraph.__call__`` identifies the graph that calls a kernel. A frame of
+  ``_compile_fx_inner`` means that Inductor benchmarks kernels.
+- The caller of ``OpOverload.__call__`` is a graph's generated code. It calls ``mm`` and similar
+  operators through a global name, ``extern_kernels``.
+- ``innermost_backend`` returns the backend of a compiled function's context, and
+  ``callback_handler`` calls its callbacks before a compilation.
+- An operator that a pass inserts gets tensors with eager strides only if its node has
+  ``eager_input_vals``.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from lightning_unitscale.matmuls.torch_internals import (
 
 
 class _PastDispatcher:
-    """What code of Inductor's calls operators by, which calls torch's own kernels for matmuls."""
+    """A stand-in for ``extern_kernels`` that calls torch's own kernels for matmuls."""
 
     def __init__(self, functions: Any) -> None:
         self._functions = functions
@@ -65,7 +64,7 @@ class _PastDispatcher:
 
 def _past_dispatcher(function: Kernel, kernels: dict[str, Kernel]) -> Kernel:
     def run(*args: Any, **kwargs: Any) -> Any:
-        # The dispatcher tells a profiler, and modes.
+        # A profiler and modes need a call through the dispatcher.
         if "out" not in kwargs or is_profiling() or num_modes():
             return function(*args, **kwargs)
         return kernels.get(args[0].device.type, function)(*args, **kwargs)
@@ -74,7 +73,7 @@ def _past_dispatcher(function: Kernel, kernels: dict[str, Kernel]) -> Kernel:
 
 
 def pass_by_overrides(code_globals: dict[str, Any]) -> None:
-    """Let a graph's code call torch's kernels where ``KernelOverrides`` has others."""
+    """Make a graph's code call torch's kernels instead of those of ``KernelOverrides``."""
     functions = code_globals.get("extern_kernels")
     if functions is not None and not isinstance(functions, _PastDispatcher):
         code_globals["extern_kernels"] = _PastDispatcher(functions)
@@ -91,35 +90,35 @@ def define_operator(schema: str, run: Kernel, fake: Kernel, *tags: torch.Tag) ->
     torch.library.register_fake(f"lightning_unitscale::{name}", fake, lib=_LIBRARY)
 
 
-# By setting, what the user has set; in torch 2.13 a setting is one of a context of Python. Not in a
-# pass, which torch copies with its settings.
+# The user's value of each setting. In torch 2.13 a setting belongs to a Python context. A pass
+# cannot hold the values, because torch copies it with its settings.
 _BEFORE: ContextVar[Mapping[str, Any]] = ContextVar(
     "lightning_unitscale.settings", default=MappingProxyType({})
 )
 
 
 class GraphPass(CustomGraphPass):
-    """A pass over what Inductor compiles, after the passes that the user has set."""
+    """An Inductor pass that runs after the user's own passes."""
 
     def __init__(self, setting: str, rewrite: Callable[[fx.Graph], None]) -> None:
         self._setting = setting
         self._rewrite = rewrite
         self._before: Any = None
-        # A pass that the user has set meanwhile, or a ``config.patch``, may hold it for longer.
+        # A pass that the user set meanwhile, or a ``config.patch``, may keep it after removal.
         self._is_installed = False
 
     def install(self) -> None:
-        """Put it into Inductor's configuration, of this context of Python at least."""
+        """Add the pass to Inductor's configuration, at least for this Python context."""
         self._is_installed = True
         before = getattr(config, self._setting)
-        # A ``config.patch`` that began before it was removed has put it back on leaving.
+        # On exit, a ``config.patch`` that began before the removal restores the pass.
         if before is not self:
             self._before = before
             _BEFORE.set({**_BEFORE.get(), self._setting: before})
             setattr(config, self._setting, self)
 
     def remove(self) -> None:
-        """Put the user's own back, unless he has set another one meanwhile."""
+        """Restore the user's pass, unless the user has set another one meanwhile."""
         self._is_installed = False
         if getattr(config, self._setting) is self:
             setattr(config, self._setting, _BEFORE.get().get(self._setting, self._before))
@@ -136,25 +135,25 @@ class GraphPass(CustomGraphPass):
             self.remove()
 
     def uuid(self) -> None:
-        """None: what is compiled with it is not cached."""
+        """Return ``None``, which disables caching."""
 
 
 class _Known:
-    """The number of the next graph, if all that Dynamo keeps was compiled for sessions."""
+    """The next graph's number, provided that Dynamo holds only graphs of sessions."""
 
     number = 0
 
 
 def note_compiled() -> None:
-    """Note that a graph is being compiled for a session."""
+    """Record that a graph is being compiled for a session."""
     _Known.number += 1
 
 
 def forget_others(*, always: bool) -> None:
-    """Have all compiled again, if some of it was not compiled for a session, or ``always``."""
-    # Dynamo keeps what it compiles with the code of a function, for every module of the class and
-    # for every later fit. What was compiled in a plain run has no operators of ours, so a later
-    # session would run it as it is. What was compiled in another session serves this one as well.
+    """Reset Dynamo if some graph was not compiled for a session, or ``always``."""
+    # Dynamo caches graphs by a function's code, for every module of the class and every later fit.
+    # A graph from an ordinary run lacks our operators, and a later session would run it unscaled.
+    # A graph of another session serves this one as well.
     number = next(AOT_COUNTER)
     if always or number != _Known.number:
         torch.compiler.reset()
@@ -162,35 +161,35 @@ def forget_others(*, always: bool) -> None:
 
 
 def is_of_backward(node: fx.Node) -> bool:
-    """Whether a node of a joint graph is of its backward pass, or of a gradient within the step."""
+    """Check whether a node of a joint graph computes gradients, of the step or within it."""
     is_gradient = node.meta.get("partitioner_tag") == "is_backward"
     return is_gradient or bool(node.meta.get("autograd_backward"))
 
 
 def note_strides(node: fx.Node, args: Any) -> None:
-    """Have an operator that needs exact strides get its tensors as these fake ones are."""
+    """Give an operator's inputs the strides of these fake tensors."""
     node.meta["eager_input_vals"] = (args, {})
 
 
 def keeping_whole(operators: Sequence[str]) -> Callable[[], None]:
-    """Let Inductor take no operators of aten to pieces in what it compiles from now on."""
+    """Stop Inductor from decomposing some operators of aten, until the result is called."""
     taken: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
 
     def take(_: Any = None) -> None:
         if taken:
             return
-        # Imported when something is compiled: it takes a second.
+        # Imported late, because the import takes a second.
         from torch._inductor import decomposition
 
         overloads = list(map(overload_of, operators))
-        # The second is made of the first, once.
+        # Inductor creates the second table from the first, once.
         tables = (decomposition.fast_random_decomps(), decomposition.decompositions)
         taken.extend(
             (table, {op: table.pop(op) for op in overloads if op in table}) for table in tables
         )
 
     def put_back() -> None:
-        # A reset of Dynamo has removed it.
+        # A reset of Dynamo may have removed the callback.
         if take in callback_handler.start_callbacks:
             callback_handler.remove_start_callback(take)
         for table, functions in taken:
@@ -201,7 +200,7 @@ def keeping_whole(operators: Sequence[str]) -> Callable[[], None]:
 
 
 def codes() -> tuple[CodeType, CodeType] | None:
-    """Code that calls a compiled graph, and code that compiles; ``None`` where none ever has."""
+    """Return the code that calls compiled graphs and that compiles, ``None`` before any use."""
     if "torch._inductor.compile_fx" not in sys.modules:
         return None
     return _codes()
@@ -216,20 +215,20 @@ def _codes() -> tuple[CodeType, CodeType]:
 
 
 def compiled_parts(module: torch.nn.Module) -> list[Any]:
-    """What the user has compiled of a module: itself, parts of it, and methods of its own."""
+    """Return what the user compiled of a module: itself, its children and its own methods."""
     parts: list[Any] = []
     for child in module.modules():
         if hasattr(child, "_orig_mod"):
             parts.append(child)
         elif child._compiled_call_impl is not None:
             parts.append(child._compiled_call_impl)
-    # Not what ``torch.compiler.disable`` has made, which looks like it but for its configuration.
+    # The results of ``torch.compiler.disable`` look alike but have no configuration.
     methods = vars(module).values()
     return parts + [method for method in methods if hasattr(method, "get_compiler_config")]
 
 
 def is_by_inductor(compiled: Any) -> bool:
-    """Whether Inductor compiles it."""
-    # Of a whole graph (``fullgraph=True``) torch does not tell the configuration.
+    """Check whether Inductor compiles an object."""
+    # For ``fullgraph=True`` torch does not return the configuration, so read its backend.
     context = inspect.getclosurevars(compiled.get_compiler_config).nonlocals["self"]
     return getattr(innermost_backend(context.callback), "compiler_name", "") == "inductor"

@@ -1,4 +1,4 @@
-"""What became of the matmuls of a step: in units, in a format, or as they are and why."""
+"""Count how the matmuls of a step run: scaled, in a format, or unscaled and why."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from lightning_unitscale.capture.name_patterns import NOT_INCLUDED
 from lightning_unitscale.matmuls.fp8_layers import EXCLUDED_BY_DEFAULT, NO_LINEAR
 
 Kind = Literal["units", "format", "plain", "left out"]
-# The matmuls of a site that run plain, with reasons, and which of them it is.
+# The reasons of a site's unscaled matmuls by slot, and the slot of this one.
 PlainMatmul = tuple[Mapping[str, str], str]
-# Below this share of a step's floating-point operations a user is warned.
+# The share of a step's FLOPs below which we warn.
 ENOUGH = 0.9
 _NUM_NAMED = 5
 NO_MATMUL = "no matmul ran"
 # Why a matmul runs outside of a format.
 NO_UNIT = "no unit yet"
-# Reasons that the documentation gives for every model: these need no warning, unless the module had
-# the format before. What is excluded by default needs one only if it is a large part of the model.
+# Documented reasons, which need no warning unless the module had the format before. Layers that
+# are excluded by default need one only if they are a large part of the model.
 _EXPECTED = frozenset({NO_LINEAR, NOT_INCLUDED})
 _EXPECTED_IF_SMALL = frozenset({EXCLUDED_BY_DEFAULT})
 
 
 @dataclass(frozen=True)
 class MatmulCount:
-    """Matmuls that ran alike in one module."""
+    """The matmuls of one module that ran the same way."""
 
     module: str  # path of the module; empty for the root
-    # ``"units"``, ``"format"`` (rounded to fewer bits, in units if there are any),
-    # ``"plain"``, or ``"left out"`` of the format where there are no units.
+    # ``"units"`` (scaled), ``"format"`` (rounded to fewer bits, and scaled if there are units),
+    # ``"plain"`` (unscaled), or ``"left out"`` (not in the format, and there are no units).
     kind: Kind
-    reason: str  # why they ran plain, or outside of a format; empty otherwise
-    num_matmuls: int  # how many there were in a step
-    flops: int  # their floating-point operations
-    outside: str = ""  # why they ran outside of the format of the step; empty if they did not
+    reason: str  # why they ran unscaled or outside the format; empty otherwise
+    num_matmuls: int  # in a step
+    flops: int
+    outside: str = ""  # why they ran outside the step's format; empty if they did not
 
 
 @dataclass(frozen=True)
@@ -49,39 +49,39 @@ class Coverage:
 
     # By module, kind and reason, in the order in which they ran.
     counts: tuple[MatmulCount, ...] = ()
-    has_units: bool = True  # whether matmuls run in units; if not, they are only rounded
-    lacking: tuple[str, ...] = ()  # operands, and gradients, that had no unit after the step
-    # The format that the step was to run in, such as ``"FP8"``; empty without one.
+    has_units: bool = True  # whether matmuls are scaled; if not, they are only rounded
+    lacking: tuple[str, ...] = ()  # operands and gradients without a unit after the step
+    # The requested format of the step, such as ``"FP8"``; empty without one.
     format: str = ""
 
     @property
     def num_matmuls(self) -> int:
-        """Matmuls of the step."""
+        """Return the number of matmuls of the step."""
         return sum(count.num_matmuls for count in self.counts)
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of the step."""
+        """Return the floating-point operations of the step."""
         return sum(count.flops for count in self.counts)
 
     @property
     def num_in_units(self) -> int:
-        """Those that ran on operands in units, rounded or not."""
+        """Return the number of matmuls that ran on scaled operands, rounded or not."""
         return sum(count.num_matmuls for count in self.counts if count.kind in ("units", "format"))
 
     @property
     def num_in_format(self) -> int:
-        """Those that ran in the format."""
+        """Return the number of matmuls that ran in the format."""
         return sum(count.num_matmuls for count in self.counts if count.kind == "format")
 
     @property
     def reasons(self) -> Mapping[str, float]:
-        """Why matmuls ran plain, with their share of the step's floating-point operations."""
+        """Return why matmuls ran unscaled, with their share of the step's FLOPs."""
         return self._shares(lambda one: one.reason if one.kind == "plain" else "")
 
     @property
     def reasons_outside(self) -> Mapping[str, float]:
-        """Why matmuls ran outside of the format, with their share of the step's FLOPs."""
+        """Return why matmuls ran outside the format, with their share of the step's FLOPs."""
         return self._shares(lambda one: one.outside)
 
     def _shares(self, reason_of: Callable[[MatmulCount], str]) -> Mapping[str, float]:
@@ -89,18 +89,18 @@ class Coverage:
         return {reason: count / total for reason, count in flops.most_common() if reason}
 
     def fraction_of_flops(self, *kinds: Kind) -> float:
-        """Share of the step's floating-point operations in matmuls of these kinds; 1 if none."""
+        """Return the share of the step's FLOPs in matmuls of these kinds; 1 for a step of none."""
         if self.flops == 0:
             return 1.0
         return sum(count.flops for count in self.counts if count.kind in kinds) / self.flops
 
     def uncovered_modules(self) -> tuple[str, ...]:
-        """Modules with plain matmuls, those with the most operations first."""
+        """Return the modules with unscaled matmuls, those with the most FLOPs first."""
         plain = [count for count in self.counts if count.kind == "plain"]
         return tuple(name for name, _ in _flops_by(plain, _module_name).most_common())
 
     def line(self) -> str:
-        """One line for the log."""
+        """Return a summary in one line, for the log."""
         if not self.counts:
             return f"{self.without_format()}{NO_MATMUL}"
         rounded = self.num_in_format
@@ -122,24 +122,24 @@ class Coverage:
         return "; ".join(filter(None, [self.without_format() + text, *reasons, lacking]))
 
     def without_format(self) -> str:
-        """Say that the step was to run in a format and nothing did; empty otherwise."""
+        """Report that no matmul ran in the requested format; empty otherwise."""
         if not self.format or self.num_in_format:
             return ""
         return f"no matmul runs in {self.format}: "
 
     def shortfall(self) -> str:
-        """What to warn of where much of a step ran plain; empty where enough did not."""
+        """Return a warning if much of a step ran unscaled; empty otherwise."""
         modules = self.uncovered_modules()
         if not modules or 1.0 - self.fraction_of_flops("plain") >= ENOUGH:
             return ""
         wanted = "in units" if self.has_units else "rounded"
         return (
-            f"{self.line()}. What runs plain is in {listed(modules)}. Expected at least "
-            f"{ENOUGH:.0%} of the FLOPs {wanted}; explain() lists all matmuls."
+            f"{self.line()}. Plain matmuls are in {listed(modules)}. Expected at least "
+            f"{ENOUGH:.0%} of the FLOPs {wanted}. explain() lists all matmuls."
         )
 
     def table(self) -> str:
-        """A row for each module, kind and reason."""
+        """Return a table with a row for each module, kind and reason."""
         total = self.flops or 1
         rows = [
             (
@@ -166,7 +166,7 @@ def _module_name(count: MatmulCount) -> str:
 
 
 class CoverageCounter:
-    """Counts matmuls while a step runs."""
+    """A counter of the matmuls of a running step."""
 
     def __init__(self) -> None:
         self._counted: list[tuple[str, Kind, str, int, PlainMatmul | None, str]] = []
@@ -186,13 +186,13 @@ class CoverageCounter:
     def add_with_gradients(
         self, module: str, kind: Kind, reason: str, flops: int, operands: Sequence[Tensor]
     ) -> None:
-        """Count a matmul with those of its gradients, which do not say whose they are."""
+        """Count a matmul and its backward matmuls, which cannot be attributed later."""
         num_gradients = sum(operand.requires_grad for operand in operands)
         for _ in range(1 + num_gradients if torch.is_grad_enabled() else 1):
             self.add(module, kind, reason, flops)
 
     def outside(self) -> set[tuple[str, str]]:
-        """Return what ran outside of the format of the step: modules, each with a reason."""
+        """Return the modules that ran outside the step's format, each with a reason."""
         return {
             (module, outside or reason)
             for module, kind, reason, _, _, outside in self._counted
@@ -202,7 +202,7 @@ class CoverageCounter:
     def result(
         self, *, has_units: bool = True, lacking: Iterable[str] = (), format: str = ""
     ) -> Coverage:
-        """What was counted, as it runs from now on."""
+        """Return the counts, with the latest decisions on unscaled matmuls applied."""
         joint: dict[tuple[str, Kind, str, str], list[int]] = {}
         for module, kind, reason, flops, plain, outside in self._counted:
             if kind == "units" and plain is not None and (reason := plain[0].get(plain[1], "")):
@@ -220,7 +220,7 @@ class CoverageCounter:
 
 
 def lacking_line(names: Sequence[str]) -> str:
-    """Name operands without a unit; empty if there are none."""
+    """List the operands without a unit; empty if there are none."""
     if not names:
         return ""
     some = "1 operand has" if len(names) == 1 else f"{len(names)} operands have"
@@ -228,12 +228,12 @@ def lacking_line(names: Sequence[str]) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Name the first few."""
+    """Join the first few names."""
     return ", ".join(names[:_NUM_NAMED]) + (", ..." if len(names) > _NUM_NAMED else "")
 
 
 def first_of(texts: Sequence[str]) -> str:
-    """The first few, and how many more there are."""
+    """Join the first few texts, and count the rest."""
     more = len(texts) - _NUM_NAMED
     return "; ".join(texts[:_NUM_NAMED]) + (f"; and {more} more" if more > 0 else "")
 
@@ -244,22 +244,22 @@ def percent(share: float) -> str:
 
 
 class LostFormats:
-    """Compares the coverage of a step with that of the steps before it."""
+    """The comparison of a step's coverage with that of earlier steps."""
 
     def __init__(self, wanted: str) -> None:
         self._wanted = wanted
-        # By the name of a step: its last coverage, modules that had the format, and what ran
-        # outside, module and reason.
+        # By the name of a step: its last coverage, the modules that had the format, and the
+        # modules and reasons outside it.
         self._last: dict[str, Coverage] = {}
         self._had_format: defaultdict[str, set[str]] = defaultdict(set)
         self._known: defaultdict[str, set[tuple[str, str]]] = defaultdict(set)
 
     def are_known(self, name: str, counter: CoverageCounter) -> bool:
-        """Return whether all that ran outside of the format in a step did so before."""
+        """Check whether all modules and reasons outside the format are known."""
         return counter.outside() <= self._known[name]
 
     def new_in(self, name: str, coverage: Coverage, when: str) -> str:
-        """Return what to warn of after a step; empty if nothing was lost since the last one."""
+        """Return a warning after a step; empty if nothing was lost since the last one."""
         if not coverage.format:
             return ""
         last, self._last[name] = self._last.get(name), coverage
@@ -288,7 +288,7 @@ class LostFormats:
         return [
             count
             for count in coverage.counts
-            # What has no unit yet is named in the line, and does not last.
+            # A missing unit is temporary, and the coverage line reports it.
             if count.outside not in ("", NO_UNIT)
             and (count.module, count.outside) not in known
             and (count.module in had_format or count.outside not in expected)
@@ -296,7 +296,7 @@ class LostFormats:
 
 
 def _share_of_layers(coverage: Coverage) -> float:
-    """Share of the format among the matmuls that can have it."""
+    """Return the format's share of the matmuls that can run in it."""
     counts = [count for count in coverage.counts if count.outside not in _EXPECTED]
     flops = _flops_by(counts, lambda count: count.kind == "format")
     return float(flops[True] / (flops.total() or 1))
@@ -312,6 +312,6 @@ def _text(lost: Sequence[MatmulCount], coverage: Coverage) -> str:
 
 
 def _named(counts: Sequence[MatmulCount]) -> str:
-    """Modules with the reason of each, those with the most operations first."""
+    """List modules and reasons, those with the most FLOPs first."""
     flops = _flops_by(counts, lambda count: (_module_name(count), count.outside))
     return first_of([f"{module} ({reason})" for (module, reason), _ in flops.most_common()])

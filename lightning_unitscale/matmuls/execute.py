@@ -1,4 +1,4 @@
-"""Run one matmul on copies of its operands in units, and give its results in true values."""
+"""Run a matmul on scaled copies of its operands, and unscale its results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FLOATS = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16
 
 
 def are_real(tensors: Sequence[Any]) -> bool:
-    """Whether all of these are dense tensors of floating-point numbers."""
+    """Check whether all tensors are dense and real floating-point."""
     for tensor in tensors:
         if tensor is None or tensor.dtype not in _FLOATS or tensor.layout is not torch.strided:
             return False
@@ -41,22 +41,22 @@ class Matmul:
     """A matmul that is about to run."""
 
     rule: MatmulRule
-    site: Site  # which matmul of the step it is, or the backward matmul of
-    slot: str  # ``"forward"``, or which gradient it makes
-    known: tuple[int | None, ...]  # exponents of the units of its operands; ``None`` for none
-    is_gradient: tuple[bool, ...]  # which of its operands is an arriving gradient
-    # Names of the operands in the gauge; that of the matmul for a gradient.
+    site: Site  # of its forward matmul
+    slot: str  # ``"forward"``, or the name of a backward matmul
+    known: tuple[int | None, ...]  # exponents of its operands' units; ``None`` without one
+    is_gradient: tuple[bool, ...]  # which operands are output gradients
+    # Names of the operands in the gauge; for a gradient the name of the matmul.
     names: tuple[str, ...]
-    step: int  # number of the step that it belongs to
-    # Whether its second operand is the weight of a linear layer; ``None`` where what calls
-    # has to tell.
+    step: int  # number of its step
+    # Whether its second operand is the weight of a linear layer; ``None`` if the caller must
+    # find out.
     reads_weight: bool | None = None
-    # The backward matmuls of a forward one, by rule and sources, with the unit of the
-    # gradient that they were made for.
+    # The backward matmuls of a forward one and the gradient's unit behind them, by rule and
+    # sources.
     backward: dict[tuple[int, Sources], tuple[int, Matmul]] = field(default_factory=dict)
 
-    log2_units: tuple[int, ...] = field(init=False)  # the same, 0 for none
-    # Position, exponent of the unit, and whether it is a gradient, of each operand that is divided.
+    log2_units: tuple[int, ...] = field(init=False)  # as ``known``, with 0 for ``None``
+    # For each divided operand: position, exponent of the unit, and whether it is a gradient.
     scaled: tuple[tuple[int, int, bool], ...] = field(init=False)
     exponents: tuple[int, ...] = field(init=False)  # of the factors of its rule
 
@@ -64,7 +64,7 @@ class Matmul:
         self.take(self.known)
 
     def take(self, known: tuple[int | None, ...]) -> None:
-        """Take the units of its operands."""
+        """Set the units of its operands."""
         self.known = known
         self.log2_units = tuple(unit or 0 for unit in known)
         rows = zip(self.rule.operands, self.log2_units, self.is_gradient, strict=True)
@@ -72,13 +72,13 @@ class Matmul:
         self.exponents = self.rule.exponents(self.log2_units)
 
     def places(self) -> Iterator[tuple[int, int, bool, str]]:
-        """Position, unit, whether it is a gradient, and name of each operand."""
+        """Yield each operand's position, unit, whether it is a gradient, and name."""
         return zip(self.rule.operands, self.log2_units, self.is_gradient, self.names, strict=True)
 
 
 @functools.lru_cache(maxsize=2**12)
 def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """Elements of memory from the first one of a tensor to the last."""
+    """Return the number of elements in memory from a tensor's first to its last."""
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
@@ -86,7 +86,7 @@ def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
 def _copy_strides(
     shape: tuple[int, ...], strides: tuple[int, ...], line: int
 ) -> tuple[bool, tuple[int, ...] | None]:
-    """How a copy has to lie that begins with a cache line, like its source."""
+    """Return the strides of a copy whose source begins at a cache line."""
     is_kept = (torch.empty_strided(shape, strides, device="meta") * 2.0).stride() == strides
     if 0 in strides or 0 < _span(shape, strides) < math.prod(shape):
         return is_kept, None
@@ -94,10 +94,10 @@ def _copy_strides(
 
 
 def scaled_copy(tensor: Tensor, exponent: int) -> Tensor:
-    """``tensor * 2**exponent`` with the strides and the alignment of ``tensor``."""
-    # BLAS may add in another order for another stride, and for another place within a cache line.
+    """Return ``tensor * 2**exponent`` with the strides and the alignment of ``tensor``."""
+    # BLAS may change the order of summation with the strides and with the offset in a cache line.
     factor = POWERS_OF_TWO[tensor.dtype][exponent]
-    # Memory that is allocated begins with a line, so that only what does too can be like its copy.
+    # New memory begins at a cache line.
     offset = tensor.data_ptr() % _LINE_BYTES
     if offset == 0:
         line = _LINE_BYTES // tensor.element_size()
@@ -109,7 +109,7 @@ def scaled_copy(tensor: Tensor, exponent: int) -> Tensor:
     if 0 in tensor.stride():
         return multiply(tensor, 2.0**exponent)
     if 0 < (span := _span(tensor.shape, tensor.stride())) < tensor.numel():
-        # Rows lie over each other, and cuBLAS takes them another way than rows side by side.
+        # Rows overlap, and cuBLAS treats them differently from separate rows.
         memory = scaled_copy(tensor.as_strided((span,), (1,)), exponent)
         return memory.as_strided(tensor.shape, tensor.stride())
     placed = empty_placed_like(tensor, tensor.dtype, offset // tensor.element_size())
@@ -117,15 +117,14 @@ def scaled_copy(tensor: Tensor, exponent: int) -> Tensor:
     return placed
 
 
-# By thread, the last gradient that was scaled: within which autograd node, by which exponent, the
-# gradient, and its copy. No variable of a thread: the steps' thread frees what an engine's thread
-# has kept.
+# The last gradient scaled on each thread: autograd node, exponent, gradient, copy. This is not a
+# thread-local, because the step's thread frees the copies of the engine's threads.
 _LAST: dict[int, tuple[Any, int, Tensor, Tensor]] = {}
 
 
 def shared_copy(tensor: Tensor, exponent: int) -> Tensor:
-    """:func:`scaled_copy` of a gradient, or another view of the copy that was made just before."""
-    # Within one node of autograd's own nothing can have written into the gradient meanwhile.
+    """Return :func:`scaled_copy` of a gradient, or a view of the copy made just before."""
+    # Within one autograd node nothing can have changed the gradient meanwhile.
     node, thread = current_node(), get_ident()
     line = _LINE_BYTES // tensor.element_size()
     is_shared = node is not None and _copy_strides(tensor.shape, tensor.stride(), line)[0]
@@ -141,30 +140,30 @@ def shared_copy(tensor: Tensor, exponent: int) -> Tensor:
 
 
 def forget_copy() -> None:
-    """Let go of the last copy of each thread; those that go on scale once more."""
+    """Free the last copy of each thread. A running backward pass scales again."""
     _LAST.clear()
 
 
 def run_in_units(matmul: Matmul, original: Kernel, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Run a matmul on operands divided by their units, and multiply its results by them."""
     for position, unit, is_gradient in matmul.scaled:
-        # Two backward matmuls in a row read one gradient.
+        # Two consecutive backward matmuls read the same gradient.
         copy_of = shared_copy if is_gradient else scaled_copy
         args[position] = copy_of(args[position], -unit)
     return run_scaled(matmul, original, args, kwargs)
 
 
 def run_scaled(matmul: Matmul, original: Kernel, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """:func:`run_in_units` with operands that are in their units already."""
+    """Run a matmul on scaled operands, and multiply its results by their units."""
     rule, units, exponents = matmul.rule, matmul.log2_units, matmul.exponents
     common = -exponents[len(units)]
     if common and rule.with_factor and _takes_factor(args[rule.operands[0]]):
         first, second = rule.operands_in(args)
         if rule.operands[0] > 0:
-            # What it is added to comes first, read or not: it has a factor itself.
+            # The addend comes first and has its own factor, beta.
             kwargs = {**kwargs, "alpha": kwargs.get("alpha", 1) * 2.0**common}
             return original(args[0], first, second, **kwargs)
-        # Without a share of what it would be added to, which is not even read.
+        # With beta=0 the addend is not read.
         run = overridden_kernel(rule.with_factor, first.device.type)
         nothing = _nothing(first.dim(), first.dtype, first.device)
         return run(nothing, first, second, beta=0, alpha=2.0**common)
@@ -185,15 +184,15 @@ def run_scaled(matmul: Matmul, original: Kernel, args: list[Any], kwargs: dict[s
 
 @functools.cache
 def _nothing(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What a matmul is added to where it is added to nothing; never read."""
+    """Return an addend that is never read."""
     return torch.zeros((1,) * dim, dtype=dtype, device=device)
 
 
 def _takes_factor(operand: Tensor) -> bool:
-    """Whether BLAS multiplies by a factor in passing, with the sums that it has without one."""
-    # cuBLAS multiplies its sums, which are in FP32 or FP64, and the factor does not change which
-    # algorithm it chooses. MKL's FP32 does the same, on all of many thousand shapes. In FP16 the
-    # sums are in FP32, and a scaled result may not fit where the true one does.
+    """Check whether BLAS can apply a factor without changing its sums."""
+    # cuBLAS multiplies its FP32 or FP64 sums, and the factor does not change its choice of
+    # algorithm. MKL's FP32 does the same on all of many thousand tested shapes. FP16 matmuls sum
+    # in FP32, and a scaled result may overflow where the unscaled one does not.
     device = operand.device.type
     if device == "cuda" or operand.dtype is torch.float16:
         return device in ("cpu", "cuda")

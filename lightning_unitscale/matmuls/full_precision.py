@@ -1,4 +1,4 @@
-"""Measure in FP32 what runs in FP16, where a gradient below 2**-24 measures as zero."""
+"""Measure FP16 modules in FP32, because FP16 rounds gradients below 2**-24 to zero."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 
 def find_loss(output: object) -> Tensor | None:
-    """The scalar that a step returned for its backward pass, if there is one."""
+    """Return the scalar loss in a step's output, if there is one."""
     candidates: list[object] = [output, getattr(output, "loss", None)]
     if isinstance(output, Mapping):
         candidates.append(output.get("loss"))
@@ -26,7 +26,7 @@ def find_loss(output: object) -> Tensor | None:
 
 
 def runs_in_fp16(module: nn.Module) -> bool:
-    """Whether parameters of the module are FP16, or autocast casts to it here and now."""
+    """Check whether a module has FP16 parameters or autocast casts to FP16 now."""
     parameters = list(module.parameters())
     if any(param.dtype == torch.float16 for param in parameters):
         return True
@@ -39,7 +39,7 @@ def runs_in_fp16(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def warning_where_fp16_is_cast_to(title: str) -> Iterator[None]:
-    """What a module in FP16 measures in FP32 within this context is left out if it fails."""
+    """Warn instead of raising if a module that runs in FP16 fails in FP32 within this context."""
     try:
         yield
     except RuntimeError as error:
@@ -54,12 +54,12 @@ def warning_where_fp16_is_cast_to(title: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def full_precision(trial: nn.Module) -> Iterator[None]:
-    """Make a copy of a module FP32 where it is FP16; autocast is off within this context."""
+    """Cast a copy of a module from FP16 to FP32, and turn autocast off within this context."""
     tensors = [*trial.parameters(), *trial.buffers()]
     for tensor in tensors:
         if tensor.dtype == torch.float16:
             tensor.data = tensor.data.float()
-    # Steps cast to attributes that name FP16: a LightningModule's ``dtype`` is one.
+    # Steps may cast to an attribute that is FP16, such as a LightningModule's ``dtype``.
     for attributes in map(vars, trial.modules()):
         named = [name for name, value in attributes.items() if value is torch.float16]
         attributes.update(dict.fromkeys(named, torch.float32))
@@ -74,7 +74,7 @@ def full_precision(trial: nn.Module) -> Iterator[None]:
 
 
 def in_full_precision(value: Any) -> Any:
-    """A structure with its FP16 tensors in FP32."""
+    """Cast the FP16 tensors of a structure to FP32."""
 
     def widened(leaf: Any) -> Any:
         is_half = isinstance(leaf, Tensor) and leaf.dtype == torch.float16

@@ -1,4 +1,4 @@
-"""The gauge: a pair of powers of two per tensor."""
+"""Define the gauge, a pair of powers of two per tensor."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 from tabulate import tabulate
 
-# A factor of a matmul combines two sigmas, or a sigma and a gamma; within these bounds every such
-# factor and its inverse is a normal FP32 number, so that multiplying by it is exact.
+# A matmul's factor combines two sigmas, or a sigma and a gamma. Within these bounds each factor and
+# its inverse are normal FP32 numbers, so multiplying by them is exact.
 MAX_LOG2_SIGMA = 60
 MAX_LOG2_GAMMA = 60
 
@@ -30,12 +30,12 @@ class GaugePair:
 
     @property
     def exponent(self) -> int:
-        """Exponent of its unit, if it is of an operand or of a gradient alone."""
+        """Return the exponent of the unit of an operand or of a gradient."""
         return self.log2_sigma + self.log2_gamma
 
     @staticmethod
     def of_rms(value: float, gradient: float) -> GaugePair:
-        """The powers of two nearest to the RMS of a tensor and of its gradient."""
+        """Return the powers of two nearest to the RMS of a tensor and of its gradient."""
         return GaugePair(
             nearest_exponent(value, MAX_LOG2_SIGMA), nearest_exponent(gradient, MAX_LOG2_GAMMA)
         )
@@ -46,12 +46,12 @@ _UNIT = GaugePair()
 
 @dataclass(frozen=True)
 class Gauge(Mapping[str, GaugePair]):
-    """A frozen mapping from tensor names to their :class:`GaugePair`; unknown names have units 1.
+    """A frozen mapping from tensor names to their :class:`GaugePair`. Unknown names have units 1.
 
     Operands of a matmul are named ``matmul:role``, such as ``blocks.0.mlp.linear:weight``.
 
     Attributes:
-        pairs: Units of the tensors that a step computes, the items of the mapping.
+        pairs: The units by the tensors' names.
 
     Examples:
         >>> gauge = Gauge({"head.linear:input": GaugePair(log2_sigma=-3)})
@@ -83,20 +83,20 @@ class Gauge(Mapping[str, GaugePair]):
         return Gauge, (dict(self.pairs),)
 
     def pair(self, name: str) -> GaugePair:
-        """Units of a tensor, 1 when the gauge does not know it."""
+        """Return the units of a tensor; 1 for an unknown name."""
         return self.pairs.get(name, _UNIT)
 
     def updated(self, other: Mapping[str, GaugePair]) -> Gauge:
-        """This gauge with the pairs of ``other`` in place of its own."""
+        """Return a copy of this gauge, updated with the pairs of ``other``."""
         return Gauge({**self.pairs, **other})
 
     def num_changed(self, old: Gauge) -> int:
-        """How many of its tensors had other units in ``old``."""
+        """Count the tensors whose units differ from those in ``old``."""
         return sum(self.pair(name) != old.pair(name) for name in self)
 
     @staticmethod
     def of_rms(forward: Mapping[str, float], backward: Mapping[str, float]) -> Gauge:
-        """The powers of two nearest to the RMS of values and of gradients, by their names."""
+        """Return the powers of two nearest to the RMS of values and of gradients, by name."""
         return Gauge(
             {
                 name: GaugePair.of_rms(forward.get(name, 0.0), backward.get(name, 0.0))
@@ -105,12 +105,12 @@ class Gauge(Mapping[str, GaugePair]):
         )
 
     def state(self) -> dict[str, tuple[int, int]]:
-        """Plain numbers for a checkpoint: name to ``(log2_sigma, log2_gamma)``."""
+        """Return plain numbers for a checkpoint: name to ``(log2_sigma, log2_gamma)``."""
         return {name: (pair.log2_sigma, pair.log2_gamma) for name, pair in self.pairs.items()}
 
     @staticmethod
     def from_state(state: Mapping[str, tuple[int, int]]) -> Gauge:
-        """The gauge that :meth:`state` described."""
+        """Create a gauge from the result of :meth:`state`."""
         return Gauge({name: GaugePair(int(s), int(g)) for name, (s, g) in state.items()})
 
     def __str__(self) -> str:
@@ -119,7 +119,7 @@ class Gauge(Mapping[str, GaugePair]):
 
 
 def nearest_exponent(rms: float, limit: int) -> int:
-    """Exponent of the power of two nearest to ``rms``; 0 for zero, NaN, inf and empty tensors."""
+    """Return the exponent of the power of two nearest to ``rms``; 0 for zero, NaN and inf."""
     if not math.isfinite(rms) or rms <= 0.0:
         return 0
     return max(-limit, min(limit, round(math.log2(rms))))
@@ -127,14 +127,14 @@ def nearest_exponent(rms: float, limit: int) -> int:
 
 @dataclass(frozen=True)
 class Unit:
-    """The power of two that a tensor is stored in: one of the gauge, times a constant."""
+    """The unit of a stored tensor: units of the gauge, times a constant power of two."""
 
-    operand: str = ""  # whose forward unit it is
-    gradient: str = ""  # whose gradient unit it is
+    operand: str = ""  # name whose forward unit it includes
+    gradient: str = ""  # name whose gradient unit it includes
     log2: int = 0  # exponent of the constant
 
     def exponent(self, gauge: Gauge) -> int:
-        """Exponent of the unit under ``gauge``."""
+        """Return the exponent of the unit under ``gauge``."""
         units = gauge.pair(self.operand).log2_sigma + gauge.pair(self.gradient).log2_gamma
         return units + self.log2
 

@@ -1,4 +1,4 @@
-"""In which units matmuls read the tensors of a captured graph."""
+"""Find the units in which matmuls read the tensors of a captured graph."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from lightning_unitscale.capture.regions import Places
 from lightning_unitscale.matmuls.gauge import ONE, Gauge, Unit
 from lightning_unitscale.scales.transfer import numbers_on
 
-# Keys of ``StepGraph.notes``: what gives the units in force, and how tensors are held.
+# Keys of ``StepGraph.notes``: a function that returns the units in force, and the units of tensors.
 GAUGE = "gauge"
 HELD = "held"
-# Key of a node's meta: the number by which a rule multiplies the node's first input there.
+# Key of a node's meta: the number by which a rule multiplies the node's first input.
 FACTOR = "rule_factor"
-# What the name of a matmul's own result ends in, if the rest of the model reads it times a factor.
+# Suffix of a matmul's result if the rest of the model reads it times a factor.
 UNSCALED = ":unscaled"
 
 
 @dataclass(frozen=True)
 class Held:
-    """How a tensor is stored at the matmuls that read it."""
+    """The units of a tensor at the matmuls that read it."""
 
     sigma: Unit = ONE  # forward unit of the stored value
     gamma: Unit = ONE  # unit of the stored gradient
@@ -40,17 +40,17 @@ _TRUE = Held()
 
 
 def operand_name(matmul: Matmul, operand: Operand) -> str:
-    """Name of an operand in the gauge."""
+    """Return the name of an operand in the gauge."""
     return f"{_site_name(matmul.node)}:{operand.role}"
 
 
 def _site_name(node: fx.Node) -> str:
-    """Name of a matmul in the gauge, which knows nothing of the factors around it."""
+    """Return the name of a matmul in the gauge, which ignores the factors of rules."""
     return tensor_name(node).removesuffix(UNSCALED)
 
 
 def held_units(graph: StepGraph) -> dict[str, Held]:
-    """Return in which units matmuls read each tensor, by its name."""
+    """Return the units in which matmuls read each tensor, by its name."""
     places = Places(graph)
     held: dict[str, Held] = {}
     for region in places.regions:
@@ -59,7 +59,7 @@ def held_units(graph: StepGraph) -> dict[str, Held]:
 
 
 def _add_held_for_matmuls(held: dict[str, Held], region: Region, places: Places) -> None:
-    """Units in which the matmuls of a region read their operands and meet their gradients."""
+    """Add the units of the operands and gradients of a region's matmuls."""
     for node in region.graph.nodes:
         matmul = matmul_of(node)
         if matmul is None:
@@ -80,9 +80,8 @@ def _add_held_for_matmuls(held: dict[str, Held], region: Region, places: Places)
 
 
 def _read_through(node: fx.Node) -> Iterator[tuple[fx.Node, int]]:
-    """Yield an operand and what it is made of, with the exponent of the factor in between."""
-    # A view, or a rule's factor, stands between the tensor that is shown and what the matmul
-    # reads.
+    """Yield an operand and its sources, with the exponent of the factor in between."""
+    # A view or a rule's factor may separate the displayed tensor from the matmul's operand.
     log2_factor = 0
     yield node, log2_factor
     while FACTOR in node.meta or is_whole_view(node):
@@ -92,12 +91,12 @@ def _read_through(node: fx.Node) -> Iterator[tuple[fx.Node, int]]:
 
 
 def _log2_factor(node: fx.Node) -> int:
-    """Exponent of the power of two nearest to the factor that a rule multiplies by here."""
+    """Return the exponent of the power of two nearest to a rule's factor."""
     return round(math.log2(abs(node.meta.get(FACTOR, 1.0))))
 
 
 class FactorNodes:
-    """Gives a graph what divides by units of the gauge in force, as 0-d tensors."""
+    """The 0-d tensors by which a graph divides by units of the gauge in force."""
 
     def __init__(
         self, graph: StepGraph, name: str, units: Iterable[Unit], gauge: Callable[[], Gauge]
@@ -106,7 +105,7 @@ class FactorNodes:
 
         def supply() -> Tensor:
             powers = [2.0 ** -unit.exponent(gauge()) for unit in self._rows]
-            # An evaluation may come first, whose tensors no training could save.
+            # An evaluation may come first, and training cannot save inference tensors.
             with torch.inference_mode(False):
                 return numbers_on(graph.device, powers, torch.float32)
 
@@ -116,9 +115,9 @@ class FactorNodes:
         self._items: dict[int, fx.Node] = {}
 
     def __call__(self, region: Region, unit: Unit) -> fx.Node:
-        """The 0-d tensor of a unit's inverse in ``region``."""
-        # A checkpoint gets each as an argument. Inductor can neither recompute an ``unbind`` in
-        # one nor save its result, which is a tuple.
+        """Return the 0-d tensor of a unit's inverse in ``region``."""
+        # A checkpoint gets each tensor as an argument. Inductor cannot recompute an ``unbind`` in a
+        # checkpoint or save its result, a tuple.
         row = self._rows[unit]
         if row not in self._items:
             self._items[row] = self._item(row)

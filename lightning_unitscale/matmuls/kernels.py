@@ -1,8 +1,8 @@
-"""The eager executor of the table: kernels of torch's matmuls that ask whose matmul they run.
+"""Override torch's matmul kernels, and route each call to the session that owns it.
 
-Kernels are overridden while there is a session, for the devices in use, and torch's own are back
-when the last one has closed or was garbage-collected. A matmul of nobody's costs two microseconds
-more meanwhile.
+The kernels of the devices in use are overridden while a session is open. They are restored when
+the last session is closed or garbage-collected. Meanwhile, a matmul outside the sessions costs
+about 2 us more.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ from lightning_unitscale.matmuls.torch_internals import (
 )
 
 _PASSES = (compiled_formats.PASS, joint_units.PASS, *aot_pass.PASSES)
-# By the identity of a session: what ends it, here or when nobody has it any more.
+# By the identity of a session: its finalizer, which close_session or garbage collection calls.
 _sessions: dict[int, weakref.finalize[..., MatmulSession]] = {}
-_ELSEWHERE = "a thread of the user's own, not that of the step"
+_ELSEWHERE = "a thread of the user, not of the step"
 # The dispatch keys whose kernels are overridden.
 _keys: set[str] = set()
 
 
 class _Installed:
-    """How often there has been a first session, and for which of them the passes are there."""
+    """The number of times that a first session was opened, overall and as of this context."""
 
-    # In torch 2.13 a setting of Inductor is one of a context of Python, and a step may run in
-    # another one: on a thread, in a task, or in the next cell of a notebook.
+    # In torch 2.13 a setting of Inductor belongs to a Python context. A step may run in another
+    # one: on a thread, in a task, or in the next cell of a notebook.
 
     number = 0
     here: ContextVar[int] = ContextVar("lightning_unitscale.passes", default=0)
 
 
 def install_passes() -> None:
-    """Have what this thread compiles given units and formats; asked before each step."""
+    """Install our Inductor passes in this Python context, before each step."""
     if _Installed.here.get() != _Installed.number:
         _Installed.here.set(_Installed.number)
         for graph_pass in _PASSES:
@@ -69,7 +69,7 @@ def install_passes() -> None:
 
 
 def open_session(session: MatmulSession) -> None:
-    """Let a session have the matmuls of its module's steps; safe to call again."""
+    """Open a session for the matmuls of its module's steps. May be called more than once."""
     if not _sessions:
         _Installed.number += 1
         for graph_pass in _PASSES:
@@ -84,12 +84,12 @@ def open_session(session: MatmulSession) -> None:
         if device not in _keys:
             _override_matmuls(_overrides(device))
         if session.numerics and (key := f"Autograd{device}") not in _keys:
-            # What is kept for the backward pass is chosen above autograd.
+            # Tensors to save for the backward pass are chosen above autograd.
             _overrides(key).put("linear", layer_kernel)
 
 
 def close_session(session: MatmulSession) -> None:
-    """End it; torch's own kernels are back when it was the last. May be called more than once."""
+    """Close a session. The last one restores torch's kernels. May be called more than once."""
     session.close()
     if (finalizer := _sessions.get(id(session))) is not None:
         finalizer()
@@ -106,7 +106,7 @@ def _end(key: int, session: weakref.ref[MatmulSession]) -> None:
 
 
 def num_overridden() -> int:
-    """On how many kinds of devices kernels are overridden at this moment."""
+    """Return the number of dispatch keys whose kernels are overridden now."""
     return len(_keys)
 
 
@@ -126,12 +126,12 @@ def _override_matmuls(overrides: KernelOverrides) -> None:
         if unreached.writes:
             kernel = functools.partial(writing_kernel, rules[unreached.writes], unreached)
         overrides.put(unreached.operator, kernel)
-    # On a CPU it multiplies by a kernel of the table, with operands that are in FP8 already.
+    # On a CPU it calls an overridden kernel, with operands that are already in FP8.
     overrides.put("_scaled_mm", lambda original: functools.partial(run_inside, original))
 
 
 def matmul_kernel(rule: MatmulRule, original: Kernel) -> Kernel:
-    """A kernel of a rule's operator that asks whose matmul it runs."""
+    """Make a kernel that passes a rule's matmuls to the sessions that own them."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         frame = calling_frame()
@@ -155,7 +155,7 @@ def matmul_kernel(rule: MatmulRule, original: Kernel) -> Kernel:
 
 
 def unreached_kernel(rule: UnreachedRule, original: Kernel) -> Kernel:
-    """A kernel that counts the matmuls of an operator and leaves them as they are."""
+    """Make a kernel that counts the matmuls of an operator and leaves them unscaled."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         session = SESSION.get()
@@ -168,7 +168,7 @@ def unreached_kernel(rule: UnreachedRule, original: Kernel) -> Kernel:
             flops = rule.flops(args, result)
             session.counter.add(path, "plain", reason, flops)
             if rule.has_backward and torch.is_grad_enabled() and needs_gradient(args):
-                # Counted here: a backward pass of its own does not say whose it is.
+                # Count them here, since the operator's own backward pass has no known session.
                 session.counter.add(path, "plain", reason, 2 * flops)
         return result
 
@@ -176,11 +176,11 @@ def unreached_kernel(rule: UnreachedRule, original: Kernel) -> Kernel:
 
 
 def writing_kernel(rule: MatmulRule, unreached: UnreachedRule, original: Kernel) -> Kernel:
-    """A kernel that writes a matmul of the table into a tensor of its caller's."""
+    """Make a kernel that writes a rule's matmul into the caller's tensor."""
     plain = unreached_kernel(unreached, original)
     writing = functools.partial(run_inside, getattr(torch.ops.aten, rule.operator).out)
     if not rule.addends:
-        # What multiplies by a factor in passing makes a tensor.
+        # An operator with a factor would allocate its result.
         rule = replace(rule, with_factor="")
 
     def kernel(*args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
-"""What was measured of the operands of matmuls, and of the gradients that arrive at them.
+"""Measure matmul operands and gradients, and find those that FP8 cannot represent.
 
-A tensor near RMS 1 fits into FP8 unless its elements differ too much among themselves: a few of
-them are many hundred times the RMS, as the massive activations of some language models are, or
-most of them are nearly zero next to the others.
+A tensor near RMS 1 fits into FP8 unless its elements differ too much in size. A few elements may
+be many hundred times the RMS, such as the massive activations of some language models. Or most
+elements may be nearly zero relative to the others.
 
 References:
     Sun et al., "Massive Activations in Large Language Models" (arXiv 2402.17762); Blake et al.,
@@ -27,8 +27,8 @@ Direction = Literal["forward", "backward"]
 
 # The range that lossless unit scaling promises for the stored RMS of an operand.
 LOW, HIGH = 0.25, 4.0
-# An element beyond the range is a wrong number, not a rounded one: not a single one is accepted.
-# One that becomes zero was worth less than 2**-10 of the RMS: only many of them matter.
+# An element beyond the range becomes wrong, not rounded, so none is accepted. A flushed element was
+# below 2**-10 of the RMS, so only many of them matter.
 MAX_FLUSHED = 0.25
 
 # The formats that a tensor may be cast to, from the finest on.
@@ -36,15 +36,15 @@ FORMATS: dict[Direction, tuple[NumberFormat, ...]] = {
     "forward": (E4M3FN,),
     "backward": (E4M3FN, E5M2),
 }
-# Shares per tensor that describe what FP8 would lose of it, in either direction.
+# Number of shares per tensor that describe FP8's losses, in either direction.
 NUM_SHARES = 4
 # Direction, name in the gauge, and the numbers of :func:`stored_row`.
 StoredRow = tuple[Direction, str, Sequence[float]]
 
 
 def root_mean_square(tensor: Tensor) -> Tensor:
-    """RMS of a tensor as a 0-d tensor; it neither overflows nor underflows for FP32 values."""
-    # A gradient of 1e-25 is ordinary and its square is 0 in FP32, so squares are summed in FP64.
+    """Return the RMS of a tensor, 0-d, without overflow or underflow for FP32 values."""
+    # The square of an ordinary gradient of 1e-25 is 0 in FP32, so we sum squares in FP64.
     dtype = row_dtype(tensor.device)
     tensor = stored_elements(tensor.detach())
     if tensor.numel() == 0:
@@ -54,7 +54,7 @@ def root_mean_square(tensor: Tensor) -> Tensor:
 
 
 def combined_rms(values: list[float]) -> float:
-    """RMS of equal-sized parts, scaled by the largest so that squares stay in range."""
+    """Return the RMS of equal-sized parts, scaled by the largest so that squares stay in range."""
     largest = max(values)
     if not math.isfinite(largest) or largest == 0.0:
         return largest
@@ -62,27 +62,27 @@ def combined_rms(values: list[float]) -> float:
 
 
 def is_late_look(count: int) -> bool:
-    """Whether what has been zero so far is worth a second run of a step, or a meeting of ranks."""
+    """Decide whether missing units justify another run of a step or a synchronization of ranks."""
     return count in (1, 2, 4) or (count > 0 and count % 8 == 0)
 
 
 @dataclass(frozen=True)
 class Unrepresentable:
-    """What FP8 cannot represent, by the name of the matmul, with the reason."""
+    """The matmuls that FP8 cannot represent, each with the reason."""
 
-    # Matmuls that are better kept out of FP8.
+    # Matmuls that should not run in FP8.
     matmuls: Mapping[str, str] = field(default_factory=dict)
-    # Matmuls that are not, but whose gradients need E5M2's range.
+    # Matmuls that fit, but whose gradients need E5M2's range.
     gradients: Mapping[str, str] = field(default_factory=dict)
 
     def joined(self, other: Unrepresentable) -> Unrepresentable:
-        """Those of both, with the reasons of ``other`` where both have some."""
+        """Return the union of both, with the reasons of ``other`` for common matmuls."""
         return Unrepresentable(
             {**self.matmuls, **other.matmuls}, {**self.gradients, **other.gradients}
         )
 
     def without(self, other: Unrepresentable) -> Unrepresentable:
-        """Those that are not in ``other``."""
+        """Return the entries that are not in ``other``."""
         return Unrepresentable(
             {name: why for name, why in self.matmuls.items() if name not in other.matmuls},
             {name: why for name, why in self.gradients.items() if name not in other.gradients},
@@ -90,7 +90,7 @@ class Unrepresentable:
 
 
 def unrepresentable_among(rows: Iterable[StoredRow]) -> Unrepresentable:
-    """What does not fit; what has left the range of its unit gets another one first."""
+    """Find the matmuls that do not fit. Tensors outside the RMS range first get new units."""
     matmuls: dict[str, str] = {}
     gradients: dict[str, str] = {}
     for direction, name, (rms, *shares) in rows:
@@ -113,13 +113,13 @@ def unrepresentable_among(rows: Iterable[StoredRow]) -> Unrepresentable:
 
 
 def stored_row(tensor: Tensor, direction: Direction) -> Tensor:
-    """RMS of a tensor that is in its units, and for each format what is beyond it and flushed."""
+    """Return the RMS of a scaled tensor, and each format's shares beyond its range and flushed."""
     row = root_mean_square(tensor).reshape(1)
     return torch.cat([row, stored_shares(tensor, direction).to(row.dtype)])
 
 
 def stored_shares(tensor: Tensor, direction: Direction) -> Tensor:
-    """What formats would lose of a tensor that is in its units."""
+    """Return the shares of a scaled tensor that each format would overflow and flush."""
     magnitudes = tensor.abs().float()
     is_some = magnitudes > 0
     count = is_some.sum().clamp(min=1)

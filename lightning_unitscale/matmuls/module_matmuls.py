@@ -1,4 +1,4 @@
-"""A plain module whose matmuls run in units and formats, measured on an example."""
+"""Run the matmuls of a module scaled and in formats, with units measured on an example."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from lightning_unitscale.matmuls.simulate import SimulateFormat
 from lightning_unitscale.matmuls.torch_internals import current_node
 from lightning_unitscale.matmuls.units import Units
 
-# In the metadata of autograd nodes.
+# Key in the metadata of autograd nodes.
 _KEPT = "lightning_unitscale.session"
 
 Format = SimulateFormat | FP8Linears
@@ -47,13 +47,13 @@ Format = SimulateFormat | FP8Linears
 
 def units_of_example(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Units:
     """Run a copy of a module on copies of an example, forward and, with a loss, backward."""
-    # Neither the module nor any random state changes. A module in FP16, or under autocast to it,
-    # is measured in FP32 as well: what FP16 loses measures as zero.
+    # Neither the module nor any random state changes. FP16 modules are measured in FP32 as well,
+    # because gradients that FP16 rounds to zero measure as zero.
     units, measurement = _measure(module, args, kwargs, is_wide=False)
     if runs_in_fp16(module):
         with warning_where_fp16_is_cast_to(f"{type(module).__name__}.forward"):
             _, wide = _measure(module, args, kwargs, is_wide=True)
-            # Matmuls that are there in FP16 only keep what was measured of them.
+            # Matmuls that occur only in FP16 keep their FP16 measurements.
             measurement = replace(
                 measurement,
                 forward={**measurement.forward, **wide.forward},
@@ -70,13 +70,13 @@ def _measure(
     if (matmuls := matmuls_of(trial)) is not None:
         matmuls.detach()
     if (steps := steps_of(trial)) is not None:
-        # What it compiles or plans would be of no use.
+        # A discarded copy needs no compilation and no plan.
         steps.use_executor("eager")
         steps.partition_by(None)
     attached = AttachedSession(trial, ["forward"])
     try:
         with (
-            # The copy shares random states with the module.
+            # The copy shares its random state with the module.
             restoring(trial, parameters=False),
             full_precision(trial) if is_wide else contextlib.nullcontext(),
             torch.enable_grad(),
@@ -95,7 +95,7 @@ def _measure(
 
 
 class _ForwardMethod(SessionMethod):
-    """Stands in for the ``forward`` of a module whose copies have units as well."""
+    """A stand-in for ``forward`` that deep copies keep, with the same units."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self.owner, memo).methods["forward"]
@@ -105,18 +105,18 @@ class _ForwardMethod(SessionMethod):
 
 
 class ModuleMatmuls(AttachedSession):
-    """The ``forward`` of a module in a session that transforms have asked for."""
+    """The session for a module's ``forward`` that transforms created."""
 
     method_type = _ForwardMethod
 
     def __init__(self, module: nn.Module, formats: Sequence[Format], *, has_units: bool) -> None:
-        self.formats = tuple(formats)  # what its matmuls are rounded to, or run in
+        self.formats = tuple(formats)  # to which its matmuls are rounded, or in which they run
         self._coverage = Coverage()
         self._num_calls = self._counted_call = 0
         self._has_returned = False
         is_fp8 = any(isinstance(each, FP8Linears) for each in formats)
         self._lost = LostFormats("fp8_linears" if is_fp8 else "simulate_format")
-        # An example was not measured for FP8, so what is measured later is not judged either.
+        # The example was not checked for FP8's range, so later measurements are not either.
         numerics = numerics_of(formats, measures_range=False)
         super().__init__(module, ["forward"], Units(is_used=has_units), numerics)
         vars(module)[MATMULS] = self
@@ -125,7 +125,7 @@ class ModuleMatmuls(AttachedSession):
     def add(
         module: nn.Module, formats: Sequence[Format] = (), *, has_new_units: bool = False
     ) -> ModuleMatmuls:
-        """Let the matmuls of a module run in units and formats, beside what was wanted before."""
+        """Scale a module's matmuls or add formats, and keep earlier units and formats."""
         before = matmuls_of(module)
         if before is None:
             return ModuleMatmuls(module, formats, has_units=has_new_units)
@@ -138,30 +138,30 @@ class ModuleMatmuls(AttachedSession):
         return new
 
     def attach_again(self) -> None:
-        """Go on after :meth:`detach`, with another ``forward``."""
+        """Attach again after :meth:`detach`, with another ``forward``."""
         new = ModuleMatmuls(self._module, self.formats, has_units=self.session.units.is_used)
         new._go_on_from(self.session.units)
 
     @property
     def gauge(self) -> Gauge:
-        """The units in force."""
+        """Return the units in force."""
         self.session.units.settle()
         return self.session.units.gauge
 
     @property
     def coverage(self) -> Coverage:
-        """What became of the matmuls of a call and of its backward pass."""
-        # The call is the first, or the last in which matmuls left their format.
+        """Return how the matmuls of a call and of its backward pass ran."""
+        # It is the first call, or the last one in which matmuls left their format.
         self._read_coverage()
         return self._coverage
 
     def measure(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Take the units of an example; what it does not show is measured when it first runs."""
+        """Measure units on an example. Other matmuls are measured when they first run."""
         example = units_of_example(self._module, args, kwargs)
         self.session.units.restore(example.gauge, example.plain, {})
 
     def explain(self) -> str:
-        """What became of the matmuls of the first call, of FP8's layers, and the units."""
+        """Describe how the matmuls of the first call ran, the FP8 layers and the units."""
         self.session.units.settle()
         coverage = replace(self.coverage, lacking=())
         if coverage.counts:
@@ -180,7 +180,7 @@ class ModuleMatmuls(AttachedSession):
 
     @override
     def detach(self) -> None:
-        """Put ``forward`` back; the units stay known here."""
+        """Restore ``forward``. This object keeps the units."""
         self.session.units.settle()
         super().detach()
         if matmuls_of(self._module) is self:
@@ -188,13 +188,13 @@ class ModuleMatmuls(AttachedSession):
 
     @override
     def before_call(self) -> None:
-        """Take late units; count the first call, and all of those in a format."""
+        """Adopt late units, and count the first call, or each call with a format."""
         # A call ends with the next one.
         if self._has_returned:
             self._warn_of_lost_formats()
         self._has_returned = False
         if current_node() is None:
-            # A checkpoint's body, computed again, has the units that it had.
+            # A recomputed checkpoint must keep its units.
             self.session.receive()
             units = self.session.units
             self.session.adopt(units.received().beyond(units.gauge))
@@ -204,22 +204,22 @@ class ModuleMatmuls(AttachedSession):
 
     @override
     def after_call(self, result: Any) -> None:
-        """Warn of a call that ran plain, and keep the session for the backward pass."""
+        """Warn of a call that ran unscaled, and keep the session for the backward pass."""
         for leaf in tree_leaves(result):
             node: Any = leaf.grad_fn if isinstance(leaf, Tensor) else None
             if node is not None:
                 node.metadata[_KEPT] = self.session
         self._has_returned = True
         self._warn_of_lost_formats()
-        # An evaluation that rounds nothing has the same numbers in units and without.
+        # An evaluation without rounding has the same results scaled and unscaled.
         matters = torch.is_grad_enabled() or self.session.format
         if matters and self._num_calls == 1 and (shortfall := self._coverage.shortfall()):
             warnings.warn(f"{type(self._module).__name__}: {shortfall}", stacklevel=6)
 
     def _read_coverage(self) -> bool:
-        """Take the count of the call, as far as it has run; returns whether it shows anything new.
+        """Read the count of the call so far, and return whether it shows anything new.
 
-        What the first one shows is complete with its backward pass.
+        The first call's count is complete after its backward pass.
         """
         session, counter = self.session, self.session.counter
         if counter is None:
@@ -241,12 +241,12 @@ class ModuleMatmuls(AttachedSession):
                 warnings.warn(f"{type(self._module).__name__}: {lost}", stacklevel=7)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleMatmuls:
-        """The matmuls of the copied module, with the same units."""
+        """Return the matmuls of the copied module, with the same units."""
         module = copy.deepcopy(self._module, memo)
         if id(self) in memo:
             known: ModuleMatmuls = memo[id(self)]
             return known
-        # Of the module's copy, only an empty shell may be there as yet.
+        # The module's copy may still be an empty object.
         before = copy.deepcopy(self._shadows["forward"].below, memo)
         if before is not None:
             vars(module)["forward"] = before
@@ -259,8 +259,8 @@ class ModuleMatmuls(AttachedSession):
     def __reduce__(self) -> Any:
         raise TypeError(
             f"{type(self._module).__name__}: its matmuls run in units or in a format, and such a "
-            "module cannot be pickled. Expected a module as it is written. Save its state_dict() "
-            "instead, or pickle the module that it was made of."
+            "module cannot be pickled. Expected an untransformed module. Save its state_dict() "
+            "instead, or pickle the original module."
         )
 
     def _go_on_from(self, units: Units) -> None:

@@ -1,6 +1,6 @@
-"""Whose a matmul is, also where no step is on the stack: in a backward pass, or in a loss.
+"""Find the session of a matmul, also in a backward pass or in a loss outside the module.
 
-What an optimizer multiplies is not the model's; a closure that it calls is again.
+Matmuls of an optimizer's step belong to no session, but those of the closure that it calls do.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from lightning_unitscale.matmuls.torch_internals import FUNCTION_CALL, current_n
 
 # Sessions that are open, by identity.
 OPEN: dict[int, weakref.ref[MatmulSession]] = {}
-# What is put into torch for them; closed with the last.
+# Undoes their changes to torch; closed with the last session.
 INSTALLED = ExitStack()
-# By the number of a backward pass, which may run on several threads: whose matmul ran last in it.
+# The session of the last matmul in each backward pass, which may run on several threads.
 _LATEST: dict[int, weakref.ref[MatmulSession]] = {}
 _MAX_LATEST = 2**8
 
 
 def asking_session(node: Any) -> tuple[MatmulSession | None, Call | None]:
-    """Whose a matmul is that runs within an autograd node, and what the node was made for."""
+    """Return the session of a matmul in an autograd node, and the node's forward matmul."""
     if (recorded := call_of(node)) is not None:
         return recorded[0](), recorded[1]
     if (session := SESSION.get()) is not None:
         return session, None
-    # The body of a checkpoint, which a node has asked for that makes no matmul.
+    # A node without a matmul may have triggered the recomputation of a checkpoint.
     sessions = [session for ref in list(OPEN.values()) if (session := ref()) is not None]
     checkpoint = recomputed_checkpoint()
     owners = [session for session in sessions if session.sites.has_run(checkpoint)]
     if not owners:
-        # All of its matmuls may have been those of checkpoints within it.
+        # All matmuls of the checkpoint may belong to nested checkpoints.
         owners = [session for session in sessions if session.sites.owns_caller()]
     return next(iter(owners), None), None
 
 
 def owner_of(rule: MatmulRule, args: Any) -> tuple[MatmulSession | None, Any, Call | None]:
-    """Whose a matmul is, within which autograd node it runs, and what that was made for."""
+    """Return the session of a matmul, its autograd node, and the node's forward matmul."""
     if (node := current_node()) is not None:
         session, call = asking_session(node)
         if session is None and call is None:
@@ -64,7 +64,7 @@ def owner_of(rule: MatmulRule, args: Any) -> tuple[MatmulSession | None, Any, Ca
     if (session := SESSION.get()) is not None:
         return session, None, None
     if graph_task() >= 0:
-        # A hook, which no node runs, comes after what it belongs to.
+        # No node runs a hook, so assign it to the session of the last matmul.
         ref = _LATEST.get(graph_task())
         return None if ref is None else ref(), None, None
     if LOCAL.after_call is not None:
@@ -83,12 +83,12 @@ def _note_latest(session: MatmulSession | None) -> None:
 
 
 def _session_of_loss(operands: Sequence[Any]) -> MatmulSession | None:
-    """Whose a matmul is that a loop computes between a module's call and the optimizer's step."""
-    # Of the module's step is what needs a gradient, and is no other model's.
+    """Return the session of a matmul between a module's call and the optimizer's step."""
+    # A matmul belongs to the module's step if it needs a gradient and no other model runs it.
     session = None if LOCAL.after_call is None else LOCAL.after_call()
     if session is None or not session.is_after_call:
         return None
-    # Autograd records the matmul by itself, or the function of the user's own that it is within.
+    # Autograd records the matmul itself, or the user's autograd function around it.
     read: Any = operands
     if not torch.is_grad_enabled():
         read = [frame.f_locals["args"] for frame in frames() if frame.f_code is FUNCTION_CALL]
@@ -98,14 +98,14 @@ def _session_of_loss(operands: Sequence[Any]) -> MatmulSession | None:
 
 
 def needs_gradient(values: Any) -> bool:
-    """Return whether any tensor among values, in containers too, needs a gradient."""
+    """Check whether any tensor among nested values needs a gradient."""
     return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(values))
 
 
 def waiting_session() -> MatmulSession | None:
-    """Whose step has this thread, one of the user's own, run a module; nothing is scaled there."""
-    # Another step may as well be running the module, or none: the step need not wait for the
-    # thread.
+    """Return the session with a running step whose module this user's thread calls."""
+    # Nothing is scaled on the user's thread. It may belong to another step or to none, because the
+    # step need not wait for it.
     for ref in list(OPEN.values()):
         session = ref()
         threads = () if session is None else session.threads
@@ -117,31 +117,31 @@ def waiting_session() -> MatmulSession | None:
 
 
 def running_session() -> MatmulSession | None:
-    """Whose step runs, or whose checkpoint is computed again."""
+    """Return the session whose step runs or whose checkpoint is recomputed."""
     node = current_node()
     return SESSION.get() if node is None else asking_session(node)[0]
 
 
 def suspend_in_optimizers() -> None:
-    """Let matmuls of optimizers' steps be nobody's, as long as there is a session."""
-    # Not to be compiled with a step that the user compiles.
+    """Leave the matmuls of optimizers' steps unscaled while a session is open."""
+    # A step that the user compiles must not include these hooks.
     before, after = torch.compiler.disable(_suspend), torch.compiler.disable(_resume)
     INSTALLED.callback(register_optimizer_step_pre_hook(before).remove)
     INSTALLED.callback(register_optimizer_step_post_hook(after).remove)
 
 
-# Whose the matmuls were before an optimizer's step; one that raises does not resume.
+# The session before an optimizer's step. A step that raises does not resume it.
 _SUSPENDED: WeakKeyDictionary[Optimizer, weakref.ref[MatmulSession] | None] = WeakKeyDictionary()
 
 
 def _suspend(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     session = SESSION.get()
     SESSION.set(None)
-    _LATEST.pop(graph_task(), None)  # it may step in a hook of the backward pass
+    _LATEST.pop(graph_task(), None)  # a hook of the backward pass may call the optimizer
     _SUSPENDED[optimizer] = None if session is None else session.ref
     if session is None:
         return None
-    # A closure runs the model, under manual optimization within the step that is suspended.
+    # A closure runs the model; under manual optimization this is in the suspended step.
     kwargs = {name: _in_session(session, value) for name, value in kwargs.items()}
     return tuple(_in_session(session, value) for value in args), kwargs
 
@@ -159,7 +159,7 @@ def _in_session(session: MatmulSession, value: Any) -> Any:
 
 
 def _resume(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    # Kernels may have been overridden in the middle of a step.
+    # A session may have opened during the optimizer's step.
     if optimizer in _SUSPENDED:
         session = _SUSPENDED.pop(optimizer)
         SESSION.set(None if session is None else session())

@@ -1,4 +1,4 @@
-"""The methods of a module, standing aside for ones that run within a session."""
+"""Replace the methods of a module by stand-ins that run within a session."""
 
 from __future__ import annotations
 
@@ -50,38 +50,36 @@ _met: weakref.WeakSet[MatmulSession] = weakref.WeakSet()
 
 
 class SessionRewriter:
-    """Gives the matmuls of captured graphs units and formats, as Inductor's passes do."""
-
-    # No Inductor runs these graphs: they run op by op.
+    """The rewriting of captured graphs, which run op by op, as Inductor's passes would do it."""
 
     def __init__(self, session: MatmulSession) -> None:
         self._session = session
 
     def describe(self, graph: StepGraph) -> None:
-        """Note in which units matmuls read the tensors of a captured graph."""
+        """Record the units in which matmuls read the tensors of a captured graph."""
         units = self._session.units
         graph.notes[GAUGE] = lambda: units.gauge
-        # Asked for once rules have rewritten it, and before it is cut into parts.
+        # It is called after rules rewrite the graph and before it is partitioned.
         graph.notes[HELD] = functools.cache(lambda: held_units(graph))
 
     def rewrite_joint(self, graph: fx.Graph) -> None:
-        """Scale the matmuls of the graph of both passes, or of the only one."""
+        """Scale the matmuls of the joint graph, or of the only graph."""
         if self._session.numerics:
             FormatsInGraph(graph, self._session).run()
         UnitsInGraph(graph, self._session, is_fused=False).run()
 
     def rewrite_part(self, graph: fx.Graph) -> None:
-        """Let the matmuls of one pass be looked at, and call torch's own kernels for them."""
+        """Measure the matmuls of one pass, and call torch's own kernels for them."""
         note_matmuls(graph)
         finish_graph(graph)
         for node in graph.nodes:
-            # What is saved for the backward pass keeps its meta there, as an input.
+            # Saved results keep their meta in the backward graph, where they are inputs.
             if node.op == "call_function" and MATMUL in node.meta:
                 node.target = _unwatched(node.target)
 
 
 def _unwatched(operator: Any) -> Kernel:
-    """Return an operator whose kernel belongs to no session: its graph has scaled it."""
+    """Return an operator whose kernel is not scaled again, since its graph has scaled it."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return run_inside(operator, *args, **kwargs)
@@ -90,9 +88,9 @@ def _unwatched(operator: Any) -> Kernel:
 
 
 def running_compiled(session: MatmulSession) -> AbstractContextManager[Any]:
-    """A context for a step, in which what the user has compiled has its units and formats."""
-    # For formats Inductor leaves small matmuls whole, and so all is compiled again; what another
-    # backend compiles runs uncompiled.
+    """Return a context for a step in which the user's compiled parts are scaled and rounded."""
+    # For formats, Inductor must not decompose small matmuls, so everything is recompiled. Parts
+    # that another backend compiled run uncompiled.
     is_first, module = session not in _met, session.sites.module
     _met.add(session)
     if module is None or not (session.numerics or is_first):
@@ -100,7 +98,7 @@ def running_compiled(session: MatmulSession) -> AbstractContextManager[Any]:
     parts = compiled_parts(module)
     # Functions that a module calls may be compiled as well.
     has_compiled = bool(parts) or codes() is not None
-    # Units need no more of another backend than that it calls torch's kernels.
+    # Scaling works with any backend that calls torch's kernels.
     is_possible = not session.numerics or all(map(is_by_inductor, parts))
     if is_first and is_possible:
         if has_compiled:
@@ -120,13 +118,13 @@ def running_compiled(session: MatmulSession) -> AbstractContextManager[Any]:
 
 
 class SessionMethod(StandIn):
-    """Stands in for one method of a module: the same call, with its matmuls in the session."""
+    """A stand-in for a method of a module that runs its matmuls in the session."""
 
     def __init__(self, owner: AttachedSession, name: str, method: Any) -> None:
         super().__init__(method)
         self.owner = owner
         self._name = name
-        # Lightning reads parameters one wrapping down: where a decorator of the user's leads.
+        # Lightning reads parameters one wrapper down, at the end of a user's decorator.
         self.__wrapped__ = getattr(method, "__wrapped__", method)
 
     @override
@@ -134,7 +132,7 @@ class SessionMethod(StandIn):
         if is_recording():
             if not self.owner.session.numerics or is_exporting() or is_tracing():
                 return self._method(*args, **kwargs)
-            # What the compiler made of it would not be rounded.
+            # A compiled version would not be rounded.
             return torch.compiler.disable(self.run_as)(self._method, *args, **kwargs)
         called = self.called_by(sys._getframe(1).f_back)
         if not isinstance(called, SessionMethod):
@@ -142,14 +140,14 @@ class SessionMethod(StandIn):
         return called.run_as(called._method, *args, **kwargs)
 
     def run_as(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the method, or what stands for it, such as its stages, within the session."""
+        """Run the method, or its replacement such as pipeline stages, within the session."""
         owner, session = self.owner, self.owner.session
-        # Somebody may have kept it beyond its session's end.
+        # A caller may have kept this method after the session's end.
         if SESSION.get() is session or not session.is_open:
             return method(*args, **kwargs)
-        # Within a checkpoint that is computed again it is the same step of training.
+        # A recomputed checkpoint belongs to the same training step.
         is_new = current_node() is None
-        with plain_functions():  # what is computed here is not the step's
+        with plain_functions():  # this is not part of the step
             owner.before_call()
             install_passes()
             session.begin_step(is_training=is_new and owner.is_training(self._name))
@@ -165,7 +163,7 @@ class SessionMethod(StandIn):
 def run_in_session(
     module: nn.Module, name: str, run: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Run what stands for a method of a module in its session, if it has one."""
+    """Run a replacement for a module's method in the method's session, if it has one."""
     method = vars(module).get(name)
     if not isinstance(method, SessionMethod):
         return run(*args, **kwargs)
@@ -173,7 +171,7 @@ def run_in_session(
 
 
 def begin_microbatch(module: nn.Module, name: str, index: int) -> None:
-    """Have the matmuls of the next stage named from the first again, if a session has them."""
+    """Restart the numbering of matmuls for the next stage, if a session owns them."""
     method = vars(module).get(name)
     if isinstance(method, SessionMethod):
         session = method.owner.session
@@ -182,7 +180,7 @@ def begin_microbatch(module: nn.Module, name: str, index: int) -> None:
 
 
 class AttachedSession:
-    """A session with the methods of its module that run in it, until :meth:`detach`."""
+    """A session attached to methods of its module, until :meth:`detach`."""
 
     method_type: type[SessionMethod] = SessionMethod
 
@@ -196,14 +194,14 @@ class AttachedSession:
         outlasts_calls: bool = False,
     ) -> None:
         self.outlasts_calls = outlasts_calls
-        # Whether calls are of training, where the loop tells; else the module's mode does.
+        # Whether calls train, if the loop reports it; ``None`` means the module's mode.
         self.trains: bool | None = None
         self.session = MatmulSession(
             module, SessionMethod.run_as.__code__, units or Units(), numerics
         )
         self._module = module
         self._steps = steps_of(module)
-        self.methods: dict[str, SessionMethod] = {}  # what stands in for each method
+        self.methods: dict[str, SessionMethod] = {}  # the stand-ins by name
         self._shadows: dict[str, Shadow] = {}
         with ExitStack() as undo:
             undo.callback(self.detach)
@@ -217,22 +215,22 @@ class AttachedSession:
             undo.pop_all()
 
     def is_training(self, name: str) -> bool:
-        """Whether a call of a method is one of training."""
+        """Check whether a call of a method belongs to training."""
         if name in LIGHTNING_STEPS:
             return name not in EVALUATION_STEPS
         return self._module.training if self.trains is None else self.trains
 
     def before_call(self) -> None:
-        """A step is about to begin."""
+        """Prepare for a step that is about to begin."""
 
     def after_call(self, result: Any) -> None:
-        """A step has returned."""
+        """Handle the result of a step."""
 
     def detach(self) -> None:
-        """Put the methods and torch's kernels back. May be called more than once."""
+        """Restore the methods and torch's kernels. May be called more than once."""
         close_session(self.session)
         steps, self._steps = self._steps, None
         if steps is not None:
-            steps.rewrite_by(None)  # once: another session may have them by now
+            steps.rewrite_by(None)  # once, because another session may use them later
         for shadow in self._shadows.values():
             shadow.remove()

@@ -1,10 +1,9 @@
-"""Units around every matmul that a module's steps run, forward and backward.
+"""Scale every matmul that a module's steps run, forward and backward.
 
 A session belongs to one module. While one of the module's steps is active on a thread, the
-overridden kernels (``kernels.py``) hand their calls over to it; a backward matmul finds the
-session by the number of the autograd node that its forward matmul has made, whenever and
-wherever the backward pass runs. Nothing is captured and nothing runs twice: a matmul that has no
-units yet is measured when it runs for the first time.
+overridden kernels (``kernels.py``) pass their calls to it. A backward matmul finds the session by
+the number of its forward matmul's autograd node, on any thread. Nothing is captured and nothing
+runs twice. A matmul without units is measured when it first runs.
 """
 
 from __future__ import annotations
@@ -42,24 +41,24 @@ from lightning_unitscale.matmuls.torch_internals import Kernel, graph_task
 from lightning_unitscale.matmuls.units import Units
 
 _Args = tuple[Any, ...]
-# Whose the forward matmuls are; a backward pass that a step calls has it as well.
+# The session of forward matmuls, and of the backward passes that a step calls.
 SESSION: HandedOn[MatmulSession | None] = HandedOn("session", None)
 
 
 class _Local(threading.local):
-    """What goes on in one thread."""
+    """The state of one thread."""
 
-    # Whose step goes on outside of any call of its module, weakly: a loop of the user's
-    # computes its loss there.
+    # The session whose step continues after its module's call: the user's loop may compute its
+    # loss there.
     after_call: weakref.ref[MatmulSession] | None = None
-    is_inside: bool = False  # whether a matmul is running, whose own kernels are nobody's
+    is_inside: bool = False  # in a matmul, whose inner kernels are not scaled again
 
 
 LOCAL = _Local()
 
 
 def run_inside(function: Kernel, *args: Any, **kwargs: Any) -> Any:
-    """Call what runs kernels of its own, which are nobody's matmuls."""
+    """Call a function whose inner matmuls are neither scaled nor counted."""
     previous, LOCAL.is_inside = LOCAL.is_inside, True
     try:
         return function(*args, **kwargs)
@@ -77,22 +76,22 @@ class MatmulSession:
         units: Units,
         numerics: Sequence[Numerics] = (),
     ) -> None:
-        self.ref = weakref.ref(self)  # the session, weakly: the same object each time
+        self.ref = weakref.ref(self)  # always the same object, so ``is`` compares sessions
         self.units = units
-        self.numerics = tuple(numerics)  # what rounds matmuls
+        self.numerics = tuple(numerics)  # the formats that round matmuls
         self.sites = Sites(module, boundary, units)
-        # Counts the matmuls that run, if somebody has put it there.
+        # Counts the matmuls that run, if it is set.
         self.counter: CoverageCounter | None = None
-        self.is_open = True  # whether its matmuls are run by it; see :meth:`close`
-        self.is_after_call = False  # whether a step goes on after a call, until :meth:`end_step`
+        self.is_open = True  # until :meth:`close`
+        self.is_after_call = False  # whether a step continues after a call, until :meth:`end_step`
         self.threads: list[int] = []  # numbers of the threads that run a call
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Within this context forward matmuls of this thread are the session's."""
+        """Run the forward matmuls of this thread in the session within this context."""
         self.threads.append(thread_number())
         try:
-            # A whole encoder layer in one kernel would be left as it is, in evaluation only.
+            # In evaluation, an encoder layer may run as one kernel, which cannot be rounded.
             with SESSION.being(self), making(self.ref), opened_layers(bool(self.format)):
                 yield
         finally:
@@ -100,23 +99,23 @@ class MatmulSession:
 
     @property
     def format(self) -> str:
-        """Name of the format that the steps that run now are in; empty if they round nothing."""
+        """Return the name of the active format, or an empty string if nothing is rounded."""
         return next((numerics.name for numerics in self.numerics if numerics.is_active), "")
 
     def begin_step(self, *, is_training: bool = True) -> None:
-        """Begin a step: matmuls are counted from the first again."""
+        """Begin a step, and restart the numbering of its matmuls."""
         self.sites.begin()
         forget_copy()
         self.units.begin_step(is_training=is_training)
 
     def end_step(self) -> None:
-        """What is computed from now on, outside of any call, is no part of the step."""
+        """End the step, so that later matmuls outside any call do not belong to it."""
         if self.is_after_call:
             self.is_after_call = False
             self.sites.end()
 
     def close(self) -> None:
-        """Let go of what was measured; see ``close_session``, which calls this."""
+        """Drop all measurements. Call ``close_session`` instead, which calls this."""
         self.is_open = False
         self.end_step()
         self.units.clear()
@@ -177,7 +176,7 @@ class MatmulSession:
         args: _Args,
         kwargs: dict[str, Any],
     ) -> Any:
-        """Run a matmul in a format, in units or as it is, and count it."""
+        """Run a matmul in a format, scaled or unscaled, and count it."""
         kind: Kind
         reason = outside = ""
         numerics: Numerics | None = None
@@ -201,7 +200,7 @@ class MatmulSession:
         return result
 
     def forward_matmul(self, rule: MatmulRule, site: Site, args: _Args) -> tuple[Matmul, Extents]:
-        """A forward matmul with what it runs with, and what was measured of its operands."""
+        """Return a forward matmul, ready to run, and the measurements of its operands."""
         matmul: Matmul | None = site.matmul
         if matmul is not None and matmul.rule is rule and not self.units.is_looking:
             return matmul, ()
@@ -224,7 +223,7 @@ class MatmulSession:
         call: Call,
         sources: Sources,
     ) -> Matmul:
-        """A backward matmul of a call with what it runs with."""
+        """Return a backward matmul of a call, ready to run."""
         forward, site = call.matmul, call.matmul.site
         gamma, is_looking = site.log2_gamma, self.units.is_looking
         is_kept = site.matmul is forward and not (is_looking or torch.is_grad_enabled())
@@ -259,7 +258,7 @@ class MatmulSession:
         return matmul
 
     def _measure(self, matmul: Matmul, args: _Args, before: Extents) -> Extents:
-        """Measure operands, and give them units at once where a format waits for them."""
+        """Measure operands, and take their units at once if a format needs them."""
         rule, site, names, known = matmul.rule, matmul.site, matmul.names, matmul.known
         operands, read = rule.operands_in(args), rule.measured_in(args)
         addends = rule.addends_in(args)
@@ -280,7 +279,7 @@ class MatmulSession:
         if not self.numerics:
             return tuple(extents)
         without = {name for name, unit in zip(names, known, strict=True) if unit is None}
-        # No step waits for a unit that is late.
+        # No step waits for the unit of an operand that has been zero or not finite.
         is_first = is_new and not self.units.lacking.keys() >= without
         if is_first:
             matmul.take(self.units.take_at_once(measured))
@@ -292,18 +291,18 @@ class MatmulSession:
         return tuple(extents)
 
     def _show(self, matmul: Matmul, operands: Sequence[Tensor]) -> None:
-        """Show operands to formats that have not seen them in the units that they have now."""
+        """Measure operands for the formats that have not seen them in their current units."""
         for numerics in self.numerics:
             if numerics.awaits(matmul.names):
                 numerics.measure(matmul, operands, is_first=False)
 
     def receive(self) -> list[Unrepresentable]:
-        """Receive what was measured in the step before, without waiting for the device."""
+        """Receive the measurements of the previous step, without waiting for the device."""
         self.units.receive()
         return [numerics.receive() for numerics in self.numerics]
 
     def adopt(self, measurement: Measurement) -> list[str]:
-        """:meth:`Units.adopt`; formats see what was late before they round it."""
+        """Adopt measured units. Formats measure operands with late units before rounding them."""
         late = self.units.adopt(measurement)
         for numerics in self.numerics:
             numerics.await_units(late)
@@ -313,11 +312,11 @@ class MatmulSession:
 def _format_for(
     formats: Sequence[Numerics], matmul: Matmul, args: _Args, kwargs: dict[str, Any]
 ) -> tuple[Numerics | None, str]:
-    """Return what rounds a matmul, or why nothing does."""
+    """Return the format that rounds a matmul, or the reason why none does."""
     outside = ""
     for each in formats:
         if (why := each.why_not(matmul, args, kwargs)) is None:
-            # Cast in a unit of 1, the first values that are not zero could all be flushed.
+            # With a unit of 1, a cast could flush all of the first nonzero values.
             if None in matmul.known or each.awaits(matmul.names):
                 return None, NO_UNIT
             return each, ""

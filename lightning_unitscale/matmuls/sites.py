@@ -1,4 +1,4 @@
-"""Which matmul is which: by module, operation and occurrence, the same in every step."""
+"""Name the matmuls of a step by module, operation and occurrence, the same in every step."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from lightning_unitscale.matmuls.units import Units
 
 
 def frames() -> Iterator[FrameType]:
-    """The frames of this thread from the caller on, within the node that the engine runs, if any.
+    """Yield the frames from the caller outwards, up to the engine that runs the current node.
 
-    An accelerator's backward pass has a thread of its own, without frames.
+    An accelerator's backward pass runs on its own thread, which has no such frames.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not ENGINE:
@@ -44,7 +44,7 @@ def frames() -> Iterator[FrameType]:
 
 
 def function_arguments() -> Iterator[Tensor]:
-    """The tensors that the autograd functions were given that run what called, innermost first."""
+    """Yield the tensor arguments of the autograd functions on the stack, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (code := frame.f_code) is not ENGINE:
         if code is FUNCTION_CALL:
@@ -53,27 +53,27 @@ def function_arguments() -> Iterator[Tensor]:
 
 
 def recomputed_checkpoint() -> Any:
-    """The checkpoint whose body is computed again by what called, ``None`` without one."""
+    """Return the checkpoint that is being recomputed on the stack, or ``None``."""
     return next(filter(None, map(checkpoint_of, frames())), None)
 
 
 class Run(NamedTuple):
-    """Where a forward matmul runs."""
+    """The place of a running forward matmul."""
 
     path: str  # of its module
-    # What occurrences are counted within: a step, or one run of a checkpoint's body.
+    # The scope for counting occurrences: a step, or one run of a checkpoint's body.
     episode: object
-    checkpoint: object = None  # whose body is computed again, if one is
-    result: str = ""  # name of the tensor that it makes, where a captured graph has one for it
+    checkpoint: object = None  # the recomputed checkpoint, if there is one
+    result: str = ""  # name of its result, in a captured graph that has one
 
 
-# Where a loop computes what no module does, after the module has returned; no module can be there.
+# The place of a loss that the loop computes after the module's call. No module has this path.
 LOSS = Run("(loss)", "(loss)")
 
 
 def _occurrence(result: str, path: str, word: str) -> int | None:
-    """Return how many matmuls of a word run before the one whose result has this name."""
-    # A part of a cut graph does not begin with the first. ``None`` if the name does not tell.
+    """Return the index that a result's name gives a matmul, or ``None`` if it gives none."""
+    # A part of a split graph may begin with a later matmul.
     name = result.removeprefix(f"{path}." if path else "")
     if name == word:
         return 0
@@ -84,19 +84,18 @@ def _occurrence(result: str, path: str, word: str) -> int | None:
 class Sites:
     """The matmuls of a module's steps."""
 
-    # A matmul's module is the innermost one whose call is on the Python stack. No hook is needed
-    # for that: nothing of the user's is changed, and nothing is there to be copied, pickled or
-    # traced.
+    # A matmul's module is the innermost one whose call is on the Python stack. That needs no hooks,
+    # which would change the module and would be copied, pickled and traced with it.
 
     def __init__(self, module: nn.Module, boundary: CodeType, units: Units) -> None:
-        # Weak: an autograd graph keeps its session, and must not keep the module.
+        # Weak, because an autograd graph keeps its session alive and must not keep the module.
         self._module = weakref.ref(module)
         self._boundary = boundary
         self._units = units
         self._paths: dict[int, str] = {}
-        # What ran a checkpoint, by the checkpoint's body, which alone is there when it runs again.
+        # The module of a checkpoint, by its body. A recomputation has only the body on the stack.
         self._paths_of_bodies: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-        # How many matmuls of a kind had run in the step before a checkpoint's body ran some.
+        # For each checkpoint, the number of matmuls of a kind that ran in the step before it.
         self._starts: WeakKeyDictionary[Any, dict[tuple[str, str], int]] = WeakKeyDictionary()
         # The matmuls of one kind in one module, in the order in which a step runs them.
         self._places: defaultdict[tuple[str, str], list[Site]] = defaultdict(list)
@@ -105,17 +104,17 @@ class Sites:
         self.episode = 0  # counts the calls; see :class:`Run`
 
     def begin(self) -> None:
-        """A call begins: occurrences are counted from the first again."""
+        """Begin a call, and restart the count of occurrences."""
         self.episode += 1
         self._is_fresh = False
         self._counts = {key: count for key, count in self._counts.items() if key[1] is LOSS.episode}
 
     def end(self) -> None:
-        """A step has ended, of as many calls as there were before its loss."""
+        """End a step, which may have had several calls before its loss."""
         self._counts.clear()
 
     def find(self, word: str, roles: tuple[str, ...], run: Run) -> Site:
-        """The site of the matmul that is about to run."""
+        """Return the site of the matmul that is about to run."""
         key = run.path, word
         index = _occurrence(run.result, *key) if run.result else None
         if index is None:
@@ -127,7 +126,7 @@ class Sites:
             if (checkpoint := checkpoint_under_way()) is not None:
                 self._starts.setdefault(checkpoint, {}).setdefault(key, index)
         sites = self._places[key]
-        # Those before it may run on another rank.
+        # Earlier ones may run on another rank.
         while len(sites) <= index:
             number = len(sites)
             base = f"{run.path}.{word}" if run.path else word
@@ -137,7 +136,7 @@ class Sites:
         return sites[index]
 
     def peek(self, word: str, run: Run) -> Site | None:
-        """The site that :meth:`find` would give, if it has been seen before; nothing is counted."""
+        """Return the site that :meth:`find` would return, if it exists, without counting."""
         sites = self._places.get((run.path, word), [])
         index = self._index((run.path, word), run)
         return sites[index] if index < len(sites) else None
@@ -146,11 +145,11 @@ class Sites:
         index = self._counts.get((key, run.episode))
         if index is not None:
             return index
-        # What had run before the body was counted then.
+        # A checkpoint's body continues the count from its first run.
         return self._starts.get(run.checkpoint, {}).get(key, 0) if run.checkpoint else 0
 
     def derive(self, site: Site, slot: str, roles: tuple[str, ...]) -> Site:
-        """The matmul that a backward matmul is for the backward pass of the backward pass."""
+        """Return the site of a backward matmul that acts as a forward one in a double backward."""
         derived = self._units.sites.get(f"{site.name}:{slot}")
         if derived is None:
             derived = Site(f"{site.name}:{slot}", site.module, roles)
@@ -158,32 +157,32 @@ class Sites:
         return derived
 
     def has_run(self, checkpoint: object) -> bool:
-        """Whether matmuls of the body of a checkpoint are of these."""
+        """Check whether a checkpoint's body ran matmuls of this session."""
         return checkpoint in self._starts
 
     def owns_caller(self) -> bool:
-        """Whether a module of these runs what was called, within the node that the engine runs."""
+        """Check whether a module of this session is on the stack of the current node."""
         return any(self._path_in(frame) is not None for frame in frames())
 
     def is_in_other_model(self) -> bool:
-        """Whether a model runs what called that is neither within the root nor around it."""
+        """Check whether the stack has a model that neither contains the root nor belongs to it."""
         for frame in frames():
             if id(frame.f_code) in MODULE_CALLS and self._path_in(frame) is None:
                 caller = frame.f_locals["self"]
                 root = self._module()
                 has_root = any(child is root for child in caller.modules())
-                # A loss without parameters is the loop's own.
+                # A module without parameters is a loss of the loop.
                 if not has_root and next(caller.parameters(), None) is not None:
                     return True
         return False
 
     def run_of(self, node: Any, frame: FrameType | None = None) -> Run | None:
-        """Where the forward matmul runs that calls, within an autograd node or ``None``."""
+        """Return the place of the calling forward matmul, or ``None`` for a backward matmul."""
         frame = sys._getframe(1) if frame is None else frame
         if node is None:
             return self.forward_run(frame)
-        # It is a matmul that a checkpoint's body computes again, for the node that asked for it;
-        # otherwise it is one of the backward pass, and there is no such place.
+        # Within a node, a forward matmul comes from a recomputed checkpoint or from a module that
+        # the node calls.
         path: str | None = None
         checkpoint = None
         at: FrameType | None = frame
@@ -202,11 +201,11 @@ class Sites:
         return None if path is None else Run(path, (self.episode, identity_of(node)))
 
     def forward_run(self, frame: FrameType | None = None) -> Run:
-        """Where the matmul of a forward pass runs."""
+        """Return the place of the calling matmul in a forward pass."""
         bodies: list[Any] = []
         path: str | None = None
         result = ""
-        # As in frames(), without a generator: every matmul asks.
+        # Every matmul calls this, so avoid the generator of frames().
         frame = sys._getframe(1) if frame is None else frame
         while frame is not None and path is None:
             code = frame.f_code
@@ -223,14 +222,14 @@ class Sites:
                 break
             frame = frame.f_back
         for body in bodies:
-            # Not for a callable without a hash or weak references.
+            # A callable may lack a hash or weak references.
             with contextlib.suppress(TypeError):
                 self._paths_of_bodies[body] = path or ""
         return Run(path or "", self.episode, None, result)
 
     @property
     def module(self) -> nn.Module | None:
-        """The root, while somebody has it."""
+        """Return the root module, or ``None`` after it was freed."""
         return self._module()
 
     def _path_in(self, frame: FrameType) -> str | None:
@@ -240,10 +239,10 @@ class Sites:
         return None if names is None else names[0]
 
     def path_of(self, module: int) -> str | None:
-        """Path of the module with an ``id``; a wrapped one has that of the user's own."""
+        """Return the path of the module with an ``id``, without the names of wrappers."""
         path = self._paths.get(module)
         if path is None and not self._is_fresh:
-            # Modules may come while a model runs; looked for once a step at most.
+            # A model may add modules while it runs. Search for them once a step at most.
             root = self._module()
             children = () if root is None else root.named_modules()
             self._paths = {id(child): own_path(name) for name, child in children}

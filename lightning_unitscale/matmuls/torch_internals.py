@@ -1,19 +1,21 @@
-"""Private names of torch's dispatcher, engine and checkpoints; checked on torch 2.13 and 2.11.
+"""Wrap the private names of torch's dispatcher, engine and checkpoints.
 
-``torch._C._current_autograd_node`` and ``torch._C._autograd._get_sequence_nr`` tie a backward
-matmul to the forward matmul that it belongs to: the forward kernel runs right after its autograd
-node was made, whose number is the last one that its thread has given out (``autograd_nodes.py``).
-``Library._destroy`` takes overridden kernels away again, and what ``OpOverload._dispatch_cache``
-remembers of them while a compiler traces has to go as well. Frames of ``Module._call_impl`` tell
-which module is running, and one of ``_engine_run_backward`` directly below a kernel tells that the
-autograd engine itself called it, unless one of ``CheckpointFunction.backward`` or of
-``recompute_fn``, within ``_checkpoint_without_reentrant_generator``, comes before: then a
-checkpoint runs its body again. What torch keeps of a checkpoint, ``_CheckpointFrame``, is in the
-hooks on saved tensors while its body runs, and on the stack when it runs again.
+Checked on torch 2.13 and 2.11.
 
-``set_code_exec_strategy`` keeps Dynamo away from code and from what it calls;
-``_len_torch_dispatch_stack`` and ``_profiler_enabled`` tell whether anybody wants to hear of calls
-from the dispatcher.
+- ``torch._C._current_autograd_node`` and ``torch._C._autograd._get_sequence_nr`` map a backward
+  matmul to its forward matmul. A forward kernel runs right after its autograd node is created,
+  so the node has the last number of its thread (``autograd_nodes.py``).
+- ``Library._destroy`` removes overridden kernels. Entries for them in
+  ``OpOverload._dispatch_cache``, which a compiler's tracing adds, must be removed as well.
+- A frame of ``Module._call_impl`` identifies the running module. A frame of
+  ``_engine_run_backward`` directly below a kernel means that the autograd engine called it.
+- A frame of ``CheckpointFunction.backward``, or of ``recompute_fn`` within
+  ``_checkpoint_without_reentrant_generator``, means that a checkpoint is recomputed.
+- ``_CheckpointFrame`` is a checkpoint's state. The saved-tensor hooks hold it while the body
+  first runs, and a recomputation has it on the stack.
+- ``set_code_exec_strategy`` makes Dynamo skip code and its callees.
+- ``_len_torch_dispatch_stack`` and ``_profiler_enabled`` report modes and profilers, which need
+  calls through the dispatcher.
 """
 
 from __future__ import annotations
@@ -45,9 +47,9 @@ from lightning_unitscale.compiling import is_compiling
 Kernel = Callable[..., Any]
 
 MODULE_CALL: CodeType = nn.Module._call_impl.__code__
-# All that is there of a module after its ``compile()``.
+# The only frame of a module after its ``compile()``.
 _WRAPPED_CALL: CodeType = nn.Module._wrapped_call_impl.__code__
-# By identity, as the other set: the hash of code takes ten times as long.
+# By identity, as in RECOMPUTATIONS: hashing code takes ten times as long.
 MODULE_CALLS = frozenset(map(id, (MODULE_CALL, _WRAPPED_CALL)))
 ENGINE: CodeType = autograd_graph._engine_run_backward.__code__
 FUNCTION_CALL: CodeType = inspect.unwrap(vars(torch.autograd.Function)["apply"]).__code__
@@ -62,7 +64,7 @@ _RECOMPUTATIONS = [
     if isinstance(code, CodeType) and code.co_name == "recompute_fn"
 ]
 RECOMPUTATIONS = frozenset(map(id, (*_RECOMPUTATIONS, _REENTRANT)))
-# Name of the function that has a checkpoint's body computed again.
+# Name of the function that triggers a checkpoint's recomputation.
 UNPACK = "unpack_hook"
 
 current_node: Callable[[], Any] = torch._C._current_autograd_node
@@ -77,12 +79,12 @@ is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defin
 
 
 def saves_elsewhere() -> bool:
-    """Whether hooks take what autograd saves: its own memory may be another tensor's soon."""
+    """Check whether saved-tensor hooks are active, so that saved tensors may change address."""
     return _saving_hooks(True) is not None
 
 
 def checkpoint_under_way() -> object | None:
-    """What torch keeps of the checkpoint, not a reentrant one, whose body runs on this thread."""
+    """Return the state of the non-reentrant checkpoint whose body runs on this thread."""
     if (hooks := _saving_hooks(True)) is None:
         return None
     for cell in getattr(hooks[1], "__closure__", None) or ():
@@ -92,7 +94,7 @@ def checkpoint_under_way() -> object | None:
 
 
 def checkpoint_of(frame: FrameType) -> object | None:
-    """What torch keeps of the checkpoint that a frame computes again; ``None`` for others."""
+    """Return the state of the checkpoint that a frame recomputes; ``None`` for other frames."""
     if frame.f_code.co_name != UNPACK:
         return None
     found = frame.f_locals.get("frame")
@@ -100,19 +102,19 @@ def checkpoint_of(frame: FrameType) -> object | None:
 
 
 def last_sequence_number() -> int:
-    """Number of the autograd node that was made last on this thread."""
+    """Return the number of this thread's latest autograd node."""
     return _next_sequence_number() - 1
 
 
 def sequence_number(node: Any) -> int:
-    """Number of an autograd node on the thread that has made it, which counts by itself."""
+    """Return the number of an autograd node on the thread that created it."""
     number: int = node._sequence_nr()
     return number
 
 
 @dataclass(frozen=True, eq=False)
 class RunAgain:
-    """What a reentrant checkpoint runs again in place of its body."""
+    """A replacement for the body of a reentrant checkpoint in a recomputation."""
 
     body: Callable[..., Any]
     run: Callable[..., Any]
@@ -123,7 +125,7 @@ class RunAgain:
 
 
 def checkpointed_body(frame: FrameType) -> Any:
-    """The function whose checkpoint a frame makes, of ``CHECKPOINT``, or runs again."""
+    """Return the function that a frame checkpoints (``CHECKPOINT``) or recomputes."""
     values = frame.f_locals
     if frame.f_code is CHECKPOINT:
         return values["function"]
@@ -132,32 +134,32 @@ def checkpointed_body(frame: FrameType) -> Any:
 
 
 def calling_frame() -> FrameType | None:
-    """The frame that calls the kernel that asks; ``None`` if it is the autograd engine itself."""
+    """Return the frame that called the kernel; ``None`` if the autograd engine called it."""
     frame = sys._getframe(1).f_back
     return None if frame is None or frame.f_code is ENGINE else frame
 
 
 def has_subclass(args: Sequence[Any]) -> bool:
-    """Whether an argument is a tensor of a subclass, with functions of its own."""
+    """Check whether an argument is of a tensor subclass, which may override functions."""
     return any(
         isinstance(arg, torch.Tensor) and type(arg) not in (torch.Tensor, nn.Parameter)
         for arg in args
     )
 
 
-# Within this context neither subclasses of tensors nor modes hear of functions of torch.
+# A context in which tensor subclasses and modes do not intercept torch's functions.
 plain_functions: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunction
 
 
 def overload_of(operator: str) -> Any:
-    """An operator of aten by its name; ``None`` where this version of torch has none."""
+    """Return an operator of aten by its name; ``None`` if this torch version lacks it."""
     packet_name, _, name = operator.partition(".")
     packet = getattr(torch.ops.aten, packet_name, None)
     return None if packet is None else getattr(packet, name or "default", None)
 
 
 def _original_kernel(overload: Any, key: str) -> Kernel | None:
-    """What torch runs for an operator on a device now, or ``None`` where it has nothing."""
+    """Return torch's current kernel for an operator on a device, or ``None``."""
     if overload is None:
         return None
     if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(overload.name(), key):
@@ -167,27 +169,27 @@ def _original_kernel(overload: Any, key: str) -> Kernel | None:
 
 
 def _leave_uncompiled(function: Kernel) -> None:
-    """Let Dynamo compile neither a function nor what it calls."""
-    # A layer of torch's own that is compiled by itself, as by ``linear.compile()``, runs as it is
-    # written, and Dynamo would compile whatever Python its matmuls come to.
+    """Stop Dynamo from compiling a function and its callees."""
+    # A layer of torch that is compiled alone, as by ``linear.compile()``, runs uncompiled, and
+    # Dynamo would compile the Python code of our kernels instead.
     while isinstance(function, functools.partial):
         function = function.func
     skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
     set_code_exec_strategy(function.__code__, skip)
 
 
-# By the name of an operator and device: the kernel that another runs for.
+# The replaced kernels, by operator and device.
 OVERRIDDEN: dict[str, dict[str, Kernel]] = defaultdict(dict)
 
 
 def overridden_kernel(operator: str, device: str) -> Kernel:
-    """The kernel of an operator that another one runs for; the operator itself where none does."""
+    """Return the replaced kernel of an operator, or the operator if it was not replaced."""
     kernel = OVERRIDDEN[operator].get(device)
     return getattr(torch.ops.aten, operator) if kernel is None else kernel
 
 
 class KernelOverrides:
-    """Kernels of aten operators that are exchanged until :meth:`remove`."""
+    """Replacements for kernels of aten operators, until :meth:`remove`."""
 
     def __init__(self, key: str) -> None:
         self._key = key
@@ -195,13 +197,13 @@ class KernelOverrides:
         self._overloads: list[Any] = []
 
     def put(self, operator: str, make_kernel: Callable[[Kernel], Kernel]) -> None:
-        """Let a kernel of ours run for an operator, where torch has one."""
+        """Replace the kernel of an operator, if torch has one."""
         overload = overload_of(operator)
         original = _original_kernel(overload, self._key)
         if original is None:
             return
         with warnings.catch_warnings():
-            # torch says once per process that a kernel was overridden, which is on purpose.
+            # torch warns once per process of an overridden kernel, which is intended here.
             warnings.filterwarnings("ignore", message="(?s).*verriding a previously registered")
             kernel = make_kernel(original)
             _leave_uncompiled(kernel)
@@ -211,15 +213,15 @@ class KernelOverrides:
         OVERRIDDEN[operator][self._key.lower()] = original
 
     def remove(self) -> None:
-        """Put torch's own kernels back, without a trace."""
+        """Restore torch's own kernels."""
         self._library._destroy()
         for kernels in OVERRIDDEN.values():
             kernels.pop(self._key.lower(), None)
         for overload in self._overloads:
-            # A compiler that traces it would take it for an operator with a gradient of its own.
+            # Otherwise a compiler would treat it as an operator with its own gradient.
             overload._dispatch_cache.clear()
 
 
 def is_recording() -> bool:
-    """Whether what runs is recorded for later: by a compiler, an export or ``torch.jit.trace``."""
+    """Check whether a compiler, an export or ``torch.jit.trace`` records the running code."""
     return is_compiling() or is_tracing()

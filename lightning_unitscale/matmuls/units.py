@@ -1,4 +1,4 @@
-"""The units of one module's matmuls: measured, and in force."""
+"""Measure the units of a module's matmuls, and put them into force."""
 
 from __future__ import annotations
 
@@ -17,32 +17,31 @@ from lightning_unitscale.matmuls.measurement import (
 
 
 class Units:
-    """The units in force of a module's matmuls; they outlive the session that runs these."""
+    """The units in force of a module's matmuls. They outlive the session."""
 
-    # An operand that is all zero, empty or not finite gives no unit. It is measured again in each
-    # step until it gives one. These numbers come by :meth:`receive`, which waits for no device.
+    # An operand that is all zero, empty or not finite gives no unit. It is measured in each step
+    # until it gives one. :meth:`receive` returns these numbers without waiting for the device.
 
     def __init__(self, *, is_used: bool = True) -> None:
         self.is_used = is_used
-        # Of a tensor without a unit.
+        # The units of tensors that the gauge does not contain.
         self._default = None if is_used else GaugePair()
         self.gauge = Gauge()  # the units in force, by the names of operands and matmuls
-        # By site, which of its matmuls run as they are, and why.
+        # Why matmuls run unscaled, by site and slot.
         self.plain: dict[str, dict[str, str]] = {}
-        # How many training steps have begun, and which microbatch of the step runs.
+        # The number of training steps begun, and the highest microbatch index of this step.
         self.step = self._num_more = 0
-        # Number of the step, or of the microbatch, that random numbers are drawn for.
+        # Number of the step or microbatch that seeds stochastic rounding.
         self.rounding_step = 0
         self._is_training = False
-        # Whether the steps measure what has units already, for :meth:`send`.
+        # Whether steps also measure tensors with units, for :meth:`send`.
         self.is_looking = False
-        # The matmuls that have run, by name; each knows its own units.
+        # The matmuls that have run, by name.
         self.sites: dict[str, Site] = {}
-        # Names of operands and gradients that were measured and have no unit yet, with what
-        # to call them.
+        # Measured operands and gradients without a unit: their descriptions by name.
         self.lacking: dict[str, str] = {}
         self._measured: list[MeasuredMatmul] = []
-        # What was sent for, and by slot and names what has arrived and gives new units.
+        # The pending transfer, and the arrived matmuls that give new units, by slot and names.
         self._sent: Callable[[], Measurement] | None = None
         self._arrived: dict[tuple[str, ...], MeasuredMatmul] = {}
 
@@ -59,7 +58,7 @@ class Units:
     def restore(
         self, gauge: Gauge, plain: Mapping[str, Mapping[str, str]], lacking: Mapping[str, str]
     ) -> None:
-        """Go on from what was in force, from what ran plain in it, and what had no unit yet."""
+        """Restore units, the reasons of unscaled matmuls, and the tensors without a unit."""
         self.plain = {name: dict(slots) for name, slots in plain.items()}
         for name, site in self.sites.items():
             site.plain = self.plain.setdefault(name, {})
@@ -67,14 +66,14 @@ class Units:
         self.set_gauge(gauge)
 
     def add_site(self, site: Site) -> None:
-        """Tell a matmul that runs for the first time what is known of it."""
+        """Add a matmul that runs for the first time, and set its units."""
         self.sites[site.name] = site
         site.plain = self.plain.setdefault(site.name, {})
         site.take_units(self.gauge, self._default)
 
     def begin_step(self, *, is_training: bool) -> None:
-        """Note which sites have all of their units in this step."""
-        # Each microbatch of the step before was one of its own.
+        """Begin a step, and record which sites have all of their units."""
+        # Each microbatch of the previous step has its own number.
         self.step += self._num_more + is_training
         self._num_more, self.rounding_step = 0, self.step
         self._is_training = is_training
@@ -82,7 +81,7 @@ class Units:
             site.is_settled = None not in site.log2_units and site.log2_gamma is not None
 
     def begin_part(self, index: int) -> None:
-        """Begin a microbatch of a step, which rounds as a step of its own does."""
+        """Begin a microbatch, which rounds as a separate step does."""
         self.rounding_step = self.step + index
         if self._is_training:
             self._num_more = max(self._num_more, index)
@@ -98,8 +97,8 @@ class Units:
         num_addends: int,
     ) -> MeasuredMatmul:
         """Measure operands and the addends after them, for :meth:`send` or :meth:`receive`."""
-        # The first time, and in a look, all are measured. At other times operands without a unit
-        # are, so that one that stays zero costs a row in each step.
+        # The first time, and in measured steps, measure all operands. Otherwise measure those
+        # without a unit, so an operand that stays zero costs one row per step.
         is_whole = self.is_looking or slot not in site.seen
         chosen = [index for index, unit in enumerate(known) if is_whole or unit is None]
         addends = range(len(known), len(known) + num_addends) if is_whole else ()
@@ -119,7 +118,7 @@ class Units:
         return matmul
 
     def take_at_once(self, matmul: MeasuredMatmul) -> tuple[int | None, ...]:
-        """Wait for what was measured of a matmul, and put its units into force."""
+        """Wait for the measurements of a matmul, and put its units into force."""
         operands = list(zip(matmul.names, matmul.extents, matmul.log2_units, strict=True))
         new_ones = {
             name: extent
@@ -136,7 +135,7 @@ class Units:
         return tuple(exponents.get(name) if unit is None else unit for name, _, unit in operands)
 
     def clear(self) -> None:
-        """Forget the matmuls that ran, and what was measured of them."""
+        """Forget the matmuls and their measurements."""
         self.sites.clear()
         self._measured.clear()
         self._sent = None
@@ -144,7 +143,7 @@ class Units:
         self.is_looking = False
 
     def send(self) -> Callable[[], Measurement]:
-        """Send for what was measured since the last call; what is returned waits for it."""
+        """Start the transfer of new measurements, and return a function that waits for them."""
         matmuls, self._measured = self._measured, []
         read = reading(extent for each in matmuls for extent in (*each.extents, *each.addends))
 
@@ -161,15 +160,15 @@ class Units:
         return arrived
 
     def lack(self, site: Site, names: Iterable[str]) -> None:
-        """Note operands and gradients of a matmul that give no unit: they get one late."""
+        """Record operands and gradients of a matmul that give no unit yet."""
         for name in names:
             if name not in self.gauge:
                 self.lacking[name] = f"the gradient at {name}" if name == site.name else name
 
     def receive(self) -> None:
-        """Receive what was sent for in the last call, and send for what was measured since."""
-        # It waits for no device: from CUDA, numbers arrive one call after they were sent, whether
-        # they are there before or not; from elsewhere at once.
+        """Receive the last call's transfer, and start one for newer measurements."""
+        # To avoid waiting for the device, numbers from CUDA are read one call after their transfer
+        # began. Those of other devices are read at once.
         sent, self._sent = self._sent, None
         matmuls = [] if sent is None else [*sent().matmuls]
         if self._measured:
@@ -183,26 +182,26 @@ class Units:
         for matmul in matmuls:
             operands = zip(matmul.extents, matmul.log2_units, strict=True)
             if any(extent.gives_unit and unit is None for extent, unit in operands):
-                # One for each, however many steps an evaluation has.
+                # Keep one entry per matmul, since an evaluation may have many steps.
                 self._arrived[matmul.slot, *matmul.names] = matmul
             elif matmul.is_whole:
                 matmul.site.judge(self.gauge)
 
     def received(self) -> Measurement:
-        """What has arrived since the last call, of what had no unit when it was measured."""
+        """Return what arrived since the last call for tensors that had no unit when measured."""
         matmuls, self._arrived = list(self._arrived.values()), {}
         return Measurement.of_matmuls(matmuls)
 
     def settle(self) -> None:
-        """Wait for all that was measured, and take the units of what has none."""
+        """Wait for all measurements, and adopt units for tensors that have none."""
         self.receive()
         self.receive()
         self.adopt(self.received().beyond(self.gauge))
 
     def adopt(self, measurement: Measurement) -> list[str]:
-        """Take the units of measured tensors, and return which of them had none before.
+        """Adopt the units of measured tensors, and return those that had none before.
 
-        Matmuls of the measurement in which the units in force are inexact are left unscaled.
+        Measured matmuls for which scaling would be inexact are left unscaled.
         """
         measured = Gauge.of_rms(measurement.forward, measurement.backward)
         late = [name for name in measured if name in self.lacking]

@@ -1,5 +1,5 @@
-"""Scales in TensorBoard: what is written, and how the dashboard reads it.
+"""Write scales for TensorBoard, and serve them to the dashboard.
 
-Empty on purpose: TensorBoard imports this package at its own start, with neither torch nor
-Lightning, and every import here would slow that start.
+This file has no imports, because TensorBoard imports it at its start and may have neither torch
+nor Lightning.
 """

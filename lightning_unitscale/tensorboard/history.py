@@ -1,7 +1,6 @@
-"""The steps of a run, read from the series in its event files.
+"""Read the steps of a run from the series in its event files.
 
-NumPy and the standard library only: the dashboard's server, which has no torch, and the report
-both read through it.
+It needs no torch, because the dashboard's server has none. The report uses it too.
 """
 
 from __future__ import annotations
@@ -35,42 +34,42 @@ Points: TypeAlias = Iterable[tuple[int, npt.NDArray[Any]]]
 
 @dataclass(frozen=True, eq=False)
 class ScaleHistory:
-    """log2 RMS of the ``N`` tensors of a run over its ``T`` steps, in one direction."""
+    """The log2 RMS of the ``N`` tensors of a run over its ``T`` steps, in one direction."""
 
     names: tuple[str, ...]
     modules: tuple[str, ...]
-    # Which are computed from no other one: parameters and inputs of the step.
+    # Whether a tensor is not computed from others: parameters and inputs of the step.
     sources: tuple[bool, ...]
-    # Which matmuls read; backward, whose gradients they read.
+    # Whether a matmul reads the tensor; backward, its gradient.
     operands: tuple[bool, ...]
     steps: npt.NDArray[np.int64]
     # Of the stored tensors, (T, N); ``-inf`` for a tensor of zeros, NaN for an absent one.
     log2_rms: Floats
     # log2 of their units, (T, N).
     log2_unit: Floats
-    # Number of NaN and infinite elements, which have no part in the RMS, (T, N).
+    # Number of NaN and infinite elements, which the RMS excludes, (T, N).
     nonfinite: Floats
 
     def values(self, *, stored: bool) -> Floats:
-        """log2 RMS of the stored or of the true values, shape ``(T, N)``."""
+        """Return log2 RMS of the stored or of the true values, shape ``(T, N)``."""
         return self.log2_rms if stored else self.log2_rms + self.log2_unit
 
 
 @dataclass(frozen=True, eq=False)
 class FractionHistory:
-    """Shares of the stored elements out of the range of ``F`` formats, in one direction."""
+    """The shares of the stored elements outside the range of ``F`` formats, in one direction."""
 
     formats: tuple[NumberFormat, ...]
     steps: npt.NDArray[np.int64]
     fractions: npt.NDArray[np.float16]  # overflow, subnormal and flushed, (T, N, F, 3)
-    share_read: Floats  # the share of the elements that these come from, (T, N)
+    share_read: Floats  # the share of the elements behind the fractions, (T, N)
 
 
 class RunScales:
-    """The scales of one run, read when they are asked for.
+    """The scales of one run, read on demand.
 
-    When other tensors were observed in between (another graph, a second fit), the vectors of all
-    sets are laid side by side, with NaN where a tensor was absent.
+    If the observed tensors changed (another graph, a second fit), the vectors of all sets are
+    joined, with NaN for absent tensors.
     """
 
     def __init__(self, tags: Mapping[str, bytes], read: Callable[[str], Points]) -> None:
@@ -98,14 +97,14 @@ class RunScales:
         self.formats = tuple(dict.fromkeys(item for own in sets for item in own.formats))
 
     def history(self, direction: Direction, most: int | None = None) -> ScaleHistory:
-        """log2 RMS and units of all tensors over the steps, or over at most so many of them."""
+        """Return log2 RMS and units of all tensors over at most ``most`` steps."""
         single = np.dtype(np.float32)
         steps, log2_rms = self._joined(direction, "log2_rms", (), single)
         unit_steps, units = self._joined(direction, "log2_unit", (), single)
-        # A reader that is still busy may have more of the one than of the other.
+        # While a file is being read, one series may be longer than the other.
         found = np.intersect1d(steps, unit_steps, return_indices=True)
         both, ours, theirs = (column[kept_steps(len(column), most)] for column in found)
-        # A file may say nothing of inputs; then nothing is known to have none.
+        # Without recorded inputs, no tensor is known to be a source.
         is_known = any(self.inputs.values())
         sets = self._sets.values()
         read = frozenset[str]().union(*(item.read_by_matmuls(direction) for item in sets))
@@ -121,7 +120,7 @@ class RunScales:
         )
 
     def fractions(self, direction: Direction, most: int | None = None) -> FractionHistory:
-        """Out-of-range fractions of all tensors over the steps, or over at most so many of them."""
+        """Return out-of-range fractions of all tensors over at most ``most`` steps."""
         tail = (len(self.formats), len(FORMAT_KINDS))
         steps, fractions = self._joined(direction, "fractions", tail, np.dtype(np.float16))
         kept = kept_steps(len(steps), most)
@@ -129,7 +128,7 @@ class RunScales:
         return FractionHistory(self.formats, steps[kept], fractions[kept], share_read[kept])
 
     def exponents(self, direction: Direction, name: str) -> dict[int, ExponentCounts]:
-        """Exponent counts of one tensor by step, of its true values."""
+        """Return the exponent counts of one tensor's true values, by step."""
         tag = Series(direction, "exponents", name).tag
         if tag not in self._tags:
             return {}
@@ -146,7 +145,7 @@ class RunScales:
     def _at(
         self, steps: npt.NDArray[np.int64], direction: Direction, quantity: Quantity, default: float
     ) -> Floats:
-        """Vectors that were written at some steps only, as one array ``(T, N)`` of all steps."""
+        """Return vectors that some steps lack as an array ``(T, N)``, with a default."""
         values = np.full((len(steps), len(self.names)), default, np.float32)
         found_steps, found = self._joined(direction, quantity, (), values.dtype)
         _, rows, found_rows = np.intersect1d(steps, found_steps, return_indices=True)
@@ -156,12 +155,12 @@ class RunScales:
     def _joined(
         self, direction: Direction, quantity: Quantity, tail: tuple[int, ...], dtype: np.dtype[Any]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:
-        """Steps ``(T,)`` and the vectors of all sets as one array ``(T, N, *tail)``."""
+        """Return steps ``(T,)`` and the vectors of all sets as one array ``(T, N, *tail)``."""
         rows: dict[int, tuple[TensorSet, npt.NDArray[Any]]] = {}
         for key, observed in self._sets.items():
             tag = Series(direction, quantity, key).tag
             if tag in self._tags:
-                # If a step was written twice (a resumed run), the later one counts.
+                # A resumed run may write a step twice. The later one counts.
                 rows.update((step, (observed, vector)) for step, vector in self._read(tag))
         steps = sorted(rows)
         joined = np.full((len(steps), len(self.names), *tail), np.nan, dtype)
@@ -176,7 +175,7 @@ class RunScales:
 
 
 class LastStep:
-    """The last step of a run in its event files, with the methods that a table needs."""
+    """The last step of a run, with the methods that a table needs."""
 
     def __init__(self, run: RunScales) -> None:
         self._histories = {direction: run.history(direction) for direction in DIRECTIONS}
@@ -186,42 +185,42 @@ class LastStep:
         self.layout = RowLayout(run.formats, histogram=False)
 
     def log2_rms(self, direction: Direction, *, stored: bool) -> npt.NDArray[Any]:
-        """log2 RMS, shape ``(tensors,)``."""
+        """Return log2 RMS, shape ``(tensors,)``."""
         return _last(self._histories[direction].values(stored=stored))
 
     def nonfinite(self, direction: Direction) -> npt.NDArray[Any]:
-        """Number of NaN and infinite elements, shape ``(tensors,)``."""
+        """Return the number of NaN and infinite elements, shape ``(tensors,)``."""
         return _last(self._histories[direction].nonfinite)
 
     def read_by_matmuls(self, direction: Direction) -> npt.NDArray[np.bool_]:
-        """Return which tensors matmuls read, and which gradients; shape ``(tensors,)``."""
+        """Return whether matmuls read each tensor, or its gradient; shape ``(tensors,)``."""
         return np.array(self._histories[direction].operands, dtype=bool)
 
     def fractions(self, direction: Direction) -> npt.NDArray[Any]:
-        """Overflow, subnormal and flushed of the stored values, ``(tensors, formats, 3)``."""
+        """Return the overflow, subnormal and flushed shares, ``(tensors, formats, 3)``."""
         return _last(self._fractions[direction].fractions)
 
     def share_read(self, direction: Direction) -> npt.NDArray[Any]:
-        """Share of the elements that the fractions come from, shape ``(tensors,)``."""
+        """Return the share of the elements behind the fractions, shape ``(tensors,)``."""
         return _last(self._fractions[direction].share_read)
 
 
 def _last(steps: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return the last of several steps; NaN where there is none."""
+    """Return the last of several steps; NaN without any."""
     last: npt.NDArray[Any] = steps[-1] if len(steps) else np.full(steps.shape[1:], np.nan)
     return last
 
 
 def kept_steps(number: int, most: int | None) -> npt.NDArray[np.int64]:
-    """Positions of at most ``most`` of ``number`` steps, evenly spread, the last among them."""
+    """Return at most ``most`` positions of ``number`` steps, evenly spread, with the last."""
     most = number if most is None else min(number, most)
     return np.unique(np.linspace(number - 1, 0, most).round().astype(np.int64))
 
 
 def merge_orders(orders: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    """One order of all names that keeps each of the orders, as far as they agree.
+    """Merge orders of names into one that keeps each of them, as far as they agree.
 
-    A name that only a later order has follows the name that it follows there.
+    A name that only a later order has follows its predecessor there.
     """
     merged: list[str] = []
     seen: set[str] = set()
@@ -255,7 +254,7 @@ EVENT_FILES = "*tfevents*"
 
 
 def read_run(directory: str | Path) -> RunScales:
-    """Return the scales in the event files of a folder, all of them read."""
+    """Read the scales in the event files of a folder."""
     folder = Path(directory)
     if not folder.is_dir():
         raise FileNotFoundError(
@@ -286,7 +285,7 @@ def read_run(directory: str | Path) -> RunScales:
 
 
 def _hint(folder: Path) -> str:
-    """Return where event files are instead."""
+    """Return a hint where event files are instead."""
     below = sorted({path.parent for path in folder.rglob(EVENT_FILES) if path.is_file()})
     if not below:
         return "Expected the folder that a TensorBoardLogger wrote (its log_dir). Correct the path."

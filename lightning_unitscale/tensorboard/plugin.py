@@ -1,18 +1,18 @@
-"""The server side of the **Scales** dashboard, which TensorBoard finds through an entry point.
+"""Serve the **Scales** dashboard. TensorBoard finds this plugin through an entry point.
 
-Routes below ``/data/plugin/scales/``, the arguments in the query:
+Routes below ``/data/plugin/scales/``, with arguments in the query:
 
 ====================================  =========================================================
 ``runs``                              JSON: runs, last steps, number formats
 ``scales?run&direction``              frame: tensors, steps, log2 RMS of all of them
 ``exponents?run&direction&tensor``    frame: exponent counts of one tensor over the steps
 ``fractions?run&direction&tensor``    frame: its out-of-range fractions over the steps
-``alerts?run``                        JSON: what was found wrong, at which step and tensor
+``alerts?run``                        JSON: the alerts, each with its step and tensor
 ``static/...``                        the page
 ====================================  =========================================================
 
-Frames are described in ``responses.py``. Neither torch nor Lightning is imported here: TensorBoard
-runs this module at its own start.
+``responses.py`` describes frames. This module imports neither torch nor Lightning, because
+TensorBoard imports it at its start.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from lightning_unitscale.tensorboard import responses
 from lightning_unitscale.tensorboard.history import FractionHistory, Points, RunScales
 from lightning_unitscale.tensorboard.schema import PLUGIN_NAME, Series
 
-# TensorBoard keeps 100 points of a series that it does not know, far too few for a heat map.
+# TensorBoard keeps 100 points of an unknown series by default, too few for a heat map.
 SAMPLES: Final = 2000
-# The reader has thinned the series already.
+# The reader has already thinned the series.
 _NO_DOWNSAMPLING: Final = 1 << 30
-# How many runs' fractions are kept in memory: two runs, forward and backward.
+# Number of fraction histories in memory: two runs, forward and backward.
 _RECENT: Final = 4
 _STATIC: Final = Path(__file__).parent / "static"
 _MIME_TYPES: Final = {
@@ -47,14 +47,14 @@ _MIME_TYPES: Final = {
     ".css": "text/css",
 }
 ENTRY: Final = "index.js"
-# Nothing else is served.
+# Only these files are served.
 STATIC_FILES: Final = tuple(
     sorted(path.name for path in _STATIC.iterdir() if path.suffix in _MIME_TYPES)
 )
 
 
 class ScalesPlugin(base_plugin.TBPlugin):
-    """Serves the scales of all runs, and the page that shows them."""
+    """The plugin that serves the scales of all runs and the page."""
 
     plugin_name = PLUGIN_NAME
 
@@ -64,7 +64,7 @@ class ScalesPlugin(base_plugin.TBPlugin):
         self._lock = threading.Lock()
 
     def get_plugin_apps(self) -> dict[str, Any]:
-        """Return the routes and what answers them."""
+        """Return the routes and their handlers."""
         static = {f"/static/{name}": self._static(name) for name in STATIC_FILES}
         return {
             "/runs": Request.application(self._runs),
@@ -76,7 +76,7 @@ class ScalesPlugin(base_plugin.TBPlugin):
         }
 
     def is_active(self) -> bool:
-        """Left to TensorBoard, which asks the reader for tensors of this name at every listing."""
+        """Return false, so that TensorBoard checks for tensors of this plugin itself."""
         return False
 
     def frontend_metadata(self) -> base_plugin.FrontendMetadata:
@@ -100,7 +100,7 @@ class ScalesPlugin(base_plugin.TBPlugin):
                     last = steps.get(parsed.direction, points.max_step)
                     steps[parsed.direction] = max(last, points.max_step)
             if steps:
-                # A new tag or a new step of any makes it larger.
+                # It grows with each new tag and each new step.
                 version = sum(1 + points.max_step for points in series.values())
                 runs.append(responses.ListedRun(run, started.get(run, 0.0), steps, version))
         return http_util.Respond(request, responses.runs_json(runs), "application/json")
@@ -127,7 +127,7 @@ class ScalesPlugin(base_plugin.TBPlugin):
     def _fraction_history(
         self, request: Request, run: RunScales, direction: Direction
     ) -> FractionHistory:
-        """Fractions of all tensors: tens of megabytes in a long run, so the last ones are kept."""
+        """Return the fractions of all tensors, cached since a long run has tens of megabytes."""
         experiment = plugin_util.experiment_id(request.environ)
         name = request.args["run"]
         steps = tuple(points.max_step for points in self._series(request)[name].values())
@@ -176,10 +176,10 @@ class ScalesPlugin(base_plugin.TBPlugin):
 
 
 class ScalesLoader(base_plugin.TBLoader):
-    """The entry point: it raises how many steps TensorBoard keeps, and loads the plugin."""
+    """The entry point, which makes TensorBoard keep more steps and loads the plugin."""
 
     def fix_flags(self, flags: argparse.Namespace) -> None:
-        """Keep 2,000 steps, unless the user asked for another number."""
+        """Keep 2,000 steps, unless the user chose another number."""
         flags.samples_per_plugin.setdefault(PLUGIN_NAME, SAMPLES)
 
     def load(self, context: base_plugin.TBContext) -> ScalesPlugin:
@@ -198,7 +198,7 @@ def _direction(request: Request) -> Direction:
 
 
 def _tensor(request: Request, run: RunScales) -> int:
-    """Position of the tensor that a request is about."""
+    """Return the position of the tensor in a request."""
     name = request.args.get("tensor", "")
     if name not in run.names:
         raise errors.NotFoundError(

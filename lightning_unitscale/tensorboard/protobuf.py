@@ -1,13 +1,12 @@
-"""The messages of an event file, and fast checksums for their records.
+"""Create the messages of an event file, and speed up the checksums of its records.
 
-Messages are TensorBoard's own protobuf classes; numbers go into them as packed bytes
-(``tensor_content``) wherever the message has such a field.
+Messages are TensorBoard's own protobuf classes. Numbers are packed bytes (``tensor_content``) if
+the message has such a field.
 
 Every record of an event file ends in a CRC-32C of its bytes. TensorBoard without TensorFlow
-computes it byte by byte in Python: three megabytes a second, in a thread that holds the interpreter
-and so slows the training down. ``use_fast_checksums`` makes one open event file compute it with
-``google-crc32c``. It replaces a private attribute (checked on TensorBoard 2.21); where that has
-moved, the file stays as it is, only slow.
+computes it byte by byte in Python at 3 MB/s, in a thread that holds the interpreter lock and slows
+training down. ``use_fast_checksums`` makes an open event file use ``google-crc32c``. It replaces a
+private attribute (checked on TensorBoard 2.21). If that is missing, checksums stay slow.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ from lightning_unitscale.tensorboard.schema import PLUGIN_NAME, ExponentCounts
 
 Array = npt.NDArray[np.floating[Any]]
 _CRC_MASK: Final = 0xA282EAD8  # of the TFRecord format
-# TensorBoard colours a few devices well, and every power of two would be one.
+# TensorBoard has good colours for a few devices only, fewer than there are powers of two.
 _POWERS_PER_COLOUR: Final = 4
 _log = logging.getLogger(__name__)
 
 
 def tensor_proto(array: Array) -> TensorProto:
-    """Return a tensor of floats: half precision stays, all else becomes single."""
+    """Return an array as a tensor message, in half precision or else in single."""
     half = array.dtype == np.float16
     return TensorProto(
         dtype=DT_HALF if half else DT_FLOAT,
@@ -54,18 +53,18 @@ def tensor_proto(array: Array) -> TensorProto:
 
 
 def text_proto(text: str) -> TensorProto:
-    """Return a text as a tensor."""
+    """Return a text as a tensor message."""
     return TensorProto(dtype=DT_STRING, string_val=[text.encode()])
 
 
 def plugin_metadata(description: bytes) -> SummaryMetadata:
-    """Metadata that makes a tag the plugin's."""
+    """Return metadata that assigns a tag to the plugin."""
     plugin_data = SummaryMetadata.PluginData(plugin_name=PLUGIN_NAME, content=description)
     return SummaryMetadata(data_class=DATA_CLASS_TENSOR, plugin_data=plugin_data)
 
 
 def histogram_proto(exponents: ExponentCounts) -> HistogramProto | None:
-    """Counts over log2 of the stored magnitude, a bucket per binade; ``None`` if all are zero."""
+    """Return counts over log2 of the stored magnitude, per binade; ``None`` if all are zero."""
     (present,) = np.nonzero(exponents.counts > 0)
     if not present.size:
         return None
@@ -86,9 +85,9 @@ def histogram_proto(exponents: ExponentCounts) -> HistogramProto | None:
 def annotated_graph(snapshot: ScaleSnapshot) -> GraphDef:
     """Return the tensors of a snapshot as a graph, with their inputs and scales.
 
-    Module paths become the nesting of nodes. A click on a node shows its RMS, true and as stored,
-    among its attributes; "Color by: Device" colours by scale, since a node's device is a free text:
-    here the power of two, in steps of four, that its RMS is near.
+    Module paths become the nesting of nodes. A click on a node shows its true and stored RMS among
+    its attributes. A node's device can be any text. Here it is the power of two near its RMS, in
+    steps of four, so "Color by: Device" colours by scale.
     """
     paths: dict[str, str] = {}
     for name, module in _pairs(snapshot):
@@ -127,7 +126,7 @@ def node_path(name: str, module: str) -> str:
     """Return a tensor's name with slashes between modules, as the dashboard nests nodes."""
     own = name.removeprefix(f"{module}.") if module else name
     path = f"{module.replace('.', '/')}/{own}" if module else own
-    # No node of a graph may begin with anything else, nor contain an @ or a colon.
+    # TensorBoard allows only these characters in a node's name.
     cleaned = "".join(char if char.isalnum() or char in "_./-" else "_" for char in path)
     return cleaned if cleaned[:1].isalnum() else f"n{cleaned}"
 
@@ -137,7 +136,7 @@ def _pairs(snapshot: ScaleSnapshot) -> list[tuple[str, str]]:
 
 
 def _scale_text(true: float, stored: float) -> str:
-    """Return both scales of a tensor in one line: the panel of a node is narrow."""
+    """Return both scales of a tensor in one line, since the panel of a node is narrow."""
     if math.isnan(stored):
         return "not measured"
     if math.isinf(stored):
@@ -154,7 +153,7 @@ def _band(value: float) -> str:
 
 
 class FastRecordWriter(RecordWriter):
-    """TensorBoard's writer of records, with checksums by ``google-crc32c``: the same bytes."""
+    """A version of TensorBoard's record writer that uses ``google-crc32c`` for the same bytes."""
 
     def __init__(self, writer: Any) -> None:
         super().__init__(writer)
@@ -172,7 +171,7 @@ def use_fast_checksums(file_writer: Any) -> bool:
         worker = file_writer.event_writer._async_writer._worker
         current = worker._record_writer
         if type(current) is RecordWriter:
-            # The file's own thread reads the attribute for every record.
+            # The file's thread reads the attribute for every record.
             worker._record_writer = FastRecordWriter(current._writer)
     except AttributeError as error:
         _log.info("Event file: checksums stay slow, %s", error)
@@ -181,6 +180,6 @@ def use_fast_checksums(file_writer: Any) -> bool:
 
 
 def _masked_crc(data: bytes) -> bytes:
-    """Return the checksum as the TFRecord format stores it: rotated, with a constant added."""
+    """Return the checksum in TFRecord form: rotated, with a constant added."""
     crc = google_crc32c.value(data)
     return struct.pack("<I", (((crc >> 15) | (crc << 17)) + _CRC_MASK) & 0xFFFF_FFFF)

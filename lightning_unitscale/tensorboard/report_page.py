@@ -1,7 +1,6 @@
-"""The Scales dashboard as one file: its modules, its style and the server's answers in one page.
+"""Write the Scales dashboard as one page, with its modules, its style and the server's answers.
 
-Tensors stand from top to bottom, with their scales; arcs at their left are what they are computed
-from.
+The page also has the graph of the step: tensors from top to bottom, and arcs to their inputs.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def graph_svg(
     inputs: Sequence[Sequence[str]],
     log2_rms: Mapping[str, Array],
 ) -> str:
-    """Return the annotated graph."""
+    """Return the graph of the step as SVG, with scales."""
     row_of = {name: row for row, name in enumerate(names)}
     edges = [
         (row_of[source], row)
@@ -69,7 +68,7 @@ def _middle(row: int) -> float:
 
 
 def _arc(source: int, target: int) -> str:
-    """Return an arc; its reach grows with the logarithm of the distance, to stay in view."""
+    """Return an arc, whose width grows with the logarithm of the distance, to stay in view."""
     start, end = _middle(source), _middle(target)
     reach = min(14 * math.log2(1 + abs(target - source)) + 4, _ARCS - 6)
     x = _ARCS - reach
@@ -86,7 +85,7 @@ def _box(x: float, y: float, value: float) -> str:
     text = text.replace("-", "\N{MINUS SIGN}")
     red, green, blue = _WARM if value > 0 else _COLD
     strength = 0.0 if math.isinf(value) else min(abs(value) / _FULL_COLOUR, 1.0)
-    # At most half covered: the text keeps its contrast on white and on black.
+    # At most half opaque, so that the text keeps its contrast on white and on black.
     fill = f"rgba({red},{green},{blue},{0.5 * strength:.2f})"
     return (
         f'<rect x="{x}" y="{y - _ROW / 2 + 1}" width="{_BOX}" height="{_ROW - 2}" rx="3" '
@@ -96,7 +95,7 @@ def _box(x: float, y: float, value: float) -> str:
 
 
 STATIC: Final = Path(responses.__file__).parent / "static"
-# More columns than a screen has pixels for two runs are of no use; histograms are larger.
+# A screen has no more pixels for two runs' columns. Histograms are larger.
 _MOST_STEPS: Final = 600
 _MOST_HISTOGRAMS: Final = 40
 _MOST_ALERTS: Final = 200
@@ -114,7 +113,7 @@ _PAGE = """<!doctype html>
 <title>{title}</title>
 <style>
 {style}
-/* What is below the map looks into the view, or nobody would scroll to it. */
+/* Leave a part of the tables visible below the map, so that readers scroll to it. */
 .scales {{ height: calc(100vh - 60px); min-height: 480px; }}
 .report-table {{ padding: 16px; overflow-x: auto; border-top: 1px solid var(--line); }}
 .report-table h2 {{ margin: 0 0 12px; font-size: 16px; }}
@@ -148,7 +147,7 @@ app.start();
 
 
 def report_page(runs: Mapping[str, RunScales], tables: Mapping[str, str], title: str) -> str:
-    """Return the page."""
+    """Return the page as HTML."""
     answers: dict[str, str] = {}
     for route, data in _answers(runs):
         packed = gzip.compress(data, compresslevel=6, mtime=0)
@@ -158,7 +157,7 @@ def report_page(runs: Mapping[str, RunScales], tables: Mapping[str, str], title:
     return _PAGE.format(
         title=html.escape(title),
         style=(STATIC / "style.css").read_text(encoding="utf-8"),
-        # Nothing in a name can end the script element.
+        # A name must not be able to end the script element.
         answers=json.dumps(answers, separators=(",", ":")).replace("<", "\\u003c"),
         script=bundle("app.js", "source.js", "theme.js") + _START,
         tables="\n".join(sections),
@@ -167,7 +166,7 @@ def report_page(runs: Mapping[str, RunScales], tables: Mapping[str, str], title:
 
 
 def _table_section(name: str, table: str, run: RunScales) -> str:
-    """Return the last step, and everything that was found wrong."""
+    """Return the table of the last step and the alerts."""
     title = f"<h2>{html.escape(name)}: the last sampled step</h2>"
     parts = [title, f"<pre>{html.escape(table)}</pre>"]
     if alerts := run.alerts():
@@ -191,9 +190,9 @@ def _graph_section(name: str, run: RunScales) -> str:
 
 
 def bundle(*entries: str) -> str:
-    """Modules of the dashboard, and what they import, as the text of one module.
+    """Join modules of the dashboard and their imports into the text of one module.
 
-    A module becomes a function that returns its exports; those of the entries are in scope after.
+    Each module becomes a function that returns its exports. Exports of the entries are in scope.
     """
     texts: dict[str, str] = {}
 
@@ -236,7 +235,7 @@ def _answers(runs: Mapping[str, RunScales]) -> Iterator[tuple[str, bytes]]:
                 key = (name, direction, tensor)
                 yield _key("exponents", *key), responses.exponents_frame(kept)
                 yield _key("fractions", *key), responses.fractions_frame(fractions, column)
-        # The page opens with the newest run: here with the first that was named.
+        # The page opens with the newest run, so make the first one the newest.
         listed.append(responses.ListedRun(name, float(-number), last_steps))
     yield _key("runs"), responses.runs_json(listed)
 

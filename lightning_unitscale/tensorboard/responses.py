@@ -1,9 +1,8 @@
-"""The answers of the Scales dashboard's server, as bytes; a report embeds the same ones.
+"""Encode the answers of the Scales dashboard's server, which a report embeds too.
 
-Arrays travel in frames, since JSON has neither NaN nor a short form of numbers. A frame is the
-length of its header (uint32), the header (JSON, padded with spaces to a multiple of four bytes),
-and then the arrays that the header's ``arrays`` lists, float32, one after the other. All of it is
-little-endian.
+Arrays are sent in frames, since JSON has no NaN and no compact numbers. A frame is the length of
+its header (uint32), the header, and the float32 arrays that the header's ``arrays`` lists. The
+header is JSON, padded with spaces to a multiple of four bytes. All of it is little-endian.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from lightning_unitscale.scales.layout import MIN_EXPONENT, NUM_EXPONENTS, Direc
 from lightning_unitscale.tensorboard.history import FractionHistory, ScaleHistory
 from lightning_unitscale.tensorboard.schema import ExponentCounts
 
-# The dashboard shows their ranges.
+# The formats whose ranges the dashboard shows.
 SHOWN_FORMATS = (FP16, BF16, E4M3FN, E5M2)
 _FORMAT_FIELDS = ("name", "smallest_normal", "flush_threshold", "subnormal_threshold",
                   "overflow_threshold")  # fmt: skip
 
 
 def frame(header: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> bytes:
-    """Return a header and arrays in one piece."""
+    """Return a frame of a header and arrays."""
     shapes = [{"name": name, "shape": array.shape} for name, array in arrays.items()]
     text = json.dumps({**header, "arrays": shapes}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 4)
@@ -46,7 +45,7 @@ class ListedRun:
     name: str
     started: float  # in seconds since 1970; the page opens with the newest
     last_steps: Mapping[Direction, int]
-    # Changes with each step, and with what is written late about the last one, such as alerts.
+    # Changes with each step, and with late data of the last one, such as alerts.
     version: int = 0
 
 
@@ -62,7 +61,7 @@ def runs_json(runs: Sequence[ListedRun]) -> bytes:
 
 
 def alerts_json(alerts: Sequence[ScaleAlert]) -> bytes:
-    """Alerts as the page shows them: a step, a tensor, a direction and a sentence each."""
+    """Return the alerts, each with a kind, a step, a tensor, a direction and a text."""
     shown = [
         {
             "kind": alert.kind,
@@ -77,11 +76,11 @@ def alerts_json(alerts: Sequence[ScaleAlert]) -> bytes:
 
 
 def scales_frame(history: ScaleHistory) -> bytes:
-    """Steps, tensors and log2 RMS of a run.
+    """Return the steps, tensors and log2 RMS of a run.
 
-    Units change rarely, so only the steps at which they do are kept: array ``log2_unit`` has a row
-    for each, and the header's ``unit_rows`` says for every step which row holds. Array
-    ``nonfinite`` has a row for each of the steps that ``nonfinite_rows`` lists by position.
+    Units change rarely, so array ``log2_unit`` has a row only for each step with new units. The
+    header's ``unit_rows`` maps every step to its row. Array ``nonfinite`` has a row for each of the
+    steps that ``nonfinite_rows`` lists by position.
     """
     units = history.log2_unit
     changed = np.ones(len(units), dtype=bool)
@@ -107,7 +106,7 @@ def scales_frame(history: ScaleHistory) -> bytes:
 
 
 def exponents_frame(counts: Mapping[int, ExponentCounts]) -> bytes:
-    """Exponent counts of one tensor over the steps, without exponents that no step has."""
+    """Return the exponent counts of one tensor over the steps, without unused exponents."""
     rows = np.zeros((len(counts), NUM_EXPONENTS), np.float32)
     for row, point in zip(rows, counts.values(), strict=True):
         row[:] = point.counts
@@ -123,9 +122,9 @@ def exponents_frame(counts: Mapping[int, ExponentCounts]) -> bytes:
 
 
 def fractions_frame(history: FractionHistory, tensor: int) -> bytes:
-    """Out-of-range fractions of one stored tensor, array ``(T, F, 3)``.
+    """Return the out-of-range fractions of one stored tensor, array ``(T, F, 3)``.
 
-    The header's ``share_read`` is the share of its elements that they come from, for every step.
+    The header's ``share_read`` is the share of its elements behind them, for every step.
     """
     header = {
         "steps": history.steps.tolist(),

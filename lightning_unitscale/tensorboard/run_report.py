@@ -1,7 +1,7 @@
-"""`lightning-unitscale report RUN_DIR`: picture, page and table from the event files of runs.
+"""Write a picture, a page and a table of runs: `lightning-unitscale report RUN_DIR`.
 
-The picture has heat maps forward and backward, of true and stored values. Without unit scaling
-these are the same, and a run has one map per direction.
+The picture has heat maps of true and stored values, forward and backward. Without unit scaling
+both are the same, so there is one map per direction.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _MOST_TICKS: Final = 7
 
 @dataclass(frozen=True)
 class Report:
-    """What was written: an HTML file, a PNG per run, and tables of the runs' last steps."""
+    """A written report: an HTML file, a PNG per run, and tables of the runs' last steps."""
 
     page: Path
     pictures: tuple[Path, ...]
@@ -63,7 +63,7 @@ class Report:
 def write_report(
     run_directories: Sequence[str | Path], output: str | Path, *, full: bool = False
 ) -> Report:
-    """Write a report of one run, or of several to compare."""
+    """Write a report of one or several runs."""
     runs = {name: read_run(path) for name, path in _names(run_directories).items()}
     folder = checked_folder("output", output)
     _remove_pictures(folder)
@@ -89,11 +89,11 @@ def write_report(
 
 
 def main(args: Sequence[str]) -> None:
-    """Run the command."""
+    """Run the command ``report``."""
     parser = argparse.ArgumentParser(
         prog="lightning-unitscale report",
-        description="Writes the scales of runs, which a ScaleMonitor logged to TensorBoard, as "
-        "pictures and as one HTML file that needs no server, and prints the last step's table.",
+        description="Write the scales that a ScaleMonitor logged to TensorBoard as pictures and "
+        "as one HTML file that needs no server. Print the table of the last step.",
     )
     parser.add_argument(
         "run_directory", nargs="+", metavar="RUN_DIR", help="folder of a run, with its event files"
@@ -122,7 +122,7 @@ def _with_alerts(table: str, alerts: Sequence[ScaleAlert]) -> str:
 
 
 def _remove_pictures(folder: Path) -> None:
-    """Remove those of an earlier report, which had another number of runs."""
+    """Remove the pictures of an earlier report, which may have had more runs."""
     if (folder / _PAGE).is_file():
         for path in folder.glob("scales*.png"):
             if _PICTURE.fullmatch(path.name):
@@ -130,7 +130,7 @@ def _remove_pictures(folder: Path) -> None:
 
 
 def _names(directories: Sequence[str | Path]) -> dict[str, Path]:
-    """Return runs by the names that TensorBoard gives them on the folder above."""
+    """Return runs by the names that TensorBoard gives them for their common folder."""
     paths = list(dict.fromkeys(Path(os.path.abspath(folder)) for folder in directories))
     if len(paths) == 1:
         return {"/".join(paths[0].parts[-2:]).lstrip("/"): paths[0]}
@@ -176,7 +176,7 @@ def write_figure(run: RunScales, path: Path, title: str) -> None:
 
 
 def color_limit(history: ScaleHistory) -> float:
-    """Return where the colours end: 98 % of all values are inside, true and stored ones."""
+    """Return a limit of the colours that includes 98 % of all true and stored values."""
     values = [history.values(stored=stored) for stored in (False, True)]
     magnitudes = np.abs(np.concatenate([array[np.isfinite(array)] for array in values]))
     if not magnitudes.size:
@@ -187,8 +187,8 @@ def color_limit(history: ScaleHistory) -> float:
 def _heat_map(
     axes: Axes, history: ScaleHistory, values: npt.NDArray[Any], colors: Any, limit: float
 ) -> Any:
-    # Finite values are clipped to the range. Tensors of zeros are drawn below it, and tensors with
-    # elements that are not finite above it.
+    # Clip finite values to the range. Below it are tensors of zeros, above it tensors with NaN or
+    # infinite elements.
     shown = np.where(np.isneginf(values), -2 * limit, np.clip(values, -limit, limit))
     shown = np.where(history.nonfinite > 0, 2 * limit, shown)
     image = axes.imshow(
@@ -207,7 +207,7 @@ def _heat_map(
 
 
 def _mark(axes: Axes, history: ScaleHistory, alerts: Sequence[ScaleAlert]) -> None:
-    """Draw a flag at the left of every cell with an alert."""
+    """Draw a flag at the left of each cell with an alert."""
     rows = {name: index for index, name in enumerate(history.names)}
     columns = {step: index for index, step in enumerate(history.steps.tolist())}
     cells = {
@@ -230,7 +230,7 @@ def _alerts_line(alerts: Sequence[ScaleAlert]) -> list[str]:
 
 
 def _label_parts(row: Sequence[Axes], history: ScaleHistory) -> None:
-    """Parameters and results, whose blocks have the same names, at the right."""
+    """Label parameters and results at the right, since their blocks have the same names."""
     parts = [(key, len(list(group))) for key, group in groupby(history.sources)]
     if len(parts) < 2:
         return
@@ -250,7 +250,7 @@ def _label_parts(row: Sequence[Axes], history: ScaleHistory) -> None:
 
 
 def _label_rows(axes: Axes, history: ScaleHistory) -> None:
-    """Names where there is room for them, or else the blocks that the tensors belong to."""
+    """Label rows with names if there is space, or else with blocks."""
     names = history.names
     if len(names) <= _LARGEST_NAMED:
         axes.set_yticks(range(len(names)), names, fontsize=6)
@@ -258,7 +258,7 @@ def _label_rows(axes: Axes, history: ScaleHistory) -> None:
     blocks = [block_of(module) or name for module, name in zip(history.modules, names, strict=True)]
     starts = [k for k, block in enumerate(blocks) if k == 0 or block != blocks[k - 1]]
     ends = [*starts[1:], len(blocks)]
-    # A label needs some one hundredth of the height.
+    # A label needs about one hundredth of the height.
     tall = [(a, b) for a, b in zip(starts, ends, strict=True) if b - a >= len(names) / 80]
     middles = [(a + b - 1) / 2 for a, b in tall]
     axes.set_yticks(middles, [blocks[a] for a, _ in tall], fontsize=7)

@@ -1,13 +1,13 @@
-"""Tags and contents of the **Scales** plugin's tensors in an event file.
+"""Define the tags and contents of the **Scales** plugin's tensors in an event file.
 
-A run has six series per direction. Five hold one vector per step with an entry per tensor, so
-that one read gives a whole heat map, its columns aligned:
+A run has six series per direction. Five have one vector per step with an entry per tensor, so
+one read gives a whole heat map with aligned columns:
 
 ====================================  ======================  =====================================
 tag                                   shape, type             content
 ====================================  ======================  =====================================
 ``scales/forward/log2_rms/1c0ffee5``  ``(N,)`` float32        log2 RMS of the stored tensors
-``scales/forward/log2_unit/...``      ``(N,)`` float32        log2 of the units they are stored in
+``scales/forward/log2_unit/...``      ``(N,)`` float32        log2 of their units
 ``scales/forward/fractions/...``      ``(N, F, 3)`` float16   overflow, subnormal, flushed; stored
 ``scales/forward/nonfinite/...``      ``(N,)`` float32        number of NaN and infinite elements
 ``scales/forward/share_read/...``     ``(N,)`` float32        share of elements behind fractions
@@ -15,14 +15,14 @@ tag                                   shape, type             content
 ``scales/alerts``                     ``()`` text             alerts of a step, see ``alerts.py``
 ====================================  ======================  =====================================
 
-What a tensor means to the model is what is stored times its unit. A vector tag ends in the key of
-its set of tensors: when the observed tensors change (another graph, a second fit), another set
-begins under another key. Names, modules and formats are JSON in the metadata of the set's
-``log2_rms`` tags, which is written once. NaN stands for a tensor that was not there, ``-inf`` for
-one of zeros. ``nonfinite`` is written only at steps at which there are such elements, and
-``share_read``, with ``fractions``, only where these come from samples.
+The true value of a tensor is its stored value times its unit. A vector tag ends in the key of its
+set of tensors. If the observed tensors change (another graph, a second fit), another set begins
+under another key. Names, modules and formats are JSON in the metadata of the set's ``log2_rms``
+tags, which is written once. NaN means that a tensor was absent, ``-inf`` that it was all zero.
+``nonfinite`` is written only at steps with such elements. ``share_read`` is written with
+``fractions`` that come from samples.
 
-NumPy and the standard library only: TensorBoard has no torch.
+It imports no torch, because TensorBoard has none.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ QUANTITIES: Final[tuple[Quantity, ...]] = get_args(Quantity)
 
 @dataclass(frozen=True)
 class Series:
-    """One tag of the plugin."""
+    """A tag of the plugin."""
 
     direction: Direction
     quantity: Quantity
-    # The key of the set of tensors; of exponents, the name of the tensor.
+    # The key of the set of tensors; for exponents the name of the tensor.
     subject: str
 
     @property
@@ -64,7 +64,7 @@ class Series:
 
     @classmethod
     def parse(cls, tag: str) -> Series | None:
-        """Return the series of a tag; ``None`` if it is no tag of this version."""
+        """Return the series of a tag; ``None`` for a tag that this version does not know."""
         for direction in DIRECTIONS:
             for quantity in QUANTITIES:
                 prefix = cls(direction, quantity, "").tag
@@ -75,25 +75,25 @@ class Series:
 
 @dataclass(frozen=True)
 class TensorSet:
-    """The tensors that the vectors of one set are about, in graph order."""
+    """The tensors of a set of vectors, in graph order."""
 
     names: tuple[str, ...]
     modules: tuple[str, ...]
     formats: tuple[NumberFormat, ...]
-    # What each is computed from, whether a matmul reads it, and whether one makes it and so reads
-    # its gradient; empty in older files.
+    # Each tensor's inputs, whether a matmul reads it, and whether a matmul computes it and so reads
+    # its gradient. Older files have none of these.
     inputs: tuple[tuple[str, ...], ...] = ()
     operands: tuple[bool, ...] = ()
     matmuls: tuple[bool, ...] = ()
 
     def read_by_matmuls(self, direction: Direction) -> frozenset[str]:
-        """Names of the tensors that matmuls read, or whose gradients they read."""
+        """Return the names of the tensors that matmuls read, or whose gradients they read."""
         flags = self.operands if direction == "forward" else self.matmuls
         return frozenset(itertools.compress(self.names, flags))
 
     @functools.cached_property
     def key(self) -> str:
-        """Eight letters that no other set of tensors has, the same in every process."""
+        """Return a hash of eight letters, the same in every process."""
         return hashlib.sha256(self.to_content()).hexdigest()[:8]
 
     def to_content(self) -> bytes:
@@ -112,7 +112,7 @@ class TensorSet:
 
     @classmethod
     def from_content(cls, data: bytes) -> TensorSet | None:
-        """Return the set in the metadata content of a tag; ``None`` for content of another kind."""
+        """Return the set in the metadata content of a tag; ``None`` for other content."""
         fields = parse_content(data)
         if fields is None or "names" not in fields:
             return None
@@ -126,7 +126,7 @@ class TensorSet:
 
 
 def content(**fields: Any) -> bytes:
-    """Metadata content of a tag: JSON with the version of this schema."""
+    """Return the metadata content of a tag: JSON with the version of this schema."""
     return json.dumps({"version": VERSION, **fields}, separators=(",", ":")).encode()
 
 
@@ -143,16 +143,16 @@ def parse_content(data: bytes) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, eq=False)
 class ExponentCounts:
-    """How many elements of one tensor have which binary exponent, of its true values."""
+    """The number of a tensor's elements per binary exponent of their true values."""
 
-    counts: npt.NDArray[np.floating[Any]]  # finite non-zero ones per exponent -150 to 128, (279,)
+    counts: npt.NDArray[np.floating[Any]]  # finite non-zero, per exponent -150 to 128, (279,)
     num_sampled: int
     log2_unit: int = 0  # stored exponents are lower by it
 
     def to_vector(self) -> npt.NDArray[np.floating[Any]]:
-        """Number sampled, unit, first exponent, and the counts up to the last non-zero one.
+        """Return the number sampled, unit, first exponent, and counts up to the last non-zero one.
 
-        Most tensors live within some thirty exponents, so this is a tenth of all counts.
+        Most tensors use about thirty exponents, so this is a tenth of all counts.
         """
         (present,) = np.nonzero(self.counts > 0)
         start, stop = (present[0], present[-1] + 1) if present.size else (0, 0)
@@ -161,7 +161,7 @@ class ExponentCounts:
 
     @classmethod
     def from_vector(cls, vector: npt.ArrayLike) -> ExponentCounts:
-        """From what :meth:`to_vector` gave."""
+        """Create counts from the result of :meth:`to_vector`."""
         values = np.asarray(vector, dtype=np.float32)
         start = int(values[2]) - MIN_EXPONENT if values.ndim == 1 and values.size >= 3 else -1
         if start < 0 or start + values.size - 3 > NUM_EXPONENTS:

@@ -1,4 +1,4 @@
-"""A snapshot as a table for people: one line per block, or one per tensor."""
+"""Format a snapshot as a table with one line per block or per tensor."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
     from lightning_unitscale.scales.snapshot import ScaleSnapshot
 
 Array = npt.NDArray[np.floating[Any]]
-# The scales of one step, and what an event file has of one.
+# The scales of one step, in memory or in an event file.
 Scales: TypeAlias = "ScaleSnapshot | LastStep"
 _TITLE = (
     "Scales at step {step}: log2 of the RMS of values (forward) and gradients (backward), their "
     "true values\nand the stored ones; percentage of the stored elements that a format overflows "
-    "or flushes to zero,\nforward / backward. A star marks what matmuls read."
+    "or flushes to zero,\nforward / backward. A star marks operands of matmuls."
 )
 _SHORT_TITLE = (
-    "Scales at step {step}: log2 of the RMS, from the smallest to the largest, of what matrix "
-    "matmuls read;\nhow many are stored within 2x of RMS 1."
+    "Scales at step {step}: log2 of the RMS of matmul operands, from the smallest to the largest, "
+    "and\nhow many are stored within 2x of RMS 1."
 )
 _ESTIMATED = "A tilde marks shares of a sample\nof the elements; the other numbers are of all."
 _MORE = (
     "All {number} tensors: lightning-unitscale report RUN_DIR --full, or "
     "ScaleMonitor.table(full=True)"
 )
-# In the place of a module, of what no submodule computes.
+# The module name of tensors that no submodule computes.
 STEP_ITSELF: Final = "(the step itself)"
 _READ: Final[dict[Direction, str]] = {"forward": "operands", "backward": "gradients"}
 
@@ -41,8 +41,8 @@ _READ: Final[dict[Direction, str]] = {"forward": "operands", "backward": "gradie
 def scale_summary(snapshot: Scales) -> str:
     """Return how many operands of matmuls are stored near RMS 1, in one line; empty if unknown.
 
-    Within a factor of 2, and where that is not all, of 4, from which on an operand gets a new unit.
-    Tensors of zeros have no scale and are not counted.
+    Near means within a factor of 2. If some are not, it adds the count within 4x, where
+    recalibration begins. Tensors of zeros have no scale and are not counted.
     """
     found = {direction: distances_from_one(snapshot, direction) for direction in DIRECTIONS}
     read = {direction: distances for direction, distances in found.items() if distances.size}
@@ -59,7 +59,7 @@ def scale_summary(snapshot: Scales) -> str:
 def distances_from_one(
     snapshot: Scales, direction: Direction, rows: npt.NDArray[np.bool_] | bool = True
 ) -> Array:
-    """By how many powers of two the tensors that matmuls read are stored away from RMS 1."""
+    """Return the distance of each stored matmul operand from RMS 1, in powers of two."""
     values = snapshot.log2_rms(direction, stored=True)
     distances = np.where(snapshot.nonfinite(direction) > 0, np.inf, np.abs(values))
     is_known = ~np.isnan(distances) & ~np.isneginf(values)
@@ -72,7 +72,7 @@ def _within(distances: Array) -> int:
 
 
 def scale_table(snapshot: Scales, tablefmt: str = "simple", *, full: bool = True) -> str:
-    """Scales of a snapshot, in graph order."""
+    """Return the scales of a snapshot as a table, in graph order."""
     summary = scale_summary(snapshot)
     if summary and not full:
         title = _SHORT_TITLE.format(step=snapshot.step)
@@ -96,7 +96,7 @@ def scale_table(snapshot: Scales, tablefmt: str = "simple", *, full: bool = True
             columns.append(
                 [_number(value) + mark for value, mark in zip(values, marks, strict=True)]
             )
-    # Elements that overflow, and those that become zero.
+    # Shares that overflow and that become zero.
     lost = [snapshot.fractions(direction)[..., [0, 2]].sum(axis=-1) for direction in DIRECTIONS]
     estimated = [snapshot.share_read(direction) < 1 for direction in DIRECTIONS]
     for index, item in enumerate(snapshot.layout.formats):
@@ -118,7 +118,7 @@ def scale_table(snapshot: Scales, tablefmt: str = "simple", *, full: bool = True
 
 
 def _short_table(snapshot: Scales, tablefmt: str) -> str:
-    """Return a line per block: how many are near RMS 1, and the ranges of values."""
+    """Return a line per block: the number of operands near RMS 1, and the ranges of values."""
     blocks = np.array([block_of(module) for module in snapshot.modules])
     read = {direction: snapshot.read_by_matmuls(direction) for direction in DIRECTIONS}
     values = {
@@ -168,7 +168,7 @@ def _range(values: Array) -> str:
 
 
 def _code(name: str, tablefmt: str) -> str:
-    # Markdown would make emphasis of the underscores in a name.
+    # Markdown would read the underscores in a name as emphasis.
     return f"`{name}`" if name and tablefmt in {"github", "pipe"} else name
 
 

@@ -1,13 +1,12 @@
 """Write scale snapshots, and the graph of a step, into a TensorBoard event file.
 
-For the dashboards that TensorBoard has anyway: a log2 RMS scalar and an exponent histogram of each
-tensor that a matmul reads and of each gradient that arrives at one, a custom-scalars layout
-that groups the scalars by block, a text table, and the graph of the step with the scale of every
-tensor. The tags begin with a tilde, so that they stand behind the user's own.
-For the Scales dashboard: the tensors that ``schema.py`` describes.
+TensorBoard's own dashboards get a log2 RMS scalar and an exponent histogram of each matmul operand
+and output gradient. They also get a custom-scalars layout by block, a text table, and the graph of
+the step with scales. Their tags begin with a tilde, so that they come after the user's own.
+The Scales dashboard gets the tensors that ``schema.py`` describes.
 
-Charts show tensors as they are stored. In a run without unit scaling those are the true values; so
-two runs side by side, with and without, show what unit scaling does.
+Charts show stored tensors. Without unit scaling those are the true values, so a comparison of two
+runs, with and without, shows the effect of unit scaling.
 """
 
 from __future__ import annotations
@@ -51,20 +50,20 @@ from lightning_unitscale.tensorboard.schema import (
 )
 from lightning_unitscale.tensorboard.table import scale_table
 
-# Where the tags of TensorBoard's own dashboards begin: behind everything that begins with a letter.
+# The prefix of tags in TensorBoard's own dashboards. A tilde sorts after all letters.
 NAMESPACE: Final = "~scales"
 
 # TensorBoard's own port, unless it is taken.
 SCALES_URL: Final = f"http://localhost:6006/#{PLUGIN_NAME}"
-# The tensors with scalars and histograms in TensorBoard's own dashboards: none, those that matmuls
-# read, all.
+# The tensors with scalars and histograms in TensorBoard's own dashboards: none, matmul operands,
+# or all.
 TensorBoardTabs: TypeAlias = Literal["scales", "operands", "all"]
 TABS: Final[tuple[TensorBoardTabs, ...]] = get_args(TensorBoardTabs)
 
 Array = npt.NDArray[np.floating[Any]]
-# After how many of each the writer begins to leave out: every second, after twice as many three of
-# four, and so on. TensorBoard itself keeps 2,000 points of the Scales dashboard, 1,000 scalars and
-# 50 histograms; what is larger is thinned earlier, and the file stays in bounds.
+# After this many samples the writer keeps every second one, after twice as many every fourth, and
+# so on. TensorBoard itself keeps 2,000 points of the Scales dashboard, 1,000 scalars and 50
+# histograms. Larger data is thinned earlier to limit the file's size.
 _BEFORE_THINNING: Final = {
     "vectors": 2000,
     "fractions": 500,
@@ -76,7 +75,7 @@ _OF_EXPONENTS: Final = ("exponents", "histograms")
 
 
 class Thinning:
-    """Which parts of the samples of a run are written: in long runs at fewer and fewer of them."""
+    """The choice of the parts to write of each sample, fewer and fewer in a long run."""
 
     def __init__(self, before: Mapping[str, int]) -> None:
         self.last_step: int | None = None
@@ -85,7 +84,7 @@ class Thinning:
         self._left_out: set[str] = set()
 
     def due(self, step: int, *, complete: bool) -> set[str]:
-        """Return the parts to write of the next sample, which is of this step."""
+        """Return the parts to write of the next sample, at this step."""
         parts = {
             part
             for part, most in self._before.items()
@@ -96,7 +95,7 @@ class Thinning:
         return parts
 
     def left_out(self, step: int) -> set[str]:
-        """Return the parts that were left out of a step, if it is the last one."""
+        """Return the parts that were left out of a step, if it is the last one written."""
         if step != self.last_step:
             return set()
         left_out, self._left_out = self._left_out, set()
@@ -104,11 +103,11 @@ class Thinning:
 
 
 class ScaleWriter:
-    """Writes the snapshots of one run.
+    """A writer for the snapshots of one run.
 
-    All of a snapshot goes into one event. In long runs steps are left out: of histograms first, of
-    the vectors of the Scales dashboard after 2,000. Where something was wrong, and at the end of
-    the run, everything is written.
+    Each snapshot is one event. Long runs leave out steps: histograms first, and the vectors of the
+    Scales dashboard after 2,000 samples. Steps with alerts and the end of the run are written in
+    full.
 
     Examples:
         >>> writer = ScaleWriter(trainer.logger.experiment)  # doctest: +SKIP
@@ -132,8 +131,8 @@ class ScaleWriter:
     ) -> None:
         """Write one snapshot at its step.
 
-        A step that was just written is skipped, since TensorBoard wants steps to increase. A
-        smaller one begins anew (a second fit, a resumed run), as it does for every other chart.
+        The step just written is skipped, since TensorBoard requires increasing steps. A smaller
+        step (a second fit, a resumed run) starts again, as in every other chart.
         """
         file_writer = self._experiment._get_file_writer()
         if file_writer is None or not len(snapshot) or snapshot.step == self._thinning.last_step:
@@ -149,7 +148,7 @@ class ScaleWriter:
             file_writer.add_event(event, step=snapshot.step)
 
     def finish(self, snapshot: ScaleSnapshot) -> None:
-        """Write what was left out of the last snapshot, and its scales as a table and a graph."""
+        """Write the omitted parts of the last snapshot, and its scales as a table and a graph."""
         file_writer = self._experiment._get_file_writer()
         if file_writer is None:
             return
@@ -181,7 +180,7 @@ class ScaleWriter:
         if not parts:
             return
         if file_writer is not self._file_writer:
-            # Tags are described once per file.
+            # Each file needs the metadata of its tags.
             self._file_writer = file_writer
             self._described.clear()
             use_fast_checksums(file_writer)
@@ -197,10 +196,10 @@ class ScaleWriter:
             self._sets[observed] = observed
             if layout := custom_scalars_layout(snapshot, self._tabs):
                 self._experiment.add_custom_scalars(layout)
-        observed = self._sets[observed]  # the first one, which has its key already
+        observed = self._sets[observed]  # the first equal one, which has cached its key
         event = Event()
         for direction in DIRECTIONS:
-            # There is no backward pass in validation.
+            # Validation has no backward pass.
             if not np.isnan(snapshot.column("numel", direction)).all():
                 self._add_direction(event.summary, snapshot, direction, observed, parts)
         file_writer.add_event(event, step=snapshot.step)
@@ -256,7 +255,7 @@ class ScaleWriter:
         array: npt.NDArray[Any],
         description: Callable[[], bytes] = content,
     ) -> None:
-        """Add a tensor under a tag, which its first value makes the plugin's."""
+        """Add a tensor under a tag, with the plugin's metadata in its first value."""
         metadata = None
         if tag not in self._described:
             self._described.add(tag)
@@ -281,7 +280,7 @@ def stock_tags(snapshot: ScaleSnapshot, direction: Direction) -> list[str]:
 def _shown(
     snapshot: ScaleSnapshot, direction: Direction, tabs: TensorBoardTabs
 ) -> npt.NDArray[np.bool_]:
-    """Return which tensors TensorBoard's own dashboards show."""
+    """Return a mask of the tensors that TensorBoard's own dashboards show."""
     if tabs == "operands":
         return snapshot.read_by_matmuls(direction)
     return np.full(len(snapshot), tabs == "all")
@@ -290,10 +289,10 @@ def _shown(
 def custom_scalars_layout(
     snapshot: ScaleSnapshot, tabs: TensorBoardTabs
 ) -> dict[str, dict[str, list[Any]]]:
-    """Charts that put the tensors of one block into one picture, for ``add_custom_scalars``.
+    """Return a layout for ``add_custom_scalars`` with one chart per block and direction.
 
-    A chart names its tensors by a pattern: TensorBoard shows a chart that two runs have in common
-    once, if it is the same in both.
+    A chart selects its tensors by a pattern, so that TensorBoard shows equal charts of two runs
+    once.
     """
     layout: dict[str, dict[str, list[Any]]] = {}
     for direction in DIRECTIONS:
@@ -307,14 +306,13 @@ def custom_scalars_layout(
 
 
 def tensorboard_command(logger: Any) -> str:
-    """Return the command that shows a run beside the others of its logger.
+    """Return the command that shows a run with the others of its logger.
 
-    It works as it stands in a shell in the current folder, whether or not the environment is
-    activated.
+    You can paste it into a shell in the current folder, even without activating the environment.
     """
     save_dir = getattr(logger, "save_dir", None)
     logdir = Path(logger.log_dir if save_dir is None else save_dir)
-    if logdir.resolve() == Path.cwd():  # TensorBoard would search everything that is here
+    if logdir.resolve() == Path.cwd():  # TensorBoard would search the whole folder
         logdir = Path(getattr(logger, "root_dir", logger.log_dir))
     beside_python = Path(sys.executable).with_name("tensorboard")
     on_path = shutil.which("tensorboard")
@@ -328,7 +326,7 @@ def tensorboard_command(logger: Any) -> str:
 
 
 def _relative_to_cwd(path: Path) -> str:
-    """Return a path as you would type it in the current folder; absolute if it is elsewhere."""
-    absolute = Path(os.path.abspath(path))  # keeps symbolic links, which environments consist of
+    """Return a path relative to the current folder; absolute if it is elsewhere."""
+    absolute = Path(os.path.abspath(path))  # keeps symbolic links, which environments use
     cwd = Path.cwd()
     return str(absolute.relative_to(cwd) if absolute.is_relative_to(cwd) else absolute)

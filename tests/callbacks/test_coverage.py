@@ -80,7 +80,7 @@ def test_plain_matmuls_are_warned_of_once_with_their_modules() -> None:
     _, warned = _warnings(Recurrent, callback, max_steps=4)
     (warning,) = warned
     assert re.search(r"training_step: 9 of \d+ matmuls in units \(\d", warning)
-    assert "What runs plain is in recurrent. Expected at least 90%" in warning
+    assert "Plain matmuls are in recurrent. Expected at least 90%" in warning
     assert warning.endswith("explain() lists all matmuls.")
     assert callback.coverage.uncovered_modules() == ("recurrent",)
     (reason,) = callback.coverage.reasons
@@ -110,7 +110,7 @@ def test_a_small_recurrent_layer_is_told_without_a_warning(
 
 
 def test_the_same_bits_with_a_recurrent_layer() -> None:
-    with pytest.warns(UserWarning, match="What runs plain is in recurrent"):
+    with pytest.warns(UserWarning, match="Plain matmuls are in recurrent"):
         _, callbacks = assert_same_run(Recurrent, lambda: [UnitScaleCallback()])
     assert unit_scale_of(callbacks).coverage.num_in_units == 9
 
@@ -167,7 +167,7 @@ def test_complex_matmuls_are_told(options: dict[str, Any]) -> None:
     assert (plain.module, plain.reason, plain.num_matmuls) == ("mix", "complex numbers", 2)
     # Four real matmuls in each.
     assert plain.flops == 2 * 4 * (2 * 4 * 6 * 6)
-    assert "plain: complex numbers. What runs plain is in mix" in warning
+    assert "plain: complex numbers. Plain matmuls are in mix" in warning
 
 
 class Widened(Regression):

@@ -170,7 +170,7 @@ def test_what_is_told_of_a_step() -> None:
     assert "(the step itself)" in coverage.table()
     # Whether it is exact in units is known after the step.
     site_plain["forward"] = "terms below"
-    assert "What runs plain is in up, the step itself" in counter.result().shortfall()
+    assert "Plain matmuls are in up, the step itself" in counter.result().shortfall()
     alone = counter.result(has_units=False)
     assert alone.line().startswith("1 of 3 matmuls rounded to a format (35 % of their FLOPs);")
 

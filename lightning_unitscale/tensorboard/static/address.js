@@ -1,8 +1,8 @@
-// The state of the page in the address, so that a reload or a link shows the same.
+// Stores the page's state in the address, so that reloads and links show the same.
 
 const PREFIX = 'scales.';
 const BOOLEAN = { true: true, false: false };
-/** What an address may hold, and the value of a text; undefined leaves the page its own. */
+/** The fields in an address, and how to parse each; undefined keeps the page's own value. */
 const FIELDS = {
   run: (text) => text,
   compared: (text) => text,
@@ -15,7 +15,7 @@ const FIELDS = {
 };
 const DEFAULTS = { direction: 'forward', stored: true, filter: '', limit: 'auto', rowMode: 'auto' };
 
-/** The parts of the state that the address has. */
+/** Reads the parts of the state in the address. */
 export function readAddress() {
   const found = new Map(
     parts(page())
@@ -32,24 +32,24 @@ export function readAddress() {
   return state;
 }
 
-/** Puts the state into the address, without an entry in the history. */
+/** Writes the state into the address, without a history entry. */
 export function writeAddress(state) {
   const host = page();
   const others = parts(host).filter((part) => !part.startsWith(PREFIX));
-  // TensorBoard's page may show another dashboard meanwhile.
+  // TensorBoard may show another dashboard meanwhile.
   if (host !== window && others[0] !== 'scales') return;
   const fields = Object.keys(FIELDS).map((field) => [field, state[field]]);
   if (state.selected) fields.push(['tensor', state.selected.name], ['step', state.selected.step]);
   const own = fields
     .filter(([field, value]) => value !== null && value !== undefined && value !== DEFAULTS[field])
     .map(([field, value]) => `${PREFIX}${field}=${encodeURIComponent(value)}`);
-  // Not the hash alone, which would be relative to the base that TensorBoard gives a frame.
+  // A bare hash would be relative to the base that TensorBoard gives a frame.
   const [address] = host.location.href.split('#');
   const hash = [...others, ...own].join('&');
   if (hash !== parts(host).join('&')) host.history.replaceState(host.history.state, '', `${address}#${hash}`);
 }
 
-/** The page whose address people see: TensorBoard's, around this frame, or this one. */
+/** Returns the page with the visible address: TensorBoard's around this frame, or this one. */
 function page() {
   try {
     return window.parent.location.hash === undefined ? window : window.parent;

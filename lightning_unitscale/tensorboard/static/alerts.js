@@ -1,8 +1,8 @@
-// What the monitor found wrong: a list whose entries lead to the tensor and the step.
+// The monitor's alerts, as a list whose entries select the tensor and the step.
 
 import { element } from './dom.js';
 
-/** What the kinds of alerts are called. */
+/** The names of the kinds of alerts. */
 export const KINDS = {
   loss: 'NaN or inf loss',
   nonfinite: 'NaN or inf',
@@ -12,7 +12,7 @@ export const KINDS = {
   trend: 'trend',
 };
 
-/** The list, folded until somebody opens it; `onSelect` is told the alert. */
+/** The list, folded at first; it calls `onSelect` with an alert. */
 export class AlertList {
   constructor({ onSelect }) {
     this.onSelect = onSelect;
@@ -22,16 +22,16 @@ export class AlertList {
     this.shown = '';
   }
 
-  /** The alerts of the runs that are shown, each {run, alerts} in the order of the steps. */
+  /** Shows the alerts of the shown runs, each {run, alerts} in the order of the steps. */
   set(runs) {
     const found = runs.filter(({ alerts }) => alerts.length);
     this.node.hidden = !found.length;
     const key = JSON.stringify(found.map(({ run, alerts }) => [run, alerts]));
-    // An open list stays where its reader scrolled it.
+    // An open list keeps its scroll position.
     if (key === this.shown) return;
     this.shown = key;
     this.title.replaceChildren(...found.map((one) => element('span', {}, ...summary(one))));
-    // A list of one run names it once, at its head.
+    // The title names a single run.
     const several = found.length > 1;
     this.list.replaceChildren(
       ...found.flatMap(({ run, alerts }) => alerts.map((one) => this.#entry(one, several ? run : null))),
@@ -44,7 +44,7 @@ export class AlertList {
       run === null ? null : element('span', { class: 'alert-run' }, run),
       element('span', {}, alert.text),
     ];
-    // A loss has no row of its own.
+    // A loss has no row in the map.
     if (alert.kind === 'loss') return element('li', {}, element('p', {}, ...parts));
     const go = () => this.onSelect(alert);
     const title = 'Show the tensor at this step';
@@ -52,7 +52,7 @@ export class AlertList {
   }
 }
 
-/** How many there are, and the first: what, where and when. */
+/** Returns the number of alerts and a description of the first. */
 function summary({ run, alerts }) {
   const [first] = alerts;
   const number = alerts.length === 1 ? '1 alert' : `${alerts.length.toLocaleString('en')} alerts`;

@@ -1,4 +1,4 @@
-// The page: its state, and what follows when a part of it changes.
+// The page: keeps its state and updates all parts when it changes.
 
 import { readAddress, writeAddress } from './address.js';
 import { AlertList, KINDS } from './alerts.js';
@@ -44,7 +44,7 @@ export class App {
     this.loaded = new Map();
     this.rows = [];
     this.panels = [];
-    // How often something new was shown; for those who look at the page from outside.
+    // Counts the updates, for the browser tests.
     this.shown = 0;
     const change = (fields) => this.change(fields);
     this.controls = new Controls(this.state, {
@@ -99,7 +99,7 @@ export class App {
     theme.onChange(() => this.update());
   }
 
-  /** Reads the runs and shows the newest; looks for news from then on. */
+  /** Reads the runs and shows the newest, then refreshes regularly. */
   async start() {
     await this.refresh();
     if (!this.source.isLive) return;
@@ -108,7 +108,7 @@ export class App {
     }, REFRESH_MILLISECONDS);
   }
 
-  /** Reads the list of runs, and again what has grown since. */
+  /** Reads the list of runs, and reloads those that have grown. */
   async refresh() {
     try {
       this.listing = await this.source.runs();
@@ -137,7 +137,7 @@ export class App {
     this.controls.setRuns(names, run, compared);
     this.controls.direction.set(direction);
     this.controls.view.set(stored ? 'stored' : 'true');
-    // Without a run there is nothing to choose from, and no colour.
+    // Without a run the page shows only a message.
     this.node.classList.toggle('empty', run === null);
     if (run === null) {
       this.#say('No scales yet.', 'empty');
@@ -163,14 +163,14 @@ export class App {
     const wasHidden = this.detail.node.hidden;
     if (isNew) this.#showDetail();
     else this.detail.setStep(step);
-    // The panel takes room from the heat map, which lays itself out again.
+    // The panel takes space from the heat map, which then lays itself out again.
     if (wasHidden) this.heatMap.set({ ...this.heatMap.model, selected: this.#selectedCell() });
     else this.heatMap.select(this.#selectedCell());
     this.#speak();
     this.#remember();
   }
 
-  /** Closes the panel and gives up the selection. */
+  /** Closes the panel and clears the selection. */
   close() {
     this.state.selected = null;
     this.detail.hide();
@@ -208,7 +208,7 @@ export class App {
         ]),
       ),
     );
-    // Of gradients only those that arrive at matmuls have units: the others would hide them.
+    // Only gradients that arrive at matmuls have units, and the others would hide them.
     const only = operands.size ? this.state.operandsOnly ?? direction === 'backward' : null;
     const matches = nameFilter(filter);
     this.rows = names.filter((name) => matches(name) && (!only || operands.has(name))).map((name) => known.get(name));
@@ -224,7 +224,7 @@ export class App {
     const range = limit === 'auto' ? colorLimit(found, stored) : limit;
     this.palette = new Palette(this.theme.name, range);
     const hasFlags = found.some((data) => data.alertsOf.size > 0);
-    // Where an alert tells of a NaN already, it says more.
+    // An alert about a NaN has more detail than the notice.
     const silent = found.filter(({ alerts }) => !alerts.some(({ kind }) => kind === 'nonfinite'));
     const bad = silent.map((data) => data.firstBad()).find((one) => one !== null) ?? null;
     this.legend.set(this.palette, {
@@ -250,7 +250,7 @@ export class App {
     this.shown += 1;
   }
 
-  /** Puts the state into the address; the newest run is shown without being named there. */
+  /** Writes the state into the address, which leaves out the newest run's name. */
   #remember() {
     const { run } = this.state;
     writeAddress({ ...this.state, run: run === newest(this.listing.runs) ? null : run });
@@ -317,7 +317,7 @@ export class App {
 
   #onKey(event) {
     if (event.ctrlKey || event.metaKey || event.altKey || this.keys.open) return;
-    // What is under the pointer may be another cell now.
+    // Another cell may be under the pointer now.
     this.heatMap.leave();
     const { target } = event;
     const isText = target === this.controls.filter || target.tagName === 'SELECT';
@@ -365,7 +365,7 @@ export class App {
     };
   }
 
-  /** Moves the selection; without one, the last step of the first row is selected. */
+  /** Moves the selection, or selects the last step of the first row. */
   #move(rows, columns) {
     const { steps } = this.panels[0]?.data ?? { steps: [] };
     if (!this.rows.length || !steps.length) return;
@@ -390,7 +390,7 @@ const EMPTY = {
   arrays: { log2_rms: new Float32Array(), log2_unit: new Float32Array(), nonfinite: new Float32Array() },
 };
 
-/** What to do when there is nothing to see. */
+/** Returns instructions for a log folder without scales. */
 function firstSteps() {
   const code = [
     'from lightning.pytorch import Trainer',
@@ -403,6 +403,6 @@ function firstSteps() {
   return [
     element('p', {}, 'No run in this log folder has scales. Add the monitor to a Trainer that logs to TensorBoard:'),
     element('pre', {}, element('code', {}, code)),
-    element('p', {}, 'The page fills by itself with the first sampled step.'),
+    element('p', {}, 'The page updates after the first sampled step.'),
   ];
 }

@@ -1,8 +1,8 @@
-// The cells of the heat map as a picture.
+// Draws the cells of the heat map as a picture.
 
 /**
- * Cells of the rows from `first` to `stop` in at most `width` by `height` pixels: one pixel per
- * cell, or one per screen pixel where cells are smaller. Null without any.
+ * Returns the cells of the rows from `first` to `stop` in at most `width` by `height` pixels: one
+ * pixel per cell, or one per screen pixel if cells are smaller. Null without any.
  */
 export function cellPicture({ panels, stored, palette }, panel, { first, stop, width, height }) {
   const { data, places, columns: shownColumns } = panels[panel];
@@ -19,7 +19,7 @@ export function cellPicture({ panels, stored, palette }, panel, { first, stop, w
     for (let x = 0; x < columns; x += 1) {
       const start = Math.floor((x * numColumns) / columns);
       const end = Math.max(start + 1, Math.floor(((x + 1) * numColumns) / columns));
-      // Of several cells in one pixel the furthest from 1 is shown: no outlier gets lost.
+      // Of several cells in one pixel show the furthest from 1, so that no outlier is lost.
       let shown = NaN;
       let isBad = false;
       for (let row = top; row < bottom; row += 1) {
@@ -43,7 +43,7 @@ export function cellPicture({ panels, stored, palette }, panel, { first, stop, w
   return canvas;
 }
 
-/** Thin diagonal lines: nothing was measured here. */
+/** Returns thin diagonal lines, which mean that nothing was measured. */
 export function hatching(context, color) {
   const tile = new OffscreenCanvas(6, 6);
   const pen = tile.getContext('2d');

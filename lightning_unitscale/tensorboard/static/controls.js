@@ -1,8 +1,8 @@
-// The bar above the heat map: which runs, which direction, which tensors.
+// The bar above the heat map, to choose runs, direction and tensors.
 
 import { element, segments } from './dom.js';
 
-/** The controls; every handler of `on` is told the new value. */
+/** The controls; they call every handler of `on` with the new value. */
 export class Controls {
   constructor(state, on) {
     this.run = element('select', { onchange: () => on.run(this.run.value) });
@@ -52,7 +52,7 @@ export class Controls {
       onchange: () => on.operandsOnly(this.operands.checked),
     });
     this.count = element('output', { class: 'count', 'aria-live': 'polite' });
-    const title = 'Only what matmuls read: operands, or gradients that arrive at matmuls (key o)';
+    const title = 'Only operands of matmuls, or gradients that arrive at matmuls (key o)';
     const check = element('label', { class: 'check', title }, this.operands, 'operands only');
     const shown = element('div', {}, this.count, check);
     const help = element(
@@ -81,7 +81,7 @@ export class Controls {
     this.compared.disabled = !others.length;
   }
 
-  /** Whether only operands are shown; null if nobody knows which those are. */
+  /** Sets whether only operands are shown; null if the operands are unknown. */
   setOperandsOnly(isChosen) {
     this.operands.checked = isChosen === true;
     this.operands.disabled = isChosen === null;
@@ -96,13 +96,13 @@ function labelled(text, control) {
   return element('label', { class: 'labelled' }, element('span', {}, text), control);
 }
 
-/** A run's name without its middle: runs differ at the end, where a list would cut them off. */
+/** Shortens a run's name in the middle, since runs differ at the end. */
 function shortName(name) {
   return name.length > 30 ? `${name.slice(0, 9)}…${name.slice(-20)}` : name;
 }
 
 function fill(select, choices, chosen) {
-  // A list that is open would close when its choices are made anew.
+  // Replacing the choices would close an open list.
   const { options: known } = select;
   select.title = chosen;
   if (known.length === choices.length && choices.every(([value], place) => known[place].value === value)) {
@@ -116,7 +116,7 @@ function fill(select, choices, chosen) {
 }
 
 const KEYS = [
-  ['← → ↑ ↓', 'move the selected cell; with Page Up, Page Down, Home, End by more'],
+  ['← → ↑ ↓', 'move the selected cell; Page Up, Page Down, Home and End move further'],
   ['Enter', 'select a cell: the last step of the first tensor'],
   ['/', 'filter the tensors'],
   ['f, b', 'forward, backward'],
@@ -126,21 +126,21 @@ const KEYS = [
   ['[ ]', 'shift the tensor by a power of two'],
   ['l', 'logarithmic counts'],
   ['?', 'this help'],
-  ['Esc', 'close what is open'],
+  ['Esc', 'clear the filter, or close the panel or this help'],
 ];
 
 const READING = [
   ['Row', 'a tensor: first the parameters, then the results of operations, in the order of computation'],
   ['Column', 'a sampled step'],
-  ['Colour', 'RMS of the tensor, in powers of two: blue below 1, orange above; near 1 it fades into the page'],
+  ['Colour', 'RMS of the tensor, in powers of two: blue below 1, orange above, the colour of the page near 1'],
   ['Forward', 'values'],
   ['Backward', 'gradients of the same tensors'],
-  ['True value', 'what the model computes with'],
-  ['Stored value', 'what is in memory and meets number formats: another scale only with unit scaling'],
-  ['Operands', 'what matmuls read, marked by a bar; backward, the gradients that arrive at matmuls'],
+  ['True value', 'the unscaled value in your model'],
+  ['Stored value', 'the value in memory, which a format has to hold; it differs only with unit scaling'],
+  ['Operands', 'the tensors that matmuls read, marked by a bar; backward, the gradients that arrive at matmuls'],
 ];
 
-/** How to read the page, and the list of keys, as a dialog. */
+/** Returns a dialog that explains the page and lists the keys. */
 export function keysDialog() {
   const terms = READING.map(([term, text]) => [element('dt', {}, term), element('dd', {}, text)]);
   const rows = KEYS.map(([keys, text]) => [element('dt', {}, element('kbd', {}, keys)), element('dd', {}, text)]);
@@ -157,7 +157,7 @@ export function keysDialog() {
   return dialog;
 }
 
-/** Keys for screen readers, which read it with the heat map. */
+/** Returns a description of the keys for screen readers. */
 export function keysDescription() {
   const text = 'Arrow keys move the selected cell. F forward, B backward, S stored, slash filters.';
   return element('p', { id: 'scales-keys', class: 'unseen' }, text);

@@ -1,4 +1,4 @@
-// The panel about one tensor: its scale over the steps, its exponents, what the formats do to it.
+// The panel for one tensor: its scale over the steps, its exponents, and its losses in formats.
 
 import { element } from './dom.js';
 import { bandKey, exponentDomain, fractionTable, histogram, summaryLine } from './histogram.js';
@@ -8,7 +8,7 @@ import { trend } from './trend.js';
 const LARGEST_SHIFT = 40;
 
 export class Detail {
-  /** `load(route, query)` resolves to a frame; `onStep(step)` and `onClose()` tell the page. */
+  /** `load(route, query)` resolves to a frame; `onStep(step)` and `onClose()` notify the page. */
   constructor({ load, onStep, onClose }) {
     this.load = load;
     this.onStep = onStep;
@@ -35,8 +35,8 @@ export class Detail {
       min: -LARGEST_SHIFT,
       max: LARGEST_SHIFT,
       value: 0,
-      'aria-label': 'Power of two that the tensor is multiplied with before the cast',
-      title: 'What if the tensor were multiplied with a power of two before it is cast? (keys [ and ])',
+      'aria-label': 'Power of two that multiplies the tensor before the cast',
+      title: 'Multiply the tensor by a power of two before the cast (keys [ and ])',
       oninput: () => this.setShift(Number(this.shiftSlider.value)),
     });
     this.shiftText = element('output', {});
@@ -123,7 +123,7 @@ export class Detail {
     this.node.hidden = true;
   }
 
-  /** Forgets what was loaded, since there is more of it now. */
+  /** Drops the loaded data, since the run has grown. */
   forget() {
     this.series.clear();
   }
@@ -137,7 +137,7 @@ export class Detail {
     try {
       const exponents = await this.load('exponents', query);
       found.exponents = new ExponentSeries(exponents.header, exponents.arrays);
-      // The server may have to read a lot for these: the histogram does not wait for them.
+      // The server may need long for these, so the histogram does not wait for them.
       this.load('fractions', query).then(({ header, arrays }) => {
         found.monitored = new MonitoredFractions(header, arrays);
         if (this.subject?.name === name) this.#draw();
@@ -193,7 +193,7 @@ export class Detail {
     );
   }
 
-  /** What was found wrong with the tensor at the step. */
+  /** Returns the alerts about the tensor at the step. */
   #alertsAt(step) {
     const { name, runs } = this.subject;
     return runs.flatMap(({ run, alertsOf }) =>
@@ -203,7 +203,7 @@ export class Detail {
     );
   }
 
-  /** What is known of the tensor in one run at the step. */
+  /** Returns the data of the tensor in one run at the step. */
   #atStep(run) {
     const { name, step, stored } = this.subject;
     const { shift } = this;
@@ -211,7 +211,7 @@ export class Detail {
     const column = columnAt(run.steps, step);
     const tensor = run.position.get(name);
     const unit = run.unit(column, tensor);
-    // What was counted on the device is about the stored tensor, unshifted, at a sampled step.
+    // The device counted the stored, unshifted tensor at a sampled step.
     const isCounted = shift === (stored ? 0 : -unit);
     return {
       run,
@@ -241,7 +241,7 @@ export class Detail {
   #chart({ run, unit, step, value, bad, series, error, counts }, domain, place) {
     const { name, runs } = this.subject;
     const several = runs.length > 1;
-    // The runs need not have been sampled at the same steps.
+    // The runs may have been sampled at different steps.
     const other = step === runs[0].steps[columnAt(runs[0].steps, this.subject.step)] ? null : step;
     const parts = [
       several ? element('h4', { class: `run-${place}` }, run.run) : null,
@@ -273,7 +273,7 @@ export class Detail {
 
   #table(found) {
     const { shift, formats } = this;
-    // What was counted on the device is there without a histogram too.
+    // Counts of the device exist without a histogram too.
     const monitored = formats.filter(({ name }) => found.every((one) => one.monitored(name)));
     const hasCounts = found.some(({ counts }) => counts);
     if (!hasCounts && !monitored.length) return [];

@@ -1,13 +1,13 @@
-// Elements without a framework.
+// Creates elements without a framework.
 
 const SVG = 'http://www.w3.org/2000/svg';
 
-/** An HTML element; attributes whose name begins with `on` are event listeners. */
+/** Creates an HTML element; attributes whose name begins with `on` are event listeners. */
 export function element(tag, attributes = {}, ...children) {
   return assembled(document.createElement(tag), attributes, children);
 }
 
-/** An SVG element. */
+/** Creates an SVG element. */
 export function svg(tag, attributes = {}, ...children) {
   return assembled(document.createElementNS(SVG, tag), attributes, children);
 }
@@ -22,7 +22,7 @@ function assembled(node, attributes, children) {
   return node;
 }
 
-/** Calls `action` once per frame, however often it is asked for. */
+/** Calls `action` at most once per frame. */
 export function oncePerFrame(action) {
   let asked = 0;
   return () => {
@@ -35,7 +35,7 @@ export function oncePerFrame(action) {
   };
 }
 
-/** A choice of a few: radio buttons that look like one button in parts. */
+/** A choice of a few values: radio buttons that look like one divided button. */
 export function segments(label, name, choices, chosen, onChoose) {
   const inputs = {};
   const parts = choices.map(([value, text, title]) => {

@@ -11,7 +11,7 @@ const GAP = 18;
 const FLAG = 9;
 const SMALLEST_FLAG = 5;
 const READABLE_ROW = 16;
-// Rows that all fit into the view are still worth looking at together when they are this high.
+// Show all rows in the view if they can be this high.
 const SMALLEST_FITTING_ROW = 3;
 const LARGEST_ROW = 26;
 
@@ -61,10 +61,9 @@ export class HeatMap {
   }
 
   /**
-   * What to show: `rows` ({name, module, isSource, isOperand}), `steps` from left to right, `panels`
-   * ({title, data, places, columns}: the position of every row's tensor in the run and the run's
-   * column at every step, -1 without), `stored`, `palette`, `rowMode` and `selected` ({row, step} or
-   * null).
+   * Shows `rows` ({name, module, isSource, isOperand}), `steps` from left to right, `panels` ({title,
+   * data, places, columns}: the position of every row's tensor in the run and the run's column at
+   * every step, -1 without), `stored`, `palette`, `rowMode` and `selected` ({row, step} or null).
    */
   set(model) {
     this.model = model;
@@ -79,7 +78,7 @@ export class HeatMap {
     this.drawMarks();
   }
 
-  /** The cell under a point of the view, or null. */
+  /** Returns the cell under a point of the view, or null. */
   cellAt(x, y) {
     if (!this.model || y < this.header) return null;
     const row = Math.floor((y - this.header + this.node.scrollTop) / this.rowHeight);
@@ -94,7 +93,7 @@ export class HeatMap {
     return null;
   }
 
-  /** Where a cell is in the view, in CSS pixels: left, top, width, height. */
+  /** Returns a cell's left, top, width and height in the view, in CSS pixels. */
   cellRect(panel, row, column) {
     const { steps, panels } = this.model;
     const own = panels[panel].data.steps;
@@ -109,13 +108,13 @@ export class HeatMap {
     };
   }
 
-  /** The value that a cell shows. */
+  /** Returns the value that a cell shows. */
   value({ panel, row, column }) {
     const { data, places } = this.model.panels[panel];
     return places[row] < 0 ? NaN : data.value(column, places[row], this.model.stored);
   }
 
-  /** How many rows are in view. */
+  /** The number of rows in view. */
   get pageRows() {
     return Math.max(1, Math.floor((this.height - this.header) / this.rowHeight));
   }
@@ -135,7 +134,7 @@ export class HeatMap {
     this.rowHeight = fits ? fitting : Math.max(fitting, READABLE_ROW);
     this.isLabelled = this.rowHeight >= SMALLEST_NAMED_ROW;
     this.spacer.style.height = `${Math.max(0, rows.length * this.rowHeight - area - 1)}px`;
-    // Only now is it known whether there is a scroll bar.
+    // The width depends on the scroll bar, so read it after the height is set.
     this.width = this.node.clientWidth;
     this.labels = new RowLabels(rows);
     const share = panels.length > 1 ? 0.24 : 0.3;
@@ -151,7 +150,7 @@ export class HeatMap {
       canvas.style.height = `${this.height}px`;
       canvas.getContext('2d').setTransform(ratio, 0, 0, ratio, 0, 0);
     }
-    // Cleared canvases are drawn at once, or they would flicker.
+    // Draw the cleared canvases at once, or they would flicker.
     this.#draw();
   }
 
@@ -272,7 +271,7 @@ export class HeatMap {
     context.restore();
   }
 
-  /** A flag at the upper left of every cell that an alert is about. */
+  /** Draws a flag at the upper left of every cell with an alert. */
   #drawAlerts(context, colors, panel) {
     const { rows, panels } = this.model;
     const { data, places } = panels[panel];
@@ -287,7 +286,7 @@ export class HeatMap {
         context.lineTo(left + FLAG, top);
         context.lineTo(left, top + height);
         context.closePath();
-        // A rim in the colour of the page: flags stand out from cells of every colour.
+        // An outline in the colour of the page makes flags visible on cells of every colour.
         context.strokeStyle = colors.page;
         context.lineWidth = 3;
         context.lineJoin = 'round';
@@ -302,7 +301,7 @@ export class HeatMap {
     this.model.panels.forEach(({ data }, panel) => {
       if (!data.steps.length) return;
       const cell = this.cellRect(panel, row, columnAt(data.steps, step));
-      // A cell of less than a few pixels gets a frame that one can see.
+      // The frame of a tiny cell must be large enough to see.
       const width = Math.max(cell.width, 5);
       const height = Math.max(cell.height, 5);
       const left = cell.left + (cell.width - width) / 2;
@@ -323,7 +322,7 @@ export class HeatMap {
     });
   }
 
-  /** Scrolls as little as brings a row into view. */
+  /** Scrolls a row into view, by as little as possible. */
   #reveal(row) {
     const top = row * this.rowHeight;
     const area = this.height - this.header - 6;
@@ -334,7 +333,7 @@ export class HeatMap {
   }
 }
 
-/** The smallest of 1, 2, 5, 10, 20, 50, ... that is not below `least`. */
+/** Returns the smallest of 1, 2, 5, 10, 20, 50, ... that is not below `least`. */
 function roundStride(least) {
   const decade = 10 ** Math.floor(Math.log10(Math.max(least, 1)));
   return [1, 2, 5, 10].map((factor) => factor * decade).find((stride) => stride >= least);

@@ -1,4 +1,4 @@
-// The exponent histogram of one tensor at one step, over the ranges of the number formats.
+// Draws the exponent histogram of a tensor at one step, over the ranges of the number formats.
 
 import { element, svg } from './dom.js';
 import { percent, power, scaleText, shares, signed } from './model.js';
@@ -11,7 +11,7 @@ const AXIS = 18;
 const LANE = 17;
 const LOG_FLOOR = 1e-5;
 
-/** First and last exponent of the axis: the data of all steps and the formats around it. */
+/** Returns the first and last exponent of the axis, which includes the data of all steps. */
 export function exponentDomain(series, stored) {
   let [low, high] = [-20, 10];
   for (const one of series.filter((each) => each && each.steps.length)) {
@@ -25,9 +25,9 @@ export function exponentDomain(series, stored) {
 /**
  * Draws a histogram.
  *
- * `counts` as of `ExponentSeries.at`, `domain` as of `exponentDomain`, `shift` the power of two
- * before the cast: it moves the ranges of the formats, since the tensor stays what it is. `lanes`
- * are the formats whose ranges are drawn below.
+ * `counts` come from `ExponentSeries.at` and `domain` from `exponentDomain`. `shift`, the power of
+ * two before the cast, moves the ranges of the formats instead of the tensor. `lanes` are the
+ * formats whose ranges are drawn below.
  */
 export function histogram({ counts, domain, shift, format, lanes, bars, isLog, label, onChoose }) {
   const bottom = BARS_TOP + bars;
@@ -51,7 +51,7 @@ export function histogram({ counts, domain, shift, format, lanes, bars, isLog, l
   return drawing;
 }
 
-/** Exponents where a format begins to be normal, to be anything, and to end. */
+/** Returns the exponents where a format's nonzero and normal ranges begin, and where it ends. */
 function edges(format, shift) {
   return {
     zero: Math.log2(format.flush_threshold) - shift,
@@ -77,7 +77,7 @@ function background(x, bottom, format, shift) {
   );
 }
 
-/** What the bands behind the bars mean, as a line. */
+/** Returns a line that explains the bands behind the bars. */
 export function bandKey(format) {
   const entry = (band, text, title) =>
     element('span', { title }, element('i', { class: `swatch ${band}` }), text);
@@ -96,7 +96,7 @@ function axis(x, bottom, [low, high]) {
   for (let exponent = Math.ceil(low / stride) * stride; exponent <= high; exponent += stride) {
     const at = x(exponent);
     parts.push(svg('line', { class: 'axis', x1: at, x2: at, y1: bottom, y2: bottom + 3 }));
-    // The first one would run into the caption.
+    // The first one would overlap the caption.
     if (at - LEFT < 12) continue;
     parts.push(svg('text', { x: at, y: bottom + 14, class: 'tick' }, signed(exponent)));
   }
@@ -132,7 +132,7 @@ function barsOf(x, bottom, { first, counts, numSampled }, format, shift, isLog) 
   return group;
 }
 
-/** What becomes of most of a binade. */
+/** Returns the kind that most of a binade becomes. */
 function fate(format, exponent) {
   const binade = { first: exponent, counts: [1], numSampled: 1 };
   const parts = shares(format, binade, 0);
@@ -155,10 +155,10 @@ function lane(x, format, shift, top, isChosen, onChoose) {
 }
 
 /**
- * The fractions of one tensor for all formats as a table; a row is a choice of the format.
+ * Returns the fractions of one tensor for all formats as a table, whose rows select a format.
  *
- * `runs` are {counts, monitored}: counts as of `ExponentSeries.at` or null, and a function that returns
- * what was counted of a format on the device, or null.
+ * `runs` are {counts, monitored}: counts from `ExponentSeries.at` or null, and a function that returns
+ * a format's fractions from the device, or null.
  */
 export function fractionTable({ runs, shift, formats, chosen, onChoose }) {
   const kinds = [
@@ -204,7 +204,7 @@ function shortName(format) {
   return format.name.replace('FN', '');
 }
 
-/** One line about a tensor: its step if it is another one, its scale, its unit, its zeros. */
+/** Returns a line about a tensor: its step if it differs, its scale, its unit, its zeros. */
 export function summaryLine({ step, value, unit, bad, counts }) {
   const parts = [scaleText(value)];
   if (step !== null) parts.unshift(`step ${step.toLocaleString('en')}`);

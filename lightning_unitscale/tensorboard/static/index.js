@@ -1,4 +1,4 @@
-// The entry: TensorBoard imports this module in a frame of its own and calls render().
+// The entry. TensorBoard imports this module in a separate frame and calls render().
 
 import { App } from './app.js';
 import { element } from './dom.js';
@@ -10,7 +10,7 @@ export async function render() {
   document.documentElement.lang = 'en';
   document.title = 'Scales';
   const style = element('link', { rel: 'stylesheet', href: new URL('style.css', import.meta.url) });
-  // Everything is laid out by the style: nothing is shown before it is there.
+  // Wait for the style, since the layout depends on it.
   await new Promise((resolve) => {
     style.addEventListener('load', resolve);
     style.addEventListener('error', resolve);

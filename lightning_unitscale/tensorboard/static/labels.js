@@ -1,19 +1,19 @@
-// What stands at the left of the heat map: the rows' names, or their blocks where rows are too low.
+// The labels at the left of the heat map: the rows' names, or their blocks if rows are too low.
 
 import { blockOf } from './model.js';
 
 export const FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, sans-serif';
-/** From this height on rows have names. */
+/** The smallest height of a row with a name. */
 export const SMALLEST_NAMED_ROW = 10;
 const NAME_SIZES = [9, 12];
 const BLOCK_SIZE = 11;
 const BLOCK_DISTANCE = 12;
 const BRACKET = 20;
 
-/** Labels of `rows`, of {name, module, isSource, isOperand}; a source is computed from no other. */
+/** The labels of `rows`, {name, module, isSource, isOperand}; a source has no inputs. */
 export class RowLabels {
   constructor(rows) {
-    // Where all are operands there is nothing to tell apart.
+    // If all are operands, marks would not distinguish any.
     const isMixed = rows.some(({ isOperand }) => !isOperand);
     this.marks = isMixed ? stretches(rows, ({ isOperand }) => isOperand).filter(({ start }) => rows[start].isOperand) : [];
     this.names = rows.map(({ name, module }) => {
@@ -22,22 +22,22 @@ export class RowLabels {
     });
     this.blocks = stretches(this.names, ({ block }) => block);
     const parts = stretches(rows, ({ isSource }) => isSource);
-    // Where all are of one kind there is nothing to tell apart.
+    // If all are of one kind, they need no headings.
     this.parts = parts.length > 1 ? parts.map((part) => ({ ...part, text: partName(rows, part) })) : [];
   }
 
-  /** The width that the labels want at a height of the rows, at most `most`. */
+  /** Returns the width that the labels need at a height of the rows, at most `most`. */
   width(context, rowHeight, most) {
     const isNamed = rowHeight >= SMALLEST_NAMED_ROW;
     context.font = `${isNamed ? nameSize(rowHeight) : BLOCK_SIZE}px ${FONT}`;
     const texts = this.names.map(({ path, rest, block }) => (isNamed ? path + rest : block || rest));
     const widest = texts.reduce((one, other) => (other.length > one.length ? other : one), '');
-    // The longest text is nearly, but not always, the widest one.
+    // The longest text is usually the widest one, or close to it.
     const wanted = context.measureText(widest).width * 1.08 + 22 + this.#bracket;
     return Math.round(Math.min(Math.max(wanted, 70), most));
   }
 
-  /** Draws what is in view: `place` has top, bottom, right, rowHeight, and rowTop(row). */
+  /** Draws the labels in view: `place` has top, bottom, right, rowHeight, and rowTop(row). */
   draw(context, colors, place, first, stop) {
     context.textBaseline = 'middle';
     this.#drawParts(context, colors, place);
@@ -59,7 +59,7 @@ export class RowLabels {
     return this.parts.length ? BRACKET : 0;
   }
 
-  /** Parameters and results, whose blocks have the same names, at the far left. */
+  /** Draws headings at the far left, since blocks of parameters and of results have equal names. */
   #drawParts(context, colors, { top, bottom, rowTop }) {
     context.textAlign = 'center';
     context.font = `${BLOCK_SIZE}px ${FONT}`;
@@ -104,7 +104,7 @@ export class RowLabels {
     const widthOf = (text) => context.measureText(text).width;
     let [head, tail] = [path, rest];
     if (widthOf(head + tail) > room && block) {
-      // Which block it is in, and what it is there, tell a tensor from the others.
+      // The block and the end of the name identify a tensor.
       head = `${block}.`;
       tail = shortened(context, (path + rest).slice(head.length), room - widthOf(head), 0);
     }
@@ -115,7 +115,7 @@ export class RowLabels {
   }
 }
 
-/** Text as long as there is room: its middle goes first, or where `head` of it is 0 its beginning. */
+/** Shortens a text to `room`: removes its middle, or its beginning if `head` is 0. */
 export function shortened(context, text, room, head = 0.5) {
   let shown = text;
   for (let kept = text.length - 1; kept > 0 && context.measureText(shown).width > room; kept -= 1) {
@@ -129,7 +129,7 @@ function nameSize(rowHeight) {
   return Math.min(NAME_SIZES[1], Math.max(NAME_SIZES[0], rowHeight - 3));
 }
 
-/** Where neighbours have the same key, as {start, end}. */
+/** Returns the runs of neighbours with the same key, as {start, end}. */
 function stretches(items, keyOf) {
   const found = [];
   items.forEach((item, place) => {
@@ -141,7 +141,7 @@ function stretches(items, keyOf) {
 
 function partName(rows, { start, end }) {
   if (!rows[start].isSource) return 'results';
-  // Parameters have a module; what the step is given has none.
+  // Parameters have a module, and inputs of the step have none.
   const kinds = new Set(rows.slice(start, end).map(({ module }) => (module ? 'parameters' : 'inputs')));
   return [...kinds].sort().reverse().join(', ');
 }

@@ -1,11 +1,11 @@
-// What the colours mean.
+// The legend of the colours.
 
 import { element } from './dom.js';
 import { signed } from './model.js';
 
 const LIMITS = [2, 4, 8, 12, 16, 24, 32];
 
-/** A legend; `onLimit` is told 'auto' or a number. */
+/** A legend; it calls `onLimit` with 'auto' or a number. */
 export class Legend {
   constructor({ onLimit }) {
     this.bar = element('div', { class: 'legend-bar', 'aria-hidden': 'true' });
@@ -25,7 +25,7 @@ export class Legend {
       'select',
       {
         'aria-label': 'Range of the colours',
-        title: 'Range of the colours; auto holds 98 % of all cells',
+        title: 'Range of the colours; auto includes 98 % of all cells',
         onchange: () => onLimit(this.select.value === 'auto' ? 'auto' : Number(this.select.value)),
       },
       element('option', { value: 'auto' }, 'auto'),
@@ -48,8 +48,8 @@ export class Legend {
   }
 
   /**
-   * The colours, whether cells have flags and rows have marks, what to say in one line, and the
-   * first NaN ({name, step} or null), which `onBad` leads to.
+   * Shows the colours, the symbols for flags and marks if the map has them, a headline, and the
+   * first NaN ({name, step} or null), which `onBad` selects.
    */
   set(palette, { hasFlags, hasMarks, headline, bad, onBad }) {
     this.flag.hidden = !hasFlags;

@@ -1,9 +1,9 @@
-// What the page knows and computes, without any drawing.
+// The page's data and computations, without drawing.
 
 /** Kinds of elements for a format, in the order in which the server sends them. */
 export const KINDS = ['overflow', 'subnormal', 'flushed'];
 
-/** log2 RMS of all tensors of one run in one direction over its steps. */
+/** The log2 RMS of all tensors of one run in one direction over its steps. */
 export class RunScales {
   constructor(run, direction, header, arrays, alerts = []) {
     this.run = run;
@@ -26,15 +26,15 @@ export class RunScales {
     this.nonfiniteRows = new Map(header.nonfinite_rows.map((column, row) => [column, row]));
   }
 
-  /** How many elements are NaN or infinite; they have no part in the RMS. */
+  /** Returns the number of NaN or infinite elements, which the RMS excludes. */
   bad(column, tensor) {
     const row = this.nonfiniteRows.get(column);
     return row === undefined ? 0 : this.nonfinite[row * this.names.length + tensor];
   }
 
   /**
-   * The first tensor with a NaN or an infinity, as {name, step}, or null: of the earliest step, and
-   * of its tensors the one that was computed first.
+   * Returns the first tensor with a NaN or an infinity as {name, step}, or null: the one computed
+   * first in the earliest such step.
    */
   firstBad() {
     const columns = [...this.nonfiniteRows.keys()];
@@ -46,8 +46,8 @@ export class RunScales {
   }
 
   /**
-   * By how many powers of two the tensors that matmuls read are stored away from RMS 1 at the last
-   * step; those that are zero have no scale.
+   * Returns the distance of each stored operand from RMS 1 at the last step, in powers of two.
+   * Tensors of zeros have no scale.
    */
   distancesFromOne() {
     const column = this.steps.length - 1;
@@ -57,24 +57,24 @@ export class RunScales {
       .map(Math.abs);
   }
 
-  /** The alerts about a tensor, in the direction that is shown. */
+  /** Returns the alerts about a tensor, in the shown direction. */
   alertsAt(name) {
     return this.alertsOf.get(name) ?? [];
   }
 
-  /** log2 of the unit of a tensor at the `column`-th step. */
+  /** Returns log2 of the unit of a tensor at the `column`-th step. */
   unit(column, tensor) {
     return this.units[this.unitRows[column] * this.names.length + tensor];
   }
 
-  /** log2 RMS at the `column`-th step; -Infinity for a tensor of zeros, NaN where it was not. */
+  /** Returns log2 RMS at the `column`-th step; -Infinity for zeros, NaN if it was absent. */
   value(column, tensor, stored) {
     const value = this.rms[column * this.names.length + tensor];
     return stored ? value : value + this.unit(column, tensor);
   }
 }
 
-/** One order of all names that keeps each of the orders, as far as they agree. */
+/** Merges orders of names into one that keeps each of them, as far as they agree. */
 export function mergeOrders(orders) {
   let merged = [];
   for (const order of orders) {
@@ -91,8 +91,8 @@ export function mergeOrders(orders) {
 }
 
 /**
- * A test of names: every word, apart by spaces or commas, has to occur, in any case; a word with * or ? is a glob of the whole
- * name; a word after a ! must not match.
+ * Returns a test of names, which ignores case. Every word, separated by spaces or commas, must
+ * occur. A word with * or ? is a glob of the whole name. A word after a ! must not match.
  */
 export function nameFilter(text) {
   const words = text.toLowerCase().split(/[\s,]+/).filter((word) => word && word !== '!');
@@ -110,7 +110,7 @@ export function nameFilter(text) {
   return (name) => tests.every((test) => test(name.toLowerCase()));
 }
 
-/** Index of the last step that is not after `step`; 0 when all are. */
+/** Returns the index of the last step that is not after `step`; 0 if all are. */
 export function columnAt(steps, step) {
   let low = 0;
   let high = steps.length;
@@ -122,22 +122,22 @@ export function columnAt(steps, step) {
   return Math.max(low - 1, 0);
 }
 
-/** The steps of several runs in one order, and for each run which of its columns each one shows. */
+/** Returns the steps of several runs in one order, and each run's column at every step. */
 export function alignedSteps(runs) {
   const steps = [...new Set(runs.flatMap((data) => data.steps))].sort((one, other) => one - other);
-  // A sample stands until the next one of its run.
+  // A sample is shown until the next one of its run.
   const columnsOf = ({ steps: own }) =>
     Int32Array.from(steps, (step) => (step < own[0] || !(step <= own.at(-1)) ? -1 : columnAt(own, step)));
   return { steps, columns: runs.map(columnsOf) };
 }
 
-/** Of the runs the one that began last. */
+/** Returns the name of the run that began last. */
 export function newest(runs) {
   const latest = runs.reduce((one, other) => (other.started > (one?.started ?? -1) ? other : one), null);
   return latest?.name ?? null;
 }
 
-/** How many of the operands are near 1, in each run. */
+/** Returns how many operands are near 1, in each run. */
 export function headline(runs) {
   const found = runs.filter(({ operands }) => operands.some(Boolean));
   return found
@@ -147,14 +147,14 @@ export function headline(runs) {
       const what = data.direction === 'forward' ? 'operands' : 'gradients';
       const run = runs.length > 1 ? `${data.run}: ` : '';
       const step = data.steps.at(-1).toLocaleString('en');
-      // From a factor of 4 on an operand gets a new unit.
+      // Recalibration begins at a factor of 4.
       const wider = within(1) < distances.length ? `, ${within(2)} within 4×` : '';
       return `${run}${within(1)} of ${distances.length} ${what} within 2× of RMS 1${wider} at step ${step}`;
     })
     .join(' · ');
 }
 
-/** A limit of the colours that holds 98 % of the values: 2, 4, 6, 8, then in steps of 4. */
+/** Returns a limit of the colours for 98 % of the values: 2, 4, 6, 8, then in steps of 4. */
 export function colorLimit(panels, stored) {
   const magnitudes = [];
   for (const data of panels) {
@@ -172,7 +172,7 @@ export function colorLimit(panels, stored) {
   return limit <= 8 ? Math.max(2, 2 * Math.ceil(limit / 2)) : 4 * Math.ceil(limit / 4);
 }
 
-/** Exponent counts of one tensor over the steps. */
+/** The exponent counts of one tensor over the steps. */
 export class ExponentSeries {
   constructor(header, arrays) {
     this.steps = header.steps;
@@ -183,7 +183,7 @@ export class ExponentSeries {
     this.counts = arrays.counts;
   }
 
-  /** The counts at the last sampled step that is not after `step`; null without any. */
+  /** Returns the counts at the last sampled step that is not after `step`; null without any. */
   at(step, stored) {
     if (!this.steps.length) return null;
     const row = columnAt(this.steps, step);
@@ -199,14 +199,14 @@ export class ExponentSeries {
   }
 }
 
-/** Share of [2^exponent, 2^(exponent + 1)) that lies below `threshold`, in one dimension. */
+/** Returns the share of [2^exponent, 2^(exponent + 1)) below `threshold`. */
 function shareBelow(threshold, exponent) {
   return Math.min(Math.max(threshold * 2 ** -exponent - 1, 0), 1);
 }
 
 /**
- * Share of the elements that a cast of 2^shift times the tensor overflows, makes subnormal, flushes
- * to zero, and leaves normal. Inside one binade the elements count as evenly spread.
+ * Returns the shares of the elements that a cast of 2^shift times the tensor overflows, makes
+ * subnormal, flushes to zero, and leaves normal. It assumes an even spread within each binade.
  */
 export function shares(format, { first, counts, numSampled }, shift) {
   let [overflow, subnormal, flushed, total] = [0, 0, 0, 0];
@@ -228,7 +228,7 @@ export function shares(format, { first, counts, numSampled }, shift) {
   };
 }
 
-/** Out-of-range fractions of one stored tensor in the monitored formats. */
+/** The out-of-range fractions of one stored tensor in the monitored formats. */
 export class MonitoredFractions {
   constructor(header, arrays) {
     this.steps = header.steps;
@@ -237,13 +237,13 @@ export class MonitoredFractions {
     this.shares = header.share_read;
   }
 
-  /** The share of the elements that the fractions come from, at a step. */
+  /** Returns the share of the elements behind the fractions, at a step. */
   shareRead(step) {
     const row = columnAt(this.steps, step);
     return this.steps[row] === step ? this.shares[row] : null;
   }
 
-  /** The fractions of a format at exactly this step; null when they were not measured. */
+  /** Returns the fractions of a format at exactly this step; null if they were not measured. */
   at(step, format) {
     const row = columnAt(this.steps, step);
     const place = this.formats.indexOf(format);
@@ -254,7 +254,7 @@ export class MonitoredFractions {
   }
 }
 
-/** A module's path up to its first index, `model.blocks.0`, or else its first two parts. */
+/** Returns a module's path up to its first index, `model.blocks.0`, or else its first two parts. */
 export function blockOf(module) {
   const parts = module.split('.');
   const number = parts.findIndex((part) => /^\d+$/.test(part));
@@ -263,24 +263,24 @@ export function blockOf(module) {
 
 const MINUS = '\u2212';
 
-/** A number with a typographic minus. */
+/** Formats a number with a typographic minus. */
 export function signed(number, digits = 0) {
   return number.toFixed(digits).replace('-', MINUS);
 }
 
-/** A power of two as one writes it. */
+/** Formats a power of two. */
 export function power(exponent) {
   const digits = [...String(exponent)].map((one) => (one === '-' ? '⁻' : '⁰¹²³⁴⁵⁶⁷⁸⁹'[one]));
   return `2${digits.join('')}`;
 }
 
-/** A log2 RMS for people. */
+/** Formats a log2 RMS. */
 export function scaleText(value) {
   if (Number.isNaN(value)) return 'not measured';
   return Number.isFinite(value) ? `log₂ RMS ${signed(value, 1)}` : 'all zero';
 }
 
-/** A fraction in percent; small ones are not rounded to nothing. */
+/** Formats a fraction in percent, without rounding small ones to zero. */
 export function percent(fraction) {
   if (!Number.isFinite(fraction)) return '–';
   if (fraction <= 0) return '0';

@@ -1,12 +1,12 @@
-// Colours of log2 RMS: blue below 1, orange above, which every kind of colour vision tells apart.
-// In the middle stands the colour of the page, so that what is at unit scale recedes.
+// The colours of log2 RMS: blue below 1 and orange above, distinct for every kind of colour vision.
+// Unit scale has the colour of the page, so that other scales stand out.
 
 const STOPS = {
   light: ['#08306b', '#2166ac', '#6baed6', '#f4f4f2', '#fdae61', '#d95f0e', '#7f2704'],
   dark: ['#d6ecff', '#6db4f2', '#2a6aa8', '#24272c', '#a8560f', '#f59a45', '#ffe9cf'],
 };
 const ZERO = { light: '#b9bcc2', dark: '#565b64' };
-// In neither of the two colours, nor near them.
+// Far from both colours.
 const BAD = { light: '#c40a8f', dark: '#ff6ad5' };
 const STEPS = 512;
 
@@ -32,7 +32,7 @@ export class Palette {
     this.badPixel = packed(channels(this.bad));
   }
 
-  /** Colour of a value as a pixel of an ImageData seen as Uint32; transparent for NaN. */
+  /** Returns the colour of a value as a Uint32 pixel of an ImageData; transparent for NaN. */
   pixel(value) {
     if (value !== value) return 0;
     if (value === -Infinity) return this.zeroPixel;
@@ -40,7 +40,7 @@ export class Palette {
     return this.table[place < 0 ? 0 : place > STEPS ? STEPS : place];
   }
 
-  /** The whole range as a CSS gradient. */
+  /** Returns the whole range as a CSS gradient. */
   gradient() {
     return `linear-gradient(to right, ${this.stops.join(', ')})`;
   }

@@ -1,20 +1,20 @@
-// Where the data comes from: TensorBoard's server, or the page itself (in a report).
+// Loads the data from TensorBoard's server, or from the page itself in a report.
 
-/** Undoes `responses.frame` on the server. */
+/** Decodes a frame that `responses.frame` encoded on the server. */
 export function parseFrame(buffer) {
   const length = new DataView(buffer).getUint32(0, true);
   const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, length)));
   const arrays = {};
   let start = 4 + length;
   for (const { name, shape } of header.arrays) {
-    const size = shape.reduce((matmul, one) => matmul * one, 1);
+    const size = shape.reduce((product, one) => product * one, 1);
     arrays[name] = new Float32Array(buffer, start, size);
     start += 4 * size;
   }
   return { header, arrays };
 }
 
-/** Answers by route and query, whose bytes `read` resolves to. */
+/** A source of answers by route and query; subclasses `read` their bytes. */
 class Source {
   runs() {
     return this.json('runs', {});
@@ -29,7 +29,7 @@ class Source {
   }
 }
 
-/** The routes of the plugin. */
+/** A source that requests the routes of the plugin. */
 export class ServerSource extends Source {
   constructor(base) {
     super();
@@ -46,7 +46,7 @@ export class ServerSource extends Source {
   }
 }
 
-/** The same answers, compressed and in base64, from a script element of the page. */
+/** A source that reads the same answers, compressed in base64, from a script element. */
 export class EmbeddedSource extends Source {
   constructor(answers) {
     super();

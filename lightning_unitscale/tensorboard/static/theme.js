@@ -1,6 +1,6 @@
-// Light or dark, as TensorBoard is, or else as the reader's system is.
+// Follows the light or dark theme of TensorBoard, or else of the reader's system.
 
-/** The theme now (`name`), and a word when it changes. */
+/** Returns the current theme (`name`), and calls listeners when it changes. */
 export function watchTheme() {
   const listeners = [];
   const system = matchMedia('(prefers-color-scheme: dark)');
@@ -20,7 +20,7 @@ export function watchTheme() {
   return theme;
 }
 
-/** The body of the TensorBoard page around this frame; null without, or if it is out of reach. */
+/** Returns the body of the TensorBoard page around this frame; null if it is inaccessible. */
 function hostBody() {
   if (window.parent === window) return null;
   try {

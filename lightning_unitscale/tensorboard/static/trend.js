@@ -1,4 +1,4 @@
-// log2 RMS of one tensor over the steps, one line per run.
+// Draws log2 RMS of one tensor over the steps, one line per run.
 
 import { svg } from './dom.js';
 import { columnAt, signed } from './model.js';
@@ -10,7 +10,7 @@ const RIGHT = 8;
 const TOP = 6;
 const BOTTOM = 74;
 
-/** `lines` of {steps, values}, a marker at `step`; `onStep` is told where a click was. */
+/** Draws `lines` of {steps, values} and a marker at `step`; a click calls `onStep`. */
 export function trend({ lines, step, label, onStep }) {
   const finite = lines.flatMap(({ values }) => values.filter(Number.isFinite));
   const steps = lines.flatMap((line) => [line.steps[0], line.steps.at(-1)]);
@@ -20,7 +20,7 @@ export function trend({ lines, step, label, onStep }) {
     low = finite.reduce((one, other) => Math.min(one, other)) - 0.5;
     high = finite.reduce((one, other) => Math.max(one, other)) + 0.5;
   }
-  // A single step stands in the middle.
+  // A single step is in the middle.
   const shareOf = (at) => (last > first ? (at - first) / (last - first) : 0.5);
   const x = (at) => LEFT + shareOf(at) * (WIDTH - LEFT - RIGHT);
   const y = (value) => BOTTOM - ((value - low) / (high - low)) * (BOTTOM - TOP);
@@ -69,7 +69,7 @@ function stepTicks(first, last) {
   ];
 }
 
-/** A line with a gap where there is no value. */
+/** Returns a line with gaps at missing values. */
 function path({ steps, values }, x, y) {
   let isDown = false;
   const parts = [];
