@@ -175,7 +175,7 @@ def test_the_class_in_place_of_an_instance(kind: Any, others: Any, package: str)
         trainer(package, [*others(), kind]).fit(module(package), loader())
     name = kind.__name__
     assert str(raised.value).startswith(f"callbacks={name}: it is the class. Expected an instance.")
-    assert f"write {name}()" in str(raised.value)
+    assert f"Write {name}()" in str(raised.value)
 
 
 def test_hooks_of_a_class_are_called_with_an_instance() -> None:

@@ -303,7 +303,7 @@ BAD = {
         ValueError,
         "ScaleMonitor is given 2 times",
     ),
-    "class": (lambda m, o: attach(m, o, [ScaleMonitor]), TypeError, r"write ScaleMonitor\(\)"),
+    "class": (lambda m, o: attach(m, o, [ScaleMonitor]), TypeError, r"Write ScaleMonitor\(\)"),
     "budgets": (
         lambda m, o: attach(m, o, [RematCallback(0.5), UnitScaleCallback(remat=0.6)]),
         ValueError,
