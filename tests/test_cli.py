@@ -469,7 +469,7 @@ class TestProfileOfSeveralDevices:
             self._profile(f"{project}.Whole")
 
     def test_how_many_devices_has_to_be_said(self, project: str) -> None:
-        with pytest.raises(SystemExit, match="how many there will be"):
+        with pytest.raises(SystemExit, match="needs the number of devices"):
             self._profile(f"{project}.Sharded", "--trainer.devices=auto")
 
     def test_replicas_have_buckets(self, project: str, capsys: pytest.CaptureFixture[str]) -> None:

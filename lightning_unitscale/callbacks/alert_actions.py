@@ -233,8 +233,8 @@ def _check_reaction(on_violation: object) -> None:
     if not callable(on_violation) or isinstance(on_violation, type):
         raise ValueError(
             f"on_violation={shown(on_violation)}: unknown. Expected one of "
-            f"{', '.join(map(repr, choices))}, a function of a tuple of alerts, or None to record "
-            "alerts without a word. Correct it."
+            f"{', '.join(map(repr, choices))}, a function of a tuple of alerts, or None to only "
+            "record alerts. Correct it."
         )
     try:
         inspect.signature(on_violation).bind(())

@@ -107,7 +107,7 @@ def _check(
     if trained not in (None, LOSSLESS) and trained != method:
         raise misconfigured(
             f"method={method!r}: the checkpoint is of a model that was trained with "
-            f"method={trained!r}, whose weights mean nothing without their factors. Expected "
+            f"method={trained!r}, whose weights are useless without its factors. Expected "
             f"method={trained!r}. Pass that, or deploy the trained model first "
             "(lightning_unitscale.transforms.deploy)."
         )
@@ -115,10 +115,10 @@ def _check(
     if is_fit and method != LOSSLESS and trained in (None, LOSSLESS):
         how = "without UnitScaleCallback" if trained is None else f"with method={trained!r}"
         rank_zero_warn(
-            f"method={method!r}: the checkpoint is of a model that was trained {how}; its weights "
-            "are set to unit scale now, which makes another model of them, while the optimizer's "
-            "state is that of the old one. Expected a checkpoint of the same method. To go on with "
-            f"the model that was trained, pass method={LOSSLESS!r}."
+            f"method={method!r}: the checkpoint is of a model that was trained {how}. "
+            "Setting its weights to unit scale makes another model, which does not fit the "
+            "optimizer's state. Expected a checkpoint of the same method. To continue with the "
+            f"trained model, pass method={LOSSLESS!r}."
         )
 
 
@@ -134,7 +134,7 @@ def _restart_loss_scale(
     if state.get("depth") == "all" and checkpoint.pop(name, None) is not None:
         rank_zero_info(
             "UnitScaleCallback: the checkpoint was written with depth='all', which is no longer "
-            "supported. Its weights and optimizer state are loaded; the loss scale starts anew."
+            "supported. Its weights and optimizer state are loaded. The loss scale restarts."
         )
 
 

@@ -123,9 +123,9 @@ def refuse_distributed_tensors(trainer: pl.Trainer, option: str) -> None:
     """Refuse an option that takes a captured step apart if its tensors are distributed."""
     if (size := tensor_parallel_size(trainer)) > 1:
         raise misconfigured(
-            f"{option} with tensor_parallel_size={size}: captured steps have distributed tensors "
-            "there, of which AOTAutograd and Inductor make other graphs. Expected "
-            "tensor_parallel_size=1 for that. Leave it out."
+            f"{option} with tensor_parallel_size={size}: captured steps then have distributed "
+            "tensors. AOTAutograd and Inductor would make other graphs of them. Expected "
+            "tensor_parallel_size=1. Leave it out."
         )
 
 
@@ -134,7 +134,7 @@ def refuse_sharded_parameters(trainer: pl.Trainer, option: str, why: str, instea
     if is_lightning(trainer.strategy, "ModelParallelStrategy", "FSDPStrategy"):
         raise misconfigured(
             f"{option}: it {why}, and with {type(trainer.strategy).__name__} a rank has a part of "
-            f"each. Expected a strategy that does not shard them. Use {instead}."
+            f"each parameter. Expected a strategy that does not shard them. Use {instead}."
         )
 
 

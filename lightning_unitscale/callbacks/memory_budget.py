@@ -189,8 +189,8 @@ class RematCallback(StepsCallback):
         if self.predicted_peak_bytes is None:
             if _waits(self._partitioner):
                 rank_zero_info(
-                    f"RematCallback: the run ended before a step was measured, with the plans that "
-                    f"keep the least; budget={self.budget!r} was not checked"
+                    f"RematCallback: the run ended before a step was measured. It used the plans "
+                    f"that keep the least. budget={self.budget!r} was not checked."
                 )
             return
         metrics = {"remat/predicted_peak_bytes": float(self.predicted_peak_bytes)}
@@ -254,11 +254,11 @@ class RematCallback(StepsCallback):
         parts = (
             f"{count} parts, so budget={self.budget!r} holds for each of them"
             if count != 1
-            else f"pieces, so budget={self.budget!r} holds for the only one that trains"
+            else f"pieces, so budget={self.budget!r} holds for the only part that trains"
         )
         rank_zero_warn(
-            f"RematCallback: training_step is captured in {parts}; it breaks at "
-            f"{', '.join(lines)}. Expected a step that is captured whole; keep printing, .item() "
+            f"RematCallback: training_step is captured in {parts}. It breaks at "
+            f"{', '.join(lines)}. Expected a step that is captured whole. Keep printing, .item() "
             "and shapes that depend on values out of it."
         )
 
@@ -270,7 +270,7 @@ class RematCallback(StepsCallback):
         if measured is None:
             return f"{text}, not measured: the run had too few steps"
         if any(report.sizes for report in self.reports):
-            return f"{text} for the sizes planned for, measured {format_bytes(measured)} for others"
+            return f"{text} for the planned sizes, measured {format_bytes(measured)} for others"
         error = 100 * (predicted / measured - 1)
         return f"{text}, measured {format_bytes(measured)} ({error:+.1f} %)"
 

@@ -145,7 +145,7 @@ class RuleScaling:
         elif any(isinstance(callback, RematCallback) for callback in all_callbacks(trainer)):
             raise misconfigured(
                 f"method={self._method!r} with RematCallback: by rules FSDP gathers parameters in "
-                "the middle of the graph, of which nothing can run again then. Expected only one "
+                "the middle of the graph, so that nothing can be recomputed. Expected only one "
                 "of them with ModelParallelStrategy. Checkpoint the blocks yourself, or use DDP."
             )
 
@@ -275,14 +275,14 @@ class RuleScaling:
         if already_at_unit_scale(module, plan.parameters):
             rank_zero_info(
                 f"UnitScaleCallback: the weights of {type(module).__name__} have RMS near 1 "
-                "already, as after training at unit scale, so they are left as they are, and what "
-                "depends on the data is measured again; pass ckpt_path to the Trainer to restore "
-                "what is known of them as well."
+                "already, as after training at unit scale. They do not change. Scales that depend "
+                "on the data are measured again. Pass ckpt_path to the Trainer to restore those "
+                "of the checkpoint."
             )
             if self._settings.lr_scaling == "match":
                 rank_zero_warn(
                     f"lr_scaling='match': the RMS that the weights of {type(module).__name__} had "
-                    "as a plain model is not known, so their learning rates are not scaled. "
+                    "as an unscaled model is not known, so their learning rates are not scaled. "
                     "Expected the checkpoint that they come from. Pass ckpt_path to the Trainer."
                 )
             return plan
@@ -297,13 +297,13 @@ class RuleScaling:
             self._is_plain = True
             rank_zero_info(
                 f"UnitScaleCallback: {name} has not been trained at unit scale, so it is evaluated "
-                "as it is; its weights are set to unit scale in the first batch of a fit."
+                "as it is. The first batch of a fit sets its weights to unit scale."
             )
             return True
         if all(param.info.role is not Role.READOUT for param in plan.parameters.values()):
             raise misconfigured(
                 f"{name}.{step}: the weights have RMS near 1, as after training at unit scale, but "
-                "this step has no loss, from which its readout could be known. Expected the "
+                "without a loss of this step its readout cannot be found. Expected the "
                 "checkpoint that they come from. Pass it as ckpt_path to the Trainer."
             )
         return False

@@ -68,8 +68,8 @@ class RuleSettings:
                     name = type(optimizer).__name__
                     rank_zero_warn(
                         f"UnitScaleCallback: the rates of {type(inner).__name__} in {name} follow "
-                        f"the scales. What {name} itself does to gradients and weights does not, "
-                        "such as clipping to a norm. Choose its settings for gradients at RMS 1."
+                        f"the scales. Changes of gradients and weights by {name} itself, such as "
+                        "clipping to a norm, do not. Choose its settings for gradients at RMS 1."
                     )
         self._changes.enter_context(unit_clipping(trainer))
         self._changes.callback(start_loss_scale_at_one(trainer))
@@ -175,9 +175,9 @@ def refuse_rate_search(trainer: pl.Trainer) -> None:
     if any(is_lightning(callback, "LearningRateFinder") for callback in callbacks):
         raise misconfigured(
             "LearningRateFinder: it takes the callbacks out of the Trainer while it searches, so "
-            "it would find the rate of the plain model and not of the one that is scaled by rules. "
+            "it would find the rate of the unscaled model, not of the one that is scaled by rules. "
             "Expected no search with method='unit-scaling' or 'u-mup'. Leave it out (u-muP's best "
-            "rates are near 1), or pass method='lossless', whose rates are the plain model's."
+            "rates are near 1), or pass method='lossless', with the unscaled model's rates."
         )
 
 

@@ -30,13 +30,13 @@ _EXIT_INTERRUPTED = 130
 _TRACEBACK = "--traceback"
 
 _COMMANDS = {
-    "fit": "train, and end with the scale of every tensor and the validation loss",
+    "fit": "train, then show the scale of every tensor and the validation loss",
     "validate": "evaluate on the validation data",
     "test": "evaluate on the test data",
-    "predict": "run on the data to predict",
-    "profile": "memory and operations of a training step, before it is run",
-    "explain-pipeline": "costs of the stages of a pipeline, before it is run",
-    "report": "the scales of finished runs as a picture, a page and a table",
+    "predict": "predict on the prediction data",
+    "profile": "predict memory and operations of a training step without running it",
+    "explain-pipeline": "estimate the costs of pipeline stages without running them",
+    "report": "show the scales of finished runs as a picture, a page and a table",
 }
 # These only plan, so their refusals are answers for the user.
 _PLANNING = ("profile", "explain-pipeline")
@@ -59,7 +59,7 @@ def main(args: Sequence[str] | None = None) -> None:
     if not words[0].startswith("-") and words[0] not in _COMMANDS:
         raise SystemExit(
             f"lightning-unitscale: {words[0]}: no such command. Expected one of "
-            f"{', '.join(_COMMANDS)}. Run one of them with --help to see what it takes."
+            f"{', '.join(_COMMANDS)}. Run one of them with --help to see its options."
         )
     if words[:1] == ["report"]:
         report_command(words[1:])
@@ -68,8 +68,8 @@ def main(args: Sequence[str] | None = None) -> None:
     needed = ("jsonargparse", "docstring_parser", "typeshed_client")
     if missing := [name for name in needed if find_spec(name) is None]:
         raise SystemExit(
-            f"lightning-unitscale: {', '.join(missing)} not found; the command line needs the "
-            "extra `cli`; run: pip install 'lightning-unitscale[cli]'"
+            f"lightning-unitscale: {', '.join(missing)} not found. The command line needs the "
+            "extra `cli`. Run: pip install 'lightning-unitscale[cli]'"
         )
     # A console script has only its own folder on the path. We add the current one, as `python -m`
     # does, so that a configuration can name classes of its project.
@@ -104,10 +104,10 @@ def _help() -> str:
             *lines,
             "",
             "options:",
-            f"  {'--help':{width}}  this page",
+            f"  {'--help':{width}}  show this page",
             f"  {'--version':{width}}  {__version__}",
-            f"  {_TRACEBACK:{width}}  with a command: show the traceback of an error that is "
-            "answered by its text",
+            f"  {_TRACEBACK:{width}}  with a command: also show the traceback of errors in the "
+            "request",
         ]
     )
 
@@ -218,17 +218,17 @@ class ProfileCLI(UnitScaleCLI):
         parser.add_argument(
             "--device",
             type=Literal["cpu", "cuda"] | None,
-            help="Whose kernels to simulate; by default that of the trainer's accelerator. Neither "
-            "it nor the trainer's devices need be there.",
+            help="Device type whose kernels are simulated; by default the trainer's accelerator. "
+            "The devices need not exist here.",
         )
         parser.add_argument("--sort_by", default="saved_bytes", help="Column to sort nodes by.")
-        parser.add_argument("--limit", type=int, default=20, help="How many nodes to show.")
-        parser.add_argument("--json", type=str | None, help="Where to write the profile.")
-        parser.add_argument("--plot", type=str | None, help="Where to draw the live bytes.")
+        parser.add_argument("--limit", type=int, default=20, help="Number of nodes to show.")
+        parser.add_argument("--json", type=str | None, help="JSON file to write the profile to.")
+        parser.add_argument("--plot", type=str | None, help="File to draw the live bytes to.")
         parser.add_argument(
             "--budget_bytes", type=int | None, help="Also find the largest batch within it."
         )
-        parser.add_argument("--ckpt_path", type=str | None, help="As of `fit`; not read.")
+        parser.add_argument("--ckpt_path", type=str | None, help="As in `fit`, but ignored.")
 
     @override
     def before_instantiate_classes(self) -> None:
@@ -327,10 +327,10 @@ class ExplainPipelineCLI(ProfileCLI):
         parser.add_argument(
             "--num_microbatches",
             type=int | None,
-            help="Equal parts of a batch; by default twice the stages.",
+            help="Number of equal parts of a batch; by default twice the stages.",
         )
-        parser.add_argument("--device", type=Literal["cpu"], default="cpu", help="Of the costs.")
-        parser.add_argument("--ckpt_path", type=str | None, help="As of `fit`; not read.")
+        parser.add_argument("--device", type=Literal["cpu"], default="cpu", help="Cost model.")
+        parser.add_argument("--ckpt_path", type=str | None, help="As in `fit`, but ignored.")
 
     @override
     def _check_options(self) -> None:

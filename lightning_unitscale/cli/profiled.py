@@ -115,8 +115,8 @@ def profiled_job(strategy: Any, devices: Any, num_nodes: int) -> ProfiledJob:
     if issubclass(kind, ModelParallelStrategy):
         if num_devices is None:
             raise MisconfigurationException(
-                f"`devices={devices!r}`: how many there will be is not known here. Expected their "
-                f"number for {kind.__name__}, such as --trainer.devices=8."
+                f"`devices={devices!r}`: {kind.__name__} needs the number of devices. Expected a "
+                "number. Pass it, such as --trainer.devices=8."
             )
         return ProfiledJob("shards", strategy, num_devices, num_nodes, num_ranks, options)
     if num_ranks == 1 or issubclass(kind, SingleDeviceStrategy):
@@ -127,7 +127,7 @@ def profiled_job(strategy: Any, devices: Any, num_nodes: int) -> ProfiledJob:
         return ProfiledJob("replicas", num_ranks=num_ranks, options=options)
     instead = "explain-pipeline" if issubclass(kind, GridStrategy) else "ModelParallelStrategy"
     raise MisconfigurationException(
-        f"`strategy={kind.__name__}` with `devices={devices!r}`: what is on one of them is not "
+        f"`strategy={kind.__name__}` with `devices={devices!r}`: the content of one device is not "
         "known. Expected ModelParallelStrategy, DDPStrategy or one device. Take "
         f"{instead}, or profile the whole model by --trainer.strategy=auto --trainer.devices=1."
     )

@@ -181,7 +181,7 @@ class RunWriters:
                 writer = self._writers[id(logger)] = _maker(logger)(logger, self._tabs)
                 if isinstance(writer, ScaleWriter):
                     self._say(
-                        f"ScaleMonitor: to see the scales while the run goes on, run "
+                        f"ScaleMonitor: to see the scales during the run, start "
                         f"{tensorboard_command(logger)} and open {SCALES_URL}"
                     )
         return list(self._writers.values())
@@ -247,7 +247,7 @@ def _maker(logger: Any) -> _Maker:
     if hasattr(logger, "log_metrics"):
         return lambda logger, _: NumberWriter(_metrics(logger))
     raise TypeError(
-        f"loggers={shown(logger)}: no logger that is known. Expected one of Lightning's, a "
-        "SummaryWriter, a run of W&B, Trackio or MLflow, or what has log_metrics(values, step=). "
-        "Pass one of those."
+        f"loggers={shown(logger)}: unknown logger. Expected one of Lightning's, a "
+        "SummaryWriter, a run of W&B, Trackio or MLflow, or an object with log_metrics(values, "
+        "step=). Pass one of those."
     )

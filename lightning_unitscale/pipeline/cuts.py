@@ -102,14 +102,14 @@ def cut_by(program: Program, policy: SplitPolicy | None) -> None:
     """Insert a policy's cuts into the graph of a program without marks."""
     if policy is None:
         raise ValueError(
-            "split_spec=None, split_policy=None: nothing says where to cut, and the model's code "
+            "split_spec=None, split_policy=None: there are no cuts, and the model's code "
             "does not call pipe_split(). Expected at least one cut. Pass for example "
             "split_policy=balanced_split(2)."
         )
     if num_marks(program):
         raise ValueError(
             f"split_policy={policy!r}: the model's code calls pipe_split() as well. Expected "
-            "one of them to say where to cut. Leave one out."
+            "only one of them. Leave one out."
         )
     program.graph_module.meta[LOSS] = program.loss
     policy(program.graph_module)

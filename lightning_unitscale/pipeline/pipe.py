@@ -274,8 +274,8 @@ def pipeline(
         check_callable("split_policy", split_policy, expected, "pass balanced_split(2)")
     if split_spec and split_policy is not None:
         raise ValueError(
-            f"split_spec={dict(split_spec)!r} and split_policy={split_policy!r}: both say where to "
-            "cut. Expected one of them. Leave one out."
+            f"split_spec={dict(split_spec)!r} and split_policy={split_policy!r}: both set the "
+            "cuts. Expected one of them. Leave one out."
         )
     args = (mb_args,) if isinstance(mb_args, Tensor) else mb_args
     expected = "a tuple of the arguments of one microbatch"
@@ -289,9 +289,9 @@ def pipeline(
         batch_loss = batch_loss_of(module, program, *example, loss_spec)
     if split_spec and num_marks(program) < len(split_spec):
         raise ValueError(
-            f"split_spec={dict(split_spec)!r}: {num_marks(program)} of these {len(split_spec)} "
-            f"cuts are in what {type(module).__name__}.forward runs. Expected modules that it "
-            "calls outside of checkpoints. Name others."
+            f"split_spec={dict(split_spec)!r}: only {num_marks(program)} of these "
+            f"{len(split_spec)} cuts are in code that {type(module).__name__}.forward runs. "
+            "Expected modules that it calls outside of checkpoints. Name others."
         )
     if split_policy is not None or not num_marks(program):
         cut_by(program, split_policy)
