@@ -130,7 +130,7 @@ class NumberFormat:
 
     @property
     def overflow_threshold(self) -> float:
-        """Return the first overflowing magnitude, or the last one that does not without infinities.
+        """Return the first magnitude that overflows. Without infinities, the last that does not.
 
         With infinities it is half a step above ``max``. Ties go to the even neighbour, which is the
         first power of two out of range. Without, it is ``max`` itself.

@@ -76,7 +76,7 @@ class ScaleMonitor(StepsCallback):
             gradients that arrive at matmuls. By default we alert on any overflow in a format with
             infinities, and on more than 0.1 % in a saturating format.
         trend_steps: Warn (never stop or raise) if a tensor's largest magnitude will leave a format
-            of the thresholds within this many steps, at the growth of the last eight samples.
+            of the thresholds within this many steps. This extrapolates the last eight samples.
             ``None`` checks no trends.
         tensorboard_tabs: Tensors in TensorBoard's own tabs (Scalars, Histograms, Custom Scalars).
             The Scales tab always shows all tensors. ``"operands"``: operands of matmuls and

@@ -114,9 +114,9 @@ class UnitScaleCallback(StepsCallback):
         ValueError: If an argument is out of its range.
         MisconfigurationException: When a Trainer gets two of these callbacks, or a
             :class:`RematCallback` together with ``remat``. At ``setup``, if the device or the
-            precision plugin does not support FP8, or a graph has to be captured of a module that is
-            compiled already. When a loaded checkpoint was trained by other rules, or by rules and
-            the method is ``"lossless"``. Without this callback it does not load either.
+            precision plugin does not support FP8, or if a module to be captured is compiled
+            already. When a loaded checkpoint was trained by other rules, or by rules and the method
+            is ``"lossless"``. Without this callback it does not load either.
 
     Examples:
         >>> from lightning.pytorch import Trainer

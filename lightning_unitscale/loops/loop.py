@@ -85,7 +85,7 @@ class Loop(abc.ABC):
 
     @abc.abstractmethod
     def stop(self) -> None:
-        """Ask the loop to end after this step."""
+        """Request the end of the loop after this step."""
 
     def keep_metrics(self, numbers: Mapping[str, float]) -> None:  # noqa: B027
         """Keep numbers for callbacks of the loop that monitor some, if it has such."""
@@ -139,7 +139,7 @@ class LoopCallback:
         """Check an optimizer of torch before its first step on the module's parameters."""
 
     def begin_batch(self, batch: Any = None, batch_idx: int = 0) -> None:
-        """Begin a training batch, or the batches of an optimizer step. Loops may pass it."""
+        """Begin a training batch, or the batches of an optimizer step. Not all loops pass it."""
 
     def begin_backward(self, loss: Tensor | None) -> None:
         """Begin the backward pass of a loss, or of ``None`` if the loss is not known."""

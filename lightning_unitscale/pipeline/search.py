@@ -61,9 +61,9 @@ def choose_cuts(
 ) -> list[int]:
     """Return the indices in ``cuts`` that give a short step.
 
-    With one stage per rank the result is optimal for steps that take ``(n - 1) * slowest + sum`` of
-    the stages' seconds, with n microbatches. Under 1F1B passes of different stages overlap, so a
-    step takes no longer. It takes as long if the stages are equal.
+    With one stage per rank the result is optimal, if a step of n microbatches takes ``(n - 1) *
+    slowest + sum`` of the stages' seconds. Under 1F1B passes of different stages overlap, so a step
+    takes no longer. It takes as long if the stages are equal.
 
     With several stages per rank, these cuts move until the slowest rank is fast. The result may not
     be optimal.

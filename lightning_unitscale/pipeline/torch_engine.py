@@ -2,9 +2,9 @@
 
 Workarounds, on torch 2.13 and 2.11:
 
-- ``split_backward`` splits backward passes, and says what is wrong with the engine's halves. If a
-  stage runs its whole pass in the first half, it gets the loss as a tensor. The engine would not
-  differentiate a tuple.
+- ``split_backward`` splits backward passes, because the engine's halves are wrong. If a stage runs
+  its whole pass in the first half, it gets the loss as a tensor. The engine would not differentiate
+  a tuple.
 - A stage with nothing to differentiate (a frozen one) has no backward pass.
 - Zero-bubble schedules send gradients without a copy, but only contiguous tensors can be sent.
 - ``LoopedBFS`` adds gradients up from the last microbatch to the first, unlike all other schedules.
