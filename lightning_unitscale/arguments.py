@@ -111,7 +111,7 @@ def check_file(name: str, value: Any) -> None:
     if path.is_dir():
         why = "it is a folder"
     elif not path.parent.is_dir():
-        why = f"{path.parent} is no folder"
+        why = f"{path.parent} is not a folder"
     elif not os.access(path if path.exists() else path.parent, os.W_OK):
         why = "permission denied"
     if why:

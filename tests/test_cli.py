@@ -365,7 +365,7 @@ class TestProfile:
 @pytest.mark.parametrize(
     ("option", "text"),
     [
-        ("--json=nowhere/profile.json", "json='nowhere/profile.json': .*nowhere is no folder"),
+        ("--json=nowhere/profile.json", "json='nowhere/profile.json': .*nowhere is not a folder"),
         ("--plot=logs", "plot='logs': .*it is a folder"),
         ("--sort_by=size", "sort_by='size': nodes have no such number"),
         ("--limit=0", "limit=0: not a count"),

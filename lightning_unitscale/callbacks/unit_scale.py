@@ -276,7 +276,7 @@ class UnitScaleCallback(StepsCallback):
         for option, is_asked in self._captured_for().items():
             if is_asked:
                 raise ValueError(
-                    f"{option}: it needs captured steps, which only a Lightning Trainer's are. "
+                    f"{option}: it needs captured steps, which only a Lightning Trainer has. "
                     "Expected method='lossless' in other loops. Use lightning_unitscale.transforms "
                     "there, or a Trainer."
                 )

@@ -239,7 +239,7 @@ def _what_it_is(callback: Any) -> str:
     # Lightning's, of any of its packages. None is imported here.
     if hasattr(callback, "on_train_batch_start"):
         return f"it works in a Lightning Trainer only. {_EXPECTED}. Leave it out."
-    return f"it is no callback of lightning_unitscale. {_EXPECTED}. Pass one of them."
+    return f"it is not a callback of lightning_unitscale. {_EXPECTED}. Pass one of them."
 
 
 def leaving_after(owners: Iterable[Any], leave: Callable[[], None], *, always: bool) -> ExitStack:

@@ -300,7 +300,7 @@ def _spoil(
     if any(isinstance(fact, (Mean, Coupled)) for fact in written) or (
         of_samples and isinstance(facts[target], Same)
     ):
-        reason = operation.coupled("writes what depends on the batch into a tensor")
+        reason = operation.coupled("writes batch-dependent values into a tensor")
         facts.update(dict.fromkeys(views, reason))
 
 

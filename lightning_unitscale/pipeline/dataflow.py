@@ -141,7 +141,7 @@ def find_reads(
         if not isinstance(node.meta.get("example_value"), Tensor):
             raise RuntimeError(
                 f"{tensor_name(node)} of {node.meta.get(MODULE)!r} is needed after a cut, but it "
-                f"is no tensor ({op_name(node)}). Only tensors can be sent. Move the cut."
+                f"is not a tensor ({op_name(node)}). Only tensors can be sent. Move the cut."
             )
     roots = memory_roots(graph)
     spans = [(node, *spans_of[node]) for node in graph.nodes if node in spans_of]

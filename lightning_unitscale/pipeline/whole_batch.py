@@ -279,7 +279,7 @@ def _of_facts(facts: BatchFacts, program: Program, position: int) -> BatchLoss:
         what = of_batch[0] if of_batch else loss.name
         return BatchLoss(f"{what} is another number for the batch")
     if fact.power:
-        return BatchLoss("it is no mean over samples or tokens")
+        return BatchLoss("it is not a mean over samples or tokens")
     if not counted:
         return BatchLoss()
     if counted != [loss.name]:
