@@ -27,70 +27,70 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) 
 
 .PHONY: help demo demo-baseline demo-pipeline test test-slow test-all test-engine-thread gpu test-gpu bench-gpu browser mutations lint format types docs tensorboard bench clean
 
-help: ## this list
+help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-20s %s\n", $$1, $$2 }' Makefile
 	@echo
-	@echo 'make test PYTEST_ARGS="-k gauge"          some of the tests'
+	@echo 'make test PYTEST_ARGS="-k gauge"          run some of the tests'
 	@echo 'make demo DEMO_ARGS="--trainer.max_steps 20"'
 	@echo 'make demo PIP_ARGS="--index-url <url>"    options for pip, e.g. an index of CPU-only wheels'
 
 demo: $(INSTALLED_DEMO) ## train the byte-level GPT, unit-scaled
 	$(BIN)/python -m lightning_unitscale fit --config configs/gpt_unit_scaled.yaml $(DEMO_ARGS)
 
-demo-baseline: $(INSTALLED_DEMO) ## the same without unit scaling
+demo-baseline: $(INSTALLED_DEMO) ## train the same model unscaled
 	$(BIN)/python -m lightning_unitscale fit --config configs/gpt_baseline.yaml $(DEMO_ARGS)
 
-demo-pipeline: $(INSTALLED_DEMO) ## train it on two processes, as a pipeline
+demo-pipeline: $(INSTALLED_DEMO) ## train it as a pipeline on two processes
 	$(BIN)/python -m lightning_unitscale fit --config configs/gpt_pipeline.yaml $(DEMO_ARGS)
 
 tensorboard: $(INSTALLED_DEMO) ## show the runs of the demo
 	$(BIN)/tensorboard --logdir logs
 
-test: $(INSTALLED_ALL) ## the tests of the first tier, in minutes
+test: $(INSTALLED_ALL) ## run the fast tests, in minutes
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
-test-slow: $(INSTALLED_ALL) ## the tests that `make test` leaves out
+test-slow: $(INSTALLED_ALL) ## run the slow tests, which `make test` leaves out
 	$(PYTEST) -m slow $(PYTEST_ARGS)
 
-test-all: $(INSTALLED_ALL) ## all tests; those of the dashboard need `make browser` first
+test-all: $(INSTALLED_ALL) ## run all tests; those of the dashboard need `make browser` first
 	$(PYTEST) $(PYTEST_ARGS)
 
-test-engine-thread: $(INSTALLED_ALL) ## every test, with backward passes on threads of autograd's engine
+test-engine-thread: $(INSTALLED_ALL) ## run all tests with backward passes on threads of autograd's engine
 	$(PYTEST) --engine-thread $(PYTEST_ARGS)
 
-gpu: $(INSTALLED_GPU) ## both of what follows, in short steps; STEPS="bits demo" for some
+gpu: $(INSTALLED_GPU) ## run the GPU tests and benchmarks in short steps; STEPS="bits demo" for some
 	$(ON_A_GPU) $(STEPS)
 
-test-gpu: $(INSTALLED_GPU) ## what only a GPU can show, on the one that is there
+test-gpu: $(INSTALLED_GPU) ## run the tests that need a GPU
 	$(ON_A_GPU) tests --pytest-args='$(PYTEST_ARGS)'
 
-bench-gpu: $(INSTALLED_GPU) ## what everything takes on the GPU that is there: tables, and JSONs
+bench-gpu: $(INSTALLED_GPU) ## benchmark on the GPU: tables and JSON files
 	$(ON_A_GPU) benchmarks
 
-browser: $(INSTALLED_ALL) ## fetch by npm what the tests of the dashboard drive Chromium with
+browser: $(INSTALLED_ALL) ## install the npm packages that drive Chromium in the tests of the dashboard
 	$(BIN)/python -m tests.browser.browser
 
-mutations: $(INSTALLED_ALL) ## put faults into a copy of the code: do tests find them?
+mutations: $(INSTALLED_ALL) ## check that the tests find faults in a copy of the code
 	$(BIN)/python tests/mutations.py
 
-lint: $(INSTALLED_ALL) ## ruff
+lint: $(INSTALLED_ALL) ## check the code with ruff
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-format: $(INSTALLED_ALL) ## let ruff mend what it can
+format: $(INSTALLED_ALL) ## fix and format the code with ruff
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-types: $(INSTALLED_ALL) ## mypy --strict
+types: $(INSTALLED_ALL) ## check the types with mypy --strict
 	$(BIN)/mypy
 
-docs: $(INSTALLED_ALL) ## the documentation, into build/site
+docs: $(INSTALLED_ALL) ## build the documentation in build/site
 	$(BIN)/mkdocs build --strict
 
-bench: $(INSTALLED_ALL) ## the tables of the docs; BENCHMARKS="unit_scale_overhead ..." for some
+bench: $(INSTALLED_ALL) ## measure the tables of the docs; BENCHMARKS="unit_scale_overhead ..." for some
 	@for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python benchmarks/$$name.py || exit 1; done
 
-clean: ## remove the virtual environment and what tools have left
+clean: ## remove the virtual environment and the files of tools
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

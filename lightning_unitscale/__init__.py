@@ -1,9 +1,9 @@
 """Unit scaling, scale tracking, rematerialization and pipelines for any LightningModule.
 
-Names are imported when they are first used: TensorBoard executes this package at its own start to
-find the dashboard, and must not wait for torch or Lightning. For the same reason
+Names are imported when they are first used. TensorBoard executes this package at its start to find
+the dashboard, and must not wait for torch or Lightning. For the same reason
 ``Trainer(strategy="pipeline")`` is registered when Lightning is imported, by a function that
-imports the strategy when it is used.
+imports the strategy at its first use.
 """
 
 from importlib import import_module
@@ -73,7 +73,7 @@ __all__ = [
 
 def _register(module: ModuleType) -> None:
     registry = getattr(module, "StrategyRegistry", None)
-    # Another package may have taken the name, or Lightning may have another registry one day.
+    # Another package may have registered the name, or a later Lightning may have another registry.
     if registry is not None and "pipeline" not in registry:
         registry.register(
             "pipeline",
@@ -102,16 +102,16 @@ def __getattr__(name: str) -> Any:
         else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     except ModuleNotFoundError as error:
-        # ``import *``, ``hasattr`` and ``inspect`` ask for names that nobody is going to use.
+        # ``import *``, ``hasattr`` and ``inspect`` ask for names without using them.
         if name in _EXPORTS:
             return _unavailable(name, error)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}: {error}") from error
-    globals()[name] = value  # the next access does not come through here
+    globals()[name] = value  # the next access skips this function
     return value
 
 
 def _unavailable(name: str, error: ModuleNotFoundError) -> type:
-    """A class in place of one whose packages are not installed: it raises when it is called."""
+    """Return a class that raises when it is called, because its packages are missing."""
 
     def init(self: object, *args: object, **kwargs: object) -> None:
         raise ModuleNotFoundError(

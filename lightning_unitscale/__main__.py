@@ -1,4 +1,4 @@
-"""`python -m lightning_unitscale` is the command line without its console script."""
+"""Run the command line without its console script: `python -m lightning_unitscale`."""
 
 from lightning_unitscale.cli import main
 

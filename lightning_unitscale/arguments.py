@@ -1,4 +1,4 @@
-"""Checks of arguments: each error names the argument, its value, and what was expected."""
+"""Check arguments: each error names the argument, its value and the expected values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LONGEST_SHOWN = 100
 
 
 def shown(value: object) -> str:
-    """A value on one line of an error, cut where it is long."""
+    """Return a value on one line for an error, cut if it is long."""
     text = " ".join(repr(value).split())
     return text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN - 3]}..."
 
@@ -24,7 +24,7 @@ def sentence(text: str) -> str:
 
 
 def check_choice(name: str, value: object, choices: Sequence[str], what: str, advice: str) -> None:
-    """Refuse an argument that is none of its choices."""
+    """Refuse an argument that is not one of its choices."""
     if not isinstance(value, str) or value not in choices:
         *first, last = map(repr, choices)
         expected = f"{', '.join(first)} or {last}"
@@ -32,7 +32,7 @@ def check_choice(name: str, value: object, choices: Sequence[str], what: str, ad
 
 
 def check_depth(depth: object) -> None:
-    """Refuse every depth but ``"products"``, the only one that is left."""
+    """Refuse every depth but ``"products"``, the only supported one."""
     if not isinstance(depth, str) or depth != "products":
         raise ValueError(
             f"depth={shown(depth)}: only matmuls are scaled. Expected 'products'. Leave depth out, "
@@ -80,18 +80,18 @@ def check_instance(
 
 
 def check_callable(name: str, value: object, expected: str, advice: str) -> None:
-    """Refuse an argument that cannot be called; see :func:`check_instance`."""
+    """Refuse an argument that cannot be called. See :func:`check_instance`."""
     check_instance(name, value, Callable, expected, advice)  # type: ignore[arg-type]
 
 
 def checked_folder(name: str, value: Any) -> Path:
-    """A folder that files can be written to; it is made if it does not exist."""
+    """Return a folder that files can be written to, and create it if it does not exist."""
     check_instance(name, value, (str, os.PathLike), "the path of a folder", "pass its path")
     folder = Path(value)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         why = "" if os.access(folder, os.W_OK | os.X_OK) else "permission denied"
-    except (OSError, ValueError) as error:  # the latter of a zero byte in the path
+    except (OSError, ValueError) as error:  # ValueError for a zero byte in the path
         why = _reason(error)
     if not os.fspath(value):
         why = "the path is empty"
@@ -104,14 +104,14 @@ def checked_folder(name: str, value: Any) -> Path:
 
 
 def check_file(name: str, value: Any) -> None:
-    """Refuse the path of a file that cannot be written; nothing is made."""
+    """Refuse the path of a file that cannot be written, without creating anything."""
     check_instance(name, value, (str, os.PathLike), "the path of a file", "pass its path")
     path = Path(value)
     why = ""
     if path.is_dir():
         why = "it is a folder"
     elif not path.parent.is_dir():
-        why = f"{path.parent} is no folder"
+        why = f"{path.parent} is not a folder"
     elif not os.access(path if path.exists() else path.parent, os.W_OK):
         why = "permission denied"
     if why:
@@ -130,11 +130,11 @@ def _with_article(name: str) -> str:
 
 
 def is_same(value: object, default: object) -> bool:
-    """Whether an argument has its default value, whatever it is: tensors compare by element."""
+    """Check whether an argument has its default value. Tensors compare by element."""
     return value is default or (type(value) is type(default) and bool(value == default))
 
 
 def nearest(name: str, others: Iterable[str]) -> str | None:
-    """Of some names the one that a person may have meant; ``None`` if there are none."""
+    """Return the name most similar to the given one, or ``None`` if there are none."""
     found = difflib.get_close_matches(name, list(others), n=1, cutoff=0.0)
     return found[0] if found else None

@@ -1,8 +1,8 @@
-"""Whether a compiler or an export traces what this thread runs.
+"""Check whether a compiler or an export traces the current thread.
 
-torch's own answer is one of the process: while one thread compiles, ``torch.compiler.is_compiling``
-says so to every other thread that asks, and ``torch.compiler.is_exporting`` likewise. A step that
-believed it would run without its units. What a thread traces is in contexts of that thread alone:
+torch's own functions describe the process: while one thread compiles,
+``torch.compiler.is_compiling`` and ``torch.compiler.is_exporting`` hold for every other thread too.
+A step that relied on them would run unscaled. The state of a thread is in its own contexts:
 ``CompileContext`` of Dynamo and of a backward pass that is compiled late, ``TracingContext`` of an
 export as well. Both names, and the flag of exports, were checked on torch 2.13.
 """
@@ -14,8 +14,8 @@ from torch._guards import CompileContext, TracingContext
 
 
 def is_compiling() -> bool:
-    """Whether a compiler or an export traces what this thread runs; Dynamo folds it to true."""
-    # Dynamo knows the answers to both questions, and looks no further.
+    """Check whether a compiler or an export traces this thread. Dynamo folds it to true."""
+    # Dynamo has constant answers to both conditions, and traces no further.
     return torch.compiler.is_compiling() and (
         torch.compiler.is_dynamo_compiling()
         or compiles_frame()
@@ -24,10 +24,10 @@ def is_compiling() -> bool:
 
 
 def is_exporting() -> bool:
-    """Whether ``torch.export`` traces; torch 2.11's own says so of all that is traced."""
+    """Check whether ``torch.export`` traces. torch 2.11 reports any tracing here."""
     return torch.compiler._is_exporting_flag and is_compiling()
 
 
 def compiles_frame() -> bool:
-    """Whether this thread compiles a frame, or the backward pass of one."""
+    """Check whether this thread compiles a frame, or the backward pass of one."""
     return CompileContext.current_compile_id() is not None

@@ -1,8 +1,8 @@
-"""Number formats: their range, and where rounding to them overflows, denormalizes or gives zero.
+"""Define number formats: their range, and where rounding overflows, denormalizes or flushes.
 
-Everything follows from the number of exponent and mantissa bits and from whether the format keeps
-codes for infinities, so a format that is not listed here is one line:
-``NumberFormat("E3M4", exponent_bits=3, mantissa_bits=4)``. Standard library only.
+Everything follows from the number of exponent and mantissa bits, and from whether the format has
+infinities. So a new format is one line: ``NumberFormat("E3M4", exponent_bits=3, mantissa_bits=4)``.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-# Thresholds are Python floats (IEEE double), so every one of them must be a normal double.
+# Thresholds are Python floats (IEEE double), so each must be a normal double.
 _MAX_EXPONENT_BITS = 8
 _MAX_MANTISSA_BITS = 24
-# Of the formats without infinities; every code of a smaller one is a number.
+# For formats without infinities. Every code of a smaller format is a number.
 _FEWEST_BITS_WITH_NAN = 8
 _NAME = re.compile(r"E(\d+)M(\d+)(FN)?", re.IGNORECASE)
 
@@ -27,16 +27,16 @@ class NumberFormat:
     - ``y == 0`` (flushed) exactly when ``|x| <= flush_threshold``;
     - ``y`` is subnormal exactly when ``flush_threshold < |x| < subnormal_threshold``;
     - ``x`` overflows exactly when ``|x| >= overflow_threshold`` for a format with infinities (``y``
-      is infinite), and when ``|x| > overflow_threshold`` for one without (``y`` is clipped to
-      ``max``, which nobody sees afterwards: it has to be counted before the cast).
+      is infinite), and when ``|x| > overflow_threshold`` for one without. Then ``y`` is clipped to
+      ``max``, so overflow has to be counted before the cast.
 
     Attributes:
-        name: How the format is called in tables and tags.
+        name: Name of the format in tables and tags.
         exponent_bits: Bits of the exponent, 2 to 8.
         mantissa_bits: Stored bits of the mantissa (without the leading one), 1 to 24.
-        finite_only: No infinities: the top exponent holds numbers and only its last code is NaN
-            (the ``fn`` of ``float8_e4m3fn``); a format of fewer than 8 bits has no NaN either (the
-            FP6 and FP4 of OCP MX). The default is the layout of IEEE 754.
+        finite_only: Whether there are no infinities: the top exponent holds numbers, and only its
+            last code is NaN (the ``fn`` of ``float8_e4m3fn``). A format of fewer than 8 bits has no
+            NaN either (the FP6 and FP4 of OCP MX). The default is the layout of IEEE 754.
 
     Raises:
         ValueError: If the bits are out of the ranges above.
@@ -76,64 +76,64 @@ class NumberFormat:
 
     @property
     def bits(self) -> int:
-        """Size of one number in bits, the sign included."""
+        """Return the size of one number in bits, the sign included."""
         return 1 + self.exponent_bits + self.mantissa_bits
 
     @property
     def has_infinity(self) -> bool:
-        """Whether a value beyond the range becomes an infinity; otherwise it is clipped."""
+        """Check whether a value beyond the range becomes an infinity instead of being clipped."""
         return not self.finite_only
 
     @property
     def min_exponent(self) -> int:
-        """Binary exponent of the smallest normal number: the bias is ``2**(bits-1) - 1``."""
+        """Return the exponent of the smallest normal number. The bias is ``2**(bits-1) - 1``."""
         return 2 - (1 << (self.exponent_bits - 1))
 
     @property
     def max_exponent(self) -> int:
-        """Binary exponent of the largest number; IEEE keeps the code above for infinity and NaN."""
+        """Return the exponent of the largest number. IEEE reserves the next one."""
         return (1 << (self.exponent_bits - 1)) - (0 if self.finite_only else 1)
 
     @property
     def max(self) -> float:
-        """Largest finite number; E4M3FN and wider ones without infinities lose one code to NaN."""
+        """Return the largest finite number. E4M3FN and wider finite formats lose a code to NaN."""
         lost = 2 if self.finite_only and self.bits >= _FEWEST_BITS_WITH_NAN else 1
         return (2.0 - lost * 2.0**-self.mantissa_bits) * 2.0**self.max_exponent
 
     @property
     def eps(self) -> float:
-        """Distance from 1 to the next number."""
+        """Return the distance from 1 to the next number."""
         return 2.0**-self.mantissa_bits
 
     @property
     def smallest_normal(self) -> float:
-        """Smallest number with full precision, a power of two."""
+        """Return the smallest number with full precision, a power of two."""
         return 2.0**self.min_exponent
 
     @property
     def smallest_subnormal(self) -> float:
-        """Smallest number above zero, a power of two."""
+        """Return the smallest number above zero, a power of two."""
         return 2.0 ** (self.min_exponent - self.mantissa_bits)
 
     @property
     def flush_threshold(self) -> float:
-        """Magnitudes at or below it round to zero: half the smallest subnormal ties to zero."""
+        """Return the largest magnitude that rounds to zero: half the smallest subnormal."""
         return self.smallest_subnormal / 2
 
     @property
     def subnormal_threshold(self) -> float:
-        """Magnitudes below it round to a subnormal or to zero.
+        """Return the magnitude below which numbers round to a subnormal or to zero.
 
-        Half a step below the smallest normal: from there on a value rounds up to it.
+        It is half a step below the smallest normal. From there on a value rounds up to it.
         """
         return self.smallest_normal - self.smallest_subnormal / 2
 
     @property
     def overflow_threshold(self) -> float:
-        """First magnitude that overflows, or the last that does not: see ``has_infinity``.
+        """Return the first magnitude that overflows. Without infinities, the last that does not.
 
-        With infinities it is half a step above ``max``, where ties go to the even neighbour, which
-        is the first power of two out of range. Without, it is ``max`` itself.
+        With infinities it is half a step above ``max``. Ties go to the even neighbour, which is the
+        first power of two out of range. Without, it is ``max`` itself.
         """
         if self.finite_only:
             return self.max
@@ -169,14 +169,14 @@ _ALIASES = {
 def get_format(
     format: str | NumberFormat | tuple[int, int], *, given: str | None = None
 ) -> NumberFormat:
-    """Find a format by name or by bits; a format is returned as it is.
+    """Return the format of a name or of bits. A format is returned as it is.
 
     Args:
         format: A format; one of the names ``FP32``, ``BF16``, ``FP16``, ``E4M3FN``, ``E5M2`` or of
-            torch's own names for them, in any case; or bits written as ``E3M4`` (with infinities)
-            or ``E2M3FN`` (finite only), or given as ``(exponent_bits, mantissa_bits)``, which is
-            the same as ``E3M4``. ``E4M3`` means ``E4M3FN``, as it does in hardware.
-        given: How an error begins: the argument and its value, by default ``format=...``.
+            torch's own names for them, in any case; or bits. Bits are ``E3M4`` (with infinities),
+            ``E2M3FN`` (finite only), or ``(exponent_bits, mantissa_bits)``, which means the former.
+            ``E4M3`` means ``E4M3FN``, as it does in hardware.
+        given: Start of an error: the argument and its value, by default ``format=...``.
 
     Raises:
         ValueError: If there is no such format.

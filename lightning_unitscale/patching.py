@@ -1,11 +1,11 @@
-"""Give objects other attributes for a while, and wait for modules to be imported.
+"""Replace attributes of objects for a while, and wait for modules to be imported.
 
-Attributes of ours stand over each other in the order in which they were put, and go in any order.
-One that goes from between two others is skipped by the one above it. What there was before the
-first of them is back when the last one goes. An attribute that someone else has put over ours
-stays: what it holds of ours then only calls what was there before.
+Several replacements of an attribute stack in the order of their creation, and may be removed in any
+order. If one in the middle is removed, the one above skips it. When the last one is removed, the
+original value is back. An attribute that other code has put over ours stays. If it calls ours, that
+call goes to the original.
 
-What waits is a finder at the front of ``sys.meta_path`` that answers for one module, once.
+Waiting is done by a finder at the front of ``sys.meta_path`` that loads one module, once.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from types import FrameType, MethodType, ModuleType
 from typing import Any, Self
 
 _MISSING = object()
-# What stands over an attribute, the lowest first, by the identity of its owner and by its name.
-# Weakly: an owner that nothing else refers to goes with all that stands on it.
+# The stack of an attribute, lowest first, by the identity of its owner and by its name. The
+# reference is weak: an unused owner is freed with its stack.
 _SHADOWS: dict[tuple[int, str], tuple[weakref.ref[Shadow], ...]] = {}
-# Two threads may put and remove at once, and a garbage collection removes in the middle of either.
+# Threads may add and remove at the same time, and a garbage collection may remove in between.
 _CHANGING = threading.RLock()
 
 
 class Shadow:
-    """Put one attribute over what an object has under that name, until :meth:`remove`."""
+    """An attribute that replaces an object's attribute of that name, until :meth:`remove`."""
 
     def __init__(self, owner: Any, name: str, value: Any) -> None:
         self._owner, self._name, self._value = owner, name, value
@@ -46,11 +46,11 @@ class Shadow:
 
     @property
     def below(self) -> Any:
-        """What the object itself has below; ``None`` if it has nothing there."""
+        """Return the object's attribute below this one, or ``None``."""
         return None if self._below is _MISSING else self._below
 
     def remove(self) -> None:
-        """Let the object have what is below. May be called more than once."""
+        """Restore the attribute below. May be called more than once."""
         with _CHANGING:
             later = self._taken_out()
             if later is None:
@@ -58,14 +58,14 @@ class Shadow:
             above = next((shadow for shadow in later if shadow._below is self._value), None)
             if above is not None:
                 above._skip(self)
-            # Otherwise someone else has put another value there, or has removed this one.
+            # Otherwise other code has replaced or removed this value.
             elif vars(self._owner).get(self._name, _MISSING) is self._value:
                 self._put(self._below)
         if isinstance(self._value, StandIn):
             self._value.is_removed = True
 
     def _taken_out(self) -> list[Shadow] | None:
-        """Take it off the list; returns those put later, or ``None`` if it was off already."""
+        """Remove this from its list. Return those added later, or ``None`` if it was not there."""
         key = id(self._owner), self._name
         refs = _SHADOWS.get(key, ())
         own = next((ref for ref in refs if ref() is self), None)
@@ -76,7 +76,7 @@ class Shadow:
         return [shadow for shadow in later if shadow is not None]
 
     def _skip(self, removed: Shadow) -> None:
-        """Stand over what is below another one, which goes."""
+        """Skip another one, which is removed, and cover the attribute below it."""
         self._below = removed._below
         if isinstance(self._value, StandIn) and isinstance(removed._value, StandIn):
             self._value.skip(removed._value)
@@ -92,12 +92,12 @@ class Shadow:
         elif value is _MISSING:
             vars(owner).pop(name, None)
         else:
-            # Past a __setattr__ such as that of a torch module, which files what it is given.
+            # Avoid a __setattr__ such as that of a torch module, which registers its values.
             vars(owner)[name] = value
 
 
 def _forget(key: tuple[int, str], forgotten: weakref.ref[Shadow]) -> None:
-    """Take one off a list, when it is removed or nothing refers to it any more."""
+    """Remove one from a list, when it is removed or no longer referenced."""
     with _CHANGING:
         kept = tuple(ref for ref in _SHADOWS.pop(key, ()) if ref is not forgotten)
         if kept:
@@ -106,7 +106,7 @@ def _forget(key: tuple[int, str], forgotten: weakref.ref[Shadow]) -> None:
 
 @contextlib.contextmanager
 def shadowed(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Within this context ``owner`` has these attributes; see :class:`Shadow`."""
+    """Replace attributes of ``owner`` within this context. See :class:`Shadow`."""
     with contextlib.ExitStack() as shadows:
         for name, value in attributes.items():
             shadows.callback(Shadow(owner, name, value).remove)
@@ -115,7 +115,7 @@ def shadowed(owner: Any, **attributes: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def shadowed_here(owner: Any, **functions: Callable[..., Any]) -> Iterator[None]:
-    """Within this context ``owner`` has these functions for what this thread calls."""
+    """Replace functions of ``owner`` within this context, for calls of this thread."""
     thread, is_within = threading.get_ident(), True
 
     def chosen(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -123,7 +123,7 @@ def shadowed_here(owner: Any, **functions: Callable[..., Any]) -> Iterator[None]
 
         @functools.wraps(below)
         def call(*args: Any, **kwargs: Any) -> Any:
-            # What was put over it meanwhile may still hold it when this context has ended.
+            # A later replacement may still refer to it after this context.
             is_here = is_within and threading.get_ident() == thread
             return (function if is_here else below)(*args, **kwargs)
 
@@ -138,13 +138,13 @@ def shadowed_here(owner: Any, **functions: Callable[..., Any]) -> Iterator[None]
 
 
 class StandIn(abc.ABC):
-    """Stands in for a method of an object, and looks like it; copies of the object are plain."""
+    """A stand-in for a method of an object. Copies of the object get the plain method."""
 
     def __init__(self, method: Any) -> None:
-        # First: it takes over the attributes of what it wraps, which may stand in as well.
+        # First, because it copies the attributes of the method, which may be a stand-in too.
         functools.update_wrapper(self, method)
         self._method = method
-        # Whether it has been removed. Something else may still hold it, and call it.
+        # Whether it has been removed. Other code may still refer to it and call it.
         self.is_removed = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -153,24 +153,24 @@ class StandIn(abc.ABC):
 
     @abc.abstractmethod
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the method as long as this stands in for it."""
+        """Run the method while this stands in for it."""
 
     def skip(self, removed: StandIn) -> None:
-        """Stand in for what another one stood in for, that was in between."""
+        """Skip a removed stand-in below this one."""
         if self._method is removed:
             self._method = removed._method
         if vars(self).get("__wrapped__") is removed:
             self.__wrapped__ = removed._method
 
     def __getattr__(self, name: str) -> Any:
-        """What else a method has, such as its code: packages read it to script or export it."""
-        if name == "_method":  # there is none yet
+        """Return other attributes of the method, such as its code for scripting or export."""
+        if name == "_method":  # not set yet
             raise AttributeError(name)
         return getattr(self._method, name)
 
     @property
     def __func__(self) -> Callable[..., Any]:
-        """A function, as that of a method: bound to another object it is that one's."""
+        """Return a function that follows the method of any object that it is bound to."""
         own, method = self._own().__func__, self._own()
 
         @functools.wraps(own)
@@ -181,10 +181,10 @@ class StandIn(abc.ABC):
         return function
 
     def called_by(self, frame: FrameType | None) -> Callable[..., Any]:
-        """What stands in for the caller's own method, if that is a copy of the object; else this.
+        """Return the stand-in for the method of a calling copy of the object, or this one.
 
-        ``copy.copy`` hands all attributes on, and so do packages that make a module of other
-        weights. What an object calls itself is the copy's own method then.
+        ``copy.copy`` copies all attributes, and so do packages that make a module with other
+        weights. If such a copy calls itself, it needs its own method.
         """
         caller = None if frame is None else frame.f_locals.get("self")
         method = self._own()
@@ -192,13 +192,13 @@ class StandIn(abc.ABC):
             return self
         name = self._name_in(caller)
         if not name or method.__func__ is not getattr(type(method.__self__), name, None):
-            return self  # no copy, or one that was given the user's own attribute as well
+            return self  # not a copy, or one that has the user's own attribute too
         own = MethodType(getattr(type(caller), name), caller)
-        # Replicas of ``nn.DataParallel`` run at the same time: nobody's matmuls.
+        # Replicas of ``nn.DataParallel`` run at the same time, so their matmuls are not scaled.
         return own if getattr(caller, "_is_replica", False) else self._for(own)
 
     def _name_in(self, owner: Any) -> str:
-        """The attribute that this is of an object; the function may have another name."""
+        """Return the attribute of an object that holds this. The function may have another name."""
         attributes = getattr(owner, "__dict__", {}).items()
         return next((name for name, value in attributes if value is self), "")
 
@@ -229,7 +229,7 @@ class StandIn(abc.ABC):
 
 
 class Replacement(StandIn):
-    """Runs a function in place of a method."""
+    """A stand-in that runs a function."""
 
     def __init__(self, method: Any, run: Callable[..., Any]) -> None:
         super().__init__(method)
@@ -241,11 +241,11 @@ class Replacement(StandIn):
 
 
 def nothing(*_: Any, **__: Any) -> None:
-    """Stands in for a call that is left out."""
+    """Ignore a call."""
 
 
 def when_imported(name: str, run: Callable[[ModuleType], None]) -> None:
-    """Call a function with a module, now or as soon as somebody has imported it."""
+    """Call a function with a module, now or as soon as it is imported."""
     module = sys.modules.get(name)
     if module is not None:
         run(module)
@@ -256,9 +256,9 @@ def when_imported(name: str, run: Callable[[ModuleType], None]) -> None:
 
 
 def base_when_imported(name: str, *modules: str) -> type:
-    """A base class that becomes a subclass of other packages' classes of the same name.
+    """Return a base class that later includes other packages' classes of the same name.
 
-    Neither package is imported for it, so whoever derives from it can be imported without them.
+    No package is imported for it, so derived classes can be imported without them.
     """
     # The bases of a class can be changed if one of them is not ``object`` itself.
     base: type = type(name, (type(f"_{name}", (), {}),), {})
@@ -272,14 +272,14 @@ def base_when_imported(name: str, *modules: str) -> type:
 
 
 class _WaitFor:
-    """Finds a module as the other finders do, and calls a function once it has run."""
+    """A finder that loads a module as others do, and calls a function after it has run."""
 
     def __init__(self, name: str, run: Callable[[ModuleType], None]) -> None:
         self.awaits = (name, run)
         self._searching = False
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """The module's own spec, whose loader calls the function; nothing for other modules."""
+        """Return the module's spec with a loader that calls the function, ``None`` for others."""
         name, call = self.awaits
         if fullname != name or self._searching:
             return None
@@ -299,6 +299,6 @@ class _WaitFor:
                 sys.meta_path.remove(self)
             call(module)
 
-        # On the one object that loads this module: whoever asks it for more gets its own answers.
+        # Only on the object that loads this module.
         loader.exec_module = run_and_call  # type: ignore[method-assign]
         return spec

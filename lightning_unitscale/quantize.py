@@ -1,9 +1,9 @@
-"""Rounding of tensors to a number format, in the tensor's own type.
+"""Round tensors to a number format, in the tensor's own type.
 
-Everything is arithmetic on FP32 and on its codes, and purely functional, so eager, AOTAutograd and
-Inductor give the same bits on every device. Casting to the format's own type and back would not:
-Inductor drops a cast to FP16 or BF16 that is followed by one to FP32, Triton has no FP8 on older
-GPUs, and on a CPU the way back from ``float8_e4m3fn`` takes four times as long as all that is here.
+All arithmetic is on FP32 and on its codes, and purely functional. So eager, AOTAutograd and
+Inductor give the same bits on every device. Casting to the format's own type and back would not
+work. Inductor drops a cast to FP16 or BF16 before one to FP32. Triton has no FP8 on older GPUs. On
+a CPU, casting from ``float8_e4m3fn`` takes four times as long as this whole code.
 """
 
 from __future__ import annotations
@@ -43,31 +43,31 @@ def quantize(
     *,
     saturate: bool | None = None,
 ) -> Tensor:
-    """Round every element of a tensor to a number that the format has.
+    """Round every element of a tensor to a number of a format.
 
-    With the defaults the result is ``tensor.to(dtype).to(tensor.dtype)`` bit for bit, where
-    ``dtype`` is the format's own type in torch: subnormals are exact, zeros keep their sign, NaN
-    stays NaN, beyond the range is infinity, or the largest number where there is no infinity. The
-    gradient passes as it is (straight through).
+    With the defaults the result has the bits of ``tensor.to(dtype).to(tensor.dtype)``, where
+    ``dtype`` is the format's own type in torch. Subnormals are exact, zeros keep their sign, and
+    NaN stays NaN. Out-of-range values become infinity, or the largest number without infinities.
+    The gradient passes unchanged (straight through).
 
     Args:
         tensor: FP32, BF16, FP16 or FP64, of any shape. FP64 is rounded to FP32 first, as torch's
             own casts do.
         format: A name such as ``"E4M3FN"``, a :class:`NumberFormat`, or ``(exponent_bits,
             mantissa_bits)``.
-        rounding: ``"nearest"``, ties to even; or ``"stochastic"``: up or down with probabilities
-            that make the expected result the value itself (up to 2**-24 of the distance between
-            the two neighbours).
-        generator: What stochastic rounding draws from: a generator; torch's default one for
-            ``None``; or, inside of a compiled graph, where generators cannot go, a row of
-            :func:`rounding_keys`. Equal keys give equal results, whatever runs the graph.
-        saturate: Whether what is beyond the range, infinities included, becomes the largest
-            number. ``None`` does so exactly for formats without infinities, as torch's casts do.
-            ``False`` gives such a format NaN.
+        rounding: ``"nearest"``, ties to even, or ``"stochastic"``: up or down with probabilities
+            that make the expected result the value itself (up to 2**-24 of the distance between the
+            two neighbours).
+        generator: Source of stochastic rounding: a generator, or ``None`` for torch's default one.
+            A compiled graph cannot have generators. Pass a row of :func:`rounding_keys` there.
+            Equal keys give equal results, whatever runs the graph.
+        saturate: Whether out-of-range values, infinities included, become the largest number.
+            ``None`` does so exactly for formats without infinities, as torch's casts do. ``False``
+            gives such a format NaN.
 
     Returns:
-        A new tensor of the type and shape of ``tensor``. Where its type lacks some numbers of the
-        format (BF16 and FP16's 65504), the largest that both have is the largest number.
+        A new tensor of the type and shape of ``tensor``. If its type lacks some numbers of the
+        format (BF16 lacks FP16's 65504), the largest common one is the largest number.
 
     Raises:
         ValueError: If the format is unknown or finer or wider than FP32, or ``rounding`` is
@@ -101,15 +101,15 @@ def rounding_keys(
     *,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Keys of independent stochastic roundings, to be passed into a graph as an input.
+    """Return keys of independent stochastic roundings, as an input of a graph.
 
     Args:
-        count: How many.
-        generator: Where they are drawn; torch's default generator of ``device`` for ``None``.
-        device: Where they are needed.
+        count: Number of keys.
+        generator: Source of the keys. ``None`` means torch's default generator of ``device``.
+        device: Device of the keys.
 
     Returns:
-        INT64 of shape ``(count, 2)``; a row is a ``generator`` of :func:`quantize`.
+        INT64 of shape ``(count, 2)``. A row is a ``generator`` of :func:`quantize`.
     """
     check_count("count", count, least=0)
     if generator is not None:
@@ -121,7 +121,7 @@ def rounding_keys(
 
 
 def checked_format(format: FormatLike, *, given: str | None = None) -> NumberFormat:
-    """Find a format as ``get_format`` does, of which every number is an FP32 number."""
+    """Return a format as ``get_format`` does, if FP32 has all its numbers."""
     resolved = get_format(format, given=given)
     if resolved.mantissa_bits > _MANTISSA_BITS or resolved.max > FP32.max:
         raise ValueError(
@@ -141,13 +141,13 @@ def check_rounding(rounding: object) -> None:
 def rounded(
     tensor: Tensor, format: NumberFormat, saturate: bool | None = None, key: Tensor | None = None
 ) -> Tensor:
-    """:func:`quantize` without its checks and without a gradient; a key rounds stochastically."""
+    """Run :func:`quantize` without checks and gradient. A key rounds stochastically."""
     clips = format.finite_only if saturate is None else saturate
     wide = tensor.detach().float()
     if format.exponent_bits == FP32.exponent_bits:
         result = _round_codes(wide, format, key)
     else:
-        # Infinity comes for free from FP32's own; neither of the others needs it.
+        # Infinity comes from FP32's own overflow. The other cases do not need it.
         result = _round_multiples(wide, format, key, overflows=not clips and format.has_infinity)
     if clips:
         largest = _largest_in_both(format, tensor.dtype)
@@ -160,10 +160,10 @@ def rounded(
 def _round_multiples(
     wide: Tensor, format: NumberFormat, key: Tensor | None, *, overflows: bool
 ) -> Tensor:
-    """Round to multiples of the spacing that the format has at each value's exponent."""
-    # The spacing is a power of two, so both matmuls with it are exact. Below the smallest normal
-    # it stays what it is there, which makes subnormals; at the top it stays too, so what is out of
-    # range still is afterwards. Values keep their sign, also where they become zero.
+    """Round to multiples of the format's spacing at each value's exponent."""
+    # The spacing is a power of two, so both multiplications are exact. It stays constant below the
+    # smallest normal, which makes subnormals. It also stays constant at the top, so out-of-range
+    # values remain so. Values keep their sign, also if they become zero.
     lowest = (format.min_exponent + _BIAS) << _MANTISSA_BITS
     highest = (format.max_exponent + _BIAS) << _MANTISSA_BITS
     exponents = (wide.view(torch.int32) & _EXPONENT_CODES).clamp_(lowest, highest)
@@ -173,26 +173,26 @@ def _round_multiples(
     multiples = multiples.round_() if key is None else _round_up_or_down(multiples, key)
     if not overflows:
         return multiples.mul_(spacing.view(torch.float32))
-    # With the format's first power of two out of range moved to FP32's, FP32 overflows for it.
+    # Shift the format's first out-of-range power of two to FP32's, so that FP32 overflows.
     lift = _BIAS - format.max_exponent
     lifted = spacing.add_(lift << _MANTISSA_BITS).view(torch.float32)
     return multiples.mul_(lifted).mul_(2.0**-lift)
 
 
 def _round_up_or_down(multiples: Tensor, key: Tensor) -> Tensor:
-    """Add a uniform number of [0, 1) and cut off, without the rounding of that addition."""
+    """Add a uniform number of [0, 1) and truncate, without rounding the sum."""
     below = multiples.floor()
     # 23 bits and a half: symmetric, never a tie with a normal number's fraction, exact in FP32.
     uniform = (_random_bits(multiples, key) >> 9).float().add_(0.5).mul_(2.0**-23)
-    # A difference of infinities is NaN, which no number is below.
+    # A difference of infinities is NaN, which compares false.
     result = below + (uniform < multiples - below)
     return torch.copysign(result, multiples)
 
 
 def _round_codes(wide: Tensor, format: NumberFormat, key: Tensor | None) -> Tensor:
-    """Round to a format with FP32's exponents: codes are cut off after adding to them."""
-    # Codes are in the order of the numbers, through subnormals and up to infinity, so a carry out
-    # of the mantissa does what it should.
+    """Round to a format with FP32's exponents: add to the codes, then truncate them."""
+    # Codes have the order of the numbers, through subnormals and up to infinity. So a carry out of
+    # the mantissa gives the right number.
     num_cut = _MANTISSA_BITS - format.mantissa_bits
     if num_cut == 0:
         return wide.clone()
@@ -203,20 +203,20 @@ def _round_codes(wide: Tensor, format: NumberFormat, key: Tensor | None) -> Tens
     else:
         up = (_random_bits(wide, key) >> (32 - num_cut)).to(torch.int32)
     result = up.add_(codes).bitwise_and_(-1 << num_cut).view(torch.float32)
-    # A carry turns some codes of NaN into those of other things.
+    # A carry changes some codes of NaN into other values.
     return torch.where(wide.isfinite(), result, wide)
 
 
 def _random_bits(like: Tensor, key: Tensor) -> Tensor:
-    """32 random bits per element, as INT64: a hash of the element's position under a key.
+    """Return 32 random bits per element, as INT64: a hash of its position under a key.
 
-    Counting on a hash instead of a generator's state gives a graph the same bits wherever and
-    however often it runs (a checkpoint's second forward pass), and leaves the random numbers of
-    the user's dropout alone. INT64 holds every matmul, so nothing depends on wrapping around.
+    Unlike a generator's state, a hash gives a graph the same bits wherever and however often it
+    runs (a checkpoint's second forward pass). It also leaves the random numbers of the user's
+    dropout unchanged. INT64 holds every multiplication, so nothing wraps around.
 
     References:
-        T. Mueller's integer hash, as in H2 and Postgres: two rounds of xorshift and matmul with
-        0x45D9F3B, here with half of the key before each.
+        T. Mueller's integer hash, as in H2 and Postgres: two rounds of xorshift and multiplication
+        by 0x45D9F3B, here with half of the key before each.
     """
     bits = torch.arange(like.numel(), device=like.device).view(like.shape)
     for half in key.unbind():
@@ -226,7 +226,7 @@ def _random_bits(like: Tensor, key: Tensor) -> Tensor:
 
 
 def _largest_in_both(format: NumberFormat, dtype: torch.dtype) -> float:
-    """The largest number of a format that a type has too."""
+    """Return the largest number of a format that a type also has."""
     info = torch.finfo(dtype)
     precision = round(-math.log2(info.eps))
     if format.mantissa_bits <= precision and format.max <= info.max:

@@ -1,4 +1,4 @@
-"""Agreement of ranks: objects that all of them have, and errors that all of them raise."""
+"""Let ranks agree: share objects among all of them, and raise errors on all of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _Value = TypeVar("_Value")
 
 
 def world_size() -> int:
-    """Return how many ranks train together, 1 without a process group."""
+    """Return the number of ranks that train together, 1 without a process group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
@@ -23,12 +23,12 @@ def rank() -> int:
 
 
 def is_distributed() -> bool:
-    """Tell whether there are other ranks to agree with."""
+    """Check whether there are other ranks."""
     return world_size() > 1
 
 
 def gathered(own: _Value, group: dist.ProcessGroup | None = None) -> list[_Value]:
-    """Return the object of every rank, in the order of the ranks."""
+    """Return the objects of all ranks, in rank order."""
     if not is_distributed():
         return [own]
     values = [own] * dist.get_world_size(group)
@@ -39,14 +39,14 @@ def gathered(own: _Value, group: dist.ProcessGroup | None = None) -> list[_Value
 def gathered_on(
     rank: int, own: _Value, group: dist.ProcessGroup | None = None
 ) -> list[_Value] | None:
-    """Return the object of every rank of a group on one of them, and ``None`` on the others."""
+    """Return the objects of a group's ranks on one of them, and ``None`` on the others."""
     values = [own] * dist.get_world_size(group) if dist.get_rank(group) == rank else None
     dist.gather_object(own, values, group=group, group_dst=rank)
     return values
 
 
 def any_rank(flag: bool) -> bool:
-    """Tell whether a flag is set on any rank."""
+    """Check whether a flag is set on any rank."""
     return any(gathered(flag))
 
 
@@ -57,7 +57,7 @@ def differing_ranks(own: object, group: dist.ProcessGroup | None = None) -> list
 
 
 def broadcast(own: _Value, source: int, group: dist.ProcessGroup | None = None) -> _Value:
-    """Return the object of the rank ``source`` of a group, on all of its ranks."""
+    """Return the object of the rank ``source`` of a group on all of its ranks."""
     payload = [own]
     dist.broadcast_object_list(payload, group=group, group_src=source)
     return payload[0]
@@ -67,7 +67,7 @@ def broadcast(own: _Value, source: int, group: dist.ProcessGroup | None = None) 
 def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Raise a ``ValueError`` of one rank on all ranks, at the end of this context.
 
-    The others would wait for that rank in their next collective.
+    Otherwise the others would wait for that rank in their next collective.
     """
     problem = ""
     try:
@@ -81,7 +81,7 @@ def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
 def broadcast_tensor(
     tensor: Tensor, source: int = 0, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Give all ranks of a group the values of the rank ``source``, in place."""
+    """Copy the values of the rank ``source`` to all ranks of a group, in place."""
     # Only contiguous tensors can be sent and received.
     dense = tensor.contiguous()
     dist.broadcast(dense, group=group, group_src=source)
@@ -90,7 +90,7 @@ def broadcast_tensor(
 
 
 def hand_out(tensor: Tensor, ranks: Sequence[int], group: dist.ProcessGroup | None) -> None:
-    """Give ranks the values of the first of them, in place; each of them calls it."""
+    """Copy the first rank's values to the other ranks, in place. Each of them calls it."""
     first, *others = ranks
     dense = tensor.contiguous()
     if dist.get_rank(group) == first:

@@ -1,4 +1,4 @@
-"""Rematerialization: plan a step's forward and backward graph to a budget in bytes."""
+"""Rematerialization: plan a step's forward and backward graph for a budget in bytes."""
 
 from lightning_unitscale.memory.partitioner import RematPartitioner, aot_backend
 from lightning_unitscale.memory.plan_report import (

@@ -365,7 +365,7 @@ class TestProfile:
 @pytest.mark.parametrize(
     ("option", "text"),
     [
-        ("--json=nowhere/profile.json", "json='nowhere/profile.json': .*nowhere is no folder"),
+        ("--json=nowhere/profile.json", "json='nowhere/profile.json': .*nowhere is not a folder"),
         ("--plot=logs", "plot='logs': .*it is a folder"),
         ("--sort_by=size", "sort_by='size': nodes have no such number"),
         ("--limit=0", "limit=0: not a count"),
@@ -469,7 +469,7 @@ class TestProfileOfSeveralDevices:
             self._profile(f"{project}.Whole")
 
     def test_how_many_devices_has_to_be_said(self, project: str) -> None:
-        with pytest.raises(SystemExit, match="how many there will be"):
+        with pytest.raises(SystemExit, match="needs the number of devices"):
             self._profile(f"{project}.Sharded", "--trainer.devices=auto")
 
     def test_replicas_have_buckets(self, project: str, capsys: pytest.CaptureFixture[str]) -> None:

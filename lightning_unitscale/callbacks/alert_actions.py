@@ -1,4 +1,4 @@
-"""Alerts of ``ScaleMonitor``: each is kept, reported once, and acted upon."""
+"""Keep, report and act on the alerts of ``ScaleMonitor``."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from lightning_unitscale.scales.violations import (
 
 
 class LossWatch:
-    """Checks the loss of every step.
+    """A check of the loss of every step.
 
-    A loss on the CPU is checked at once. A loss on a CUDA device is copied to pinned memory behind
-    the step's kernels and checked when the copy has arrived, mostly one step later. No copy begins
-    while another is under way. Losses on other devices are not checked.
+    A loss on the CPU is checked at once. A loss on a CUDA device is copied to pinned memory without
+    waiting. It is checked when the copy has arrived, mostly one step later. Only one copy runs at a
+    time. Losses on other devices are not checked.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class LossWatch:
         self._is_bad = False
 
     def see(self, step: int, loss: Tensor) -> int | None:
-        """Take in the loss of a step."""
+        """Record the loss of a step, and return the step of a non-finite loss, if any."""
         loss = loss.detach()
         if loss.device.type == "cpu":
             return self._judge(step, loss)
@@ -62,26 +62,26 @@ class LossWatch:
 
 
 _Reaction = Literal["warn", "raise", "stop"]
-# Reactions to a violation; a function gets the new alerts of a step.
+# Reactions to a violation. A function gets the new alerts of a step.
 OnViolation: TypeAlias = _Reaction | Callable[[tuple[ScaleAlert, ...]], object]
-# How many are kept in memory, and how many the console shows of one step.
+# Limit on the alerts in memory, and on those that the console shows per step.
 _KEPT: Final = 10_000
 _SHOWN: Final = 8
-# A violation is reported again if it returns after so many clean samples.
+# A violation is reported again if it returns after this many clean samples.
 _REARMED_AFTER: Final = 10
 _NONFINITE: Final = ("nonfinite",)
 
 
 class ScaleViolation(RuntimeError):
-    """Raised by ``ScaleMonitor(on_violation="raise")``, on all ranks.
+    """The error of ``ScaleMonitor(on_violation="raise")``, raised on all ranks.
 
     Attributes:
-        alerts: Everything that was found at the step, the first in the order of computation first.
+        alerts: All alerts of the step, in the order of computation.
         alert: The first of the alerts.
         step: Its optimizer step.
         tensor: Its tensor.
         module: Path of the module that makes the tensor.
-        direction: Whether it is about the value or its gradient.
+        direction: Whether the alert is about the value or its gradient.
     """
 
     def __init__(self, alerts: Sequence[ScaleAlert]) -> None:
@@ -92,12 +92,12 @@ class ScaleViolation(RuntimeError):
         super().__init__(alerts_text(self.alerts, _SHOWN))
 
     def __reduce__(self) -> tuple[type[ScaleViolation], tuple[tuple[ScaleAlert, ...]]]:
-        # Lightning's launchers send exceptions from process to process.
+        # Lightning's launchers pickle exceptions to send them between processes.
         return type(self), (self.alerts,)
 
 
 class ScaleAlerts:
-    """Judges snapshots, and acts on what is wrong."""
+    """The alerts of snapshots, and the reactions to them."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class ScaleAlerts:
         else:
             self._thresholds = parse_thresholds(thresholds)
         limited = tuple(dict.fromkeys(threshold.format for threshold in self._thresholds))
-        # Those to count.
+        # The formats to count.
         self.formats = tuple(dict.fromkeys((*formats, *limited)))
         # At most 10,000, newest last.
         self.alerts: list[ScaleAlert] = []
@@ -128,23 +128,23 @@ class ScaleAlerts:
         self.start()
 
     def start(self) -> None:
-        """Begin a fit; the alerts of an earlier one stay in ``alerts``."""
+        """Begin a fit. The alerts of an earlier one stay in ``alerts``."""
         horizon = self._horizon
         self._trends = None if horizon is None else AmaxTrends(self._limited, horizon)
         self._told: dict[tuple[str, ...], int] = {}
         self._known_infinite: set[str] = set()
         self._loss_watch = LossWatch()
         self._bad_loss: ScaleAlert | None = None
-        # Of the last snapshot, reported before or not; trends do not count.
+        # Number of violations in the last snapshot, reported or not. Trends do not count.
         self.num_violations = 0
 
     @property
     def wants_sample(self) -> bool:
-        """Return whether the next step should be sampled whatever the schedule says."""
+        """Check whether the next step should be sampled, whatever the schedule."""
         return self._bad_loss is not None
 
     def see_loss(self, step: int, loss: Tensor) -> None:
-        """Look at the loss of a step that is not sampled, where that costs nothing.
+        """Check the loss of an unsampled step, where that costs nothing.
 
         With several ranks only sampled steps are checked, because sampling needs all ranks.
         """
@@ -170,7 +170,7 @@ class ScaleAlerts:
         has_loss_scaler: bool,
         num_merged: int = 1,
     ) -> tuple[ScaleAlert, ...]:
-        """Return what is new and wrong in a snapshot, the same on all ranks."""
+        """Return the new alerts of a snapshot, the same on all ranks."""
         nonfinite = first_nonfinite(
             snapshot, known_infinite=self._known_infinite, gradients=not has_loss_scaler
         )
@@ -189,7 +189,7 @@ class ScaleAlerts:
         return tuple(new)
 
     def finish(self) -> tuple[ScaleAlert, ...]:
-        """At the end of a fit: what no sampled step came after."""
+        """Return the alerts that no sampled step followed, at the end of a fit."""
         new = tuple(self._take_bad_loss())
         self.alerts += new
         return new
@@ -216,7 +216,7 @@ class ScaleAlerts:
 
     def _key(self, alert: ScaleAlert) -> tuple[str, ...]:
         if alert.kind == "nonfinite":
-            # One NaN makes all others: the step after, the parameters have it.
+            # One NaN causes all others: the next step reads it from the parameters.
             return _NONFINITE
         return alert.kind, alert.tensor, alert.direction, alert.format
 
@@ -233,8 +233,8 @@ def _check_reaction(on_violation: object) -> None:
     if not callable(on_violation) or isinstance(on_violation, type):
         raise ValueError(
             f"on_violation={shown(on_violation)}: unknown. Expected one of "
-            f"{', '.join(map(repr, choices))}, a function of a tuple of alerts, or None to record "
-            "alerts without a word. Correct it."
+            f"{', '.join(map(repr, choices))}, a function of a tuple of alerts, or None to only "
+            "record alerts. Correct it."
         )
     try:
         inspect.signature(on_violation).bind(())
@@ -243,7 +243,7 @@ def _check_reaction(on_violation: object) -> None:
             f"on_violation={shown(on_violation)}: it cannot be called with one argument ({error}). "
             "Expected a function of a tuple of alerts. Write def f(alerts): ..."
         ) from None
-    except ValueError:  # a builtin that does not say what it takes
+    except ValueError:  # a builtin without a signature
         return
 
 
@@ -252,4 +252,4 @@ def _is_too_large(alert: ScaleAlert) -> bool:
 
 
 class ScaleWarning(UserWarning):
-    """The category of warnings of ``ScaleMonitor`` with ``on_violation="warn"`` or ``"stop"``."""
+    """The category of the warnings that ``ScaleMonitor`` raises."""

@@ -1,4 +1,4 @@
-"""Captured steps that run within a memory budget, or by Inductor."""
+"""Run captured steps within a memory budget, or with Inductor."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def capture_run(
     passes: Sequence[GraphPass] = (),
     leaving: ExitStack,
 ) -> ModuleSteps:
-    """Capture the steps of a Trainer's module, within a budget or by Inductor where asked for."""
+    """Capture the steps of a Trainer's module, within a budget or with Inductor if requested."""
     steps = attach_steps(trainer, module, owner)
     name = type(owner).__name__
     leaving.callback(lambda: steps.detach(name, *passes))

@@ -1,9 +1,9 @@
 """Mark checkpoints with the method that trained their weights, and check it on loading.
 
-Weights that were trained by rules mean nothing without the factors of their graph. Lightning only
-warns when a callback of the checkpoint is missing, and a module is loaded without any callbacks. So
-such a checkpoint has one more entry in its ``state_dict``, an empty tensor whose name says what it
-takes: torch refuses names that a module does not know, as long as it loads with ``strict=True``.
+Weights that rules have trained are useless without the factors of their graph. Lightning only warns
+when a callback of the checkpoint is missing, and loads a module without any callbacks. So the
+``state_dict`` of such a checkpoint has an additional entry: an empty tensor whose name is the
+instruction. With ``strict=True``, torch refuses a name that the module does not know.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ _MARKED = re.compile(re.escape(_MARK).replace(r"\{\}", "(.*)"))
 
 
 def mark(checkpoint: dict[str, Any], method: str) -> None:
-    """Let the weights of a checkpoint say that they were trained by rules."""
+    """Mark the weights of a checkpoint as trained by rules."""
     _taken_mark(checkpoint)
     checkpoint["state_dict"][_MARK.format(method)] = torch.empty(0)
 
 
 def keep_marking(module: Any, method: str) -> None:
-    """Have a module that rules have trained mark what is saved of it when no run is under way.
+    """Make a module mark checkpoints that are saved after the run of its rules.
 
-    Its own hook does that, since those of callbacks are not called for weights alone.
+    The module's own hook does that, because weights alone call no hooks of callbacks.
     """
     if PLAN_ATTRIBUTE in vars(module):
-        # No bound method: when it is unpickled it asks the module for what hides it here.
+        # No bound method: an unpickled one would look up the attribute that replaces it here.
         plain = partial(type(module).on_save_checkpoint, module)
         save = vars(module).get("on_save_checkpoint", plain)
         if isinstance(save, partial) and save.func is _save_marked:
@@ -71,11 +71,10 @@ def checking_checkpoints(
     method: str,
     mark_saved: Callable[[dict[str, Any]], None],
 ) -> AbstractContextManager[None]:
-    """Within this context a checkpoint of another method is refused before anything is loaded.
+    """Refuse checkpoints of another method within this context, before anything is loaded.
 
-    The hooks are the module's: those of callbacks come after its weights are loaded, are not called
-    for checkpoints that have only weights, and may put other weights, such as averages, into what
-    is saved.
+    These are the module's hooks. Hooks of callbacks run after the weights are loaded, and not at
+    all for checkpoints with weights only. They may also save other weights, such as averages.
     """
     load, save = module.on_load_checkpoint, module.on_save_checkpoint
 
@@ -100,7 +99,7 @@ def _check(
     state: Mapping[str, Any] | None,
     method: str,
 ) -> None:
-    """Compare the method of a checkpoint with the callback's, and take out the mark."""
+    """Compare the method of a checkpoint with the callback's, and remove the mark."""
     if state is not None:
         _restart_loss_scale(trainer, checkpoint, state)
     known = None if state is None else state.get("rules", {}).get("method", LOSSLESS)
@@ -108,7 +107,7 @@ def _check(
     if trained not in (None, LOSSLESS) and trained != method:
         raise misconfigured(
             f"method={method!r}: the checkpoint is of a model that was trained with "
-            f"method={trained!r}, whose weights mean nothing without their factors. Expected "
+            f"method={trained!r}, whose weights are useless without its factors. Expected "
             f"method={trained!r}. Pass that, or deploy the trained model first "
             "(lightning_unitscale.transforms.deploy)."
         )
@@ -116,17 +115,17 @@ def _check(
     if is_fit and method != LOSSLESS and trained in (None, LOSSLESS):
         how = "without UnitScaleCallback" if trained is None else f"with method={trained!r}"
         rank_zero_warn(
-            f"method={method!r}: the checkpoint is of a model that was trained {how}; its weights "
-            "are set to unit scale now, which makes another model of them, while the optimizer's "
-            "state is that of the old one. Expected a checkpoint of the same method. To go on with "
-            f"the model that was trained, pass method={LOSSLESS!r}."
+            f"method={method!r}: the checkpoint is of a model that was trained {how}. "
+            "Setting its weights to unit scale makes another model, which does not fit the "
+            "optimizer's state. Expected a checkpoint of the same method. To continue with the "
+            f"trained model, pass method={LOSSLESS!r}."
         )
 
 
 def _restart_loss_scale(
     trainer: pl.Trainer, checkpoint: dict[str, Any], state: Mapping[str, Any]
 ) -> None:
-    """Leave out the gradient scaler's state of a checkpoint that needed no loss scale.
+    """Drop the gradient scaler's state of a checkpoint that needed no loss scale.
 
     Earlier versions had ``depth="all"``, which kept every gradient near 1 and started the scale at
     1. Resumed with that, gradients would be flushed to zero until the scale has grown.
@@ -135,7 +134,7 @@ def _restart_loss_scale(
     if state.get("depth") == "all" and checkpoint.pop(name, None) is not None:
         rank_zero_info(
             "UnitScaleCallback: the checkpoint was written with depth='all', which is no longer "
-            "supported. Its weights and optimizer state are loaded; the loss scale starts anew."
+            "supported. Its weights and optimizer state are loaded. The loss scale restarts."
         )
 
 
@@ -149,7 +148,7 @@ def _taken_mark(checkpoint: dict[str, Any]) -> str | None:
 
 
 def _mark_of_file(trainer: pl.Trainer) -> str | None:
-    """Return the mark in a checkpoint file that a strategy has loaded by itself, by known names."""
+    """Return the mark in a checkpoint file that a strategy has loaded itself, by known names."""
     if not is_lightning(trainer.strategy, "ModelParallelStrategy") or trainer.ckpt_path is None:
         return None
     path = Path(trainer.ckpt_path)

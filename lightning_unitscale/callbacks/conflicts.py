@@ -1,4 +1,4 @@
-"""Refuse callbacks of a Trainer that do not go together, or are classes and not instances."""
+"""Refuse callbacks of a Trainer that conflict, or that are classes and not instances."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from typing import Any
 from lightning_unitscale.callbacks.packages import misconfigured
 from lightning_unitscale.loops.loop import class_given, why_not_together
 
-# The first hook that a Trainer or Fabric calls raises; what is called of an exception must not hide
-# that one.
+# The first hook that a Trainer or Fabric calls raises the error. Hooks for an exception must not
+# hide that exception.
 _GUARDED = {"setup": True, "on_after_setup": True, "on_exception": False}
 
 
 def check_callbacks(callbacks: Iterable[Any]) -> None:
-    """Refuse callbacks that do not go together."""
+    """Refuse callbacks that conflict."""
     text = why_not_together(callbacks)
     if text is not None:
         raise misconfigured(text)
 
 
 def check_list_in(frame: FrameType | None, callback: Any) -> None:
-    """Check the list of callbacks in whose midst a callback is asked for something."""
+    """Check the lists of callbacks in a frame that contain this callback."""
     for value in () if frame is None else frame.f_locals.values():
         if isinstance(value, list) and any(item is callback for item in value):
             check_callbacks(value)
 
 
 def guard_hooks(kind: type) -> None:
-    """Let the first hooks of a class say so where it was given in place of an instance."""
+    """Make the first hooks of a class raise if the class was given instead of an instance."""
     for name, refuses in _GUARDED.items():
         hook = inspect.getattr_static(kind, name, None)
         if isinstance(hook, FunctionType):

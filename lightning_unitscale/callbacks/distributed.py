@@ -1,6 +1,6 @@
-"""Agreement across ranks, and what a callback must know of a pipelined Trainer.
+"""Agree across ranks, and adapt callbacks to a pipelined Trainer.
 
-There, what is captured, cut and run is the step of one microbatch.
+A pipelined Trainer captures, cuts and runs the step of one microbatch.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 
 def joint_measured(measured: Measurement) -> Measurement:
-    """Return the RMS over all ranks of what each has measured; the rest is this rank's own."""
+    """Return a measurement with the RMS over all ranks. The rest is this rank's own."""
     own = measured.forward, measured.backward, measured.outside
     forward, backward, outside = map(_joint, zip(*gathered(own), strict=True))
     return replace(measured, forward=forward, backward=backward, outside=outside)
 
 
 def joint_late(measured: Measurement, lacking: Iterable[str]) -> tuple[Measurement, bool]:
-    """RMS over all ranks of what each has measured late, in one collective."""
+    """Return the RMS over all ranks of late measurements, in one collective."""
     own = dict(measured.forward), dict(measured.backward), tuple(lacking)
     forward, backward, names = zip(*gathered(own), strict=True)
     result = replace(measured, forward=_joint(forward), backward=_joint(backward))
@@ -46,7 +46,7 @@ def joint_late(measured: Measurement, lacking: Iterable[str]) -> tuple[Measureme
 
 
 def joint_reasons(*reasons: Mapping[str, str]) -> tuple[dict[str, str], ...]:
-    """Return what any rank has found, by name; if several have, the words of the first."""
+    """Return the reasons of all ranks, by name. The first rank's words take precedence."""
     return tuple(
         {name: text for texts in reversed(of_ranks) for name, text in texts.items()}
         for of_ranks in zip(*gathered(reasons), strict=True)
@@ -56,8 +56,8 @@ def joint_reasons(*reasons: Mapping[str, str]) -> tuple[dict[str, str], ...]:
 def joint_snapshot(snapshot: ScaleSnapshot, device: torch.device) -> ScaleSnapshot:
     """Return the statistics of the joint batch of all ranks.
 
-    If ranks ran different graphs (a branch on data), only tensors that all of them have in the same
-    units are merged, by name: a tensor that a matmul reads on one rank only has its unit there.
+    If ranks ran different graphs (a branch on data), only tensors that all have in the same units
+    are merged, by name. A tensor that a matmul reads on one rank only has its unit there.
     """
     if not is_distributed():
         return snapshot
@@ -69,7 +69,7 @@ def joint_snapshot(snapshot: ScaleSnapshot, device: torch.device) -> ScaleSnapsh
 
 
 def _joint(of_ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the RMS over all ranks of named values; ranks may have measured different names."""
+    """Return the RMS over all ranks of named values. Ranks may have measured different names."""
     names = dict.fromkeys(name for values in of_ranks for name in values)
     return {
         name: combined_rms([values[name] for values in of_ranks if name in values])
@@ -78,7 +78,7 @@ def _joint(of_ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _is_same_on_all_ranks(text: str, device: torch.device) -> bool:
-    """Compare a text of all ranks by its hash, in one small collective."""
+    """Check that all ranks have the same text, by its hash in one small collective."""
     number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     extremes = torch.tensor([number, -number], device=device)
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
@@ -96,14 +96,14 @@ def _reduced(rows: FloatArray, snapshot: ScaleSnapshot, device: torch.device) ->
 
 
 def pipeline_of(trainer: pl.Trainer) -> PipelineStrategy | None:
-    """Return the strategy, if it cuts training steps into stages."""
-    # Not by its class: training on one device must not load the pipeline's engine.
+    """Return the strategy if it cuts training steps into stages, and ``None`` otherwise."""
+    # Not by its class, since training on one device must not load the pipeline's engine.
     is_pipeline = hasattr(trainer.strategy, "num_microbatches")
     return cast("PipelineStrategy", trainer.strategy) if is_pipeline else None
 
 
 def tensor_parallel_size(trainer: pl.Trainer) -> int:
-    """Ranks that have a part each of the tensors of one step; 1 where steps are whole."""
+    """Return the number of ranks that share the tensors of a step, 1 without tensor parallelism."""
     strategy: Any = trainer.strategy
     if not is_lightning(strategy, "ModelParallelStrategy"):
         return 1
@@ -111,7 +111,7 @@ def tensor_parallel_size(trainer: pl.Trainer) -> int:
 
 
 def joint_over_parts(trainer: pl.Trainer) -> Callable[[float], float] | None:
-    """Return how the RMS of a tensor follows from its parts'; ``None`` if steps are whole."""
+    """Return how a tensor's RMS follows from its parts, or ``None`` if steps are whole."""
     if tensor_parallel_size(trainer) == 1:
         return None
     strategy: Any = trainer.strategy
@@ -120,26 +120,26 @@ def joint_over_parts(trainer: pl.Trainer) -> Callable[[float], float] | None:
 
 
 def refuse_distributed_tensors(trainer: pl.Trainer, option: str) -> None:
-    """Refuse what takes a captured step apart, where its tensors are distributed."""
+    """Refuse an option that takes a captured step apart if its tensors are distributed."""
     if (size := tensor_parallel_size(trainer)) > 1:
         raise misconfigured(
-            f"{option} with tensor_parallel_size={size}: captured steps have distributed tensors "
-            "there, of which AOTAutograd and Inductor make other graphs. Expected "
-            "tensor_parallel_size=1 for that. Leave it out."
+            f"{option} with tensor_parallel_size={size}: captured steps then have distributed "
+            "tensors. AOTAutograd and Inductor would make other graphs of them. Expected "
+            "tensor_parallel_size=1. Leave it out."
         )
 
 
 def refuse_sharded_parameters(trainer: pl.Trainer, option: str, why: str, instead: str) -> None:
-    """Refuse what needs parameters as wholes where a rank has a part of each."""
+    """Refuse an option that needs whole parameters if each rank has only a part of them."""
     if is_lightning(trainer.strategy, "ModelParallelStrategy", "FSDPStrategy"):
         raise misconfigured(
             f"{option}: it {why}, and with {type(trainer.strategy).__name__} a rank has a part of "
-            f"each. Expected a strategy that does not shard them. Use {instead}."
+            f"each parameter. Expected a strategy that does not shard them. Use {instead}."
         )
 
 
 def num_parts(trainer: pl.Trainer) -> int:
-    """Return the number of microbatches and replicas whose mean the gradient of a batch is."""
+    """Return the number of microbatches and replicas that a batch's gradient averages over."""
     strategy = pipeline_of(trainer)
     if strategy is not None:
         return strategy.num_microbatches * strategy.data_parallel
@@ -149,8 +149,8 @@ def num_parts(trainer: pl.Trainer) -> int:
 def rehearsed(trainer: pl.Trainer, batch: Any) -> Any:
     """Return the part of a training batch on which a step is rehearsed: its first microbatch.
 
-    Every rank rehearses the whole step on it, before the first step frees what others own. A
-    rehearsal on one rank alone would take as long, and the others would wait.
+    Every rank rehearses the whole step on it, before the first step frees parameters of other
+    ranks. Rehearsing on one rank would take as long, while the others wait.
     """
     strategy = pipeline_of(trainer)
     if strategy is None:
@@ -161,7 +161,7 @@ def rehearsed(trainer: pl.Trainer, batch: Any) -> Any:
 
 
 def rehearsing(trainer: pl.Trainer) -> AbstractContextManager[Any]:
-    """Entered where a training step is rehearsed: what is captured there is what will be cut."""
+    """Return the context of a rehearsed training step. Its captures are the ones to be cut."""
     if pipeline_of(trainer) is None:
         return nullcontext()
     from lightning_unitscale.pipeline.captured_program import static_shapes
@@ -170,7 +170,7 @@ def rehearsing(trainer: pl.Trainer) -> AbstractContextManager[Any]:
 
 
 def num_gradient_elements(trainer: pl.Trainer, parameters: Iterable[Tensor]) -> int:
-    """Elements of those parameters that have a gradient, those of other stages included."""
+    """Return the number of elements with a gradient, other stages included."""
     strategy = pipeline_of(trainer)
     if strategy is not None:
         return strategy.num_gradient_elements(parameters)

@@ -1,4 +1,4 @@
-"""Explanations for users: what became of matmuls and their units, as text or HTML."""
+"""Explain to users which matmuls were scaled, and by which units, as text or HTML."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from lightning_unitscale.matmuls.measured_operands import Unrepresentable
 from lightning_unitscale.matmuls.session import MatmulSession
 from lightning_unitscale.tensorboard.table import STEP_ITSELF
 
-# In place of the unit of a tensor that was zero, or not finite, whenever it was measured.
+# Shown for a tensor that was zero or not finite whenever it was measured.
 _NONE_YET = "none yet"
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of texts under headers; ``str`` of it is text."""
+    """Rows of texts under headers. ``str`` of it is text."""
 
     headers: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -38,17 +38,17 @@ class Table:
         return tabulate(self.rows, headers=self.headers, disable_numparse=True)
 
     def html(self) -> str:
-        """Return the table for a page, with its texts escaped."""
+        """Return the table as HTML, with escaped texts."""
         return tabulate(self.rows, headers=self.headers, tablefmt="html", disable_numparse=True)
 
 
 class Explanation(str):
-    """Text of several parts, which a notebook shows as HTML."""
+    """A text of several parts, which a notebook shows as HTML."""
 
     parts: tuple[str | Table, ...]
 
     def __new__(cls, *parts: str | Table) -> Explanation:
-        """Return the text of the parts, with a line between them."""
+        """Join the parts, with a line between them."""
         shown = tuple(part for part in parts if str(part))
         text = super().__new__(cls, "\n\n".join(map(str, shown)))
         text.parts = shown
@@ -62,7 +62,7 @@ class Explanation(str):
 
 
 class CountedSteps:
-    """The coverage of each step that was counted, by the step's name."""
+    """The coverage of each counted step, by the step's name."""
 
     def __init__(self, wanted: str = "") -> None:
         self._lost = LostFormats(wanted)
@@ -74,7 +74,7 @@ class CountedSteps:
 
     @property
     def main(self) -> Coverage:
-        """That of a training step, or of an evaluation on its own."""
+        """Return the coverage of the training step, or of an evaluation on its own."""
         last = next(iter(self._coverages.values()), Coverage())
         return self._coverages.get(self._training_step, last)
 
@@ -84,9 +84,9 @@ class CountedSteps:
         """Take a step's count from its session, and report what it shows for the first time.
 
         A step's first count is logged as one line, with a warning if much was left unscaled. When
-        matmuls leave the format of the step, a warning names them and the line is logged again. A
-        count that is not wanted is kept if matmuls have left the format, or if some of the last
-        one lacked a unit.
+        matmuls leave the format of the step, a warning names them and the line is logged again. An
+        unrequested count is kept if matmuls have left the format, or if some of the last count
+        lacked a unit.
         """
         counter, session.counter = session.counter, None
         if counter is None:
@@ -102,7 +102,7 @@ class CountedSteps:
             self._training_step = name
         self._coverages[name] = coverage
         warned = [self._lost.new_in(name, coverage, when)]
-        # An evaluation that rounds nothing has the same results scaled and unscaled.
+        # An evaluation without rounding has the same results scaled and unscaled.
         if is_first and (is_training or coverage.format):
             warned.append(coverage.shortfall())
         text = " ".join(filter(None, warned))
@@ -112,7 +112,7 @@ class CountedSteps:
             rank_zero_warn(f"UnitScaleCallback: {name}: {text}")
 
     def explain(self, lacking: Mapping[str, str]) -> list[str]:
-        """Return a line for each step, and a table of the main one; empty before the first."""
+        """Return a line for each step, and a table of the main one. Empty before the first."""
         if not self._coverages:
             return []
         lines = [
@@ -123,7 +123,7 @@ class CountedSteps:
 
 
 class UnitEvents:
-    """Records when new units were taken, and why, as lines for ``explain()``."""
+    """A record of new units and their reasons, as lines for ``explain()``."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -138,12 +138,12 @@ class UnitEvents:
             rank_zero_info(f"UnitScaleCallback: {self.lines[-1]}")
 
     def late_units(self, names: Sequence[str], when: str) -> None:
-        """Record that tensors that gave no unit before have one."""
+        """Record the first unit of tensors that had none."""
         if names:
             self.lines.append(f"First units for {len(names)} tensors at {when}: {listed(names)}")
 
     def unrepresentable(self, found: Iterable[Unrepresentable], when: str) -> None:
-        """Record what left FP8, or its finer format."""
+        """Record the matmuls that left FP8, or its finer format."""
         for new in found:
             for what, reasons in (
                 ("Out of FP8", new.matmuls),
@@ -156,14 +156,14 @@ class UnitEvents:
 
 
 def units_table(gauge: Gauge, lacking: Iterable[str] = ()) -> Table | None:
-    """Return the units of a gauge, a row for each tensor, by the module that makes it.
+    """Return a table of a gauge's units: a row for each tensor, with its module.
 
-    A matmul has units for its operands and for the gradient that arrives at its result.
+    A matmul has units for its operands and for its output's gradient.
     """
     rows: dict[str, dict[str, GaugePair | None]] = {}
     known: dict[str, GaugePair | None] = dict(gauge)
     for name, pair in (known | dict.fromkeys(lacking)).items():
-        # As in "head.linear:unscaled:weight": what it is of, how it is made, its operand.
+        # As in "head.linear:unscaled:weight": its name, how it is made, its operand.
         result, *others = name.split(":")
         role = next((other for other in others if other != "unscaled"), "")
         rows.setdefault(result, {})[role] = pair
@@ -181,7 +181,7 @@ def units_table(gauge: Gauge, lacking: Iterable[str] = ()) -> Table | None:
 
 
 def _unit_columns(pairs: Mapping[str, GaugePair | None]) -> tuple[str, str]:
-    """Return the units of a matmul's operands and of its gradient; ``None`` has no unit yet."""
+    """Return the units of a matmul's operands and gradient. ``None`` has no unit yet."""
     operands = ", ".join(
         f"{role} {_NONE_YET if pair is None else f'2^{pair.log2_sigma}'}"
         for role, pair in pairs.items()

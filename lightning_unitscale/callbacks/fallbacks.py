@@ -1,4 +1,4 @@
-"""A ``training_step`` that cannot run captured, in what a Trainer does beside the step itself."""
+"""Run a ``training_step`` uncaptured if the Trainer's work around it needs that."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _AROUND_BACKWARD = (
 
 
 def keep_plain_where_recorded(steps: ModuleSteps, module: pl.LightningModule) -> None:
-    """Let ``training_step`` run as it is if gradients of its gradients are taken outside of it.
+    """Run ``training_step`` as it is if gradients of its gradients are taken outside of it.
 
-    Or may be taken inside of it where that is not found out in time: a step that updates weights
-    itself cannot be undone once it has, and one that units are measured in runs by an interpreter
-    first, which adds gradients up in another order.
+    The step also runs as it is if such gradients inside of it might be found too late. A step that
+    updates weights itself cannot be undone. A step that measures units runs in an interpreter
+    first, which adds gradients in another order.
     """
     step = steps.steps.get(_STEP)
     if step is None or steps.executor == "eager" or steps.changes_function:
@@ -49,7 +49,7 @@ def keep_plain_where_recorded(steps: ModuleSteps, module: pl.LightningModule) ->
 def falling_back_in_backward(
     steps: ModuleSteps, module: pl.LightningModule
 ) -> AbstractContextManager[None]:
-    """Within this context the first backward pass may fail: the step then runs as it is."""
+    """Let the first backward pass fail within this context. The step then runs as it is."""
     step, run = steps.steps.get(_STEP), module.backward
 
     def backward(loss: Any, *args: Any, **kwargs: Any) -> None:
@@ -61,6 +61,6 @@ def falling_back_in_backward(
             return
         hook = module._current_fx_name
         step.fallback.through_backward(backpropagate, loss)
-        module._current_fx_name = hook  # an attribute, and so put back with the others
+        module._current_fx_name = hook  # an attribute, so it is restored with the others
 
     return shadowed(module, backward=Replacement(run, backward))

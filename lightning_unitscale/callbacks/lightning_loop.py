@@ -1,4 +1,4 @@
-"""A Lightning Trainer as the loop that callbacks ask."""
+"""Adapt a Lightning Trainer to the loop interface of callbacks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LightningLoop(Loop):
         # The method that a training batch calls first.
         self._called = "training_step"
         if module._compiled_call_impl is not None and is_lightning(trainer.strategy, "DDPStrategy"):
-            # DDP calls the module, and with it what its ``compile()`` has made of all the step.
+            # DDP calls the module, and so the whole compiled step of the module's ``compile()``.
             self._called = "_compiled_call_impl"
             self.steps = (*self.steps, self._called)
         self.trainer = trainer
@@ -57,7 +57,7 @@ class LightningLoop(Loop):
         epochs = trainer.max_epochs
         if epochs is None or epochs == -1 or trainer.current_epoch + 1 < epochs:
             return False
-        # The first of accumulated batches; the last of all, if their number is not known.
+        # The first of accumulated batches, or the last of all, if their number is not known.
         number, accumulated = trainer.num_training_batches, trainer.accumulate_grad_batches
         first = number if number == math.inf else (number - 1) // accumulated * accumulated
         return trainer.is_last_batch or trainer.fit_loop.epoch_loop.batch_idx >= first
@@ -65,8 +65,8 @@ class LightningLoop(Loop):
     @property
     @override
     def has_stepped(self) -> bool:
-        # Under manual optimization Lightning knows of no accumulation, and counts only the steps of
-        # optimizers in its own wrapping: every batch is one.
+        # Under manual optimization Lightning has no accumulation, and counts only the steps of
+        # wrapped optimizers. So every batch counts as a step.
         has_counted = self.trainer.global_step != self._global_step_before
         return not self.module.automatic_optimization or has_counted
 
@@ -98,7 +98,7 @@ class LightningLoop(Loop):
     @override
     def keep_metrics(self, numbers: Mapping[str, float]) -> None:
         if not self.trainer.barebones:
-            # On the host: a copy to a device would wait for it.
+            # On the host, because a copy to a device would wait for it.
             tensors = {name: torch.tensor(number) for name, number in numbers.items()}
             self.module.log_dict(tensors, logger=False, batch_size=1)
 
@@ -110,7 +110,7 @@ class LightningLoop(Loop):
             return method(*args, **kwargs) if is_compiling() else call(method, args, kwargs)
 
         step = Replacement(method, run)
-        # Lightning reads parameters one wrapping down, where the step may be wrapped already.
+        # Lightning reads parameters one wrapper down, where the step may be wrapped already.
         step.__wrapped__ = getattr(method, "__wrapped__", method)
         return shadowed(self.module, **{self._called: step})
 

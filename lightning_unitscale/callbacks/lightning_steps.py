@@ -1,4 +1,4 @@
-"""The steps of a LightningModule for all callbacks, and the hooks that callbacks share."""
+"""Manage the steps of a LightningModule for all callbacks, and the hooks that callbacks share."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ if TYPE_CHECKING:
 
 _LOGGER = frozenset({"logger", "loggers"})
 _EXPERIMENT = frozenset({"experiment"})
-# Prefixes of the methods that log: of loggers, TensorBoard's writer, a run of Weights & Biases.
+# Prefixes of log methods: of loggers, TensorBoard's writer and a W&B run.
 _PREFIXES = ("log", "add_")
 
 
 def logging_calls(module: nn.Module, trainer: pl.Trainer) -> Iterator[tuple[Any, str]]:
     """Yield pairs of an object and the name of its method that logs.
 
-    Only of loggers the module refers to. ``logger.experiment`` is read only if the module does,
-    since reading it creates files.
+    Only loggers the module refers to. ``logger.experiment`` is read only if the module does, since
+    reading it creates files.
     """
     kind: Any = type(module)
     names = _names_in_code(kind)
@@ -65,7 +65,7 @@ def logging_calls(module: nn.Module, trainer: pl.Trainer) -> Iterator[tuple[Any,
 
 @functools.cache
 def _names_in_code(kind: type) -> frozenset[str]:
-    """Return the names that the methods of a user's class and its bases mention."""
+    """Return the names in the code of the methods of a user's class and its bases."""
     own = (base for base in kind.__mro__ if base.__module__.partition(".")[0] not in PACKAGES)
     functions = (function for base in own for function in functions_of(base))
     return frozenset(name for function in functions for name in names_in(function))
@@ -81,7 +81,7 @@ def _methods(kind: type) -> tuple[str, ...]:
 
 
 def captures_steps(trainer: pl.Trainer) -> bool:
-    """Whether a strategy or a callback runs the steps of a Trainer's module as captured graphs."""
+    """Check whether a strategy or a callback runs captured steps of a Trainer's module."""
     if pipeline_of(trainer) is not None:
         return True
     return any(
@@ -91,7 +91,7 @@ def captures_steps(trainer: pl.Trainer) -> bool:
 
 
 def enter(trainer: pl.Trainer, owner: pl.Callback) -> None:
-    """Begin the setup of a callback, which leaves an earlier run, and this one after any error."""
+    """Begin a callback's setup: leave an earlier run, and leave this one after any error."""
     check_callbacks(all_callbacks(trainer))
     if isinstance(owner, StepsCallback):
         owner.end()
@@ -105,7 +105,7 @@ def enter(trainer: pl.Trainer, owner: pl.Callback) -> None:
 def attach_steps(
     trainer: pl.Trainer, module: pl.LightningModule, owner: pl.Callback
 ) -> ModuleSteps:
-    """Return the captured steps of a module; the first callback puts them in place of its own."""
+    """Return the captured steps of a module. The first callback replaces the module's own."""
     if not isinstance(owner, StepsCallback) or owner.guards is None:
         enter(trainer, owner)
     name = type(owner).__name__
@@ -130,7 +130,7 @@ def attach_steps(
 def step_arguments(
     module: pl.LightningModule, step: str, batch: Any, batch_idx: int, dataloader_idx: int = 0
 ) -> tuple[Any, ...]:
-    """Return the positional arguments with which Lightning calls a step, or a hook of a batch."""
+    """Return the positional arguments that Lightning passes to a step, or a batch hook."""
     hook = getattr(module, step)
     arguments: list[Any] = [batch]
     if is_param_in_hook_signature(hook, "batch_idx", min_args=2):
@@ -146,7 +146,7 @@ def step_arguments(
 def starting_batch(
     module: pl.LightningModule, step: CapturedStep, batch_idx: int, dataloader_idx: int = 0
 ) -> Iterator[None]:
-    """Within this context a rehearsal of the step runs the module's hook for the batch first.
+    """Run the module's hook for the batch before a rehearsal of the step in this context.
 
     Lightning calls the callbacks before the module, whose ``on_train_batch_start`` may set values
     that the step reads.
@@ -167,7 +167,7 @@ def starting_batch(
 
 
 def step_context(trainer: pl.Trainer, name: str) -> AbstractContextManager[None]:
-    """Return the precision plugin's context of a step: ``train_step_context`` and so on."""
+    """Return the precision plugin's context of a step, such as ``train_step_context``."""
     short = name.removesuffix("_step").replace("validation", "val").replace("training", "train")
     context: AbstractContextManager[None] = getattr(
         trainer.precision_plugin, f"{short}_step_context"
@@ -176,7 +176,7 @@ def step_context(trainer: pl.Trainer, name: str) -> AbstractContextManager[None]
 
 
 def takes_iterator(module: pl.LightningModule) -> bool:
-    """Whether ``training_step`` pulls its own batches, so that it cannot be rehearsed."""
+    """Check whether ``training_step`` reads its own batches, so that it cannot be rehearsed."""
     return is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
 
 
@@ -197,14 +197,14 @@ def _untraced(module: nn.Module) -> Iterator[Any]:
     yield module, "manual_backward", zero_gradients
     for name in ("clip_gradients", "toggle_optimizer", "untoggle_optimizer"):
         yield module, name
-    # The wrapped optimizers as self.optimizers() gives them, and those without their wrapping.
+    # The wrapped optimizers that self.optimizers() returns, and the unwrapped ones.
     optimizers = (*trainer.strategy._lightning_optimizers, *trainer.strategy.optimizers)
     schedulers = (config.scheduler for config in trainer.strategy.lr_scheduler_configs)
     yield from ((stepped, "step") for stepped in (*optimizers, *schedulers))
 
 
 def _own_optimizers(module: nn.Module) -> Iterator[Optimizer]:
-    """Yield optimizers that are attributes of the module, alone or several in a container."""
+    """Yield optimizers that are attributes of the module, alone or in a container."""
     for value in vars(module).values():
         if isinstance(value, dict):
             items: Iterable[Any] = value.values()
@@ -259,10 +259,10 @@ def _batch_end(
 
 
 class StepsCallback(Callback, LoopCallback):
-    """Base of the callbacks: hooks around batches and at the end of a run."""
+    """The base of the callbacks: hooks around batches and at the end of a run."""
 
-    attachments: tuple[Attachment, ...] = ()  # in Lightning Fabric, one for each module set up
-    guards: contextlib.ExitStack | None = None  # leave the run of a Trainer after an error
+    attachments: tuple[Attachment, ...] = ()  # in Lightning Fabric, one for each set-up module
+    guards: contextlib.ExitStack | None = None  # leaves the run of a Trainer after an error
 
     _loop: Loop | None = None
     _arguments: Mapping[str, Any] = {}
@@ -272,7 +272,7 @@ class StepsCallback(Callback, LoopCallback):
         guard_hooks(cls)
 
     def _remember(self, arguments: Mapping[str, Any]) -> None:
-        """Keep the arguments of ``__init__`` for ``repr``; call it first, with ``locals()``."""
+        """Keep the arguments of ``__init__`` for ``repr``. Call it first, with ``locals()``."""
         defaults = inspect.signature(arguments["__class__"].__init__).parameters
         self._arguments = {
             name: arguments[name]
@@ -281,22 +281,22 @@ class StepsCallback(Callback, LoopCallback):
         }
 
     def __repr__(self) -> str:
-        """Return the call that makes such a callback."""
+        """Return the call that makes this callback."""
         shown = ", ".join(f"{name}={value!r}" for name, value in self._arguments.items())
         return f"{type(self).__name__}({shown})"
 
     @property
     def state_key(self) -> str:
-        """The key of the callback's state in a checkpoint."""
-        # Lightning compares keys when a Trainer is made. For two equal callbacks it would only
-        # report that keys have to be unique.
+        """Return the key of the callback's state in a checkpoint."""
+        # Lightning compares keys when a Trainer is created. For two equal callbacks it would only
+        # report that keys must be unique.
         if self._loop is None:
             check_list_in(sys._getframe(1), self)
         return super().state_key
 
     @override
     def claims(self) -> Sequence[Claim]:
-        # A callback of a user's own may derive from one of ours.
+        # A user's callback may derive from one of ours.
         kinds = type(self).__mro__
         own = kinds[kinds.index(StepsCallback) - 1]
         return (Claim(f"what {own.__name__} sets", repr(self)),)
@@ -304,7 +304,7 @@ class StepsCallback(Callback, LoopCallback):
     def on_after_setup(self, fabric: Any, module: Any) -> None:
         """Attach to a module that Lightning Fabric has set up.
 
-        Each further module gets a callback of its own with the same arguments.
+        Each further module gets its own callback with the same arguments.
         """
         callback = type(self)(**self._arguments) if self.attachments else self
         self.attachments = (*self.attachments, attach_in_fabric(callback, fabric, module))
@@ -322,9 +322,9 @@ class StepsCallback(Callback, LoopCallback):
             )
 
     def captures_steps(self, trainer: pl.Trainer) -> bool:
-        """Whether it adds passes to captured steps; the others then add theirs to the same graphs.
+        """Check whether it adds passes to captured steps. If so, the others share these graphs.
 
-        If no callback does, a ``ScaleMonitor`` watches the step as it is written, and
+        If no callback does, ``ScaleMonitor`` watches the step as it is written, and
         ``UnitScaleCallback`` works at the dispatcher.
         """
         return False

@@ -1,4 +1,4 @@
-"""The units of a module's matmuls: measured as they first run, followed as they drift."""
+"""Measure the units of a module's matmuls when they first run, and recalibrate them later."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from lightning_unitscale.matmuls.simulate import SimulateFormat
 from lightning_unitscale.matmuls.units import Units
 from lightning_unitscale.ranks import any_rank, is_distributed
 
-# Version of a state. In states without one, a tensor of zeros had unit 1.
+# Version of a state. States without a version used unit 1 for tensors of zeros.
 _STATE_VERSION = 1
 
 
 class MatmulUnits(LoopCallback):
-    """Scales the matmuls of a module's steps, over fits and restarts."""
+    """The scaled matmuls of a module's steps, over fits and restarts."""
 
     def __init__(
         self,
@@ -50,19 +50,19 @@ class MatmulUnits(LoopCallback):
         self._fp8 = fp8
         self._option = "simulate" if fp8 is None else "precision='fp8'"
         self.counted = CountedSteps(self._option)
-        # Whether results depend on the units, as those of rounded matmuls do.
+        # Whether results depend on the units, as for rounded matmuls.
         self._changes_numbers = simulation is not None or fp8 is not None
         self._units = Units()
         self._loop: Loop | None = None
         self._attached: AttachedSession | None = None
         self._agreement = LateAgreement()
-        # Whether a training step has begun, whose units stay until it ends.
+        # Whether a training step has begun. Its units stay until it ends.
         self._is_in_batch = False
-        # The optimizer step that runs, for users.
+        # The current optimizer step, for users.
         self._when = "step 0"
-        # The last look, whose numbers may be on their way, and when it was.
+        # The last measurement, which may still be in transit, and its step.
         self._pending: tuple[Callable[[], Measurement], str] | None = None
-        # The step that runs, and whether its count is wanted, whatever it shows.
+        # The current step, and whether to keep its count in any case.
         self._step = "", False
         # The step that an evaluation interrupts, and the count of its matmuls.
         self._interrupted: tuple[tuple[str, bool], CoverageCounter | None] = self._step, None
@@ -74,7 +74,7 @@ class MatmulUnits(LoopCallback):
         return self._units.gauge
 
     def attach(self, loop: Loop, *, is_other: bool) -> None:
-        """Let the steps of a loop's module run in units."""
+        """Scale the matmuls of a loop's module."""
         if is_other:
             self.leave()
             self._units, self.is_calibrated = Units(), False
@@ -111,8 +111,8 @@ class MatmulUnits(LoopCallback):
         self._agreement.start()
         self._is_in_batch = True
         self._when = f"step {loop.step_index}"
-        # The first step shows everything, what a validation before it has shown included, so that
-        # all ranks agree on it.
+        # The first step takes all measurements, those of an earlier validation included, so that
+        # all ranks agree.
         is_scheduled = self._schedule.looks_at(loop.step_index)
         self._units.is_looking = is_scheduled or not self.is_calibrated
         self._enter(loop.training_step, self._units.is_looking, is_training=True)
@@ -131,14 +131,14 @@ class MatmulUnits(LoopCallback):
         elif loop.has_stepped:
             is_first = units.is_looking = not self.is_calibrated
             self._pending = units.send(), "the first batch" if is_first else self._when
-            # Units change no result, so from a CUDA device they may come after the next step.
+            # Units change no result, so from a CUDA device they may arrive after the next step.
             # Formats change results, and ranks wait for each other.
             is_late = loop.device.type == "cuda" and not is_first
             if is_distributed() or not is_late or self._changes_numbers:
                 self._end_look()
             self._agreement.begin()
         if self.is_calibrated or loop.has_stepped:
-            # Which matmuls are left unscaled is known once they have units.
+            # After the measurement it is known which matmuls are left unscaled.
             self.counted.take(session, *self._step, is_training=True, when=self._when)
         _warn_of_flushed(session, self._step[0], self._when)
 
@@ -190,11 +190,11 @@ class MatmulUnits(LoopCallback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from :meth:`state_dict`, without measuring again.
+        """Continue from :meth:`state_dict` without measuring again.
 
-        A gauge of another depth, or of version 0.1.0, names other tensors and does not say where
-        powers of two are not exact: units are measured again then, which changes no result. So are
-        units of 1 of a state without a version, which may be of tensors of zeros.
+        A gauge of another depth, or of version 0.1.0, has other tensor names and no record of
+        inexact powers of two. Its units are measured again, which changes no result. The same holds
+        for units of 1 in a state without a version, because they may belong to tensors of zeros.
         """
         if state_dict.get("depth") != "products" or "plain" not in state_dict:
             return
@@ -210,7 +210,7 @@ class MatmulUnits(LoopCallback):
             self._fp8.unseen.update(state_dict.get("fp8_unseen", ()))
 
     def explain(self) -> Explanation:
-        """Explain which matmuls were scaled, and when units were taken."""
+        """Explain which matmuls were scaled, and when units were measured."""
         lacking = self._units.lacking
         parts, units = self.counted.explain(lacking), units_table(self.gauge, lacking) or ""
         if not parts:
@@ -222,18 +222,18 @@ class MatmulUnits(LoopCallback):
         return Explanation(*parts, *self._events.lines, units)
 
     def _enter(self, name: str, is_counted: bool, *, is_training: bool) -> None:
-        """Begin a step, or go on with one."""
+        """Begin a step, or resume it."""
         _, session = self._running
         assert self._attached is not None
         self._step, self._attached.trains = (name, is_counted), is_training
         for numerics in session.numerics:
             numerics.is_training = is_training
-        # Any step may lose its format.
+        # Matmuls may leave their format in any step.
         if is_counted or session.format:
             session.counter = CoverageCounter()
 
     def _end_look(self) -> None:
-        """Take the units that the last look has measured, if there is one to end."""
+        """Take the units of the last measurement, if one has not ended yet."""
         if self._pending is None:
             return
         (arrived, when), self._pending = self._pending, None
@@ -243,7 +243,7 @@ class MatmulUnits(LoopCallback):
         if not self.is_calibrated:
             if any_rank(bool(measurement.matmuls)):
                 session.adopt(measurement)
-                # A batch whose loss asks for no gradient shows half of it.
+                # A batch whose loss needs no gradient measures only the forward pass.
                 self.is_calibrated = any_rank(measurement.has_backward)
                 units.is_looking = False
                 self._events.new_units(len(units.gauge), when, {})
@@ -256,8 +256,8 @@ class MatmulUnits(LoopCallback):
             self._events.new_units(units.gauge.num_changed(old), when, measurement.outside)
 
     def _take_late(self, session: MatmulSession) -> None:
-        """Take the units of what was zero at first, or has not run before."""
-        # Each rank counts each step.
+        """Take the units of tensors that were zero at first, or ran for the first time."""
+        # Every rank must count every step.
         units, meets = self._units, self._agreement.meets()
         if not self._agreement.is_awaited:
             late = session.adopt(units.received().beyond(units.gauge))
@@ -269,7 +269,7 @@ class MatmulUnits(LoopCallback):
 
 
 def _left_out(session: MatmulSession) -> list[Unrepresentable]:
-    """Leave out the layers that do not fit a format on any rank; return the new ones."""
+    """Exclude layers that do not fit a format on any rank, and return the new ones."""
 
     def joint(found: Unrepresentable) -> Unrepresentable:
         return Unrepresentable(*joint_reasons(found.matmuls, found.gradients))

@@ -1,4 +1,4 @@
-"""The callback that trains a LightningModule within a memory budget."""
+"""Train a LightningModule within a memory budget."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ if TYPE_CHECKING:
 
 
 class RematCallback(StepsCallback):
-    """Trains a LightningModule within a memory budget: same losses, same weights, fewer bytes.
+    """A callback that trains within a memory budget: same losses and weights, fewer bytes.
 
-    ``training_step`` is captured, and its forward and backward graph are planned together: what is
-    kept between them and what runs again, at the least estimated time within the budget. The plan
-    changes no bit of a gradient. Random operators are kept or replayed from their generator's
-    state, and your own checkpoints still run again. Batches of changing sizes share a plan. At the
-    end of a run the predicted and the measured peak are logged as ``remat/predicted_peak_bytes``
-    and ``remat/measured_peak_bytes``.
+    ``training_step`` is captured, and its forward and backward graph are planned together. The plan
+    decides which values are kept and which are recomputed, at the least estimated time within the
+    budget. It changes no bit of a gradient. Random operators are kept or replayed from their
+    generator's state, and your own checkpoints still run again. Batches of changing sizes share a
+    plan. At the end of a run the predicted and the measured peak are logged as
+    ``remat/predicted_peak_bytes`` and ``remat/measured_peak_bytes``.
 
     Under FSDP2 the budget is for the peak on each rank. The first three steps keep as little as
     they can. The third is measured, and the graphs of all modules are planned together from it.
@@ -57,20 +57,20 @@ class RematCallback(StepsCallback):
     Args:
         budget: Limit on all tensor bytes alive at once in a training step: parameters, buffers,
             batch, activations, gradients and the optimizer's state. An int or a string such as
-            ``"600MiB"`` is in bytes, a float in (0, 1] a fraction of the peak without
-            rematerialization; ``"min_cut"`` keeps as little as possible without running a matmul
+            ``"600MiB"`` is in bytes. A float in (0, 1] is a fraction of the peak without
+            rematerialization. ``"min_cut"`` keeps as little as possible without running a matmul
             again.
-        compile: Run the captured graphs by Inductor, optionally in a mode of ``torch.compile``
-            given by name. Results are then those of ``torch.compile`` up to its rounding, with the
-            plain step's random numbers. The prediction is an estimate, since fused values are not
-            stored. Not under FSDP2.
+        compile: Run the captured graphs with Inductor, optionally in a mode of ``torch.compile``.
+            Results are then those of ``torch.compile`` up to its rounding, with the random numbers
+            of the uncompiled step. The prediction is an estimate, since fused values are not
+            stored. Not available under FSDP2.
 
     Raises:
-        ValueError: If the budget is malformed, or, at the first batch or when it is measured, too
-            small. The message names the smallest achievable peak.
+        ValueError: If the budget is malformed, or too small at the first batch or when it is
+            measured. The message names the smallest achievable peak.
         MisconfigurationException: At ``setup``, if the module is compiled already, the callback is
-            given twice or beside ``UnitScaleCallback(remat=...)``, or the strategy is
-            ``FSDPStrategy`` or one of tensor parallelism.
+            given twice or with ``UnitScaleCallback(remat=...)``, or the strategy is
+            ``FSDPStrategy`` or uses tensor parallelism.
 
     Examples:
         >>> from lightning.pytorch import Trainer
@@ -97,12 +97,12 @@ class RematCallback(StepsCallback):
 
     @property
     def reports(self) -> list[RematReport]:
-        """The report of each graph of the training step, in the order of capture."""
+        """Return the report of each graph of the training step, in the order of capture."""
         return self._reports if self._partitioner is None else list(self._partitioner.reports)
 
     @property
     def predicted_peak_bytes(self) -> int | None:
-        """The highest predicted peak of the graphs; ``None`` before the first batch."""
+        """Return the highest predicted peak of the graphs, or ``None`` before the first batch."""
         return max((report.peak_bytes for report in self.reports), default=None)
 
     def explain(self) -> Explanation:
@@ -120,7 +120,7 @@ class RematCallback(StepsCallback):
 
     @override
     def captures_steps(self, trainer: pl.Trainer) -> bool:
-        """Whether the module's steps run as captured graphs, which plans need."""
+        """Check whether the module's steps run as captured graphs, which plans need."""
         return True
 
     @override
@@ -147,7 +147,7 @@ class RematCallback(StepsCallback):
         if self.measured_peak_bytes is not None:
             return
         if self._meter is None:
-            # The first step compiles, and makes the optimizer's state.
+            # The first step compiles, and creates the optimizer's state.
             if trainer.global_step >= 1 and not _is_profiled(trainer):
                 self._meter = PeakMeter(pl_module.device)
                 self._meter.start()
@@ -177,7 +177,7 @@ class RematCallback(StepsCallback):
         if self._meter is None:
             return
         self._gradients_seen += 1
-        # All batches of an optimizer step: the later ones meet the gradients of the first.
+        # After all batches of an optimizer step. Later batches also hold the first one's gradients.
         if self._meter.is_marked and self._gradients_seen == trainer.accumulate_grad_batches:
             peak, parts = self._meter.stop(), self._meter.parts
             self._meter = None
@@ -189,8 +189,8 @@ class RematCallback(StepsCallback):
         if self.predicted_peak_bytes is None:
             if _waits(self._partitioner):
                 rank_zero_info(
-                    f"RematCallback: the run ended before a step was measured, with the plans that "
-                    f"keep the least; budget={self.budget!r} was not checked"
+                    f"RematCallback: the run ended before a step was measured. It used the plans "
+                    f"that keep the least. budget={self.budget!r} was not checked."
                 )
             return
         metrics = {"remat/predicted_peak_bytes": float(self.predicted_peak_bytes)}
@@ -201,7 +201,7 @@ class RematCallback(StepsCallback):
         rank_zero_info(f"RematCallback: {self._summary()}")
 
     def _plan_by(self, parts: Parts) -> bool:
-        """Plan the graphs of sharded modules by a measured step; return whether they change."""
+        """Plan the graphs of sharded modules by a measured step. Return whether they change."""
         partitioner = self._partitioner
         if not isinstance(partitioner, MeasuredPartitioner) or partitioner.is_planned:
             return False
@@ -209,7 +209,7 @@ class RematCallback(StepsCallback):
         partitioner.meter = None
         with failing_together():
             partitioner.plan(parts)
-        # Capture them without marks where they begin and end.
+        # Capture them without marks at their edges.
         self._steps.reset()
         return True
 
@@ -227,7 +227,7 @@ class RematCallback(StepsCallback):
             return
         step = steps.steps["training_step"]
         if any(graph.executor == "eager" for graph in step.graphs):
-            return  # unit scaling has measured this step while it ran; the next one is planned
+            return  # Unit scaling has measured this step while it ran. The next one is planned.
         self._has_warned = True
         reasons = joined_reasons(step.graph_breaks) or NO_REASON
         if step.refused is not None:
@@ -254,11 +254,11 @@ class RematCallback(StepsCallback):
         parts = (
             f"{count} parts, so budget={self.budget!r} holds for each of them"
             if count != 1
-            else f"pieces, so budget={self.budget!r} holds for the only one that trains"
+            else f"pieces, so budget={self.budget!r} holds for the only part that trains"
         )
         rank_zero_warn(
-            f"RematCallback: training_step is captured in {parts}; it breaks at "
-            f"{', '.join(lines)}. Expected a step that is captured whole; keep printing, .item() "
+            f"RematCallback: training_step is captured in {parts}. It breaks at "
+            f"{', '.join(lines)}. Expected a step that is captured whole. Keep printing, .item() "
             "and shapes that depend on values out of it."
         )
 
@@ -270,7 +270,7 @@ class RematCallback(StepsCallback):
         if measured is None:
             return f"{text}, not measured: the run had too few steps"
         if any(report.sizes for report in self.reports):
-            return f"{text} for the sizes planned for, measured {format_bytes(measured)} for others"
+            return f"{text} for the planned sizes, measured {format_bytes(measured)} for others"
         error = 100 * (predicted / measured - 1)
         return f"{text}, measured {format_bytes(measured)} ({error:+.1f} %)"
 
@@ -293,18 +293,18 @@ def budget_claim(setting: str) -> Claim:
 
 
 def compile_claim(setting: str, mode: CompileMode) -> Claim:
-    """Return the claim to the mode in which Inductor compiles the graphs that callbacks share."""
+    """Return the claim to the Inductor mode of the graphs that callbacks share."""
     return Claim("the mode in which Inductor compiles", setting, mode)
 
 
 def _is_profiled(trainer: pl.Trainer) -> bool:
-    """Whether a meter's profiler would replace the user's own."""
+    """Check whether a meter's profiler would replace the user's own."""
     on_cpu = trainer.strategy.root_device.type == "cpu"
     return on_cpu and is_lightning(trainer.profiler, "PyTorchProfiler")  # type: ignore[attr-defined]
 
 
 def _waits(partitioner: StepPartitioner | MeasuredPartitioner | None) -> bool:
-    """Whether graphs were captured that a measured step is going to plan."""
+    """Check whether captured graphs wait for a measured step to be planned."""
     return isinstance(partitioner, MeasuredPartitioner) and bool(partitioner.graphs)
 
 
@@ -335,7 +335,7 @@ def _partitioner(
 def step_partitioner(
     trainer: pl.Trainer, module: pl.LightningModule, budget: Budget
 ) -> StepPartitioner:
-    """Return the partitioner of a LightningModule's steps, which counts its Trainer's memory."""
+    """Return the partitioner of a LightningModule's steps, with its Trainer's memory."""
     refuse_sharded_parameters(
         trainer,
         f"budget={budget!r}",
@@ -352,7 +352,7 @@ def step_partitioner(
 
 
 def _trainer_bytes(trainer: pl.Trainer) -> tuple[int, int]:
-    """Return the bytes beside the module's: throughout a step, and in its forward pass only."""
+    """Return the bytes besides the module's: in a whole step, and in its forward pass only."""
     gradients = gradient_bytes(trainer.lightning_module)
     always = optimizer_state_bytes(trainer.optimizers) + _bucket_bytes(trainer)
     if trainer.accumulate_grad_batches > 1:
@@ -362,7 +362,7 @@ def _trainer_bytes(trainer: pl.Trainer) -> tuple[int, int]:
 
 
 def _bucket_bytes(trainer: pl.Trainer) -> int:
-    """Return the bytes of the buckets in which DDP reduces gradients, beside the gradients."""
+    """Return the bytes of DDP's gradient buckets, besides the gradients."""
     model = trainer.strategy.model
     if not isinstance(model, DistributedDataParallel) or model.gradient_as_bucket_view:
         return 0

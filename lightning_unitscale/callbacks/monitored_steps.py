@@ -1,7 +1,7 @@
-"""How ``ScaleMonitor`` measures a training step: it watches it run, or probes its graphs.
+"""Measure the training steps of ``ScaleMonitor``: watch them run, or probe their graphs.
 
-Where another callback, or the strategy, runs captured graphs, probes are a pass over these, so that
-what they rewrite is what is shown. Otherwise the step runs as it is written.
+If another callback or the strategy runs captured graphs, a pass adds probes to them, so the
+rewritten graph is shown. Otherwise the step runs as it is written.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 
 def _ignored() -> frozenset[CodeType]:
-    """Code of what a step calls beside its model."""
-    # All classes of optimizers have the same wrapper around theirs.
+    """Return the code of functions that a step calls outside its model."""
+    # All optimizer classes share the wrapper of their step.
     functions: list[Any] = [Optimizer.profile_hook_step(nothing)]
     for package in trainer_packages():
         module = package.LightningModule
@@ -41,7 +41,7 @@ def _ignored() -> frozenset[CodeType]:
 
 
 class WatchedSteps(StepWatcher):
-    """Training steps that run as they are written; sampled ones are watched."""
+    """Training steps that run as they are written. Sampled ones are watched."""
 
     def __init__(self, loop: Loop, layout: RowLayout, patterns: NamePatterns) -> None:
         super().__init__(layout, patterns.match_names, _ignored())
@@ -60,7 +60,7 @@ class WatchedSteps(StepWatcher):
         self.close()
 
     def detach(self) -> None:
-        """Leave the module as it was."""
+        """Restore the module."""
         self.end_batch()
         self.clear()
 
@@ -69,7 +69,7 @@ class WatchedSteps(StepWatcher):
 
 
 class ProbedSteps(ScaleProbes):
-    """Training steps whose captured graphs carry probes in a variant of their own."""
+    """Training steps whose captured graphs have a variant with probes."""
 
     def __init__(
         self,
@@ -92,12 +92,12 @@ class ProbedSteps(ScaleProbes):
     end_batch = nothing
 
     def detach(self) -> None:
-        """Leave the module as it was."""
+        """Restore the module."""
         self.forget()
         self._steps.detach(self._owner, self)
 
     def _watches(self, node: fx.Node) -> bool:
-        """Left out: views, which have their tensor's scale, and masks and tables of constants."""
+        """Exclude views, which have their tensor's scale, and masks and tables of constants."""
         is_constant = node.op != "placeholder" and not requires_grad(node)
         if is_whole_view(node) or (is_constant and not any(map(matmul_of, node.users))):
             return False

@@ -1,6 +1,6 @@
-"""Options of ``UnitScaleCallback`` beyond its strings: a method, FP8, a simulated format.
+"""Define the options of ``UnitScaleCallback`` that take a class: a method or a format.
 
-Each option is checked when it is made. From YAML it is ``class_path`` and ``init_args``::
+Each option is checked when it is created. In YAML it is ``class_path`` and ``init_args``::
 
     - class_path: lightning_unitscale.UnitScaleCallback
       init_args:
@@ -27,7 +27,7 @@ from lightning_unitscale.rules.plan import RuleOptions
 
 LOSSLESS: Final = "lossless"
 _RULES = ("unit-scaling", "u-mup")
-# By the names that these layers have in torch, nanoGPT, Hugging Face's and Meta's code.
+# These layer names occur in torch, nanoGPT, Hugging Face's and Meta's code.
 _READOUT = ("lm_head", "head", "embed_out", "output_layer")
 _LAST_NAMES = (
     *("out_proj", "o_proj"),  # attention's output
@@ -38,15 +38,15 @@ _PATHS = (
     *("*attn*.c_proj", "*attn*.proj", "*attention*.dense", "*attention.wo"),
     *("*mlp*.c_proj", "*mlp.proj", "*DenseReluDense.wo", "*layer.[0-9]*.output.dense"),
 )
-# Layers that u-muP keeps out of FP8 (Blake et al., arXiv 2407.17465).
+# Layers that u-muP excludes from FP8 (Blake et al., arXiv 2407.17465).
 U_MUP_EXCLUDE = (*_LAST_NAMES, *(f"*.{name}" for name in _LAST_NAMES), *_PATHS)
-# Nearly all of what FP8 linears cost the demo's loss is the readout's:
+# The readout causes nearly all of the loss increase of FP8 linears in the demo:
 # docs/explanation/low-precision.md.
 READOUT_EXCLUDE = (*_READOUT, *(f"*.{name}" for name in _READOUT))
 
 
 def check_compile(value: object) -> None:
-    """Refuse what is neither a flag nor a mode of ``torch.compile``."""
+    """Refuse a value that is neither a flag nor a mode of ``torch.compile``."""
     modes = get_args(CompileMode)
     if not isinstance(value, bool) and not (isinstance(value, str) and value in modes):
         raise ValueError(
@@ -56,21 +56,21 @@ def check_compile(value: object) -> None:
 
 
 def mode_of(compile: bool | CompileMode) -> CompileMode | None:
-    """Return the mode in which Inductor compiles, ``None`` where another callback may choose it."""
+    """Return the mode of Inductor, or ``None`` if another callback may choose it."""
     return None if isinstance(compile, bool) else compile
 
 
 @dataclass(frozen=True)
 class Rules:
-    """``method=Rules(...)``: unit scaling by rules, with u-muP's multipliers.
+    """Options of unit scaling by rules, with u-muP's multipliers: ``method=Rules(...)``.
 
     All multipliers are positive numbers and 1 by default.
 
     Args:
-        method: ``"unit-scaling"`` or ``"u-mup"``, which differ in how learning rates follow.
+        method: ``"unit-scaling"`` or ``"u-mup"``, which scale learning rates differently.
         residual_mult: Share of all residual branches in the last sum.
         residual_attn_ratio: Share of attention branches relative to the others.
-        attention_mult: Factor on attention's logits.
+        attention_mult: Factor on attention logits.
         activation_mult: Factor on the input of activations that follow a weight.
         loss_mult: Factor on the logits of a cross-entropy.
 
@@ -101,21 +101,22 @@ class Rules:
 
 @dataclass(frozen=True)
 class FP8:
-    """``precision=FP8(...)``: linear layers and their gradients in real FP8.
+    """Options of linear layers and their gradients in real FP8: ``precision=FP8(...)``.
 
     Args:
         exclude: Globs of module paths or tensor names to keep out of FP8; ``None`` for none.
-            ``"auto"`` is the readout, by usual names, and for rules all that u-muP keeps out:
-            attention's output and a feed-forward's last layer too. Globs of your own replace these.
-        gradient_format: Format of the gradients that linear layers read. ``"E4M3FN"`` is for those
-            that fit, which almost all do in units of their own, and E5M2, with half its precision,
-            for the others; ``"E5M2"`` is for all.
-        evaluation: Whether validation, test and prediction run in FP8 too. Without it they have
-            the Trainer's precision, and the loss that they find is that of the checkpoint.
-        grid: ``"moving"`` multiplies what is rounded by a number in (1/2, 1] and divides the
-            matmul by it, another one at every training step: with ``"fixed"``, a weight that
-            hardly moves is rounded to the same side at every step, which costs a long training
-            more than the rounding itself.
+            ``"auto"`` excludes the readout by its usual names. With rules it also excludes
+            attention's output and a feed-forward's last layer, as u-muP does. Your globs replace
+            these.
+        gradient_format: Format of the gradients that linear layers read. ``"E4M3FN"`` is used for
+            those that fit, which almost all do in their own units. The others use E5M2, with half
+            the precision. ``"E5M2"`` is used for all.
+        evaluation: Whether validation, test and prediction also run in FP8. Otherwise they use the
+            Trainer's precision, and their loss is that of the checkpoint.
+        grid: ``"moving"`` multiplies rounded tensors by a number in (1/2, 1] and divides the matmul
+            by it. The number changes at every training step. With ``"fixed"``, a weight that hardly
+            moves is rounded to the same side at every step. In a long training this costs more than
+            the rounding itself.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -131,7 +132,7 @@ class FP8:
         self.linears(is_lossless=True)  # which checks the others
 
     def linears(self, *, is_lossless: bool) -> FP8Linears:
-        """Return the pass that runs linear layers in FP8; ``"auto"`` excludes less if lossless."""
+        """Return the pass that runs linears in FP8. A lossless ``"auto"`` excludes less."""
         exclude = self.exclude
         if isinstance(exclude, str) and exclude == "auto":
             exclude = READOUT_EXCLUDE if is_lossless else U_MUP_EXCLUDE
@@ -145,7 +146,7 @@ class FP8:
 
     def unmatched(self, linears: FP8Linears) -> list[str]:
         """Return a line for each excluded name that no layer of the captured steps has."""
-        # "auto" excludes usual names, and no model has them all.
+        # "auto" excludes usual names, and no model has all of them.
         if self.exclude == "auto":
             return []
         return [f"FP8: {text}" for text in linears.patterns.take_unmatched()]
@@ -153,12 +154,12 @@ class FP8:
 
 @dataclass(frozen=True)
 class Simulate:
-    """``simulate=Simulate(...)``: matmuls rounded as if in a low-precision format.
+    """Options of matmuls rounded as in a low-precision format: ``simulate=Simulate(...)``.
 
     Args:
         format: ``"fp8"`` (E4M3FN for operands, E5M2 for gradients), one format such as ``"E3M2FN"``
             for both, or one for each.
-        rounding: ``"nearest"``, or ``"stochastic"``, whose random numbers are its own.
+        rounding: ``"nearest"``, or ``"stochastic"`` with its own random numbers.
         grid: ``"fixed"`` simulates a format as it is; ``"moving"`` as for :class:`FP8`.
 
     Raises:
@@ -174,11 +175,11 @@ class Simulate:
 
     @property
     def formats(self) -> tuple[Any, Any]:
-        """Format of the operands and format of the gradients."""
+        """Return the formats of the operands and of the gradients."""
         return format_pair(self.format, argument="format")
 
     def rounding_pass(self) -> SimulateFormat:
-        """Return the pass that rounds what matmuls read."""
+        """Return the pass that rounds the operands of matmuls."""
         return SimulateFormat(*self.formats, rounding=self.rounding, grid=self.grid)
 
 
@@ -192,7 +193,7 @@ def as_method(method: str | Rules) -> Literal["lossless"] | Rules:
 
 
 def as_fp8(precision: str | FP8 | None) -> FP8 | None:
-    """Return the options of FP8, if it is asked for."""
+    """Return the options of FP8, or ``None`` without FP8."""
     if precision is None or isinstance(precision, FP8):
         return precision
     if not isinstance(precision, str) or precision != "fp8":
@@ -204,7 +205,7 @@ def as_fp8(precision: str | FP8 | None) -> FP8 | None:
 
 
 def as_simulate(simulate: object) -> Simulate | None:
-    """Return the options of a simulation, if a format is to be simulated."""
+    """Return the options of a simulation, or ``None`` without one."""
     if simulate is None or isinstance(simulate, Simulate):
         return simulate
     format_pair(simulate, argument="simulate")

@@ -1,4 +1,4 @@
-"""Lightning, of whichever of its packages the user has imported; none is imported here.
+"""Find the Lightning packages that the user has imported, without importing any.
 
 ``pytorch_lightning`` has the same classes as ``lightning.pytorch`` under another name. A user has
 one of them, both, or, in other loops, none.
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, cast
 from lightning_unitscale.patching import base_when_imported
 from lightning_unitscale.ranks import rank
 
-# Those that have a Trainer: one is a copy of the other.
+# Packages with a Trainer. One is a copy of the other.
 TRAINER_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
-# The roots of the names of Lightning's modules.
+# The root names of Lightning's modules.
 PACKAGES = frozenset({"lightning", "lightning_fabric", "pytorch_lightning"})
 _LOG = logging.getLogger("lightning_unitscale")
 
@@ -31,17 +31,17 @@ else:
 
 
 def trainer_packages() -> list[Any]:
-    """``lightning.pytorch`` and ``pytorch_lightning``, if the user has imported them."""
+    """Return ``lightning.pytorch`` and ``pytorch_lightning``, if the user has imported them."""
     return [sys.modules[name] for name in TRAINER_PACKAGES if name in sys.modules]
 
 
 def is_lightning(instance: object, *names: str) -> bool:
-    """Return whether an object is of one of Lightning's classes with these names."""
+    """Check whether an object has one of Lightning's classes with these names."""
     return any(kind.__name__ in names and _is_own(kind) for kind in type(instance).__mro__)
 
 
 def is_overridden(name: str, module: pl.LightningModule) -> bool:
-    """Return whether a user's module has a method of its own in place of Lightning's."""
+    """Check whether a user's module overrides one of Lightning's methods."""
     kinds = (kind for kind in type(module).__mro__ if kind.__name__ == "LightningModule")
     base = next(filter(_is_own, kinds))
     helpers = _own_module("utilities.model_helpers")
@@ -49,20 +49,20 @@ def is_overridden(name: str, module: pl.LightningModule) -> bool:
 
 
 def is_param_in_hook_signature(hook: Callable[..., Any], name: str, **options: Any) -> bool:
-    """Return whether Lightning passes an argument of this name to a hook."""
+    """Check whether Lightning passes an argument of this name to a hook."""
     signatures = _own_module("utilities.signature_utils")
     return bool(signatures.is_param_in_hook_signature(hook, name, **options))
 
 
 def misconfigured(text: str) -> Exception:
-    """Lightning's ``MisconfigurationException``: a Trainer does not go with what was asked for."""
+    """Return Lightning's ``MisconfigurationException``, for a Trainer that lacks support."""
     roots = [root for root in ("lightning.fabric", "lightning_fabric") if root in sys.modules]
     exceptions = import_module(f"{[*roots, 'lightning.fabric'][0]}.utilities.exceptions")
     return cast("Exception", exceptions.MisconfigurationException(text))
 
 
 def rank_zero_warn(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warn, on the first rank."""
+    """Warn on the first rank."""
     if trainer_packages():
         _own_module("utilities.rank_zero").rank_zero_warn(text, category=category)
     elif rank() == 0:
@@ -70,12 +70,12 @@ def rank_zero_warn(text: str, category: type[Warning] = UserWarning) -> None:
 
 
 def rank_zero_info(text: str) -> None:
-    """Tell in the log, on the first rank: in Lightning's, if there is one."""
+    """Log on the first rank, with Lightning's logger if there is one."""
     if trainer_packages():
         _own_module("utilities.rank_zero").rank_zero_info(text)
     elif rank() == 0:
         if not _LOG.hasHandlers():
-            # Lightning too shows its logs if logging is not configured.
+            # Lightning also shows its logs if logging is not configured.
             _LOG.addHandler(logging.StreamHandler())
             _LOG.setLevel(logging.INFO)
         _LOG.info(text)

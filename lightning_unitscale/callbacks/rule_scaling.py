@@ -1,4 +1,4 @@
-"""The rule-based methods as the callback uses them: plan each step once, follow with the rates."""
+"""Apply the rule-based methods in the callback: plan each step once, then scale the rates."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ _NOTHING_READ = "no captured graph reads a parameter"
 
 
 class RuleScaling:
-    """Scales the steps of one LightningModule by rules, each before its first batch.
+    """The rules of a LightningModule's steps, each planned before its first batch.
 
-    Units and formats of the matmuls are the session's, as those of any captured step.
+    Units and formats of the matmuls belong to the session, as for any captured step.
     """
 
     def __init__(
@@ -84,12 +84,12 @@ class RuleScaling:
         self._sharded: ShardedModule | None = None
         self._settings = RuleSettings(lr_scaling)
         self._rates_follow = False
-        # Whether an evaluation of a plain module is under way.
+        # Whether an unscaled module is being evaluated.
         self._is_plain = False
 
     @property
     def plan(self) -> RulePlan:
-        """What has been decided so far."""
+        """Return the decisions so far."""
         return self.rules.plan
 
     def passes_for(
@@ -100,7 +100,7 @@ class RuleScaling:
         is_other: bool,
         is_compiled: bool,
     ) -> list[GraphPass]:
-        """Return the passes over the steps; takes over the module's own plan, if it has one."""
+        """Return the passes over the steps. Use the module's own plan, if it has one."""
         is_sharded = is_lightning(trainer.strategy, "ModelParallelStrategy")
         self._check_sharding(trainer, is_sharded=is_sharded, is_compiled=is_compiled)
         refuse_rate_search(trainer)
@@ -118,7 +118,7 @@ class RuleScaling:
         self._trainer, self._steps = trainer, steps
 
     def _leave(self) -> None:
-        """End what reaches beyond the module's steps."""
+        """Undo changes outside the module's steps."""
         if self._steps is not None:
             self._steps.sharded = None
         self._trainer = self._steps = None
@@ -128,7 +128,7 @@ class RuleScaling:
         self._is_plain = False
 
     def _check_sharding(self, trainer: pl.Trainer, *, is_sharded: bool, is_compiled: bool) -> None:
-        """Refuse to scale by rules what the steps of a sharded module cannot have."""
+        """Refuse scaling by rules if the steps of a sharded module do not support it."""
         if not is_sharded:
             refuse_sharded_parameters(
                 trainer,
@@ -145,12 +145,12 @@ class RuleScaling:
         elif any(isinstance(callback, RematCallback) for callback in all_callbacks(trainer)):
             raise misconfigured(
                 f"method={self._method!r} with RematCallback: by rules FSDP gathers parameters in "
-                "the middle of the graph, of which nothing can run again then. Expected only one "
+                "the middle of the graph, so that nothing can be recomputed. Expected only one "
                 "of them with ModelParallelStrategy. Checkpoint the blocks yourself, or use DDP."
             )
 
     def begin_batch(self, name: str, batch: Any, *indices: int) -> None:
-        """Have the rules decide on a step, if they have not seen it."""
+        """Plan a step by the rules, if they have not planned it before."""
         trainer, steps = self._trainer, self._steps
         assert trainer is not None and steps is not None
         step, module = steps.steps[name], trainer.lightning_module
@@ -163,19 +163,18 @@ class RuleScaling:
             self._plan_step(trainer, step, arguments, train=is_training)
 
     def start_fit(self, trainer: pl.Trainer) -> None:
-        """Give clipping and the loss scale their meaning for gradients at unit scale."""
+        """Adapt clipping and the loss scale to gradients at unit scale."""
         self._settings.start(trainer)
 
     def _plan_step(
         self, trainer: pl.Trainer, step: CapturedStep, arguments: tuple[Any, ...], *, train: bool
     ) -> None:
-        """Decide on a step on its first batch; before the first training step, set the weights.
+        """Plan a step on its first batch. Before the first training step, set the weights.
 
-        An evaluation never changes weights. What is evaluated before it was trained by rules is
-        still the plain model, and without a loss the readout could not be found: so a sanity check
-        is left plain, and so is an evaluation on its own, unless its weights show that they are
-        at unit scale. A training step that cannot be captured trains the plain model, with a
-        warning.
+        An evaluation never changes weights. Before a training by rules, the model is unscaled, and
+        without a loss its readout could not be found. So a sanity check stays unscaled. An
+        evaluation on its own does too, unless its weights are at unit scale. A training step that
+        cannot be captured trains the unscaled model, with a warning.
         """
         module = trainer.lightning_module
         is_trained = _TRAINING in self.plan.steps()
@@ -190,7 +189,7 @@ class RuleScaling:
                     "cannot be rehearsed on one batch. Expected a step that takes a batch. Use "
                     "method='lossless', or let the step take the batch."
                 )
-            # What an evaluation has decided before is of no use for training: it saw no gradient.
+            # Plans of an earlier evaluation are useless for training, because it has no gradients.
             earlier = RulePlan() if train else self.plan
             shapes = rehearsing(trainer) if train else nullcontext()
             may_refuse = train and not is_trained and not is_cut
@@ -219,7 +218,7 @@ class RuleScaling:
                 self._settings.restore()
                 step.fallback.stay_plain(error.reason)
                 return
-            # What was measured differs between ranks; the model must not.
+            # Measurements differ between ranks, but the model must not.
             plan = RulePlan.from_state(trainer.strategy.broadcast(planned.state()))
             if train:
                 plan = self._with_weights(module, plan)
@@ -236,7 +235,7 @@ class RuleScaling:
                 self._follow_rates(trainer, module)
 
     def before_optimizer_step(self, trainer: pl.Trainer, optimizer: Optimizer) -> None:
-        """Bring gradients to RMS 1 that have no factor yet, as none has in the first step."""
+        """Scale gradients without a factor to RMS 1. In the first step none has a factor."""
         updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
         named = trainer.lightning_module.named_parameters()
         is_first = not self.gradients.log2_factors
@@ -245,12 +244,12 @@ class RuleScaling:
             return
         self.gradients.settle()
         if pipeline_of(trainer) is not None:
-            # A rank has gradients of its own stages alone, and any rank writes the checkpoint.
+            # A rank has gradients of its own stages only, and any rank may write the checkpoint.
             for factors in gathered(self.gradients.log2_factors):
                 self.gradients.log2_factors.update(factors)
 
     def state_dict(self) -> dict[str, Any]:
-        """For the checkpoint: with it, nothing is decided, measured or scaled a second time."""
+        """Return the state for a checkpoint, so that nothing is planned or measured twice."""
         self.gradients.settle()
         return {
             "plan": self.plan.state(),
@@ -260,37 +259,37 @@ class RuleScaling:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], module: nn.Module | None) -> None:
-        """Go on from :meth:`state_dict`; the weights are those of the checkpoint."""
+        """Continue from :meth:`state_dict`. The weights are those of the checkpoint."""
         self.rules.plan = RulePlan.from_state(state["plan"])
         self.gradients.log2_factors = dict(state["log2_gradients"])
         self.gradients.num_accumulated = state["num_accumulated"]
-        # Earlier versions have trained with a factor of 1 for gradients that were zero.
+        # Earlier versions trained with a factor of 1 for gradients that were zero.
         self.gradients.measures_late = state.get("measures_late", False)
         if module is not None:
             vars(module)[PLAN_ATTRIBUTE] = self.plan
 
     def _with_weights(self, module: pl.LightningModule, plan: RulePlan) -> RulePlan:
-        """The plan of a module that is trained for the first time, with its weights set."""
+        """Return the plan of a module that is trained for the first time, and set its weights."""
         if not self.init_weights:
             return plan
         if already_at_unit_scale(module, plan.parameters):
             rank_zero_info(
                 f"UnitScaleCallback: the weights of {type(module).__name__} have RMS near 1 "
-                "already, as after training at unit scale, so they are left as they are, and what "
-                "depends on the data is measured again; pass ckpt_path to the Trainer to restore "
-                "what is known of them as well."
+                "already, as after training at unit scale. They do not change. Scales that depend "
+                "on the data are measured again. Pass ckpt_path to the Trainer to restore those "
+                "of the checkpoint."
             )
             if self._settings.lr_scaling == "match":
                 rank_zero_warn(
                     f"lr_scaling='match': the RMS that the weights of {type(module).__name__} had "
-                    "as a plain model is not known, so their learning rates are not scaled. "
+                    "as an unscaled model is not known, so their learning rates are not scaled. "
                     "Expected the checkpoint that they come from. Pass ckpt_path to the Trainer."
                 )
             return plan
         return replace(plan, parameters=set_to_unit_scale(module, plan.parameters))
 
     def _stays_plain(self, module: pl.LightningModule, step: str, plan: RulePlan) -> bool:
-        """Whether a module that is evaluated without having been trained by rules is as written."""
+        """Check whether an evaluated module was never trained by rules, so it stays as it is."""
         if not self.init_weights:
             return False
         name = type(module).__name__
@@ -298,13 +297,13 @@ class RuleScaling:
             self._is_plain = True
             rank_zero_info(
                 f"UnitScaleCallback: {name} has not been trained at unit scale, so it is evaluated "
-                "as it is; its weights are set to unit scale in the first batch of a fit."
+                "as it is. The first batch of a fit sets its weights to unit scale."
             )
             return True
         if all(param.info.role is not Role.READOUT for param in plan.parameters.values()):
             raise misconfigured(
                 f"{name}.{step}: the weights have RMS near 1, as after training at unit scale, but "
-                "this step has no loss, from which its readout could be known. Expected the "
+                "without a loss of this step its readout cannot be found. Expected the "
                 "checkpoint that they come from. Pass it as ckpt_path to the Trainer."
             )
         return False
@@ -328,7 +327,7 @@ def rules_of(
     init_weights: bool,
     on_unknown: str,
 ) -> RuleScaling | None:
-    """The rules of a method, with its own learning rates unless others are asked for."""
+    """Return the rules of a method, with its own learning rates by default."""
     check_flag("init_weights", init_weights)
     if not isinstance(method, Rules):
         for name, value, expected in (

@@ -1,4 +1,4 @@
-"""The callback that shows the scale of every tensor while a LightningModule trains."""
+"""Show the scale of every tensor while a LightningModule trains."""
 
 from __future__ import annotations
 
@@ -39,60 +39,59 @@ if TYPE_CHECKING:
 
 
 class ScaleMonitor(StepsCallback):
-    """Measures the scale of every tensor and gradient of ``training_step`` and shows it.
+    """A callback that measures and shows the scale of every tensor and gradient of a training.
 
-    Every ``every_n_steps`` optimizer steps the training step is watched while it runs, as it is
-    written and with the same bits; all other steps cost nothing. What a step runs as a captured
-    graph (:class:`UnitScaleCallback` by rules or of all tensors, :class:`RematCallback`, pipelines)
-    carries probes instead, and a module that the user has compiled is measured where it begins and
-    ends. The statistics are logged when the optimizer has stepped: to TensorBoard all of them, to
-    any other logger a few numbers, with names, histograms, tables and alerts where it shows such.
-    On a CUDA device, where no step is to wait for its numbers, that is at the end of the next one.
-    In a Trainer the same few numbers are in ``trainer.callback_metrics``, where ``EarlyStopping``
-    and ``ModelCheckpoint`` can monitor them; steps that are not sampled keep the last ones.
+    Every ``every_n_steps`` optimizer steps the training step is watched while it runs, with the
+    same bits. All other steps cost nothing. If a step runs as a captured graph
+    (:class:`UnitScaleCallback` by rules or of all tensors, :class:`RematCallback`, pipelines), the
+    graph carries probes instead. A module that the user has compiled is measured at its inputs and
+    outputs. The statistics are logged when the optimizer has stepped. TensorBoard gets all of them.
+    Other loggers get a few numbers, and the names, histograms, tables and alerts that they can
+    show. On a CUDA device the log comes at the end of the next step, so that no step waits. In a
+    Trainer the same few numbers are in ``trainer.callback_metrics``, where ``EarlyStopping`` and
+    ``ModelCheckpoint`` can monitor them. Steps that are not sampled keep the last ones.
 
     Args:
         every_n_steps: Optimizer steps from one sample to the next. The first two steps of a
-            training are sampled as well, and the last one where the loop knows which that is.
+            training are also sampled, and the last one if the loop knows which that is.
         include: Globs of module paths or tensor names to watch, such as ``"blocks.0.*"``; all by
             default.
-        exclude: Globs to leave out, stronger than ``include``.
-        formats: Number formats whose out-of-range elements are counted, by name; one or several.
+        exclude: Globs to leave out, even if ``include`` has them.
+        formats: Names of number formats whose out-of-range elements are counted, one or several.
         histograms: Whether to show binary exponents, as histograms in TensorBoard and for formats
             that are not monitored. With ``True`` these and the shares per format come from a sample
-            of at most 16,384 elements of each tensor, with ``"exact"`` from all elements.
-            ``False`` keeps the shares only.
+            of at most 16,384 elements of each tensor. ``"exact"`` uses all elements. ``False``
+            shows only the shares.
         on_violation: What to do when a sampled step contains NaN or Inf, or exceeds ``thresholds``
             (scalars and losses only have to be finite). ``"warn"``: warn. ``"stop"``: warn and set
             ``trainer.should_stop``, so that training ends as usual, with its checkpoints.
             ``"raise"``: raise a ``ScaleViolation``. A function is called on every rank with a tuple
-            of the step's new alerts (``ScaleAlert``), trends included; what it raises ends the
-            training. ``None``: only record the alert in ``alerts`` and on the dashboard, as all
+            of the step's new alerts (``ScaleAlert``), trends included. An error that it raises ends
+            the training. ``None``: only record the alert in ``alerts`` and on the dashboard, as all
             choices do. A persistent problem is reported once, and again if it returns after ten
             clean samples.
-        thresholds: Format -> the fraction of a tensor's elements that may overflow, and that may be
-            flushed to zero; or format -> ``{"overflow": 0.0, "subnormal": 0.5, "flushed": 0.1}``,
-            any of the three. They apply to the operands of matmuls and to the gradients that arrive
-            at matmuls. By default we alert on any overflow in a format with infinities, and on more
-            than 0.1 % in a saturating format.
-        trend_steps: Warn (never stop or raise) of a tensor whose largest magnitude, growing as over
-            the last eight samples, leaves a format of the thresholds within this many steps;
+        thresholds: Mapping from a format to the fraction of a tensor's elements that may overflow,
+            and that may be flushed to zero. Or from a format to ``{"overflow": 0.0, "subnormal":
+            0.5, "flushed": 0.1}``, any of the three. They apply to operands of matmuls and to
+            gradients that arrive at matmuls. By default we alert on any overflow in a format with
+            infinities, and on more than 0.1 % in a saturating format.
+        trend_steps: Warn (never stop or raise) if a tensor's largest magnitude will leave a format
+            of the thresholds within this many steps. This extrapolates the last eight samples.
             ``None`` checks no trends.
-        tensorboard_tabs: What TensorBoard's own tabs (Scalars, Histograms, Custom Scalars) show
-            beside the Scales tab, which always has everything: ``"operands"``, the tensors that
-            matmuls read and the gradients that arrive at matmuls; ``"all"`` tensors; or
-            ``"scales"``, none.
+        tensorboard_tabs: Tensors in TensorBoard's own tabs (Scalars, Histograms, Custom Scalars).
+            The Scales tab always shows all tensors. ``"operands"``: operands of matmuls and
+            gradients that arrive at matmuls. ``"all"``: all tensors. ``"scales"``: none.
         first_step: The first optimizer step that may be sampled.
-        last_step: The last one; both are sampled if they are reached. ``None``: no end. Nothing is
-            measured outside of this window, and no loss is checked.
+        last_step: The last one; both are sampled if they are reached. ``None``: no end. Outside
+            this window nothing is measured, and no loss is checked.
 
     Raises:
         ValueError: If an argument is out of its range.
-        TypeError: If ``thresholds`` is no mapping, or ``on_violation`` a function that cannot be
-            called with one argument.
+        TypeError: If ``thresholds`` is not a mapping, or ``on_violation`` is a function that cannot
+            be called with one argument.
         MisconfigurationException: At ``setup``, if the module is compiled already or the callback
             is given twice.
-        ScaleViolation: While training, with ``on_violation="raise"``, on all ranks.
+        ScaleViolation: During training, with ``on_violation="raise"``, on all ranks.
 
     Attributes:
         snapshots: The last snapshots, at most 100, newest last.
@@ -159,27 +158,27 @@ class ScaleMonitor(StepsCallback):
         self._names_all = True
         self._num_batches = 0
         self._loss_scale = 1.0
-        # A sampled step whose statistics are on their way from the device, and how many batches and
-        # ranks each of its rows is of.
+        # A sampled step whose statistics are in transit from the device, and the number of batches
+        # and ranks of each row.
         self._sent: tuple[Callable[[], ScaleSnapshot], int] | None = None
 
     @property
     def alerts(self) -> tuple[ScaleAlert, ...]:
-        """The alerts so far, at most 10,000, newest last."""
+        """Return the alerts so far, at most 10,000, newest last."""
         return tuple(self._alerts.alerts)
 
     def table(self, *, full: bool = False) -> str:
-        """Return the last snapshot as a text table: of what matmuls read, a line per block.
+        """Return the last snapshot as a text table: matmul operands, with a line per block.
 
         Args:
-            full: A line for every tensor.
+            full: Show a line for every tensor.
         """
         if not self.snapshots:
             return "No step has been sampled yet."
         return scale_table(self.snapshots[-1], full=full)
 
     def to_csv(self, path: str | Path) -> None:
-        """Write the snapshots as CSV: one row per step, tensor and direction.
+        """Write the snapshots as CSV, with one row per step, tensor and direction.
 
         Raises:
             RuntimeError: If no step has been sampled yet.
@@ -188,7 +187,7 @@ class ScaleMonitor(StepsCallback):
         write_csv(self.snapshots, path)
 
     def to_json_lines(self, path: str | Path) -> None:
-        """Write the snapshots as JSON lines: one row per step, tensor and direction.
+        """Write the snapshots as JSON lines, with one row per step, tensor and direction.
 
         Raises:
             RuntimeError: If no step has been sampled yet.
@@ -209,7 +208,7 @@ class ScaleMonitor(StepsCallback):
             return  # an evaluation has no backward pass to show
         enter(trainer, self)
         loop = LightningLoop(trainer, pl_module)
-        # A rank of a pipeline sees the tensors of its own stages.
+        # A rank of a pipeline has only the tensors of its own stages.
         self._names_all = pipeline_of(trainer) is None
         if captures_steps(trainer):
             self._begin(loop, ProbedSteps(trainer, pl_module, self, self._layout, self._patterns))
@@ -259,7 +258,7 @@ class ScaleMonitor(StepsCallback):
     @override
     def end_backward(self) -> None:
         if self._is_sampling:
-            # The scaler changes its scale in the optimizer's step; the gradients have this one.
+            # The scaler changes its scale in the optimizer's step. The gradients have this one.
             self._loss_scale = self._running()[0].loss_scale
 
     @override
@@ -269,7 +268,7 @@ class ScaleMonitor(StepsCallback):
         if self._is_sampling:
             steps.end_batch()
             self._num_batches += 1
-        # Accumulated batches are one sample: it is complete when the optimizer has stepped.
+        # Accumulated batches are one sample, which is complete when the optimizer has stepped.
         if self._is_sampling and loop.has_stepped:
             self._is_sampling = False
             self._take(loop, steps)
@@ -322,12 +321,12 @@ class ScaleMonitor(StepsCallback):
         if sent is None:
             return
         self._sent = sent, self._num_batches * loop.num_parts
-        # Ranks wait for each other anyway; and what need not travel is there.
+        # Ranks wait for each other anyway, and other devices need no copy.
         if is_distributed() or loop.device.type != "cuda":
             self._judge_sent()
 
     def _judge_sent(self, *, is_over: bool = False) -> None:
-        """Show and judge the sample that has been sent, if there is one."""
+        """Show and check the sample in transit, if there is one."""
         if self._sent is None:
             return
         (arrived, num_merged), self._sent = self._sent, None

@@ -1,4 +1,4 @@
-"""Schedules of optimizer steps: to sample, to measure units again, and to agree on units."""
+"""Schedule optimizer steps: to sample, to recalibrate units, and to agree on units."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_unitscale.arguments import check_count, shown
 from lightning_unitscale.matmuls.measured_operands import is_late_look
 from lightning_unitscale.ranks import is_distributed
 
-# Steps at which "auto" measures: often while the scales of a fresh model move, then rarely.
+# The steps at which "auto" measures first: the scales of a fresh model move most.
 _EARLY_LOOKS = frozenset({8, 16, 32, 64})
 _LOOK_EVERY = 128
 
@@ -39,14 +39,14 @@ class Sampling:
             )
 
     def covers(self, step: int) -> bool:
-        """Return whether a step is within the window."""
+        """Check whether a step is within the window."""
         return self.first_step <= step and (self.last_step is None or step <= self.last_step)
 
     def wants(self, step: int, start: int, *, is_last: bool) -> bool:
-        """Return whether a step is sampled.
+        """Check whether a step is sampled.
 
-        Beside every n-th: both ends of the window or of the training, and the step after the first,
-        which is the first one that runs in measured units.
+        Every n-th step, both ends of the window or of the training, and the second step, which is
+        the first one that runs in measured units.
         """
         if not self.covers(step):
             return False
@@ -55,7 +55,7 @@ class Sampling:
 
 
 class RecalibrationSchedule:
-    """The optimizer steps at which units are measured again."""
+    """The optimizer steps at which units are recalibrated."""
 
     def __init__(self, recalibrate: Literal["auto"] | int | None) -> None:
         is_number = isinstance(recalibrate, int) and not isinstance(recalibrate, bool)
@@ -69,11 +69,11 @@ class RecalibrationSchedule:
 
     @property
     def is_automatic(self) -> bool:
-        """Return whether units change only where they no longer fit."""
+        """Check whether only units that no longer fit change."""
         return self._recalibrate == "auto"
 
     def looks_at(self, step: int) -> bool:
-        """Return whether units are measured again at a step."""
+        """Check whether units are measured again at a step."""
         if self._recalibrate is None or step <= 0:
             return False
         if self._recalibrate == "auto":
@@ -84,18 +84,18 @@ class RecalibrationSchedule:
 class LateAgreement:
     """The optimizer steps at which ranks agree on the units of tensors that were zero at first.
 
-    Each rank counts the same steps. They meet at the steps 1, 2, 4, 8 and every 8th, as long as any
-    rank lacks a unit. They begin when a training begins, and after all units are measured again.
+    Each rank counts the same steps. Ranks meet at steps 1, 2, 4, 8 and every 8th, while any rank
+    lacks a unit. The count restarts when a training begins, and after all units are measured again.
     """
 
     def __init__(self) -> None:
         self._num_steps: int | None = None
-        # Whether they go on to meet.
+        # Whether ranks continue to meet.
         self.is_open = False
 
     @property
     def is_awaited(self) -> bool:
-        """Return whether units wait until ranks meet."""
+        """Check whether units wait until ranks meet."""
         return self.is_open and is_distributed()
 
     def start(self) -> None:

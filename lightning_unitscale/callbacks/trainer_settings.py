@@ -1,4 +1,4 @@
-"""Check and adapt settings of a Trainer: rates, clipping, loss scales, precisions and plugins."""
+"""Check and adapt settings of a Trainer: rates, clipping, loss scales, precisions, plugins."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
-# torch.amp.GradScaler's own default: one that starts elsewhere was chosen by the user.
+# The default of torch.amp.GradScaler. The user has chosen any other start.
 _DEFAULT_LOSS_SCALE = 2.0**16
 _HIDING_MATMULS = {
     "TransformerEnginePrecision": "it replaces the layers by its own, which run in FP8 by "
@@ -44,10 +44,9 @@ _CONFLICTS_OF_FP8 = {
 class RuleSettings:
     """The settings that follow the scale rules during one fit: rates, clipping, loss scale.
 
-    ``start`` belongs into ``on_fit_start``: the optimizers exist, and no checkpoint has been
-    restored into them yet. ``follow_rates`` comes when the parameters are known. ``restore``
-    belongs into ``teardown`` and ``on_exception``; it may be called at any time, and more than
-    once.
+    Call ``start`` in ``on_fit_start``: the optimizers exist, but no checkpoint has been restored.
+    Call ``follow_rates`` when the parameters are known. Call ``restore`` in ``teardown`` and
+    ``on_exception``. It may be called at any time, and more than once.
     """
 
     def __init__(self, lr_scaling: Method | None) -> None:
@@ -55,9 +54,9 @@ class RuleSettings:
         self._changes = contextlib.ExitStack()
 
     def start(self, trainer: pl.Trainer) -> None:
-        """Give clipping and the loss scale their meaning for gradients at unit scale.
+        """Adapt clipping and the loss scale to gradients at unit scale.
 
-        What an earlier start has changed is undone first.
+        Changes of an earlier start are undone first.
         """
         self.restore()
         if self.lr_scaling is not None:
@@ -69,14 +68,14 @@ class RuleSettings:
                     name = type(optimizer).__name__
                     rank_zero_warn(
                         f"UnitScaleCallback: the rates of {type(inner).__name__} in {name} follow "
-                        f"the scales. What {name} itself does to gradients and weights does not, "
-                        "such as clipping to a norm. Choose its settings for gradients at RMS 1."
+                        f"the scales. Changes of gradients and weights by {name} itself, such as "
+                        "clipping to a norm, do not. Choose its settings for gradients at RMS 1."
                     )
         self._changes.enter_context(unit_clipping(trainer))
         self._changes.callback(start_loss_scale_at_one(trainer))
 
     def follow_rates(self, trainer: pl.Trainer, infos: Mapping[Tensor, ParameterInfo]) -> None:
-        """Let every optimizer step at each parameter's own rate, if rates are to follow."""
+        """Make every optimizer step at each parameter's own rate, if rates follow the rules."""
         if self.lr_scaling is None:
             return
         optimizers = list(map(_unwrapped, trainer.optimizers))
@@ -89,20 +88,20 @@ class RuleSettings:
                 rank_zero_info(f"UnitScaleCallback: {note}")
 
     def restore(self) -> None:
-        """Put everything back to what it was."""
+        """Restore all settings."""
         self._changes.close()
 
 
 def unit_clipping(trainer: pl.Trainer) -> AbstractContextManager[None]:
-    """Within this context thresholds of clipping are in units of a unit-scaled gradient.
+    """Convert thresholds of clipping to unit-scaled gradients within this context.
 
-    Thresholds are chosen for plain models, whose gradients have a global norm about 1. Gradients at
-    unit scale have RMS about 1 each, hence a norm about ``sqrt(N)`` for ``N`` elements, which a
-    threshold of 1 would clip in every step. A threshold ``c`` is taken as ``c * sqrt(N)``, for the
-    norm as for single values, with ``N`` the elements of the optimizer that have a gradient.
+    Thresholds are chosen for unscaled models, whose gradients have a global norm about 1. Gradients
+    at unit scale have RMS about 1 each, so ``N`` elements have a norm about ``sqrt(N)``. A
+    threshold of 1 would clip them in every step. A threshold ``c`` is taken as ``c * sqrt(N)``, for
+    the norm as for single values. ``N`` counts the optimizer's elements that have a gradient.
 
-    ``LightningModule.clip_gradients`` refuses a value that is not the Trainer's, so the factor is
-    put where it leads to: ``clip_gradients`` of the precision plugin (Lightning 2.6).
+    ``LightningModule.clip_gradients`` refuses a value that differs from the Trainer's. So the
+    factor is applied in ``clip_gradients`` of the precision plugin (Lightning 2.6).
     """
     plugin = trainer.precision_plugin
     clip_gradients = plugin.clip_gradients
@@ -130,15 +129,15 @@ def unit_clipping(trainer: pl.Trainer) -> AbstractContextManager[None]:
 
 
 def start_loss_scale_at_one(trainer: pl.Trainer) -> Callable[[], None]:
-    """Let the gradient scaler of ``16-mixed`` start at 1 instead of 65,536.
+    """Start the gradient scaler of ``16-mixed`` at 1 instead of 65,536.
 
     Gradients at unit scale need no loss scale, and the default one overflows them for many steps. A
-    scaler that was used already, or that the user made with another scale, stays as it is; one that
-    is restored from a checkpoint later goes on from there.
+    used scaler, or one that the user made with another scale, stays as it is. A scaler that is
+    restored from a checkpoint continues from there.
     """
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     before = dict(scaler.state_dict()) if scaler is not None else {}
-    # Empty if the scaler is disabled.
+    # The state is empty if the scaler is disabled.
     if scaler is None or before.get("scale") != _DEFAULT_LOSS_SCALE or before["_growth_tracker"]:
         return lambda: None
     scaler.load_state_dict({**before, "scale": 1.0})
@@ -161,35 +160,35 @@ def _unwrapped(optimizer: Any) -> Optimizer:
 
 
 def _optimizers_within(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers whose groups another one has, and which make its steps."""
+    """Return the optimizers whose parameter groups and steps another one shares."""
     held = (value for value in vars(optimizer).values() if isinstance(value, Optimizer))
     return [one for one in held if one.param_groups is optimizer.param_groups]
 
 
 def refuse_rate_search(trainer: pl.Trainer) -> None:
-    """Refuse to search a rate if only the callbacks make the model that is trained.
+    """Refuse to search a learning rate if only the callbacks define the trained model.
 
     Weights, factors and rates are set when the first batch starts. A search runs that batch without
-    the callbacks, so it would find a rate of the plain model, and give it to another one.
+    the callbacks. It would find a rate of the unscaled model, and apply it to another one.
     """
     callbacks = all_callbacks(trainer)
     if any(is_lightning(callback, "LearningRateFinder") for callback in callbacks):
         raise misconfigured(
             "LearningRateFinder: it takes the callbacks out of the Trainer while it searches, so "
-            "it would find the rate of the plain model and not of the one that is scaled by rules. "
+            "it would find the rate of the unscaled model, not of the one that is scaled by rules. "
             "Expected no search with method='unit-scaling' or 'u-mup'. Leave it out (u-muP's best "
-            "rates are near 1), or pass method='lossless', whose rates are the plain model's."
+            "rates are near 1), or pass method='lossless', with the unscaled model's rates."
         )
 
 
 def check_fp8(trainer: pl.Trainer) -> None:
-    """Refuse a Trainer whose device or precision plugin does not go with FP8 linears."""
+    """Refuse a Trainer whose device or precision plugin does not support FP8 linears."""
     _refuse_plugins(trainer, "precision='fp8'", {**_HIDING_MATMULS, **_CONFLICTS_OF_FP8})
     check_fp8_device(trainer.strategy.root_device)
 
 
 def check_simulation(trainer: pl.Trainer, simulate: object) -> None:
-    """Refuse a Trainer whose precision plugin hides the matmuls that are to be rounded."""
+    """Refuse a Trainer whose precision plugin hides the matmuls to be rounded."""
     _refuse_plugins(trainer, f"simulate={simulate!r}", _HIDING_MATMULS)
 
 
@@ -205,7 +204,7 @@ def _refuse_plugins(trainer: pl.Trainer, option: str, conflicts: Mapping[str, st
 
 
 def check_fp8_device(device: torch.device) -> None:
-    """Refuse a device that has no FP8."""
+    """Refuse a device without FP8."""
     why_not = why_no_fp8(device)
     if why_not is not None:
         raise misconfigured(
@@ -216,7 +215,7 @@ def check_fp8_device(device: torch.device) -> None:
 
 
 def report_unprotected(module: nn.Module) -> None:
-    """Warn of what FP16 parameters lose between matmuls, and report what BF16 ones do."""
+    """Warn about losses of FP16 parameters between matmuls, and report those of BF16 ones."""
     types = {parameter.dtype for parameter in module.parameters()}
     if torch.float16 in types:
         rank_zero_warn(
@@ -234,7 +233,7 @@ def report_unprotected(module: nn.Module) -> None:
 
 
 def warn_of_zero_eps(optimizers: Iterable[Optimizer]) -> None:
-    """Warn of an ``eps`` that is zero in the type of the parameters that it protects."""
+    """Warn about an ``eps`` that is zero in the type of its parameters."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             eps = group.get("eps")

@@ -1,4 +1,4 @@
-"""The callback that unit-scales a LightningModule without changing what it computes."""
+"""Unit-scale a LightningModule without changing what it computes."""
 
 from __future__ import annotations
 
@@ -64,59 +64,59 @@ if TYPE_CHECKING:
 
 
 class UnitScaleCallback(StepsCallback):
-    """Unit-scales a LightningModule: same losses, same weights, matmuls near RMS 1.
+    """A callback that scales matmuls to RMS near 1, with the same losses and weights.
 
-    Every matmul of the module's steps, forward and backward, runs on operands in units of a
-    power of two near their RMS, measured when it runs for the first time. Powers of two are exact,
-    so FP32 training stays bit-identical; FP8 and FP16 matmuls see numbers near 1. It happens at
-    torch's dispatcher, below any Python code; nothing is captured and nothing runs twice.
-    ``compile``, ``remat`` and pipelines run a captured graph, whose matmuls have the same units.
-    The rule-based methods rewrite that graph. Parameters, optimizer, schedulers and checkpoints
-    stay the user's.
+    Every matmul of the module's steps, forward and backward, runs on scaled operands. Their units
+    are powers of two near their RMS, measured when the matmul runs for the first time. Powers of
+    two are exact, so FP32 training stays bit-identical, and FP8 and FP16 matmuls get numbers near
+    1. Scaling happens at torch's dispatcher, below any Python code. Nothing is captured, and
+    nothing runs twice. ``compile``, ``remat`` and pipelines run a captured graph, whose matmuls
+    have the same units. The rule-based methods rewrite that graph. Parameters, optimizer,
+    schedulers and checkpoints stay the user's.
 
     Args:
-        method: ``"lossless"`` changes no result. ``"unit-scaling"`` and
-            ``"u-mup"``, or :class:`Rules` with multipliers, scale by rules and change the model:
-            weights at RMS 1, ``1 / sqrt(fan_in)`` in the graph, residual branches with weights (see
-            ``transforms.unit_scale``); they differ in ``lr_scaling``.
-        depth: Only ``"products"``: matmuls are what is scaled.
-        recalibrate: ``"auto"`` takes new units when an operand's RMS has left [1/4, 4], looking at
-            steps 8, 16, 32, 64 and every 128th; a number takes them every so many optimizer steps;
-            ``None`` never. New units change no result and compile nothing again. An operand that is
-            zero at first gets its unit when it no longer is, whatever is given here.
-        replace: By rules: functions to put in place of others, which are then not looked into.
-        residual: By rules: weights of residual branches with attention and of the others; by
-            default u-muP's rule for depth.
-        lr_scaling: By rules: ``"match"`` keeps the relative update of every parameter, ``"u-mup"``
-            takes u-muP's rates, near 1 and the same for all widths and depths; ``None`` leaves
-            rates alone. By default the one that belongs to the method.
-        init_weights: By rules: whether weights are set to RMS 1 and biases to 0, on the first
-            batch, once: a checkpoint records that it was done.
+        method: ``"lossless"`` changes no result. ``"unit-scaling"`` and ``"u-mup"``, or
+            :class:`Rules` with multipliers, scale by rules and change the model: weights at RMS 1,
+            ``1 / sqrt(fan_in)`` in the graph, weighted residual branches (see
+            ``transforms.unit_scale``). They differ in ``lr_scaling``.
+        depth: Only ``"products"``, which scales matmuls.
+        recalibrate: ``"auto"`` measures at steps 8, 16, 32, 64 and every 128th, and takes new units
+            when an operand's RMS has left [1/4, 4]. A number takes them at that interval of
+            optimizer steps. ``None`` never does. New units change no result and compile nothing
+            again. An operand that is zero at first always gets its unit when it no longer is.
+        replace: By rules: mapping from functions to replacements, which are not traced into.
+        residual: By rules: weights of residual branches with attention, and of the others. The
+            default is u-muP's rule for depth.
+        lr_scaling: By rules: ``"match"`` keeps the relative update of every parameter. ``"u-mup"``
+            uses u-muP's rates, near 1 and the same for all widths and depths. ``None`` leaves rates
+            unchanged. The default depends on the method.
+        init_weights: By rules: whether weights are set to RMS 1 and biases to 0 on the first batch.
+            A checkpoint records it, so it happens once.
         on_unknown: By rules, where a tensor's scale follows from no rule: ``"calibrate"`` measures
-            it on the first batch, ``"keep"`` takes it for 1, ``"error"`` raises.
-        simulate: Format in which matmuls are simulated, in training and in evaluation:
-            ``"fp8"``, one format such as ``"E3M2FN"``, a pair of them for operands and gradients,
-            or :class:`Simulate` with a way of rounding. Operands are scaled before they are
-            rounded; a matmul measures its units before it runs for the first time.
-        precision: ``"fp8"``, or :class:`FP8` with exceptions, runs linear layers, and their two
-            gradients, in real FP8 with constant scales: those whose features are multiples of 16
-            (or large enough to be padded) and whose operands fit, when they first run and whenever
+            it on the first batch, ``"keep"`` assumes 1, ``"error"`` raises.
+        simulate: Format in which matmuls are simulated, in training and in evaluation: ``"fp8"``,
+            one format such as ``"E3M2FN"``, a pair of them for operands and gradients, or
+            :class:`Simulate` with a way of rounding. Operands are scaled before they are rounded. A
+            matmul measures its units before it runs for the first time.
+        precision: ``"fp8"``, or :class:`FP8` with exceptions, runs linear layers and their two
+            gradients in real FP8 with constant scales. The numbers of features must be multiples of
+            16 (or large enough to be padded). The operands must fit, at the first run and whenever
             units are measured again. It works with any precision of the Trainer, whose types the
             results have. ``explain()`` shows the decision for each matmul. FP8 needs a GPU of
             compute capability 8.9, or a CPU, where it is slow.
         remat: Budget for rematerialization, as in :class:`RematCallback`.
-        compile: Run the captured graphs by Inductor, in a mode of ``torch.compile`` such as
-            ``"reduce-overhead"``, which has CUDA graphs, or ``"max-autotune"``. FP32 results then
-            are those of ``torch.compile`` up to its rounding, with the plain step's random numbers.
+        compile: Run the captured graphs with Inductor, in a mode of ``torch.compile`` such as
+            ``"reduce-overhead"``, which has CUDA graphs, or ``"max-autotune"``. FP32 results are
+            those of ``torch.compile`` up to its rounding, with the uncompiled step's random
+            numbers.
 
     Raises:
         ValueError: If an argument is out of its range.
-        MisconfigurationException: When a Trainer is made with two of these callbacks, or with a
-            :class:`RematCallback` beside ``remat``. At ``setup``, if the device or the precision
-            plugin of the Trainer does not go with FP8, or the module is compiled already where a
-            graph has to be captured. When a checkpoint is loaded that was trained by other rules,
-            or by rules and the method is ``"lossless"``; without this callback it is not loaded
-            either.
+        MisconfigurationException: When a Trainer gets two of these callbacks, or a
+            :class:`RematCallback` together with ``remat``. At ``setup``, if the device or the
+            precision plugin does not support FP8, or if a module to be captured is compiled
+            already. When a loaded checkpoint was trained by other rules, or by rules and the method
+            is ``"lossless"``. Without this callback it does not load either.
 
     Examples:
         >>> from lightning.pytorch import Trainer
@@ -172,10 +172,10 @@ class UnitScaleCallback(StepsCallback):
         self._matmuls = MatmulUnits(schedule, self._simulation, self._fp8)
         self._checkpoints = ExitStack()
         self._captured = ExitStack()
-        # The captured steps, and what explain() says of them.
+        # The captured steps, and their lines in explain().
         self._steps: ModuleSteps | None = None
         self._what_was_captured = ""
-        # Whether what the user has named was there in the first training step.
+        # Whether the names that the user gave were found in the first training step.
         self._is_checked = False
         self._module: Callable[[], nn.Module | None] | None = None
 
@@ -186,20 +186,19 @@ class UnitScaleCallback(StepsCallback):
 
     @property
     def coverage(self) -> Coverage:
-        """The coverage of the matmuls of the last step that was counted.
+        """Return the coverage of the matmuls of the last counted step.
 
-        These are the first step, those in which units are measured again, and those in which
-        matmuls left the format.
+        Counted are the first step, recalibrating steps, and steps in which matmuls left the format.
         """
         return self._matmuls.counted.main
 
     @override
     def captures_steps(self, trainer: pl.Trainer) -> bool:
-        """Return whether this needs the module's steps as captured graphs."""
+        """Check whether this needs the module's steps as captured graphs."""
         return any(self._captured_for().values())
 
     def _captured_for(self) -> dict[str, bool]:
-        """Return the options that need captured steps, and whether they were asked for."""
+        """Return the options that need captured steps, and whether they are set."""
         return {
             f"method={self.method!r}": self._rules is not None,
             f"compile={self.compile!r}": bool(self.compile),
@@ -207,7 +206,7 @@ class UnitScaleCallback(StepsCallback):
         }
 
     def explain(self) -> Explanation:
-        """Explain which matmuls were scaled, and when units were taken; a notebook shows it."""
+        """Explain which matmuls were scaled, and when units were taken. A notebook shows it."""
         self._note_captured()
         *parts, units = self._matmuls.explain().parts
         captured = self._what_was_captured
@@ -277,7 +276,7 @@ class UnitScaleCallback(StepsCallback):
         for option, is_asked in self._captured_for().items():
             if is_asked:
                 raise ValueError(
-                    f"{option}: it needs captured steps, which only a Lightning Trainer's are. "
+                    f"{option}: it needs captured steps, which only a Lightning Trainer has. "
                     "Expected method='lossless' in other loops. Use lightning_unitscale.transforms "
                     "there, or a Trainer."
                 )
@@ -286,11 +285,11 @@ class UnitScaleCallback(StepsCallback):
 
     @override
     def meet_optimizer(self, optimizer: Optimizer) -> None:
-        """Warns of an ``eps`` that is zero in the type of the parameters."""
+        """Warn about an ``eps`` that is zero in the type of its parameters."""
         warn_of_zero_eps([optimizer])
 
     def _take(self, loop: Loop) -> bool:
-        """Note whose units are measured; returns whether those of another module were, before."""
+        """Note the measured module, and return whether it was another one before."""
         is_other = self._module is not None and self._module() is not loop.module
         self._loop, self._module = loop, weakref.ref(loop.module)
         return is_other
@@ -325,8 +324,8 @@ class UnitScaleCallback(StepsCallback):
     def leave(self) -> None:
         self._note_captured()
         loop, self._loop, self._steps = self._loop, None, None
-        with ExitStack() as leaving:  # all of it, if one part raises
-            # The session is around the captured steps, so it is taken off first.
+        with ExitStack() as leaving:  # all parts, even if one raises
+            # The session is around the captured steps, so it is removed first.
             leaving.callback(self._captured.close)
             leaving.callback(self._matmuls.leave)
             if self._rules is not None and loop is not None:
@@ -372,7 +371,7 @@ class UnitScaleCallback(StepsCallback):
             grid.step = state_dict.get("grid_step", 0)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For another process (``ddp_spawn``), in which the module is another one."""
+        """Return the state for another process (``ddp_spawn``), which has another module."""
         return {**vars(self), "_module": None if self._module is None else nothing, "_loop": None}
 
     def _moving_grid(self) -> MovingGrid | None:

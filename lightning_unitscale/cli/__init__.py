@@ -1,4 +1,4 @@
-"""The command line: its commands, and what a configuration's strategy means for a profile."""
+"""The command line: its commands, its errors, and the devices of a profiled strategy."""
 
 from lightning_unitscale.cli.commands import UnitScaleCLI, main, tensorboard_command
 

@@ -1,4 +1,4 @@
-"""The command line: `lightning-unitscale fit --config run.yaml`, a LightningCLI with a report."""
+"""Run the command line: `lightning-unitscale fit --config run.yaml`, a CLI with a report."""
 
 import os
 import sys
@@ -25,26 +25,26 @@ from lightning_unitscale.profiler import DeviceType, profile_graph
 from lightning_unitscale.tensorboard import writer
 from lightning_unitscale.tensorboard.run_report import main as report_command
 
-# The exit status of a program that Ctrl-C ended.
+# The exit status after Ctrl-C.
 _EXIT_INTERRUPTED = 130
 _TRACEBACK = "--traceback"
 
 _COMMANDS = {
-    "fit": "train, and end with the scale of every tensor and the validation loss",
+    "fit": "train, then show the scale of every tensor and the validation loss",
     "validate": "evaluate on the validation data",
     "test": "evaluate on the test data",
-    "predict": "run on the data to predict",
-    "profile": "memory and operations of a training step, before it is run",
-    "explain-pipeline": "costs of the stages of a pipeline, before it is run",
-    "report": "the scales of finished runs as a picture, a page and a table",
+    "predict": "predict on the prediction data",
+    "profile": "predict memory and operations of a training step without running it",
+    "explain-pipeline": "estimate the costs of pipeline stages without running them",
+    "report": "show the scales of finished runs as a picture, a page and a table",
 }
-# These run nothing for real: what they refuse is an answer.
+# These only plan, so their refusals are answers for the user.
 _PLANNING = ("profile", "explain-pipeline")
 _USAGE = f"usage: lightning-unitscale {{{','.join(_COMMANDS)}}} ..."
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Runs `fit`, `validate`, `test`, `predict`, `profile`, `explain-pipeline` or `report`."""
+    """Run `fit`, `validate`, `test`, `predict`, `profile`, `explain-pipeline` or `report`."""
     words = list(sys.argv[1:] if args is None else args)
     shows_traceback = _TRACEBACK in words
     words = [word for word in words if word != _TRACEBACK]
@@ -59,7 +59,7 @@ def main(args: Sequence[str] | None = None) -> None:
     if not words[0].startswith("-") and words[0] not in _COMMANDS:
         raise SystemExit(
             f"lightning-unitscale: {words[0]}: no such command. Expected one of "
-            f"{', '.join(_COMMANDS)}. Run one of them with --help to see what it takes."
+            f"{', '.join(_COMMANDS)}. Run one of them with --help to see its options."
         )
     if words[:1] == ["report"]:
         report_command(words[1:])
@@ -68,11 +68,11 @@ def main(args: Sequence[str] | None = None) -> None:
     needed = ("jsonargparse", "docstring_parser", "typeshed_client")
     if missing := [name for name in needed if find_spec(name) is None]:
         raise SystemExit(
-            f"lightning-unitscale: {', '.join(missing)} not found; the command line needs the "
-            "extra `cli`; run: pip install 'lightning-unitscale[cli]'"
+            f"lightning-unitscale: {', '.join(missing)} not found. The command line needs the "
+            "extra `cli`. Run: pip install 'lightning-unitscale[cli]'"
         )
-    # A console script has its own folder on the path. With the current one there too, as `python
-    # -m` has it, a configuration can name the classes of the project it belongs to.
+    # A console script has only its own folder on the path. We add the current one, as `python -m`
+    # does, so that a configuration can name classes of its project.
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -86,12 +86,12 @@ def main(args: Sequence[str] | None = None) -> None:
         if shows_traceback or not is_answer(error, plans=words[0] in _PLANNING):
             raise
         raise SystemExit(f"lightning-unitscale: {error} ({_TRACEBACK} shows where)") from None
-    except KeyboardInterrupt:  # before or after the training, which has an answer of its own
+    except KeyboardInterrupt:  # before or after the training, which handles Ctrl-C itself
         raise SystemExit(_EXIT_INTERRUPTED) from None
 
 
 def _help() -> str:
-    """Return the commands of all parsers: each of them knows only its own."""
+    """Return the commands of all parsers. Each parser has only its own."""
     width = max(map(len, _COMMANDS))
     lines = [f"  {name:{width}}  {what}" for name, what in _COMMANDS.items()]
     return "\n".join(
@@ -104,10 +104,10 @@ def _help() -> str:
             *lines,
             "",
             "options:",
-            f"  {'--help':{width}}  this page",
+            f"  {'--help':{width}}  show this page",
             f"  {'--version':{width}}  {__version__}",
-            f"  {_TRACEBACK:{width}}  with a command: show the traceback of an error that is "
-            "answered by its text",
+            f"  {_TRACEBACK:{width}}  with a command: also show the traceback of errors in the "
+            "request",
         ]
     )
 
@@ -115,8 +115,8 @@ def _help() -> str:
 class UnitScaleCLI(LightningCLI):
     """A LightningCLI for any model and data module that ends `fit` with a report.
 
-    The report has the scale of every tensor if a `ScaleMonitor` is among the callbacks, the
-    validation loss (`val_loss`), and the command that opens TensorBoard on the run.
+    With a `ScaleMonitor` among the callbacks, the report shows the scale of every tensor. It also
+    shows the validation loss (`val_loss`) and the command for TensorBoard.
     """
 
     def __init__(self, args: ArgsType = None, run: bool = True) -> None:
@@ -126,15 +126,15 @@ class UnitScaleCLI(LightningCLI):
             trainer_defaults={"callbacks": self._record},
             seed_everything_default=1,
             parser_kwargs={"prog": "lightning-unitscale"},
-            # Loggers make a new folder for each run; who names one and the same folder twice, or
-            # resumes, means it.
+            # Loggers make a new folder for each run. A user who repeats a folder name or resumes
+            # wants to overwrite.
             save_config_kwargs={"overwrite": True},
             args=args,
         )
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        # Lightning's own warns whenever `args` are given to a process that has arguments itself.
+        # Lightning warns if `args` are given to a process with arguments of its own.
         if args is None or isinstance(args, list):
             self.config = parser.parse_args(args)
         else:
@@ -145,8 +145,8 @@ class UnitScaleCLI(LightningCLI):
         try:
             super().instantiate_classes()
         except (TypeError, ValueError) as error:
-            # Where a type is optional, jsonargparse turns what a constructor complains about into
-            # a list of the types that the value might have been.
+            # For an optional type, jsonargparse replaces the constructor's message by a list of the
+            # possible types.
             if (complaint := argument_error(error)) is not None:
                 raise type(error)(complaint) from None
             cause: BaseException = error
@@ -155,22 +155,22 @@ class UnitScaleCLI(LightningCLI):
             raise cause from None
 
     def fit(self, **kwargs: Any) -> None:
-        """Trains; what a Ctrl-C leaves is reported as well."""
+        """Train, and report also after Ctrl-C."""
         try:
             self.trainer.fit(**kwargs)
         except SystemExit:
-            # Lightning turns Ctrl-C into an exit with status 1, after the callbacks were told.
+            # Lightning turns Ctrl-C into an exit with status 1, after it has called the callbacks.
             if not self._record.was_interrupted:
                 raise
             self._print_report(self._scale_table())
             raise SystemExit(_EXIT_INTERRUPTED) from None
 
     def after_fit(self) -> None:
-        """Reports on the run, whose last weights are validated first if they have not been yet."""
+        """Report on the run. Validate its last weights first, if they have not been yet."""
         trainer, record = self.trainer, self._record
-        table = self._scale_table()  # as it was in training: a validation is a run of its own
+        table = self._scale_table()  # as it was in training, since a validation is a separate run
         is_stale = record.validation_step != trainer.global_step
-        # Only for text: for other data a validation may be long, and was not asked for.
+        # Only for text. Validation of other data may be long, and was not requested.
         if is_stale and trainer.enable_validation and self._unigram_entropy_nats() is not None:
             trainer.validate(self.model, datamodule=self.datamodule, verbose=False)
         self._print_report(table)
@@ -203,11 +203,11 @@ class UnitScaleCLI(LightningCLI):
 
 
 class ProfileCLI(UnitScaleCLI):
-    """`profile --config run.yaml`: memory and operations of a training step, before it is run.
+    """Estimate memory and operations of a training step: `profile --config run.yaml`.
 
-    Takes the configuration of `fit`; of the trainer the precision, the kind of accelerator, the
-    strategy and the numbers of devices and nodes count, none of which need be there. Nothing is
-    trained, logged or saved.
+    The configuration is that of `fit`. Only the trainer's precision, accelerator type, strategy and
+    numbers of devices and nodes count. The devices need not exist here. Nothing is trained, logged
+    or saved.
     """
 
     def __init__(self, args: ArgsType = None) -> None:
@@ -218,17 +218,17 @@ class ProfileCLI(UnitScaleCLI):
         parser.add_argument(
             "--device",
             type=Literal["cpu", "cuda"] | None,
-            help="Whose kernels to simulate; by default that of the trainer's accelerator. Neither "
-            "it nor the trainer's devices need be there.",
+            help="Device type whose kernels are simulated; by default the trainer's accelerator. "
+            "The devices need not exist here.",
         )
         parser.add_argument("--sort_by", default="saved_bytes", help="Column to sort nodes by.")
-        parser.add_argument("--limit", type=int, default=20, help="How many nodes to show.")
-        parser.add_argument("--json", type=str | None, help="Where to write the profile.")
-        parser.add_argument("--plot", type=str | None, help="Where to draw the live bytes.")
+        parser.add_argument("--limit", type=int, default=20, help="Number of nodes to show.")
+        parser.add_argument("--json", type=str | None, help="JSON file to write the profile to.")
+        parser.add_argument("--plot", type=str | None, help="File to draw the live bytes to.")
         parser.add_argument(
             "--budget_bytes", type=int | None, help="Also find the largest batch within it."
         )
-        parser.add_argument("--ckpt_path", type=str | None, help="As of `fit`; not read.")
+        parser.add_argument("--ckpt_path", type=str | None, help="As in `fit`, but ignored.")
 
     @override
     def before_instantiate_classes(self) -> None:
@@ -238,16 +238,16 @@ class ProfileCLI(UnitScaleCLI):
         self._device: DeviceType = self.config.device or default
         self._check_options()
         self._job = job = self._profiled_job()
-        # The simulated devices need not be there, and nothing of a run is wanted.
+        # The simulated devices need not exist here, and no run happens.
         trainer.accelerator, trainer.strategy = "cpu", job.strategy
         trainer.devices, trainer.num_nodes = job.num_devices, job.num_nodes
         trainer.logger, trainer.callbacks = False, None
         trainer.enable_checkpointing = False
-        if trainer.max_epochs is None:  # only `fit` settles it
+        if trainer.max_epochs is None:  # only `fit` sets it
             trainer.max_epochs = 1000 if trainer.max_steps == -1 else -1
 
     def _check_options(self) -> None:
-        """Refuses what would fail only when the step has been profiled."""
+        """Refuse options that would otherwise fail after the step has been profiled."""
         for name in ("json", "plot"):
             if self.config[name] is not None:
                 check_file(name, self.config[name])
@@ -261,14 +261,14 @@ class ProfileCLI(UnitScaleCLI):
         return profiled_job(trainer.strategy, trainer.devices, trainer.num_nodes)
 
     def profile(self) -> None:
-        """Profiles the first training batch and prints what it costs."""
+        """Profile the first training batch, and print its costs."""
         with self._job.ranks(self.trainer, self.model, self._device):
             self._profile()
 
     def _profile(self) -> None:
         model, context = self.model, self.trainer.precision_plugin.forward_context
         batch = self._first_batch()
-        # Outside of a loop of the trainer's there is nowhere to log to.
+        # Outside a loop of the trainer there is no place to log to.
         for name in ("log", "log_dict"):
             model.__dict__[name] = nothing
         profile = profile_graph(
@@ -299,14 +299,14 @@ class ProfileCLI(UnitScaleCLI):
         for hooks in filter(None, (data, model)):
             hooks.prepare_data()
             hooks.setup("fit")
-        # As `fit` does, so that a schedule can ask the trainer how long the run will be.
+        # As in `fit`, so that a schedule can read the length of the run from the trainer.
         self.trainer._data_connector.attach_data(model, datamodule=data)
         self._job.configure(self.trainer, model, self._device)
         loader = (model if data is None else data).train_dataloader()
         return self.trainer.precision_plugin.convert_input(next(iter(loader)))
 
     def _optimizer(self) -> torch.optim.Optimizer | None:
-        """Return the optimizer of the model; its schedule costs nothing."""
+        """Return the optimizer of the model. Its schedule costs nothing."""
         optimizers = self.model.configure_optimizers()
         if isinstance(optimizers, Mapping):
             optimizers = optimizers["optimizer"]
@@ -319,7 +319,7 @@ class ProfileCLI(UnitScaleCLI):
 
 
 class ExplainPipelineCLI(ProfileCLI):
-    """`explain-pipeline --config run.yaml --num_stages 4`: the stages of a pipeline, not run."""
+    """Plan the stages: `explain-pipeline --config run.yaml --num_stages 4`."""
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -327,10 +327,10 @@ class ExplainPipelineCLI(ProfileCLI):
         parser.add_argument(
             "--num_microbatches",
             type=int | None,
-            help="Equal parts of a batch; by default twice the stages.",
+            help="Number of equal parts of a batch; by default twice the stages.",
         )
-        parser.add_argument("--device", type=Literal["cpu"], default="cpu", help="Of the costs.")
-        parser.add_argument("--ckpt_path", type=str | None, help="As of `fit`; not read.")
+        parser.add_argument("--device", type=Literal["cpu"], default="cpu", help="Cost model.")
+        parser.add_argument("--ckpt_path", type=str | None, help="As in `fit`, but ignored.")
 
     @override
     def _check_options(self) -> None:
@@ -343,7 +343,7 @@ class ExplainPipelineCLI(ProfileCLI):
         return ProfiledJob()
 
     def explain(self) -> None:
-        """Prints what the stages of the training step would cost."""
+        """Print the costs of the stages of the training step."""
         self.trainer.strategy.connect(self.model)
         batch, *indices = step_arguments(self.model, "training_step", self._first_batch(), 0)
         plan = explain_step(
@@ -358,7 +358,7 @@ class ExplainPipelineCLI(ProfileCLI):
 
 
 class _FitRecord(pl.Callback):
-    """Remembers what the report needs: the last validation, and whether Ctrl-C ended the fit."""
+    """A record for the report: the last validation, and whether Ctrl-C ended the fit."""
 
     validation_loss: float | None = None
     validation_step: int | None = None
@@ -378,7 +378,7 @@ class _FitRecord(pl.Callback):
 
 
 def tensorboard_command(trainer: pl.Trainer) -> str | None:
-    """Returns the command that shows the trainer's run beside the others of its logger.
+    """Return the command that shows the trainer's run beside others of its logger.
 
     `None` if the trainer logs nothing to TensorBoard.
     """

@@ -1,4 +1,4 @@
-"""Which errors of a command are answers to the user, and need no traceback."""
+"""Decide which errors of a command are answers to the user, and need no traceback."""
 
 import re
 import traceback
@@ -10,18 +10,18 @@ from lightning_unitscale.capture.fallback import Refusal
 from lightning_unitscale.capture.step_messages import CaptureError
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-# How errors about an argument read: "argument=value: what is wrong. Expected ...".
+# The form of argument errors: "argument=value: what is wrong. Expected ...".
 _ARGUMENT_ERROR = re.compile(r"^[\s-]*(\w+=.*: .*[Ee]xpected .*)", re.MULTILINE)
 
 
 def argument_error(error: Exception) -> str | None:
-    """Return the line of an error's text that is about an argument; ``None`` without one."""
+    """Return the line of an error's text about an argument, or ``None``."""
     complaint = _ARGUMENT_ERROR.search(str(error))
     return None if complaint is None else complaint[1]
 
 
 def is_answer(error: Exception, *, plans: bool) -> bool:
-    """Return whether an error answers the user: what was asked for is wrong, or cannot be had."""
+    """Check whether an error answers the user: the request is wrong or impossible."""
     if isinstance(error, (CaptureError, Refusal)):
         return True
     if not _is_of_package(error):
@@ -34,6 +34,6 @@ def is_answer(error: Exception, *, plans: bool) -> bool:
 
 
 def _is_of_package(error: Exception) -> bool:
-    """Return whether this package has raised an error, rather than the user's code or a library."""
+    """Check whether this package raised an error, not the user's code or a library."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and Path(frames[-1].filename).resolve().is_relative_to(_PACKAGE)

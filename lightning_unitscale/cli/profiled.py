@@ -1,4 +1,4 @@
-"""Find out what one device of a configured strategy holds, without the devices."""
+"""Determine the share of a configured strategy's job on one device, without the devices."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from lightning_unitscale.memory.profile_report import format_bytes
 from lightning_unitscale.pipeline.data_parallel import GridStrategy
 from lightning_unitscale.profiler import GraphProfile, fake_process_group
 
-# DDP in name; what a device has is something else.
+# Subclasses of DDP with another content of a device.
 _NO_REPLICAS = (DeepSpeedStrategy, XLAStrategy, GridStrategy)
 
 
 @dataclass(frozen=True)
 class ProfiledJob:
-    """The share of a job that one device holds, and the Trainer to profile it with."""
+    """The share of a job on one device, and the Trainer to profile it with."""
 
-    # One device, the whole model on each of several, or a shard on each.
+    # One device, the whole model on each of several devices, or a shard on each.
     kind: Literal["one", "replicas", "shards"] = "one"
     strategy: Any = "auto"
     num_devices: int = 1
@@ -46,7 +46,7 @@ class ProfiledJob:
 
     @contextlib.contextmanager
     def ranks(self, trainer: pl.Trainer, model: pl.LightningModule, device: str) -> Iterator[None]:
-        """Within this context the process is rank 0 of the job, and the module has its mesh."""
+        """Make this process rank 0 of the job, and give the module its mesh, in this context."""
         strategy = trainer.strategy
         strategy.connect(model)
         if self.kind != "shards":
@@ -64,7 +64,7 @@ class ProfiledJob:
             yield
 
     def configure(self, trainer: pl.Trainer, model: pl.LightningModule, device: str) -> None:
-        """Call the module's ``configure_model``; shards are of tensors without memory."""
+        """Call the module's ``configure_model``. Shards consist of tensors without memory."""
         precision = trainer.precision_plugin
         if self.kind != "shards":
             model.configure_model()
@@ -83,7 +83,7 @@ class ProfiledJob:
             take_over(model, torch.device(device))
 
     def remark(self, profile: GraphProfile) -> str:
-        """Return what the profile does not include; empty if it includes all."""
+        """Return the memory that the profile leaves out, or an empty text."""
         if self.kind == "shards" and profile.num_ranks == 1:
             return (
                 f"configure_model has sharded nothing: each of {self.num_ranks} ranks has it all."
@@ -92,7 +92,7 @@ class ProfiledJob:
             return ""
         buckets, timeline = profile.gradient_bytes, profile.timeline
         if self.options.get("gradient_as_bucket_view"):
-            # Gradients lie in the buckets, which are there throughout.
+            # Gradients are stored in the buckets, which always exist.
             gradients = timeline.live_by_kind["gradient"]
             beside = [
                 live - grad for live, grad in zip(timeline.live_bytes, gradients, strict=True)
@@ -108,15 +108,15 @@ class ProfiledJob:
 
 
 def profiled_job(strategy: Any, devices: Any, num_nodes: int) -> ProfiledJob:
-    """Return what is profiled of a Trainer."""
+    """Return the part of a Trainer's job that is profiled."""
     kind, options = _class_of(strategy)
     num_devices = _num_devices(devices)
     num_ranks = None if num_devices is None else num_devices * num_nodes
     if issubclass(kind, ModelParallelStrategy):
         if num_devices is None:
             raise MisconfigurationException(
-                f"`devices={devices!r}`: how many there will be is not known here. Expected their "
-                f"number for {kind.__name__}, such as --trainer.devices=8."
+                f"`devices={devices!r}`: {kind.__name__} needs the number of devices. Expected a "
+                "number. Pass it, such as --trainer.devices=8."
             )
         return ProfiledJob("shards", strategy, num_devices, num_nodes, num_ranks, options)
     if num_ranks == 1 or issubclass(kind, SingleDeviceStrategy):
@@ -127,7 +127,7 @@ def profiled_job(strategy: Any, devices: Any, num_nodes: int) -> ProfiledJob:
         return ProfiledJob("replicas", num_ranks=num_ranks, options=options)
     instead = "explain-pipeline" if issubclass(kind, GridStrategy) else "ModelParallelStrategy"
     raise MisconfigurationException(
-        f"`strategy={kind.__name__}` with `devices={devices!r}`: what is on one of them is not "
+        f"`strategy={kind.__name__}` with `devices={devices!r}`: the content of one device is not "
         "known. Expected ModelParallelStrategy, DDPStrategy or one device. Take "
         f"{instead}, or profile the whole model by --trainer.strategy=auto --trainer.devices=1."
     )
@@ -153,7 +153,7 @@ def _class_of(strategy: Any) -> tuple[type[Strategy], Mapping[str, Any]]:
 
 
 def _num_devices(devices: Any) -> int | None:
-    """Return how many devices per node a Trainer is given; ``None`` for all available ones."""
+    """Return a Trainer's number of devices per node, or ``None`` for all available ones."""
     if isinstance(devices, str):
         listed = [part for part in devices.split(",") if part.strip()]
         if "," in devices:

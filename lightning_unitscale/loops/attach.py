@@ -1,4 +1,4 @@
-"""Callbacks around a module in any training loop."""
+"""Attach callbacks to a module in any training loop."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ def attach(
     loggers: Any = (),
     scaler: Any = None,
 ) -> Attachment:
-    """Let callbacks work on a module in a training loop of any kind.
+    """Attach callbacks to a module in a training loop of any kind.
 
-    A training step is what the module's calls in training mode compute, with their backward passes,
-    until an optimizer steps that has parameters of the module; calls of a closure, within the step,
-    are of that step. Calls in evaluation mode, or without gradients, are an evaluation, unless an
-    optimizer steps after nothing but such calls with gradients: from then on these are training.
-    The loop itself has to tell nothing.
+    A training step consists of the module's calls in training mode and their backward passes. It
+    ends when an optimizer with parameters of the module steps. Calls by the step's closure belong
+    to that step. Calls in evaluation mode or without gradients are an evaluation. If an optimizer
+    steps after only evaluation calls with gradients, such calls count as training from then on. You
+    do not have to change your loop.
 
     Args:
-        module: The module, as it is called: after ``DistributedDataParallel``, ``fully_shard`` or
-            ``accelerator.prepare``.
-        optimizer: Whose steps end a training step, one or several; by default every optimizer of
-            torch that has a parameter of the module. One that is none of torch's has to be given.
+        module: The module that the loop calls: after ``DistributedDataParallel``, ``fully_shard``
+            or ``accelerator.prepare``.
+        optimizer: One or several optimizers whose steps end a training step. By default every
+            ``torch.optim.Optimizer`` with a parameter of the module; pass others explicitly.
         callbacks: One or several: ``UnitScaleCallback`` at the dispatcher (lossless, simulated
             formats, FP8), ``ScaleMonitor``.
-        methods: Names of other methods of the module that the loop calls: calls of these are calls
-            of the module too. Those of a LightningModule's steps are known.
-        log_dir: Folder of TensorBoard's event files, for ``ScaleMonitor``.
-        loggers: What ``ScaleMonitor`` writes to as well, one or several: a logger of Lightning or
-            Fabric, a ``SummaryWriter``, a run of W&B, Trackio or MLflow.
+        methods: Names of other methods that the loop calls. These calls count as calls of the
+            module. The steps of a LightningModule are always included.
+        log_dir: Folder of TensorBoard's event files for ``ScaleMonitor``.
+        loggers: One or several more loggers for ``ScaleMonitor``: of Lightning or Fabric, a
+            ``SummaryWriter``, a run of W&B, Trackio or MLflow.
         scaler: The ``GradScaler`` that multiplies the loss, if there is one.
 
     Returns:
@@ -60,9 +60,9 @@ def attach(
         ``load_state_dict()``.
 
     Raises:
-        TypeError: If an argument is none of these.
-        ValueError: If a callback needs more than such a loop can give, two of them set the same, or
-            nothing can be written to ``log_dir``.
+        TypeError: If an argument has the wrong type.
+        ValueError: If a callback needs a Lightning Trainer, two callbacks set the same, or
+            ``log_dir`` cannot be written.
 
     Examples:
         >>> from lightning_unitscale import UnitScaleCallback, attach
@@ -86,10 +86,10 @@ def attach(
 
 
 class Attachment(CalledLoop):
-    """The callbacks on a module; :func:`attach` returns one, with the same arguments.
+    """The callbacks on a module. :func:`attach` returns it, with the same arguments.
 
     Attributes:
-        should_stop: Whether a callback has asked for the training to end.
+        should_stop: Whether a callback has requested the end of the training.
     """
 
     def __init__(
@@ -154,15 +154,14 @@ class Attachment(CalledLoop):
             self._close()
 
     def add(self, callback: LoopCallback) -> None:
-        """Let one more callback work on the module, from the next training step on.
+        """Add a callback to the module, from the next training step on.
 
         Raises:
-            TypeError: If it is made for a Trainer only, or is no callback.
-            ValueError: If there is one that sets the same, or it needs more than such a loop can
-                give.
+            TypeError: If it works in a Trainer only, or is not a callback.
+            ValueError: If another callback sets the same, or it needs a Lightning Trainer.
         """
         given_callbacks([*self._callbacks, callback])
-        # A callback puts what it needs below the attachment's own.
+        # A callback's wrappers belong below the attachment's own.
         self._forward.close()
         try:
             with ExitStack() as undo:
@@ -174,13 +173,13 @@ class Attachment(CalledLoop):
             self._forward.enter_context(through(self, self.run))
 
     def keep(self, context: AbstractContextManager[Any]) -> None:
-        """Enter a context, until everything is left as it was."""
+        """Enter a context until everything is restored."""
         self._attached.enter_context(context)
 
     def follow(self, name: str) -> None:
-        """Let calls of one more method of the module be calls of the module."""
+        """Count calls of another method of the module as calls of the module."""
         self._forward.close()
-        # Each callback learns of the methods when it starts.
+        # Each callback gets the methods when it starts.
         for callback in reversed(self._callbacks):
             callback.leave()
         self.steps = called_methods(self.module, (*self.steps, name))
@@ -189,7 +188,7 @@ class Attachment(CalledLoop):
         self._forward.enter_context(through(self, self.run))
 
     def detach(self) -> None:
-        """Leave module and torch as they were; may be called more than once."""
+        """Restore module and torch. May be called more than once."""
         try:
             if self._is_attached:
                 if self._is_in_batch and not self.step_index:
@@ -207,12 +206,12 @@ class Attachment(CalledLoop):
             self._close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a restart needs: the step, and the state of each callback."""
+        """Return the state for a restart: the step, and the state of each callback."""
         states = {type(callback).__name__: callback.state_dict() for callback in self._callbacks}
         return {"step": self.step_index, "callbacks": states}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state_dict`."""
+        """Continue from :meth:`state_dict`."""
         self.step_index = state_dict["step"]
         for callback in self._callbacks:
             if state := state_dict["callbacks"].get(type(callback).__name__):
@@ -228,8 +227,8 @@ class Attachment(CalledLoop):
 
 
 def attach_in_fabric(callback: LoopCallback, fabric: Any, module: Any) -> Attachment:
-    """Let a callback work on a module that Lightning Fabric has just set up."""
-    # The module that runs, under the wrapper that sets autocast (Lightning 2.6).
+    """Attach a callback to a module that Lightning Fabric has just set up."""
+    # The inner module, under the wrapper that sets autocast (Lightning 2.6).
     inner = unwrapped(module._forward_module)
     attachment = attachment_of(inner)
     if not isinstance(attachment, Attachment):
@@ -242,11 +241,11 @@ def attach_in_fabric(callback: LoopCallback, fabric: Any, module: Any) -> Attach
 
 
 def _following(attachment: Attachment, mark: Any) -> Replacement:
-    """Have a method that is marked as a forward method followed."""
+    """Follow a method that is marked as a forward method."""
 
     def run(method: Any) -> None:
         name = getattr(method, "__name__", method)
-        # A step of a LightningModule is marked already, and followed.
+        # A step of a LightningModule is marked and followed already.
         if name == "forward" or name not in attachment.steps:
             mark(method)
             attachment.follow(name)

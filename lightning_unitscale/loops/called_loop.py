@@ -1,4 +1,4 @@
-"""A loop that only calls a module and steps an optimizer, as callbacks see it."""
+"""Find training steps in a loop that only calls a module and steps an optimizer."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from lightning_unitscale.patching import Replacement, StandIn, shadowed
 from lightning_unitscale.ranks import rank, world_size
 
 _EVALUATION = "evaluation"
-# The loops whose modules are being called.
+# The loops with a call of their module in progress.
 _CALLING: HandedOn[tuple[CalledLoop, ...]] = HandedOn("calling", ())
 _IDLE_STEPS = 3
 
 
 class CalledLoop(Loop):
-    """Finds batches, evaluations and training steps in a module's calls and optimizers' steps."""
+    """A loop that is inferred from a module's calls and optimizers' steps."""
 
     training_step = "forward"
     has_loss_outside = True
@@ -65,12 +65,12 @@ class CalledLoop(Loop):
         # Whether the module has been called in training since the last step.
         self._is_in_batch = False
         # Whether only calls in evaluation mode have recorded gradients since the last step, and
-        # whether one has followed them: a model that is fine-tuned in the mode it was loaded in.
+        # whether a step has followed such calls: fine-tuning in the mode of loading.
         self._has_evaluated = self._trains_in_evaluation = False
-        # Optimizer steps before the first call: a step or two may make the optimizer's state.
+        # Optimizer steps before the first call. One or two may create the optimizer's state.
         self._num_idle_steps = 0
         self._met: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        # The optimizer whose step is under way and ends a training step.
+        # The optimizer that is stepping and ends a training step.
         self._stepping: Any = None
         self._call: StepCaller | None = None
         self._is_attached = True
@@ -116,8 +116,8 @@ class CalledLoop(Loop):
         self.should_stop = True
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Run a call of the module, as a batch of training or of an evaluation."""
-        # Other code may have kept the method that stood in.
+        """Run a call of the module as a batch of training or of an evaluation."""
+        # Other code may have kept the replaced method.
         if self in _CALLING.get() or not self._is_attached:
             return forward(*args, **kwargs)
         with _CALLING.being((*_CALLING.get(), self)):
@@ -146,7 +146,7 @@ class CalledLoop(Loop):
         return result
 
     def before_step(self, optimizer: Any, *, has_closure: bool = False) -> None:
-        """Note that an optimizer begins its step: its closure may call the module within it."""
+        """Note that an optimizer begins its step. Its closure may call the module."""
         is_new = isinstance(optimizer, Optimizer) and optimizer not in self._met
         if is_new and self._optimizers.end_with(optimizer):
             self._met.add(optimizer)
@@ -168,7 +168,7 @@ class CalledLoop(Loop):
             callback.end_batch()
 
     def _end_backward(self, optimizer: Any) -> None:
-        """Report that the gradients are complete, if the optimizer's steps end a training step."""
+        """Report complete gradients, if the optimizer's steps end a training step."""
         if not self._is_in_batch:
             if not self._trains_in_evaluation:
                 if self._has_evaluated:
@@ -182,7 +182,7 @@ class CalledLoop(Loop):
     def _count_idle(self, optimizer: Any) -> None:
         if self.step_index or self._num_idle_steps == _IDLE_STEPS:
             return
-        # One that was not given has parameters of the module where the loop makes its own.
+        # An optimizer that was not passed may still have parameters of the module.
         if self._optimizers.end_with(optimizer) or self._optimizers.share_parameters(optimizer):
             self._num_idle_steps += 1
             if self._num_idle_steps == _IDLE_STEPS:
@@ -198,16 +198,16 @@ class CalledLoop(Loop):
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """Return the module that replicas of a module call."""
-    # One that is compiled in place has all of its call compiled, what it calls included.
+    # A module that is compiled in place compiles its whole call, inner calls included.
     while isinstance(module, DistributedDataParallel) and module._compiled_call_impl is None:
         module = module.module
     return module
 
 
 def stepping_optimizers(optimizer: Any) -> list[Any]:
-    """Return the optimizers that step, of one or several, which other packages may have wrapped.
+    """Return the stepping optimizers of one or several, which other packages may have wrapped.
 
-    Torch's own where there are any; else what has a ``step``.
+    These are torch's own optimizers if there are any, and otherwise objects with a ``step``.
     """
     given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     found = []
@@ -228,7 +228,7 @@ def stepping_optimizers(optimizer: Any) -> list[Any]:
 
 
 def _held_optimizer(wrapper: Any) -> Any:
-    """Return the optimizer within another; only that need be one of torch, which has hooks."""
+    """Return the optimizer within another one. Only torch's optimizers have the needed hooks."""
     if hasattr(wrapper, "optimizer"):
         return wrapper.optimizer
     values = getattr(wrapper, "__dict__", {}).values()
@@ -236,25 +236,25 @@ def _held_optimizer(wrapper: Any) -> Any:
 
 
 class OptimizerSteps:
-    """The optimizers whose steps train a module: those given, or all that share its parameters."""
+    """The optimizers that train a module: those passed, or all that share its parameters."""
 
     def __init__(self, module: nn.Module, optimizer: Any) -> None:
         self._module = module
         self._given = None if optimizer is None else stepping_optimizers(optimizer)
         # Where a parameter was found last: its group and index, its owner in the module, its name.
-        # It is asked in every step, and a large model has thousands of parameters.
+        # This saves a search through thousands of parameters in every step.
         self._found: weakref.WeakKeyDictionary[Any, tuple[int, int, nn.Module, str]] = (
             weakref.WeakKeyDictionary()
         )
 
     def end_with(self, optimizer: Any) -> bool:
-        """Return whether a step of an optimizer ends a training step."""
+        """Check whether a step of an optimizer ends a training step."""
         if self._given is None:
             return self.share_parameters(optimizer)
         return any(optimizer is known for known in self._given)
 
     def share_parameters(self, optimizer: Any) -> bool:
-        """Return whether an optimizer has a parameter of the module."""
+        """Check whether an optimizer has a parameter of the module."""
         groups = optimizer.param_groups
         if (found := self._found.get(optimizer)) is not None:
             group, index, owner, name = found
@@ -274,7 +274,7 @@ class OptimizerSteps:
         return False
 
     def hook(self, before: Callable[..., None], after: Callable[..., None]) -> ExitStack:
-        """Call two methods of a loop around every step, until what is returned is closed."""
+        """Call a loop's methods around every step, until the returned context is closed."""
         methods = [weakref.WeakMethod(method) for method in (before, after)]
 
         def call(which: int, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -282,8 +282,8 @@ class OptimizerSteps:
                 closure = args[0] if args else kwargs.get("closure")
                 method(optimizer, has_closure=callable(closure))
 
-        # Torch hands over all that the step was given, the optimizer first. Not to be compiled with
-        # a step that the user compiles.
+        # Torch passes the arguments of the step, the optimizer first. The user's compiled step must
+        # not include this.
         @torch.compiler.disable
         def pre_hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             call(0, optimizer, args[1:], kwargs)
@@ -308,13 +308,13 @@ class OptimizerSteps:
             if not isinstance(optimizer, Optimizer):  # it has no hooks
                 step = hooked(optimizer, optimizer.step)
                 handles.enter_context(shadowed(optimizer, step=step))
-        # A loop whose module is gone is never detached.
+        # Close the hooks of a loop that is gone with its module without detach().
         weakref.finalize(before.__self__, handles.close).atexit = False  # type: ignore[attr-defined]
         return handles
 
 
 class _Forward(StandIn):
-    """Stands in for what a loop calls of an attached module, such as its ``forward``."""
+    """A stand-in for a called method of an attached module, such as its ``forward``."""
 
     def __init__(self, method: Any, loop: Loop, run: StepCaller) -> None:
         super().__init__(method)
@@ -332,12 +332,12 @@ class _Forward(StandIn):
 
 
 def called(module: nn.Module) -> str:
-    """Name of the attribute that a call of a module runs: another one after ``compile()``."""
+    """Return the attribute that a call of a module runs. ``compile()`` changes it."""
     return "forward" if module._compiled_call_impl is None else "_compiled_call_impl"
 
 
 def called_methods(module: nn.Module, methods: str | Iterable[str]) -> tuple[str, ...]:
-    """Names of what a loop calls: the module, steps of a LightningModule, and other methods."""
+    """Return the names of called methods: of the module, a LightningModule's steps, others."""
     is_list = isinstance(methods, Iterable) and not isinstance(methods, (str, bytes))
     names = tuple(methods) if is_list else (methods,)
     for name in names:
@@ -352,14 +352,14 @@ def called_methods(module: nn.Module, methods: str | Iterable[str]) -> tuple[str
 
 
 def through(loop: Loop, run: StepCaller) -> AbstractContextManager[None]:
-    """Within this context ``run`` runs the calls of a loop's module."""
+    """Run the calls of a loop's module by ``run`` within this context."""
     module = loop.module
     methods = {name: _Forward(getattr(module, name), loop, run) for name in loop.steps}
     return shadowed(module, **methods)
 
 
 def attachment_of(module: nn.Module) -> Loop | None:
-    """Return the loop that callbacks attached to a module work in."""
+    """Return the loop of the callbacks that are attached to a module."""
     forward = vars(module).get(called(module))
     if not isinstance(forward, _Forward) or forward.is_removed:
         return None

@@ -1,4 +1,4 @@
-"""Callbacks in Hugging Face's ``Trainer``."""
+"""Run callbacks in Hugging Face's ``Trainer``."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
         TrainingArguments,
     )
 else:
-    # Its package is not imported here: it is not installed everywhere, and takes seconds.
+    # Its package is not imported here, because it is optional and its import takes seconds.
     TrainerCallback = base_when_imported("TrainerCallback", "transformers.trainer_callback")
 
-# In the folder of a checkpoint.
+# Name of the file in the folder of a checkpoint.
 _STATE = "lightning_unitscale.pt"
 _SCALES = "scales"
 
@@ -40,21 +40,21 @@ _SCALES = "scales"
 class HFCallback(TrainerCallback):
     """Callbacks for ``transformers.Trainer(callbacks=[HFCallback([...])])``.
 
-    ``ScaleMonitor`` writes to W&B, Trackio and MLflow as well, where ``report_to`` names them. The
-    callbacks' state is a file in each checkpoint, ``lightning_unitscale.pt``, from which a training
-    that is resumed goes on.
+    ``ScaleMonitor`` also writes to W&B, Trackio and MLflow if ``report_to`` names them. Each
+    checkpoint has the callbacks' state in a file, ``lightning_unitscale.pt``. A resumed training
+    continues from it.
 
     Args:
         callbacks: As for :func:`lightning_unitscale.attach`, at least one.
-        log_dir: Folder of TensorBoard's event files, for ``ScaleMonitor``; by default ``scales`` in
-            the Trainer's ``output_dir``.
+        log_dir: Folder of TensorBoard's event files for ``ScaleMonitor``. The default is ``scales``
+            in the Trainer's ``output_dir``.
 
     Raises:
-        TypeError: If an argument is none of these.
+        TypeError: If an argument has the wrong type.
         ValueError: If there is no callback, or two of them set the same.
 
     Attributes:
-        attachment: What the callbacks work in while the Trainer trains.
+        attachment: The attachment of the callbacks while the Trainer trains.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class HFCallback(TrainerCallback):
         log_dir: str | Path | None = None,
     ) -> None:
         self._callbacks = given_callbacks(callbacks)
-        # The Trainer makes an instance of a class that it is given.
+        # The Trainer makes an instance if it gets a class.
         if not self._callbacks:
             raise ValueError(
                 "callbacks=(): HFCallback has nothing to work with. Expected UnitScaleCallback(), "
@@ -108,7 +108,7 @@ class HFCallback(TrainerCallback):
         saved = _checkpoint(args, state) / _STATE
         if state.global_step and saved.exists():
             self.attachment.load_state_dict(torch.load(saved, weights_only=True))
-        # Trainers of other packages, which call the same callbacks, need not know.
+        # Trainers of other packages call the same callbacks and may not have it.
         if num_steps := getattr(state, "max_steps", 0):
             self.attachment.num_steps = self.attachment.step_index + num_steps - state.global_step
 
@@ -150,7 +150,7 @@ class HFCallback(TrainerCallback):
 
 
 def _writers(args: TrainingArguments) -> list[NumberWriter]:
-    """Writers to the runs that the Trainer's own callbacks have begun by now, on their axis."""
+    """Return writers to the current runs of the Trainer's own callbacks, on their axis."""
     reports = args.report_to or ()
     writers: list[NumberWriter] = [
         WandbWriter(functools.partial(_log, import_module(name)), name)
@@ -159,8 +159,8 @@ def _writers(args: TrainingArguments) -> list[NumberWriter]:
     ]
     if "mlflow" in reports:
         mlflow = import_module("mlflow")
-        # The Trainer's callback has ended its run with a first training, and would begin another
-        # one when it first logs of a second.
+        # The Trainer's callback ends its run after a first training, and would begin another one at
+        # its first log of a second training.
         run = mlflow.active_run() or mlflow.start_run(run_name=args.run_name)
         writers.append(mlflow_run(run))
     return writers
@@ -173,7 +173,7 @@ def _log(package: Any, values: Mapping[str, Any], step: int) -> None:
 
 
 def _trained(model: Any, optimizer: Any) -> Any:
-    """Return the module whose parameters the optimizer has: some packages tell of what holds it."""
+    """Return the module with the optimizer's parameters. Some packages pass its container."""
     if isinstance(model, nn.Module):
         return _compiled(model)
     params = {id(param) for group in optimizer.param_groups for param in group["params"]}
@@ -184,7 +184,7 @@ def _trained(model: Any, optimizer: Any) -> Any:
 
 
 def _compiled(model: nn.Module) -> nn.Module:
-    """Return what the Trainer has compiled of a model, and calls instead of the model."""
+    """Return the compiled model that the Trainer calls instead of the model."""
     trainer = _trainer()
     wrapped: Any = None if trainer is None else trainer.model_wrapped
     return wrapped if hasattr(wrapped, "_orig_mod") else model

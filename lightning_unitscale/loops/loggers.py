@@ -1,6 +1,6 @@
-"""Write scales to loggers, as much as each can show, by the name of the logger's class.
+"""Write scales to loggers, as far as each can show them, by the name of the logger's class.
 
-A logger's package is imported when its user has begun a run of it, and not before.
+A logger's package is imported only after the user has begun a run of it.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from lightning_unitscale.tensorboard.writer import (
 
 # Logs values by name at a step.
 Log: TypeAlias = Callable[[Mapping[str, Any], int], None]
-# After how many tables the writers begin to leave out.
+# The number of tables after which the writers omit some.
 _TABLES: Final = {"table": 8}
 _COLUMNS: Final = ("tensor", "module", "direction", "operand", "log2_rms", "log2_rms_stored")
 
 
 class NumberWriter:
-    """Writes to a logger of which is known that it takes numbers, by its ``log``."""
+    """A writer to a logger whose ``log`` is only known to take numbers."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
@@ -49,10 +49,10 @@ class NumberWriter:
         self._log(summary.numbers, snapshot.step)
 
     def write_alerts(self, alerts: Sequence[ScaleAlert], step: int) -> None:
-        """Write what was wrong at a step, where the logger has a place for it."""
+        """Write the alerts of a step, if the logger supports them."""
 
     def finish(self, snapshot: ScaleSnapshot) -> None:
-        """Write what was left out of the last snapshot."""
+        """Write the omitted parts of the last snapshot."""
 
 
 # Writers of the snapshots of a run.
@@ -60,7 +60,7 @@ Writer: TypeAlias = ScaleWriter | NumberWriter
 
 
 class TextWriter(NumberWriter):
-    """Writes to a logger that takes texts as well, such as a CSV file."""
+    """A writer to a logger that also takes texts, such as a CSV file."""
 
     @override
     def write(self, snapshot: ScaleSnapshot, summary: ScaleSummary, *, complete: bool) -> None:
@@ -72,7 +72,7 @@ class TextWriter(NumberWriter):
 
 
 class WandbWriter(TextWriter):
-    """Writes to W&B, or to Trackio, which has the same classes: histograms and tables as well."""
+    """A writer of histograms and tables to W&B, or to Trackio, which has the same classes."""
 
     def __init__(self, log: Log, package: str = "wandb") -> None:
         super().__init__(log)
@@ -81,7 +81,7 @@ class WandbWriter(TextWriter):
 
     @override
     def write(self, snapshot: ScaleSnapshot, summary: ScaleSummary, *, complete: bool) -> None:
-        # In one call: each makes a row of the run's history.
+        # In one call, because each call makes a row of the run's history.
         values: dict[str, Any] = {**summary.numbers, **summary.tensors}
         for direction in DIRECTIONS:
             if (histogram := exponent_histogram(snapshot, direction)) is not None:
@@ -105,7 +105,7 @@ class WandbWriter(TextWriter):
 
 
 class MlflowWriter(NumberWriter):
-    """Writes to an MLflow run: numbers as metrics, names as tags, texts as artifacts."""
+    """A writer to an MLflow run: numbers as metrics, names as tags, texts as artifacts."""
 
     def __init__(self, log: Log, client: Any, run_id: str) -> None:
         super().__init__(log)
@@ -155,24 +155,24 @@ class RunWriters:
         summary: ScaleSummary,
         alerts: Sequence[ScaleAlert],
     ) -> None:
-        """Write a snapshot, and what is wrong in it, at its step."""
+        """Write a snapshot and its alerts at its step."""
         for writer in self._of(loop):
             writer.write(snapshot, summary, complete=bool(alerts))
         self.write_alerts(loop, alerts, snapshot.step)
 
     def write_alerts(self, loop: Loop, alerts: Sequence[ScaleAlert], step: int) -> None:
-        """Write what is wrong at a step, if anything is."""
+        """Write the alerts of a step, if there are any."""
         for writer in self._of(loop) if alerts else ():
             writer.write_alerts(alerts, step)
 
     def finish(self, snapshots: Sequence[ScaleSnapshot]) -> None:
-        """Write what was left out of the last snapshot."""
+        """Write the omitted parts of the last snapshot."""
         if snapshots:
             for writer in self._writers.values():
                 writer.finish(snapshots[-1])
 
     def clear(self) -> None:
-        """Forget the writers of a run that has ended."""
+        """Drop the writers of a run that has ended."""
         self._writers.clear()
 
     def _of(self, loop: Loop) -> list[Writer]:
@@ -181,14 +181,14 @@ class RunWriters:
                 writer = self._writers[id(logger)] = _maker(logger)(logger, self._tabs)
                 if isinstance(writer, ScaleWriter):
                     self._say(
-                        f"ScaleMonitor: to see the scales while the run goes on, run "
+                        f"ScaleMonitor: to see the scales during the run, start "
                         f"{tensorboard_command(logger)} and open {SCALES_URL}"
                     )
         return list(self._writers.values())
 
 
 def checked_loggers(loggers: Any) -> tuple[Any, ...]:
-    """One logger or several, as a tuple."""
+    """Return one logger or several as a tuple, after a check."""
     given = tuple(loggers) if isinstance(loggers, (list, tuple)) else (loggers,)
     for logger in given:
         _maker(logger)
@@ -196,7 +196,7 @@ def checked_loggers(loggers: Any) -> tuple[Any, ...]:
 
 
 def mlflow_run(run: Any) -> MlflowWriter:
-    """Writes to a run of MLflow, with the tracking server that is set."""
+    """Return a writer to a run of MLflow, with the current tracking server."""
     mlflow, run_id = import_module("mlflow"), run.info.run_id
 
     def log(values: Mapping[str, Any], step: int) -> None:
@@ -209,7 +209,7 @@ def _wandb_run(run: Any) -> WandbWriter:
     run.define_metric("scales/*", step_metric="scales/step")
 
     def log(values: Mapping[str, Any], step: int) -> None:
-        # Into the row that the user's next call completes: one of its own would move his axis.
+        # Added to the row of the user's next call, because a row of its own would shift the axis.
         run.log({**values, "scales/step": step}, commit=False)
 
     return WandbWriter(log)
@@ -219,7 +219,7 @@ def _metrics(logger: Any) -> Log:
     return lambda values, step: logger.log_metrics(dict(values), step=step)
 
 
-# By the name of the class, of whichever of Lightning's packages; of others with the package.
+# By the name of the class in any of Lightning's packages. Other classes have their package too.
 _MAKERS: Final[Mapping[str, _Maker]] = {
     "TensorBoardLogger": lambda logger, tabs: ScaleWriter(logger.experiment, tabs=tabs),
     "CSVLogger": lambda logger, _: TextWriter(_metrics(logger)),
@@ -247,7 +247,7 @@ def _maker(logger: Any) -> _Maker:
     if hasattr(logger, "log_metrics"):
         return lambda logger, _: NumberWriter(_metrics(logger))
     raise TypeError(
-        f"loggers={shown(logger)}: no logger that is known. Expected one of Lightning's, a "
-        "SummaryWriter, a run of W&B, Trackio or MLflow, or what has log_metrics(values, step=). "
-        "Pass one of those."
+        f"loggers={shown(logger)}: unknown logger. Expected one of Lightning's, a "
+        "SummaryWriter, a run of W&B, Trackio or MLflow, or an object with log_metrics(values, "
+        "step=). Pass one of those."
     )

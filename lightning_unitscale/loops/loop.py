@@ -1,4 +1,4 @@
-"""The interface between training loops and callbacks, and which callbacks go together."""
+"""Define the interface between training loops and callbacks, and check for conflicts."""
 
 from __future__ import annotations
 
@@ -23,81 +23,81 @@ _EXPECTED = "Expected UnitScaleCallback(), ScaleMonitor() or several in a list"
 
 
 class Loop(abc.ABC):
-    """A training loop, as callbacks see it."""
+    """A training loop, as callbacks use it."""
 
     module: nn.Module
-    # Names of the methods that a batch calls, and the one among them of a training batch.
+    # Names of the methods that a batch calls, and the one that a training batch calls.
     steps: tuple[str, ...]
     training_step: str
-    # Whether the loss is computed after that call, and not within it.
+    # Whether the loss is computed after that call instead of within it.
     has_loss_outside: bool = False
-    # How many optimizer steps there will have been at the end, if the loop knows.
+    # The total number of optimizer steps, if the loop knows it.
     num_steps: int | None = None
-    # Whether the loop trains, so that an evaluation is a part of a training.
+    # Whether the loop trains, so that an evaluation is part of a training.
     is_fitting: bool = True
 
     def begin_batch(self) -> None:  # noqa: B027
-        """A training batch begins."""
+        """Begin a training batch."""
 
     @property
     @abc.abstractmethod
     def step_index(self) -> int:
-        """The number of optimizer steps so far."""
+        """Return the number of optimizer steps so far."""
 
     @property
     @abc.abstractmethod
     def has_stepped(self) -> bool:
-        """Return whether the batch that has just ended completed an optimizer step."""
+        """Check whether the batch that has just ended completed an optimizer step."""
 
     @property
     def is_last_step(self) -> bool:
-        """Return whether the step that begins is known to be the last one."""
+        """Check whether the step that begins is known to be the last one."""
         return self.num_steps is not None and self.step_index + 1 >= self.num_steps
 
     @property
     @abc.abstractmethod
     def device(self) -> torch.device:
-        """The device of the module."""
+        """Return the device of the module."""
 
     @property
     @abc.abstractmethod
     def scaler(self) -> Any:
-        """The ``GradScaler`` that the loss is multiplied by, if there is one."""
+        """Return the ``GradScaler`` of the loss, if there is one."""
 
     @property
     @abc.abstractmethod
     def num_parts(self) -> int:
-        """The number of parts whose mean is the gradient of a batch: replicas, microbatches."""
+        """Return the number of replicas or microbatches that a gradient averages over."""
 
     @property
     @abc.abstractmethod
     def is_global_zero(self) -> bool:
-        """Return whether this is the rank that writes."""
+        """Check whether this is the rank that writes."""
 
     @property
     @abc.abstractmethod
     def loggers(self) -> Sequence[Any]:
-        """The loggers of the loop, of the kinds in ``loops/loggers.py``."""
+        """Return the loop's loggers, of the kinds in ``loops/loggers.py``."""
 
     @abc.abstractmethod
     def running_steps_by(self, call: StepCaller) -> AbstractContextManager[None]:
-        """Within this context training steps are run by ``call``."""
+        """Run training steps by ``call`` within this context."""
 
     @abc.abstractmethod
     def stop(self) -> None:
-        """Ask the loop to end after this step."""
+        """Request the end of the loop after this step."""
 
     def keep_metrics(self, numbers: Mapping[str, float]) -> None:  # noqa: B027
-        """Keep numbers for those of the loop's callbacks that monitor some, if it has such."""
+        """Keep numbers for callbacks of the loop that monitor some, if it has such."""
 
     @property
     def loss_scale(self) -> float:
-        """Factor on the loss, and so on all gradients."""
+        """Return the factor of the loss, and so of all gradients."""
         return scale_of(self.scaler)
 
     @property
     def has_loss_scaler(self) -> bool:
-        """Return whether steps with infinite gradients are skipped by who scales the loss."""
+        """Check whether the loss scaler skips steps with infinite gradients."""
         return self.scaler is not None and bool(self.scaler.is_enabled())
 
 
@@ -108,26 +108,26 @@ def scale_of(scaler: Any) -> float:
 
 @dataclass(frozen=True)
 class Claim:
-    """A setting that one callback makes for a run, and no other can make beside it."""
+    """A setting of one callback for a run that no other callback may also set."""
 
     subject: str  # such as ``"the memory budget"``
-    setting: str  # how the user has asked for it, such as ``"UnitScaleCallback(remat=0.5)"``
-    value: str | None = None  # equal values go together
+    setting: str  # what the user wrote, such as ``"UnitScaleCallback(remat=0.5)"``
+    value: str | None = None  # equal values do not conflict
 
 
 class LoopCallback:
-    """The methods that a loop calls; a Lightning callback calls them from its hooks."""
+    """The methods that a loop calls. A Lightning callback calls them from its hooks."""
 
     def claims(self) -> Sequence[Claim]:
-        """Return what no other callback may set for the same module."""
+        """Return the settings that no other callback may set for the same module."""
         name = type(self).__name__
         return (Claim(f"what {name} sets", f"{name}()"),)
 
     def start(self, loop: Loop) -> None:
-        """A loop begins, or goes on.
+        """Begin a loop, or resume it.
 
         Raises:
-            ValueError: If what the callback was asked for cannot be had in this loop.
+            ValueError: If the loop does not support an option of the callback.
         """
         name = type(self).__name__
         raise ValueError(
@@ -136,42 +136,42 @@ class LoopCallback:
         )
 
     def meet_optimizer(self, optimizer: Optimizer) -> None:
-        """An optimizer of torch is about to step for the first time, on the module's parameters."""
+        """Check an optimizer of torch before its first step on the module's parameters."""
 
     def begin_batch(self, batch: Any = None, batch_idx: int = 0) -> None:
-        """A training batch begins, or the batches of one optimizer step; not all loops pass it."""
+        """Begin a training batch, or the batches of an optimizer step. Not all loops pass it."""
 
     def begin_backward(self, loss: Tensor | None) -> None:
-        """A loss was computed; ``None`` if it is not known."""
+        """Begin the backward pass of a loss, or of ``None`` if the loss is not known."""
 
     def end_backward(self) -> None:
-        """The gradients are complete."""
+        """End the backward pass. The gradients are complete."""
 
     def end_batch(self) -> None:
-        """A training batch has ended; ``loop.has_stepped`` says whether the optimizer stepped."""
+        """End a training batch. ``loop.has_stepped`` is true if the optimizer stepped."""
 
     def begin_evaluation(self, name: str, batch: Any = None, *indices: int) -> None:
-        """A batch of a step such as ``"validation_step"`` begins: its index, and its loader's."""
+        """Begin a batch of a step such as ``"validation_step"``: its index, and its loader's."""
 
     def end_evaluation(self, batch_idx: int = 0) -> None:
-        """It has ended."""
+        """End a batch of an evaluation."""
 
     def finish(self) -> None:
-        """Training has ended, without an exception."""
+        """Finish a training that has ended without an exception."""
 
     def leave(self) -> None:
-        """Leave the module as it was. May be called more than once."""
+        """Restore the module. May be called more than once."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a restart needs, if anything."""
+        """Return the state for a restart, if there is any."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from :meth:`state_dict`."""
+        """Continue from :meth:`state_dict`."""
 
 
 def why_not_together(callbacks: Iterable[Any]) -> str | None:
-    """Return why callbacks do not go together; ``None`` if they do."""
+    """Return why callbacks conflict, or ``None`` if they do not."""
     listed = list(callbacks)
     for callback in listed:
         if is_own_class(callback):
@@ -206,12 +206,12 @@ def _why_not(subject: str, made: Sequence[tuple[LoopCallback, Claim]]) -> str | 
 
 
 def is_own_class(callback: Any) -> bool:
-    """Return whether the class of a callback was given in place of an instance."""
+    """Check whether a callback is one of our classes instead of an instance."""
     return isinstance(callback, type) and issubclass(callback, LoopCallback)
 
 
 def class_given(kind: type) -> str:
-    """Return the error for a class that was given in place of an instance."""
+    """Return the error for a class that was given instead of an instance."""
     name = kind.__name__
     return (
         f"callbacks={name}: it is the class. Expected an instance. Write {name}(), with its "
@@ -220,7 +220,7 @@ def class_given(kind: type) -> str:
 
 
 def given_callbacks(callbacks: Any) -> tuple[LoopCallback, ...]:
-    """One callback or several, as a tuple."""
+    """Return one callback or several as a tuple, after a check."""
     is_one = isinstance(callbacks, (LoopCallback, type, str, bytes, Mapping))
     is_list = isinstance(callbacks, Iterable) and not is_one
     listed: list[Any] = list(callbacks) if is_list else [callbacks]
@@ -236,18 +236,18 @@ def given_callbacks(callbacks: Any) -> tuple[LoopCallback, ...]:
 
 
 def _what_it_is(callback: Any) -> str:
-    # Lightning's, of whichever of its packages: none is imported here.
+    # Lightning's, of any of its packages. None is imported here.
     if hasattr(callback, "on_train_batch_start"):
         return f"it works in a Lightning Trainer only. {_EXPECTED}. Leave it out."
-    return f"it is no callback of lightning_unitscale. {_EXPECTED}. Pass one of them."
+    return f"it is not a callback of lightning_unitscale. {_EXPECTED}. Pass one of them."
 
 
 def leaving_after(owners: Iterable[Any], leave: Callable[[], None], *, always: bool) -> ExitStack:
-    """Call ``leave`` after ``on_exception`` of others, until what is returned is closed.
+    """Call ``leave`` after other callbacks' ``on_exception``, until the context is closed.
 
-    Lightning calls ``on_exception`` of one callback after the other, and none after one that
-    raises. Its searches for a learning rate and for a batch size take the callbacks out of the
-    Trainer for as long as they run, and the former does not put them back when it fails.
+    Lightning calls ``on_exception`` of each callback in turn, and of none after one that raises.
+    Its searches for a learning rate and for a batch size remove the callbacks while they run. The
+    former does not restore them when it fails.
     """
 
     def run(method: Callable[..., None], *args: Any, **kwargs: Any) -> None:

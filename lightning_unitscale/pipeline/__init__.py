@@ -1,4 +1,4 @@
-"""Pipelines: one module cut into stages, for several devices."""
+"""Pipelines: one module cut into stages for several devices."""
 
 from torch.distributed.pipelining import SplitPoint, pipe_split
 

@@ -1,4 +1,4 @@
-"""Balance the stages: costs from the profiler, then a search for the cuts."""
+"""Balance the stages: estimate costs with the profiler, then search for the cuts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lightning_unitscale.pipeline.program import named_tensors
 from lightning_unitscale.pipeline.search import Allowed, CutCandidate, choose_cuts, thinned
 from lightning_unitscale.profiler import GraphProfile, MetaInfoProp, NodeCosts
 
-# At most this many cuts are compared: the search holds a number for each two of them.
+# Limit on the compared cuts: the search keeps a number for each pair of them.
 _MOST_CUTS = 1000
 
 
@@ -37,17 +37,17 @@ def balanced_split(
     rank_of: Callable[[int], int] | None = None,
     num_microbatches: int | None = None,
 ) -> BalancedSplit:
-    """Return a split policy that gives every device the same work, by the profiler's costs.
+    """Return a split policy that balances the stages by the profiler's costs.
 
-    Transfers count as well: the cuts are those for which a step is shortest.
+    It includes the time of transfers, and minimizes the length of a step.
 
     Args:
-        num_stages: Number of stages; with 1 nothing is cut.
-        bytes_per_second: Rate at which a boundary's tensors are sent; by default 2e9 between
+        num_stages: Number of stages; 1 cuts nothing.
+        bytes_per_second: Rate at which a boundary's tensors are sent. The default is 2e9 between
             processes on CPUs and 2e10 between GPUs.
-        rank_of: Returns the rank of a stage, if a rank has several; their sums are balanced.
-        num_microbatches: Microbatches of a step; the fewer, the more the sum of the transfers
-            counts. By default twice the stages.
+        rank_of: Function from a stage to its rank. Needed only if a rank has several stages.
+        num_microbatches: Microbatches of a step. With fewer of them, transfers count more. The
+            default is twice the number of stages.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -61,13 +61,13 @@ def balanced_split(
 
 @dataclass(frozen=True)
 class BalancedSplit:
-    """The policy of :func:`balanced_split`: call it with a captured graph."""
+    """Split policy of :func:`balanced_split`, called with a captured graph."""
 
     num_stages: int
     bytes_per_second: float | None = None
     rank_of: Callable[[int], int] | None = None
     num_microbatches: int | None = None
-    # By the ``id`` of a tensor, the stages in which it may be read; other tensors may be anywhere.
+    # By the ``id`` of a tensor: the stages that may read it. Any stage may read other tensors.
     stages_of: Mapping[int, frozenset[int]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -85,7 +85,7 @@ class BalancedSplit:
         graph = graph_module.graph
         keep_items_with_their_tuples(graph)
         cuts, total = possible_cuts(graph_module)
-        # If tensors have to stay in their stages, a cut that sends more may be the only one.
+        # If tensors must stay in their stages, a cut that sends more may be the only one.
         fewer = cuts if self.stages_of else thinned(cuts, total, _MOST_CUTS)
         cuts = fewer if len(fewer) >= self.num_stages - 1 else cuts
         try:
@@ -119,10 +119,10 @@ class BalancedSplit:
         return graph_module
 
     def _allowed(self, graph_module: fx.GraphModule, cuts: Sequence[CutCandidate]) -> Allowed:
-        """Allow stages without reads of other stages' tensors."""
+        """Return which stages read no tensors of other stages."""
         tensors = named_tensors(graph_module, remove_duplicate=False)
         ends = {cut.before for cut in cuts}
-        # For each stage and end, the operations just before the end that must not be in the stage.
+        # For each stage and end: operations just before the end that it must not contain.
         counts = np.zeros((self.num_stages, len(cuts) + 2), dtype=int)
         end = 1
         for node in filter(is_operation, graph_module.graph.nodes):
@@ -135,7 +135,7 @@ class BalancedSplit:
 
 
 def note_costs(graph_module: fx.GraphModule) -> GraphProfile:
-    """Profile a graph, with its backward pass from the loss, and note the costs in its nodes."""
+    """Profile a graph and its backward pass from the loss, and note the costs in its nodes."""
     graph, loss = graph_module.graph, graph_module.meta.get(LOSS)
     inputs = [node.meta.get("example_value") for node in graph.find_nodes(op="placeholder")]
     device = device_type_of(graph_module)
@@ -157,7 +157,7 @@ def note_costs(graph_module: fx.GraphModule) -> GraphProfile:
 
 
 def possible_cuts(graph_module: fx.GraphModule) -> tuple[list[CutCandidate], float]:
-    """Return all possible cuts, and the seconds of the whole graph."""
+    """Return all possible cuts, and the estimated seconds of the whole graph."""
     graph = graph_module.graph
     profile = note_costs(graph_module)
     model = default_cost_model(device_type_of(graph_module))
@@ -168,7 +168,7 @@ def possible_cuts(graph_module: fx.GraphModule) -> tuple[list[CutCandidate], flo
     legal = set(legal_cuts(graph))
     cuts, passed = [], 0.0
     for node in graph.nodes:
-        # Something must cross a cut, or the stages would have nothing in common.
+        # A tensor must cross a cut. Otherwise the stages would be unrelated.
         if node in legal and crossing[node]:
             cuts.append(CutCandidate(node.name, passed, crossing[node]))
         passed += seconds.get(node.name, 0.0)
@@ -176,17 +176,17 @@ def possible_cuts(graph_module: fx.GraphModule) -> tuple[list[CutCandidate], flo
 
 
 def device_type_of(module: nn.Module) -> str:
-    """Return the type of the device of a module's parameters."""
+    """Return the device type of a module's parameters."""
     return next((param.device.type for param in module.parameters()), "cpu")
 
 
 def sending_rate(device_type: str) -> float:
-    """Return bytes per second between ranks: gloo on one machine, or a link of 200 Gb/s."""
+    """Return the assumed bytes per second between ranks: gloo locally, or a 200 Gb/s link."""
     return 2e9 if device_type == "cpu" else 2e10
 
 
 def seconds_of(costs: NodeCosts, model: CostModel) -> tuple[float, float]:
-    """Return seconds forward and backward, each bound by computation or by memory traffic."""
+    """Return forward and backward seconds, each bound by computation or memory traffic."""
 
     def seconds(flops: float, moved: int) -> float:
         return model.seconds("", flops, moved, fusible=False) if flops or moved else 0.0

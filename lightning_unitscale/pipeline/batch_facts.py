@@ -1,8 +1,8 @@
-"""Relations between the values of microbatches and the value of the whole batch.
+"""Relate the values of microbatches to the value of the whole batch.
 
-A step is captured twice, for a microbatch and for the whole batch. Sizes that differ between the
-two graphs are sizes of the batch, and so are numbers that differ. Each tensor then has one of four
-relations to the batch, which :func:`compare_graphs` finds.
+A step is captured twice: for a microbatch and for the whole batch. Sizes and numbers that differ
+between the two graphs depend on the batch. Each tensor then has one of four relations to the batch,
+which :func:`compare_graphs` finds.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Same:
-    """A value of the batch is one of a microbatch, times ``count ** power``."""
+    """The value of any microbatch, times ``count ** power``."""
 
     power: int = 0
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Each sample has rows of its own, in the order of the batch, times ``count ** power``."""
+    """The rows of all samples in the order of the batch, times ``count ** power``."""
 
     dim: int
-    # How often all samples follow each other, as in ``torch.cat([first, second])``; 0 for a tensor
+    # How many times the samples repeat, as in ``torch.cat([first, second])``. It is 0 for a tensor
     # that is the same for all samples.
     blocks: int = 1
     power: int = 0
@@ -36,15 +36,15 @@ class Rows:
 
 @dataclass(frozen=True)
 class Mean:
-    """A value of the batch is the mean of those of the microbatches, times ``count ** power``."""
+    """The mean of the values of the microbatches, times ``count ** power``."""
 
-    # 0 for a mean over samples, 1 for a sum over them.
+    # 0 for a mean over samples, 1 for a sum.
     power: int = 0
 
 
 @dataclass(frozen=True)
 class Coupled:
-    """The value of the batch does not follow from those of the microbatches."""
+    """A value of the batch that does not follow from those of the microbatches."""
 
     # The operation that couples the samples, and why.
     reason: str
@@ -57,7 +57,7 @@ def power_of(part: Any, whole: Any, count: int) -> int | None:
     """Return ``k`` if a number of the batch is ``count ** k`` times one of a microbatch."""
     if type(part) is not type(whole):
         return None
-    if part == whole or (part != part and whole != whole):  # NaN is a constant as well
+    if part == whole or (part != part and whole != whole):  # NaN also counts as a constant
         return 0
     if not isinstance(part, (int, float)) or not part:
         return None
@@ -66,7 +66,7 @@ def power_of(part: Any, whole: Any, count: int) -> int | None:
 
 
 def batch_dims(part: Tensor, whole: Tensor, count: int) -> list[int] | None:
-    """Return the dimensions with the samples; ``None`` if one has another ratio of sizes."""
+    """Return the dimensions of the samples, or ``None`` if another dimension's size differs."""
     if part.ndim != whole.ndim:
         return None
     dims = [dim for dim in range(part.ndim) if part.shape[dim] != whole.shape[dim]]
@@ -76,7 +76,7 @@ def batch_dims(part: Tensor, whole: Tensor, count: int) -> list[int] | None:
 
 
 def joined(values: Sequence[Any], fact: Fact | None) -> Any:
-    """Return the value of the batch."""
+    """Join the values of the microbatches into the value of the batch."""
     first, count = values[0], len(values)
     if not isinstance(first, Tensor) or count == 1:
         return first
@@ -95,7 +95,7 @@ def joined(values: Sequence[Any], fact: Fact | None) -> Any:
 
 
 def _times(value: Tensor, count: int, power: int) -> Tensor:
-    # Whole numbers stay whole without a power.
+    # Without a power integers stay integers.
     return value * float(count) ** power if power else value
 
 

@@ -1,4 +1,4 @@
-"""Rules of operations: the relation of a result to the batch, from those of the operands."""
+"""Derive the relation of a result to the batch from the relations of its operands."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _SUMS = frozenset(
 _MATMULS = frozenset({"mul", "imul", "rmul", "multiply"})
 _QUOTIENTS = frozenset({"div", "truediv", "itruediv", "divide", "true_divide"})
 ARITHMETIC = _SUMS | _MATMULS | _QUOTIENTS | {"pow", "ipow", "rpow"}
-# Linear in their only tensor, for any other arguments.
+# Linear in their only tensor operand, whatever the other arguments.
 _LINEAR = frozenset(
     {"neg", "negative", "positive", "pos", "to", "float", "double", "half", "bfloat16", "type",
      "type_as", "cpu", "cuda", "detach", "clone", "contiguous", "view", "reshape", "view_as",
      "reshape_as", "squeeze", "unsqueeze", "flatten", "unflatten", "ravel", "permute", "transpose",
      "t", "expand", "getitem", "select", "sum", "mean", "requires_grad", "alias"}
 )  # fmt: skip
-# Sums of matmuls of two tensors.
+# Sums of multiplied elements of two tensors.
 _CONTRACTIONS = frozenset(
     {"matmul", "mm", "bmm", "mv", "dot", "vdot", "inner", "einsum", "tensordot"}
 )
@@ -41,18 +41,18 @@ _PIECES = frozenset(
     {"chunk", "split", "tensor_split", "split_with_sizes", "unbind", "narrow", "hsplit", "vsplit"}
 )
 _CONCATENATIONS = frozenset({"cat", "concat", "concatenate", "vstack", "hstack"})
-# Position of the dimension along which elements depend on each other; -1 where there is none.
+# The dimension along which elements depend on each other. -1 if there is none.
 _ALONG = {
     "softmax": 1, "log_softmax": 1, "softmin": 1, "gumbel_softmax": 4, "safe_softmax": 1,
     "cumsum": 1, "cumprod": 1, "cummax": 1, "cummin": 1, "logcumsumexp": 1, "flip": 1, "roll": 2,
     "normalize": 2, "sort": 1, "argsort": 1, "diff": 2, "renorm": 2, "fft": 2, "ifft": 2,
 }  # fmt: skip
-# Integers may be sorted along the batch: experts sort their tokens, and put them back.
+# Integers may be sorted along the batch: experts sort their tokens and restore the order.
 _ORDERS = frozenset({"sort", "argsort"})
 _BY_STATISTICS = frozenset({"batch_norm", "instance_norm", "sync_batch_norm"})
 _WEIGHTED_BY_ELEMENT = frozenset({"mse_loss", "l1_loss", "huber_loss", "smooth_l1_loss"})
 COUNTED = frozenset({"cross_entropy", "nll_loss"})
-# Losses of two tensors of one shape.
+# Losses of two tensors with the same shape.
 _ELEMENTWISE_LOSSES = frozenset(
     {"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "kl_div",
      "binary_cross_entropy_with_logits", "poisson_nll_loss", "soft_margin_loss"}
@@ -61,11 +61,11 @@ _ELEMENTWISE_LOSSES = frozenset(
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation in the graphs of a microbatch (``node``) and of the batch (``whole``)."""
+    """An operation in the graph of a microbatch (``node``) and of the batch (``whole``)."""
 
     node: fx.Node
     whole: fx.Node
-    # Relations to the batch of the tensors that it reads.
+    # The relations of its operands to the batch.
     facts: dict[fx.Node, Fact]
     # The number of microbatches.
     count: int
@@ -77,19 +77,19 @@ class Operation:
 
     @property
     def read(self) -> list[tuple[fx.Node, Fact]]:
-        """Return the tensors that it reads with their relations, one for each read."""
+        """Return its operands with their relations, once for each use."""
         leaves = tree_leaves((self.node.args, dict(self.node.kwargs)))
         nodes = [leaf for leaf in leaves if isinstance(leaf, fx.Node) and leaf in self.facts]
         return [(node, self.facts[node]) for node in nodes]
 
     def coupled(self, why: str) -> Coupled:
-        """Return the relation of a result that does not follow from the microbatches."""
+        """Return the relation of a result that does not follow from microbatches."""
         line = line_of(self.node)
         place = f" (in {Path(line[0]).name}:{line[1]})" if line else ""
         return Coupled(f"{tensor_name(self.node)} {why}{place}")
 
     def bound(self) -> dict[str, Any] | None:
-        """Return all arguments by name, if the function has a signature."""
+        """Return all arguments by name, or ``None`` if the function has no signature."""
         try:
             signature = inspect.signature(self.node.target)  # type: ignore[arg-type]
             bound = signature.bind(*self.node.args, **self.node.kwargs)
@@ -99,19 +99,19 @@ class Operation:
         return dict(bound.arguments)
 
     def numbers(self) -> Iterator[tuple[Any, Any]]:
-        """Return the constants among the arguments, for a microbatch and for the batch."""
+        """Yield the constants among the arguments, for a microbatch and for the batch."""
         part = tree_leaves((self.node.args, dict(self.node.kwargs)))
         whole = tree_leaves((self.whole.args, dict(self.whole.kwargs)))
         return ((a, b) for a, b in zip(part, whole, strict=True) if not isinstance(a, fx.Node))
 
     def factors(self) -> int | None:
-        """Return the power of the number of microbatches in the constants of a matmul."""
+        """Return the power of the number of microbatches in the constant factors."""
         powers = [power_of(a, b, self.count) for a, b in self.numbers()]
         return None if None in powers else sum(power for power in powers if power)
 
 
 def argument_of(node: fx.Node, name: str, position: int, default: Any = None) -> Any:
-    """Return an argument of a node by its name or position; ``axis`` is another name of ``dim``."""
+    """Return a node's argument by name or position. ``axis`` is a synonym of ``dim``."""
     names = (name, "axis") if name in {"dim", "dims"} else (name,)
     for each in names:
         if each in node.kwargs:
@@ -120,7 +120,7 @@ def argument_of(node: fx.Node, name: str, position: int, default: Any = None) ->
 
 
 def _align(operation: Operation, powers: dict[tuple[str, str], int]) -> bool:
-    """Note the powers of a sum's terms, by which they are multiplied; constants must be equal."""
+    """Note the powers that align a sum's terms. Constants must be equal."""
     if any(power_of(a, b, operation.count) != 0 for a, b in operation.numbers()):
         return False
     for node, fact in operation.facts.items():
@@ -130,7 +130,7 @@ def _align(operation: Operation, powers: dict[tuple[str, str], int]) -> bool:
 
 
 def of_reduced(operation: Operation, term_powers: dict[tuple[str, str], int]) -> Fact:
-    """Return the relation of a result without samples, made of means and shared values."""
+    """Return the relation of a result without samples that comes from means and shared values."""
     name, facts = operation.name, [fact for _, fact in operation.read]
     means = [fact for fact in facts if isinstance(fact, Mean)]
     if name in _SUMS:
@@ -161,7 +161,7 @@ def of_reduced(operation: Operation, term_powers: dict[tuple[str, str], int]) ->
 
 
 def of_reduction(operation: Operation) -> Fact:
-    """Return the relation of a result without samples that is made of samples."""
+    """Return the relation of a result without samples that comes from samples."""
     name, facts = operation.name, [fact for _, fact in operation.read]
     rows = [fact for fact in facts if isinstance(fact, Rows)]
     power = max(fact.power for fact in rows)
@@ -195,7 +195,7 @@ def _of_loss(operation: Operation, given: dict[str, Any]) -> Fact:
 
 
 def _is_aligned(operation: Operation) -> bool:
-    """Return whether broadcasting two tensors combines each sample with itself."""
+    """Check that broadcasting two tensors combines each sample with itself."""
     from_right = set()
     for node, fact in operation.facts.items():
         example = example_tensor(node)
@@ -205,7 +205,7 @@ def _is_aligned(operation: Operation) -> bool:
 
 
 def of_rows(operation: Operation, dim: int, result: Tensor) -> Fact:
-    """Return the relation of a result with samples in one of its dimensions."""
+    """Return the relation of a result that has samples in one of its dimensions."""
     name = operation.name
     rows = {node: fact for node, fact in operation.facts.items() if isinstance(fact, Rows)}
     powers = [fact.power for _, fact in operation.read if isinstance(fact, Rows)]
@@ -236,7 +236,7 @@ def _power_of_rows(operation: Operation, powers: list[int], same: int) -> int | 
             return matmul
         first = operation.node.args[0]
         fact = operation.facts.get(first) if isinstance(first, fx.Node) else None
-        # ``matmul`` includes the dividend.
+        # ``matmul`` also covers the dividend.
         return (2 * fact.power if isinstance(fact, (Rows, Same)) else 0) - matmul
     if name in _LINEAR and len(powers) == 1:
         return powers[0]
@@ -244,7 +244,7 @@ def _power_of_rows(operation: Operation, powers: list[int], same: int) -> int | 
 
 
 def _mixes(operation: Operation, rows: dict[fx.Node, Rows]) -> str | None:
-    """Return why samples of one microbatch depend on each other."""
+    """Return why samples of one microbatch depend on each other, or ``None``."""
     name, first = operation.name, next(iter(rows))
     example, fact = example_tensor(first), rows[first]
     assert example is not None
@@ -277,7 +277,7 @@ def _mixes(operation: Operation, rows: dict[fx.Node, Rows]) -> str | None:
 def _blocks(
     operation: Operation, rows: dict[fx.Node, Rows], dim: int, result: Tensor
 ) -> int | None:
-    """Return how often all samples follow each other, or ``None`` if in another order."""
+    """Return how many times the samples repeat, or ``None`` if they are in another order."""
     name, first = operation.name, next(iter(rows))
     fact, example = rows[first], example_tensor(first)
     assert example is not None

@@ -1,9 +1,9 @@
-"""Compare the graphs of a microbatch and of the whole batch, to get the loss of the batch.
+"""Compare the graphs of a microbatch and of the whole batch to get the loss of the batch.
 
 A loss over tokens is a mean over a different number of tokens in each microbatch. Its divisor
-depends only on the batch (its labels, its mask), so every rank can compute it for the whole batch
-before the step. The stages get the batch's value in place of their own. Then the mean of the
-microbatches' losses is the loss of the batch, and so it is for the gradients.
+depends only on the batch (its labels, its mask), so every rank can compute it before the step. The
+stages use this value instead of their own. The mean of the microbatches' losses, and of their
+gradients, is then that of the batch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _RANDOM = re.compile(
     r"rand\w*|\w*dropout\w*|bernoulli|multinomial|normal|uniform|exponential|poisson|gumbel_softmax"
     r"|rrelu|geometric|cauchy|log_normal"
 )
-# Operations that take sizes, which differ for the batch.
+# Operations with sizes as arguments. These sizes differ for the batch.
 _TAKES_SIZES = frozenset(
     {"view", "reshape", "expand", "expand_as", "unflatten", "repeat", "tile", "broadcast_to",
      "new_zeros", "new_ones", "new_full", "new_empty", "zeros", "ones", "full", "empty", "arange",
@@ -44,7 +44,7 @@ _TAKES_SIZES = frozenset(
      "pad", "setitem", "getattr", "index_select", "flatten"}
 )  # fmt: skip
 _FILLS = {"full": 1, "full_like": 1, "new_full": 2}
-# Operations that read no value of their tensor.
+# Operations that use only the shape of their tensor.
 _OF_SHAPES = frozenset(
     {"new_zeros", "new_ones", "new_full", "new_empty", "zeros_like", "ones_like", "full_like",
      "empty_like"}
@@ -53,13 +53,13 @@ _OF_SHAPES = frozenset(
 
 @dataclass(frozen=True)
 class CountedMean:
-    """A mean over classes that divides by the number, or the weights, of those that count."""
+    """A mean over classes, divided by the number or the weights of the valid targets."""
 
     node: fx.Node
-    # The classes, and weights for them.
+    # The classes and their weights.
     target: fx.Node
     weight: fx.Node | None
-    # The class that does not count.
+    # The class that is left out.
     ignore_index: int
 
     @property
@@ -70,19 +70,19 @@ class CountedMean:
 
 @dataclass
 class BatchFacts:
-    """Relations of the tensors of a microbatch's graph to those of the batch."""
+    """The relations of the tensors of a microbatch's graph to those of the batch."""
 
     # The number of microbatches.
     count: int
     # The graph of the whole batch.
     graph: fx.GraphModule
-    # ``None`` for an output that is no tensor.
+    # ``None`` for an output that is not a tensor.
     outputs: list[Fact | None] = field(default_factory=list)
     # Nodes whose value for the batch replaces that of the microbatch, with those of ``graph``.
     of_batch: dict[str, tuple[fx.Node, fx.Node]] = field(default_factory=dict)
-    # Means over classes, with those of ``graph``.
+    # Means over classes, paired with those of ``graph``.
     counted: dict[str, tuple[CountedMean, CountedMean]] = field(default_factory=dict)
-    # Powers of terms, which are multiplied before they are added: by names of sum and term.
+    # Factors of terms before they are added: powers by the names of sum and term.
     term_powers: dict[tuple[str, str], int] = field(default_factory=dict)
 
 
@@ -108,7 +108,7 @@ def compare_graph_modules(
 
 
 class _Comparison:
-    """Walks through two graphs side by side."""
+    """A walk through two graphs in parallel."""
 
     def __init__(self, found: BatchFacts, are_data: Sequence[bool]) -> None:
         self._found = found
@@ -123,7 +123,7 @@ class _Comparison:
         if isinstance(pairs, str):
             return dict.fromkeys(part.graph.nodes, Coupled(pairs))
         facts: dict[fx.Node, Any] = {}
-        # Nodes that depend only on the batch, so that they can be computed before the step.
+        # Nodes that depend only on the batch. They can be computed before the step.
         data = set[fx.Node]()
         roots = memory_roots(part.graph)
         written = {roots[node] for each in part.graph.nodes for node in written_arguments(each)}
@@ -157,7 +157,7 @@ class _Comparison:
                 _spoil(operation, target, roots, facts, data)
             ours, theirs = example_tensor(node), example_tensor(other)
             has_one_shape = ours is not None and theirs is not None and ours.shape == theirs.shape
-            # A result of the same size that has another value for the batch.
+            # A result of the same size whose value differs for the batch.
             if given is None and node in data and has_one_shape and facts[node] != Same():
                 facts[node] = Same()
                 self._found.of_batch[node.name] = (node, other)
@@ -212,7 +212,7 @@ class _Comparison:
         known: dict[fx.Node, Fact] = {}
         for node, fact in operation.facts.items():
             if isinstance(fact, tuple):
-                # The operation takes all tensors of a tuple at once.
+                # The operation reads all tensors of a tuple at once.
                 fact = next((each for each in fact if not isinstance(each, Same)), Same())
             if dims and isinstance(fact, (Coupled, Mean)) and _only_places(operation, node, part):
                 continue
@@ -254,7 +254,7 @@ class _Comparison:
 
 
 def _pairs(part: fx.Graph, whole: fx.Graph) -> list[tuple[fx.Node, fx.Node]] | str:
-    """Return the nodes of both graphs side by side, or why they do not correspond."""
+    """Return the paired nodes of both graphs, or why they do not correspond."""
     if len(part.nodes) != len(whole.nodes):
         return "the step has other operations for the whole batch than for a microbatch"
     pairs = dict(zip(part.nodes, whole.nodes, strict=True))
@@ -290,7 +290,7 @@ def _spoil(
     facts: dict[fx.Node, Any],
     data: set[fx.Node],
 ) -> None:
-    """Note the effect of a write on a tensor and all its views."""
+    """Note the effect of an in-place write on a tensor and all its views."""
     views = [node for node in facts if roots[node] is roots[target]]
     others = [node for node in operation.facts if node is not target]
     if not data.issuperset(others):
@@ -300,12 +300,12 @@ def _spoil(
     if any(isinstance(fact, (Mean, Coupled)) for fact in written) or (
         of_samples and isinstance(facts[target], Same)
     ):
-        reason = operation.coupled("writes what depends on the batch into a tensor")
+        reason = operation.coupled("writes batch-dependent values into a tensor")
         facts.update(dict.fromkeys(views, reason))
 
 
 def _only_places(operation: Operation, node: fx.Node, result: Tensor) -> bool:
-    """Return whether integers that all samples share are only offsets, such as those of experts."""
+    """Check that integers shared by all samples are only offsets, such as those of experts."""
     example = example_tensor(node)
     if example is None or example.is_floating_point() or example.is_complex():
         return False
@@ -328,7 +328,7 @@ def _takes_same_numbers(operation: Operation) -> bool:
 
 
 def _counted_mean(node: fx.Node) -> CountedMean | None:
-    """Return the loss, if it is a mean over classes that may not all count."""
+    """Return the loss if it is a mean over classes that may leave out targets."""
     given = Operation(node, node, {}, 1).bound()
     if given is None or given["reduction"] != "mean":
         return None

@@ -1,11 +1,11 @@
-"""Run the module that a step calls as a pipeline, and the step around it unchanged.
+"""Run the module that a step calls as a pipeline, and leave the step around it unchanged.
 
-For a step that is not one graph: one that prints, or that branches on the loss. Every rank runs the
-step up to its call of the module (the LightningModule itself, as ``self(...)``, or the submodule
-that has most of its parameters), which gives the pipeline's inputs. All microbatches then run
-forward. The rank of the last stage joins their outputs and runs the whole step once, in which the
-module returns the joined outputs. So the loss is that of the batch, whatever the step does with the
-outputs. Its result and its calls of the log methods are given to all ranks.
+This is for a step that is not one graph because it prints or branches on the loss. Every rank runs
+the step up to its call of the module. This gives the pipeline's inputs. The module is the
+LightningModule itself (``self(...)``) or the submodule with most parameters. All microbatches then
+run forward. The rank of the last stage joins their outputs and runs the whole step once with them.
+So the loss is that of the batch, whatever the step does with the outputs. All ranks get its result
+and its calls of the log methods.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ Logged = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 @dataclass
 class StepCall:
-    """A call of a step, which runs up to the pipeline and once more as a whole."""
+    """A call of a step that runs up to the pipeline, and once more as a whole."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    # Gives the same random numbers each time, on every rank.
+    # Every run, on every rank, draws the same random numbers.
     seed: int
     device: torch.device
     # The arguments with which the step calls the pipeline.
@@ -69,7 +69,7 @@ class StepCall:
 
     @contextlib.contextmanager
     def seeded(self) -> Iterator[None]:
-        """Seed the random numbers within this context, in which the step runs."""
+        """Seed the random numbers of the step within this context."""
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(self.seed)
             yield
@@ -80,23 +80,23 @@ Around = Callable[[PipelinedGraph, StepCall, list[Any]], tuple[Any, list[Logged]
 
 
 class JointStep:
-    """Runs the step on the rank of the last stage, when it has the outputs of all microbatches."""
+    """The step on the rank of the last stage, run on the outputs of all microbatches."""
 
     def __init__(self, graph: PipelinedGraph, call: StepCall, around: Around) -> None:
         self._graph = graph
         self._call = call
         self._around = around
         self._outputs: dict[int, list[Any]] = {}
-        # The result of the step without gradients, and its calls of the log methods.
+        # The detached result of the step, and its calls of the log methods.
         self.result: Any = None
         self.logged: list[Logged] = []
-        # Positions of the outputs that the loss uses.
+        # Positions of the outputs that the loss depends on.
         self.used: tuple[int, ...] = ()
         # The error of the user's code.
         self.failed: Exception | None = None
 
     def finish(self, index: int, outputs: Sequence[Any]) -> Tensor:
-        """Take the outputs of a microbatch, and return the tensor that begins its backward pass."""
+        """Add the outputs of a microbatch, and return the tensor that starts its backward pass."""
         leaves = tree_map_only(
             Tensor, lambda value: value.detach().requires_grad_(value.requires_grad), list(outputs)
         )
@@ -123,7 +123,7 @@ class JointStep:
                 f"training_step returned {type(loss).__name__}. Return a loss of one number with a "
                 "gradient, or a dict with the key 'loss'."
             )
-        # The caller's autocast is for forward passes.
+        # The caller's autocast applies to forward passes only.
         with torch.autocast(self._call.device.type, enabled=False):
             (loss / self._graph.runner.num_accumulated).backward()
         self.used = tuple(
@@ -135,25 +135,25 @@ class JointStep:
 
 
 class _StartOfBackward(torch.autograd.Function):
-    """Begins a microbatch's backward pass with the gradients that the joint step has left."""
+    """The start of a microbatch's backward pass, with the gradients of the joint step."""
 
     @staticmethod
     @override
     def forward(ctx: Any, leaves: list[Tensor], *outputs: Tensor) -> Tensor:
-        """Return zero: the gradients come later."""
+        """Return zero. The joint step computes the gradients later."""
         ctx.leaves = leaves
         return outputs[0].new_zeros(())
 
     @staticmethod
     @override
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Return the gradients, and zeros for an output that the loss does not use."""
+        """Return the gradients, and zeros for outputs that the loss does not use."""
         found = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in ctx.leaves]
         return None, *found
 
 
 class PipelinedForward:
-    """The module that a step calls, on several ranks, below a step that runs on the last."""
+    """A step on the last rank around a module that runs on several ranks."""
 
     def __init__(
         self,
@@ -164,12 +164,12 @@ class PipelinedForward:
         self.module = module = strategy.own_module
         self.strategy, self._group = strategy, strategy.grid.pipeline
         self._plain = plain
-        # The reasons why the step, or a module that it calls, cannot be the pipeline.
+        # Why the step, or a module that it calls, cannot be the pipeline.
         self._reasons = [] if because is None else [str(because)]
         self._metrics = SharedMetrics(module)
         self._name = f"{type(module).__name__}.training_step"
         self._candidates = with_most_parameters(module)
-        # The method that runs as the pipeline, once the step has called it.
+        # The method that runs as the pipeline, known after the first call.
         self._method: PipelinedMethod | None = None
         self._path = ""
 
@@ -183,7 +183,7 @@ class PipelinedForward:
         return self.module.get_submodule(self._path)
 
     def __call__(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run forward and backward of one batch, and return the step's result, detached."""
+        """Run forward and backward of one batch, and return the step's detached result."""
         seed = broadcast(int(torch.randint(2**62, (1,))), 0, self._group)
         call = StepCall((batch, *args), kwargs, seed, self.strategy.root_device)
         with static_shapes():
@@ -193,7 +193,7 @@ class PipelinedForward:
             try:
                 graph.runner.step_flat(inputs, joint.finish)
             except RuntimeError:
-                # The engine reports an error of the user's step as one of its own.
+                # The engine would report an error of the user's step as its own.
                 if joint.failed is not None:
                     raise joint.failed from None
                 raise
@@ -210,14 +210,14 @@ class PipelinedForward:
             except RuntimeError as error:
                 if not self._reasons or self.strategy.ownership.is_settled:
                     raise
-                # The first reason: those of inner modules say little about the step.
+                # Report the first reason. Reasons of inner modules explain little.
                 raise RuntimeError(
                     f"PipelineStrategy: {self._reasons[0]} Besides, {error}"
                 ) from error
             if self._method is None:
                 self._method = PipelinedMethod(forward_of(path), self.strategy)
                 self._path = path
-            # Before the call, the step may have done something else on another rank.
+            # The step may have run other code before the call on another rank.
             check_equal(arguments, self._group, what=f"arguments of {self.called}")
             call.arguments = arguments
             try:
@@ -226,7 +226,7 @@ class PipelinedForward:
             except NotPipelinedError as error:
                 if self.strategy.ownership.is_settled:
                     raise
-                # Perhaps a module within it can be the pipeline. All ranks get here.
+                # A module within it may work as the pipeline. All ranks reach this line.
                 self._candidates = without(self._candidates, path)
                 self._method = None
                 self._reasons.append(str(error))
@@ -249,7 +249,7 @@ class PipelinedForward:
         return graph, graph.inputs(calls)
 
     def _arguments(self, call: StepCall) -> tuple[str, Arguments]:
-        """Return which of the candidates the step calls first, and with which arguments."""
+        """Return the candidate that the step calls first, and the arguments of the call."""
         tensors = [*self.module.parameters(), *self.module.buffers()]
         before = [tensor._version for tensor in tensors]
         with self._metrics.unchanged(), shadowed(self.module, **dict.fromkeys(LOGS, nothing)):
@@ -282,7 +282,7 @@ class PipelinedForward:
     def _around(
         self, graph: PipelinedGraph, call: StepCall, values: list[Any]
     ) -> tuple[Any, list[Logged]]:
-        """Return the step's result and its logs, for the results of the pipeline's graph."""
+        """Run the step with the pipeline's results, and return its result and its logs."""
         logged: list[Logged] = []
 
         def recorder(method: str) -> Callable[..., None]:
@@ -322,7 +322,7 @@ class PipelinedForward:
             )
         assert self._method is not None
         step = self._method.steps.steps[self._method.name]
-        # The method was captured without the functions that now stand in for it and for logging.
+        # The method was captured without the replacements of itself and of the log methods.
         below, above = vars(self._called), vars(self.module)
         forward = below.pop("forward")
         logs = {name: above.pop(name) for name in LOGS if name in above}
@@ -335,7 +335,7 @@ class PipelinedForward:
             above.update(logs)
 
     def _used_outside(self) -> list[str]:
-        """Return the names of the parameters without an owner that have a gradient."""
+        """Return the names of the parameters that have a gradient but no owner."""
         names = self.strategy.ownership.names
         owned, own = set[str]().union(*names), names[dist.get_rank(self._group)]
         used = [name for name, one in self.module.named_parameters() if one.grad is not None]
@@ -355,7 +355,7 @@ class PipelinedForward:
         outside: list[str],
         changes: dict[str, MetricState],
     ) -> Any:
-        """Return the result for the batch on all ranks, log it there, and share the metrics."""
+        """Share the result of the batch and the metrics with all ranks, and log it there."""
         runner = graph.runner
         own = (joint.result, joint.logged, outside, joint.used, changes)
         result, logged, outside, used, changes = broadcast(own, runner.last_rank, self._group)
@@ -377,7 +377,7 @@ class PipelinedForward:
         return result
 
     def _leave_without(self, graph: PipelinedGraph, used: tuple[int, ...]) -> None:
-        """Remove the gradients of parameters that lead only to outputs without use in the loss."""
+        """Remove gradients of parameters that only reach outputs unused by the loss."""
         outputs = graph.step.program.outputs
         if all(not requires_grad(value) or index in used for index, value in enumerate(outputs)):
             return

@@ -1,10 +1,9 @@
-"""Capture a module's ``forward``, a ``training_step``, or the module that it calls, as a program.
+"""Capture a module's ``forward``, a ``training_step`` or a module that it calls as a program.
 
-In the graph of a step the parameters are inputs; in a program they are its attributes, under their
-names. Inputs that a pass adds (factors, keys of random roundings) are made on every rank, like the
-batch, and never sent.
+The parameters are inputs of a step's graph, but named attributes of a program. Inputs that a pass
+adds (factors, keys of random rounding) are made on every rank, like the batch. They are never sent.
 
-Dynamo's own names are used in :func:`static_shapes` (checked on torch 2.13).
+:func:`static_shapes` uses private names of Dynamo (checked on torch 2.13).
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ def capture_program(
     *,
     loss_spec: LossSpec = None,
 ) -> Program:
-    """Capture ``module.forward`` for example arguments. Nothing is computed."""
+    """Capture ``module.forward`` for example arguments, without computing anything."""
     reject_compiled(module, "")
     refuse_without_forward(module, "pass the model inside of it, or see explain_step for a step")
     refuse_lazy(module)
@@ -121,7 +120,7 @@ def capture_program(
 
 
 def _distinct(value: Any) -> Any:
-    """Copy tensors that occur twice (``labels=input_ids``): they would be captured as one input."""
+    """Copy repeated tensors (``labels=input_ids``), which would be captured as one input."""
     seen: set[int] = set()
 
     def distinct(tensor: Tensor) -> Tensor:
@@ -150,15 +149,15 @@ def _describe(
 def returnable_method(
     module: nn.Module, name: str, left_out: list[str] | None = None
 ) -> Callable[..., Any]:
-    """Return a method that returns only those values of a mapping that a graph can return.
+    """Return a method that keeps only those values of a mapping that a graph can return.
 
-    Hugging Face models return a cache object by default, which training does not need.
+    Hugging Face models return a cache object by default. Training does not need it.
     """
     if name in module.__dict__:
         return module.__dict__[name]
     method = getattr(type(module), name)
 
-    # Called while Dynamo traces: an export loses what traced code appends to a list.
+    # Called while Dynamo traces: traced code cannot append to a list that survives an export.
     @torch.compiler.assume_constant_result
     def leave_out(key: str) -> bool:
         if left_out is not None:
@@ -193,7 +192,7 @@ def _name_by_origin(graph: fx.Graph) -> None:
 
 
 def static_shapes() -> contextlib.AbstractContextManager[Any]:
-    """Recapture a batch of another size with sizes as numbers, within this context."""
+    """Recapture batches of another size with constant sizes within this context."""
     return torch._dynamo.config.patch(automatic_dynamic_shapes=False)
 
 
@@ -202,13 +201,13 @@ class StepProgram:
     """The program of a captured step."""
 
     program: Program
-    # The captured graph, as the passes have rewritten it.
+    # The captured graph after the passes.
     step_graph: StepGraph
-    # The positions of the program's inputs among those of the graph.
+    # The indices of the program's inputs among those of the graph.
     positions: list[int]
 
     def inputs(self, call: GraphCall) -> list[Any]:
-        """Return the program's inputs in a call: the user's, and those of the passes."""
+        """Return the program's inputs for a call: the user's and those of the passes."""
         values = [*call.inputs, *(supply() for _, supply in self.step_graph.states)]
         return [values[position] for position in self.positions]
 
@@ -219,7 +218,7 @@ def program_of_step(
     loss: int | None,
     rewrite: Callable[[StepGraph, int | None], None] = nothing,
 ) -> StepProgram:
-    """Make the program of a step's graph; ``rewrite`` changes the graph first, given the loss."""
+    """Make the program of a step's graph. ``rewrite`` gets the loss and changes the graph first."""
     step_graph = call.graph.rewritten()
     if step_graph.results:
         raise RuntimeError(
@@ -239,7 +238,7 @@ def program_of_step(
     placeholders = list(graph.find_nodes(op="placeholder"))
     examples = step_graph.example_inputs(call.inputs)
     for position, (node, example) in enumerate(zip(placeholders, examples, strict=True)):
-        # The inputs of the passes follow those of the user.
+        # The inputs of the passes come after the user's.
         given = call.graph.inputs[position] if position < len(call.graph.inputs) else None
         fqn = given.fqn if given else None
         if fqn is None:
@@ -264,9 +263,9 @@ def program_of_step(
 
 
 def fill_examples(graph: fx.Graph) -> None:
-    """Give an example to every operation that a pass has inserted without one, by fake tensors."""
+    """Add fake examples to operations that a pass has inserted without one."""
     for node in graph.nodes:
-        # All captured operations have a name.
+        # Every captured operation has a name.
         if not is_operation(node) or {NAME, _EXAMPLE} & node.meta.keys():
             continue
         read = node.all_input_nodes
@@ -277,7 +276,7 @@ def fill_examples(graph: fx.Graph) -> None:
 
 
 def example_outputs(base: fx.GraphModule) -> list[Any]:
-    """Return tensors of zeros like the graph's results, and its constant results."""
+    """Return zeros shaped like the graph's results, and its constant results."""
     returned: Any = base.graph.output_node().args[0]
     return [
         value
@@ -292,8 +291,8 @@ def loss_position(
 ) -> int | None:
     """Return the position of the loss among the outputs of a step's graph.
 
-    It is the only output with a gradient. If there are several, the step runs once on stand-ins
-    for them, and returns the loss.
+    The loss is the only output with a gradient. If there are several, the step runs once on
+    stand-ins for them and returns the loss.
     """
     if len(call.differentiable) == 1:
         return call.differentiable[0]
@@ -305,11 +304,11 @@ def loss_position(
 
 
 class CalledSteps(ModuleSteps):
-    """Captures the user's own methods of a module, and of the modules in it: ``"net.forward"``."""
+    """The user's own methods of a module and its submodules, captured: ``"net.forward"``."""
 
     @override
     def original(self, name: str) -> Callable[..., Any]:
-        """Return the user's own method, even if callbacks have put a captured one over it."""
+        """Return the user's own method, even if a captured one replaces it."""
         path, _, method = name.rpartition(".")
         if path:
             return returnable_method(self.module.get_submodule(path), method)
@@ -320,7 +319,7 @@ class CalledSteps(ModuleSteps):
 
 
 class _ReachedError(BaseException):
-    """A step has called a module. Not an ``Exception``, which the step could catch."""
+    """Signal that a step has called a module. A step could catch an ``Exception``."""
 
     def __init__(self, path: str, call: Arguments) -> None:
         self.path = path
@@ -328,7 +327,7 @@ class _ReachedError(BaseException):
 
 
 def with_most_parameters(module: nn.Module) -> list[str]:
-    """Return the paths of the modules with more than half of the parameters, outermost first."""
+    """Return the paths of modules with more than half of the parameters, outermost first."""
     total = sum(parameter.numel() for parameter in module.parameters())
     return [
         path
@@ -338,7 +337,7 @@ def with_most_parameters(module: nn.Module) -> list[str]:
 
 
 def without(paths: Sequence[str], path: str) -> list[str]:
-    """Return the paths without ``path`` and the modules around it."""
+    """Return the paths without ``path`` and without the modules around it."""
     return [
         other for other in paths if other and other != path and not path.startswith(f"{other}.")
     ]
@@ -347,7 +346,7 @@ def without(paths: Sequence[str], path: str) -> list[str]:
 def first_called(
     module: nn.Module, paths: Sequence[str], run: Callable[[], Any]
 ) -> tuple[str, Arguments] | None:
-    """Return which of the modules at ``paths`` a step calls first, and with which arguments."""
+    """Return which of the modules at ``paths`` a step calls first, and the arguments."""
 
     def reach(path: str, *args: Any, **kwargs: Any) -> Any:
         raise _ReachedError(path, (args, kwargs))
@@ -365,10 +364,10 @@ def first_called(
 
 
 def forward_of(path: str) -> str:
-    """Return the name of a module's forward as a step of :class:`CalledSteps`."""
+    """Return the name of a module's ``forward`` among the steps of :class:`CalledSteps`."""
     return f"{path}.forward" if path else "forward"
 
 
 def as_attribute(path: str) -> str:
-    """Return a path as an expression in the module's code: ``self.net``."""
+    """Return a path as an expression in the module's code, such as ``self.net``."""
     return f"self.{path}" if path else "self"

@@ -1,4 +1,4 @@
-"""Refuse what cannot run as a pipeline, and compare stages and batches between ranks."""
+"""Refuse settings that cannot run as a pipeline, and compare stages and batches between ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def refuse_unsupported(
     capture: str,
     schedule: Schedule,
 ) -> None:
-    """Refuse what cannot run as a pipeline."""
+    """Refuse modules, callbacks and settings that cannot run as a pipeline."""
     if not module.automatic_optimization:
         raise MisconfigurationException(
             "PipelineStrategy: automatic_optimization=False is not supported, because the strategy "
@@ -80,7 +80,7 @@ def refuse_unsupported(
 
 
 def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
-    """Refuse optimizers that must see all parameters: a rank steps a part of them."""
+    """Refuse optimizers that need all parameters. A rank steps only a part of them."""
     for optimizer in optimizers:
         names = {cls.__name__ for cls in type(optimizer).__mro__}
         if "ZeroRedundancyOptimizer" in names:
@@ -98,7 +98,7 @@ def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
 
 
 def check_schedule(budget: Budget, schedule: Schedule) -> None:
-    """Refuse a budget that cannot be kept under a schedule."""
+    """Refuse a budget that a schedule cannot keep."""
     if budget != "min_cut" and schedule.num_in_flight(0, 1, 1) is None:
         raise MisconfigurationException(
             f"budget={budget!r} with PipelineStrategy({schedule.name!r}): the ranks alternate "
@@ -108,7 +108,7 @@ def check_schedule(budget: Budget, schedule: Schedule) -> None:
 
 
 def not_one_graph(steps: ModuleSteps, reason: Exception) -> MisconfigurationException:
-    """Return the error for a step that callbacks need whole, but that cannot be cut."""
+    """Return the error for an uncuttable step that callbacks need as a whole."""
     return MisconfigurationException(
         f"PipelineStrategy with {_names(steps)}: the callbacks need the whole step, which cannot "
         f"be cut: {reason}"
@@ -121,8 +121,8 @@ def _names(steps: ModuleSteps) -> str:
 
 
 def check_same_cuts(pipe: Pipe, group: dist.ProcessGroup | None) -> None:
-    """Compare the stages of all ranks; every rank calls it."""
-    # Only targets that are names: the address of a function differs between processes.
+    """Compare the stages of all ranks. Every rank must call it."""
+    # Compare only targets that are names. The address of a function differs between processes.
     named = {"call_method", "get_attr"}
     stages = [
         (stage.info, [(node.op, node.target) for node in stage.graph.nodes if node.op in named])
@@ -137,13 +137,13 @@ def check_same_cuts(pipe: Pipe, group: dist.ProcessGroup | None) -> None:
 
 
 def check_equal(batch: Any, group: dist.ProcessGroup | None, *, what: str = "batches") -> None:
-    """Check that all ranks have the same batch; every rank calls it."""
+    """Check that all ranks have the same batch. Every rank must call it."""
     digest = hashlib.sha256()
     for tensor in leaves_of(batch):
         if not isinstance(tensor, Tensor):
             continue
         digest.update(str(tuple(tensor.shape)).encode())
-        # A copy: after NumPy's view the batch's own storage could not be resized.
+        # Copied, because a NumPy view would keep the batch's storage from being resized.
         as_bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).clone()
         digest.update(as_bytes.numpy().tobytes())
     if differing_ranks(digest.hexdigest(), group):

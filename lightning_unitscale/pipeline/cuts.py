@@ -1,6 +1,6 @@
-"""Cuts of a graph: marks by the user or a split policy, moved to the next possible cut.
+"""Cut a graph at marks of the user or a split policy, moved to the next possible cut.
 
-A mark is torch's own operator in the captured graph, without arguments and a result.
+A mark is torch's own operator in the captured graph. It has no arguments and no result.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from lightning_unitscale.pipeline.program import Program
 # A capture records the operator. A split policy may insert the function or the operator.
 _MARKS = (pipe_split, torch.ops.pippy._pipe_split, torch.ops.pippy._pipe_split.default)
 
-# Puts marks into a captured graph.
+# A function that puts marks into a captured graph.
 SplitPolicy = Callable[[fx.GraphModule], fx.GraphModule]
-# In ``meta`` of a graph module: the position of the loss among its results, if it is known.
+# Key in a graph module's ``meta``: the position of the loss among its results, if known.
 LOSS = "loss"
 
 
 def is_mark(node: fx.Node) -> bool:
-    """Return whether a node marks a cut."""
+    """Check whether a node marks a cut."""
     return node.op == "call_function" and node.target in _MARKS
 
 
 def insert_mark(graph: fx.Graph, before: fx.Node) -> fx.Node:
-    """Put a cut before a node; for split policies."""
+    """Insert a cut before a node. Split policies may call it."""
     with graph.inserting_before(before):
         return graph.call_function(pipe_split)
 
@@ -45,18 +45,18 @@ def insert_mark(graph: fx.Graph, before: fx.Node) -> fx.Node:
 def annotate_split_points(
     module: nn.Module, spec: Mapping[str, SplitPoint]
 ) -> tuple[RemovableHandle, ...]:
-    """Mark the edges of submodules as cuts, by hooks that do nothing when the module runs.
+    """Mark the edges of submodules as cuts, with hooks that do nothing when the module runs.
 
     Args:
         module: Root of the paths.
-        spec: Path of a submodule to the edge that is a cut.
+        spec: Mapping from the path of a submodule to the edge to cut.
 
     Returns:
-        Handles whose ``remove()`` takes the marks away.
+        Handles whose ``remove()`` removes the marks.
 
     Raises:
         ValueError: If a path names no submodule.
-        TypeError: If an edge is no :class:`SplitPoint`.
+        TypeError: If an edge is not a :class:`SplitPoint`.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -99,17 +99,17 @@ def num_marks(program: Program) -> int:
 
 
 def cut_by(program: Program, policy: SplitPolicy | None) -> None:
-    """Put a policy's cuts into the graph of a program without marks."""
+    """Insert a policy's cuts into the graph of a program without marks."""
     if policy is None:
         raise ValueError(
-            "split_spec=None, split_policy=None: nothing says where to cut, and the model's code "
+            "split_spec=None, split_policy=None: there are no cuts, and the model's code "
             "does not call pipe_split(). Expected at least one cut. Pass for example "
             "split_policy=balanced_split(2)."
         )
     if num_marks(program):
         raise ValueError(
             f"split_policy={policy!r}: the model's code calls pipe_split() as well. Expected "
-            "one of them to say where to cut. Leave one out."
+            "only one of them. Leave one out."
         )
     program.graph_module.meta[LOSS] = program.loss
     policy(program.graph_module)
@@ -124,8 +124,8 @@ def cut_by(program: Program, policy: SplitPolicy | None) -> None:
 def assign_stages(graph_module: fx.GraphModule) -> tuple[dict[fx.Node, int], int]:
     """Return the stage of each operation, and the number of stages.
 
-    A mark in a region that cannot be cut (between the first and the last write into a tensor, or
-    in a ``vmap``) takes effect after the region.
+    Some regions cannot be cut: from the first to the last write into a tensor, or a ``vmap``. A
+    mark in such a region takes effect after it.
     """
     for name, nested in graph_module.named_modules():
         is_graph = name and isinstance(nested, fx.GraphModule)
@@ -143,7 +143,7 @@ def assign_stages(graph_module: fx.GraphModule) -> tuple[dict[fx.Node, int], int
     stages: dict[fx.Node, int] = {}
     for node, position in positions.items():
         if is_operation(node) and not is_mark(node):
-            # A cut before position p leaves p to the next stage.
+            # A cut before position p puts p into the next stage.
             stages[node] = bisect.bisect_right(cuts, position)
     num_stages = len(cuts) + 1
     if empty := set(range(num_stages)).difference(stages.values()):
@@ -169,7 +169,7 @@ def legal_cuts(graph: fx.Graph) -> list[fx.Node]:
 
 
 def keep_items_with_their_tuples(graph: fx.Graph) -> None:
-    """Move the items of a tuple right after it: only tensors can be sent."""
+    """Move the items of a tuple right after it, because only tensors can be sent."""
     for node in list(graph.nodes):
         if not is_operation(node) or isinstance(node.meta.get("example_value"), Tensor):
             continue
@@ -181,7 +181,7 @@ def keep_items_with_their_tuples(graph: fx.Graph) -> None:
 
 
 def _closed_positions(graph: fx.Graph) -> list[bool]:
-    """Return, for each position, whether a cut before it is impossible."""
+    """Return the positions before which a cut is impossible."""
     nodes = list(graph.nodes)
     changes = [0] * (len(nodes) + 1)
     for start, end in _closed_regions(graph, {node: index for index, node in enumerate(nodes)}):

@@ -1,4 +1,4 @@
-"""Several pipelines side by side: they divide the data, and average their gradients."""
+"""Run several pipelines side by side: divide the data and average the gradients."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from lightning_unitscale.pipeline.schedules import Schedule
 from lightning_unitscale.pipeline.stage_owners import Ownership
 from lightning_unitscale.ranks import broadcast, gathered
 
-# Bytes of one message: enough to hide the latency, few compared with the gradients.
+# Bytes per message: enough to hide the latency, few compared with the gradients.
 _BUCKET_BYTES = 25 * 2**20
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """The same rank of every pipeline."""
+    """The ranks with the same position in every pipeline."""
 
     group: dist.ProcessGroup | None
     # The index of this rank's pipeline, and the number of pipelines.
@@ -41,14 +41,14 @@ class Replicas:
     count: int
 
     def of_first(self, value: Any) -> Any:
-        """Return the first pipeline's value, on all of them."""
+        """Return the first pipeline's value on all of these ranks."""
         return value if self.count == 1 else broadcast(value, 0, self.group)
 
     @torch.no_grad()
     def average(self, parameters: Mapping[str, nn.Parameter], steppers: Mapping[str, int]) -> None:
-        """Give the mean of the gradients to all pipelines, or to the one that steps the parameter.
+        """Average the gradients for all pipelines, or only for the one that steps the parameter.
 
-        A parameter without a gradient counts as zero if another pipeline has one.
+        A missing gradient counts as zero if another pipeline has one.
         """
         if self.count == 1:
             return
@@ -56,7 +56,7 @@ class Replicas:
             gradients = [
                 torch.zeros_like(param) if param.grad is None else param.grad for param in bucket
             ]
-            # Divided first, as DDP does: the sum of halves has the same bits as the half of a sum.
+            # Divided first, as in DDP: the sum of halves has the same bits as the half of a sum.
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).div_(self.count)
             if stepper is None:
                 dist.all_reduce(flat, group=self.group)
@@ -70,7 +70,7 @@ class Replicas:
 
     @torch.no_grad()
     def share(self, parameters: Mapping[str, nn.Parameter], steppers: Mapping[str, int]) -> None:
-        """Give all pipelines the values of the parameters that others have stepped."""
+        """Share the parameters that each pipeline has stepped with the others."""
         for stepper, bucket in _buckets(parameters, steppers):
             flat = torch.cat([param.reshape(-1) for param in bucket])
             dist.broadcast(flat, group=self.group, group_src=stepper)
@@ -80,7 +80,7 @@ class Replicas:
     def _present(
         self, parameters: Mapping[str, nn.Parameter], steppers: Mapping[str, int]
     ) -> dict[str, nn.Parameter]:
-        """Return the parameters that some pipeline has a gradient of."""
+        """Return the parameters that have a gradient in any pipeline."""
         described = [(name, steppers.get(name)) for name in parameters]
         digest = hashlib.sha256(repr(described).encode()).hexdigest()
         has_gradient = [param.grad is not None for param in parameters.values()]
@@ -99,7 +99,7 @@ class Replicas:
 def _buckets(
     parameters: Mapping[str, nn.Parameter], steppers: Mapping[str, int]
 ) -> Iterator[tuple[int | None, list[nn.Parameter]]]:
-    """Yield buckets of one type and device with the pipeline that steps them, ``None`` for all."""
+    """Yield buckets of one type and device, and the pipeline that steps them (``None``: all)."""
     open_buckets: dict[Any, list[nn.Parameter]] = {}
     sizes: Counter[Any] = Counter()
     for name, param in parameters.items():
@@ -115,7 +115,7 @@ def _buckets(
 
 
 def _fill(tensors: Sequence[Tensor], flat: Tensor) -> None:
-    """Copy a flat tensor of their elements into tensors."""
+    """Copy the elements of a flat tensor into tensors."""
     parts = flat.split([tensor.numel() for tensor in tensors])
     for tensor, part in zip(tensors, parts, strict=True):
         tensor.copy_(part.view_as(tensor))
@@ -125,12 +125,12 @@ def _fill(tensors: Sequence[Tensor], flat: Tensor) -> None:
 class Grid:
     """The ranks as a table: a column is a pipeline, a row has the same stages of every pipeline.
 
-    Rank ``r`` of ``N`` pipelines is in row ``r // N`` and column ``r % N``. So the ranks of a row,
-    which exchange gradients, are next to each other, on one machine if they fit. Only the few
-    values between two stages go from machine to machine.
+    Rank ``r`` of ``N`` pipelines is in row ``r // N`` and column ``r % N``. Ranks of a row exchange
+    gradients. They are adjacent, so they share a machine if they fit. Only the few values between
+    two stages travel between machines.
     """
 
-    # The ranks of this rank's pipeline; ``None`` for all.
+    # The ranks of this rank's pipeline. ``None`` means all.
     pipeline: dist.ProcessGroup | None
     # The ranks with the same stages.
     replicas: Replicas
@@ -139,14 +139,14 @@ class Grid:
 
 
 class GridStrategy(DDPStrategy):
-    """Treats pipelines as DDP treats ranks: divides data among them and averages over them."""
+    """A DDP strategy over pipelines: it divides data among them and averages over them."""
 
     # The number of pipelines.
     data_parallel: int = 1
     schedule: Schedule
     num_microbatches: int
     free_unowned: bool
-    # Cuts the first graph, if the code does not.
+    # The policy that cuts the first graph if the code has no cuts.
     policy: SplitPolicy
     ownership: Ownership
     _grid: Grid | None = None
@@ -154,13 +154,13 @@ class GridStrategy(DDPStrategy):
 
     @property
     def grid(self) -> Grid:
-        """Return the groups of this rank, which exist once the processes are connected."""
+        """Return the groups of this rank, which exist after the processes have connected."""
         assert self._grid is not None
         return self._grid
 
     @property
     def own_module(self) -> pl.LightningModule:
-        """Return the module, which exists once it is connected."""
+        """Return the connected module."""
         assert self.lightning_module is not None
         return self.lightning_module
 
@@ -196,7 +196,7 @@ class GridStrategy(DDPStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the pipelines; the ranks of one pipeline have the same values."""
+        """Reduce over the pipelines. Ranks of one pipeline have the same values."""
         if isinstance(tensor, Tensor) and group in (None, dist.group.WORLD):
             if self.data_parallel == 1:
                 return tensor
@@ -223,12 +223,12 @@ class GridStrategy(DDPStrategy):
 
     @override
     def block_backward_sync(self) -> Any:
-        """Accumulate gradients within this context, without averaging over the pipelines."""
+        """Accumulate gradients within this context without averaging over the pipelines."""
         return shadowed(self, _is_accumulating=True)
 
     @contextlib.contextmanager
     def metrics_over_pipelines(self, module: nn.Module) -> Iterator[None]:
-        """Let metric objects count the samples of a pipeline once, within this context."""
+        """Let metric objects count a pipeline's samples only once within this context."""
         attributes: dict[str, Any] = {"process_group": self.grid.replicas.group}
         if self.data_parallel == 1:
             attributes = {"distributed_available_fn": lambda: False}
@@ -240,16 +240,16 @@ class GridStrategy(DDPStrategy):
 
     @contextlib.contextmanager
     def order_of_loaders(self, trainer: pl.Trainer) -> Iterator[None]:
-        """Keep the order of a single pipeline's training data, within this context.
+        """Keep the order of a single pipeline's training data within this context.
 
         For several devices, Lightning replaces the sampler of the training data by one that always
-        shuffles. All ranks of one pipeline read all data, so the loader's own order is kept. The
-        data of several pipelines are divided as under DDP.
+        shuffles. The ranks of one pipeline read the same data, so we keep the loader's order.
+        Several pipelines divide the data as DDP does.
         """
         if self.data_parallel > 1:
             yield
             return
-        # Private names of Lightning, checked on 2.6: no hook of a strategy sees both samplers.
+        # Private names of Lightning, checked on 2.6: no strategy hook has access to both samplers.
         connector = trainer._data_connector
         prepare = connector._prepare_dataloader
 

@@ -1,8 +1,8 @@
-"""The inputs of each stage: from the stage before it, the call's arguments and the module.
+"""Find the inputs of each stage: received values, arguments of the call and attributes.
 
 A later stage recomputes masks, positions and rotary tables instead of receiving them. They depend
-only on the call's arguments and constant buffers, cost almost nothing, and have the same bits
-again.
+only on the call's arguments and constant buffers. They cost almost nothing, and their bits are the
+same.
 
 A stage that begins inside a region of autocast or ``no_grad`` enters it again. Private names of
 torch (checked on 2.13 and 2.11): ``_enter_autocast``, ``_exit_autocast``, ``_set_grad_enabled``.
@@ -39,9 +39,9 @@ from lightning_unitscale.pipeline.program import TensorInfo
 
 @dataclass(frozen=True)
 class StageReads:
-    """Inputs and outputs of one stage; nodes of the whole graph, in its order."""
+    """Inputs and outputs of one stage, as nodes of the whole graph in its order."""
 
-    # From the stage before and for the next one, relayed values included.
+    # Values from the previous stage and for the next one, relayed values included.
     received: list[fx.Node]
     sent: list[fx.Node]
     # Arguments of the call.
@@ -49,23 +49,23 @@ class StageReads:
     # Parameters, buffers, constants and nested graphs, and the names of those that it writes.
     attributes: list[fx.Node]
     written: set[str]
-    # Cheap operations of earlier stages that it runs again.
+    # Cheap operations of earlier stages that this stage runs again.
     recomputed: list[fx.Node]
     operations: list[fx.Node]
 
 
 def is_operation(node: fx.Node) -> bool:
-    """Return whether a node computes something, or marks a cut."""
+    """Check whether a node computes something or marks a cut."""
     return node.op not in {"placeholder", "get_attr", "output"}
 
 
 def is_switch(node: fx.Node) -> bool:
-    """Return whether a node only switches a mode."""
+    """Check whether a node only switches a mode."""
     return node.target in (_enter_autocast, _exit_autocast, torch._C._set_grad_enabled)
 
 
 def open_switches(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
-    """Return, for each node, the switches of the regions that it is in, outermost first."""
+    """Return the switches of the regions around each node, outermost first."""
     opened: dict[fx.Node, tuple[fx.Node, ...]] = {}
     switches: tuple[fx.Node, ...] = ()
     for node in graph.nodes:
@@ -80,7 +80,7 @@ def open_switches(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
 
 
 def close(graph: fx.Graph, switch: fx.Node) -> None:
-    """Append the switch that ends the region of another one."""
+    """Append the switch that ends the region of ``switch``."""
     if switch.target is _enter_autocast:
         graph.call_function(_exit_autocast, (switch,))
     else:
@@ -92,7 +92,7 @@ def _switch_grad(enabled: bool, callers: bool) -> None:
 
 
 def respect_callers_grad_mode(graph: fx.Graph) -> None:
-    """Let the end of ``no_grad`` in a graph restore the mode in which the graph was called."""
+    """Let the end of ``no_grad`` in a graph restore the caller's grad mode."""
     switches = graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled)
     if not switches:
         return
@@ -112,7 +112,7 @@ def _find_flow(
 
     def read_by(reader: fx.Node, stage: int) -> None:
         if is_switch(reader):
-            return  # every stage that a region extends into enters it again
+            return  # a later stage in the same region enters it again
         for node in reader.all_input_nodes:
             home = stages.get(node)
             if home == stage or node in taken[stage]:
@@ -134,14 +134,14 @@ def _find_flow(
 def find_reads(
     graph_module: fx.GraphModule, stages: Mapping[fx.Node, int], num_stages: int
 ) -> list[StageReads]:
-    """Return the inputs of every stage; stages in between relay values for later stages."""
+    """Return the inputs of every stage. Stages in between relay values."""
     graph = graph_module.graph
     taken_by_stage, spans_of = _find_flow(graph_module, stages, num_stages)
     for node in spans_of:
         if not isinstance(node.meta.get("example_value"), Tensor):
             raise RuntimeError(
                 f"{tensor_name(node)} of {node.meta.get(MODULE)!r} is needed after a cut, but it "
-                f"is no tensor ({op_name(node)}). Only tensors can be sent. Move the cut."
+                f"is not a tensor ({op_name(node)}). Only tensors can be sent. Move the cut."
             )
     roots = memory_roots(graph)
     spans = [(node, *spans_of[node]) for node in graph.nodes if node in spans_of]
@@ -174,12 +174,12 @@ def find_reads(
 
 
 def crossing_bytes(graph_module: fx.GraphModule, loss: fx.Node | None) -> dict[fx.Node, int]:
-    """Return the bytes that a cut before each operation would send, and back as gradients."""
+    """Return the bytes that a cut before each operation sends, gradients included."""
     operations = [node for node in graph_module.graph.nodes if is_operation(node)]
     stages = {node: position for position, node in enumerate(operations)}
     gradients = find_gradients(graph_module, loss)
     changes = [0] * (len(operations) + 1)
-    # The dataflow as if every operation were a stage.
+    # Treat every operation as a stage.
     _, spans = _find_flow(graph_module, stages, len(stages))
     for node, (first, last) in spans.items():
         example = node.meta.get("example_value")
@@ -192,12 +192,12 @@ def crossing_bytes(graph_module: fx.GraphModule, loss: fx.Node | None) -> dict[f
 
 
 def can_have_gradient(tensor: Tensor) -> bool:
-    """Return whether a tensor's type has gradients."""
+    """Check whether a tensor's type supports gradients."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def find_gradients(graph_module: fx.GraphModule, loss: fx.Node | None) -> frozenset[fx.Node]:
-    """Return the nodes that may get a gradient from the loss, or from any result without one."""
+    """Return the nodes that may get a gradient from the loss, or from any result without a loss."""
     graph = graph_module.graph
     roots = memory_roots(graph)
     writers: dict[fx.Node, list[fx.Node]] = {}
@@ -215,7 +215,7 @@ def find_gradients(graph_module: fx.GraphModule, loss: fx.Node | None) -> frozen
             return str(node.target) in trainable
         return bool(writers_of(node)) or _differentiable(node)
 
-    flow = nx.DiGraph()  # an edge from what gets a gradient to what it comes from
+    flow = nx.DiGraph()  # edges go from a node with a gradient to its inputs
     for node in graph.nodes:
         flow.add_edges_from((node, read) for read in filter(takes_gradient, node.all_input_nodes))
         flow.add_edges_from((node, writer) for writer in writers_of(node))
@@ -224,10 +224,10 @@ def find_gradients(graph_module: fx.GraphModule, loss: fx.Node | None) -> frozen
 
 
 def find_sources(graph: fx.Graph, nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:
-    """Return nodes with all nodes that their values depend on, writes into memory included."""
+    """Return nodes and all nodes that their values depend on, memory writes included."""
     roots = memory_roots(graph)
     writers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
-    flow = nx.DiGraph()  # an edge to each node that a value depends on
+    flow = nx.DiGraph()  # edges go to each node that a value depends on
     for node in graph.nodes:
         for read in node.all_input_nodes:
             flow.add_edges_from((node, source) for source in (read, *writers[roots[read]]))
@@ -237,7 +237,7 @@ def find_sources(graph: fx.Graph, nodes: Iterable[fx.Node]) -> frozenset[fx.Node
 
 
 def _reached(flow: nx.DiGraph, nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:
-    """Return nodes with all that edges lead to from there."""
+    """Return nodes and all nodes that their edges reach."""
     flow.add_edges_from(("start", node) for node in nodes)
     return frozenset(nx.descendants(flow, "start") if "start" in flow else ())
 
@@ -249,7 +249,7 @@ def _differentiable(node: fx.Node) -> bool:
     return not tensors or any(tensor.requires_grad for tensor in tensors)
 
 
-# Results of longer chains are relayed: launching their kernels would cost more than the transfer.
+# Longer chains are relayed, because launching their kernels would cost more than the transfer.
 _LONGEST_CHAIN = 48
 
 _CHEAP = frozenset(
@@ -268,19 +268,19 @@ _CHEAP = frozenset(
 
 
 def find_recomputable(graph_module: fx.GraphModule) -> set[fx.Node]:
-    """Return the operations that a later stage recomputes, with all that they depend on."""
+    """Return the operations that a later stage recomputes, with their dependencies."""
     graph = graph_module.graph
     buffers = {name for name, _ in graph_module.named_buffers(remove_duplicate=False)}
     autocast, switches = autocast_dtypes(graph), open_switches(graph)
     written = aliased_by_mutation(graph)
-    # The operations that compute a node, if all of them may run again.
+    # For each node, the operations that compute it, if all of them may run again.
     chains: dict[fx.Node, frozenset[fx.Node]] = {}
     for node in graph.nodes:
         if node.op == "placeholder" or (
             node.op == "get_attr" and str(node.target) in buffers and node not in written
         ):
             chains[node] = frozenset()
-        # A stage starts under the caller's autocast, outside of the graph's regions.
+        # A stage starts under the caller's autocast, outside the graph's regions.
         in_region = any(switch.target is _enter_autocast for switch in switches[node])
         if in_region or node in autocast or node in written or not _is_cheap(node):
             continue

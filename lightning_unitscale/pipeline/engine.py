@@ -1,4 +1,4 @@
-"""Run the stages of a rank by the schedules of ``torch.distributed.pipelining``."""
+"""Run the stages of a rank with the schedules of ``torch.distributed.pipelining``."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from lightning_unitscale.pipeline.stage import StageModule
 from lightning_unitscale.pipeline.stage_owners import SharedGradients
 from lightning_unitscale.pipeline.torch_engine import BreadthFirst, EngineStage
 
-# Returns the loss of a microbatch from its index and the outputs of the last stage.
+# Returns the loss of a microbatch, given its index and the outputs of the last stage.
 Finish = Callable[[int, tuple[Any, ...]], Tensor]
-# The functions that run in place of some stages, by the stages' indices.
+# Functions that replace stages, by stage index.
 Replaced = Mapping[int, Callable[..., Any]]
 
 
@@ -30,23 +30,23 @@ class PipelineRunner:
 
     Every rank makes one for the same pipeline and calls :meth:`step` with the same batch. A step
     adds the gradients of the mean of the microbatches' losses to ``.grad``. If a loss is a mean
-    over the targets that count, the losses are weighted by their numbers, so that their mean is the
-    loss of the batch. A warning reports any other loss whose mean is not that of the batch.
+    over the valid targets, the losses are weighted by their numbers. Their mean is then the loss of
+    the batch. A warning reports any other loss whose mean is not that of the batch.
 
     Args:
-        pipe: The pipeline; with a loss, if it is to be trained.
-        schedule: Name of the schedule: one of ``GPipe``, ``1F1B``, ``Interleaved1F1B``,
-            ``LoopedBFS``, ``InterleavedZeroBubble``, ``ZBVZeroBubble``, ``DualPipeV``.
+        pipe: The pipeline; training needs a loss.
+        schedule: Name of the schedule: ``GPipe``, ``1F1B``, ``Interleaved1F1B``, ``LoopedBFS``,
+            ``InterleavedZeroBubble``, ``ZBVZeroBubble`` or ``DualPipeV``.
         num_microbatches: Microbatches of a step.
-        device: Where this rank's stages run.
-        group: Process group with one rank for each device of the pipeline; all by default.
+        device: The device of this rank's stages.
+        group: Process group with one rank per device of the pipeline; all ranks by default.
 
     Attributes:
         stage_indices: This rank's stages, in ascending order.
-        stages: Their modules.
-        num_accumulated: Batches whose gradients are added up; each loss is divided by it.
-        last_rank: The rank of the last stage, and so of every result.
-        is_last: Whether that is this rank.
+        stages: The modules of these stages.
+        num_accumulated: Number of accumulated batches; each loss is divided by it.
+        last_rank: The rank of the last stage, which has the results.
+        is_last: Whether this rank has the last stage.
         before_stage: Called with the index of a microbatch before a stage runs it.
 
     Raises:
@@ -88,7 +88,7 @@ class PipelineRunner:
             for name, stages in pipe.shared_parameters().items()
         }
         self.shared = SharedGradients(self.named_parameters(), owners, group)
-        # The microbatches of the step that is running, and the results of the last stage.
+        # The microbatches of the current step, and the results of the last stage.
         self._microbatches: list[list[Any]] = []
         self._outputs: dict[int, tuple[Any, ...]] = {}
         self._finish: Finish | None = None
@@ -107,8 +107,8 @@ class PipelineRunner:
             **kwargs: Its keyword arguments.
 
         Returns:
-            On the rank of the last stage the module's results, one for each microbatch; ``None`` on
-            the others.
+            The module's results for each microbatch on the rank of the last stage. ``None`` on
+            the other ranks.
 
         Raises:
             ValueError: If the batch is not ``num_microbatches`` times what was captured, or the
@@ -127,7 +127,7 @@ class PipelineRunner:
         return self.step_flat(split_batch(self.pipe.program, args, kwargs, self.num_microbatches))
 
     def eval(self, *args: Any, **kwargs: Any) -> list[Any] | None:
-        """Run forward of one batch without gradients; arguments and result as in :meth:`step`."""
+        """Run forward of one batch without gradients, called like :meth:`step`."""
         return self.eval_flat(split_batch(self.pipe.program, args, kwargs, self.num_microbatches))
 
     def step_flat(
@@ -140,10 +140,10 @@ class PipelineRunner:
 
         Args:
             microbatches: The inputs.
-            finish: Makes the loss if the graph has none; given to all steps or to none. It is
+            finish: Makes the loss if the graph has none. All steps pass it, or none does. It is
                 called for all microbatches before the first backward pass, under any schedule.
-            replaced: Functions with the arguments and results of some of this rank's stages, which
-                run in place of them. Their backward passes are not split.
+            replaced: Functions that run instead of some of this rank's stages, with the same
+                arguments and results. Their backward passes are not split.
         """
         if self.pipe.program.loss is None and finish is None:
             raise ValueError(
@@ -206,7 +206,7 @@ class PipelineRunner:
         ]
 
     def _run_stage(self, stage: StageModule, *received: Tensor, microbatch: Tensor) -> Any:
-        """Run a stage for one microbatch; the last stage returns the loss, if it is known."""
+        """Run a stage for one microbatch. The last stage returns the loss, if it is known."""
         info, index = stage.info, int(microbatch)
         inputs = self._microbatches[index]
         self.before_stage(index)
@@ -227,5 +227,5 @@ class PipelineRunner:
         return next(value for value in outputs if isinstance(value, Tensor))
 
     def _mean_part(self, loss: Tensor, microbatch: Tensor) -> Tensor:
-        # Dividing the gradients afterwards would also divide those accumulated before.
+        # Dividing the gradients afterwards would also divide the accumulated ones.
         return loss / (self.num_microbatches * self.num_accumulated)

@@ -1,8 +1,8 @@
-"""The strategy outside of training steps: validation, test, prediction, and checkpoints.
+"""Validate, test, predict and save checkpoints with the pipeline strategy.
 
-A batch of an evaluation is one microbatch by default, so that the step computes what it computes on
-one device, and nothing is averaged. The stages then run one after the other. That takes as long as
-running all of them on every rank, but needs fewer weights.
+By default an evaluation batch is one microbatch, so the results are those of one device and nothing
+is averaged. The stages then run one after the other. That takes as long as running all of them on
+every rank, but needs fewer weights.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _HOOKS = (
     "on_validation_model_eval", "on_validation_start", "on_validation_epoch_start",
     "on_validation_batch_start",
 )  # fmt: skip
-# The callbacks of these packages read no weights there.
+# The callbacks of these packages read no weights in these hooks.
 _KNOWN = ("lightning.", "pytorch_lightning.", "lightning_unitscale.")
 
 
 def has_validation_hooks(module: pl.LightningModule, callbacks: Iterable[pl.Callback]) -> bool:
-    """Return whether the user has written a hook that runs before the batches of a validation."""
+    """Check whether user code has a hook that runs before the batches of a validation."""
     owners: list[tuple[Any, type]] = [(module, pl.LightningModule)]
     owners += [(callback, pl.Callback) for callback in callbacks]
     return any(
@@ -48,17 +48,17 @@ def has_validation_hooks(module: pl.LightningModule, callbacks: Iterable[pl.Call
 
 
 class EvaluatingStrategy(GridStrategy):
-    """Runs the steps without a backward pass."""
+    """A strategy that runs steps without a backward pass."""
 
     evaluation: str = "auto"
     num_eval_microbatches: int = 1
     _is_training = False
     _owners: Owners | None = None
-    # Whether this rank's weights are those of all owners.
+    # Whether this rank has the current weights of all owners.
     _has_weights = True
-    # By the name of the step; ``None`` for a step that cannot run as a pipeline.
+    # By the name of the step. ``None`` if the step cannot run as a pipeline.
     _evaluations: dict[str, PipelinedEvaluation | None]
-    # Whether hooks of the validation read weights; ``None`` before the first validation.
+    # Whether validation hooks read weights. ``None`` before the first validation.
     _hooks_read: bool | None = None
     _watch: Watch | None = None
 
@@ -79,7 +79,7 @@ class EvaluatingStrategy(GridStrategy):
         return self._evaluate("predict_step", super().predict_step, context, args, kwargs)
 
     def before_validation(self) -> None:
-        """Bring the weights together if every rank needs all of them; called before all hooks."""
+        """Gather the weights if every rank needs all of them. Runs before all hooks."""
         module, reads = self.own_module, self._hooks_read
         if self._is_training and reads is None:
             callbacks: list[Any] = module.trainer.callbacks  # type: ignore[attr-defined]
@@ -90,11 +90,11 @@ class EvaluatingStrategy(GridStrategy):
             self._watch = Watch(module)
 
     def _end_watch(self) -> None:
-        """Note whether hooks have read weights, and free them if none has."""
+        """Note whether hooks have read weights, and free the weights if not."""
         if self._watch is None:
             return
         reads, self._watch = self._watch.end(), None
-        # A hook may read on the first rank alone.
+        # A hook may read weights only on the first rank.
         self._hooks_read = any_rank(reads)
         if not self._hooks_read and self._is_pipelined("validation_step"):
             self._free_again()
@@ -106,7 +106,7 @@ class EvaluatingStrategy(GridStrategy):
 
     @override
     def on_validation_end(self) -> None:
-        """Free the weights again that only the validation of a training needed."""
+        """Free the weights that only the validation of a training needed."""
         self._end_watch()
         self._free_again()
 
@@ -122,8 +122,8 @@ class EvaluatingStrategy(GridStrategy):
         return trainer is not None and trainer.state.status is TrainerStatus.INTERRUPTED
 
     def _bring_weights(self) -> None:
-        """Give every rank the owners' weights, unless it got them after the last step."""
-        # After an exception the other ranks may wait for something else, or be gone.
+        """Give every rank the owners' weights, unless it has the current ones."""
+        # After an exception the other ranks may be blocked elsewhere or gone.
         if not self._has_weights and self._owners is not None and not self._is_interrupted:
             self._owners.synchronize()
             self._has_weights = True
@@ -137,13 +137,13 @@ class EvaluatingStrategy(GridStrategy):
         if self.evaluation == "whole" or has_failed:
             return False
         steps = steps_of(self.own_module)
-        # During a training, lossless passes do not change an evaluation and do not observe it, so
-        # its stages are cut from the user's own step. Otherwise the passes measure it.
+        # During a training, lossless passes neither change nor observe an evaluation. So its stages
+        # are cut from the user's own step. Otherwise the passes measure it.
         is_own_step = self._is_training and not (steps and steps.changes_function)
         if steps is not None and name in steps.steps and not is_own_step:
             return False
-        # Before the first step of a training all weights are on all ranks. The stages have to be
-        # balanced by the costs of that step.
+        # Before the first training step all weights are on all ranks. The costs of that step have
+        # to balance the stages.
         return not self._is_training or self.ownership.is_settled
 
     def _evaluate(
@@ -171,20 +171,20 @@ class EvaluatingStrategy(GridStrategy):
                     f"PipelineStrategy: from here on, {name} runs whole on every rank, with all "
                     f"weights: {error}"
                 )
-            # All ranks of the pipeline get here, since they have captured the same step.
+            # All ranks of the pipeline reach this line, since they captured the same step.
             self._evaluations[name] = None
         self._bring_weights()
         return run_whole(*args, **kwargs)
 
 
 class SavingStrategy(EvaluatingStrategy):
-    """Collects the state of all ranks on the first one, and saves nothing after an exception."""
+    """A strategy that collects state on the first rank and saves nothing after an exception."""
 
     shard_optimizer: bool
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the state dict of a single device on the first rank, ``{}`` on the others."""
+        """Return the state dict of a single device on the first rank, and ``{}`` on the others."""
         if self._owners is None or self._is_interrupted:
             return super().lightning_module_state_dict()
         if self.grid.replicas.rank:
@@ -193,7 +193,7 @@ class SavingStrategy(EvaluatingStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer state of a single device, on the first rank only."""
+        """Return the optimizer state of a single device on the first rank only."""
         inner = getattr(optimizer, "_optimizer", optimizer)
         if self._owners is None or self._is_interrupted:
             return cast(dict[str, Any], inner.state_dict())

@@ -1,4 +1,4 @@
-"""Estimate costs, cuts, bytes sent and the bubble of a pipeline before it runs."""
+"""Estimate the costs, cuts, sent bytes and bubble of a pipeline before it runs."""
 
 from __future__ import annotations
 
@@ -51,30 +51,30 @@ class StageCosts:
 
     # Path of the module with the stage's first operation.
     first_module: str
-    # Estimates for one core of a CPU, or for a data-centre GPU.
+    # Estimates for one CPU core, or for a data-centre GPU.
     forward_seconds: float
     backward_seconds: float
     parameter_bytes: int
-    # For the backward pass of one microbatch, and of all that 1F1B has in flight in the stage.
+    # Bytes for the backward pass: of one microbatch, and of all in flight under 1F1B.
     saved_bytes: int
     peak_saved_bytes: int
-    # To the next stage, and gradients back from it.
+    # Bytes sent to the next stage, and gradients sent back.
     sent_bytes: int
     returned_bytes: int
 
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """A pipeline with what it would cost; ``str`` of it is a table and a picture.
+    """A pipeline and its estimated costs. ``str`` shows a table and a picture.
 
     Attributes:
         pipe: The pipeline.
         stages: Costs of its stages.
         timeline: One step under 1F1B. Sending and receiving count on both sides.
-        imbalance: Seconds that the slowest stage computes over their mean.
-        least_imbalance: Its lower bound for any cuts, given by the largest operation.
-        ideal_seconds: The step of equal stages that send nothing.
-        only: The module that runs as the pipeline and why, if that is not the whole step.
+        imbalance: Compute seconds of the slowest stage divided by the mean.
+        least_imbalance: Lower bound of ``imbalance`` for any cuts, given by the largest operation.
+        ideal_seconds: Length of the step with equal stages that send nothing.
+        only: The module that runs as the pipeline and the reason, if the whole step does not.
     """
 
     pipe: Pipe
@@ -120,16 +120,16 @@ def _milliseconds(seconds: float) -> str:
 def explain_pipeline(
     module: nn.Module, batch: Any, num_stages: int, *, num_microbatches: int | None = None
 ) -> PipelinePlan:
-    """Balance a module over stages and estimate their costs. Nothing is computed.
+    """Balance a module over stages and estimate their costs, without computing anything.
 
     Args:
-        module: The module; with its loss, if the backward pass is to start there.
+        module: The module. Include the loss if the backward pass starts there.
         batch: Arguments of one microbatch: a tensor, a tuple, or a dict of keyword arguments.
-        num_stages: Stages, each on a device of its own.
-        num_microbatches: Microbatches of the step in the picture; by default twice the stages.
+        num_stages: Number of stages, each on its own device.
+        num_microbatches: Microbatches of the step in the picture; twice the stages by default.
 
     Raises:
-        ValueError: If an argument is out of range, or the module cannot be cut so often.
+        ValueError: If an argument is out of range, or the module has too few cuts.
         RuntimeError: If ``forward`` cannot be captured as one graph.
 
     Examples:
@@ -149,7 +149,7 @@ def explain_pipeline(
 
 
 def plan_of(pipe: Pipe, module: nn.Module, num_microbatches: int | None) -> PipelinePlan:
-    """Estimate the costs of a pipeline's stages, and of a step under 1F1B."""
+    """Estimate the costs of a pipeline's stages and of a step under 1F1B."""
     count = 2 * pipe.num_stages if num_microbatches is None else num_microbatches
     SCHEDULES["1F1B"].check(pipe.num_stages, pipe.num_stages, count)
     device = device_type_of(module)
@@ -221,25 +221,25 @@ def explain_step(
     """Balance a step over stages, as a pipeline would, and estimate their costs.
 
     Args:
-        module: The module; left as it is.
+        module: The module, which does not change.
         batch: A whole batch.
-        num_stages: Stages, each on a device of its own.
+        num_stages: Number of stages, each on its own device.
         *args: Arguments of the step after the batch.
-        num_microbatches: Equal parts of the batch; by default twice the stages.
+        num_microbatches: Number of equal parts of the batch; twice the stages by default.
         method: Name of the step.
         context: Entered around the step, such as ``lambda: torch.autocast("cpu", torch.bfloat16)``.
         **kwargs: Keyword arguments of the step.
 
     Raises:
-        ValueError: If an argument is out of range, the batch cannot be divided, or the step cannot
-            be cut so often.
+        ValueError: If an argument is out of range, the batch cannot be divided, or the step has too
+            few cuts.
         CaptureError: If neither the step nor a module with most parameters that it calls is one
             graph.
         RuntimeError: If the step returns no loss.
     """
     policy = balanced_split(num_stages, num_microbatches=num_microbatches)
     count = 2 * num_stages if num_microbatches is None else num_microbatches
-    # The error names what the user has set.
+    # The error names the argument that the user has set.
     default = f"num_stages={num_stages}: num_microbatches is twice as many by default, and"
     part = split_evenly(batch, count, default if num_microbatches is None else "")[0]
     step = CalledSteps(module, (method,), defer=LOGS).steps[method]
@@ -270,7 +270,7 @@ def explain_step(
 def _of_called(
     module: nn.Module, failure: CaptureError, run: Callable[[], Any]
 ) -> tuple[GraphCall, str]:
-    """Return the graph of the module that a step calls with a microbatch, and its name."""
+    """Return the graph and the name of the module that a step calls for a microbatch."""
     paths = with_most_parameters(module)
     logs = {name: nothing for name in LOGS if hasattr(module, name)}
     while True:

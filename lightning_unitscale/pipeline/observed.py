@@ -1,10 +1,10 @@
-"""Stages with probes, for the steps that are observed.
+"""Probe the stages of observed steps.
 
-A graph is rewritten before it is cut, and probed afterwards, so that the records of a probe stay on
-the rank that runs the stage. Every tensor is probed in one stage: a batch or a buffer in the first
-that reads it, and a relayed or recomputed value in the stage that computes it. For a parameter of
-several stages the parts of its gradient are kept for each microbatch, and added up on the rank of
-the first stage.
+A graph is rewritten before it is cut and probed afterwards. So the records of a probe stay on the
+rank that runs the stage. Every tensor is probed in one stage. For a batch or a buffer it is the
+first stage that reads it, for other values the stage that computes it. If several stages use a
+parameter, the parts of its gradient are kept per microbatch. The rank of the first stage adds them
+up.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class ObservedStages:
         trainable = {name for name, param in pipe.named_parameters() if param.requires_grad}
         shared = pipe.shared_parameters()
         self._shared = {name: shared[name] for name in sorted(wanted & trainable & shared.keys())}
-        # The gradients of shared parameters in this rank's stages, one for each microbatch.
+        # The gradients of shared parameters in this rank's stages, one per microbatch.
         self._parts: dict[tuple[str, int], list[Tensor | None]] = {}
         self._parameters: dict[str, nn.Parameter] = {}
-        # The functions that run in place of this rank's stages.
+        # The functions that replace this rank's stages.
         self.run: dict[int, Callable[..., Any]] = {}
         seen: set[str] = set()
         for index, stage in enumerate(pipe.stages):
@@ -63,19 +63,19 @@ class ObservedStages:
             seen |= {tensor_name(node) for node in stage.graph.nodes if _is_read(node)}
 
     def begin(self) -> None:
-        """Forget the gradients of the last step, before a step."""
+        """Drop the gradients of the last step before a new one."""
         for parts in self._parts.values():
             parts.clear()
 
     def finish(self) -> None:
-        """Give the passes the gradients of shared parameters, after a step; all ranks call it."""
+        """Pass the gradients of shared parameters to the passes after a step. All ranks call it."""
         for name, stages in self._shared.items():
             own = {stage: parts for (key, stage), parts in self._parts.items() if key == name}
             on_cpu = tree_map_only(Tensor, lambda gradient: gradient.cpu(), own)
             gathered = gathered_on(self._rank_of(stages[0]), on_cpu, self._group)
             if gathered is not None:
                 parts = {stage: own for each in gathered for stage, own in each.items()}
-                # As autograd adds them up: the last use first.
+                # In autograd's order of addition: the last use first.
                 self._show(name, [parts[stage] for stage in reversed(stages)])
         self.begin()
 
@@ -99,7 +99,7 @@ class ObservedStages:
         return Variant(graph, execute_with("eager", graph.graph_module, ()))
 
     def _show(self, name: str, parts: Sequence[Sequence[Tensor | None]]) -> None:
-        """Add up the parts of a gradient for each microbatch, and give it to the passes."""
+        """Add up the parts of a gradient for each microbatch, and pass it to the passes."""
         parameter = self._parameters[name].detach()
         for of_microbatch in zip(*parts, strict=True):
             present = [part.to(parameter.device) for part in of_microbatch if part is not None]
@@ -114,7 +114,7 @@ def _keep_gradient(graph: fx.Graph, node: fx.Node, parts: list[Tensor | None]) -
         parts.append(None)
 
         def see(gradient: Tensor) -> None:
-            # Dense, and a copy: autograd may add to the tensor that it passes on.
+            # A dense copy, because autograd may add to the tensor that it passes on.
             dense = gradient.to_dense() if gradient.layout != torch.strided else gradient
             parts[index] = dense.clone()
 
@@ -128,5 +128,5 @@ def _keep_gradient(graph: fx.Graph, node: fx.Node, parts: list[Tensor | None]) -
 
 
 def _is_read(node: fx.Node) -> bool:
-    """Return whether a node is an input of the call, or an attribute."""
+    """Check whether a node is an input of the call or an attribute."""
     return node.op in {"placeholder", "get_attr"} and ELSEWHERE not in node.meta

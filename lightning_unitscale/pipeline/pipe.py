@@ -1,4 +1,4 @@
-"""A module cut into stages by ``pipeline()``, and its reference execution in one process."""
+"""Cut a module into stages with ``pipeline()``, and run them in one process as a reference."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class PipeInfo:
 
     Attributes:
         num_stages: Number of stages.
-        stages: Their descriptions.
+        stages: Descriptions of the stages.
         has_loss: Whether one of the outputs is known to be the loss.
-        shared_parameters: Parameters that several stages have, with the stages.
+        shared_parameters: Parameters that several stages use, with these stages.
         left_out: Outputs of the module that the pipeline does not return.
     """
 
@@ -63,20 +63,20 @@ class PipeInfo:
 
 
 class Pipe(nn.Module):
-    """The stages of a module, in order.
+    """The stages of a module in order.
 
-    Calling it runs all stages in this process, one after the other, with the same bits as the
-    module itself, forward and, by autograd, backward. The stages share the module's parameters,
+    A call runs all stages in this process, one after the other. The result and, by autograd, the
+    gradients have the same bits as those of the module. The stages share the module's parameters,
     under the same names.
 
     Args:
         program: The captured module.
         stages: Its stages.
-        aliases: Other names of tied parameters and buffers, with their names in the stages.
+        aliases: Other names of tied parameters and buffers, and their names in the stages.
 
     Attributes:
         stages: The stages in order.
-        batch_loss: How the loss of a batch follows from those of its microbatches.
+        batch_loss: How to compute the loss of a batch from the losses of its microbatches.
     """
 
     def __init__(
@@ -114,16 +114,16 @@ class Pipe(nn.Module):
     ) -> PipelineStage:
         """Return one stage for a schedule of ``torch.distributed.pipelining``.
 
-        Give the module's arguments to ``schedule.step`` by name, on every rank. The result is the
-        loss, if it is known, which the engine cannot concatenate: pass ``return_outputs=False``.
-        Pass ``scale_grads=False`` to the schedule and divide the loss by the number of
-        microbatches. These losses are not weighted, and the gradients of parameters in stages of
-        several ranks (``info().shared_parameters``) are not summed. :class:`PipelineRunner` does
-        all of that.
+        Pass the module's arguments to ``schedule.step`` by name on every rank. The result is the
+        loss, if it is known. The engine cannot concatenate losses, so pass
+        ``return_outputs=False``. Pass ``scale_grads=False`` to the schedule, and divide the loss by
+        the number of microbatches. Losses are not weighted, and gradients of
+        ``info().shared_parameters`` are not summed across ranks. :class:`PipelineRunner` does all
+        of that.
 
         Args:
             stage_index: Index of the stage.
-            device: Device to which it is moved.
+            device: Device of the stage, which is moved there.
             group: The pipeline's process group; all ranks by default.
 
         Raises:
@@ -141,7 +141,7 @@ class Pipe(nn.Module):
         return EngineStage(stage, self._run_by_name, device, group, has_backward=True)
 
     def _run_by_name(self, stage: StageModule, *received: Tensor, **inputs: Any) -> Any:
-        """Run a stage; the last stage returns the loss, if it is known."""
+        """Run a stage. The last stage returns the loss, if it is known."""
         info = stage.info
         names = info.input_names
         if len(received) != len(info.received) or any(name not in inputs for name in names):
@@ -170,7 +170,7 @@ class Pipe(nn.Module):
         )
 
     def shared_parameters(self) -> dict[str, tuple[int, ...]]:
-        """Return the parameters that several stages have, with the indices of the stages."""
+        """Return the parameters that several stages use, with the indices of these stages."""
         users: dict[str, list[int]] = {}
         for index, stage in enumerate(self.stages):
             for name in stage.info.parameters:
@@ -196,7 +196,7 @@ class Pipe(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters of all stages under the module's names; a shared one once."""
+        """Yield the parameters of all stages under the module's names, each once."""
         seen: set[str] = set()
         for stage in self.stages:
             for name, param in stage.named_parameters(prefix, recurse, remove_duplicate):
@@ -206,7 +206,7 @@ class Pipe(nn.Module):
 
     @override
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:  # type: ignore[override]
-        """Return parameters and buffers of all stages, tied ones under each of their names."""
+        """Return parameters and buffers of all stages, with tied ones under each of their names."""
         state: dict[str, Tensor] = {}
         for stage in self.stages:
             state |= stage.state_dict(*args, **kwargs)
@@ -239,19 +239,19 @@ def pipeline(
 ) -> Pipe:
     """Cut a module into stages that run one after the other.
 
-    The module's ``forward`` is captured for one microbatch, with nothing computed. It is cut at the
-    calls of ``pipe_split()`` in its code, at the edges in ``split_spec``, or by ``split_policy``.
-    The module itself does not change, and the stages share its parameters.
+    The module's ``forward`` is captured for one microbatch, without computing anything. It is cut
+    at calls of ``pipe_split()``, at the edges in ``split_spec``, or by ``split_policy``. The module
+    itself does not change, and the stages share its parameters.
 
     Args:
-        module: The module, in the mode (training or not) in which it is to run.
+        module: The module, in the mode (training or evaluation) in which it will run.
         mb_args: Example arguments for one microbatch.
         mb_kwargs: Example keyword arguments for one microbatch.
-        split_spec: Paths of submodules, with the edge that is a cut.
-        split_policy: Function that puts cuts into the captured graph, such as
+        split_spec: Mapping from paths of submodules to the edge to cut.
+        split_policy: Function that inserts cuts into the captured graph, such as
             ``balanced_split(4)``.
         loss_spec: The output that is the loss: its key, or the structure of the output with
-            ``True`` there. By default the key ``"loss"``, or an output that is one scalar.
+            ``True`` there. The default is the key ``"loss"``, or an output that is one scalar.
 
     Raises:
         ValueError: If an argument is wrong, no cut is given, or a stage would be empty.
@@ -274,8 +274,8 @@ def pipeline(
         check_callable("split_policy", split_policy, expected, "pass balanced_split(2)")
     if split_spec and split_policy is not None:
         raise ValueError(
-            f"split_spec={dict(split_spec)!r} and split_policy={split_policy!r}: both say where to "
-            "cut. Expected one of them. Leave one out."
+            f"split_spec={dict(split_spec)!r} and split_policy={split_policy!r}: both set the "
+            "cuts. Expected one of them. Leave one out."
         )
     args = (mb_args,) if isinstance(mb_args, Tensor) else mb_args
     expected = "a tuple of the arguments of one microbatch"
@@ -289,9 +289,9 @@ def pipeline(
         batch_loss = batch_loss_of(module, program, *example, loss_spec)
     if split_spec and num_marks(program) < len(split_spec):
         raise ValueError(
-            f"split_spec={dict(split_spec)!r}: {num_marks(program)} of these {len(split_spec)} "
-            f"cuts are in what {type(module).__name__}.forward runs. Expected modules that it "
-            "calls outside of checkpoints. Name others."
+            f"split_spec={dict(split_spec)!r}: only {num_marks(program)} of these "
+            f"{len(split_spec)} cuts are in code that {type(module).__name__}.forward runs. "
+            "Expected modules that it calls outside of checkpoints. Name others."
         )
     if split_policy is not None or not num_marks(program):
         cut_by(program, split_policy)

@@ -1,16 +1,16 @@
-"""Run a module's method as a pipeline: its graph is captured, and cut alike on every rank.
+"""Run a module's method as a pipeline. Every rank captures its graph and cuts it alike.
 
-:class:`PipelinedStep` runs ``training_step`` with its loss, :class:`PipelinedEvaluation` a step
-without gradients.
+:class:`PipelinedStep` runs ``training_step`` with its loss. :class:`PipelinedEvaluation` runs a
+step without gradients.
 
-The method is called with each microbatch and stopped when it reaches the graph, which gives the
-graph's inputs. Then the pipeline runs. The method is called once more with the pipeline's results
-in the graph's place, and logs and returns values of the whole batch. Dynamo guards the Python state
-that the method reads, and recaptures the graph when that changes.
+The method is called with each microbatch and stopped at the graph. This gives the graph's inputs.
+Then the pipeline runs. The method is called once more with the pipeline's results, and logs and
+returns values of the whole batch. Dynamo guards the Python state that the method reads, and
+recaptures the graph when that changes.
 
-Each rank captures and cuts for itself, from the same module and batch and by constants, so they
-agree. They are compared all the same: if they differed (Python code that asks for its rank, other
-versions), tensors of one shape could silently reach the wrong layer.
+Each rank captures and cuts for itself. The module, the batch and all constants are the same, so the
+ranks agree. We still compare them: with rank-dependent code or other versions, tensors of one shape
+could silently reach the wrong layer.
 """
 
 from __future__ import annotations
@@ -59,29 +59,29 @@ from lightning_unitscale.pipeline.stage_remat import remat_stages
 from lightning_unitscale.pipeline.whole_batch import WholeBatch
 
 _NAME = "training_step"
-# Graphs for batches of one size, each of which has to be captured and cut.
+# Limit on graphs for batches of one size. Each has to be captured and cut.
 _MAX_ALIKE = 4
 
 
 class NotPipelinedError(RuntimeError):
-    """A method of the module cannot run as a pipeline; nothing of it has run."""
+    """An error: a method cannot run as a pipeline. None of it has run."""
 
 
 @dataclass
 class PipelinedGraph:
     """A graph that runs as a pipeline."""
 
-    # The graph of a microbatch; kept, so that no other graph gets its id.
+    # The graph of a microbatch. It is kept so that no other graph can reuse its id.
     graph: CompiledGraph
     # The graph of the whole batch, whose results are replayed.
     whole: CompiledGraph
-    # Values of the whole batch for the stages, if it has several microbatches.
+    # Values of the whole batch for the stages, with several microbatches.
     batch: WholeBatch | None
     step: StepProgram
     runner: PipelineRunner
-    # The stages with the probes of all passes, once a step was observed.
+    # The stages with the probes of all passes, after an observed step.
     observed: ObservedStages | None = None
-    # The stages within a memory budget, once a step has run in one.
+    # The stages within a memory budget, after a planned step.
     planned: Replaced | None = None
 
     def inputs(self, calls: Sequence[GraphCall]) -> list[list[Any]]:
@@ -128,9 +128,9 @@ class PipelinedMethod:
         self.module = module = strategy.own_module
         self.name = name
         self.strategy = strategy
-        # By the graph, how often its passes were rewritten, and the graph of the whole batch.
+        # By the graph, the number of rewrites by its passes, and the graph of the whole batch.
         self._pipelines: dict[tuple[int, int, int], PipelinedGraph] = {}
-        # The captured method, with the passes of the callbacks over its graphs unless ``plain``.
+        # The captured method, with the callbacks' passes over its graphs unless ``plain``.
         steps = steps_of(module)
         if steps is None or name not in steps.steps or plain:
             steps = CalledSteps(module, (name,), defer=defer)
@@ -139,9 +139,9 @@ class PipelinedMethod:
     def graph_calls(
         self, parts: Sequence[Arguments], whole: Arguments
     ) -> tuple[list[GraphCall], GraphCall]:
-        """Return the calls of the method's one graph for the microbatches and for the batch.
+        """Return the calls of the method's one graph, for the microbatches and for the batch.
 
-        Nothing of the method has run then.
+        No part of the method has run yet.
         """
         calls: list[GraphCall] = []
         for arguments in parts:
@@ -172,7 +172,7 @@ class PipelinedMethod:
         *,
         is_exact: bool = True,
     ) -> PipelinedGraph:
-        """Return the pipeline of a graph, which is made when it first runs."""
+        """Return the pipeline of a graph, and make it at the first call."""
         call = calls[0]
         key = id(call.graph), call.graph.num_rewrites, id(whole.graph)
         if key not in self._pipelines:
@@ -237,18 +237,18 @@ class PipelinedStep(PipelinedMethod):
         self._granted: dict[int, Granted] = {}
 
     def attach(self) -> None:
-        """Put the captured step on the module."""
+        """Replace the module's step by the captured one."""
         self.steps.attach(type(self).__name__)
 
     def detach(self) -> None:
-        """Give the module its own step back. Idempotent."""
+        """Restore the module's own step. Idempotent."""
         self.steps.detach(type(self).__name__)
 
     def __call__(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run forward and backward of one batch, and return the result of the step for it."""
+        """Run forward and backward of one batch, and return the step's result for it."""
         step = self.steps.steps[_NAME]
         parts = split_evenly(batch, self.strategy.num_microbatches)
-        # A tensor that occurs twice in the batch is two inputs, as in its parts.
+        # Here and in the parts of a batch, a tensor that occurs twice becomes two inputs.
         (batch,) = split_evenly(batch, 1)
         with static_shapes():
             calls, whole = self.graph_calls(
@@ -268,7 +268,7 @@ class PipelinedStep(PipelinedMethod):
             for graph_pass in self.steps.passes:
                 graph_pass.before_step(self.module)
             inputs = graph.inputs(calls)
-            # Before anything is freed: a budget that is refused leaves the module as it is.
+            # Before any memory is freed: a refused budget leaves the module as it is.
             planned = self._planned(graph, inputs[0])
             with self._cut_context():
                 outputs = self._run(graph, inputs, planned)
@@ -296,7 +296,7 @@ class PipelinedStep(PipelinedMethod):
         return outputs
 
     def _planned(self, graph: PipelinedGraph, microbatch: list[Any]) -> Replaced:
-        """Return the stages within a memory budget, if there is one."""
+        """Return the stages within the memory budget, or ``None`` without a budget."""
         if graph.planned is None and isinstance(self.steps.partition_fn, StepPartitioner):
             graph.planned = remat_stages(
                 graph.runner, microbatch, self.steps, self.strategy, self._granted
@@ -308,7 +308,7 @@ class PipelinedEvaluation(PipelinedMethod):
     """A step without a backward pass, whose graph runs on several ranks."""
 
     def __init__(self, name: str, strategy: GridStrategy, num_microbatches: int) -> None:
-        # Plain: if callbacks make another function of the step, it does not run as a pipeline.
+        # Plain: a step that callbacks rewrite into another function does not run as a pipeline.
         super().__init__(name, strategy, defer=LOGS, plain=True)
         self._num_microbatches = num_microbatches
         # By the shapes of the inputs.
@@ -335,7 +335,7 @@ class PipelinedEvaluation(PipelinedMethod):
             try:
                 graph = self.pipelined(calls, whole, is_exact=False)
             except (RuntimeError, ValueError) as error:
-                # It uses parameters in another order than the training, or allows too few cuts.
+                # It uses parameters in another order than the training, or has too few cuts.
                 raise NotPipelinedError(
                     f"{type(self.module).__name__}.{self.name} cannot be cut like the training: "
                     f"{error}"

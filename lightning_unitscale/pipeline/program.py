@@ -1,4 +1,4 @@
-"""A graph of flat inputs and outputs that the pipeline cuts, its microbatches and its loss."""
+"""Describe a graph of flat inputs and outputs, its microbatches and its loss."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch.utils._pytree import (
 )
 from typing_extensions import override
 
-# Which output is the loss: its key, or the output's structure with ``True`` there.
+# The output that is the loss: its key, or the output's structure with ``True`` there.
 LossSpec = Any
 
 
@@ -39,7 +39,7 @@ class TensorInfo:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of the elements, each once."""
+        """Return the bytes of the elements, each counted once."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class TensorInfo:
 class ProgramInput:
     """One leaf of a program's arguments."""
 
-    # Its place in the arguments, such as ``input_ids`` or ``batch[0]``.
+    # Its position in the arguments, such as ``input_ids`` or ``batch[0]``.
     name: str
     # The tensor, or the other value, for which the graph was captured.
     tensor: TensorInfo | None = None
@@ -68,16 +68,16 @@ class ProgramInput:
 class Program:
     """One graph with flat inputs and outputs."""
 
-    # Its placeholders are the inputs in their order, its output is a tuple. Parameters, buffers and
+    # Its placeholders are the inputs in their order. Its output is a tuple. Parameters, buffers and
     # constants are ``get_attr`` nodes under their names.
     graph_module: fx.GraphModule
     inputs: tuple[ProgramInput, ...]
-    # Structures of ``(args, kwargs)`` and of the result.
+    # The structures of ``(args, kwargs)`` and of the result.
     in_spec: TreeSpec
     out_spec: TreeSpec
     # The position of the loss among the flat outputs.
     loss: int | None
-    # Outputs of the module that no graph can return.
+    # Outputs of the module that a graph cannot return.
     left_out: tuple[str, ...] = ()
 
     @property
@@ -88,7 +88,7 @@ class Program:
 
     def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
         """Flatten the arguments of a call."""
-        # The order of keyword arguments has no meaning.
+        # The order of keyword arguments does not matter.
         template = tree_unflatten(list(range(len(self.inputs))), self.in_spec)
         names = list(template[1])
         ordered = {name: kwargs[name] for name in names if name in kwargs}
@@ -116,7 +116,7 @@ class Program:
 
 
 def named_tensors(module: nn.Module, *, remove_duplicate: bool = True) -> dict[str, Tensor]:
-    """Return parameters and buffers by name; tied ones under the first name, or under each."""
+    """Return parameters and buffers by name: tied ones under the first name, or under each."""
     return {
         **dict(module.named_parameters(remove_duplicate=remove_duplicate)),
         **dict(module.named_buffers(remove_duplicate=remove_duplicate)),
@@ -129,8 +129,8 @@ def split_batch(
     """Return the flat inputs of each microbatch.
 
     A tensor whose first dimension is ``num_microbatches`` times the example's is cut along it. A
-    tensor of the example's shape is for all microbatches. Every rank keeps its own copy of all
-    inputs, so that none is ever sent.
+    tensor of the example's shape goes to all microbatches. Every rank keeps its own copy of all
+    inputs, so none is ever sent.
     """
     flat = program.flatten(args, kwargs)
     microbatches: list[list[Any]] = [[] for _ in range(num_microbatches)]
@@ -144,7 +144,7 @@ def split_batch(
 def split_evenly(batch: Any, num_microbatches: int, given: str = "") -> list[Any]:
     """Divide a batch into equal parts along the first dimension of its tensors.
 
-    Values without this dimension, or with another size there than the first tensor, are for all.
+    Values whose first dimension is missing or differs from that of the first tensor go to all.
     """
     sizes = [len(leaf) for leaf in leaves_of(batch) if isinstance(leaf, Tensor) and leaf.ndim]
     if not sizes or sizes[0] % num_microbatches:
@@ -166,7 +166,7 @@ def split_evenly(batch: Any, num_microbatches: int, given: str = "") -> list[Any
 def leaves_of(batch: Any) -> list[Any]:
     """Return the tensors and other values of a batch, without its containers.
 
-    Containers are also dataclasses and mappings such as the ``BatchEncoding`` of Hugging Face.
+    Dataclasses and mappings such as Hugging Face's ``BatchEncoding`` are containers too.
     """
     leaves: list[Any] = []
     _map_leaves(leaves.append, batch)
@@ -209,14 +209,14 @@ def _pieces(value: Any, described: ProgramInput, count: int) -> list[Any]:
 
 
 class LossWrapper(nn.Module):
-    """A module together with its loss function, so that the loss is part of what is captured.
+    """A module and its loss function, captured together.
 
-    Override ``forward(*inputs, targets)`` to call ``self.module`` and ``self.loss_fn``; its one
+    Override ``forward(*inputs, targets)`` to call ``self.module`` and ``self.loss_fn``. Its only
     result is the loss. :class:`TrivialLossWrapper` is the common case.
 
     Args:
-        module: The model; its parameters keep their names below ``module.``.
-        loss_fn: Computes the loss from the model's output and the targets.
+        module: The model. Its parameters keep their names below ``module.``.
+        loss_fn: Function from the model's output and the targets to the loss.
     """
 
     def __init__(self, module: nn.Module, loss_fn: Callable[..., Tensor]) -> None:
@@ -226,7 +226,7 @@ class LossWrapper(nn.Module):
 
 
 class TrivialLossWrapper(LossWrapper):
-    """Computes ``loss_fn(module(x), targets)``."""
+    """A module with the loss ``loss_fn(module(x), targets)``."""
 
     @override
     def forward(self, x: Any, targets: Any) -> Tensor:
@@ -237,7 +237,7 @@ class TrivialLossWrapper(LossWrapper):
 def loss_index(
     outputs: Any, is_scalar: Sequence[bool], spec: LossSpec, *, is_loss: bool = False
 ) -> int | None:
-    """Return the position of the loss among the flattened outputs, or ``None`` without one."""
+    """Return the position of the loss among the flattened outputs, or ``None`` without a loss."""
     paths = [_keys(path) for path, _ in tree_flatten_with_path(outputs)[0]]
     keys = [path[-1] if path else None for path in paths]
     if spec is None:
@@ -254,7 +254,7 @@ def loss_index(
                 f"loss_spec={spec!r}: {len(wanted)} outputs have this key. Expected one of {keys}."
             )
     else:
-        # A spec may stop above the leaves, and may be a plain dict for a mapping of another class.
+        # A spec may stop above the leaves, and may be a dict for a mapping of another class.
         marked = [_keys(path) for path, value in tree_flatten_with_path(spec)[0] if value]
         wanted = [
             index
@@ -276,7 +276,7 @@ def loss_index(
 
 
 def _keys(path: Any) -> tuple[Any, ...]:
-    """Return the keys, indices and names of a path of pytree."""
+    """Return the keys, indices and names along a pytree path."""
     return tuple(
         next(getattr(entry, kind) for kind in ("key", "idx", "name") if hasattr(entry, kind))
         for entry in path

@@ -1,4 +1,4 @@
-"""Give all ranks the state of metric objects of a step that runs on one rank."""
+"""Share the state of metric objects when a step runs on one rank only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchmetrics import Metric, MetricCollection
 
 
 class LoggedMetric(NamedTuple):
-    """Stands for a metric object that a step logs; a tuple, so that its value is averaged."""
+    """A stand-in for a logged metric object. It is a tuple, so that its value is averaged."""
 
     path: str
     # The result of its last call.
@@ -23,12 +23,12 @@ class LoggedMetric(NamedTuple):
 
 @dataclass(frozen=True)
 class MetricState:
-    """The state of a metric object, or how a step has changed it."""
+    """The state of a metric object, or the change that a step has made."""
 
     update_count: int
     # Its states by name.
     values: Mapping[str, Tensor | list[Tensor]]
-    # The lists that only grew; their values are the new elements.
+    # The lists that only grew. Their values are the new elements.
     appended: frozenset[str] = frozenset()
 
 
@@ -64,7 +64,7 @@ class SharedMetrics:
                     _set(metric, before[path].update_count, before[path].values)
 
     def changes(self, before: Mapping[str, MetricState]) -> dict[str, MetricState]:
-        """Return the changes of the metric objects since ``before``, as tensors on the host."""
+        """Return the changes of the metric objects since ``before``, as tensors on the CPU."""
         return {
             path: _change(before[path], metric)
             for path, metric in self._metrics().items()
@@ -84,7 +84,7 @@ class SharedMetrics:
             _set(metric, change.update_count, values)
 
     def loggable(self, value: Any) -> Any:
-        """Return a value that a step logs as it is sent to the other ranks."""
+        """Convert a logged value into a value that can be sent to other ranks."""
         if isinstance(value, MetricCollection):
             named = value.items(keep_base=False, copy_state=False)
             return {name: self.loggable(metric) for name, metric in named}
@@ -114,7 +114,7 @@ class SharedMetrics:
         metrics = {}
         for path, module in self._module.named_modules():
             if isinstance(module, MetricCollection):
-                # Metrics of one compute group are updated once; this gives the state to all.
+                # Metrics of one compute group are updated once. This gives the state to all.
                 module.items(keep_base=True, copy_state=False)
             elif isinstance(module, Metric):
                 metrics[path] = module
@@ -122,7 +122,7 @@ class SharedMetrics:
 
 
 def detached(value: Any) -> Any:
-    """Return a tensor on the host without its gradient, and any other value as it is."""
+    """Move a tensor to the CPU without its gradient. Return other values as they are."""
     return value.detach().cpu() if isinstance(value, Tensor) else value
 
 
@@ -132,7 +132,7 @@ def _change(before: MetricState, metric: Metric) -> MetricState:
     for name, value in metric.metric_state.items():
         old = before.values[name]
         if isinstance(value, list) and len(value) >= len(old):
-            # Numbers as well as objects: a metric's forward copies its states.
+            # Numbers as well as objects, because a metric's forward copies its states.
             pairs = zip(old, value, strict=False)
             if all(ours is theirs or torch.equal(ours, theirs) for ours, theirs in pairs):
                 appended.add(name)

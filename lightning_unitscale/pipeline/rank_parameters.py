@@ -1,11 +1,11 @@
-"""The owners of parameters among the ranks, and parameters without memory on the other ranks.
+"""Manage the owners of parameters among the ranks, and free parameters on the other ranks.
 
-A tensor whose storage is gone crashes the process when an operation reads it (a segmentation fault
-on a CPU, torch 2.13). So while a parameter is freed its class is one that raises instead.
+Reading a tensor without storage crashes the process (a segmentation fault on a CPU, torch 2.13). So
+the class of a freed parameter is one that raises an error instead.
 
-Stages validate without the weights of other ranks, but a hook may merge adapters into weights, or
-swap in averages. All ranks run the same hooks, so that each needs the values. During the first
-validation of a training every rank has them, and they are watched.
+Stages validate without the weights of other ranks. But a hook may merge adapters into weights, or
+swap in averages. All ranks run the same hooks, so each rank needs the values. During the first
+validation of a training every rank keeps all values, and reads of them are recorded.
 
 Private names, checked on torch 2.13 and 2.11: ``torch._C.DisableTorchFunctionSubclass`` and
 ``_cdata``.
@@ -29,7 +29,7 @@ from lightning_unitscale.pipeline.program import named_tensors
 from lightning_unitscale.pipeline.stage_owners import Ownership, hand_out_gradient
 from lightning_unitscale.ranks import broadcast_tensor, gathered, gathered_on, hand_out
 
-# Functions that need no value of the tensor.
+# Functions that need no values of the tensor.
 _DESCRIBES = frozenset(
     {"__hash__", "__len__", "__reversed__", "data_ptr", "dim", "element_size", "get_device",
      "is_complex", "is_contiguous", "is_floating_point", "is_shared", "nelement", "numel",
@@ -40,7 +40,7 @@ _VIEWS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 
 
 def describes(func: Any) -> bool:
-    """Return whether a function of a tensor needs no value of it."""
+    """Check whether a function of a tensor needs none of its values."""
     attribute = _attribute(func)
     if attribute is not None:
         return bool(attribute) and attribute not in _VIEWS
@@ -48,14 +48,14 @@ def describes(func: Any) -> bool:
 
 
 def _attribute(func: Any) -> str | None:
-    """Return the name of the attribute that a function gets or sets; ``None`` for a method."""
+    """Return the attribute that a function gets or sets, or ``None`` for a method."""
     if getattr(func, "__name__", "") not in {"__get__", "__set__"}:
         return None
     return str(getattr(getattr(func, "__self__", None), "__name__", ""))
 
 
 class FreedParameter(nn.Parameter):
-    """A parameter whose storage is freed: it has a shape, a type and a device, but no values."""
+    """A parameter without storage. It has a shape, a type and a device, but no values."""
 
     @classmethod
     def __torch_function__(
@@ -77,14 +77,14 @@ class FreedParameter(nn.Parameter):
 
 
 class FreedStorage:
-    """Frees the memory of parameters, and allocates it again."""
+    """The memory of parameters, which can be freed and allocated again."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], kept: Iterable[Tensor]) -> None:
         held = Counter(_storage(tensor) for tensor in (*kept, *parameters.values()))
         self.parameters = {
             name: param
             for name, param in parameters.items()
-            # A storage that two parameters share is freed by neither.
+            # Storage that two parameters share is not freed.
             if held[_storage(param)] == 1
             and type(param) is nn.Parameter
             and param.untyped_storage().nbytes() == param.numel() * param.element_size() > 0
@@ -98,14 +98,14 @@ class FreedStorage:
         for param in self.parameters.values():
             param.grad = None
             if not param.untyped_storage().resizable():
-                # Weights that are mapped from a file, as from_pretrained does.
+                # Weights may be mapped from a file, as from_pretrained does.
                 param.data = param.detach().clone()
             param.untyped_storage().resize_(0)
             param.__class__ = FreedParameter
         self.is_free = True
 
     def take(self) -> None:
-        """Allocate the memory again, which the caller fills with values. Idempotent."""
+        """Allocate the memory again without values, which the caller sets. Idempotent."""
         if not self.is_free:
             return
         for param in self.parameters.values():
@@ -114,7 +114,7 @@ class FreedStorage:
         self.is_free = False
 
     def lose(self) -> None:
-        """Make the values NaN, on the CPU: after an error no rank can send them."""
+        """Make the values NaN on the CPU, because no rank can send them after an error."""
         if not self.is_free:
             return
         for param in self.parameters.values():
@@ -124,7 +124,7 @@ class FreedStorage:
         self.is_free = False
 
     def copied(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Replace tensors of a state dict in memory that will be freed by copies on the CPU."""
+        """Copy tensors of a state dict to the CPU if their memory will be freed."""
         own = {_storage(param) for param in self.parameters.values()}
         copies: dict[Any, Tensor] = {}
 
@@ -143,7 +143,7 @@ class FreedStorage:
 
     @contextlib.contextmanager
     def plain(self) -> Iterator[None]:
-        """Give freed parameters their usual class within this context, for captures and guards."""
+        """Restore the class of freed parameters within this context, for captures and guards."""
         freed = list(self.parameters.values()) if self.is_free else []
         for param in freed:
             param.__class__ = nn.Parameter
@@ -159,13 +159,13 @@ def _storage(tensor: Tensor) -> int:
 
 
 class WatchedParameter(nn.Parameter):
-    """A parameter that notes whether its values are read."""
+    """A parameter that records whether its values are read."""
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run a function, and note whether it does more than describe the tensor."""
+        """Run a function, and record whether it does more than describe the tensor."""
         if not describes(func):
             cls.is_read = True
         with torch._C.DisableTorchFunctionSubclass():
@@ -175,17 +175,17 @@ class WatchedParameter(nn.Parameter):
 
 
 class Watch:
-    """Watches the parameters of a module until it ends."""
+    """A record of reads of a module's parameters, until it ends."""
 
     def __init__(self, module: nn.Module) -> None:
-        # A class of its own: other modules may be watched at the same time.
+        # A separate class, because several modules may be watched at the same time.
         self._kind = type("WatchedParameter", (WatchedParameter,), {})
         self._parameters = [one for one in module.parameters() if type(one) is nn.Parameter]
         for parameter in self._parameters:
             parameter.__class__ = self._kind
 
     def end(self) -> bool:
-        """Restore the parameters, and return whether some were read. Idempotent."""
+        """Restore the parameters, and return whether any of them was read. Idempotent."""
         for parameter in self._parameters:
             if type(parameter) is self._kind:
                 parameter.__class__ = nn.Parameter
@@ -195,7 +195,7 @@ class Watch:
 
 @torch.no_grad()
 def give_first_weights(module: nn.Module) -> None:
-    """Give all ranks the parameters and buffers of the first one; every rank calls it."""
+    """Copy the first rank's parameters and buffers to all ranks. Every rank calls it."""
     for tensor in (*module.parameters(), *module.buffers()):
         broadcast_tensor(tensor.data)
 
@@ -203,7 +203,7 @@ def give_first_weights(module: nn.Module) -> None:
 class Owners:
     """The owners of a module's parameters and buffers.
 
-    Tensors of no stage are the same on all ranks and count as the first rank's.
+    Tensors of no stage are the same on all ranks and belong to the first rank.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class Owners:
     ) -> None:
         self._group, self._rank = group, dist.get_rank(group)
         self._replicas, self._steppers = replicas, ownership.steppers
-        # The ranks that have all gradients and optimizer states together.
+        # The ranks that together have all gradients and optimizer states.
         self._together = None if self._steppers else group
         self._tensors = tensors = named_tensors(module)
         self._name_of = {id(tensor): name for name, tensor in tensors.items()}
@@ -240,7 +240,7 @@ class Owners:
         self.freed = FreedStorage(others if frees else {}, kept)
 
     def counts_here(self, tensor: Tensor) -> bool:
-        """Return whether this rank is the first owner that steps a tensor, and so counts it."""
+        """Check whether this rank is the first owner that steps a tensor, and so counts it."""
         name = self._name_of[id(tensor)]
         is_of_pipeline = not self._steppers or self._steppers.get(name, 0) == self._replicas.rank
         return is_of_pipeline and self._first[name] == self._rank
@@ -266,9 +266,9 @@ class Owners:
 
     @torch.no_grad()
     def state_on_first(self, state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return ``state()`` with the owners' values on the first rank, ``{}`` on the others.
+        """Return ``state()`` with the owners' values on the first rank, and ``{}`` on the others.
 
-        None of its tensors lies in memory that is freed later.
+        None of its tensors uses memory that is freed later.
         """
         was_free = self.freed.is_free
         if self._rank == 0:
@@ -287,10 +287,10 @@ class Owners:
 
     @torch.no_grad()
     def average_gradients(self) -> None:
-        """Average the gradients over the pipelines that step with them.
+        """Average the gradients over the pipelines.
 
-        The first owner of a tied weight does it for the others. If each owner summed for itself,
-        the sums could differ in their last bits, and then the weights would.
+        The first owner of a tied weight averages for the others. If each owner did it, the sums
+        could differ in their last bits. The copies of the weight would then differ too.
         """
         if self._replicas.count == 1:
             return
@@ -306,13 +306,13 @@ class Owners:
                 hand_out_gradient(param, ranks, self._group)
 
     def share_steps(self) -> None:
-        """Give all pipelines what each has stepped; called after an optimizer's step."""
+        """Share the stepped parameters with all pipelines, after an optimizer's step."""
         trained = {name: param for name, param in self._owned.items() if param.requires_grad}
         if self._steppers:
             self._replicas.share(trained, self._steppers)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state dict of a single device on the first rank, ``{}`` on the others."""
+        """Return the state dict of a single device on the first rank, and ``{}`` on the others."""
         state_dict = optimizer.state_dict()
         parameters = [param for group in optimizer.param_groups for param in group["params"]]
         own = {
@@ -328,20 +328,20 @@ class Owners:
         return {**state_dict, "state": dict(sorted(together.items()))}
 
     def num_gradient_elements(self, parameters: Iterable[Tensor]) -> int:
-        """Return the number of elements with a gradient among the parameters of all ranks."""
+        """Return the number of elements with a gradient, for parameters of all ranks."""
         own = [param for param in parameters if param.grad is not None and self.counts_here(param)]
         return sum(gathered(sum(param.numel() for param in own), self._together))
 
     @torch.no_grad()
     def clip_norm(self, parameters: Iterable[Tensor], limit: float) -> None:
-        """Scale the gradients of all ranks so that their norm together is at most ``limit``."""
+        """Scale the gradients of all ranks so that their joint norm is at most ``limit``."""
         parameters = list(parameters)
         norms = torch.zeros(len(parameters), device=self._device)
         for norm, param in zip(norms, parameters, strict=True):
             if param.grad is not None and self.counts_here(param):
                 norm.copy_(torch.linalg.vector_norm(param.grad))
-        # Every norm is added to zeros, so that the total has the same bits on all ranks and does
-        # not depend on the owners. Otherwise the weights of the pipelines would drift apart.
+        # Every norm is added to zeros, so the total has the same bits on all ranks, whatever the
+        # owners. Otherwise the weights of the pipelines would drift apart.
         dist.all_reduce(norms, group=self._together)
         total = torch.linalg.vector_norm(norms)
         factor = (limit / (total + 1e-6)).clamp(max=1.0)

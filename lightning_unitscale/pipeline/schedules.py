@@ -1,4 +1,4 @@
-"""Schedules of torch by name, and a simulation of when each action of one runs."""
+"""Find torch's schedules by name, and simulate when each of their actions runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Work:
     stage: int
     microbatch: int
     forward: bool
-    # Seconds from the start of the step.
+    # In seconds from the start of the step.
     start: float
     end: float
 
@@ -40,12 +40,12 @@ class PipelineTimeline:
 
     @property
     def bubble(self) -> float:
-        """Return the fraction of the devices' time in which they wait."""
+        """Return the fraction of the devices' time that is idle."""
         busy = sum(work.end - work.start for work in self.work)
         return 1 - busy / (self.num_stages * self.seconds)
 
     def picture(self) -> str:
-        """Draw a row per stage: digits are forward passes and letters backward passes."""
+        """Draw a row per stage: digits are forward passes, letters are backward passes."""
         rows = [["."] * _WIDTH for _ in range(self.num_stages)]
         for work in self.work:
             first = round(work.start / self.seconds * _WIDTH)
@@ -58,14 +58,14 @@ class PipelineTimeline:
 def simulate_1f1b(
     forward_seconds: Sequence[float], backward_seconds: Sequence[float], num_microbatches: int
 ) -> PipelineTimeline:
-    """Return the timeline of one step, with nothing lost between the stages.
+    """Return the timeline of one step, without any delay between the stages.
 
     References:
         Narayanan et al. (2019), "PipeDream: Generalized Pipeline Parallelism for DNN Training",
         section 3.2.
     """
     num_stages = len(forward_seconds)
-    # An edge from each pass, of a stage and a microbatch, to those that wait for it.
+    # Edges lead from a pass of a stage and a microbatch to the passes that wait for it.
     passes = nx.DiGraph()
     for stage in range(num_stages):
         order = order_of_1f1b(stage, num_stages, num_microbatches)
@@ -87,8 +87,8 @@ def simulate_1f1b(
 
 
 def order_of_1f1b(stage: int, num_stages: int, num_microbatches: int) -> list[tuple[int, bool]]:
-    """Return the passes of a stage under 1F1B: each microbatch, and whether it goes forward."""
-    # First one forward pass for this and each later stage, then backward and forward in turn.
+    """Return the passes of a stage under 1F1B: the microbatch, and whether it is forward."""
+    # First one forward pass for this and each later stage, then alternately backward and forward.
     ahead = min(num_microbatches, num_stages - stage)
     order = [(microbatch, True) for microbatch in range(ahead)]
     for microbatch in range(num_microbatches):
@@ -103,7 +103,7 @@ Placement = Literal["single", "loop", "v"]
 
 @dataclass(frozen=True)
 class Schedule:
-    """One order in which microbatches pass through the stages.
+    """An order in which microbatches pass through the stages.
 
     Attributes:
         name: Its name in ``torch.distributed.pipelining``.
@@ -127,13 +127,13 @@ class Schedule:
         return stage % num_ranks
 
     def num_in_flight(self, stage: int, num_stages: int, num_microbatches: int) -> int | None:
-        """Return how many microbatches' saved values a stage has at once; ``None`` if unknown."""
+        """Return the number of microbatches with saved values in a stage, ``None`` if unknown."""
         if self.name == "1F1B":
             return min(num_microbatches, num_stages - stage)
         return num_microbatches if self.name == "GPipe" else None
 
     def check(self, num_stages: int, num_ranks: int, num_microbatches: int) -> None:
-        """Check that the schedule can run; raise a ``ValueError`` for a wrong number."""
+        """Raise a ``ValueError`` if the schedule cannot run with these numbers."""
         check_count("num_microbatches", num_microbatches)
         expected = {"single": num_ranks, "v": 2 * num_ranks}.get(self.placement)
         if expected is not None and num_stages != expected:
@@ -172,11 +172,11 @@ _PLACEMENTS: dict[str, Placement] = {
     "DualPipeV": "v",
 }
 SCHEDULES = {name: Schedule(name, placement) for name, placement in _PLACEMENTS.items()}
-"""The schedules by torch's own names, each with its placement of stages on the ranks."""
+"""The schedules by torch's own names, with the placement of their stages on ranks."""
 
 
 def find_schedule(name: str) -> Schedule:
-    """Return the schedule of this name, in upper or lower case."""
+    """Return the schedule with this name, in upper or lower case."""
     for schedule_name, schedule in SCHEDULES.items():
         if str(name).lower() == schedule_name.lower():
             return schedule

@@ -1,13 +1,13 @@
-"""The search for balanced cuts, for one stage or several on each rank. Pure.
+"""Search for balanced cuts, for one stage or several stages per rank. Pure.
 
-A stage costs the estimated seconds of its operations, forward and backward, and of its transfers.
+A stage costs the estimated seconds of its operations, forward and backward, and its transfers.
 
-With one stage per rank, dynamic programming finds the shortest step: the cuts that send least for a
-limit on the slowest stage, and the best of these limits. With several stages per rank, each of
-these cuts is moved in turn to the place where the ranks are most equal, until none moves. So if one
-stage of a rank costs more than the others (an output layer that is one matmul), the rank's other
-stages get less. Moving single cuts gets stuck, so the search begins from many starting points. All
-ranks use the same seed, so that they find the same cuts.
+With one stage per rank, dynamic programming finds the shortest step. For each limit on the slowest
+stage it finds the cuts that send least. It then takes the best limit. With several stages per rank,
+each cut moves in turn to the place where the ranks are most equal, until none moves. So if one
+stage costs more (an output layer that is one matmul), the other stages of its rank get less. Such
+moves can get stuck, so the search has many starting points. All ranks use the same seed, so they
+find the same cuts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MOVED = 0.6
 # For each stage, whether it may extend from one end (row) to another (column).
 Allowed = Sequence[NDArray[np.bool_]]
 _Costs = NDArray[np.float64]
-# The slowest rank, then how unequal they are.
+# The seconds of the slowest rank, then the inequality of the ranks.
 _Key = tuple[float, float]
 
 
@@ -41,7 +41,7 @@ _Key = tuple[float, float]
 class CutCandidate:
     """A possible place of a cut."""
 
-    # Name of the operation after it.
+    # Name of the operation after the cut.
     before: str
     # Estimated seconds of all operations before it, forward and backward.
     seconds_before: float
@@ -59,14 +59,14 @@ def choose_cuts(
     rank_of: Callable[[int], int] | None = None,
     allowed: Allowed | None = None,
 ) -> list[int]:
-    """Return the cuts, as positions in ``cuts``, for which a step is short.
+    """Return the indices in ``cuts`` that give a short step.
 
-    With one stage per rank the result is an optimum: with n microbatches a step takes
-    ``(n - 1) * slowest + sum`` of the seconds of the stages. Under 1F1B, where forward and backward
-    passes of different stages overlap, it takes no longer, and as long if the stages are equal.
+    With one stage per rank the result is optimal, if a step of n microbatches takes ``(n - 1) *
+    slowest + sum`` of the stages' seconds. Under 1F1B passes of different stages overlap, so a step
+    takes no longer. It takes as long if the stages are equal.
 
-    With several stages per rank these cuts are moved until the slowest rank is fast, which need not
-    be an optimum.
+    With several stages per rank, these cuts move until the slowest rank is fast. The result may not
+    be optimal.
     """
     ends = np.array([0.0, *(cut.seconds_before for cut in cuts), total])
     sends = np.array([0.0, *(cut.boundary_bytes / bytes_per_second for cut in cuts), 0.0])
@@ -98,7 +98,7 @@ def _shortest_step(
             f"num_stages={num_stages}: none of the {len(sends) - 2} possible cuts is allowed."
         )
     fastest = float(slowest[-1])
-    # The more a stage may take, the less is sent. Above this limit the step gets longer.
+    # Slower stages can send less. Above this limit the step only gets longer.
     least, _ = _fewest_sent(stage_costs, sends, np.inf)
     most, best = _fewest_sent(stage_costs, sends, fastest * (1 + _ROUNDING))
     others = num_microbatches - 1
@@ -120,10 +120,10 @@ def _shortest_step(
 
 
 def thinned(cuts: Sequence[CutCandidate], total: float, most: int) -> list[CutCandidate]:
-    """Reduce cuts to about ``most``: of cuts close to each other keep the one that sends least.
+    """Reduce cuts to about ``most``: among close cuts, keep the one that sends least.
 
-    Cuts are close if nothing between them takes time. If more than ``most`` are left, cuts less
-    than ``total / most`` apart are close, too.
+    Cuts are close if nothing between them takes time. If more than ``most`` remain, cuts less than
+    ``total / most`` apart also count as close.
     """
     kept = _best_of_each(cuts, [cut.seconds_before for cut in cuts])
     if len(kept) > most:
@@ -142,7 +142,7 @@ def _best_of_each(cuts: Sequence[CutCandidate], groups: Sequence[float]) -> list
 def _fewest_sent(
     stage_costs: Sequence[_Costs], sends: NDArray[np.float64], limit: float
 ) -> tuple[float, list[int]]:
-    """Return seconds of sending, and ends, of the choice below a limit that sends least."""
+    """Return the ends that send least below a limit, and the seconds of sending."""
     sent = np.full(len(sends), np.inf)
     sent[0] = 0.0
     before: list[NDArray[np.intp]] = []
@@ -166,7 +166,7 @@ def _fastest_ranks(stage_costs: Sequence[_Costs], ranks: list[int], ends: list[i
         if start % _REDRAW == 0:
             candidate = [0, *sorted(chance.sample(range(1, last), len(best) - 2)), last]
         else:
-            # Move some cuts between the one before, which may have moved, and the one after.
+            # Move some cuts between the previous cut, which may have moved, and the next one.
             candidate = list(best)
             for index in range(1, len(best) - 1):
                 if chance.random() < _MOVED:
@@ -180,7 +180,7 @@ def _fastest_ranks(stage_costs: Sequence[_Costs], ranks: list[int], ends: list[i
 def _settled(
     stage_costs: Sequence[_Costs], ranks: list[int], ends: list[int]
 ) -> tuple[_Key, list[int]]:
-    """Move each cut until none moves; return a key, for which smaller is better, and the cuts."""
+    """Move each cut until none moves. Return a key (smaller is better) and the cuts."""
     ends = list(ends)
     key = (np.inf, np.inf)
     for _ in range(_SWEEPS):
@@ -201,7 +201,7 @@ def _best_end(stage_costs: Sequence[_Costs], ranks: list[int], ends: list[int], 
     loads[ranks[index - 1]] += stage_costs[index - 1][ends[index - 1], free]
     loads[ranks[index]] += stage_costs[index][free, ends[index + 1]]
     slowest, squares = loads.max(axis=0), np.square(loads).sum(axis=0)
-    # Of positions that differ only in the last bits of a sum, take the most equal ranks.
+    # Among positions that differ only in the last bits of a sum, take the most equal ranks.
     squares[slowest > slowest.min() * (1 + _ROUNDING)] = np.inf
     return int(free[squares.argmin()])
 
@@ -209,7 +209,7 @@ def _best_end(stage_costs: Sequence[_Costs], ranks: list[int], ends: list[int], 
 def _loads(
     stage_costs: Sequence[_Costs], ranks: list[int], ends: list[int], without: tuple[int, ...]
 ) -> NDArray[np.float64]:
-    """Return the seconds of each rank, without some stages."""
+    """Return the seconds of each rank without some stages."""
     loads = np.zeros(max(ranks) + 1)
     for stage, rank in enumerate(ranks):
         if stage not in without:

@@ -1,18 +1,18 @@
-"""A stage's backward pass in two halves: the gradients of what it received, then of its weights.
+"""Split a stage's backward pass: gradients of received tensors, then of the weights.
 
-Zero-bubble schedules send the results of the first half to the stage before at once, and fill their
-bubbles with second halves. Together the halves do the same as the whole pass:
+Zero-bubble schedules send the results of the first half at once, and fill their bubbles with second
+halves. Together, both halves compute the same as the whole pass:
 
-- An operation whose result depends on received values runs in the first half. If it alone leads to
-  a parameter, that gradient waits: in the second half the operation runs again for this gradient
-  only, from the gradients that all of its results had in the first half.
-- The gradients of other parameters, such as those that several operations read, are computed in
-  the first half. So no sum is divided, and every gradient has the bits of the whole pass.
+- An operation whose result depends on received values runs in the first half. A parameter may only
+  be reached through this operation. Its gradient is then deferred: the operation runs again in the
+  second half for this gradient only, with the same incoming gradients.
+- The gradients of other parameters, such as those that several operations read, are computed in the
+  first half. So no sum is divided, and every gradient has the bits of the whole pass.
 - An ``autograd.Function``, fused attention and a recurrent kernel always compute the gradients of
   all their arguments, so they run in the first half only.
 - Operations that depend only on parameters (a relayed embedding) run in the second half.
 
-A hook on the result of an operation that runs twice would be called twice, and ``checkpoint`` would
+A hook on the result of an operation that runs twice would be called twice. ``checkpoint`` would
 recompute its region for each such operation. :func:`is_separable` finds stages without either.
 """
 
@@ -39,7 +39,7 @@ _FUSED = (
 
 @dataclass
 class WeightGradients:
-    """Gradients that wait for the second half."""
+    """Gradients that are deferred to the second half."""
 
     parameters: list[Tensor] = field(default_factory=list)
     # The results that lead to the parameters, with their gradients.
@@ -47,7 +47,7 @@ class WeightGradients:
 
 
 def is_separable(graph: fx.Graph) -> bool:
-    """Return whether the backward pass of a stage's graph may run in two halves."""
+    """Check whether the backward pass of a stage's graph can run in two halves."""
     calls = (node for node in graph.nodes if node.op in {"call_function", "call_method"})
     return not any(op_name(node) in _RUN_WHOLE for node in calls)
 
@@ -55,7 +55,7 @@ def is_separable(graph: fx.Graph) -> bool:
 def backward_inputs(
     outputs: Sequence[Tensor], gradients: Sequence[Tensor | None] | None, received: Sequence[Tensor]
 ) -> tuple[tuple[Tensor | None, ...], list[WeightGradients]]:
-    """Run the first half; return the gradients of ``received``, and those that wait."""
+    """Run the first half. Return the gradients of ``received``, and the deferred ones."""
     if gradients is None:
         gradients = [torch.ones_like(output) for output in outputs]
     starts = [
@@ -92,7 +92,7 @@ def backward_inputs(
 
 
 def backward_weights(waiting: Iterable[WeightGradients]) -> None:
-    """Run the second half, which adds the waiting gradients to ``.grad``."""
+    """Run the second half, which adds the deferred gradients to ``.grad``."""
     for part in waiting:
         _run(part.starts, part.parameters)
 
@@ -115,7 +115,7 @@ def _start_from(part: WeightGradients, node: Node, gradients: Sequence[Tensor | 
 
 
 def _in_order(roots: Iterable[Node]) -> dict[Node, list[Node]]:
-    """Return the targets of each node's gradients; a node comes before all its targets."""
+    """Return the targets of each node's gradients, with each node before its targets."""
     targets: dict[Node, list[Node]] = {}
     finished: list[Node] = []
     pending = [(root, False) for root in roots]
@@ -133,9 +133,9 @@ def _in_order(roots: Iterable[Node]) -> dict[Node, list[Node]]:
 def _parameters(
     nodes: Mapping[Node, Sequence[Node]], dependent: Collection[Node], roots: Iterable[Node]
 ) -> tuple[dict[Node | None, WeightGradients], list[Tensor]]:
-    """Return the waiting parameters by the operation that runs again, and all others.
+    """Return the deferred parameters by the operation that runs again, and all others.
 
-    Parameters to which no dependent operation leads are under ``None``.
+    The key ``None`` has the parameters that no dependent operation leads to.
     """
     waiting: dict[Node | None, WeightGradients] = defaultdict(WeightGradients)
     at_once: list[Tensor] = []
@@ -158,7 +158,7 @@ def _parameters(
 
 
 def _computes_all(node: Node | None) -> bool:
-    """Return whether a node always computes all of its gradients."""
+    """Check whether a node always computes all of its gradients."""
     if node is None or isinstance(node, BackwardCFunction):
         return node is not None
     return any(part in node.name() for part in _FUSED)

@@ -1,4 +1,4 @@
-"""Build the stages of a program: graph modules with the parameters that they own."""
+"""Build the stages of a program as graph modules with their own parameters."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Passed:
 
     # The module path and operation that made it.
     name: str
-    # As it is sent: contiguous, with its dimensions in the order of its memory.
+    # Its form when it is sent: contiguous, with its dimensions in memory order.
     tensor: TensorInfo
     # Whether it gets a gradient from the loss.
     feeds_loss: bool
@@ -48,17 +48,17 @@ class StageInfo:
     """Inputs, parameters and outputs of a stage.
 
     Attributes:
-        index: Its position in the pipeline.
+        index: Position of the stage in the pipeline.
         num_stages: Stages of the pipeline.
-        received: Tensors from the stage before, in the order of the stage's first arguments.
-        inputs: Positions of the call's arguments that it reads, in the order of its last arguments.
+        received: Tensors from the previous stage, in the order of the stage's first arguments.
+        inputs: Indices of the call's arguments that it reads, in the order of its last arguments.
         input_names: Their names.
-        sent: Tensors for the next stage; the last stage returns the module's outputs instead.
+        sent: Tensors for the next stage. The last stage returns the module's outputs instead.
         parameters: Names of its parameters.
         buffers: Names of its buffers.
-        written: Names of the buffers that it writes into.
+        written: Names of the buffers that it changes.
         recomputed: Values that it recomputes instead of receiving them.
-        num_operations: Number of its own operations.
+        num_operations: Number of its own operations, without recomputed ones.
     """
 
     index: int
@@ -75,7 +75,7 @@ class StageInfo:
 
     @property
     def is_last(self) -> bool:
-        """Return whether it returns the module's outputs."""
+        """Check whether it returns the module's outputs."""
         return self.index == self.num_stages - 1
 
     @property
@@ -85,16 +85,16 @@ class StageInfo:
 
 
 class StageModule(fx.GraphModule):
-    """A stage's graph: ``stage(*received, *inputs)`` returns a flat tuple.
+    """The graph of a stage: ``stage(*received, *inputs)`` returns a flat tuple.
 
-    Its parameters are those of the original module, the same objects, until it is pickled, copied
-    or moved. Pickling keeps the graph as data, so that it can be sent to another process.
+    Its parameters are the original module's own objects, until it is pickled, copied or moved.
+    Pickling keeps the graph as data, so it can be sent to another process.
 
     Args:
         attributes: Parameters, buffers and constants of the graph, by name.
         graph: The stage's operations.
         info: Their inputs and outputs.
-        persistent: Names of buffers that belong into a state dict.
+        persistent: Names of buffers that belong in a state dict.
     """
 
     def __init__(
@@ -109,11 +109,11 @@ class StageModule(fx.GraphModule):
         for path, buffer in list(self.named_buffers(remove_duplicate=False)):
             owner, _, name = path.rpartition(".")
             self.get_submodule(owner).register_buffer(name, buffer, path in persistent)
-        # Dynamo's checkpoint regions only tag; from here on they are run.
+        # Dynamo's checkpoint regions only mark operations. From here on they run as checkpoints.
         execute_with("eager", self, ())
 
     def on_device(self, device: torch.device | str) -> StageModule:
-        """Move this stage and the operations that name a device to another device, in place."""
+        """Move this stage to another device in place, with the devices that its operations name."""
         device = torch.device(device)
         for graph_module in (self, *self.children()):
             if isinstance(graph_module, fx.GraphModule):
@@ -133,7 +133,7 @@ class StageModule(fx.GraphModule):
 
 
 def retarget(graph: fx.Graph, device: torch.device) -> None:
-    """Let operations that name a device (``arange``, ``zeros``, ``rand``, ``to``) name this one."""
+    """Change the device that operations (``arange``, ``zeros``, ``rand``, ``to``) name."""
     for node in graph.nodes:
         node.args, node.kwargs = map_aggregate(
             (node.args, node.kwargs),
@@ -153,7 +153,7 @@ class _Reference(str):
     """The name of a node, in the arguments of another."""
 
 
-# The operations of a graph in their order, and its attributes; nested graphs in the same form.
+# The operations of a graph in order, and its attributes. Nested graphs have the same form.
 _Data = tuple[list[tuple[Any, ...]], dict[str, Any]]
 
 
@@ -228,7 +228,7 @@ def _stage_graph(
     *,
     is_last: bool,
 ) -> fx.Graph:
-    """Copy a stage's operations into their own graph, in the regions that begin before it."""
+    """Copy a stage's operations into a new graph, and enter regions that begin before it."""
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
     received = [graph.placeholder(node.name) for node in reads.received]
@@ -263,7 +263,7 @@ def _stage_graph(
 
 
 def _sent(graph: fx.Graph, value: fx.Node, example: Tensor) -> fx.Node:
-    """Copy a sent tensor: the engine detaches it from the graph, which it refuses for views."""
+    """Copy a sent tensor. The engine detaches it in place, which autograd refuses for views."""
     order = _memory_order(example)
     if order is not None:
         value = graph.call_method("permute", (value, order))
@@ -304,9 +304,9 @@ def _info(
 
 
 def _memory_order(example: Tensor) -> tuple[int, ...] | None:
-    """Return the dimensions of a dense, transposed tensor in the order of its memory.
+    """Return the dimensions of a dense, transposed tensor in memory order.
 
-    A transposed tensor arrives transposed: matmuls of another layout have other last bits.
+    A transposed tensor stays transposed, because matmuls of another layout have other last bits.
     """
     if example.is_contiguous():
         return None

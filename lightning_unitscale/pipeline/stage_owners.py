@@ -1,9 +1,8 @@
-"""The stages, and so the ranks, that own a parameter: decided once, kept by every later graph.
+"""Decide once which stages and ranks own each parameter. Every later graph keeps these owners.
 
-A step is recaptured for another batch size and when Python state that it reads has changed. The
-parameters, their optimizer state and their current values stay on the ranks that have them, so the
-cuts of a later graph follow the owners. The pipelines that divide optimizer steps among themselves
-stay the same, too.
+A step is recaptured for another batch size, or when Python state that it reads has changed. The
+parameters, their optimizer state and their current values stay on their ranks. So the cuts of a
+later graph follow the owners. The pipelines also keep their shares of the optimizer steps.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _Stages = dict[str, frozenset[int]]
 
 
 class Ownership:
-    """The owners of a module's parameters and of the buffers that its steps write."""
+    """The owners of a module's parameters and of the buffers that its steps change."""
 
     def __init__(
         self, module: nn.Module, num_ranks: int, rank_of: Callable[[int], int], num_shares: int = 1
@@ -34,11 +33,11 @@ class Ownership:
         self._num_ranks = num_ranks
         self.rank_of = rank_of
         self._num_shares = num_shares
-        # The pipeline that steps a parameter with an owner; empty if all pipelines step all.
+        # The pipeline that steps each owned parameter. Empty if all pipelines step all parameters.
         self.steppers: dict[str, int] = {}
-        # Bytes that a rank of a pipeline steps, frozen parameters counted apart.
+        # Bytes that a rank of a pipeline steps. Frozen parameters are counted separately.
         self._loads: Counter[tuple[bool, int, int]] = Counter()
-        # A tied tensor has its first name here; a graph may use another one.
+        # A tied tensor has its first name here. A graph may use another of its names.
         self._tensors = named_tensors(module)
         self._names = {id(tensor): name for name, tensor in self._tensors.items()}
         self._stages: _Stages = {}
@@ -48,23 +47,23 @@ class Ownership:
 
     @property
     def is_settled(self) -> bool:
-        """Return whether a graph has been noted."""
+        """Check whether a graph has been noted."""
         return self._num_stages is not None
 
     @property
     def stages(self) -> tuple[int, _Stages]:
-        """Return the number of stages, and the stages of each parameter; for :meth:`adopt`."""
+        """Return the number of stages, and the stages of each parameter, for :meth:`adopt`."""
         assert self._num_stages is not None
         return self._num_stages, self._stages
 
     def adopt(self, settled: tuple[int, _Stages]) -> None:
-        """Take over the owners of another pipeline of the same module."""
+        """Use the owners of another pipeline of the same module."""
         assert not self.is_settled
         self._num_stages, self._stages = settled
 
     @property
     def names(self) -> list[set[str]]:
-        """Return the names of what each rank owns; a tied tensor has its first name."""
+        """Return the names of the tensors of each rank. A tied tensor has its first name."""
         owned: list[set[str]] = [set() for _ in range(self._num_ranks)]
         for name, stages in self._stages.items():
             for rank in self._ranks(stages):
@@ -96,14 +95,14 @@ class Ownership:
         return BalancedSplit(self._num_stages, stages_of=stages)
 
     def note(self, pipe: Pipe) -> None:
-        """Note the parameters of a graph's stages, and give new ones their owners."""
+        """Note the parameters of a graph's stages, and assign owners to new ones."""
         used, readers, written = self._uses(pipe)
         moved = [
             name
             for name, stages in used.items()
             if name in self._stages and not self._ranks(stages) <= self._ranks(self._stages[name])
         ]
-        # A buffer that no stage writes is the same everywhere, so any rank may read it.
+        # A buffer that no stage changes is the same everywhere, so any rank may read it.
         all_written = self._written | written
         all_readers = {
             name: self._readers.get(name, frozenset()) | self._ranks(readers.get(name, ()))
@@ -126,14 +125,14 @@ class Ownership:
             self._share_steps()
 
     def own(self, names: Iterable[str], stage: int) -> None:
-        """Give parameters that no graph uses to the rank of a stage."""
+        """Assign parameters that no graph uses to the rank of a stage."""
         self._stages = {**dict.fromkeys(names, frozenset({stage})), **self._stages}
         if self._num_shares > 1:
             self._share_steps()
 
     def _share_steps(self) -> None:
-        """Give each parameter without a stepper the pipeline whose ranks have the least to step."""
-        # All ranks get the same result, by the sizes and the order of the module.
+        """Assign each new parameter to the pipeline whose ranks have the least to step."""
+        # All ranks get the same result, because sizes and the order of the module are the same.
         new = {
             name: tensor.numel() * tensor.element_size()
             for name, tensor in self._tensors.items()
@@ -152,7 +151,7 @@ class Ownership:
                 self._loads[is_trained, rank, share] += new[name]
 
     def _uses(self, pipe: Pipe) -> tuple[_Stages, _Stages, frozenset[str]]:
-        """Return the stages of parameters and of buffers, and the buffers that are written."""
+        """Return the stages of parameters and buffers, and the buffers that are changed."""
         tensors = named_tensors(pipe.program.graph_module, remove_duplicate=False)
         used: _Stages = {}
         readers: _Stages = {}
@@ -165,7 +164,7 @@ class Ownership:
         return used, readers, frozenset(written)
 
     def _first_names(self, names: Iterable[str], tensors: Mapping[str, Tensor]) -> set[str]:
-        """Return the module's names of a graph's tensors, of those that the module has."""
+        """Return the module's names of those tensors of a graph that the module has."""
         ids = (id(tensors[name]) for name in names)
         return {self._names[key] for key in ids if key in self._names}
 
@@ -174,7 +173,7 @@ class Ownership:
 
 
 class SharedGradients:
-    """Sums the gradients of replicated parameters over the ranks that have them."""
+    """The gradients of replicated parameters, summed over their ranks."""
 
     def __init__(
         self,
@@ -190,19 +189,19 @@ class SharedGradients:
     @contextlib.contextmanager
     def summed(self) -> Iterator[None]:
         """Sum the gradients of a step over their ranks, and add them to the earlier ones."""
-        # The earlier ones are summed already.
+        # The earlier gradients are already summed.
         earlier = {name: param.grad for name, param in self.parameters.items()}
         for param in self.parameters.values():
             param.grad = None
         yield
-        # All ranks go through the names in one order, so that no two wait for each other.
+        # All ranks use the same order of names, so no two of them block each other.
         for name, param in self.parameters.items():
             self._sum(param, self.owners[name])
             if (before := earlier[name]) is not None:
                 param.grad = before if param.grad is None else before + param.grad
 
     def _sum(self, parameter: nn.Parameter, ranks: tuple[int, ...]) -> None:
-        """Sum a gradient over its owners, in the order of their ranks: the same bits on all."""
+        """Sum a gradient over its owners in rank order, so that all get the same bits."""
         first, *others = ranks
         own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
         # If no rank has a gradient, the parameter gets none, as on one device.
@@ -222,7 +221,7 @@ class SharedGradients:
 def hand_out_gradient(
     parameter: nn.Parameter, ranks: Sequence[int], group: dist.ProcessGroup | None
 ) -> None:
-    """Give ranks the gradient of the first of them, or none; each of them calls it."""
+    """Send the first rank's gradient, or its absence, to the ranks. Each of them calls it."""
     present = torch.tensor([parameter.grad is not None], device=parameter.device).int()
     hand_out(present, ranks, group)
     if dist.get_rank(group) != ranks[0]:

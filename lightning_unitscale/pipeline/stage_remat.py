@@ -1,8 +1,8 @@
-"""Rematerialization within a stage, planned for the number of microbatches in flight.
+"""Plan rematerialization within a stage for the number of microbatches in flight.
 
-A rank keeps the saved values of every microbatch in flight, and the earlier its stage, the more
-there are. So a rank's budget covers parameters, gradients and the optimizer's state, one pass, and
-the values that the stage saves, once for each microbatch in flight.
+A rank keeps the saved values of every microbatch in flight. Earlier stages have more of them. So a
+rank's budget covers parameters, gradients, the optimizer's state and one pass. It also covers the
+values that the stage saves, once for each microbatch in flight.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from lightning_unitscale.ranks import failing_together
 
 _NUM_PLANS = 40
 
-# Runs in place of a stage.
+# Runs instead of a stage.
 StageRun = Callable[..., Any]
 
 
 class StagePartitioner(RematPartitioner):
-    """Plans the joint graph of one stage."""
+    """A partitioner for the joint graph of one stage."""
 
     def __init__(
         self,
@@ -64,17 +64,17 @@ class StagePartitioner(RematPartitioner):
         self._granted = granted
 
     def resident_bytes(self, static_bytes: int) -> tuple[int, int]:
-        """Return the bytes that are alive throughout, without the stage's own parameters."""
+        """Return the bytes that are always alive, without the stage's own parameters."""
         return self._resident_bytes, 0
 
     def choose(self, planner: Planner) -> RematPlan:
-        """Return the fastest plan with which the rank stays within the budget."""
+        """Return the fastest plan that keeps the rank within the budget."""
         plan = planner.min_cut if self.budget == "min_cut" else self._fastest(planner)
         self._reports.append(replace(RematReport.of(plan), peak_bytes=self.peak_bytes(plan)))
         return plan
 
     def peak_bytes(self, plan: RematPlan) -> int:
-        """Return the bytes of the rank at its peak: one pass, and the saved values of others."""
+        """Return the rank's bytes at its peak: one pass, and the saved values of others."""
         problem = plan.problem
         computed = plan.saved & (problem.region != NodeRegion.INPUT)
         earlier = (self._num_in_flight - 1) * problem.saved_bytes(computed)
@@ -106,14 +106,14 @@ def remat_stages(
     strategy: GridStrategy,
     granted: dict[int, Granted],
 ) -> dict[int, StageRun]:
-    """Plan a rank's stages, and return what runs in their place; every rank calls it."""
+    """Plan a rank's stages, and return functions that replace them. Every rank calls it."""
     partitioner, num_microbatches = steps.partition_fn, runner.num_microbatches
     runs = {}
     with failing_together(runner.group):
         for index, stage in zip(runner.stage_indices, runner.stages, strict=True):
             info = stage.info
             in_flight = runner.schedule.num_in_flight(index, info.num_stages, num_microbatches)
-            # The engine has a buffer to receive in for every microbatch, in both directions.
+            # The engine has a receive buffer for every microbatch, in both directions.
             received_bytes = sum(passed.tensor.num_bytes for passed in info.received)
             buffer_bytes = num_microbatches * (received_bytes + info.sent_bytes)
             planner = StagePartitioner(
@@ -138,7 +138,7 @@ def planned_stage(
     device: torch.device,
     rewriter: GraphRewriter | None = None,
 ) -> StageRun:
-    """Return a function with the stage's arguments and results that runs it by a plan."""
+    """Return a function that runs a stage by a plan, with the same arguments and results."""
     graph_module, attributes = _lifted(stage)
     received = [
         torch.zeros(passed.tensor.shape, dtype=passed.tensor.dtype, device=device).requires_grad_(
@@ -158,7 +158,7 @@ def planned_stage(
 
 
 def resident_bytes(strategy: GridStrategy, stage: StageModule, accumulates: bool) -> int:
-    """Return the bytes of a rank beside its stage's parameters and its activations."""
+    """Return a rank's bytes without its stage's parameters and activations."""
     module, ownership, grid = strategy.own_module, strategy.ownership, strategy.grid
     freed = set[str]().union(*ownership.names) - ownership.names[dist.get_rank(grid.pipeline)]
     if not strategy.free_unowned:
@@ -171,10 +171,10 @@ def resident_bytes(strategy: GridStrategy, stage: StageModule, accumulates: bool
     whole = storage_bytes([*trained.values()])
     stepped = storage_bytes([p for name, p in trained.items() if name not in stepped_elsewhere])
     everything = storage_bytes([*params.values(), *module.buffers()])
-    # Lightning clears the gradients of the last step after this one. Gradients of accumulated
-    # batches are not averaged yet, and whole in every pipeline.
+    # Lightning clears the last step's gradients after this step. Accumulated gradients are not
+    # averaged yet, so every pipeline has them whole.
     gradients = whole + (whole if accumulates else stepped)
-    # Optimizers have no state of parameters that are freed here.
+    # Optimizers have no state for parameters that are freed here.
     optimizers = module.trainer.optimizers
     with_state = [param for optimizer in optimizers for param in optimizer.state]
     with_state_bytes = storage_bytes(with_state) if with_state else gradient_bytes(module)

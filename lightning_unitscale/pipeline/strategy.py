@@ -1,4 +1,4 @@
-"""Trainer strategy: train an unmodified LightningModule as a pipeline over several devices."""
+"""Train an unmodified LightningModule as a pipeline over several devices."""
 
 from __future__ import annotations
 
@@ -48,43 +48,43 @@ _SPLITS: Any = (str, Mapping, Callable)
 
 
 class PipelineStrategy(SavingStrategy):
-    """Cuts the module's ``training_step`` into stages and trains them on the Trainer's devices.
+    """A Trainer strategy that cuts ``training_step`` into stages, one or more per device.
 
-    Nothing of the module is rewritten: the step is captured with its loss, balanced over the ranks
-    and run by microbatches. Its loss and its gradients are those of the whole batch, also for means
-    over tokens of which some do not count. ``self.log`` works on all ranks. Checkpoints have the
-    layout and the names of a single device.
+    The module is not rewritten. The step is captured with its loss, balanced over the ranks, and
+    run by microbatches. Loss and gradients are those of the whole batch, also for means over tokens
+    of which some do not count. ``self.log`` works on all ranks. Checkpoints have the layout and the
+    names of a single device.
 
     Args:
         schedule: One of ``GPipe``, ``1F1B``, ``Interleaved1F1B``, ``LoopedBFS``,
             ``InterleavedZeroBubble``, ``ZBVZeroBubble``, ``DualPipeV``.
-        num_microbatches: Equal parts of every batch.
-        data_parallel: Pipelines side by side, each with batches of its own, whose gradients are
-            averaged as in DDP; the devices are divided among them.
-        shard_optimizer: Whether the devices that have one stage in several pipelines divide its
-            optimizer state, its averaged gradients and its optimizer steps among themselves (ZeRO,
-            stage 2). Each parameter is stepped on one of them, and has no gradient on the others.
-        stages_per_rank: Stages on each device; ``"auto"`` for as few as the schedule has use for.
+        num_microbatches: Number of equal parts of every batch.
+        data_parallel: Number of pipelines side by side. They divide the devices and the data, and
+            average their gradients as in DDP.
+        shard_optimizer: Whether devices with the same stage divide optimizer state, averaged
+            gradients and optimizer steps among themselves (ZeRO, stage 2). Each parameter is
+            stepped on one of them, and has no gradient on the others.
+        stages_per_rank: Stages on each device. ``"auto"`` uses the fewest that the schedule needs.
         split: ``"auto"`` balances the stages by the profiler's costs, unless the code calls
-            ``pipe_split()``; paths of submodules to the edge that is a cut; or a split policy.
-        capture: ``"step"`` runs ``training_step`` as a pipeline, with its loss. ``"forward"`` runs
-            the module that it calls (``self(...)``, or a submodule with most of the parameters),
-            and the step once around the outputs of all microbatches, on the rank of the last
-            stage. ``"auto"`` does the first, or the second with the reason in a warning.
-        free_unowned: Whether a rank frees, once the first step is cut, the parameters that stages
-            of other ranks have, with their gradients and optimizer state. A checkpoint brings them
-            back on the first rank, whole validation for as long as it runs, the end of the training
-            for good; so does a validation before whose batches hooks read weights, as to merge
-            adapters. Reading a freed parameter raises; with ``False`` it has old values.
-        evaluation: ``"pipeline"`` runs validation, test and prediction through the stages;
-            ``"whole"`` all of the module on every rank, with all weights; ``"auto"`` the first, and
-            where a step is not one graph the second, with the reason in a warning.
-        num_eval_microbatches: Equal parts of every batch of theirs. With one, they compute what
-            they do on one device; with more, several stages work at once, and numbers that a step
-            logs or returns are averaged as in the training.
+            ``pipe_split()``. Or a dict from submodule paths to the edge to cut, or a split policy.
+        capture: ``"step"`` runs ``training_step`` with its loss as a pipeline. ``"forward"`` runs
+            the module that it calls (``self(...)``, or a submodule with most parameters). The rank
+            of the last stage then runs the step once on the outputs of all microbatches. ``"auto"``
+            tries ``"step"``, and otherwise uses ``"forward"`` with the reason in a warning.
+        free_unowned: Whether a rank frees parameters of other ranks' stages, with their gradients
+            and optimizer state, after the first step is cut. They return for a checkpoint (on the
+            first rank), for a whole validation while it runs, and at the end of the training. A
+            validation whose hooks read weights before its batches brings them back too. Reading a
+            freed parameter raises an error. With ``False`` it has old values.
+        evaluation: ``"pipeline"`` runs validation, test and prediction through the stages.
+            ``"whole"`` runs the whole module on every rank, with all weights. ``"auto"`` uses the
+            pipeline, or the whole module with a warning if a step is not one graph.
+        num_eval_microbatches: Number of equal parts of an evaluation batch. With one, results are
+            those of one device. With more, several stages work at once, and numbers that a step
+            logs or returns are averaged as in training.
         check_batches: Number of first steps in which the ranks compare their batches.
         process_group_backend: As in DDP.
-        timeout: Seconds after which a rank that waits for another gives up.
+        timeout: Seconds after which a waiting rank gives up.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -99,9 +99,9 @@ class PipelineStrategy(SavingStrategy):
     """
 
     _step: PipelinedStep | PipelinedForward | None = None
-    # Whether the gradients, where there are any, are the mean over the pipelines.
+    # Whether existing gradients are the mean over the pipelines.
     _has_means = False
-    policy: SplitPolicy  # where a step is cut; of one run
+    policy: SplitPolicy  # where a step is cut, for one run
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class PipelineStrategy(SavingStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        """Give all ranks the same weights, and make the optimizers."""
+        """Give all ranks the same weights, and create the optimizers."""
         module = self.own_module
         assert self.model is not None and self.accelerator is not None
         refuse_unsupported(trainer, module, self.precision_plugin, self.capture, self.schedule)
@@ -181,7 +181,7 @@ class PipelineStrategy(SavingStrategy):
         self._changes.close()
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         self._changes.enter_context(leaving_after(callbacks, self._release, always=False))
-        # Evaluations, and ``forward``, are captured without being put on the module.
+        # Evaluations and ``forward`` are captured without replacing methods of the module.
         self._changes.enter_context(unmarked(module))
         self._prepare_step(module, trains=trainer.state.fn == TrainerFn.FITTING)
         self.setup_precision_plugin()
@@ -203,10 +203,10 @@ class PipelineStrategy(SavingStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run forward and backward of all microbatches; the gradients wait for ``backward``."""
+        """Run forward and backward of all microbatches. ``backward`` adds the gradients later."""
         module = self.own_module
         if not self._steps_done:
-            # Hooks such as on_train_start may have drawn other weights on each rank.
+            # Hooks such as on_train_start may have drawn different weights on each rank.
             give_first_weights(module)
         if self._steps_done < self.check_batches:
             check_equal(args[0], self.grid.pipeline)
@@ -232,11 +232,11 @@ class PipelineStrategy(SavingStrategy):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Add the gradients that the step has made."""
+        """Add the gradients of the step."""
         module = self.own_module
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         if self._has_means and self.shard_optimizer:
-            # Gradients that were not cleared are on one pipeline only, and will be divided again.
+            # Uncleared gradients are on one pipeline only, and will be divided again.
             for parameter in module.parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(self.data_parallel)
@@ -253,14 +253,14 @@ class PipelineStrategy(SavingStrategy):
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Step the parameters of this rank, of which each pipeline may have a share."""
+        """Step the parameters of this rank. Each pipeline may have only a share of them."""
         result = super().optimizer_step(*args, **kwargs)
         if self._owners is not None:
             self._owners.share_steps()
         return result
 
     def num_gradient_elements(self, parameters: Iterable[Tensor]) -> int:
-        """Return the number of elements with a gradient among the parameters of all ranks."""
+        """Return the number of elements with a gradient, for parameters of all ranks."""
         assert self._owners is not None
         return self._owners.num_gradient_elements(parameters)
 
@@ -309,7 +309,7 @@ class PipelineStrategy(SavingStrategy):
                 if self.capture == "step":
                     raise
                 reason = error
-            # All ranks get here: they have captured the same step for the same batch.
+            # All ranks reach this line, since they captured the same step for the same batch.
             module = self.own_module
             self._step.detach()
             steps = steps_of(module)
@@ -325,14 +325,14 @@ class PipelineStrategy(SavingStrategy):
         return self._step(*args, **kwargs)
 
     def _own_first(self) -> contextlib.AbstractContextManager[Any]:
-        """Free the parameters of other ranks before the first step runs, to make room for it."""
+        """Free the parameters of other ranks before the first step, to make room for it."""
         if self._owners is not None:
             return contextlib.nullcontext()
         self._own()
         return self._plain_parameters()
 
     def _own(self) -> None:
-        """Note the owners after a step; a recaptured step may use more parameters."""
+        """Note the owners after a step. A recaptured step may use more parameters."""
         ownership, grid = self.ownership, self.grid
         if self._owners is None or ownership.names != self._owners.names:
             if self._owners is not None:

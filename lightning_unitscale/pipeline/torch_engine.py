@@ -1,24 +1,24 @@
-"""Stages and schedules as the engine of ``torch.distributed.pipelining`` runs them.
+"""Adapt stages and schedules to the engine of ``torch.distributed.pipelining``.
 
 Workarounds, on torch 2.13 and 2.11:
 
-- The halves of a backward pass are those of ``split_backward``, which says what is wrong with the
-  engine's. A stage that runs its whole pass in the first half is given the loss as a tuple, of
-  which the engine would differentiate nothing.
+- ``split_backward`` splits backward passes, because the engine's halves are wrong. If a stage runs
+  its whole pass in the first half, it gets the loss as a tensor. The engine would not differentiate
+  a tuple.
 - A stage with nothing to differentiate (a frozen one) has no backward pass.
-- Zero-bubble schedules send gradients as they come, and only contiguous tensors can be sent.
+- Zero-bubble schedules send gradients without a copy, but only contiguous tensors can be sent.
 - ``LoopedBFS`` adds gradients up from the last microbatch to the first, unlike all other schedules.
-  :class:`BreadthFirst` begins with the first, which takes as long.
-- Multi-stage schedules fail, or run empty backward passes, if there are forward passes alone.
+  :class:`BreadthFirst` begins with the first, at the same cost.
+- Multi-stage schedules fail, or run empty backward passes, if there are only forward passes.
 
-On torch 2.11 only (:class:`StageOnTorch211`): every received tensor requires a gradient, integers
-too, and one is sent back for each. A missing gradient is an error. The results of the last stage
-must look like what it sends, which is nothing. A rank with two neighbouring stages connects to
-itself, which gloo refuses.
+On torch 2.11 only (:class:`StageOnTorch211`): every received tensor, even of integers, requires a
+gradient and sends one back. A missing gradient is an error. The results of the last stage must look
+like what it sends, which is nothing. A rank with two adjacent stages connects to itself, which gloo
+refuses.
 
-Undocumented names, checked on torch 2.13 and 2.11: the methods of ``PipelineStage`` that are
-overridden here, ``_PipelineScheduleRuntime`` with its ``pipeline_order_with_comms``,
-``_add_send_recv``, ``_Action`` and ``_ComputationType``.
+Undocumented names, checked on torch 2.13 and 2.11: the overridden methods of ``PipelineStage``,
+``_PipelineScheduleRuntime`` with ``pipeline_order_with_comms``, ``_add_send_recv``, ``_Action`` and
+``_ComputationType``.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from lightning_unitscale.pipeline.stage import Passed, StageModule
 
 
 class StageOnTorch211(PipelineStage):
-    """A stage that knows which tensors it receives and sends, and which require a gradient."""
+    """A stage with known received and sent tensors, and known requirements for gradients."""
 
     @override
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        # A stage without a backward pass lets nothing require a gradient.
+        # Without a backward pass, no tensor of a stage may require a gradient.
         has_backward, self.has_backward = self.has_backward, False
         try:
             return super()._prepare_forward_infra(*args, **kwargs)
@@ -70,7 +70,7 @@ class StageOnTorch211(PipelineStage):
 
     @override
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
-        """Take the results of the stage before, which is on the same rank."""
+        """Use the results of the previous stage on the same rank."""
         sent = prev_stage_outputs
         sent = (sent,) if isinstance(sent, Tensor) else sent
         for info, tensor in zip(self.args_recv_info[mb_index], sent, strict=True):
@@ -101,7 +101,7 @@ class StageOnTorch211(PipelineStage):
 
     @override
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Send the gradients of the received tensors, and zeros for a missing one."""
+        """Send the gradients of the received tensors, and zeros for missing ones."""
         if self.has_backward and not self.is_first:
             self.bwd_cache[bwd_chunk_id] = tuple(
                 torch.zeros(example.shape, dtype=example.dtype, device=self.device)
@@ -117,7 +117,7 @@ class StageOnTorch211(PipelineStage):
     def set_local_bwd_input(
         self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int
     ) -> None:
-        """Take the gradients of the stage after, which is on the same rank."""
+        """Use the gradients of the next stage on the same rank."""
         for info, gradient in zip(
             self.grad_recv_info[mb_index], next_stage_bwd_outputs, strict=False
         ):
@@ -125,7 +125,7 @@ class StageOnTorch211(PipelineStage):
                 info.buffer = torch.zeros_like(info.buffer) if gradient is None else gradient
 
     def _validate_fwd_outputs(self, outputs: tuple[Tensor, ...]) -> None:
-        """Compare nothing: shapes are those of the captured step."""
+        """Skip the comparison, because shapes are those of the captured step."""
 
     @override
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
@@ -134,7 +134,7 @@ class StageOnTorch211(PipelineStage):
 
     @property
     def _taken(self) -> Sequence[Tensor]:
-        """Examples of the received tensors."""
+        """Return examples of the received tensors."""
         examples: Sequence[Tensor] | None = self.inputs_meta  # type: ignore[attr-defined]
         assert examples is not None
         return examples
@@ -147,7 +147,7 @@ else:
 
 
 class EngineStage(Stage):
-    """A stage of the engine whose shapes are known, so that nothing is run to find them."""
+    """A stage of the engine with known shapes, so nothing runs to find them."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class EngineStage(Stage):
         info = stage.info
         sent = _examples(info.sent, has_backward)
         if info.is_last:
-            # Only its number and order matter, and nothing is sent from here.
+            # Only its number and order matter. This stage sends nothing.
             sent = (torch.empty((), device="meta", requires_grad=has_backward),)
         super().__init__(
             stage,
@@ -174,7 +174,7 @@ class EngineStage(Stage):
         )
         self._stage, self._run = stage, run
         self._is_separable = is_separable(stage.graph)
-        # Whether the backward pass must stay whole for another reason than the stage's graph.
+        # Whether something other than the stage's graph prevents a split of the backward pass.
         self.whole = False
 
     @override
@@ -200,7 +200,7 @@ class EngineStage(Stage):
         if backward_type != "weight" and not any(tensor.requires_grad for tensor in outputs):
             return (None,) * len(bwd_kwargs["input_values"]), []
         waiting: list[Any] = []
-        # The caller's autocast is for the forward passes, between which this one runs.
+        # The caller's autocast is for the forward passes that run around this one.
         with torch.autocast(self.device.type, enabled=False):
             if backward_type == "weight":
                 backward_weights(bwd_kwargs["param_groups"])
@@ -211,7 +211,7 @@ class EngineStage(Stage):
                 )
             else:
                 if bwd_kwargs["output_grads"] is None:
-                    # The loss: of a tuple without gradients the engine differentiates nothing.
+                    # The loss itself: the engine does not differentiate a tuple without gradients.
                     bwd_kwargs = {**bwd_kwargs, "stage_output": outputs[0]}
                 gradients, _ = super().backward_maybe_with_nosync("full", bwd_kwargs, last_backward)
         sent = tuple(None if gradient is None else gradient.contiguous() for gradient in gradients)
@@ -219,7 +219,7 @@ class EngineStage(Stage):
 
 
 def _examples(passed: Sequence[Passed], has_backward: bool) -> tuple[Tensor, ...]:
-    """Tensors without data: the engine reads shape, type and whether a gradient comes back."""
+    """Return tensors without data. The engine reads shape, type and ``requires_grad``."""
     return tuple(
         torch.empty(value.tensor.shape, dtype=value.tensor.dtype, device="meta").requires_grad_(
             value.feeds_loss and has_backward
@@ -229,7 +229,7 @@ def _examples(passed: Sequence[Passed], has_backward: bool) -> tuple[Tensor, ...
 
 
 class BreadthFirst(_PipelineScheduleRuntime):
-    """Run all forward passes, then all backward passes if there is a loss."""
+    """A schedule with all forward passes, then all backward passes if there is a loss."""
 
     def __init__(
         self,
@@ -239,7 +239,7 @@ class BreadthFirst(_PipelineScheduleRuntime):
         loss_fn: Callable[..., Tensor] | None = None,
     ) -> None:
         super().__init__(list(stages), num_microbatches, loss_fn=loss_fn, scale_grads=False)
-        # The engine's own preparation asks for as many backward passes as forward ones.
+        # The engine's own preparation expects as many backward passes as forward passes.
         self.stage_index_to_group_rank = {
             stage: schedule.rank_of(stage, self.pp_group_size) for stage in range(self._num_stages)
         }

@@ -1,9 +1,9 @@
 """Make the mean of the microbatches' losses the loss of the whole batch.
 
-The stages of a step get values of the whole batch (:class:`WholeBatch`). In a pipeline of a plain
-module, a mean over classes that may not all count, such as tokens with labels of -100, gets weights
-(:class:`BatchLoss`). For any other loss whose mean is not that of the batch, the reason is
-reported. ``forward`` is captured for one microbatch, and for two of them as the batch.
+The stages of a step get values of the whole batch (:class:`WholeBatch`). Without the strategy,
+means over classes that may not all count (labels of -100) get weights (:class:`BatchLoss`). For any
+other loss whose mean is not that of the batch, the reason is reported. ``forward`` is captured for
+one microbatch, and for two of them as the batch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class WholeBatch:
         self._compute: Callable[..., tuple[Tensor, ...]] | None = None
 
     def why_not(self, call: GraphCall, loss: int | None) -> str | None:
-        """Return why the loss of the batch does not follow from those of the microbatches."""
+        """Return why the batch's loss does not follow from microbatches, ``None`` if it does."""
         positions = call.differentiable if loss is None else [loss]
         facts = (self.facts.outputs[position] for position in positions)
         return next((fact.reason for fact in facts if isinstance(fact, Coupled)), None)
@@ -66,7 +66,7 @@ class WholeBatch:
                 self._values = self._compute(*call.inputs)
 
     def rewrite(self, graph: StepGraph, loss: int | None) -> None:
-        """Give a microbatch's graph the values of the batch as inputs."""
+        """Add the values of the batch to a microbatch's graph as inputs."""
         nodes = {tensor_name(node): node for node in graph.graph.nodes}
         nodes.update({node.name: node for node in graph.graph.nodes})
         wanted: list[fx.Node | CountedMean] = []
@@ -114,7 +114,7 @@ def _times(graph: fx.Graph, node: fx.Node, factor: float, user: fx.Node) -> fx.N
 
 
 def _remove(graph: fx.Graph, node: fx.Node) -> None:
-    """Erase an operation that nothing reads, and those that only it has read."""
+    """Erase an unused operation, and its inputs that become unused."""
     if node.op not in {"call_function", "call_method"} or node.users or node.is_impure():
         return
     reads = node.all_input_nodes
@@ -126,14 +126,14 @@ def _remove(graph: fx.Graph, node: fx.Node) -> None:
 def _divide_by(
     loss: fx.Node, count: fx.Node, of_loss: Sequence[fx.Node], mean: CountedMean
 ) -> None:
-    """Let a mean over classes divide by ``count`` instead of its microbatch's own number."""
+    """Make a mean over classes divide by ``count`` instead of the microbatch's own number."""
     function = _COUNTED.get(loss.target)
     if function is not None:
         given = Operation(loss, loss, {}, 1).bound()
         assert given is not None
         loss.target, loss.args, loss.kwargs = function, (count,), given
         return
-    # Rules have replaced the function by another one, which computes the same loss.
+    # Rules may have replaced the function by another one with the same loss.
     with loss.graph.inserting_after(loss):
         weighted = loss.graph.call_function(_reweighted, (loss, count, mean.ignore_index, *of_loss))
     weighted.meta[INTERNAL] = True
@@ -168,9 +168,9 @@ _COUNTED: Mapping[Any, Callable[..., Tensor]] = {
 def _reweighted(
     loss: Tensor, count: Tensor, ignore_index: int, target: Tensor, weight: Tensor | None = None
 ) -> Tensor:
-    """Return the mean of a microbatch as its part of the batch's, with the gradients of ``loss``.
+    """Return a microbatch's part of the batch's mean, with the gradients of ``loss``.
 
-    A rule scales the gradient of every target by the same factor, however many there are.
+    A rule scales the gradient of every target by the same factor, whatever their number.
     """
     with torch.no_grad():
         own = number_of_targets(target, weight, ignore_index)
@@ -179,7 +179,7 @@ def _reweighted(
 
 
 def number_of_targets(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """Return the number, or the weight, of the targets that count."""
+    """Return the number, or the total weight, of the targets that count."""
     counts = target != ignore_index
     if weight is None:
         return counts.sum().float()
@@ -212,9 +212,9 @@ def values_of_batch(
 
 @dataclass(frozen=True)
 class BatchLoss:
-    """How the loss of a batch follows from those of its microbatches."""
+    """The relation of the loss of a batch to the losses of its microbatches."""
 
-    # Why it is not their mean, with or without weights; empty if it is.
+    # Why it is not their mean, with or without weights. Empty if it is.
     reason: str = ""
     # Computes the loss's divisor from a microbatch's flat inputs, if the divisors differ.
     counts: Callable[..., tuple[Tensor, ...]] | None = None
@@ -279,7 +279,7 @@ def _of_facts(facts: BatchFacts, program: Program, position: int) -> BatchLoss:
         what = of_batch[0] if of_batch else loss.name
         return BatchLoss(f"{what} is another number for the batch")
     if fact.power:
-        return BatchLoss("it is no mean over samples or tokens")
+        return BatchLoss("it is not a mean over samples or tokens")
     if not counted:
         return BatchLoss()
     if counted != [loss.name]:

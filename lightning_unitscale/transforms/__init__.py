@@ -1,4 +1,4 @@
-"""Transforms of plain modules, and the passes that the callbacks share with them."""
+"""Transforms of modules without a Trainer, and the passes that callbacks share with them."""
 
 from importlib import import_module
 from typing import Any
@@ -43,7 +43,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Planning stands on the profiles of graphs, above the transforms: it is not imported here.
+    # Imported late, because planning uses the profiles of graphs, a layer above the transforms.
     if name == "remat":
         return import_module("lightning_unitscale.remat").remat
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

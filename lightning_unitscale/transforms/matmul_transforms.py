@@ -1,7 +1,7 @@
-"""Transforms of a plain module's matmuls: lossless unit scaling, and formats; and ``compile``.
+"""Transform a module's matmuls: scale losslessly, simulate formats, run FP8, compile.
 
-Units and formats run at the dispatcher, whatever Python code is around them, or in the graphs of a
-module that is captured.
+Units and formats are applied at the dispatcher, whatever the Python code, or in the graphs of a
+captured module.
 """
 
 from __future__ import annotations
@@ -36,43 +36,43 @@ from lightning_unitscale.quantize import FormatLike, Rounding
 def lossless_unit_scale(
     module: nn.Module, *example_args: Any, depth: str = "products", **example_kwargs: Any
 ) -> nn.Module:
-    """A copy of ``module`` that computes the same bits with matmuls near RMS 1.
+    """Return a copy of ``module`` that computes the same bits with matmuls near RMS 1.
 
-    Every operand of a matmul, and the gradient that arrives at it, is stored in units of a
-    power of two near its RMS, measured on the example inputs. Powers of two are exact, so values
-    and gradients are those of ``module``. Its parameters keep their names and values; lazy ones
-    get theirs in its first call, as those of ``module`` would.
+    Every operand of a matmul, and the gradient that arrives at it, is stored in units of a power of
+    two near its RMS. The RMS is measured on the example inputs. Powers of two are exact, so values
+    and gradients are those of ``module``. Its parameters keep their names and values. Lazy
+    parameters get them in the first call, as those of ``module`` would.
 
-    Any Python code will do: matmuls are scaled as they run. Within a ``torch.compile`` of your own
-    it is ``module`` that is compiled; :func:`compile` compiles what the transforms make of it.
+    It supports any Python code, because matmuls are scaled as they run. Your own ``torch.compile``
+    compiles ``module`` without scaling. :func:`compile` compiles the transformed module.
 
     Args:
-        module: Any module. It is left as it is.
+        module: Any module. It does not change.
         *example_args: Arguments of one representative call, on the module's device. A copy of the
-            module runs once on copies of them: neither is changed, nor are random states; what
-            ``forward`` writes elsewhere, such as a global list, is written.
-        depth: Only ``"products"``: matmuls are what is scaled.
+            module runs once on copies of them. They and the random states do not change. Writes of
+            ``forward`` elsewhere, such as to a global list, remain.
+        depth: Only ``"products"``, which scales matmuls.
         **example_kwargs: Keyword arguments of that call.
 
     Returns:
-        A new module with ``gauge()``, the units in force, and ``explain()``: which matmuls ran in
-        units in its first call, and why others did not. Gradient units are measured on the example
+        A new module with ``gauge()``, the units in force, and ``explain()``: which matmuls were
+        scaled in its first call, and why others were not. The example measures gradient units
         when the module returns a loss (a scalar, or ``loss`` in a mapping, an attribute or the
         first of a tuple), else in its first real backward pass.
 
     Raises:
-        ValueError: If ``depth`` is another one, or the module is already compiled.
+        ValueError: If ``depth`` has another value, or the module is already compiled.
     """
     check_depth(depth)
     new = _transformed(module, has_new_units=True)
     matmuls_of(new).measure(example_args, example_kwargs)
-    # Unlike a closure it is copied with its arguments, so that a copied module has its own.
+    # Unlike a closure, it is copied with its arguments, so each copied module has its own.
     new.__dict__["gauge"] = functools.partial(_gauge_of, new)
     return new
 
 
 def _gauge_of(module: nn.Module) -> Gauge:
-    """The units in force."""
+    """Return the units in force."""
     return matmuls_of(module).gauge
 
 
@@ -88,39 +88,38 @@ def simulate_format(
     seed: int = 0,
     grid: Grid = "fixed",
 ) -> nn.Module:
-    """A copy of ``module`` whose matmuls run as if in low-precision formats.
+    """Return a copy of ``module`` whose matmuls run as if in low-precision formats.
 
     Every operand of every matmul (linear, matmul, einsum, convolution, attention, ...) is rounded
-    to one format, and the gradient that arrives at its output to another before the matmul's own
-    gradients are computed from it. Gradients pass the rounding of operands as they are. What is
-    added to a matmul with its gradient, and all that lies between matmuls, keeps its precision.
+    to one format. The gradient that arrives at its output is rounded to another before the matmul's
+    own gradients are computed. Gradients pass through the rounding of operands unchanged. Terms
+    that are added to a matmul, and everything between matmuls, keep their precision.
 
-    Together with :func:`lossless_unit_scale`, in either order, it is the stored operands and
-    gradients that are rounded.
+    Combined with :func:`lossless_unit_scale`, in either order, it rounds the scaled operands and
+    gradients.
 
     Args:
-        module: Any module; it is left as it is.
+        module: Any module. It does not change.
         operand_format: Format of the operands: a name, a :class:`NumberFormat`, or
             ``(exponent_bits, mantissa_bits)``.
         gradient_format: Format of the gradients.
         rounding: ``"nearest"`` or ``"stochastic"``, as in :func:`lightning_unitscale.quantize.
             quantize`.
-        saturate: Whether what is out of range becomes the largest number; by default it does in
+        saturate: Whether out-of-range values become the largest number. The default is true for
             formats without infinities.
-        include: Globs of module paths or tensor names whose matmuls are simulated; all by
-            default.
-        exclude: Globs to leave out, stronger than ``include``.
-        seed: Of stochastic rounding, which leaves torch's random numbers alone.
+        include: Globs of module paths or tensor names whose matmuls are simulated; all by default.
+        exclude: Globs to leave out, even if ``include`` has them.
+        seed: Seed of stochastic rounding, which does not use torch's random numbers.
         grid: ``"fixed"``, or ``"moving"``: every tensor is multiplied by a number in (1/2, 1], and
-            divided by it after rounding, another one at every training step, so that the errors of
-            a weight that hardly changes average out over the steps.
+            divided by it after rounding. The number changes at every training step. So the errors
+            of a weight that hardly changes average out over the steps.
 
     Returns:
         A new module with ``explain()``: which matmuls were rounded in its first call, and why
-        others were not. Within a ``torch.compile`` of your own it runs as it is, uncompiled.
+        others were not. Within your own ``torch.compile`` it runs uncompiled.
 
     Raises:
-        ValueError: If a format or a pattern makes no sense, or the module is already compiled.
+        ValueError: If a format or a pattern is invalid, or the module is already compiled.
 
     References:
         Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv 2209.05433), section 3;
@@ -140,7 +139,7 @@ def simulate_format(
 
 
 def simulate_fp8(module: nn.Module) -> nn.Module:
-    """:func:`simulate_format` with E4M3FN for operands and E5M2 for gradients."""
+    """Apply :func:`simulate_format` with E4M3FN for operands and E5M2 for gradients."""
     return simulate_format(module, *FP8_FORMATS)
 
 
@@ -152,34 +151,33 @@ def fp8_linears(
     gradient_format: GradientFormat = DEFAULT_GRADIENT,
     grid: Grid = "fixed",
 ) -> nn.Module:
-    """A copy of ``module`` whose linear layers, and their gradients, run in real FP8.
+    """Return a copy of ``module`` whose linear layers and their gradients run in real FP8.
 
-    Eligible are ``F.linear`` and matmuls with a 2-D parameter (``matmul``, ``addmm``, ...) whose
-    numbers of features are multiples of 16, or large enough for padding to pay. Operands are cast
-    to E4M3FN, arriving gradients to ``gradient_format``. Results have the type that they had. It
-    runs on GPUs of compute capability 8.9 and above, and on CPUs, slowly, as a check. Together with
-    :func:`simulate_format`, in either order, what runs in FP8 is not rounded again. What is kept
-    for the backward pass is FP8 only; in a captured graph (:func:`compile`) it is what ``module``
-    keeps.
+    Eligible are ``F.linear`` and matmuls with a 2-D parameter (``matmul``, ``addmm``, ...). Their
+    numbers of features must be multiples of 16, or large enough for padding to pay. Operands are
+    cast to E4M3FN, arriving gradients to ``gradient_format``. Results keep their type. GPUs need
+    compute capability 8.9. CPUs are slow and serve as a check. Combined with
+    :func:`simulate_format`, in either order, FP8 matmuls are not rounded again. Values kept for the
+    backward pass are FP8. In a captured graph (:func:`compile`) they are those of ``module``.
 
     Args:
-        module: Any module; it is left as it is.
+        module: Any module. It does not change.
         scaling: ``"constant"`` takes scales from :func:`lossless_unit_scale`, in either order, and
-            1 without it. ``"dynamic"`` brings every tensor's largest element to the end of its
-            format in every call, which needs no unit scaling and a pass more over each tensor.
-        exclude: Globs of module paths or tensor names whose layers stay as they are.
-        gradient_format: ``"E4M3FN"`` holds gradients in units of their own, or with dynamic scales,
-            unless they are very uneven. ``"E5M2"`` has more range and twice the rounding error: for
-            constant scales without unit scaling, or to compare with packages that take it.
-        grid: ``"moving"`` multiplies what is cast by a number in (1/2, 1], another one at every
-            training step, and divides the matmul by it, so that the errors of a weight that hardly
-            changes average out; for constant scales.
+            1 without it. ``"dynamic"`` maps every tensor's largest element to the end of its format
+            in every call. It needs no unit scaling, but one more pass over each tensor.
+        exclude: Globs of module paths or tensor names whose layers do not change.
+        gradient_format: ``"E4M3FN"`` fits gradients with their own units or dynamic scales, unless
+            they are very uneven. ``"E5M2"`` has more range and twice the rounding error. Use it for
+            constant scales without unit scaling, or to compare with packages that use it.
+        grid: ``"moving"`` multiplies cast tensors by a number in (1/2, 1] and divides the matmul by
+            it. The number changes at every training step, so the errors of a weight that hardly
+            changes average out. It needs constant scales.
 
     Returns:
-        A new module with ``explain()``: what was decided on each layer, and why.
+        A new module with ``explain()``: the decision on each layer, and why.
 
     Raises:
-        ValueError: If an argument makes no sense, or the module is already compiled.
+        ValueError: If an argument is invalid, or the module is already compiled.
         RuntimeError: In the first call, if the module is on a device without FP8.
 
     Examples:
@@ -195,19 +193,19 @@ def fp8_linears(
 
 
 def compile(module: nn.Module, mode: CompileMode = "default") -> nn.Module:
-    """A copy of ``module`` whose captured graphs are compiled by Inductor.
+    """Return a copy of ``module`` whose captured graphs are compiled by Inductor.
 
-    ``torch.compile`` on a transformed module would capture the plain module again. This compiles
-    what the transforms made of it, whichever of them come before or after.
+    ``torch.compile`` on a transformed module would capture the original module again. This compiles
+    the result of all transforms, whether they come before or after it.
 
     Args:
-        module: A module, transformed or not, that Dynamo can capture; it is left as it is.
+        module: A module, transformed or not, that Dynamo can capture. It does not change.
         mode: As for ``torch.compile``: ``"default"``, ``"reduce-overhead"`` with CUDA graphs,
             ``"max-autotune"`` or ``"max-autotune-no-cudagraphs"``.
 
     Returns:
-        A new module with parameters of its own and ``explain()``. It is compiled when it is first
-        called, and again for inputs of another kind, as by ``torch.compile``.
+        A new module with its own parameters and ``explain()``. It is compiled at the first call,
+        and again for inputs of another kind, as by ``torch.compile``.
 
     Raises:
         ValueError: If ``module`` was compiled by the user, or the mode is unknown.
@@ -219,7 +217,7 @@ def compile(module: nn.Module, mode: CompileMode = "default") -> nn.Module:
 
 
 def _transformed(module: nn.Module, *formats: Format, has_new_units: bool = False) -> nn.Module:
-    """A deep copy of ``module`` with its own parameters, whose matmuls run in units and formats."""
+    """Return a deep copy of ``module`` whose matmuls run with units and formats."""
     new = own_copy(module)
     ModuleMatmuls.add(new, formats, has_new_units=has_new_units)
     new.__dict__["explain"] = MethodType(explain_forward, new)

@@ -118,7 +118,7 @@ def test_copies_of_a_trained_module_mark_their_own_checkpoints() -> None:
 
 
 def test_a_lossless_checkpoint_resumed_by_rules_is_said(checkpoints: dict[str, Path]) -> None:
-    expected = r"^method='u-mup': .* trained with method='lossless'; .*. Expected .*. To go on"
+    expected = r"^method='u-mup': .* trained with method='lossless'. .*. Expected .*. To continue"
     with pytest.warns(UserWarning, match=expected):
         _start("fit", [unit_scale("u-mup")], checkpoints["lossless"])
     # An evaluation leaves it as it is.

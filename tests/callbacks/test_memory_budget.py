@@ -395,7 +395,7 @@ def test_batches_of_changing_lengths_share_a_plan() -> None:
     _fit(planned, data, callback)
     _assert_same_weights(plain, planned)
     assert [report.sizes for report in callback.reports] == [(), (31,)]
-    assert "for the sizes planned for" in callback.explain().splitlines()[-1]
+    assert "for the planned sizes" in callback.explain().splitlines()[-1]
 
 
 class _FeedForward(_Lengths):

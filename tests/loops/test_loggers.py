@@ -381,7 +381,7 @@ def test_hugging_face(name: str, tmp_path: Path) -> None:
 
 def test_an_unknown_logger() -> None:
     model, optimizer = new()
-    with pytest.raises(TypeError, match=r"loggers='runs': no logger that is known. Expected one"):
+    with pytest.raises(TypeError, match=r"loggers='runs': unknown logger. Expected one"):
         attach(model, optimizer, ScaleMonitor(), loggers="runs")
     assert "forward" not in vars(model)
 
