@@ -1,4 +1,4 @@
-"""What the user reads about a step: why it is not all captured, and how long capture took."""
+"""Report why a step is not all captured, and how long capture took."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ NO_REASON = "no tensor operation in it, or a loop breaks the graph and Dynamo pa
 
 
 class CaptureError(RuntimeError):
-    """A step, or a forward, that has to be captured as a graph and cannot be.
+    """Error about a step, or a forward, that must be captured as a graph and cannot be.
 
     Its text is three sentences: what breaks the graph and where, why, and what to do.
     """
 
     def __init__(self, text: str, reason: str) -> None:
-        # Its arguments are set before: Dynamo does not trace that of the base class.
+        # Its arguments are set before, since Dynamo does not trace the base class's ``__init__``.
         self.reason = reason
 
     def __str__(self) -> str:
@@ -31,7 +31,7 @@ class CaptureError(RuntimeError):
 
     @classmethod
     def of(cls, title: str, reasons: Sequence[str], *, manner: str = "") -> CaptureError:
-        """The error about what breaks a graph."""
+        """Return the error about a graph break."""
         first, *others = dict.fromkeys(reasons) or (NO_REASON,)
         more = f" (and {len(others)} more)" if others else ""
         place = first.where if isinstance(first, Reason) else ""
@@ -45,7 +45,7 @@ class CaptureError(RuntimeError):
 
     @classmethod
     def by_rules(cls, title: str, reason: str, need: str, advice: str) -> CaptureError:
-        """The error about a step that runs otherwise than rules can scale it."""
+        """Return the error about a step that rules cannot scale in this call."""
         return cls(
             f"{title} cannot be unit-scaled by rules: {reason}. {need}. {advice}.",
             reason,
@@ -53,14 +53,14 @@ class CaptureError(RuntimeError):
 
 
 def warn_once(step: StepState, text: str) -> None:
-    """Warn of a step, if nothing was warned of before."""
+    """Warn of a step, if no earlier warning was given."""
     if not step.has_warned:
         step.has_warned = True
         warnings.warn(text, stacklevel=6)
 
 
 def _loses(step: StepState) -> str:
-    """What a step has not that runs as it is."""
+    """Describe what a step loses when it runs uncaptured."""
     plan: str = getattr(step.owner.partition_fn, "loss_without_plan", "")
     rules = ""
     if step.owner.changes_function:
@@ -69,14 +69,14 @@ def _loses(step: StepState) -> str:
 
 
 def not_captured(step: StepState, error: BaseException) -> CaptureError:
-    """The error about one of Dynamo's."""
+    """Return our error for one of Dynamo's."""
     is_sharded = step.owner.sharded is not None
     manner = " in one graph, as rules with ModelParallelStrategy ask" if is_sharded else ""
     return CaptureError.of(step.title, [reason_of(error)], manner=manner)
 
 
 def capture_ended(step: StepState, reason: str) -> CaptureError:
-    """The error about a step whose capture was ended."""
+    """Return the error about a step whose capture was ended."""
     return CaptureError(
         f"{step.title} cannot be captured: {reason}. Expected a step of few graphs; "
         "TORCH_LOGS=graph_breaks shows what breaks it.",
@@ -85,7 +85,7 @@ def capture_ended(step: StepState, reason: str) -> CaptureError:
 
 
 def warn_of_staying_plain(step: StepState, reason: str) -> None:
-    """The step runs as it is, from now on."""
+    """Warn that the step runs uncaptured from now on."""
     warn_once(
         step,
         f"{step.title} cannot run captured: {reason}. So it runs as it is, "
@@ -94,7 +94,7 @@ def warn_of_staying_plain(step: StepState, reason: str) -> None:
 
 
 def warn_if_nothing_ran(step: StepState) -> None:
-    """No graph was run in a call."""
+    """Warn that no graph ran in a call."""
     if step.num_graph_calls:
         return
     reasons = joined_reasons(step.owner.graph_breaks) or NO_REASON
@@ -117,7 +117,7 @@ def warn_if_nothing_ran(step: StepState) -> None:
 
 
 def warn_of_saving(step: StepState, graph_breaks: Sequence[str]) -> None:
-    """Dynamo passes over the whole function that enters such a block, and all that is in it."""
+    """Warn that Dynamo skips the whole function that enters a block with saved-tensor hooks."""
     for graph_break in graph_breaks:
         if any(name in graph_break for name in _SAVING):
             warn_once(
@@ -129,7 +129,7 @@ def warn_of_saving(step: StepState, graph_breaks: Sequence[str]) -> None:
 
 
 def warn_of_captures(step: StepState, reason: str) -> None:
-    """The step is captured again and again, and goes on."""
+    """Warn that the step is recaptured again and again."""
     warn_once(
         step,
         f"{step.title}: {reason}, which takes time and memory. Expected a step that "
@@ -138,12 +138,12 @@ def warn_of_captures(step: StepState, reason: str) -> None:
     )
 
 
-# Seconds after which a user wants to know why the first step has not begun.
+# Seconds after which a user is notified that the first step is still being captured.
 PATIENCE_SECONDS = 5.0
 
 
 class CaptureProgress:
-    """Adds up the time in which a step is captured, and reports it."""
+    """Total time in which a step is captured, with its report."""
 
     def __init__(self, title: str, say: Callable[[str], None]) -> None:
         self.seconds = 0.0
@@ -154,7 +154,7 @@ class CaptureProgress:
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        """Within this context a function is captured, and its graph compiled and planned."""
+        """Time the capture of a function, with compiling and planning its graph."""
         started = time.perf_counter()
         left = max(0.0, PATIENCE_SECONDS - self.seconds)
         timer = threading.Timer(left, self._say_that_it_takes_long)
@@ -170,7 +170,7 @@ class CaptureProgress:
             self.seconds += time.perf_counter() - started
 
     def report(self, num_graphs: int, planning_seconds: float) -> None:
-        """Log once how long the first step was captured, and planned."""
+        """Log once how long the first step was captured and planned."""
         if self._is_reported or not num_graphs:
             return
         self._is_reported = True
