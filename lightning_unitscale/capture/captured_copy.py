@@ -59,7 +59,7 @@ def reject_compiled(module: nn.Module, more: str = " and pass compile=True here 
     check_instance("module", module, nn.Module, "a torch.nn.Module", "pass the model itself")
     if is_compiled(module):
         raise ValueError(
-            f"module={type(module).__name__}: it is compiled already. Expected a plain module. "
+            f"module={type(module).__name__}: it is compiled already. Expected an uncompiled one. "
             f"Leave out your torch.compile{more}."
         )
 

@@ -53,7 +53,7 @@ from lightning_unitscale.compiling import is_compiling, is_exporting
 from lightning_unitscale.functional.scale import is_transforming
 from lightning_unitscale.patching import nothing, shadowed
 
-_DEPLOY = "Use the plain module that transforms.deploy(module, *example_args) makes"
+_DEPLOY = "Use the result of transforms.deploy(module, *example_args)"
 
 
 class _TracedFunction:
@@ -303,7 +303,7 @@ class CapturedStep(StepState):
             return self.__wrapped__(*args, **kwargs)
         if is_exporting():
             self.fallback.refuse_under_rules(
-                "it is exported", "An export has the plain model", _DEPLOY
+                "it is exported", "An export contains the unscaled model", _DEPLOY
             )
         return torch.compiler.disable(self._run)(executor, args, kwargs)
 
@@ -314,8 +314,8 @@ class CapturedStep(StepState):
         )
         warn_once(
             self,
-            f"{self.title}: called within a torch.func transform, which no graph is captured "
-            "in, so this call runs as it is, neither rewritten nor observed. Expected calls "
-            "outside of one; transform the plain module, of which this call has the numbers.",
+            f"{self.title}: called within a torch.func transform, where no graph is captured. "
+            "So this call runs as it is, neither rewritten nor observed. Call it outside of one, "
+            "or transform the unscaled module, which computes the same numbers as this call.",
         )
         return self.__wrapped__(*args, **kwargs)

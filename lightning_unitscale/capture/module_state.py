@@ -81,9 +81,9 @@ class ModuleState:
             return
         if is_watched():
             raise RuntimeError(
-                f"{type(self.module).__name__}: a mode such as FlopCounterMode looks at every "
+                f"{type(self.module).__name__}: a mode such as FlopCounterMode observes every "
                 "operation of a step that is unit-scaled by rules with ModelParallelStrategy, and "
-                "Dynamo captures nothing then. Expected none. Leave it out, or use DDP."
+                "Dynamo captures nothing then. Leave that mode out, or use DDP."
             )
         with self.sharded.standing_in(), no_graph_breaks():
             yield

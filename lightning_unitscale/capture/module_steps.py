@@ -50,7 +50,7 @@ def breaks_list(graph_breaks: Sequence[str]) -> str:
     if not breaks:
         return "No graph breaks."
     lines = "\n".join(f"  {reason}" for reason in breaks)
-    return f"{len(breaks)} graph breaks:\n{lines}\n  (TORCH_LOGS=graph_breaks says more of each)"
+    return f"{len(breaks)} graph breaks:\n{lines}\n  (TORCH_LOGS=graph_breaks shows more of each)"
 
 
 def steps_of(module: nn.Module) -> ModuleSteps | None:

@@ -122,8 +122,8 @@ def _refuse_generator(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     unimplemented(
         gb_type="random.Random() in a step",
         context=str(args),
-        explanation="What it draws would be drawn once and kept.",
-        hints=["Make it before, or draw from torch."],
+        explanation="Its random numbers would be drawn once and kept.",
+        hints=["Create it before the step, or draw from torch."],
     )
 
 
@@ -237,8 +237,8 @@ def _report(code: Any, error: Exception, warned: set[tuple[str, int]], *, warn: 
     warned.add((file, line))
     failing = linecache.getline(file, line).strip()
     warnings.warn(
-        f"{file}:{line}: Dynamo fails on `{failing}` ({short_reason(str(error))}), so "
-        f"{code.co_name} runs as it is, neither rewritten nor observed but for what it calls. "
+        f"{file}:{line}: Dynamo fails on `{failing}` ({short_reason(str(error))}). So "
+        f"{code.co_name} runs as it is, neither rewritten nor observed, except its calls. "
         "Expected code that Dynamo captures. Move that line out of the step, into a hook such as "
         "on_train_batch_start.",
         stacklevel=2,

@@ -39,7 +39,7 @@ class CaptureError(RuntimeError):
         culprit = f"{place} breaks the graph" if place else "its graph breaks"
         return cls(
             f"{title} cannot be captured{manner}: {culprit}{more}. {why[:1].upper()}{why[1:]}. "
-            f"Keep it out of {title.rpartition('.')[2]}; TORCH_LOGS=graph_breaks shows more of it.",
+            f"Keep it out of {title.rpartition('.')[2]}. TORCH_LOGS=graph_breaks shows more of it.",
             f"{culprit}{more} ({why})",
         )
 
@@ -64,7 +64,7 @@ def _loses(step: StepState) -> str:
     plan: str = getattr(step.owner.partition_fn, "loss_without_plan", "")
     rules = ""
     if step.owner.changes_function:
-        rules = ": it is the plain model, at the learning rates that it is given"
+        rules = ": it is the unscaled model, at the given learning rates"
     return f"neither rewritten nor observed{plan}{rules}"
 
 
@@ -78,7 +78,7 @@ def not_captured(step: StepState, error: BaseException) -> CaptureError:
 def capture_ended(step: StepState, reason: str) -> CaptureError:
     """Return the error about a step whose capture was ended."""
     return CaptureError(
-        f"{step.title} cannot be captured: {reason}. Expected a step of few graphs; "
+        f"{step.title} cannot be captured: {reason}. Expected a step of few graphs. "
         "TORCH_LOGS=graph_breaks shows what breaks it.",
         reason,
     )
@@ -102,17 +102,17 @@ def warn_if_nothing_ran(step: StepState) -> None:
         warn_once(
             step,
             f"{step.title}: called with a {step.refused}, whose operations Dynamo does not "
-            f"follow, so it runs as it is, {_loses(step)}. Expected plain tensors; hand it "
+            f"follow. So it runs as it is, {_loses(step)}. Pass an ordinary tensor: "
             "image.as_subclass(torch.Tensor).",
         )
         return
     if is_watched():
-        reasons = "a mode such as FlopCounterMode looks at every operation of this call"
+        reasons = "a mode such as FlopCounterMode observes every operation of this call"
     warn_once(
         step,
-        f"{step.title}: no graph could be captured, so it "
+        f"{step.title}: no graph could be captured. So it "
         f"runs as it is, {_loses(step)} ({reasons}). Expected at least one "
-        "traceable operation; keep printing, .item() and third-party calls out of the step.",
+        "traceable operation. Keep printing, .item() and third-party calls out of the step.",
     )
 
 
@@ -122,9 +122,9 @@ def warn_of_saving(step: StepState, graph_breaks: Sequence[str]) -> None:
         if any(name in graph_break for name in _SAVING):
             warn_once(
                 step,
-                f"{step.title}: what a function computes that saves tensors in its own "
+                f"{step.title}: a function that saves tensors in its own "
                 f"way runs as it is, {_loses(step)} ({graph_break}). Expected a step without "
-                "such a block; enter it around the step, in a callback's hooks.",
+                "such a block. Enter it around the step, in a callback's hooks.",
             )
 
 
@@ -133,7 +133,7 @@ def warn_of_captures(step: StepState, reason: str) -> None:
     warn_once(
         step,
         f"{step.title}: {reason}, which takes time and memory. Expected a step that "
-        "depends on tensors, numbers and the sizes of a few kinds of batches; "
+        "depends on tensors, numbers and the sizes of a few kinds of batches. "
         "TORCH_LOGS=recompiles shows what changes.",
     )
 
@@ -182,6 +182,6 @@ class CaptureProgress:
     def _say_that_it_takes_long(self) -> None:
         self._has_waited = True
         self._say(
-            f"{self._title}: capture and planning take more than {PATIENCE_SECONDS:.0f} s; "
-            "the first step begins afterwards"
+            f"{self._title}: capture and planning take more than {PATIENCE_SECONDS:.0f} s. "
+            "The first step begins afterwards"
         )

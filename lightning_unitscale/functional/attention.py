@@ -100,7 +100,7 @@ log_softmax = scaled_op(
     F.log_softmax,
     _log_softmax,
     "normalization",
-    "left as it is: it is half of a loss, whose value stays the plain one; its gradient "
+    "unscaled: it is half of a loss, whose value stays unscaled; its gradient "
     "g - p sum(g) has the mean square 1 - 2 / n + sum p^2",
 )
 _ATTENTION = register_rule(

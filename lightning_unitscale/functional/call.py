@@ -193,7 +193,7 @@ def positive(name: str, factor: float) -> float:
         return 1.0  # a number, where a compiler has made a symbol of it
     if not 0 < factor < math.inf:
         raise ValueError(
-            f"{name}={factor}: what is multiplied by it has no unit scale. Expected a positive "
+            f"{name}={factor}: the scaled tensor would lose its unit scale. Expected a positive "
             "number."
         )
     return factor
@@ -208,8 +208,8 @@ def _check_power(rule: ScaleRule, scale_power: ScalePower) -> None:
 
 
 _OPTIONS: dict[str, tuple[Any, str]] = {
-    "constraint": ("to_output_scale", "Between the factors of the output and of the gradients."),
-    "mult": (1.0, "The first argument is multiplied by it."),
+    "constraint": ("to_output_scale", "How to make the factors of output and gradients agree."),
+    "mult": (1.0, "Factor on the first argument."),
     "scale_power": (
         DEFAULT_POWER,
         "Powers of the number of terms in the sums that make the output, the gradient of the "
@@ -325,7 +325,7 @@ def _parameter(text: str) -> inspect.Parameter:
 
 def _docstring(rule: ScaleRule, options: Sequence[str]) -> str:
     if rule.kind == "loss":
-        what = "Its value is the plain loss; the gradients of its arguments are at RMS 1."
+        what = "Its value is the unscaled loss. The gradients of its arguments are at RMS 1."
     else:
         what = "Its output and the gradients of its arguments are at RMS 1 for inputs at RMS 1."
     lines = [f"Unit-scaled form of torch's ``{rule.name}``.", "", what]

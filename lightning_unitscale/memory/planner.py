@@ -49,7 +49,7 @@ _TIGHTENINGS = 6
 def check_budget(budget: Budget, *, name: str = "budget") -> Budget:
     """Return ``budget`` as an int of bytes, a float in (0, 1], or ``"min_cut"``."""
     expected = (
-        "expected bytes (an int, or a string such as '600MiB' or '2GB'), a fraction in (0, 1] of "
+        "Expected bytes (an int, or a string such as '600MiB' or '2GB'), a fraction in (0, 1] of "
         "the peak without rematerialization, or 'min_cut'"
     )
     if budget == "min_cut" or (isinstance(budget, float) and 0 < budget <= 1):
@@ -59,10 +59,10 @@ def check_budget(budget: Budget, *, name: str = "budget") -> Budget:
         num_bytes = int(float(match[1]) * _UNITS[match[2].upper()])
     if isinstance(num_bytes, bool) or not isinstance(num_bytes, int):
         raise ValueError(
-            f"{name}={shown(budget)}: not a budget; {expected}; pass {name}=0.5 to try it."
+            f"{name}={shown(budget)}: not a budget. {expected}. Pass {name}=0.5 to try it."
         )
     if num_bytes < 1:
-        raise ValueError(f"{name}={budget!r}: no bytes at all; {expected}; pass more.")
+        raise ValueError(f"{name}={budget!r}: not positive. {expected}. Pass more.")
     return num_bytes
 
 

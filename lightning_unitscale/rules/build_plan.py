@@ -122,7 +122,7 @@ def _reject_new_parameters(step: CapturedStep, flow: Flow) -> None:
             step.title,
             f"it registers {new[0]} while it runs",
             "Rules set all parameters before the first call",
-            "Register parameters and parametrizations before that",
+            "Register parameters and parametrizations earlier",
         )
 
 
@@ -287,8 +287,8 @@ class _ScaledRun:
             raise CaptureError.by_rules(
                 self._title,
                 f"scaled, it runs its graphs over {_MANY_TIMES} times as often",
-                "Rules need a step that does as much at any scale",
-                "Keep solvers with adaptive steps out of it",
+                "Rules need a step that does the same work at any scale",
+                "Keep solvers with adaptive step sizes out of it",
             )
 
         def run_with(captured: fx.GraphModule) -> Callable[..., Any]:
@@ -366,7 +366,7 @@ def rehearse(
     if (once_only := find_once_only(module)) is not None:
         warnings.warn(
             f"{type(module).__name__}.{step.name}: its first call runs twice, once to decide, "
-            f"since it is not one graph ({reason}), and what it reads from "
+            f"since it is not one graph ({reason}). The data that it reads from "
             f"{once_only} cannot be put back. Expected a step that takes its data from the batch. "
             "Let train_dataloader return all loaders.",
             stacklevel=2,

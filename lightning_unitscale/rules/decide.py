@@ -238,7 +238,7 @@ class Decider:
         arguments: tuple[Argument, ...] = ()
         if self.options.loss_mult != 1.0 and op_name(node) == "cross_entropy":
             arguments = (Argument((0,) if node.args else ("input",), self.options.loss_mult),)
-        return _decision(node, "loss", "its value is the plain loss", arguments=arguments)
+        return _decision(node, "loss", "its value is the unscaled loss", arguments=arguments)
 
     def _adds_data(self, matmul: Matmul) -> bool:
         if not any(op in op_name(matmul.node) for op in ("addmm", "baddbmm", "addbmm", "addmv")):

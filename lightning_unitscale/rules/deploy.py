@@ -146,10 +146,10 @@ def _rules_of(module: nn.Module) -> RuleRewrite:
     plan = rewrite.plan if rewrite is not None else vars(module).get(PLAN_ATTRIBUTE)
     if not plan:
         raise ValueError(
-            f"module={type(module).__name__}: it has not been unit-scaled by rules, or not been "
+            f"module={type(module).__name__}: it has not been unit-scaled by rules, or not "
             "called since. Expected the result of transforms.unit_scale after a call, or a "
-            "LightningModule after a fit with UnitScaleCallback('u-mup'). A lossless one is the "
-            "plain module already."
+            "LightningModule after a fit with UnitScaleCallback('u-mup'). A lossless one is "
+            "unscaled already."
         )
     rules = RuleRewrite(replace=rewrite.replace if rewrite is not None else None)
     for_forward = RulePlan(parameters=plan.parameters)

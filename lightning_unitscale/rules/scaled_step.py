@@ -269,17 +269,17 @@ def rate_notes(
     family, notes = family_of(optimizer), []
     if family is Family.LINEAR and method == "match":
         notes.append(
-            f"lr_scaling='match': the steps of {name} are as large as the gradient, which unit "
-            "scaling changes, so no rate makes them what they were; it gets the rates of u-muP, "
-            "and its learning rate wants tuning."
+            f"lr_scaling='match': the steps of {name} are as large as the gradient. Unit "
+            "scaling changes that, so no rate restores the steps. The rates of u-muP are used. "
+            "Tune its learning rate."
         )
     if isinstance(optimizer, torch.optim.RAdam):
         notes.append(
-            f"{name}: its first steps are not normalized, and with gradients at unit scale they "
-            "are as large as later ones; give them a warm-up."
+            f"{name}: its first steps are not normalized. With gradients at unit scale they "
+            "are as large as later ones. Use a warm-up."
         )
     notes += [
-        f"{info.fqn}: tied to a second role; its rate is that of its role {info.role.value!r}."
+        f"{info.fqn}: tied to a second role. Its rate is that of role {info.role.value!r}."
         for info in (infos[param] for param in parameters if param in infos)
         if info.is_tied
     ]
@@ -287,20 +287,20 @@ def rate_notes(
     if method == "u-mup" and max(decays, default=0.0) > _LARGE_DECAY:
         notes.append(
             f"lr_scaling='u-mup': weight_decay={max(decays):g} is independent of the learning "
-            f"rate: weights shrink by {max(decays):.1%} in every step at the peak rate; u-muP's "
+            f"rate. Weights shrink by {max(decays):.1%} in every step at the peak rate. u-muP's "
             "own choice is 2**-13."
         )
     rate = max(first_peak_rate(group) for group in optimizer.param_groups)
     if method == "u-mup" and family is Family.SCALE_INVARIANT and 0 < rate < _SMALL_RATE:
         notes.append(
-            f"lr_scaling='u-mup': lr={rate:g} is a usual rate of the plain model, at which this "
-            "one learns slowly; u-muP's are near 1. Search it from 2**-2 to 2**3, or pass "
-            "lr_scaling='match' (that of method='unit-scaling') to keep the plain model's."
+            f"lr_scaling='u-mup': lr={rate:g} is a usual rate of the unscaled model. With it this "
+            "one learns slowly. u-muP's are near 1. Search it from 2**-2 to 2**3, or pass "
+            "lr_scaling='match' (that of method='unit-scaling') to keep the unscaled model's."
         )
     unknown = sum(param not in infos and param.requires_grad for param in parameters)
     if unknown:
         notes.append(
-            f"{name}: {unknown} of its {len(parameters)} parameters are in no scaled graph; their "
-            "rates stay as they are."
+            f"{name}: {unknown} of its {len(parameters)} parameters are in no scaled graph. Their "
+            "rates stay unchanged."
         )
     return notes

@@ -102,8 +102,8 @@ def _reject_scaled(module: nn.Module) -> None:
     steps = steps_of(module)
     if steps is not None and any(isinstance(p, RuleRewrite) for p in steps.passes):
         raise ValueError(
-            f"module={type(module).__name__}: it is unit-scaled by rules already. Expected one "
-            "whose function is its author's. Pass the module that it was made of."
+            f"module={type(module).__name__}: it is unit-scaled by rules already. Expected an "
+            "unscaled module. Pass the module that it was made from."
         )
 
 
@@ -128,8 +128,8 @@ class _FirstCall:
         if self.init_weights and already_at_unit_scale(module, plan.parameters):
             warnings.warn(
                 f"unit_scale: the weights of {type(module).__name__} have RMS near 1 already, "
-                "as after training at unit scale, so weights and biases are left as they are; "
-                "to load a checkpoint, call the module once before load_state_dict.",
+                "as after training at unit scale, so weights and biases stay unchanged. "
+                "To load a checkpoint, call the module once before load_state_dict.",
                 stacklevel=4,
             )
         else:
