@@ -260,7 +260,7 @@ class CapturedStep(StepState):
                     self.fallback.refuse_under_rules(
                         f"it is called with a {self.refused}",
                         "Dynamo does not follow that class",
-                        "Pass plain tensors, such as image.as_subclass(torch.Tensor)",
+                        "Pass ordinary tensors, such as image.as_subclass(torch.Tensor)",
                     )
                     result = self.__wrapped__(*args, **kwargs)
                 else:

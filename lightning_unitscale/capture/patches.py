@@ -25,7 +25,7 @@
   while the same layer is trained in FP8. Weights at RMS 1 under rules would miss their factors.
 * Absent packages (:func:`absent_packages`). Dynamo runs ``importlib.metadata.version`` while it
   traces, and takes its PackageNotFoundError for its own failure, even if the code catches it.
-  torchmetrics asks so for ``torch_xla`` when it counts classes.
+  torchmetrics checks for ``torch_xla`` this way when it counts classes.
 * Inference mode (:func:`drop_inference_mode`). AOTAutograd cannot trace a view of an ordinary
   tensor made in inference mode: the view has no version counter, which functionalization reads. Its
   graphs return no inference tensors anyway.

@@ -98,7 +98,7 @@ def _prepared(
     kwargs: Mapping[str, Any],
     mult: float,
 ) -> tuple[dict[str, Any], Factors, dict[str, Tensor]]:
-    """Return arguments by name, the factors, and the tensors to scale by the same names."""
+    """Return the arguments, the factors, and the tensors that get a factor, all by name."""
     arguments = rule.bind(tuple(args), kwargs)
     try:
         factors = rule.factors({**arguments, "mult": mult})

@@ -32,9 +32,9 @@ from lightning_unitscale.scales.step_rows import has_triton
 
 # Dimensions of the operands must be multiples of this, except the number of rows of the first.
 MULTIPLE = 16
-# Others are padded with zeros if that pays: from this size on, which adds at most an eighth of the
-# operations, and from this number of terms in each element of the padded result on. FP8 then saves
-# more time than copying the used part of the result takes.
+# Other sizes are padded with zeros if that pays. From PADDED_FROM on it adds at most an eighth of
+# the operations. MIN_PADDED_SUM is the least number of terms in each element of the result. FP8
+# then saves more time than copying the used part of the result takes.
 PADDED_FROM = 8 * MULTIPLE
 MIN_PADDED_SUM = 1024
 
@@ -75,7 +75,7 @@ def scaled_matmul(
 
 
 def _padded(matrix: Tensor, *, rows: bool = False) -> Tensor:
-    """Return the matrix in contiguous rows, padded with zeros, to a given number if wanted."""
+    """Pad the length of rows, and with ``rows`` their number, with zeros."""
     matrix = matrix.contiguous()
     missing = -matrix.shape[1] % MULTIPLE
     missing_rows = -matrix.shape[0] % MULTIPLE if rows else 0

@@ -31,9 +31,9 @@ from lightning_unitscale.memory.schedule import input_bytes
 
 Direction = Literal["forward", "backward"]
 Boundary = tuple[str, Direction, bool]
-"""Which graph, its forward or backward pass, and whether it ends rather than begins."""
+"""Name of a graph, its pass, and whether the boundary is the end of the pass."""
 Parts = Sequence[tuple[Boundary | None, int]]
-"""Peaks of a step from boundary to boundary, each with the boundary at which it ends."""
+"""Peaks of a step between boundaries, each with the boundary at its end."""
 _NUM_PLANS = 16
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 aten = torch.ops.aten
 Formula = Callable[[Sequence[Any], Any], int]
-"""Counts one call from its positional arguments and its result."""
+"""Formula for one call, from its positional arguments and its result."""
 # oneDNN groups as many channels as an AVX-512 register has floats.
 _CHANNEL_BLOCK = 16
 # Up to this many channels are read from the plain layout.

@@ -33,7 +33,7 @@ from lightning_unitscale.rules.roles import Structure, find_structure, plan_para
 from lightning_unitscale.rules.unit_weights import prepared_like
 
 Joint = Callable[[float], float]
-# The first run of a step may change what the next one runs.
+# Maximum attempts, since the first run of a step may change what the next one runs.
 _MAX_ATTEMPTS = 3
 # Limit on the ratio of graph runs of a scaled step to those of the unscaled step.
 _MANY_TIMES = 8

@@ -30,7 +30,7 @@ from lightning_unitscale.rules.flow import (
     writes,
 )
 
-# Operations on the way to a softmax: scaling, a bias, a mask, a soft cap, casts and views.
+# Maximum steps to a softmax: scaling, a bias, a mask, a soft cap, casts and views.
 _MAX_STEPS = 24
 _MASKING = ADDS | {"masked_fill", "where", "sub", "isub", "clamp", "max", "tanh"}
 # From the exponentials to their sum, and from there to the division.

@@ -198,14 +198,14 @@ class Scales:
             if is_learned_scale and self.flow.parameter_of(data) is None:
                 self._chosen.add(node)
                 rms = self.predicted(data)
-                # The RMS of the data without their scale is known only here.
+                # Only here the data can be measured without their scale.
                 rms = self.measured(data) or None if rms is None else rms
                 return rms, "times a learned scale, left as it is"
         left, right = self.predicted(first), self.predicted(second)
         if left is None or right is None:
-            return None, "a matmul in which not every scale is known"
+            return None, "a product in which not every scale is known"
         self._combined.add(node)
-        return left * right, "a matmul of two tensors, left as it is"
+        return left * right, "a product of two tensors, left as it is"
 
     def _sum(self, tensors: list[fx.Node]) -> tuple[float | None, str]:
         scales = [self.predicted(tensor) for tensor in tensors]
