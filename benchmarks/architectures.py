@@ -34,11 +34,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import torch
 import transformers
-from benchmarks.executed_matmuls import below, below_all_kernels, operands_read
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.architecture_tables import Result, Shares, markdown, summary, table
+from benchmarks.executed_matmuls import below, below_all_kernels, operands_read
 from benchmarks.model_zoo import CORE, ZOO
 from lightning_unitscale import transforms
 from lightning_unitscale.transforms import lossless_unit_scale

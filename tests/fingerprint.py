@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch._dynamo.config
 import torch._inductor.config
-from benchmarks.executed_matmuls import has_torchs_own_kernels
 from torch import nn
 from torch._dynamo import convert_frame, eval_frame, symbolic_convert
 from torch._dynamo.variables import SkipFunctionVariable
@@ -27,6 +26,7 @@ from torch.distributed.tensor import _random
 from torch.optim import optimizer as optimizers
 from torch.overrides import _len_torch_function_stack
 
+from benchmarks.executed_matmuls import has_torchs_own_kernels
 from lightning_unitscale.callbacks.lightning_steps import StepsCallback
 from lightning_unitscale.rules.deploy import PLAN_ATTRIBUTE
 

@@ -8,11 +8,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from benchmarks.executed_matmuls import below_all_kernels, operands_read
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from benchmarks.executed_matmuls import below_all_kernels, operands_read
 from lightning_unitscale.capture import dynamo_capture as capture
 from lightning_unitscale.capture.captured_copy import captured_forward
 from lightning_unitscale.capture.copy_graphs import copy_graph_module

@@ -467,7 +467,7 @@ MUTATIONS = (
     Mutation(
         "a step that is undone in its backward pass logs twice",
         "capture/fallback.py",
-        "        self._step.postponed.discard()  # it has logged that",
+        "        self._step.postponed.discard()  # the call has logged already",
         "        self._step.postponed.replay()",
         "callbacks/test_fallbacks.py -k failing_backward",
     ),

@@ -1,1 +1,1 @@
-"""Capture of a module's steps as FX graphs by Dynamo, and running them once they are rewritten."""
+"""Capture the steps of a module as FX graphs by Dynamo, and run the rewritten graphs."""

@@ -1,12 +1,12 @@
-"""Modules that FSDP2 or tensor parallelism has sharded over ranks that do not exist.
+"""Simulate the other ranks of modules that FSDP2 or tensor parallelism has sharded.
 
 FSDP allocates and frees gathered parameters by resizing a storage, below the dispatcher. On a GPU
 it uses streams, which do not exist without one.
 
 Private names of torch, checked on 2.13 and 2.11: ``FakeStore``, ``AsyncCollectiveTensor``,
-``ShardingPropagator``, ``is_rng_supported_mesh`` and ``_rng_tracker``, the state of an FSDP
-module, ``unset_fake_temporarily``, the method ``resize_`` of a storage, and that FSDP asks
-``torch.cuda`` for its streams and its device.
+``ShardingPropagator``, ``is_rng_supported_mesh`` and ``_rng_tracker``, the state of an FSDP module,
+``unset_fake_temporarily``, the method ``resize_`` of a storage, and FSDP's calls of ``torch.cuda``
+for its streams and its device.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from lightning_unitscale.patching import nothing, shadowed
 
 @contextlib.contextmanager
 def fake_process_group(world_size: int, *, device: str = "cpu") -> Iterator[None]:
-    """Within this context the process is rank 0 of a group whose other ranks do not exist.
+    """Make the process rank 0 of a group whose other ranks do not exist.
 
     For :func:`~lightning_unitscale.profiler.profile_graph` of a sharded module: make its mesh,
-    shard it and profile it within the context. Collectives return at once and communicate nothing.
+    shard it and profile it in this context. Collectives return at once and communicate nothing.
 
     Args:
-        world_size: Ranks of the group.
-        device: Type of the device of each; a GPU need not exist.
+        world_size: Number of ranks of the group.
+        device: Device type of each rank. A GPU need not exist.
 
     Raises:
-        ValueError: If the process is in a group already, or there would be no rank.
+        ValueError: If the process is in a group already, or ``world_size`` is not positive.
 
     Examples:
         >>> import torch
@@ -73,7 +73,7 @@ def fake_process_group(world_size: int, *, device: str = "cpu") -> Iterator[None
 
 @contextlib.contextmanager
 def _streams_of(device: torch.device) -> Iterator[None]:
-    """Within this context FSDP finds streams of the device, which are those of the CPU."""
+    """Give FSDP the CPU's streams in place of the device's."""
     if device.type == "cpu":
         yield
         return
@@ -95,7 +95,7 @@ def _streams_of(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_random_states() -> Iterator[None]:
-    """Within this context distributed tensors draw like others: a rank has no state to share."""
+    """Let distributed tensors draw random numbers without a state that ranks share."""
     from torch.distributed.tensor import _dispatch, _random
 
     unsupported = {"is_rng_supported_mesh": lambda mesh: False}
@@ -104,7 +104,7 @@ def _without_random_states() -> Iterator[None]:
 
 
 class _NewOnDevice(TorchFunctionMode):
-    """Makes the empty tensors fake that FSDP creates on the device while it shards."""
+    """Mode that makes the empty tensors fake that FSDP creates on the device while it shards."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ def watching_shards(
     resizing: Callable[[Any, int], None],
     unseen: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> Iterator[None]:
-    """Within this context a recorder sees resized storages, and no propagation of shardings."""
+    """Let a recorder see resized storages, and no propagation of shardings."""
     original = torch.UntypedStorage.resize_
 
     def resize_(self: torch.UntypedStorage, size: int) -> Any:
@@ -152,7 +152,7 @@ def watching_shards(
 
 
 def _distributed_classes() -> tuple[type, ...]:
-    # A program with such tensors has imported their classes, which takes a while.
+    # Only a program with such tensors has imported their classes. The import is slow.
     if "torch.distributed.tensor" not in sys.modules:
         return ()
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -162,12 +162,12 @@ def _distributed_classes() -> tuple[type, ...]:
 
 
 def is_distributed(kinds: Any) -> bool:
-    """Whether one of these classes is that of a shard, or of a pending collective's result."""
+    """Check for the class of a shard, or of a pending collective's result, among the classes."""
     return any(issubclass(kind, _distributed_classes()) for kind in kinds)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a distributed tensor; other tensors as they are."""
+    """Return this rank's part of a distributed tensor, or any other tensor unchanged."""
     while isinstance(tensor, _distributed_classes()):
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         tensor = getattr(tensor, names[0])
@@ -175,12 +175,12 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors that have the memory of a tensor; a sparse one has several."""
+    """Return the tensors that hold the memory of a tensor. A sparse tensor has several."""
     is_fake = isinstance(tensor, FakeTensor)
     # Plans are made under a fake tensor mode, which forbids access to a real tensor.
     with contextlib.nullcontext() if is_fake else unset_fake_temporarily():
         if tensor.layout is torch.sparse_coo:
-            # The public names are for coalesced ones, which have other memory.
+            # The public names are for coalesced tensors, which have other memory.
             return tensor._indices(), tensor._values()
         if tensor.layout in {torch.sparse_csr, torch.sparse_bsr}:
             return tensor.crow_indices(), tensor.col_indices(), tensor.values()
@@ -190,12 +190,12 @@ def dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether some of the parameters are distributed tensors."""
+    """Check whether some of the parameters are distributed tensors."""
     return any(isinstance(param, _distributed_classes()) for param in module.parameters())
 
 
 def num_ranks(module: nn.Module) -> int:
-    """Return the number of processes that the module is sharded over; 1 if it is whole."""
+    """Return the number of ranks that the module is sharded over, or 1 if it is not sharded."""
     return dist.get_world_size() if is_sharded(module) else 1
 
 
@@ -236,7 +236,7 @@ def take_over(module: nn.Module, device: torch.device) -> SimulatedDevice:
 
 
 def _is_offloaded(module: nn.Module) -> bool:
-    """Whether FSDP keeps the parameters of this module itself on the CPU."""
+    """Check whether FSDP keeps the parameters of this module itself on the CPU."""
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
     if not isinstance(module, FSDPModule):
@@ -248,7 +248,7 @@ def _is_offloaded(module: nn.Module) -> bool:
 
 
 def emptied(module: nn.Module, device: torch.device | str) -> None:
-    """Move a module to a device without its values, keeping its parameters the same objects."""
+    """Move a module to a device without its values, and keep its parameter objects."""
     swaps = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:

@@ -1,13 +1,12 @@
-"""Which nodes of a captured graph share memory, and which write into it: asked of their storages.
+"""Find which nodes of a captured graph share memory, and which write into it.
 
-What one operation does is found by running it without numbers, on stand-ins for its arguments. No
-name of an operation says it: ``.data``, ``einsum("ij->ji")`` and ``.float()`` may all hand on the
-memory of what they read, and ``numpy()[:] *= 2`` writes into it.
+The effects of an operation are found by running it on stand-ins, which have no numbers. Its name is
+not enough: ``.data``, ``einsum("ij->ji")`` and ``.float()`` may return the memory of their input,
+and ``numpy()[:] *= 2`` writes into it.
 
-A probe or a gauge gives a tensor a new identity. An in-place operation on the old one would then be
-lost or refused by autograd, so it is made out of place first (:func:`make_out_of_place`), where
-nobody can tell the difference: for a tensor that the graph itself made, that owns its memory, and
-that no view looks into.
+A probe or a gauge replaces a tensor by a new one. An in-place operation on the old one would then
+be lost, or refused by autograd. So :func:`make_out_of_place` rewrites it first, where the result is
+the same: for a tensor that the graph made, that owns its memory, and that has no view.
 """
 
 from __future__ import annotations
@@ -42,43 +41,43 @@ from lightning_unitscale.capture.graph_nodes import (
 )
 
 _OWN_PACKAGE = __name__.partition(".")[0]
-# Key of ``node.meta``: the effects of a node, and the operation that has them.
+# Key of ``node.meta``: the effects of a node, and the operation that they belong to.
 _EFFECTS = "effects"
 
-# Their forms out of place compute something else: ``Tensor.bernoulli`` reads its probabilities from
-# the very values that ``bernoulli_`` overwrites, and in place the gradients of ELU and its kin are
-# computed from the result, which has other last bits than from the input.
+# Their out-of-place forms compute something else. ``Tensor.bernoulli`` reads its probabilities from
+# the values that ``bernoulli_`` overwrites. ELU and its kin compute in-place gradients from the
+# result, whose last bits differ from those computed from the input.
 _NO_COUNTERPART = {"bernoulli", "elu", "celu", "selu"}
 
 
 @dataclass(frozen=True)
 class Effects:
-    """What an operation does with the memory of its arguments, which are given by their paths."""
+    """Effects of an operation on the memory of its arguments, which are given by their paths."""
 
     writes: tuple[Path, ...] = ()
-    views: tuple[Path, ...] = ()  # whose memory its result looks into
-    same: Path | None = None  # which one it hands back as the very tensor, not even as a view
-    is_random: bool = False  # whether it draws from torch's generators
+    views: tuple[Path, ...] = ()  # arguments whose memory the result is a view of
+    same: Path | None = None  # argument that is returned as the same tensor, not even as a view
+    is_random: bool = False  # draws from torch's generators
 
 
 _NOTHING = Effects()
 
 
 def written_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
-    """The tensors that the node writes into."""
+    """Return the tensors that the node writes into."""
     return _arguments(node, _effects(node).writes)
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether the node draws random numbers, as far as it runs by itself without data."""
+    """Check whether the node draws random numbers, as far as it runs by itself without data."""
     return _effects(node).is_random
 
 
 def same_tensor(node: fx.Node) -> fx.Node | None:
-    """The argument that the operation hands back as it is, not even as a view: ``x.float()``.
+    """Return the argument that the operation returns unchanged, not even as a view: ``x.float()``.
 
-    A probe between the two would have autograd add up the gradient of that one tensor in another
-    order, and so with other bits.
+    With a probe between the two, autograd would add up the gradient of that one tensor in another
+    order, which changes its last bits.
     """
     effects = _effects(node)
     if effects.same is None or effects.writes:
@@ -87,12 +86,12 @@ def same_tensor(node: fx.Node) -> fx.Node | None:
 
 
 def memory_roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """For each node the one that its memory came in by, or else the one that made it."""
+    """Map each node to the input that its memory came from, or else to the node that made it."""
     groups = UnionFind(graph.nodes)
     inputs: dict[Any, fx.Node] = {}
     for node in graph.nodes:
         if _is_input(node):
-            # One storage may come in several times, as several views of it.
+            # One storage may be the memory of several inputs, as several views of it.
             keys: list[Any] = [*_storages(node.meta.get("example_value"))]
             keys += [node.target] if node.op == "get_attr" else []
             for key in keys:
@@ -106,16 +105,16 @@ def memory_roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
 
 def aliased_by_mutation(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes that share memory with a tensor that the graph still writes into, to be left alone."""
+    """Return the nodes that share memory with a tensor that the graph still writes into."""
     roots = memory_roots(graph)
     mutated = {roots[target] for node in graph.nodes for target in written_arguments(node)}
     return {node for node, root in roots.items() if root in mutated}
 
 
 def returned_alone(graph: fx.Graph) -> set[fx.Node]:
-    """Returned nodes into whose memory, which the graph made, no other returned node looks.
+    """Return the returned nodes that own their memory and share it with no other returned node.
 
-    After a graph break the step may write into such a tensor, and nobody else can tell.
+    After a graph break the step may write into such a tensor without effect on any other.
     """
     roots = memory_roots(graph)
     returned = graph.output_node().all_input_nodes
@@ -132,13 +131,13 @@ def returned_alone(graph: fx.Graph) -> set[fx.Node]:
 
 
 def find_effects(graph: fx.Graph) -> None:
-    """Find out what every node does, as long as the example values are those of the capture."""
+    """Find the effects of every node. The example values must still be those of the capture."""
     for node in graph.nodes:
         _effects(node)
 
 
 def make_out_of_place(graph: fx.Graph) -> tuple[str, ...]:
-    """Rewrite in place every in-place operation that can be; returns what was changed and left."""
+    """Rewrite in-place operations out of place where possible, and return a report of them."""
     changed, kept = 0, []
     find_effects(graph)
     for node in list(graph.nodes):
@@ -159,7 +158,7 @@ def make_out_of_place(graph: fx.Graph) -> tuple[str, ...]:
         node.target = function
         node.args, node.kwargs = args, kwargs
         node.meta[_EFFECTS] = (node.op, node.target, _NOTHING)
-        # The old tensor and the result were one object: later readers must see the new value.
+        # The old tensor and the result were one object, so later readers must see the new value.
         for user in list(target.users):
             if user > node:
                 user.replace_input_with(target, node)
@@ -171,7 +170,7 @@ def make_out_of_place(graph: fx.Graph) -> tuple[str, ...]:
 
 
 def _returned_argument(node: fx.Node) -> fx.Node | None:
-    """The one tensor that the node writes into and hands back, such as that of ``y.add_(x)``."""
+    """Return the one tensor that the node writes into and returns, as ``y.add_(x)`` does."""
     effects = _effects(node)
     written = _arguments(node, effects.writes)
     if effects.same is None or written != (argument_at(node, effects.same),):
@@ -180,14 +179,14 @@ def _returned_argument(node: fx.Node) -> fx.Node | None:
 
 
 def _owns_memory(node: fx.Node, earlier: Sequence[fx.Node]) -> bool:
-    """Whether the graph made this tensor, fresh, and none of its earlier readers looks into it."""
+    """Check that the graph made this tensor, and that no earlier reader is a view of it."""
     is_fresh = node.op in {"call_function", "call_method"} and not _effects(node).views
     views = (_arguments(user, _effects(user).views) for user in earlier)
     return is_fresh and not any(node in viewed for viewed in views)
 
 
 def _functional(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
-    """The function or method that may compute the same out of place, by its name."""
+    """Return the function or method that may compute the same out of place, by its name."""
     name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
     if getattr(operator, name, None) is node.target and name.startswith("i"):
         function = getattr(operator, name[1:], None) or getattr(operator, f"{name[1:]}_", None)
@@ -211,9 +210,9 @@ def _functional(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | 
 def _same_result(
     graph: fx.Graph, node: fx.Node, target: fx.Node, replacement: tuple[Any, tuple[Any, ...], Any]
 ) -> bool:
-    """Whether the out-of-place form makes a new tensor of the same type, shape and layout.
+    """Check that the out-of-place form makes a new tensor of the same type, shape and layout.
 
-    An in-place operation keeps the type of its target where the other one promotes.
+    An in-place operation keeps the type of its target where the out-of-place one promotes.
     """
     before, after = example_tensor(target), example_tensor(node)
     if before is None or after is None:
@@ -236,11 +235,11 @@ def _same_result(
 
 
 def _inplace_flag(node: fx.Node) -> int | None:
-    """Position of the parameter ``inplace`` of the function that is called, if it is set."""
+    """Return the position of the parameter ``inplace`` of the called function, if it is set."""
     try:
         names = list(inspect.signature(node.target).parameters)  # type: ignore[arg-type]
     except (TypeError, ValueError):
-        return None  # a method, or one of C's
+        return None  # a method, or a function written in C
     if "inplace" not in names:
         return None
     position = names.index("inplace")
@@ -261,7 +260,7 @@ def _effects(node: fx.Node) -> Effects:
 
 def _find(node: fx.Node) -> Effects:
     if (getattr(node.target, "__module__", None) or "").startswith(_OWN_PACKAGE):
-        # What a pass inserts makes a new identity of its argument, and never writes.
+        # Nodes that a pass inserts return a new tensor, and never write.
         return _NOTHING
     paths = [
         path
@@ -269,16 +268,16 @@ def _find(node: fx.Node) -> Effects:
         if tensors_in(argument_at(node, path).meta.get("example_value"))
     ]
     if not paths and example_tensor(node) is None:
-        # Not to be run: it may enter autocast, or turn gradients off.
+        # Do not run it: it may enter autocast, or turn gradients off.
         return _NOTHING
     if is_higher_order(node):
         return _seen_in_examples(node, paths, _writes_of_checkpoint(node))
     if node.target is operator.getitem and example_tensor(node.args[0]) is None:
-        # To run it would take a stand-in for every other item too.
+        # Running it would take a stand-in for every other item too.
         return _seen_in_examples(node, paths, ())
     mode = fake_mode_of(node.graph)
     try:
-        # With real examples it would draw random numbers.
+        # On real examples it would draw random numbers.
         if not isinstance(mode, contextlib.nullcontext):
             return _seen_by_running(node, paths, mode)
     except Exception:
@@ -294,7 +293,7 @@ def _seen_by_running(node: fx.Node, paths: list[Path], mode: Any) -> Effects:
         shape_env = mode.shape_env
         if shape_env is not None:
             stack.enter_context(shape_env.ignore_fresh_unbacked_symbols())
-            # The capture has the guards it needs; kernels in C++ would fix sizes that are symbols.
+            # The capture has the guards it needs. C++ kernels would fix symbolic sizes.
             stack.enter_context(shape_env.suppress_guards())
         stack.enter_context(torch.no_grad())
         args, kwargs = fx.map_arg((node.args, node.kwargs), by_node.__getitem__)
@@ -310,13 +309,13 @@ def _seen_by_running(node: fx.Node, paths: list[Path], mode: Any) -> Effects:
 
 
 def _is_written(value: Any, writes: Writes) -> bool:
-    # No operator is called for ``requires_grad_()``, and a stand-in comes without.
+    # ``requires_grad_()`` calls no operator, and a stand-in has no gradient.
     asks = any(value.requires_grad for value in tensors_in(value))
     return asks or not writes.storages.isdisjoint(_storages(value))
 
 
 def _seen_in_examples(node: fx.Node, paths: list[Path], writes: tuple[Path, ...]) -> Effects:
-    """What the tensors say that the capture left, of an operation that does not run by itself."""
+    """Read the effects off the captured tensors, for an operation that cannot run by itself."""
     result = node.meta.get("example_value")
     values = {path: argument_at(node, path).meta.get("example_value") for path in paths}
     same = (path for path, value in values.items() if isinstance(value, Tensor) and value is result)
@@ -324,7 +323,7 @@ def _seen_in_examples(node: fx.Node, paths: list[Path], writes: tuple[Path, ...]
 
 
 def _writes_of_checkpoint(node: fx.Node) -> tuple[Path, ...]:
-    """Arguments of a checkpoint that its body writes into."""
+    """Return the arguments of a checkpoint that its body writes into."""
     if not is_checkpoint(node) or not isinstance(node.args[0], fx.Node):
         return ()
     body = getattr(node.graph.owning_module, str(node.args[0].target), None)
@@ -336,7 +335,7 @@ def _writes_of_checkpoint(node: fx.Node) -> tuple[Path, ...]:
 
 
 def _sharing(result: Any, values: Iterable[tuple[Path, Any]]) -> Iterator[Path]:
-    """Paths of the values that share memory with a result."""
+    """Yield the paths of the values that share memory with a result."""
     storages = set(_storages(result))
     for path, value in values:
         if storages.intersection(_storages(value)):

@@ -1,17 +1,16 @@
-"""What Dynamo answers traced code that asks whether it is being compiled.
+"""Control Dynamo's answer to traced code that asks whether it is being compiled.
 
-Some code asks and then computes the same thing in another way: by a parallel scan instead of a
-loop, by an explicit mask instead of a flag, without a check. A captured step has to compute what
-the plain step does, so only torch and this package get the true answer. Other code is answered no.
+Some code asks, and then computes the same in another way: by a parallel scan instead of a loop, by
+an explicit mask instead of a flag, or without a check. A captured step must compute what the
+uncaptured step does. So only torch and this package get the true answer. Other code gets no.
 
-The answer no must never cost a graph: transformers keeps its state in a ``ContextVar`` then, which
-Dynamo cannot trace. So once it is given, a graph break is an error, before any of the function has
-run. If it breaks or fails, the last asker is answered yes and the function is traced again. The
-answer stays if the trace gets further than before, and is taken back otherwise. What still breaks
-is captured with its break. Answers are remembered by asker.
+The answer no must never cost a graph. Then transformers, for example, keeps its state in a
+``ContextVar``, which Dynamo cannot trace. So once no was answered, a graph break is an error,
+before any of the function has run. If the trace breaks or fails, the last asker gets yes and the
+function is traced again. The yes stays if the trace gets further than before. Otherwise it is taken
+back. A function that still breaks is captured with its break. Answers are remembered by asker.
 
-Torch 2.11 says of whatever it traces that it is exported; from 2.12 on, and here, only an export
-is.
+Torch 2.11 treats everything that it traces as exported. From 2.12 on, and here, only an export is.
 
 Private names used here were checked on torch 2.13 and 2.11: ``ConvertFrame``, which is called once
 for each function to capture, and the ``_box`` of what it calls; ``tracing_state_functions``, ``tx``
@@ -40,29 +39,29 @@ from lightning_unitscale.capture.breaks import frames_of, short_reason
 from lightning_unitscale.compiling import is_exporting
 from lightning_unitscale.patching import shadowed, shadowed_here
 
-# All the names of the question; torch's old ones are functions that ask it by the first.
+# The names of the question. torch's old ones are functions that ask it by the first.
 _QUESTION = "is_compiling"
 _IS_COMPILING = frozenset({_QUESTION, "is_dynamo_compiling"})
-# torch's code (its checkpointing) knows what it needs to be told, and so does ours.
+# torch's code (its checkpointing) and ours need the true answer.
 _KNOWING = (f"{torch.__path__[0]}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
 _RESUMED = re.compile(r"^torch_dynamo_resume_in_(.*)_at_\d+$")
 
 _Traced = TypeVar("_Traced")
 _FAILURES = (InternalTorchDynamoError, TorchRuntimeError, Unsupported)
 
-# The innermost functions that asked, as (file, function): it is often done through a helper or two.
+# The innermost functions that asked, as (file, function), since helpers often ask for others.
 _Asker = tuple[tuple[str, str], ...]
-# Where a trace ended: (file, line) of the functions around, outermost first, and the reason.
+# The end of a trace: (file, line) of the functions around, outermost first, and the reason.
 _Place = tuple[tuple[tuple[str, int], ...], str]
 
 
 class _Told(threading.local):
-    """Who was told what; threads wait for each other in Dynamo, not around it."""
+    """Answers given so far. Threads wait for each other in Dynamo, not around it."""
 
     def __init__(self) -> None:
-        self.no: list[_Asker] = []  # since the function that is being captured was begun
+        self.no: list[_Asker] = []  # since the capture of the current function began
         self.yes: set[_Asker] = set()
-        # Left with that function; without one, graphs break as ever.
+        # Left with that function. Without one, graphs break as usual.
         self.strictness: contextlib.ExitStack | None = None
 
 
@@ -71,7 +70,7 @@ _TOLD = _Told()
 
 @contextlib.contextmanager
 def plain_answers() -> Iterator[None]:
-    """Within this context Dynamo tells the code of users and libraries that nobody compiles."""
+    """Let Dynamo answer the code of users and libraries that it is not being compiled."""
     usual = torch_variables.tracing_state_functions
     convert = convert_frame.ConvertFrame.__call__
 
@@ -80,13 +79,13 @@ def plain_answers() -> Iterator[None]:
         try:
             return _tell_until_traced(lambda: convert(*args, **kwargs))
         except Unsupported:
-            # What it keeps of the attempt would make its next error one that ends the run.
+            # The state that Dynamo keeps of the attempt would turn its next error into a fatal one.
             if (box := getattr(args[0]._inner_convert, "_box", None)) is not None:
                 box.error_on_graph_break = None
             return convert(*args, **kwargs)
 
     with (
-        # Dynamo looks this function up whenever traced code asks.
+        # Dynamo calls this function whenever traced code asks.
         shadowed_here(torch_variables, tracing_state_functions=lambda: _Answers(usual())),
         shadowed_here(convert_frame.ConvertFrame, __call__=convert_or_tell),
     ):
@@ -94,7 +93,7 @@ def plain_answers() -> Iterator[None]:
 
 
 def trace_one_graph(trace: Callable[[], _Traced]) -> _Traced:
-    """Return the result of ``trace``, which captures one graph; whom it tells yes is forgotten."""
+    """Return the result of ``trace``, which captures one graph, and forget its yes answers."""
     before = set(_TOLD.yes)
     try:
         return _tell_until_traced(trace)
@@ -103,7 +102,7 @@ def trace_one_graph(trace: Callable[[], _Traced]) -> _Traced:
 
 
 def insist_on_one_graph() -> bool:
-    """Let breaks of the graph that is traced be errors; returns whether that is so."""
+    """Turn breaks of the traced graph into errors, and return whether that was possible."""
     if _TOLD.strictness is None:
         return False
     _TOLD.strictness.enter_context(torch._dynamo.error_on_graph_break(True))
@@ -111,7 +110,7 @@ def insist_on_one_graph() -> bool:
 
 
 def _tell_until_traced(trace: Callable[[], _Traced]) -> _Traced:
-    """Trace, and while it fails tell another asker yes and trace again."""
+    """Trace, and while that fails answer yes to another asker and trace again."""
     ended: _Place | None = None
     tried: set[_Asker] = set()
     last: _Asker | None = None
@@ -120,11 +119,11 @@ def _tell_until_traced(trace: Callable[[], _Traced]) -> _Traced:
         _TOLD.no.clear()
         try:
             with contextlib.ExitStack() as strictness, shadowed(_TOLD, strictness=strictness):
-                if is_strict:  # also where nobody is told no any more
+                if is_strict:  # even if no asker is left that gets no
                     insist_on_one_graph()
                 return trace()
         except SpeculationLogDivergence:
-            # Dynamo began again with the function, and it was strict from another line on.
+            # Dynamo restarted the function, and it was strict from another line on.
             if is_strict:
                 raise
             is_strict = True
@@ -150,16 +149,16 @@ def _place_of(error: BaseException) -> _Place:
 
 
 def _is_further(place: _Place, before: _Place) -> bool:
-    """Whether a trace that ended at ``place`` got past the one that ended at ``before``."""
+    """Check whether a trace that ended at ``place`` got past the one that ended at ``before``."""
     for (file, line), (file_before, line_before) in zip(place[0], before[0], strict=False):
         if (file, line) != (file_before, line_before):
             return file == file_before and line > line_before
-    # Within the same call: further where it ends outside of what it could not trace before.
+    # Within the same call, a trace is further if it ends outside of the code that failed before.
     return len(place[0]) < len(before[0])
 
 
 class _Answers(dict[Any, Any]):
-    """What Dynamo tells traced code about the state of tracing."""
+    """Dynamo's answers to traced code about the state of tracing."""
 
     def __getitem__(self, function: Any) -> Any:
         if function is torch.compiler.is_exporting:
@@ -171,13 +170,13 @@ class _Answers(dict[Any, Any]):
         if asker in _TOLD.yes or asker[0][0].startswith(_KNOWING):
             return answer
         _TOLD.no.append(asker)
-        # From here on: nothing of the function has run when a break is raised.
+        # Strict from here on: nothing of the function has run when a break is raised.
         insist_on_one_graph()
         return False
 
 
 def _asker(frame: Any) -> _Asker:
-    """Those who ask among the functions that Dynamo is inlining, innermost first."""
+    """Return the askers among the functions that Dynamo is inlining, innermost first."""
     translator = frame.f_locals.get("tx")
     callers: list[tuple[str, str]] = []
     while translator is not None and len(callers) < 3:

@@ -1,21 +1,21 @@
-"""Run or compile the graphs that AOTAutograd makes, with the kernels of a plain step.
+"""Run or compile the graphs that AOTAutograd makes, with the kernels of an uncaptured step.
 
 Interpolation, some losses and dropout have Python decompositions registered for autograd's dispatch
-key, which a traced joint graph gets whatever decompositions it is asked for. They add up in another
-order than the kernels of a plain step, so that losses and gradients would differ by an ulp. A CPU's
-dropout multiplies by a mask that is rounded to the type of its input, and its decomposition by
-``1 / (1 - p)``: in BF16 the gradients differ in the third digit.
+key. A traced joint graph always gets these. They add up in another order than the kernels of an
+uncaptured step, so losses and gradients would differ by an ulp. On a CPU, dropout multiplies by a
+mask that is rounded to the type of its input. Its decomposition multiplies by ``1 / (1 - p)``, so
+in BF16 the gradients differ in the third digit.
 
-Under autocast AOTAutograd traces the backward pass with autocast on. Whoever calls ``backward()``
-outside of it, as a Trainer does, runs it without.
+Under autocast AOTAutograd traces the backward pass with autocast on. A ``backward()`` outside of
+autocast, such as a Trainer's, runs without it.
 
-``_trilinear``, the kernel of ``nn.Bilinear``, multiplies by ``bmm``. A plain step runs it within
-autocast, and so these in BF16; a captured graph has the kernel as one operation and runs it outside
-of autocast. So an operator of ours runs it within.
+``_trilinear``, the kernel of ``nn.Bilinear``, calls ``bmm``. An uncaptured step runs it within
+autocast, so in BF16. A captured graph has the kernel as one operation and runs it outside of
+autocast. So our own operator runs it within.
 
-AOTAutograd calls its graph with the inputs as they are. Where one is of a class whose operations
-only Python knows (``__torch_function__``), its checks of the first call end in an error. So such
-inputs are given as plain tensors.
+AOTAutograd calls its graph with the inputs unchanged. If the class of an input overrides operations
+in Python (``__torch_function__``), the checks of the first call raise an error. So such inputs are
+passed as ordinary tensors.
 
 Private names used here were checked on torch 2.13 and 2.11: Inductor's ``custom_partitioner_fn``,
 functorch's ``backward_pass_autocast``, and the switches of the two caches of compiled graphs;
@@ -50,7 +50,7 @@ from lightning_unitscale.capture.recurrent import recurrent_dropout
 
 @contextlib.contextmanager
 def partitioned_by(partition_fn: Any) -> Iterator[None]:
-    """Inductor's settings for a partitioner; one without an identity is asked every time."""
+    """Set Inductor's options for a partitioner. Without a uuid its graphs are not cached."""
     if partition_fn is None:
         yield
         return
@@ -77,9 +77,9 @@ def traced_backward(*, is_autocast: bool) -> contextlib.AbstractContextManager[N
 
 
 aten = torch.ops.aten
-# Left out: what has the kernel's bits once it is taken apart (GRUs, nearest neighbours),
-# batch norm, whose kernel writes to its running statistics behind autograd's back, and LSTMs: the
-# shapes that oneDNN's kernel returns cannot be told without running it.
+# Left out: operators that keep the kernel's bits when decomposed (GRUs, nearest neighbours), batch
+# norm, whose kernel writes to its running statistics outside autograd, and LSTMs, since the shapes
+# of oneDNN's results are unknown until it runs.
 _TAKEN_APART = (
     aten.upsample_bilinear2d.default,
     aten.upsample_bicubic2d.default,
@@ -93,7 +93,7 @@ _RESIZED = {
     aten.upsample_trilinear3d: aten.upsample_trilinear3d_backward.default,
     aten.upsample_bicubic2d: aten.upsample_bicubic2d_backward.default,
 }
-# Their gradients keep the layout of an image with channels last.
+# Their gradients keep the channels-last layout of an image.
 _KEEP_LAYOUT = (
     aten.upsample_bilinear2d_backward.default,
     aten.upsample_trilinear3d_backward.default,
@@ -103,7 +103,7 @@ _COMPOSITE = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 
 @contextlib.contextmanager
 def plain_kernels() -> Iterator[None]:
-    """Within this context a traced graph has the kernels that a plain step runs."""
+    """Give a traced graph the kernels that an uncaptured step runs."""
     with contextlib.ExitStack() as stack:
         for operator in _TAKEN_APART:
             stack.enter_context(_with_python_kernel(operator, DispatchKey.Autograd, None))
@@ -114,7 +114,7 @@ def plain_kernels() -> Iterator[None]:
                 stack.enter_context(_with_python_kernel(packet.default, key, drop))
                 stack.enter_context(_with_python_kernel(in_place.default, key, drop_in_place))
         for packet, backward in _RESIZED.items():
-            # Torch's own in C++ would fix the sizes of a graph in which these are symbols.
+            # torch's own in C++ would fix the sizes of a graph in which these are symbols.
             resize = functools.partial(_resized, packet.default)
             for key in _COMPOSITE:
                 stack.enter_context(_with_python_kernel(packet.vec, key, resize))
@@ -128,10 +128,10 @@ def plain_kernels() -> Iterator[None]:
 
 
 def _dropped(operator: OpOverload, input: Tensor, p: float, train: bool) -> Tensor:
-    """Dropout by torch's own kernel: a fused one on a GPU, and several operations on a CPU.
+    """Run torch's own dropout kernel: a fused one on a GPU, several operations on a CPU.
 
-    A CPU's kernel draws in the order of memory. Its draw is traced as one in the order of a
-    contiguous tensor, so the kernel gets one whose dimensions are in the order of memory.
+    A CPU's kernel draws in memory order. Its draw is traced in the order of a contiguous tensor. So
+    the kernel gets a tensor whose dimensions are in memory order.
     """
     order = list(range(input.dim()))
     if input.device.type == "cpu" and not input.is_contiguous():
@@ -143,7 +143,7 @@ def _dropped(operator: OpOverload, input: Tensor, p: float, train: bool) -> Tens
 
 
 def _dropped_in_place(operator: OpOverload, input: Tensor, p: float, train: bool) -> Tensor:
-    """Dropout in place; ``operator`` is out of place."""
+    """Run dropout in place. ``operator`` is the out-of-place one."""
     return input.copy_(_dropped(operator, input, p, train))
 
 
@@ -154,7 +154,7 @@ def _resized(
     align_corners: bool,
     scale_factors: Any = None,
 ) -> Any:
-    """A resized image by the kernel that takes sizes, which autograd knows as one operation."""
+    """Resize an image by the kernel that takes sizes, which autograd knows as one operation."""
     size = upsample_compute_output_size(image.size(), output_size, scale_factors)
     return kernel(image, size, align_corners, *(scale_factors or [None] * len(size)))
 
@@ -162,7 +162,7 @@ def _resized(
 def _gradient_of_resized(
     keeps_layout: bool, grad: Tensor, output_size: Any, input_size: Any, *_: Any
 ) -> Tensor:
-    """What the backward kernel returns, without its numbers."""
+    """Return the shape of the backward kernel's result, without its numbers."""
     layout = suggest_memory_format(grad) if keeps_layout else torch.contiguous_format
     return torch.empty(input_size, dtype=grad.dtype, device=grad.device, memory_format=layout)
 
@@ -186,7 +186,7 @@ def _with_python_kernel(
 
 
 class Writes(TorchDispatchMode):
-    """Notes the storages that operators write into, and random draws, by what their schemas say."""
+    """Mode that notes random draws and the storages that operators write into, by their schemas."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ _KERNEL = torch.ops.aten._trilinear.default
 
 
 def trilinear(i1: Tensor, i2: Tensor, i3: Tensor, *dims: Any, **options: Any) -> Tensor:
-    """Run the kernel as a step does that is not captured; stands in for its autograd kernel."""
+    """Run the kernel as an uncaptured step does. It stands in for the kernel's autograd."""
     device = i1.device.type
     if not torch.is_autocast_enabled(device):
         return _KERNEL._op_dk(DispatchKey.Autograd, i1, i2, i3, *dims, **options)
@@ -224,7 +224,7 @@ def trilinear(i1: Tensor, i2: Tensor, i3: Tensor, *dims: Any, **options: Any) ->
 
 @functools.cache
 def _operator() -> Any:
-    """Return the operator; made when it is first needed, since that takes a moment."""
+    """Return the operator. It is made when it is first needed, since that is slow."""
 
     @torch.library.custom_op("lightning_unitscale::trilinear_within_autocast", mutates_args=())
     def run(
@@ -266,9 +266,9 @@ _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 
 
 def on_plain_tensors(run: Callable[..., Any], examples: Sequence[Any]) -> Callable[..., Any]:
-    """Return a function that runs ``run`` on the numbers of its inputs.
+    """Return a function that runs ``run`` on its inputs as ordinary tensors.
 
-    Dynamo guards on classes, so the examples show which inputs are of which.
+    Dynamo guards on classes, so the examples show which inputs are of which class.
     """
     positions = [index for index, value in enumerate(examples) if is_python_subclass(value)]
     if not positions:
@@ -278,7 +278,7 @@ def on_plain_tensors(run: Callable[..., Any], examples: Sequence[Any]) -> Callab
     def run_on_plain(*inputs: Any) -> Any:
         plain = list(inputs)
         for index in positions:
-            # The same memory, and a gradient reaches the tensor that was given.
+            # It has the same memory, and its gradient reaches the original tensor.
             plain[index] = plain[index].as_subclass(Tensor)
         return run(*plain)
 
@@ -286,8 +286,8 @@ def on_plain_tensors(run: Callable[..., Any], examples: Sequence[Any]) -> Callab
 
 
 def is_python_subclass(value: Any) -> bool:
-    """Whether a tensor is of a class whose operations only Python knows."""
-    # A parameter may hold one.
+    """Check whether a tensor is of a class that overrides operations in Python."""
+    # A parameter may contain one.
     tensor = value.data if isinstance(value, nn.Parameter) else value
     kind = type(tensor)
     return (

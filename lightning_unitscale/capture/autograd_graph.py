@@ -1,7 +1,7 @@
-"""Autograd's graph: its operations, and what runs at the end of a backward pass.
+"""Walk autograd's graph, and call functions at the end of a backward pass.
 
-A private name of torch, checked on torch 2.11 and 2.13: the engine's ``queue_callback``, by which
-DDP and FSDP end their backward passes as well.
+Private name of torch, checked on torch 2.11 and 2.13: the engine's ``queue_callback``, by which DDP
+and FSDP end their backward passes as well.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.autograd import Variable
 
 
 def autograd_operations(roots: Iterable[Any], stop: Container[Any] = ()) -> Iterator[Any]:
-    """Operations of autograd's graph, each once, from some down to others."""
+    """Yield the operations of autograd's graph below some roots, each once."""
     pending = [
         operation
         for operation in dict.fromkeys(roots)
@@ -30,5 +30,5 @@ def autograd_operations(roots: Iterable[Any], stop: Container[Any] = ()) -> Iter
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Call a function when the backward pass that runs has added up all gradients of its leaves."""
+    """Call a function when the running backward pass has added up all gradients of its leaves."""
     Variable._execution_engine.queue_callback(callback)

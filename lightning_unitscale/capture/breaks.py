@@ -1,10 +1,10 @@
-"""Why Dynamo does not capture something: one line of it, with the line of the user's.
+"""Explain in one line why Dynamo does not capture something, with the user's line of code.
 
-Dynamo's own texts are pages of hints for its developers. They come with ``TORCH_LOGS`` set, as in
-``TORCH_LOGS=graph_breaks``.
+Dynamo's own texts are pages of hints for its developers. Set ``TORCH_LOGS=graph_breaks`` to see
+them.
 
-Private names used here were checked on torch 2.13 and 2.11: ``graph_break_reasons``, the base
-of the exceptions, ``FailOnRecompileLimitHit``, which is none of them, ``guard_failures``,
+Private names used here were checked on torch 2.13 and 2.11: ``graph_break_reasons``, the base of
+the exceptions, ``FailOnRecompileLimitHit``, which has another base, ``guard_failures``,
 ``warn_once``, the names of two loggers, and ``_len_torch_dispatch_stack``.
 """
 
@@ -33,41 +33,41 @@ from torch.utils._pytree import tree_leaves
 from lightning_unitscale.patching import nothing, shadowed
 
 _INSTALLED = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")})
-# Of other environments as well, which a path file or PYTHONPATH may add.
+# Includes those of other environments, which a path file or PYTHONPATH may add.
 _INSTALLED_ANYWHERE = tuple(
     f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages")
 )
 _OWN_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
-# Code that stands between a step and what it calls. Graphs have no file.
+# Code between a step and the code that it calls. Graphs have no file.
 _IN_BETWEEN = (f"{torch.__path__[0]}{os.sep}", _OWN_PACKAGE, "<")
 _TRAINERS = tuple(f"{os.sep}{name}{os.sep}" for name in ("lightning", "pytorch_lightning"))
 _EXPLANATION = re.compile(r"^\s*Explanation: (.*)$", re.MULTILINE)
 _FAILED_WITHOUT_NUMBERS = re.compile(r"Dynamo failed to run FX node.*\): got (.*)$", re.MULTILINE)
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
-# The id of what was captured, the condition, and the line that has asked for it.
+# The id of the captured code, the condition, and the line that the guard comes from.
 _GUARD = re.compile(r"\d+/(\d+)\S*: ([^#\n]*)")
 _MAX_REASON = 160
 _MAX_REASONS = 3
-# One prints errors that are raised as well, the other graph breaks that are reported.
+# One prints errors that are also raised, the other graph breaks that are also reported.
 _PRINTERS = ("torch._subclasses.fake_tensor", "torch._dynamo.variables.tensor")
 
 
 class Reason(str):
-    """What Dynamo does not capture, and where, in one line."""
+    """One line about code that Dynamo does not capture, and where it is."""
 
     why: str
-    lines: Sequence[Any]  # which it was about to trace, outermost first
+    lines: Sequence[Any]  # the lines that it was about to trace, outermost first
 
     @classmethod
     def of(cls, text: str, lines: Sequence[Any] = ()) -> Reason:
-        """Shorten a text of Dynamo's."""
+        """Shorten one of Dynamo's texts."""
         reason = cls(_one_line(text, lines))
         reason.why, reason.lines = short_reason(text), lines
         return reason
 
     @property
     def where(self) -> str:
-        """The user's line, or else a library's, with its code; empty if none is known."""
+        """Return the user's line, or else a library's, with its code, or an empty text."""
         if not self.lines:
             return ""
         line = _users_line(self.lines) or self.lines[-1]
@@ -77,12 +77,12 @@ class Reason(str):
 
 
 def graph_breaks_since(count: int) -> list[Reason]:
-    """Reasons of the graph breaks that Dynamo met after ``count`` of them were seen."""
+    """Return the reasons of Dynamo's graph breaks after the first ``count``."""
     breaks: dict[Any, tuple[str, Sequence[Any]]] = {}
     for graph_break in graph_break_reasons[count:]:
         frames = graph_break.user_stack or ()
         line = (frames[-1].filename, frames[-1].lineno) if frames else None
-        # Each of the functions around a line breaks there; the outermost comes first.
+        # Each of the functions around a line breaks there. The outermost comes first.
         breaks.setdefault(
             (line, short_reason(str(graph_break.reason))), (str(graph_break.reason), frames)
         )
@@ -90,26 +90,26 @@ def graph_breaks_since(count: int) -> list[Reason]:
 
 
 def num_graph_breaks() -> int:
-    """How many graph breaks Dynamo has met in this process."""
+    """Return the number of graph breaks that Dynamo has met in this process."""
     return len(graph_break_reasons)
 
 
 def is_of_dynamo(error: BaseException) -> bool:
-    """Whether Dynamo raised the error itself, rather than code that it ran."""
-    # Dynamo lets assertions of its own pass as they are, and notes which capture has failed.
+    """Check whether Dynamo raised the error itself, rather than code that it ran."""
+    # Dynamo does not wrap its own assertions, but notes which capture has failed.
     is_passed_on = hasattr(error, "compile_id")
     return is_passed_on or isinstance(error, exc.TorchDynamoException | exc.FailOnRecompileLimitHit)
 
 
 def reason_of(error: BaseException) -> Reason:
-    """What an error of Dynamo's says, in one line."""
+    """Return an error of Dynamo's as one line."""
     if isinstance(error, exc.FailOnRecompileLimitHit):
-        error = error.__context__ or error  # which says more
+        error = error.__context__ or error  # more specific
     return Reason.of(str(error), frames_of(error))
 
 
 def reason_raised(error: BaseException) -> Reason:
-    """What any error says that was raised while a step was captured, and the user's line of it."""
+    """Return any error raised during the capture of a step as one line, with the user's line."""
     if is_of_dynamo(error):
         return reason_of(error)
     raised = traceback.extract_tb(error.__traceback__)
@@ -118,8 +118,8 @@ def reason_raised(error: BaseException) -> Reason:
 
 
 def last_recapture(function: CodeType) -> str:
-    """Return the condition that failed last, so that Dynamo captured a function anew."""
-    # All that was captured is asked; the last of it has the highest number.
+    """Return the guard that failed last, which made Dynamo recapture a function."""
+    # All captures of the function are checked. The last has the highest number.
     reasons = filter(None, map(_GUARD.match, guard_failures.get(function, ())))
     last = max(reasons, key=lambda match: int(match.group(1)), default=None)
     text = last.group(2).strip() if last else ""
@@ -127,14 +127,14 @@ def last_recapture(function: CodeType) -> str:
 
 
 def calling_line() -> str:
-    """The line that calls, of the user's, or else of a library other than torch and Lightning."""
+    """Return the calling line: the user's, or else of a library other than torch and Lightning."""
     frames = [frame for frame in traceback.extract_stack() if not _is_in_between(frame.filename)]
     line = _users_line(frames) or (frames[-1] if frames else None)
     return "" if line is None else f"{line.filename}:{line.lineno}"
 
 
 def frames_of(error: BaseException) -> list[FrameSummary]:
-    """The lines that Dynamo was about to trace: it ends its messages with them."""
+    """Return the lines that Dynamo was about to trace, from the end of its message."""
     return [
         FrameSummary(file, int(line), function)
         for file, line, function in _FRAME.findall(str(error))
@@ -142,27 +142,27 @@ def frames_of(error: BaseException) -> list[FrameSummary]:
 
 
 def short_reason(text: str) -> str:
-    """The one sentence of a text of Dynamo's that says what it does not capture."""
+    """Return the sentence of Dynamo's text that names the code that it does not capture."""
     match = _FAILED_WITHOUT_NUMBERS.search(text) or _EXPLANATION.search(text)
     lines = (match.group(1) if match else text).strip().splitlines() or [""]
     return textwrap.shorten(lines[0].rstrip(".: "), _MAX_REASON, placeholder=" ...")
 
 
 def joined_reasons(reasons: Sequence[str]) -> str:
-    """The first few of the reasons, each once, for a message."""
+    """Join the first few reasons for a message, each once."""
     several = list(dict.fromkeys(reasons))
     more = len(several) - _MAX_REASONS
     return "; ".join(several[:_MAX_REASONS]) + (f"; and {more} more" if more > 0 else "")
 
 
 def wants_dynamos_texts() -> bool:
-    """Whether the user has asked for what Dynamo itself says."""
+    """Check whether the user has asked for Dynamo's own texts."""
     return bool(os.environ.get("TORCH_LOGS"))
 
 
 @contextlib.contextmanager
 def without_dynamos_texts() -> Iterator[None]:
-    """Within this context Dynamo prints nothing that is raised or reported anyway."""
+    """Stop Dynamo from printing errors that are raised or reported anyway."""
     with contextlib.ExitStack() as stack:
         if not wants_dynamos_texts():
             stack.enter_context(shadowed(utils, warn_once=nothing))
@@ -172,19 +172,19 @@ def without_dynamos_texts() -> Iterator[None]:
 
 
 def is_watched() -> bool:
-    """Whether a mode such as ``FlopCounterMode`` looks at every operation of the calling code."""
+    """Check whether a mode such as ``FlopCounterMode`` sees every operation of the calling code."""
     count: int = torch._C._len_torch_dispatch_stack()
     return count > 0
 
 
-# What was found out of each class.
+# The result for each class.
 _is_followed: dict[type, bool] = {}
 
 
 def not_followed(inputs: Any) -> str | None:
-    """Name of a class among the inputs' whose ``__torch_function__`` Dynamo does not capture.
+    """Return the class of an input whose ``__torch_function__`` Dynamo does not capture.
 
-    It would be traced in pieces, with other results or errors of its own: MONAI's ``MetaTensor``.
+    It would be traced in pieces, with other results or errors: MONAI's ``MetaTensor``.
     """
     for value in tree_leaves(inputs):
         kind = type(value)
@@ -198,7 +198,7 @@ def not_followed(inputs: Any) -> str | None:
 
 
 def _takes_part(kind: type) -> bool:
-    # Parameters, and others that it is switched off for, have a function of C's there.
+    # Parameters, and classes that switch it off, have a function written in C there.
     function = getattr(kind.__torch_function__, "__func__", None)  # type: ignore[attr-defined]
     return function not in {None, getattr(Tensor.__torch_function__, "__func__", None)}
 
@@ -230,7 +230,7 @@ def _one_line(text: str, frames: Sequence[Any]) -> str:
 
 
 def _users_line(frames: Sequence[Any]) -> Any:
-    """The innermost line of the user's own code, if there is one."""
+    """Return the innermost line of the user's own code, if there is one."""
     return next((frame for frame in reversed(frames) if _is_users(frame.filename)), None)
 
 
@@ -243,5 +243,5 @@ def _is_in_between(file: str) -> bool:
 
 
 def is_installed_file(file: str) -> bool:
-    """Whether a file is Python's own or an installed package's, and not the user's."""
+    """Check whether a file belongs to Python or an installed package, and not to the user."""
     return file.startswith(_INSTALLED) or any(part in file for part in _INSTALLED_ANYWHERE)

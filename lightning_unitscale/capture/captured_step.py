@@ -1,4 +1,4 @@
-"""One step of a module, captured when it is first called and then run as rewritten graphs."""
+"""Capture one step of a module in its first call, and then run it as rewritten graphs."""
 
 from __future__ import annotations
 
@@ -53,18 +53,18 @@ from lightning_unitscale.compiling import is_compiling, is_exporting
 from lightning_unitscale.functional.scale import is_transforming
 from lightning_unitscale.patching import nothing, shadowed
 
-_DEPLOY = "Use the plain module that transforms.deploy(module, *example_args) makes"
+_DEPLOY = "Use the result of transforms.deploy(module, *example_args)"
 
 
 class _TracedFunction:
-    """A step's function as Dynamo traces it, which hands its graphs over to the step."""
+    """Function of a step as Dynamo traces it. Its graphs go to the step."""
 
     def __init__(self, step: StepState) -> None:
         self._step = step
         self.reset()
 
     def reset(self) -> None:
-        """Forget what Dynamo was asked to capture."""
+        """Forget the functions that Dynamo captured."""
         self._running: Executor = "eager"
         self._callables: dict[Executor, Callable[..., Any]] = {}
         self._backends: dict[Executor, GraphBackend] = {}
@@ -75,20 +75,20 @@ class _TracedFunction:
         )
 
     def compiled(self, executor: Executor) -> Callable[..., Any]:
-        """Return the function, captured when it is first called."""
+        """Return the function, which is captured in its first call."""
         if executor not in self._callables:
             self._callables[executor] = self.traced(executor, self._step.captured)
         return self._callables[executor]
 
     def traced(self, executor: Executor, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return another function that is captured as a part of the step."""
-        # One backend for all: Dynamo recaptures when it meets another.
+        # One backend for all, since Dynamo recaptures when the backend changes.
         backend = GraphBackend(weakref.ref(self._step), executor)
         return capture.compile_function(function, self._backends.setdefault(executor, backend))
 
     @contextlib.contextmanager
     def capturing(self, executor: Executor, *, passes_over: bool) -> Iterator[None]:
-        """Within this context a call of the step is captured, or finds what was captured."""
+        """Capture a call of the step, or find the earlier capture, in this context."""
         step, owner = self._step, self._step.owner
         if capture.MISSES_THAWING:
             step.forget_if_thawed()
@@ -107,7 +107,7 @@ class _TracedFunction:
 
 
 class CapturedStep(StepState):
-    """Stands in for one method of a module: the same call, run as rewritten graphs."""
+    """Replacement for one method of a module: the same call, run as rewritten graphs."""
 
     def __init__(self, owner: ModuleState, name: str, function: Callable[..., Any]) -> None:
         super().__init__(owner, name, function)
@@ -124,7 +124,7 @@ class CapturedStep(StepState):
 
     @property
     def __code__(self) -> types.CodeType:
-        """The user's own code: ``torch.export`` asks a ``forward`` where it was written."""
+        """Return the user's code, since ``torch.export`` reads where a ``forward`` was written."""
         return self.__wrapped__.__code__
 
     @override
@@ -133,17 +133,17 @@ class CapturedStep(StepState):
         self._function.reset()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step, and then do what was held back meanwhile."""
+        """Run the step, and then make the postponed calls."""
         if not self.owner.is_attached:
-            # Detached, but somebody had wrapped it and still calls it.
+            # Detached, but another wrapper still calls it.
             return self.__wrapped__(*args, **kwargs)
         if is_exporting():
             return self._run_within("eager", args, kwargs)
         if self.before_call is not None:
             self.before_call(self, args, kwargs)
-        # An interpreter needs the graph as captured; only the eager executor keeps it that way.
+        # An interpreter needs the graph as captured, which only the eager executor keeps.
         executor = self.owner.executor if self.interpreter is None else "eager"
-        # Within somebody else's captured step there is no call of ours.
+        # Within another captured step there is no call of ours.
         passes = () if is_compiling() else tuple(self.owner.passes)
         with self.owner.standing_in():
             for graph_pass in passes:
@@ -156,7 +156,7 @@ class CapturedStep(StepState):
         return result
 
     def rehearse(self, interpreter: Interpreter, *args: Any, **kwargs: Any) -> Any:
-        """Run the step with ``interpreter`` running its graphs, eagerly; log and keep nothing."""
+        """Run the step eagerly with its graphs in ``interpreter``, and log and keep nothing."""
         with self._rehearsing(interpreter, args, kwargs):
             return self._run("eager", args, kwargs)
 
@@ -173,7 +173,7 @@ class CapturedStep(StepState):
                 self.postponed.discard()
 
     def graph_call(self, *args: Any, **kwargs: Any) -> GraphCall:
-        """The graph that a call would run, with its inputs; nothing of the step has run then."""
+        """Return the graph that a call would run, with its inputs. The step itself does not run."""
         if is_compiling() or is_transforming():
             raise NotOneGraphError("it is called within another transform")
         if self.graph_breaks:
@@ -182,7 +182,7 @@ class CapturedStep(StepState):
         try:
             return self.stop_at_graph(self.captured, args, kwargs)
         except NotOneGraphError:
-            # A break that the user asks for is no error.
+            # A break that the user asks for is not an error.
             self.note_breaks_since(num_breaks)
             raise
         except Exception as error:
@@ -194,7 +194,7 @@ class CapturedStep(StepState):
     def stop_at_graph(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> GraphCall:
-        """The graph that a call of ``function``, which stands for the step, would run."""
+        """Return the graph that a call of ``function`` would run in place of the step."""
         num_breaks = num_graph_breaks()
         try:
             with (
@@ -212,7 +212,7 @@ class CapturedStep(StepState):
         raise NotOneGraphError(NO_REASON)
 
     def _trace_anew(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Trace a call as if nothing was captured, and forget it; raises if it is not one graph."""
+        """Trace a call as if nothing was captured, and forget it. Raise if it is not one graph."""
         num_graph_calls = self.num_graph_calls
         try:
             with shadowed(self, names=Names(), graphs=[]):
@@ -221,16 +221,16 @@ class CapturedStep(StepState):
             self.num_graph_calls = num_graph_calls
 
     def replay(self, interpreter: Interpreter, *args: Any, **kwargs: Any) -> Any:
-        """Run the step with ``interpreter`` running its graphs, eagerly; then log for real."""
+        """Run the step eagerly with its graphs in ``interpreter``, and then log."""
         with shadowed(self, interpreter=interpreter):
             result = self._run("eager", args, kwargs)
         self.postponed.replay()
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CapturedStep:
-        """The step of the same name of the copied owner."""
+        """Return the step of the same name of the copied owner."""
         copy.deepcopy(self.owner, memo)
-        # In the middle of that there is no copy yet; the owner replaces what stands there then.
+        # During that copy the owner has no steps yet. It replaces this one later.
         return memo.get(id(self), self)
 
     def __reduce__(self) -> Any:
@@ -248,7 +248,7 @@ class CapturedStep(StepState):
             self.forget()
         self.forget_before_limit()
         num_graphs, num_breaks = len(self.graphs), num_graph_breaks()
-        # Scaled by rules, what is not captured would be another model.
+        # Under rules the uncaptured step would be another model.
         passes_over = not self.owner.changes_function
         try:
             with (
@@ -260,7 +260,7 @@ class CapturedStep(StepState):
                     self.fallback.refuse_under_rules(
                         f"it is called with a {self.refused}",
                         "Dynamo does not follow that class",
-                        "Pass plain tensors, such as image.as_subclass(torch.Tensor)",
+                        "Pass ordinary tensors, such as image.as_subclass(torch.Tensor)",
                     )
                     result = self.__wrapped__(*args, **kwargs)
                 else:
@@ -279,11 +279,11 @@ class CapturedStep(StepState):
                 raise
             raise inner from None
         if not self.num_graph_calls and is_watched():
-            # Dynamo passes over a step under such a mode, and ever after, if it is not told.
+            # Under such a mode Dynamo skips a step, and forever unless it is reset.
             capture.forget(self.captured)
         breaks = self.note_breaks_since(num_breaks)
         if result is not None or not self.postponed.is_empty:
-            # Otherwise the step has skipped this batch.
+            # Otherwise the step would have skipped this batch.
             warn_if_nothing_ran(self)
         warn_of_saving(self, breaks)
         self.fallback.note_call(result, *args, **kwargs)
@@ -298,24 +298,24 @@ class CapturedStep(StepState):
         return result
 
     def _run_within(self, executor: Executor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run within somebody else's capture, which may look into the user's code if it is that."""
+        """Run within another capture, which may trace the user's own code."""
         if not self.owner.changes_function:
             return self.__wrapped__(*args, **kwargs)
         if is_exporting():
             self.fallback.refuse_under_rules(
-                "it is exported", "An export has the plain model", _DEPLOY
+                "it is exported", "An export contains the unscaled model", _DEPLOY
             )
         return torch.compiler.disable(self._run)(executor, args, kwargs)
 
     def _run_transformed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run below ``torch.func.grad``, ``vmap``, ... as it is, as Dynamo would for ever after."""
+        """Run below ``torch.func.grad``, ``vmap``, ... uncaptured, as Dynamo would from then on."""
         self.fallback.refuse_under_rules(
             "it runs within a torch.func transform", "No graph is captured there", _DEPLOY
         )
         warn_once(
             self,
-            f"{self.title}: called within a torch.func transform, which no graph is captured "
-            "in, so this call runs as it is, neither rewritten nor observed. Expected calls "
-            "outside of one; transform the plain module, of which this call has the numbers.",
+            f"{self.title}: called within a torch.func transform, where no graph is captured. "
+            "So this call runs as it is, neither rewritten nor observed. Call it outside of one, "
+            "or transform the unscaled module, which computes the same numbers as this call.",
         )
         return self.__wrapped__(*args, **kwargs)

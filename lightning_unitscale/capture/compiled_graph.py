@@ -1,9 +1,9 @@
-"""What Dynamo's captured graphs become: one compiled graph per module, with its variants.
+"""Hold Dynamo's captured graphs: one compiled graph per module, with its variants.
 
-Dynamo lets a frame's side effects follow the frame's graph. Whoever stops a step where its graph is
-called has the graph and its inputs, a :class:`GraphCall`, and nothing that the step does beside the
-graph was done: it can be measured on them as often as needed, and nothing of the user's Python has
-to be undone.
+Dynamo runs a frame's side effects after the frame's graph. If a step is stopped at the call of its
+graph, the graph and its inputs are known (:class:`GraphCall`), and none of the step's side effects
+has happened. So the graph can be measured as often as needed, without undoing any of the user's
+Python.
 """
 
 from __future__ import annotations
@@ -47,31 +47,31 @@ Interpreter = Callable[["CompiledGraph", tuple[Any, ...]], Any]
 
 
 class StepState:
-    """The captured graphs of a step, and how they run."""
+    """Captured graphs of a step, and how they run."""
 
     def __init__(self, owner: ModuleState, name: str, function: Callable[..., Any]) -> None:
         self.owner = owner
         self.name = name
         self.__wrapped__ = function
-        self.captured = capture.with_own_code(function)  # what Dynamo captures
+        self.captured = capture.with_own_code(function)  # the function for Dynamo to capture
         # Runs the graphs in their place, if there is one.
         self.interpreter: Interpreter | None = None
-        self.is_rehearsing = False  # nothing that the step does is to remain
+        self.is_rehearsing = False  # all side effects of the step are discarded
         self.recaptures = Recaptures()
         self.error_of_pass: Exception | None = None  # in the current call
 
     @property
     def title(self) -> str:
-        """The module's class and the method."""
+        """Return the module's class and the method."""
         return f"{type(self.owner.module).__name__}.{self.name}"
 
     def reset(self) -> None:
-        """Forget what was captured."""
+        """Forget the captured graphs."""
         self.names = Names()
         self.graphs: list[CompiledGraph] = []
         self.graph_breaks: list[Reason] = []
         self.num_graph_calls = 0  # in the last call of the step
-        # Class of an input for which the last call ran as it is.
+        # Class of an input because of which the last call ran uncaptured.
         self.refused: str | None = None
         self.has_warned = False
         self.recaptures.reset()
@@ -79,18 +79,18 @@ class StepState:
         self._flags: list[bool] = []
 
     def forget(self) -> None:
-        """Have the next call captured anew, by Dynamo as well."""
+        """Have the next call recaptured, by Dynamo as well."""
         capture.forget(self.captured)
         self.reset()
 
     def forget_after(self, error: BaseException) -> BaseException:
-        """Forget what was captured; returns the error that Dynamo may have wrapped."""
-        # Dynamo never looks again at a frame in which an error was raised; the next call may.
+        """Forget the captured graphs, and return the error that Dynamo may have wrapped."""
+        # Dynamo skips a frame for good once an error was raised in it, but the next call may work.
         self.forget()
         return capture.original_error(error)
 
     def forget_before_limit(self) -> None:
-        """Forget what was captured before Dynamo, past its limit, runs more of it as it is."""
+        """Forget the captures before Dynamo reaches its limit and runs the rest uncaptured."""
         if functions := self.recaptures.near_limit():
             has_warned = self.has_warned
             self.forget()
@@ -98,21 +98,21 @@ class StepState:
             self.has_warned = has_warned
 
     def forget_if_thawed(self) -> None:
-        """Recapture when other parameters want gradients: each needs units of its own."""
+        """Recapture if other parameters require gradients, since each needs its own unit."""
         flags = [param.requires_grad for param in self.owner.module.parameters()]
         if self._flags and flags != self._flags:
             self.forget()
         self._flags = flags
 
     def invalidate(self) -> None:
-        """Have the passes rewrite what was captured again, before the next run of a graph."""
+        """Have the passes rewrite the captured graphs again before the next run."""
         if any(graph.executor != "eager" for graph in self.graphs):
-            self.reset()  # they are compiled only while Dynamo collects its guards
+            self.reset()  # compiled only while Dynamo collects its guards
         for graph in self.graphs:
             graph.invalidate()
 
     def note_breaks_since(self, count: int) -> list[Reason]:
-        """Note the graph breaks after the first so many of the process."""
+        """Note the graph breaks of the process after the first ``count``."""
         breaks = graph_breaks_since(count)
         self.graph_breaks += breaks
         self.owner.graph_breaks += breaks
@@ -120,7 +120,7 @@ class StepState:
 
 
 class GraphBackend:
-    """What Dynamo calls with each graph; it must not keep the module alive by itself."""
+    """Dynamo's backend, called with each graph. It must not keep the module alive."""
 
     def __init__(self, step: weakref.ref[StepState], executor: Executor) -> None:
         self.step = step
@@ -129,7 +129,7 @@ class GraphBackend:
     def __call__(
         self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
-        """Take over a captured graph; what is returned runs in its place."""
+        """Take over a captured graph, and return the callable that runs in its place."""
         step = self.step()
         if step is None:
             return graph_module.forward
@@ -139,13 +139,13 @@ class GraphBackend:
 
 
 class _GraphOfEachModule:
-    """Gives each module that runs the same captured code a graph, and so names, of its own."""
+    """Graphs, and so names, of each module that runs the same captured code."""
 
     def __init__(self, step: StepState, captured: CapturedGraph, executor: Executor) -> None:
         # After a graph break Dynamo captures a layer's ``forward`` once for all layers of a class,
-        # with the parameters as inputs; but the scales of the tensors are each layer's own.
+        # with the parameters as inputs. But each layer has its own scales.
         self._step = weakref.ref(step)
-        # They are activations then, which would be alive ever after.
+        # They would be activations, which would stay alive.
         self._captured = replace(captured, example_inputs=())
         self._executor = executor
         self._position = captured.first_parameter()
@@ -182,7 +182,7 @@ class CompiledGraph:
         self._step = weakref.ref(step)
         self.executor = executor
         self.index = len(step.graphs)
-        # As captured, with composites expanded and names assigned; passes copy it.
+        # As captured, with composites expanded and names assigned. Passes copy it.
         self.base = copy_graph_module(captured.graph_module)
         step.names.assign(captured, self.base)
         expand_composites(self.base)
@@ -194,8 +194,8 @@ class CompiledGraph:
         self._interpreted: dict[bool, StepGraph] = {}
         self.num_rewrites = 0
         if executor != "eager":
-            # Compiling may specialise on shapes, and only while Dynamo is still collecting its
-            # guards do those become part of them. The eager executor specialises on nothing.
+            # Compiling may specialize on shapes. These become guards only while Dynamo collects
+            # them. The eager executor specializes on nothing.
             for observed in step.owner.variants():
                 self._variants[observed] = self._build(observed, captured.example_inputs)
         step.graphs.append(self)
@@ -208,14 +208,14 @@ class CompiledGraph:
             return step.interpreter(self, inputs)
         observed = step.owner.observed
         if observed not in self._variants:
-            # Between two graph breaks it may be called within a transform of torch.func's, which
-            # its rewriting is no part of.
+            # Between two graph breaks it may be called within a torch.func transform, where no
+            # rewritten graph can run.
             with outside_transforms():
                 self._variants[observed] = self._build(observed, inputs)
         return self._variants[observed](*inputs)
 
     def invalidate(self) -> None:
-        """Rewrite the base again at the next run, for passes that have changed their minds."""
+        """Rewrite the base again at the next run, since a pass has changed its decisions."""
         self.num_rewrites += 1
         self._variants.clear()
         self._interpreted.clear()
@@ -225,7 +225,7 @@ class CompiledGraph:
     ) -> Any:
         """Run the captured graph, out of place and reparametrized, through an interpreter."""
         step = self._owner
-        observed = step.owner.observed and not step.is_rehearsing  # with the probes that are wanted
+        observed = step.owner.observed and not step.is_rehearsing  # with the wanted probes
         if observed not in self._interpreted:
             phases = (Phase.REPARAMETRIZE, Phase.OBSERVE)
             passes = [graph_pass for graph_pass in step.owner.passes if graph_pass.phase in phases]
@@ -234,14 +234,14 @@ class CompiledGraph:
         return Variant(graph, interpret(graph.graph_module))(*inputs)
 
     def rewritten(self, *, observed: bool = False, out_of_place: bool = True) -> StepGraph:
-        """A variant as a graph: for whoever runs it in another way."""
+        """Return a variant as a graph, for a caller that runs it in another way."""
         owner = self._owner.owner
         graph, records = self._after(owner.passes, observed=observed, out_of_place=out_of_place)
         owner.records += records
         return graph
 
     def out_of_place(self) -> StepGraph:
-        """The captured graph before any pass, its in-place operations out of place."""
+        """Return the captured graph before any pass, with its in-place operations out of place."""
         return self._after(())[0]
 
     @property
@@ -254,7 +254,7 @@ class CompiledGraph:
     def _after(
         self, passes: Sequence[GraphPass], *, observed: bool = False, out_of_place: bool = True
     ) -> tuple[StepGraph, list[PassRecord]]:
-        """A copy that some passes have rewritten, and what they did."""
+        """Return a copy that some passes have rewritten, and what they did."""
         step = self._owner
         graph = StepGraph(copy_graph_module(self.base), observed=observed, step=step.name)
         if (rewriter := step.owner.rewriter) is not None:
@@ -278,7 +278,7 @@ class CompiledGraph:
             graph.example_inputs(examples),
             owner.partition_fn,
             owner.compile_mode,
-            # Steps under manual optimization take their backward passes themselves.
+            # Steps under manual optimization call their backward passes themselves.
             backward_is_autocast=not getattr(owner.module, "automatic_optimization", True),
             rewriter=owner.rewriter,
         )
@@ -286,7 +286,7 @@ class CompiledGraph:
 
 
 class Variant:
-    """A rewritten graph that runs: gives it its states and takes its results."""
+    """Rewritten graph that runs: it gets its states and hands out its results."""
 
     def __init__(self, graph: StepGraph, run: Callable[..., Any]) -> None:
         self._run = run
@@ -294,7 +294,7 @@ class Variant:
         self._sinks = [sink for _, sink in graph.results]
 
     def __call__(self, *inputs: Any) -> Any:
-        """The outputs for the user's inputs."""
+        """Return the outputs for the user's inputs."""
         outputs = self._run(*inputs, *[supply() for supply in self._supplies])
         if not self._sinks:
             return outputs
@@ -305,7 +305,7 @@ class Variant:
 
 
 class NotOneGraphError(Exception):
-    """A call of a step is not one graph; says why."""
+    """Error for a call of a step that is not one graph, with the reason."""
 
     def __init__(self, *reasons: str) -> None:
         super().__init__(joined_reasons(reasons))
@@ -313,7 +313,7 @@ class NotOneGraphError(Exception):
 
 
 class GraphReached(BaseException):
-    """Raised in place of a graph's run; no ``except Exception`` of a user's sees it."""
+    """Signal raised in place of a graph's run. No user's ``except Exception`` catches it."""
 
     def __init__(self, graph: CompiledGraph, inputs: tuple[Any, ...]) -> None:
         super().__init__()
@@ -322,13 +322,13 @@ class GraphReached(BaseException):
 
 
 def stop_at_graph(graph: CompiledGraph, inputs: tuple[Any, ...]) -> Any:
-    """The interpreter that runs no graph, but raises."""
+    """Raise :class:`GraphReached` instead of running the graph."""
     raise GraphReached(graph, inputs)
 
 
 @dataclass(frozen=True)
 class GraphCall:
-    """The one graph that a call of a step runs, with its inputs: parameters and buffers as well."""
+    """The one graph that a call of a step runs, with inputs, parameters and buffers."""
 
     step: StepState
     graph: CompiledGraph
@@ -336,7 +336,7 @@ class GraphCall:
 
     @property
     def differentiable(self) -> list[int]:
-        """Positions among the graph's outputs of tensors with a gradient, each tensor once."""
+        """Return the positions of the graph's outputs that have a gradient, each tensor once."""
         nodes: Any = self.graph.base.graph.output_node().args[0]
         positions: dict[Any, int] = {}
         for position, node in enumerate(nodes):
@@ -347,7 +347,7 @@ class GraphCall:
 
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[tuple[Callable[[Interpreter], Any], tuple[Any, ...]]]:
-        """Run the graph in this context; random states and written inputs are put back then."""
+        """Run the graph in this context. Random states and written inputs are restored after it."""
         inputs = tuple(_leaf(value) for value in self.inputs)
         restorers = [restore for value in self._written(inputs) for restore in restorers_of(value)]
         devices = {value.device for value in inputs if isinstance(value, Tensor)}
@@ -363,19 +363,19 @@ class GraphCall:
                     restore()
 
     def _written(self, inputs: Sequence[Any]) -> Iterator[Any]:
-        """The inputs that the graph may write into: parameters only if an operation says so."""
+        """Yield the inputs that the graph may write into: parameters only if an operation does."""
         graph = self.graph.base.graph
         roots = memory_roots(graph)
         mutated = {roots[target] for node in graph.nodes for target in written_arguments(node)}
         placeholders = graph.find_nodes(op="placeholder")
         for node, origin, value in zip(placeholders, self.graph.inputs, inputs, strict=True):
-            # Kernels of normalization layers write into running statistics, and do not say so.
+            # Normalization kernels write into running statistics without declaring it.
             if origin.kind != "parameter" or roots[node] in mutated:
                 yield value
 
 
 def _leaf(value: Any) -> Any:
-    """The same tensor without what has computed it, through which no backward pass may go."""
+    """Return the same tensor as a leaf, so that no backward pass goes beyond it."""
     if not isinstance(value, Tensor) or value.is_leaf:
         return value
     return value.detach().requires_grad_()

@@ -1,4 +1,4 @@
-"""Graphs as Dynamo makes them: copy one, add an input, run one of its operators without numbers.
+"""Copy Dynamo's graphs, add inputs to them, and run their operators without numbers.
 
 Private names used here were checked on torch 2.13 and 2.11: ``node._dynamo_source``,
 ``node._rename``, ``GlobalSource``, ``HigherOrderOperator``, ``_enter_autocast`` and
@@ -33,13 +33,13 @@ _IN_NUMBERS: WeakKeyDictionary[FakeTensorMode, FakeTensorMode] = WeakKeyDictiona
 
 
 def rename_node(node: fx.Node, name: str) -> None:
-    """Give a node another name, or one like it that no other node has."""
+    """Rename a node, with a suffix if another node has the name."""
     node._rename(name)
 
 
 def copy_graph_module(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """A copy that may be rewritten: nodes, metadata and nested graphs, but not tensors."""
-    # Its code is written when it is first run: most copies are rewritten or copied again.
+    """Copy a graph module for rewriting: nodes, metadata and nested graphs, but not tensors."""
+    # Its code is written when it first runs, since most copies are rewritten or copied again.
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph_module.graph.nodes:
@@ -60,11 +60,11 @@ def copy_graph_module(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def compiled_forward(graph_module: fx.GraphModule) -> Callable[..., Any]:
-    """The function of a graph that was rewritten, as code."""
+    """Return the function of a rewritten graph, as code."""
     graph_module.recompile()
     _LazyGraphModule.force_recompile(graph_module)
     forward: Any = graph_module.forward
-    # Without it the matmuls of a graph would be those of the step itself, and no more.
+    # Without it the matmuls of a graph would have only the name of the step.
     start = getattr(graph_module, "_prologue_start", None)
     if start is not None:
         code = forward.__func__.__code__
@@ -78,14 +78,14 @@ def compiled_forward(graph_module: fx.GraphModule) -> Callable[..., Any]:
 
 
 class _Lines(NamedTuple):
-    """Of which module each line of a graph's code is, and what it makes."""
+    """Module and result of each line of a graph's code."""
 
-    names: tuple[tuple[str, str], ...]  # the path of each node's module, and its tensor's name
+    names: tuple[tuple[str, str], ...]  # path of each node's module, and its tensor's name
     nodes: Mapping[int, int | None]  # of each line of the body
-    start: int  # the line before the body's first
+    start: int  # line before the body's first
 
 
-# By the identity of the code of a graph's ``forward``.
+# Keyed by the id of the code of a graph's ``forward``.
 LINES: dict[int, _Lines] = {}
 
 
@@ -103,8 +103,8 @@ def add_placeholder(
 ) -> fx.Node:
     """Append an input of our own after the graph's inputs.
 
-    AOTAutograd refuses an input without a source when the others have one (it builds its aliasing
-    guards from them), so ours is given the source of a global that nobody guards on.
+    AOTAutograd refuses an input without a source if the others have one, since it builds its
+    aliasing guards from them. So ours gets the source of a global without a guard.
     """
     placeholders = graph.find_nodes(op="placeholder")
     first = next(iter(graph.nodes))
@@ -117,13 +117,13 @@ def add_placeholder(
 
 
 def fake_like(graph: fx.Graph, tensor: Tensor) -> Tensor:
-    """``tensor`` as a fake tensor of the graph's own fake mode, or itself when there is none."""
+    """Return ``tensor`` as a fake tensor of the graph's fake mode, or itself without one."""
     mode: Any = fake_mode_of(graph)
     return tensor if isinstance(mode, contextlib.nullcontext) else mode.from_tensor(tensor)
 
 
 def fake_mode_of(graph: fx.Graph) -> contextlib.AbstractContextManager[Any]:
-    """The fake mode in which the graph's example values can be combined."""
+    """Return the fake mode in which the graph's example values can be combined."""
     for node in graph.nodes:
         mode = getattr(node.meta.get("example_value"), "fake_mode", None)
         if mode is not None:
@@ -133,12 +133,12 @@ def fake_mode_of(graph: fx.Graph) -> contextlib.AbstractContextManager[Any]:
 
 
 def stand_ins(mode: Any, arguments: list[fx.Node]) -> tuple[Any, dict[fx.Node, Any]]:
-    """What stands in for arguments, with memory of its own, and the fake mode to run it in.
+    """Return stand-ins for arguments, with their own memory, and the fake mode to run them in.
 
-    Symbolic sizes are the numbers that they were in the capture, as long as these are known: with
-    symbols an operator takes up to a hundred times as long.
+    Symbolic sizes become the numbers of the capture where these are known, since an operator takes
+    up to a hundred times as long with symbols.
     """
-    if mode not in _IN_NUMBERS:  # to make one takes long
+    if mode not in _IN_NUMBERS:  # making one is slow
         _IN_NUMBERS[mode] = FakeTensorMode(allow_non_fake_inputs=mode.allow_non_fake_inputs)
     in_numbers = _IN_NUMBERS[mode]
     examples = {node: node.meta.get("example_value") for node in arguments}
@@ -174,7 +174,7 @@ def _made(
 
 
 def is_checkpoint(node: fx.Node) -> bool:
-    """Whether the node is a region of ``torch.utils.checkpoint``."""
+    """Check whether the node is a region of ``torch.utils.checkpoint``."""
     return (
         node.op == "call_function"
         and node.target is torch.ops.higher_order.tag_activation_checkpoint
@@ -182,12 +182,12 @@ def is_checkpoint(node: fx.Node) -> bool:
 
 
 def is_higher_order(node: fx.Node) -> bool:
-    """Whether the node is a control-flow operator or the like, which has graphs as arguments."""
+    """Check whether the node is a control-flow or similar operator with graphs as arguments."""
     return isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
 def autocast_dtypes(graph: fx.Graph) -> dict[fx.Node, torch.dtype]:
-    """Return, for each node that runs under autocast around or in the graph, autocast's type."""
+    """Return autocast's type for each node that runs under autocast around or in the graph."""
     states: dict[fx.Node, torch.dtype] = {}
     entered: dict[fx.Node, tuple[str, torch.dtype, bool]] = {}
     for node in graph.nodes:

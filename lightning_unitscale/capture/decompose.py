@@ -1,9 +1,8 @@
-"""Open up composite operations whose matmuls the passes could not reach otherwise.
+"""Expand composite operations whose matmuls the passes could not reach otherwise.
 
-Two composites hide matmuls: multi-head attention (Dynamo keeps the functional whole) and
-scaled dot-product attention where torch itself runs it as two matmuls and a softmax. Both are
-replaced by the operations torch would run, in the same order, so every bit stays the same. An
-attention that torch runs as one fused kernel stays one node.
+Dynamo keeps multi-head attention whole. Scaled dot-product attention may run as two matmuls and a
+softmax. Both are replaced by the operations torch would run, in the same order, so every bit stays
+the same. Attention that torch runs as one fused kernel stays one node.
 
 Private names used here were checked on torch 2.13 and 2.11: ``_fused_sdp_choice``;
 ``_sdpa_kernel``, which Dynamo leaves of ``sdpa_kernel``; of symbolic shapes ``SymInt.node.expr``,
@@ -44,11 +43,11 @@ from lightning_unitscale.functional.rules import concrete_size
 
 
 class UnknownSize(Exception):
-    """A size that the inputs of the graph do not tell."""
+    """Error for a size that cannot be computed from the graph's inputs."""
 
 
 class SizeNodes:
-    """Writes symbolic sizes into a graph as arithmetic on its inputs."""
+    """Symbolic sizes written into a graph as arithmetic on its inputs."""
 
     def __init__(self, graph: fx.Graph) -> None:
         tracer = GraphAppendingTracer(graph)
@@ -59,7 +58,7 @@ class SizeNodes:
                 self._inputs[example.node.expr] = fx.Proxy(node, tracer)
 
     def node_of(self, size: torch.SymInt) -> fx.Node | int:
-        """The node of a size, made where the graph inserts; a number if it is static."""
+        """Return the node of a size, made at the insertion point, or a number if it is static."""
         expression = size.node.expr
         if expression.is_number:
             return int(expression)
@@ -74,7 +73,7 @@ class SizeNodes:
 
 @wrap_torch_function(lambda input, other: (input, other))
 def attention_matmul(input: Tensor, other: Tensor) -> Tensor:
-    """``input @ other`` as attention runs it: below autocast, in the type it was given."""
+    """Run ``input @ other`` as attention does: below autocast, in the given type."""
     with torch.autocast(input.device.type, enabled=False):
         return torch.matmul(input, other)
 
@@ -112,7 +111,7 @@ def _attention_as_matmuls(autocast_dtype: torch.dtype | None) -> Callable[..., T
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """The operations of torch's own composite attention, in its order (checked on 2.13)."""
+        """Run the operations of torch's composite attention, in its order (checked on 2.13)."""
         if autocast_dtype is not None:
             query, key, value = (tensor.to(autocast_dtype) for tensor in (query, key, value))
             if attn_mask is not None and attn_mask.is_floating_point():
@@ -146,7 +145,7 @@ def _attention_as_matmuls(autocast_dtype: torch.dtype | None) -> Callable[..., T
 
 
 def _chosen_kernels(graph: fx.Graph) -> dict[fx.Node, list[SDPBackend]]:
-    """For each node within ``sdpa_kernel`` the kernels that it leaves to choose from."""
+    """Return the kernels that ``sdpa_kernel`` allows for each node within it."""
     chosen: dict[fx.Node, list[SDPBackend]] = {}
     now: list[SDPBackend] | None = None
     for node in graph.nodes:
@@ -161,7 +160,7 @@ def _chosen_kernels(graph: fx.Graph) -> dict[fx.Node, list[SDPBackend]]:
 def _runs_as_matmuls(
     node: fx.Node, autocast_dtype: torch.dtype | None, kernels: list[SDPBackend] | None
 ) -> bool:
-    """Whether torch runs an attention of these shapes and types as two matmuls and a softmax."""
+    """Check whether torch runs attention of these shapes and types as matmuls and a softmax."""
     bound = inspect.signature(_attention_as_matmuls(None)).bind(*node.args, **node.kwargs)
     bound.apply_defaults()
     given = bound.arguments
@@ -180,7 +179,7 @@ def _runs_as_matmuls(
 
 
 def _real_like(fake: Tensor | None, autocast_dtype: torch.dtype | None) -> Tensor:
-    """Unwritten memory of the fake tensor's layout: the choice depends on nothing else."""
+    """Allocate uninitialized memory of the fake tensor's layout, which the choice depends on."""
     assert fake is not None
     dtype = fake.dtype
     if autocast_dtype is not None and dtype.is_floating_point and dtype != torch.float64:
@@ -192,7 +191,7 @@ def _real_like(fake: Tensor | None, autocast_dtype: torch.dtype | None) -> Tenso
 
 
 def open_function(function: Any) -> Callable[..., Any]:
-    """A copy of a functional that does not hand itself to a torch function mode as a whole."""
+    """Copy a functional so that a torch function mode sees the operations in it."""
     scope = {
         **function.__globals__,
         "has_torch_function": lambda *_: False,
@@ -225,13 +224,14 @@ def _expand(
     except UnknownSize:
         while node.prev is not before:
             graph.erase_node(node.prev)
-        # No change of units can stand inside it, and around it it would take another path: whether
-        # query and key are one tensor decides, and the root of the temperature is not exact.
+        # A change of units cannot be applied inside it. Around it, it would take another path: the
+        # choice depends on whether query and key are one tensor, and the root of the temperature is
+        # not exact.
         node.meta[TRANSFORMED] = True
         return
     replacement = recorder.node_of(result)
     if isinstance(replacement, fx.Node):
-        # The result keeps the composite's name: it is the tensor that people know.
+        # The result keeps the composite's name, which users know.
         replacement.meta[NAME] = tensor_name(node)
         node.replace_all_uses_with(replacement)
     else:
@@ -243,7 +243,7 @@ def _expand(
 
 
 class _Recorder(TorchFunctionMode):
-    """Runs torch functions on example tensors and writes each one down as a node."""
+    """Mode that runs torch functions on example tensors and records each as a node."""
 
     def __init__(self, graph: fx.Graph, origin: fx.Node, sizes: SizeNodes) -> None:
         super().__init__()
@@ -257,7 +257,7 @@ class _Recorder(TorchFunctionMode):
         self._count: dict[str, int] = {}
 
     def value_of(self, argument: Any) -> Any:
-        """The example value of a node argument, remembered as that node's."""
+        """Return the example value of a node argument, and remember it as that node's."""
         if not isinstance(argument, fx.Node):
             return argument
         value = argument.meta["example_value"]
@@ -265,14 +265,14 @@ class _Recorder(TorchFunctionMode):
             # ``query is key`` decides how multi-head attention projects its inputs.
             return self._values[argument]
         if isinstance(value, Tensor):
-            # Two nodes may share one example (an in-place operation): a view keeps them apart.
+            # Two nodes may share one example (an in-place operation). A view separates them.
             value = value.detach().requires_grad_(value.requires_grad)
             self._values[argument] = value
             self._remember(value, argument)
         return value
 
     def node_of(self, result: Any) -> Any:
-        """Nodes in place of the tensors, and of the sizes that may change, in ``result``."""
+        """Replace the tensors, and the sizes that may change, in ``result`` by nodes."""
         return tree_map(self._node_of_one, result)
 
     def _node_of_one(self, value: Any) -> Any:

@@ -1,10 +1,10 @@
 """Capture a function by Dynamo, and describe its graphs.
 
-Everything above works on :class:`CapturedGraph` and on callables. Private names used here were
-checked on torch 2.13 and 2.11: ``node.meta["grapharg"]``, ``node._dynamo_source``,
+Other modules use only :class:`CapturedGraph` and callables. Private names used here were checked on
+torch 2.13 and 2.11: ``node.meta["grapharg"]``, ``node._dynamo_source``,
 ``CompileContext.current_compile_id``, ``_dynamo_static_input_type`` of parameters and buffers;
 ``ConvertFrame``, which is called once for each function to capture, and returns when its graph is
-compiled; ``ConvertFrameAssert``, which it asks; ``guarded_code`` of what it returns,
+compiled; ``ConvertFrameAssert``, which it calls; ``guarded_code`` of its result,
 ``frame_exec_strategy`` of an error by which it gives up on a function, ``GraphCompileReason``.
 """
 
@@ -46,21 +46,21 @@ from lightning_unitscale.patching import shadowed_here
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
-# A gradient is one that a step reads off a parameter.
+# A gradient is one that a step reads from a parameter.
 InputKind = Literal["parameter", "buffer", "gradient", "input", "symbol"]
 
-# What Dynamo marks parameters and buffers by.
+# Dynamo's mark of parameters and buffers.
 _STATIC = "_dynamo_static_input_type"
 
-# A step may be specialised on more Python state than Dynamo's default of 8 allows (the epoch, the
-# shapes of a last batch, several modules of one class share one code object), and past the limit
-# Dynamo runs the frame without any backend: the transform would silently be gone.
+# A step may be specialized on more Python state than Dynamo's default of 8 allows: the epoch, the
+# shapes of a last batch, several modules of one class that share one code object. Past the limit
+# Dynamo runs the frame without any backend, so the transform would silently be lost.
 RECOMPILE_LIMIT = 256
 
 
 @dataclass(frozen=True)
 class GraphInput:
-    """One placeholder of a captured graph: what it is in the module's eyes, and where."""
+    """One placeholder of a captured graph: its role in the module, and its path."""
 
     kind: InputKind
     fqn: str | None
@@ -69,18 +69,18 @@ class GraphInput:
 
 @dataclass(frozen=True)
 class CapturedGraph:
-    """One graph as Dynamo handed it over. Never mutated: Dynamo builds its guards from it later."""
+    """One graph from Dynamo. Never mutate it, since Dynamo builds its guards from it later."""
 
     graph_module: fx.GraphModule
     example_inputs: tuple[Any, ...]
-    frame_id: int  # of the Python frame; a recompilation keeps it
+    frame_id: int  # of the Python frame, kept by a recompilation
     inputs: tuple[GraphInput, ...]
 
     def roots(self) -> dict[str, str]:
-        """Path in the whole module of each module that the captured code knows as a variable.
+        """Map each module variable of the captured code to its path in the whole module.
 
         After a graph break a submodule's ``forward`` is captured by itself, with the submodule as
-        its ``self``; the parameters tell which one it is.
+        its ``self``. Its parameters identify it.
         """
         roots: dict[str, str] = {}
         for graph_input in self.inputs:
@@ -96,12 +96,12 @@ class CapturedGraph:
         return roots
 
     def first_parameter(self) -> int | None:
-        """Position of an input by which to tell one module from another that runs the same code."""
+        """Return the position of an input that distinguishes modules that run the same code."""
         positions = (i for i, graph_input in enumerate(self.inputs) if graph_input.fqn is not None)
         return next(positions, None)
 
     def for_module_of(self, inputs: Sequence[Any], module: nn.Module) -> CapturedGraph:
-        """This graph as it is called for other parameters: those among ``inputs``."""
+        """Return this graph for a call with the parameters among ``inputs``."""
         fqns = _fqns(module)
         described = [
             replace(
@@ -117,15 +117,15 @@ _KEY = re.compile(r"\['([^']+)'\]")
 
 
 def compile_function(function: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
-    """``function`` run through Dynamo with ``backend`` called once per captured graph."""
+    """Run ``function`` through Dynamo, and call ``backend`` once per captured graph."""
     return torch.compile(function, backend=backend)
 
 
 def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the same function, or method, with a code object of its own.
 
-    Dynamo keeps what it compiles, and whether it has given up, with the code object. A module of
-    the same class that the user compiles would share both, and its recompile limit with them.
+    Dynamo stores compiled code, and whether it has given up, with the code object. Another module
+    of the class that the user compiles would share both, and its recompile limit.
     """
     plain = getattr(function, "__func__", function)
     if not isinstance(plain, types.FunctionType):
@@ -146,24 +146,24 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def no_graph_breaks() -> Iterator[None]:
-    """Within this context what would break a graph is an error, before anything has run."""
-    # With ``fullgraph=True`` Dynamo would capture ``.item()`` as well, and so another graph.
+    """Turn graph breaks into errors, before any code has run."""
+    # ``fullgraph=True`` would also capture ``.item()``, which changes the graph.
     with torch._dynamo.error_on_graph_break(True):
         yield
 
 
-# Whether Dynamo goes on with a graph when other parameters of the module want gradients.
+# Whether Dynamo reuses a graph when other parameters of the module require gradients.
 MISSES_THAWING = torch.torch_version.TorchVersion(torch.__version__) < "2.12"
 
 
 def forget_code(functions: Iterable[CodeType]) -> None:
-    """Make Dynamo look again at some functions: whoever has had them captured."""
+    """Make Dynamo capture some functions again, whichever step captured them."""
     for code in functions:
         reset_code(code)
 
 
 def forget(function: Callable[..., Any]) -> None:
-    """Make Dynamo look again at a function that it may have given up on, and at what follows it."""
+    """Make Dynamo capture a function again that it may have given up on, and its resumed parts."""
     code = getattr(function, "__code__", None)
     if code is None:
         return
@@ -177,7 +177,7 @@ def forget(function: Callable[..., Any]) -> None:
 
 @contextlib.contextmanager
 def unmarked(module: nn.Module) -> Iterator[None]:
-    """After this context tensors of a module have no mark of Dynamo's that they had not before."""
+    """Remove, after this context, the marks that Dynamo has put on the module's tensors."""
 
     def marked() -> set[Tensor]:
         tensors = (*module.parameters(), *module.buffers())
@@ -192,7 +192,7 @@ def unmarked(module: nn.Module) -> Iterator[None]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether the user has put ``torch.compile`` on the module already."""
+    """Check whether the user has put ``torch.compile`` on the module already."""
     return (
         isinstance(module, torch._dynamo.OptimizedModule)
         or getattr(module, "_compiled_call_impl", None) is not None
@@ -202,15 +202,15 @@ def is_compiled(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def capture_settings(*, passes_over: bool = False) -> Iterator[None]:
-    """Dynamo's settings under which a step is captured and looked up.
+    """Set Dynamo's options under which a step is captured and its captures are found.
 
-    With ``passes_over`` a function on which Dynamo itself fails runs as it is, and one that is
-    captured too often; without it both are errors.
+    With ``passes_over`` a function runs uncaptured if Dynamo itself fails on it, or if it is
+    captured too often. Without it both are errors.
 
-    ``optimize_ddp`` would cut the graph at DDP's buckets before the backend sees it, and the same
+    ``optimize_ddp`` would cut the graph at DDP's buckets before the backend sees it. The same
     tensor would then have another name with and without DDP. ``allow_rnn`` takes recurrent kernels
-    into the graph as single operations; without it Dynamo gives up on the whole frame that mentions
-    an ``nn.GRU``.
+    into the graph as single operations. Without it Dynamo gives up on every frame that mentions an
+    ``nn.GRU``.
     """
     with (
         absent_packages(),
@@ -224,7 +224,7 @@ def capture_settings(*, passes_over: bool = False) -> Iterator[None]:
             optimize_ddp=False,
             allow_rnn=True,
             allow_unspec_int_on_nn_module=True,
-            # Hooks that are registered or removed while the module trains are noticed.
+            # Hooks that are added or removed during training are noticed.
             skip_nnmodule_hook_guards=False,
             recompile_limit=RECOMPILE_LIMIT,
             accumulated_recompile_limit=4 * RECOMPILE_LIMIT,
@@ -235,7 +235,7 @@ def capture_settings(*, passes_over: bool = False) -> Iterator[None]:
 
 
 def frame_being_captured() -> int | None:
-    """Return the number of the Python frame that Dynamo captures now; ``None`` outside of it."""
+    """Return the number of the Python frame that Dynamo captures now, or ``None``."""
     current = CompileContext.current_compile_id()
     return None if current is None else current.frame_id
 
@@ -258,7 +258,7 @@ def describe(
         # A method until torch 2.11.
         inputs.append(GraphInput(kind, name, source() if callable(source) else source))
     frame = frame_being_captured()
-    # A copy, because Dynamo tidies its own up when it is done with it.
+    # A copy, because Dynamo clears its own when it is done.
     kept = copy_graph_module(graph_module)
     return CapturedGraph(kept, tuple(example_inputs), -1 if frame is None else frame, tuple(inputs))
 
@@ -275,14 +275,14 @@ def _fqns(module: nn.Module) -> dict[int, tuple[InputKind, str | None]]:
 
 
 def original_error(error: BaseException) -> BaseException:
-    """The error that a backend raised, without Dynamo's wrapping."""
+    """Return the error that a backend raised, without Dynamo's wrapping."""
     inner = getattr(error, "inner_exception", None)
     return inner if isinstance(inner, BaseException) else error
 
 
 @contextlib.contextmanager
 def around_captures(enter: Callable[[CodeType], AbstractContextManager[None]]) -> Iterator[None]:
-    """Within this context every function is captured within a context of ours."""
+    """Capture every function within a context of ours."""
     convert = convert_frame.ConvertFrame.__call__
     attempt = convert_frame.ConvertFrameAssert.__call__
     refusals: list[Unsupported] = []
@@ -293,7 +293,7 @@ def around_captures(enter: Callable[[CodeType], AbstractContextManager[None]]) -
         with enter(frame.f_code):
             result = convert(self, frame, *args, **kwargs)
         if refusals and result.guarded_code is None:
-            # Of what breaks a graph and cannot be resumed, Dynamo itself notes nothing.
+            # Dynamo records nothing about breaks that it cannot resume from.
             error = refusals.pop()
             graph_break_reasons.append(GraphCompileReason(str(error), frames_of(error)))
         return result
@@ -303,7 +303,7 @@ def around_captures(enter: Callable[[CodeType], AbstractContextManager[None]]) -
         try:
             return attempt(*args, **kwargs)
         except Unsupported as error:
-            # In a function that was captured too often, nothing breaks the graph.
+            # A function that was captured too often has no graph break.
             if getattr(error, "frame_exec_strategy", None) is None:
                 refusals.append(error)
             raise

@@ -1,4 +1,4 @@
-"""Run a graph that was rewritten: op by op, by AOTAutograd's graphs op by op, or by Inductor.
+"""Run a rewritten graph: op by op, by AOTAutograd's graphs op by op, or by Inductor.
 
 Private names used here were checked on torch 2.13 and 2.11: ``boxed_nop``, ``compile_fx``,
 ``compile_fx_inner``, ``list_mode_options``.
@@ -28,7 +28,7 @@ from lightning_unitscale.capture.recurrent import keep_workspaces, recurrent_dro
 from lightning_unitscale.scales.statistics import join_rows
 
 Executor = Literal["eager", "aot_eager", "inductor"]
-# What ``torch.compile`` calls ``mode``.
+# ``mode`` of ``torch.compile``.
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
 
@@ -36,10 +36,10 @@ aten = torch.ops.aten
 
 
 class GraphRewriter(Protocol):
-    """Rewrites the graphs of aten operators that AOTAutograd makes of a captured graph."""
+    """Rewriter of the aten graphs that AOTAutograd makes of a captured graph."""
 
     def describe(self, graph: Any) -> None:
-        """Note in which units matmuls read the tensors of a captured graph, for its probes."""
+        """Note the units in which matmuls read the tensors of a captured graph, for its probes."""
 
     def rewrite_joint(self, graph: fx.Graph) -> None:
         """Rewrite the graph of both passes, or the only one of a step without gradients."""
@@ -58,7 +58,7 @@ def execute_with(
     backward_is_autocast: bool = False,
     rewriter: GraphRewriter | None = None,
 ) -> Callable[..., Any]:
-    """Turn a rewritten graph into something that runs."""
+    """Turn a rewritten graph into a callable."""
     if executor == "eager":
         _restore_checkpointing(graph_module)
         return compiled_forward(graph_module)
@@ -66,7 +66,7 @@ def execute_with(
     backward = traced_backward(is_autocast=backward_is_autocast)
     if executor == "aot_eager":
         partition_fn = partition_fn or min_cut_rematerialization_partition
-        # Boxed, each saved tensor is freed when nothing reads it any more.
+        # Boxed inputs let each saved tensor be freed after its last reader.
         options = {"fw_compiler": _run_op_by_op, "partition_fn": partition_fn}
         if rewriter is not None:
             options = _rewriting(rewriter, partition_fn)
@@ -75,7 +75,7 @@ def execute_with(
         with plain_kernels(), backward, torch.set_grad_enabled(torch.is_grad_enabled()):
             compiled: Callable[..., Any] = backend(graph_module, inputs)
         return on_plain_tensors(compiled, inputs)
-    # Imported here: Inductor takes a second to load and most runs never need it.
+    # Imported here: Inductor takes a second to load, and most runs never need it.
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
@@ -87,7 +87,7 @@ def execute_with(
 
     with partitioned_by(partition_fn), backward, recurrent_dropout():
         # Also while the backward graph is compiled, which is much later.
-        # Inductor's own random numbers would be others than those of the plain step.
+        # Inductor's own random numbers would differ from those of the uncaptured step.
         patches = {**list_mode_options(mode), "fallback_random": True}
         run = compile_fx(
             graph_module, list(inputs), inner_compile=compile_one, config_patches=patches
@@ -98,8 +98,8 @@ def execute_with(
 def _run_op_by_op(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """Return a function that runs a graph of AOTAutograd by the kernels of its operators.
 
-    A kernel's result may have another layout than its meta function says, as the gradient of
-    softplus has. A view of it may then need a copy, as in a plain backward pass.
+    A kernel's result may have another layout than its meta function returns, as the gradient of
+    softplus does. A view of it may then need a copy, as in an uncaptured backward pass.
     """
     graph = graph_module.graph
     for view in (aten.view.default, aten._unsafe_view.default):
@@ -111,7 +111,7 @@ def _run_op_by_op(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callab
 
 
 def _rewriting(rewriter: GraphRewriter, partition_fn: Any) -> dict[str, Any]:
-    """Return the options with which AOTAutograd has its graphs rewritten."""
+    """Return the options by which AOTAutograd has its graphs rewritten."""
 
     def partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         rewriter.rewrite_joint(joint.graph)
@@ -135,19 +135,19 @@ def _rewriting(rewriter: GraphRewriter, partition_fn: Any) -> dict[str, Any]:
 
 
 def _restore_checkpointing(graph_module: fx.GraphModule) -> None:
-    """Dynamo's checkpoint operator only tags nodes; run eagerly it would save everything."""
+    """Replace Dynamo's checkpoint operator by torch's, since run eagerly it saves everything."""
     for node in graph_module.graph.nodes:
         if is_checkpoint(node):
             body = getattr(graph_module, str(node.args[0].target))
             _restore_checkpointing(body)
-            # The function itself: a lazy graph module may compile its code once more.
+            # The function itself, since a lazy graph module may compile its code once more.
             forward, written = compiled_forward(body), _written_inputs(body.graph)
             node.target = functools.partial(_checkpoint, forward=forward, written=written)
             node.target.__name__ = "checkpoint"
 
 
 def _written_inputs(graph: fx.Graph) -> frozenset[int]:
-    """Return which inputs of a graph it writes into by a method, such as a buffer that counts."""
+    """Return the inputs that a graph writes into by a method, such as a buffer that counts."""
     return frozenset(
         index
         for index, node in enumerate(graph.find_nodes(op="placeholder"))
@@ -165,7 +165,7 @@ def _checkpoint(
 ) -> Any:
     kwargs.pop("use_reentrant", None)
 
-    # A buffer of the user's module is no input of his checkpoint, which may write into it.
+    # A buffer of the module is not an input of its checkpoint, which may write into it.
     def run(*others: Any) -> Any:
         left = iter(others)
         return forward(*(args[i] if i in written else next(left) for i in range(len(args))))

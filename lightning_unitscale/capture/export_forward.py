@@ -1,7 +1,7 @@
-"""Export a module's ``forward`` as a graph module of its own.
+"""Export a module's ``forward`` as a separate graph module.
 
-Uses ``torch.export._trace._export_to_torch_ir`` (checked on torch 2.13 and 2.11): what strict
-export captures before it is lowered, with ``F.*`` nodes, the user's inputs and outputs, and
+Uses ``torch.export._trace._export_to_torch_ir`` (checked on torch 2.13 and 2.11): the graph of a
+strict export before it is lowered, with ``F.*`` nodes, the user's inputs and outputs, and
 parameters under their own names; and ``_is_exporting_flag`` with the context that sets it.
 """
 
@@ -38,7 +38,7 @@ def export_forward(
     expand: bool = True,
     plain: bool = False,
 ) -> fx.GraphModule:
-    """``module.forward`` as a graph module called like it, with nodes named as in a step."""
+    """Export ``module.forward`` as a graph module with its signature and a step's node names."""
 
     def trace() -> fx.GraphModule:
         exported: fx.GraphModule = _export_to_torch_ir(module, args, kwargs)
@@ -52,7 +52,7 @@ def export_forward(
                 except Exception as error:
                     if not is_of_dynamo(error):
                         raise
-                    # What a library sets up in a module's first call may be what breaks the graph:
+                    # A library's setup in a module's first call may be what breaks the graph:
                     # transformers installs hooks then, under a lock.
                     with restoring_numbers(module), torch.no_grad():
                         module(*args, **kwargs)
@@ -72,10 +72,10 @@ def export_forward(
 
 @contextlib.contextmanager
 def _as_if_plain() -> Iterator[None]:
-    """Within this context an export tells the code that it traces that nothing is exported.
+    """Make an export answer traced code that nothing is exported.
 
-    Hugging Face's models give attention an explicit mask where they are exported, and so take
-    another kernel, with other bits, than when they run.
+    Hugging Face's models pass attention an explicit mask when exported, and so use another kernel,
+    with other bits, than in a run.
     """
     usual = getattr(functional_export, _STATE)
 
@@ -87,7 +87,7 @@ def _as_if_plain() -> Iterator[None]:
 
     not_exporting = shadowed(functional_export, **{_STATE: compiling})
     with not_exporting, plain_answers(), warnings.catch_warnings():
-        # Their collector of hidden states, which is set and reset in every call.
+        # transformers' collector of hidden states, which is set and reset in every call.
         collector = r"(?s)While compiling, we found certain side effects.*_active_collector"
         warnings.filterwarnings("ignore", collector)
         yield

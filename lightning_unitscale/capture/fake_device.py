@@ -1,13 +1,13 @@
-"""A device that need not exist, for fake tensors, and the operators that it would run.
+"""Simulate a device that need not exist, for fake tensors, and choose its operators.
 
-The CPU and a GPU save different tensors for the backward pass: a dropout's mask is scaled and has
-the input's type on the CPU, and is boolean on a GPU. Attention has other kernels, and a GPU fuses
-the RMS norm. On fake tensors torch decides as for the CPU (see :class:`SimulatedDevice`), so this
-file chooses a GPU's kernels, and the types of its autocast.
+The CPU and a GPU save different tensors for the backward pass. A dropout's mask is scaled and has
+the input's type on the CPU, and is boolean on a GPU. A GPU has other attention kernels and fuses
+the RMS norm. On fake tensors torch chooses the CPU's (see :class:`SimulatedDevice`), so this file
+chooses a GPU's kernels, and the types of its autocast.
 
 Private names of torch, checked on 2.13 and 2.11: ``FakeTensorMode`` and its exceptions,
 ``_current_autograd_node``, ``_execution_engine``, ``_IncludeDispatchKeyGuard``,
-``HigherOrderOperator``, ``reset_code``, and that C++ asks a fake tensor for its device through the
+``HigherOrderOperator``, ``reset_code``, and that C++ reads a fake tensor's device through the
 operator ``prim::device``.
 """
 
@@ -46,25 +46,25 @@ DispatchMode = TorchDispatchMode
 is_several_tensors = is_traceable_wrapper_subclass
 Call = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 aten = torch.ops.aten
-# The simulated device as C++ sees it. Python's own is without an index.
+# The simulated device as C++ sees it. Python's own has no index.
 _STAND_IN = torch.device("cpu", 0)
 # The simulated GPU's generation: Ampere.
 _COMPUTE_CAPABILITY = (8, 0)
 _HALF = (torch.float16, torch.bfloat16)
-# The largest head that the flash kernel takes.
+# The largest head size that the flash kernel takes.
 _FLASH_DEPTH = 256
-# The multiple of elements that rows of a mask are padded to for the memory-efficient kernel.
+# Rows of a mask are padded to a multiple of this for the memory-efficient kernel.
 _MASK_ALIGNMENT = 16
 
 
 def is_control_flow(function: Any) -> bool:
-    """Whether an operator takes functions, as ``torch.cond`` and ``scan`` do."""
+    """Check whether an operator takes functions, as ``torch.cond`` and ``scan`` do."""
     return isinstance(function, HigherOrderOperator)
 
 
 @contextlib.contextmanager
 def forgetting_control_flow() -> Iterator[None]:
-    """On leaving, let Dynamo forget that it skipped ``torch.cond`` and its like under a mode."""
+    """Let Dynamo forget, on leaving, that it skipped ``torch.cond`` and its like under a mode."""
     try:
         yield
     finally:
@@ -108,12 +108,12 @@ def current_autograd_function() -> Any:
 
 
 class SimulatedDevice(FakeTensorMode):
-    """The mode in which nothing is computed; the user's constants become fake by themselves.
+    """Mode in which nothing is computed. The user's constants become fake by themselves.
 
-    C++ looks up a stream and a queue for the device of every tensor that takes part in autograd,
-    and ends the process if the device has no driver. So it gets ``cpu:0`` as the device, and
-    tensors that it makes there are made on the simulated one, which Python code sees. With a CPU's
-    queue the backward pass runs in the calling thread, where dispatch modes see it.
+    C++ needs a stream and a queue for the device of every tensor in autograd, and ends the process
+    if the device has no driver. So C++ sees ``cpu:0``. Tensors that it makes there are made on the
+    simulated device, which Python code sees. With a CPU's queue the backward pass runs in the
+    calling thread, where dispatch modes see it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -136,10 +136,10 @@ class SimulatedDevice(FakeTensorMode):
 
 @contextlib.contextmanager
 def simulating(device: torch.device) -> Iterator[None]:
-    """Within this context Python code finds the simulated device as it would be.
+    """Make Python code see the simulated device as if it existed.
 
-    Without a GPU, torch switches its autocast off with a warning, and C++ sees no tensors on it. So
-    the CPU's autocast runs instead, with the requested type. :func:`calls_of` makes up for the
+    Without a GPU, torch turns its autocast off with a warning, and C++ sees no tensors on it. So
+    the CPU's autocast runs instead, with the requested type. :func:`calls_of` corrects the
     differences.
     """
     if device.type == "cpu":
@@ -171,7 +171,7 @@ def run_backward(roots: Sequence[Tensor]) -> None:
 
 
 class FakeScalars(TorchDispatchMode):
-    """Makes up the value of a fake tensor: optimizers read their step count.
+    """Mode that makes up the value of a fake tensor, since optimizers read their step count.
 
     Their allocations do not depend on it. It is neither 0 nor 1, since they may divide by it.
     """
@@ -250,8 +250,8 @@ def _attention(
 ) -> Tensor:
     """Run the kernel that torch takes on a GPU of compute capability 8.0 or later.
 
-    In torch's order: flash for 16 bits without a mask, the memory-efficient kernel, plain matmuls.
-    The last also for shared heads with a mask, or in FP32.
+    torch's order: flash for 16 bits without a mask, the memory-efficient kernel, two matmuls. The
+    last is also used for shared heads with a mask, and in FP32.
     """
     is_plain = query.dim() == key.dim() == value.dim() == 4 and query.dtype == key.dtype
     depth = value.shape[-1]
@@ -281,7 +281,7 @@ def _attention(
 
 
 def _aligned(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Convert a mask for the memory-efficient kernel: numbers, in rows of an aligned length."""
+    """Convert a mask for the memory-efficient kernel to numbers in rows of an aligned length."""
     if mask.dtype == torch.bool:
         zeros = torch.zeros((), dtype=query.dtype, device=query.device)
         mask = torch.where(mask, zeros, -torch.inf)

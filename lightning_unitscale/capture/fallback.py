@@ -1,4 +1,4 @@
-"""A step that cannot run captured runs as the user wrote it: found out before it, or undone."""
+"""Run a step as the user wrote it if it cannot run captured. A failed call is undone first."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ RECORDED = "it takes gradients of gradients (create_graph=True)"
 
 
 class Refusal(Exception):
-    """An error of this package about what the user has asked for: no step goes on without that."""
+    """Error of this package about a request of the user's that no step can run without."""
 
 
 class StaysPlain(BaseException):
-    """Undoes a step in the middle, with the reason; no ``except Exception`` of a user's sees it."""
+    """Signal that undoes a running step, with the reason. No ``except Exception`` catches it."""
 
 
 class Fallback:
-    """Decides whether the calls of a captured step run the user's own method.
+    """Decision whether the calls of a captured step run the user's own method.
 
-    Steps that are scaled by rules never do: that would be another model. Until the rules have
-    changed the module, they may.
+    Steps that rules scale never do, since that would be another model. Until the rules have changed
+    the module, they may.
     """
 
     def __init__(
@@ -60,14 +60,14 @@ class Fallback:
         self._step = step
         self._capturing = capturing  # around the capture of each function
         self.reason: str | None = None  # why all calls run the user's own method, if they do
-        self.awaits_rules = False  # rules are to scale the step and have changed nothing yet
-        # How many hooks had been registered when it last looked for some.
+        self.awaits_rules = False  # rules will scale the step and have changed nothing yet
+        # Number of hooks that were registered at the last check.
         self._num_hooks = -1
         # The last call, until its backward pass has shown that it can be captured.
         self._pending: Trial | None = None
 
     def is_due(self, executor: Executor) -> bool:
-        """Whether a call runs the user's own method; looks for hooks of backward passes."""
+        """Check whether a call runs the user's own method, and find hooks of backward passes."""
         if self._step.interpreter is not None:
             return False
         looks = self._is_possible and executor != "eager" and torch.is_grad_enabled()
@@ -80,13 +80,13 @@ class Fallback:
         return self.reason is not None
 
     def await_rules(self, awaits: bool) -> None:
-        """Note whether rules have yet to scale the step; once they have, no call runs plain."""
+        """Note whether rules have yet to scale the step. Once they have, no call runs unscaled."""
         if self.awaits_rules and not awaits:
             self.reason = None
         self.awaits_rules = awaits
 
     def stay_plain(self, reason: str) -> None:
-        """Run the user's own method from now on, and warn of that, once."""
+        """Run the user's own method from now on, and warn of that once."""
         if self.reason is not None:
             return
         self.reason = reason
@@ -98,7 +98,7 @@ class Fallback:
     def trying(
         self, executor: Executor, function: Callable[..., Any], *arguments: Any
     ) -> Iterator[None]:
-        """Within this context a call runs; if it fails while it is captured, it is undone."""
+        """Run a call in this context. If it fails while it is captured, it is undone."""
         module, keep = self._step.owner.module, self._step.postponed.names
         trial = Trial(module, *arguments, keep=keep)
         recaptures, num_breaks = self._step.recaptures, num_graph_breaks()
@@ -138,7 +138,7 @@ class Fallback:
             self._pending = trial
 
     def _undone(self, trial: Trial, error: Exception) -> BaseException:
-        """Undo a call that has failed; returns what is raised then."""
+        """Undo a call that has failed, and return the exception to raise."""
         inner = original_error(error)
         is_ours = isinstance(inner, Refusal) or inner is self._step.error_of_pass
         # Without a plan there would be even less memory.
@@ -149,12 +149,12 @@ class Fallback:
         return StaysPlain(f"captured, it fails ({reason_raised(inner)})")
 
     def note_call(self, result: Any, *args: Any, **kwargs: Any) -> None:
-        """Remember a call that was tried, until its backward pass has succeeded."""
+        """Remember a call until its backward pass has succeeded."""
         if self._pending is not None:
             self._pending.call = (returned_loss(result), args, kwargs)
 
     def through_backward(self, run: Callable[[Any], None], loss: Any) -> None:
-        """Run the backward pass of the last call; if it fails, undo the call and run it plain."""
+        """Run the last call's backward pass. If it fails, undo the call and run it uncaptured."""
         trial, self._pending = self._pending, None
         if trial is None:
             run(loss)
@@ -176,12 +176,12 @@ class Fallback:
         else:
             return
         result = self.run_plain(str(failure), args, kwargs)
-        self._step.postponed.discard()  # it has logged that
+        self._step.postponed.discard()  # the call has logged already
         plain = returned_loss(result)
         run(plain if factor is None else plain * factor)
 
     def run_plain(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the user's own method in place of what was undone, and from now on."""
+        """Run the user's own method in place of the undone call, and from now on."""
         step = self._step
         step.forget()
         try:
@@ -194,13 +194,13 @@ class Fallback:
         return result
 
     def refuse_under_rules(self, reason: str, need: str, advice: str) -> None:
-        """Raise an error if what would run in place of the graphs is another model."""
+        """Raise an error if the step in place of the graphs would be another model."""
         if self._step.owner.changes_function and not self.awaits_rules:
             raise CaptureError.by_rules(self._step.title, reason, need, advice)
 
     @functools.cached_property
     def _may_record(self) -> bool:
-        """Whether the step's code mentions gradients of gradients."""
+        """Check whether the step's code mentions gradients of gradients."""
         return find_recorded_pass(self._step.owner.module, self._step.__wrapped__) is not None
 
     @property
@@ -210,33 +210,33 @@ class Fallback:
 
 
 class Trial:
-    """Undoes what a call of a step has done so far, as if it had not begun.
+    """Record of a step's call by which it is undone, as if it had not begun.
 
-    Covered: random states, gradients, and whatever a module holds. Of parameters no copy is kept,
-    which might not fit: if one has changed, the call cannot be undone.
+    Covered: random states, gradients, and everything in a module but its parameters. A copy of the
+    parameters might not fit, so a call that has changed one cannot be undone.
     """
 
     def __init__(self, module: nn.Module, *arguments: Any, keep: Collection[str] = ()) -> None:
         self._module = module
         self._keep = keep
         self._takes = any(isinstance(value, Iterator) for value in arguments)
-        # The loss and the arguments, once it has run.
+        # The loss and the arguments, after the run.
         self.call: tuple[Any, tuple[Any, ...], dict[str, Any]] = (None, (), {})
         self.undoers: list[Callable[[], object]] = []
         self._before: list[Any] = []
 
     def begin(self) -> None:
-        """Note how things are; nothing of the call has run yet."""
-        # What was taken from an iterator cannot be put back, nor what FSDP knows of its gathering.
-        # Most calls never begin, and all parameters are asked.
+        """Record the state before any of the call has run."""
+        # Items taken from an iterator cannot be put back, nor FSDP's state of its gathering.
+        # Made lazily: most calls never begin, and this reads all parameters.
         if not self.undoers and not self._takes and not is_sharded(self._module):
             self._before = [_state_of(param) for param in self._module.parameters()]
             self.undoers = list(undoers(self._module, self._keep))
 
     def undo(self) -> bool:
-        """Undo the call; returns whether that was possible."""
+        """Undo the call, and return whether that was possible."""
         if not self.undoers:
-            return False  # nor may parameters be read: FSDP has freed what it gathered
+            return False  # parameters may not be read, since FSDP has freed them
         after = list(map(_state_of, self._module.parameters()))
         if len(after) != len(self._before) or not all(map(_is_same, after, self._before)):
             return False
@@ -246,7 +246,7 @@ class Trial:
 
 
 def _state_of(parameter: nn.Parameter) -> Any:
-    """What tells whether a parameter has other numbers: also after a write past its version."""
+    """Return a value that changes with a parameter's numbers, also if its version does not."""
     if is_lazy(parameter):
         return None
     where, numbers = parameter.untyped_storage(), parameter.detach()

@@ -1,15 +1,14 @@
-"""Modules whose parameters FSDP2 shards, captured and planned as if they were whole.
+"""Capture and plan modules whose parameters FSDP2 shards, as if they were not sharded.
 
-FSDP gathers the parameters of a module in hooks around its call. Dynamo breaks the graph at each,
-and what the module around them computes in a loop is in no graph at all. So these hooks stand aside
-while a step is captured, and the graph calls them itself: each before the first operation of its
-module and after the last one. It is FSDP that gathers, frees and reduces, as in an eager step.
-Where tensor parallelism has split a module before, what is gathered is what it has made.
+FSDP gathers the parameters of a module in hooks around its call. Dynamo breaks the graph at each
+hook, and captures no loop over such modules. So these hooks are disabled during capture, and the
+graph calls them: before the first operation of their module and after the last one. FSDP still
+gathers, frees and reduces. If tensor parallelism has split a module first, FSDP gathers its splits.
 
 Private names used here were checked on torch 2.13 and 2.11: ``_forward_pre_hooks``,
-``_forward_hooks`` and ``_parameters`` of modules; that what FSDP gathers is one and the same
-``Parameter`` every time, whose storage is empty meanwhile; ``_get_fsdp_state`` and
-``_mp_policy`` of what it shards, its mark for Dynamo, and the package of its hooks.
+``_forward_hooks`` and ``_parameters`` of modules; that FSDP always gathers into the same
+``Parameter``, whose storage is empty meanwhile; ``_get_fsdp_state`` and ``_mp_policy`` of sharded
+modules, FSDP's mark for Dynamo, and the package of its hooks.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ from lightning_unitscale.capture.passes import GraphPass, Phase, StepGraph
 from lightning_unitscale.patching import shadowed
 
 _FSDP = "torch.distributed.fsdp._fully_shard"
-# What tells Dynamo that FSDP has sharded a module.
+# FSDP's mark of sharded modules for Dynamo.
 _MANAGED = "_is_fsdp_managed_module"
 
 
 @dataclass(frozen=True)
 class ShardedPart:
-    """A module that FSDP2 gathers by itself, with FSDP's hooks before and after its call."""
+    """Module that FSDP2 gathers by itself, with FSDP's hooks before and after its call."""
 
     path: str
     module: Any
@@ -57,18 +56,18 @@ class ShardedPart:
     after: Callable[..., Any]
 
     def enter(self, *tensors: Any) -> tuple[Any, ...]:
-        """Gather the parameters; returns what the module reads, whose gradients FSDP waits for."""
+        """Gather the parameters, and return the module's inputs with FSDP's gradient hooks."""
         args, _ = self.before(self.module, tensors, {})
         return tuple(args)
 
     def leave(self, *tensors: Any) -> tuple[Any, ...]:
-        """Free what was gathered; returns what the module has made, with FSDP's own hooks on it."""
+        """Free the gathered parameters, and return the module's outputs with FSDP's hooks."""
         return tuple(self.after(self.module, (), tensors))
 
 
 @dataclass(frozen=True)
 class _Slot:
-    """A place where a module has a parameter: a shard of it, or the whole while it is gathered."""
+    """Place of a parameter in a module: a shard, or the whole while it is gathered."""
 
     holder: dict[str, Any]
     name: str
@@ -77,17 +76,17 @@ class _Slot:
 
 
 class ShardedModule:
-    """A module of which parts are sharded by ``fully_shard``."""
+    """Module with parts that are sharded by ``fully_shard``."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.is_gathered = False  # all parameters are whole for the time being
+        self.is_gathered = False  # all parameters are gathered for now
         self._slots: list[_Slot] | None = None
         self._owners: dict[str, ShardedPart] = {}
 
     @cached_property
     def parts(self) -> list[ShardedPart]:
-        """The parts, an outer one before those in it; known once the module is sharded."""
+        """Return the parts, outer ones first. They are known once the module is sharded."""
         return [
             ShardedPart(path, part, _hook(part._forward_pre_hooks), _hook(part._forward_hooks))
             for path, part in self.module.named_modules()
@@ -96,12 +95,12 @@ class ShardedModule:
 
     @property
     def owners(self) -> dict[str, ShardedPart]:
-        """The part that gathers each parameter, by path."""
+        """Return the part that gathers each parameter, by path."""
         self._find_slots()
         return self._owners
 
     def parts_around(self, path: str) -> tuple[ShardedPart, ...]:
-        """The parts that a module is in, or is, from the outermost one."""
+        """Return the parts that contain a module, or are it, outermost first."""
         return tuple(
             part
             for part in self.parts
@@ -110,7 +109,7 @@ class ShardedModule:
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
-        """Within this context it is a plain module; all ranks have to enter it together."""
+        """Gather all parameters. All ranks must enter this context together."""
         if self.is_gathered:
             yield
             return
@@ -127,7 +126,7 @@ class ShardedModule:
 
     @contextlib.contextmanager
     def standing_in(self) -> Iterator[None]:
-        """Within this context it looks whole: parameters are where they will be gathered."""
+        """Put each parameter where it will be gathered, so that the module looks unsharded."""
         slots = self._find_slots()
         for slot in slots:
             slot.whole.requires_grad_(slot.shard.requires_grad)
@@ -137,18 +136,18 @@ class ShardedModule:
                 yield
         finally:
             for slot in slots:
-                # FSDP leaves what the root has gathered where it is.
+                # FSDP leaves the parameters that the root has gathered where they are.
                 is_gathered = local_part(slot.whole).untyped_storage().size() > 0
                 if slot.holder[slot.name] is slot.whole and not is_gathered:
                     slot.holder[slot.name] = slot.shard
 
     def shard(self) -> None:
-        """Free what is gathered."""
+        """Free the gathered parameters."""
         for part in self.parts:
             part.module.reshard()
 
     def _find_slots(self) -> list[_Slot]:
-        """Where parameters are; the first time each is gathered once, on all ranks together."""
+        """Find the places of parameters. The first call gathers each once, on all ranks."""
         if self._slots is not None:
             return self._slots
         self.shard()
@@ -169,9 +168,9 @@ class ShardedModule:
 
     @contextlib.contextmanager
     def _without_hooks(self) -> Iterator[None]:
-        """Within this context FSDP's hooks only cast what goes in and comes out, if they do."""
+        """Disable FSDP's hooks, except that they cast inputs and outputs."""
         with contextlib.ExitStack() as stack:
-            # Dynamo does not guard on what it reads of modules that it takes for FSDP's.
+            # Dynamo does not guard on what it reads from modules that carry FSDP's mark.
             for module in self.module.modules():
                 if vars(module).get(_MANAGED):
                     stack.enter_context(shadowed(module, **{_MANAGED: False}))
@@ -198,13 +197,13 @@ def _hook(hooks: dict[int, Any]) -> Callable[..., Any]:
 
 
 def _replaced(hooks: dict[int, Any], hook: Any) -> OrderedDict[int, Any]:
-    """The hooks with another one, or none, in the place of FSDP's."""
+    """Return the hooks with FSDP's replaced by another one, or removed."""
     items = ((key, hook if _is_of_fsdp(own) else own) for key, own in hooks.items())
     return OrderedDict((key, own) for key, own in items if own is not None)
 
 
 def _cast_inputs(dtype: torch.dtype, module: nn.Module, *values: Any) -> Any:
-    """Cast what goes into a module, its positional and its keyword arguments."""
+    """Cast the positional and the keyword arguments of a module."""
 
     def cast(value: Any) -> Any:
         is_float = isinstance(value, Tensor) and value.is_floating_point()
@@ -227,7 +226,7 @@ class _Run:
 
 
 class GatherParameters(GraphPass):
-    """Has FSDP gather parameters before they are read, and free them after that."""
+    """Pass by which FSDP gathers parameters before they are read, and frees them afterwards."""
 
     name = "gather parameters"
     phase = Phase.GATHER
@@ -240,7 +239,7 @@ class GatherParameters(GraphPass):
         owners = self._owners(graph.graph)
         _sink(graph.graph, owners)
         runs = self._runs(graph, owners)
-        # The outer ones first: what an inner run reads may have come in by an outer one.
+        # Outer parts first: an inner run may read a value that an outer one returned.
         for run in runs:
             self._surround(graph.graph, run)
         counts = Counter(run.part.path for run in runs)
@@ -250,12 +249,12 @@ class GatherParameters(GraphPass):
         )
 
     def _owners(self, graph: fx.Graph) -> dict[fx.Node, ShardedPart]:
-        """The part whose parameter each node is, or is a view of."""
+        """Map each node that is a parameter, or a view of one, to its part."""
         by_path = self._sharded.owners
         roots = memory_roots(graph)
         owners: dict[fx.Node, ShardedPart] = {}
         for node in graph.nodes:
-            # What taps a gradient has its parameter's description, and a unit may be 1.
+            # A gradient tap has its parameter's description, and a unit may be 1.
             origin = node.meta.get(INPUT) or roots[node].meta.get(INPUT)
             sources = node.all_input_nodes if node.meta.get(INTERNAL) and NAME in node.meta else ()
             if origin is not None and origin.kind == "parameter" and origin.fqn in by_path:
@@ -285,10 +284,11 @@ class GatherParameters(GraphPass):
     def _needed(
         self, graph: StepGraph, node: fx.Node, owners: dict[fx.Node, ShardedPart]
     ) -> tuple[ShardedPart, ...] | None:
-        """The parts that are to be gathered while a node runs; ``None`` for whichever are."""
+        """Return the parts that must be gathered while a node runs, or ``None`` for any."""
         read = [owners[source] for source in node.all_input_nodes if source in owners]
         if is_checkpoint(node):
-            # What it reads stays gathered while it runs, and runs again for the backward pass.
+            # Its inputs stay gathered while it runs, and again while it reruns for the backward
+            # pass.
             body = getattr(graph.graph_module, str(node.args[0].target))  # type: ignore[union-attr]
             paths = [
                 inner.meta[MODULE]
@@ -308,7 +308,7 @@ class GatherParameters(GraphPass):
         return tuple(sorted(needed, key=self._sharded.parts.index))
 
     def _surround(self, graph: fx.Graph, run: _Run) -> None:
-        """Have FSDP's hooks called before and after a run, on what it reads and makes."""
+        """Call FSDP's hooks before and after a run, on its inputs and outputs."""
         inside = set(run.nodes)
         read = dict.fromkeys(
             source
@@ -335,8 +335,8 @@ class GatherParameters(GraphPass):
     def _call(
         self, graph: fx.Graph, part: ShardedPart, hook: str, nodes: Sequence[fx.Node]
     ) -> dict[fx.Node, fx.Node]:
-        """Call a hook of a part with the values of nodes; returns what it makes of each."""
-        # Dynamo keeps what it has compiled, and must not keep the module by it.
+        """Call a hook of a part with the values of nodes, and return its results."""
+        # Dynamo keeps its compiled code, which must not keep the module alive.
         sharded, index = weakref.ref(self._sharded), self._sharded.parts.index(part)
 
         def call_hook(*values: Any) -> tuple[Any, ...]:
@@ -355,7 +355,7 @@ class GatherParameters(GraphPass):
 
 
 def _shared(several: Sequence[tuple[ShardedPart, ...]]) -> tuple[ShardedPart, ...]:
-    """What all begin with."""
+    """Return the common beginning of the sequences."""
     shared = several[0] if several else ()
     for parts in several[1:]:
         shared = tuple(a for a, b in zip(shared, parts, strict=False) if a is b)
@@ -363,10 +363,10 @@ def _shared(several: Sequence[tuple[ShardedPart, ...]]) -> tuple[ShardedPart, ..
 
 
 def _sink(graph: fx.Graph, owners: dict[fx.Node, ShardedPart]) -> None:
-    """Move what passes do to a parameter at the start of a graph to where the parameter is read.
+    """Move a pass's operations on a parameter from the start of a graph to its first reader.
 
-    FSDP takes the gradients of a part once its operations have had their backward pass, and those
-    that ran before it was entered come later.
+    FSDP reduces the gradients of a part once its operations have had their backward pass.
+    Operations that ran before the part was entered come later.
     """
     for parameter in graph.find_nodes(op="placeholder"):
         if parameter not in owners:
@@ -382,12 +382,12 @@ def _sink(graph: fx.Graph, owners: dict[fx.Node, ShardedPart]) -> None:
 
 
 def _is_added(node: fx.Node) -> bool:
-    """Whether a pass has put the node into the graph to measure a parameter."""
+    """Check whether a pass has put the node into the graph to measure a parameter."""
     return node.op == "call_function" and (INPUT in node.meta or NAME not in node.meta)
 
 
 def _takes_gradient(node: fx.Node) -> bool:
-    """Whether a gradient of what a part reads goes on from there."""
+    """Check whether a gradient of a part's input flows on to other operations."""
     if node.op == "placeholder":
         origin = node.meta.get(INPUT)
         return origin is not None and origin.kind == "input" and requires_grad(node)

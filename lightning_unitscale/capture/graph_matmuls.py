@@ -1,8 +1,8 @@
-"""Every form in which a captured graph can hold a matmul, and the roles of its arguments.
+"""Find the matmuls of a captured graph, and the roles of their arguments.
 
-A matmul is linear in each of its operands; addends (a bias, the first argument of ``addmm``) are
-added to it as they are. That is all a pass needs in order to change the units of the operands. The
-forms are those with a scale rule (``functional/rules.py``), and the few below without one.
+A matmul is linear in each of its operands. Addends (a bias, the first argument of ``addmm``) are
+added to it unscaled. A pass needs no more to change the units of the operands. Every form has a
+scale rule (``functional/rules.py``), except the few below.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightning_unitscale.functional.rules import (
 
 
 class Roles(NamedTuple):
-    """The roles of a matmul's parameters where no scale rule tells them; see :class:`ScaleRule`."""
+    """Roles of a matmul's parameters if it has no :class:`ScaleRule`."""
 
     parameters: tuple[str, ...]
     operands: tuple[str, ...]
@@ -36,7 +36,7 @@ class Roles(NamedTuple):
 
 @dataclass(frozen=True)
 class Operand:
-    """One tensor argument of a matmul: where it stands, and what it is called."""
+    """One tensor argument of a matmul: its position and its name."""
 
     role: str
     path: Path
@@ -45,7 +45,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class Matmul:
-    """A matmul of a graph with its operands and addends."""
+    """Matmul of a graph with its operands and addends."""
 
     node: fx.Node
     operands: tuple[Operand, ...]
@@ -61,23 +61,23 @@ _ROLES: dict[Any, Roles] = {
     getattr(F, "grouped_mm", None): _GROUPED,
 }
 _ROLES.pop(None, None)
-# Operators of other libraries, known by name because those libraries may not be there.
+# Operators of other libraries, known by name because the libraries may not be installed.
 _CUSTOM_OPERATORS = {
-    # What transformers 5 runs a mixture of experts with where torch has no grouped matmul.
+    # transformers 5 uses it for a mixture of experts if torch has no grouped matmul.
     "transformers.grouped_mm_fallback": Roles(("input", "weight"), ("input", "weight")),
 }
-# By what torch has of the same name, where it is a form of its own.
+# By torch's operation of the same name, if it is a separate form.
 _SAME: dict[Any, Any] = {attention_matmul: torch.matmul, "__rmatmul__": "__matmul__"}
 
 _NAMES = matmul_names() | {"attention_matmul", "rmatmul", "convolution", "conv_tbc", "grouped_mm"}
-# What matmuls are called in the names of their results; an operator of aten has its overload there.
+# Names of matmuls in the names of their results. An aten operator has its overload there.
 MATMUL_WORDS = frozenset(
     name.strip("_") + overload for name in _NAMES for overload in ("", ".default")
 )
 
 
 def _roles_of(target: Any) -> ScaleRule | Roles | None:
-    """The roles of the parameters of a function, a method by its name, or an operator of aten."""
+    """Return the roles of the parameters of a function, a method's name, or an aten operator."""
     if hasattr(target, "overloadpacket"):
         if (custom := _CUSTOM_OPERATORS.get(str(target).removesuffix(".default"))) is not None:
             return custom
@@ -88,7 +88,7 @@ def _roles_of(target: Any) -> ScaleRule | Roles | None:
     try:
         target = _SAME.get(target, target)
         found = _ROLES.get(target)
-    except TypeError:  # an unhashable callable is none of ours
+    except TypeError:  # an unhashable callable is not ours
         return None
     if found is not None:
         return found
@@ -118,7 +118,7 @@ def matmul_of(node: fx.Node) -> Matmul | None:
 def operands_of_call(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[Tensor]:
-    """The tensors that a function of torch multiplies; none if it is no matmul."""
+    """Return the tensors that a torch function multiplies, or none if it is not a matmul."""
     rule = _roles_of(function) or _roles_of(getattr(function, "__name__", ""))
     if rule is None:
         return []
@@ -135,7 +135,7 @@ def _tensors(node: fx.Node, rule: ScaleRule | Roles, name: str) -> Iterator[Oper
 def _arguments(
     args: Sequence[Any], kwargs: Mapping[str, Any], rule: ScaleRule | Roles, name: str
 ) -> Iterator[tuple[str, Path, Any]]:
-    """What a matmul is given for a parameter: role, path and value; of a list each item."""
+    """Yield the role, path and value of each argument for a parameter, or of each list item."""
     if name in kwargs:
         path: Path = (name,)
         value: Any = kwargs[name]

@@ -1,4 +1,4 @@
-"""Nodes of captured graphs: their names, tensors and arguments."""
+"""Read and change nodes of captured graphs: their names, tensors and arguments."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from lightning_unitscale.capture.copy_graphs import MODULE as MODULE
 from lightning_unitscale.capture.copy_graphs import NAME as NAME
 from lightning_unitscale.capture.dynamo_capture import CapturedGraph
 
-# Set on nodes that a pass inserted and that are no tensor of the user's step.
+# Set on nodes that a pass inserted and that are not a tensor of the user's step.
 INTERNAL = "internal"
-# Set on placeholders of the captured graph: the ``GraphInput`` that says what each one is.
+# Set on placeholders of the captured graph: the ``GraphInput`` that describes each.
 INPUT = "graph_input"
-# Set on nodes inside a ``vmap`` or ``grad`` transform, where a tensor is not yet what it seems.
+# Set on nodes inside a ``vmap`` or ``grad`` transform, where tensors are wrapped.
 TRANSFORMED = "transformed"
-# Set on nodes of a part of a cut graph whose tensor is another part's: received, or made again.
+# Set on nodes of a cut graph's part that receives or recomputes another part's tensor.
 ELSEWHERE = "elsewhere"
 
-# The parts of one tensor that an attention reads are known by its names for them.
+# Names of the parts of one tensor that an attention reads.
 ATTENTION = "scaled_dot_product_attention"
 ATTENTION_ROLES = ("query", "key", "value")
 
-# Where an argument stands: ``(0,)``, ``("weight",)``, ``(0, 1)``.
+# Position of an argument: ``(0,)``, ``("weight",)``, ``(0, 1)``.
 Path = tuple[int | str, ...]
 
 _ROOT = re.compile(r"^(L\[['\"]\w+['\"]\]|G\[['\"]\w+['\"]\]|self)\.?")
@@ -38,7 +38,7 @@ _INDEX = re.compile(r"\[['\"]?([\w.\- ]+?)['\"]?\]")
 
 
 def module_path(node: fx.Node, roots: Mapping[str, str] | None = None) -> str:
-    """Path of the module whose ``forward`` made the node; empty for the root module."""
+    """Return the path of the module whose ``forward`` made the node, empty for the root."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return (roots or {}).get("L['self']", "")
@@ -49,13 +49,13 @@ def module_path(node: fx.Node, roots: Mapping[str, str] | None = None) -> str:
 
 
 def line_of(node: fx.Node) -> tuple[str, str] | None:
-    """File and number of the line of code that made a node, if Dynamo has noted it."""
+    """Return the file and line of the code that made a node, if Dynamo has noted it."""
     found: list[tuple[str, str]] = _LINE.findall(node.meta.get("stack_trace") or "")
     return found[-1] if found else None
 
 
 def op_name(node: fx.Node) -> str:
-    """Short name of the operation, the same for a function, a method and an operator."""
+    """Return the operation's short name, the same for a function, a method and an operator."""
     if node.op == "call_method":
         name = str(node.target)
     elif node.op == "get_attr":
@@ -68,7 +68,7 @@ def op_name(node: fx.Node) -> str:
 
 
 def example_tensor(value: object) -> Tensor | None:
-    """The example tensor of a node, or ``None`` for anything that is not a node making a tensor."""
+    """Return the example tensor of a node, or ``None`` if ``value`` is not such a node."""
     if not isinstance(value, fx.Node):
         return None
     example = value.meta.get("example_value")
@@ -76,27 +76,27 @@ def example_tensor(value: object) -> Tensor | None:
 
 
 def is_float_tensor(value: object) -> bool:
-    """Whether ``value`` is a node that makes a real floating-point tensor."""
+    """Check whether ``value`` is a node that makes a real floating-point tensor."""
     tensor = example_tensor(value)
     return tensor is not None and tensor.is_floating_point()
 
 
 def requires_grad(value: object) -> bool:
-    """Whether ``value`` is a node whose tensor takes part in the backward pass."""
+    """Check whether ``value`` is a node whose tensor takes part in the backward pass."""
     tensor = example_tensor(value)
     return tensor is not None and tensor.requires_grad
 
 
 def tensor_name(node: fx.Node) -> str:
-    """The name that people see; stable across runs, recompilations and passes."""
+    """Return the name shown to users, stable across runs, recompilations and passes."""
     return str(node.meta.get(NAME, node.name))
 
 
 class Names:
-    """Gives every node a name that is unique within a step and the same in every recompilation.
+    """Names of nodes, unique within a step and the same in every recompilation.
 
-    A step may hold several graphs. Names are ``module path.op``, then an ordinal within the graph;
-    when another frame has taken a name already, the frame's ordinal is added.
+    A step may hold several graphs. Names are ``module path.op``, then an ordinal within the graph.
+    If another frame has taken a name already, the frame's ordinal is added.
     """
 
     def __init__(self) -> None:
@@ -108,8 +108,8 @@ class Names:
         """Write names into ``node.meta`` of ``graph_module``, a copy of ``captured``'s graph."""
         roots = captured.roots()
         key = (captured.frame_id, tuple(roots.values()))
-        # Dynamo numbers frames anew after a reset, and somebody's export is enough for one: a frame
-        # is known by what is in it as well.
+        # Dynamo restarts its frame numbers after a reset, for example by an export. So a frame is
+        # also identified by its content.
         content = (
             tuple(roots.values()),
             tuple(graph_input.fqn for graph_input in captured.inputs if graph_input.fqn),
@@ -120,7 +120,7 @@ class Names:
         frame = self._frames[key]
         self._contents.setdefault(content, frame)
         placeholders = graph_module.graph.find_nodes(op="placeholder")
-        # An exported graph says nothing of its inputs.
+        # An exported graph does not describe its inputs.
         for node, graph_input in zip(placeholders, captured.inputs, strict=False):
             node.meta[INPUT] = graph_input
         self._assign(graph_module, frame, roots, Counter())
@@ -142,7 +142,7 @@ class Names:
                 node.meta[TRANSFORMED] = True
             if node.op == "placeholder":
                 fqn = node.meta[INPUT].fqn if INPUT in node.meta else None
-                # A parameter is one tensor however many graphs read it: no ordinal.
+                # A parameter is one tensor however many graphs read it, so it has no ordinal.
                 node.meta[NAME] = fqn or self._own(f"input.{_input_name(node)}", frame, seen)
                 node.meta[MODULE] = fqn.rpartition(".")[0] if fqn else ""
                 continue
@@ -161,7 +161,7 @@ class Names:
     def _own(self, base: str, frame: int, seen: Counter[str]) -> str:
         name = base
         while name in seen:
-            # An input may be called what the second of another name would be.
+            # An input's name may equal the second ordinal of another name.
             name = f"{base}_{seen[base]}"
             seen[base] += 1
         seen[name] += 1
@@ -171,7 +171,7 @@ class Names:
 
 
 def _attention_role(node: fx.Node) -> str | None:
-    """What the node is to an attention that reads it, if only through views; part of a whole."""
+    """Return the node's role in an attention that reads it or a view, as part of one tensor."""
     for user in node.users:
         if op_name(user) == ATTENTION:
             arguments = [*zip(ATTENTION_ROLES, user.args, strict=False), *user.kwargs.items()]
@@ -182,7 +182,7 @@ def _attention_role(node: fx.Node) -> str | None:
 
 
 def replace_other_uses(node: fx.Node, new: fx.Node) -> None:
-    """Let every reader of ``node`` read ``new`` instead, but for ``new`` itself."""
+    """Let every reader of ``node`` read ``new`` instead, except ``new`` itself."""
 
     def is_other(user: fx.Node) -> bool:
         return user is not new
@@ -191,7 +191,7 @@ def replace_other_uses(node: fx.Node, new: fx.Node) -> None:
 
 
 def argument_paths(node: fx.Node) -> Iterator[Path]:
-    """Where the arguments of a node are other nodes."""
+    """Yield the positions of a node's arguments that are nodes."""
     pending: list[tuple[Path, Any]] = [((i,), item) for i, item in enumerate(node.args)]
     pending += [((name,), item) for name, item in node.kwargs.items()]
     for path, value in pending:
@@ -202,12 +202,12 @@ def argument_paths(node: fx.Node) -> Iterator[Path]:
 
 
 def argument_at(node: fx.Node, path: Path) -> Any:
-    """The argument of a node at a path, as :func:`argument_paths` gives them."""
+    """Return the argument of a node at a path, as :func:`argument_paths` gives them."""
     return value_at(node.args, node.kwargs, path)
 
 
 def value_at(args: Sequence[Any], kwargs: Mapping[str, Any], path: Path) -> Any:
-    """The argument of a call at a path."""
+    """Return the argument of a call at a path."""
     value: Any = args if isinstance(path[0], int) else kwargs
     for part in path:
         value = value[part]
@@ -215,7 +215,7 @@ def value_at(args: Sequence[Any], kwargs: Mapping[str, Any], path: Path) -> Any:
 
 
 def float_arguments(node: fx.Node) -> Iterator[tuple[Path, fx.Node]]:
-    """The float tensors among a node's arguments, with their paths."""
+    """Yield the float tensors among a node's arguments, with their paths."""
     for path in argument_paths(node):
         value = argument_at(node, path)
         if is_float_tensor(value):
@@ -223,19 +223,19 @@ def float_arguments(node: fx.Node) -> Iterator[tuple[Path, fx.Node]]:
 
 
 def tensors_in(values: Any) -> list[Tensor]:
-    """All tensors in a nested value."""
+    """Return all tensors in a nested value."""
     if isinstance(values, Tensor):
         return [values]
     return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
 
 
 def returned_loss(result: Any) -> Any:
-    """The loss that a training step has returned, as a tensor or in a dictionary."""
+    """Return the loss of a training step's result, which is a tensor or a dictionary."""
     return result.get("loss") if isinstance(result, dict) else result
 
 
 def call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What an operation returns."""
+    """Call a function or a method by its name, and return the result."""
     if callable(target):
         return target(*args, **kwargs)
     return getattr(args[0], target)(*args[1:], **kwargs)
@@ -244,7 +244,7 @@ def call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 def changed_arguments(
     args: Sequence[Any], kwargs: Mapping[str, Any], path: Path, new: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call with another one at a path."""
+    """Return the arguments of a call with another one at a path."""
     changed_args, changed_kwargs = list(args), dict(kwargs)
     holder: Any = changed_args if isinstance(path[0], int) else changed_kwargs
     holder[path[0]] = _replaced(holder[path[0]], path[1:], new)
@@ -265,11 +265,11 @@ def _input_name(node: fx.Node) -> str:
 
 
 def first_operation(graph: fx.Graph) -> fx.Node:
-    """The first node that is no input."""
+    """Return the first node that is not an input."""
     return next(node for node in graph.nodes if node.op != "placeholder")
 
 
-# Operations whose result has the elements of their argument, all of them and no others.
+# Operations whose result has exactly the elements of their argument.
 WHOLE_VIEWS = frozenset(
     {"view", "reshape", "transpose", "permute", "contiguous", "flatten", "unflatten", "unsqueeze",
      "squeeze", "t", "mT", "T", "view_as", "reshape_as", "clone", "detach", "swapaxes", "swapdims",
@@ -278,14 +278,14 @@ WHOLE_VIEWS = frozenset(
 
 
 def is_whole_view(node: fx.Node) -> bool:
-    """Whether the node only rearranges one tensor, so that it has the statistics of that."""
+    """Check whether the node only rearranges one tensor, and so has its statistics."""
     return node.op in {"call_function", "call_method"} and op_name(node) in WHOLE_VIEWS
 
 
 def is_same_graph(first: fx.GraphModule, second: fx.GraphModule) -> bool:
-    """Whether two graphs of one step have the same operations on the same tensors, by name.
+    """Check whether two graphs of one step have the same operations on the same tensors, by name.
 
-    Dynamo recaptures code when one of its guards fails, and some fail at every call: a class that a
+    Dynamo recaptures code when one of its guards fails. Some fail at every call: a class that a
     step defines while it runs is another class each time.
     """
     if len(first.graph.nodes) != len(second.graph.nodes):
@@ -300,14 +300,14 @@ def is_same_graph(first: fx.GraphModule, second: fx.GraphModule) -> bool:
 
 
 def _described(node: fx.Node) -> tuple[Any, ...]:
-    """What a decision on a node may depend on, beside its arguments."""
+    """Return everything about a node, besides its arguments, that a decision may depend on."""
     origin, tensor = node.meta.get(INPUT), example_tensor(node)
     return (
         node.op,
         None if node.op in {"placeholder", "get_attr"} else node.target,
         None if node.op == "output" else tensor_name(node),
         None if origin is None else (origin.kind, origin.fqn),
-        # As text: a size may be a symbol, which compares by being asked for its value.
+        # As text, since comparing symbolic sizes would add guards.
         tensor if tensor is None else (str(tensor.shape), tensor.dtype, tensor.requires_grad),
     )
 

@@ -1,11 +1,10 @@
-"""Measure tensors of captured graphs and their gradients: one interpreter, one tap, one recorder.
+"""Measure tensors of captured graphs and their gradients.
 
-A graph that is interpreted is measured from outside, node by node. A graph that is compiled brings
-its numbers out by itself, without hooks and without mutation. Forward rows leave it as one more
-output. Backward rows leave it as the "gradient" of a leaf tensor with one slot per row: an autograd
-function that takes a slot may return, as the slot's gradient, anything that its backward computes.
-Everything stays purely functional, so eager, AOTAutograd and Inductor run it alike, and after
-``backward()`` all rows are in one tensor.
+An interpreted graph is measured from outside, node by node. A compiled graph returns its
+measurements, without hooks or mutation. Forward rows are one more output. Backward rows are the
+"gradient" of a leaf tensor with one slot per row: an autograd function that takes a slot may return
+any value that its backward computes as the slot's gradient. The graph stays purely functional, so
+eager, AOTAutograd and Inductor run it alike. After ``backward()`` all rows are in one tensor.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from lightning_unitscale.scales.reduce import row_dtype
 
 
 class GraphInterpreter(fx.Interpreter):
-    """Runs a captured graph and its activation checkpoints, node by node; recomputes nothing."""
+    """Interpreter of a captured graph and its checkpoints, node by node. It recomputes nothing."""
 
     def __init__(
         self,
@@ -37,14 +36,14 @@ class GraphInterpreter(fx.Interpreter):
         self._visit = visit
 
     def run_node(self, n: fx.Node) -> Any:
-        """The value of a node, as ``visit`` has it."""
+        """Return the value of a node, as ``visit`` computes it."""
         if is_checkpoint(n):
             body, *values = self.fetch_args_kwargs_from_env(n)[0]
             return GraphInterpreter(body, self._visit).run(*values)
         return self._visit(self, n)
 
     def evaluate(self, node: fx.Node) -> Any:
-        """What the node computes from the values of its arguments."""
+        """Compute a node from the values of its arguments."""
         return super().run_node(node)
 
 
@@ -55,7 +54,7 @@ def tap_gradient(
     *,
     detach: bool = False,
 ) -> Tensor:
-    """``tensor`` itself; ``on_gradient`` is called with its gradient, which goes on unchanged."""
+    """Return ``tensor`` itself, and call ``on_gradient`` with its gradient, which is unchanged."""
     return _GradientTap.apply(tensor, slot, on_gradient, detach)
 
 
@@ -69,10 +68,10 @@ class _GradientTap(torch.autograd.Function):
         detach: bool,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
-        # On the context, not in saved_tensors, which are gone after one backward pass: two losses
-        # may share nothing but an input, and then each has a backward pass of its own.
+        # On the context, not in saved_tensors, which are freed after one backward pass. Two losses
+        # may share only an input, and then each has its own backward pass.
         ctx.on_gradient = on_gradient
-        # Autograd forbids writes into a view that a function made; a detached tensor is none.
+        # Autograd forbids writes into a view that a function made, but not into a detached tensor.
         return tensor.detach() if detach else whole_view(tensor)
 
     @staticmethod
@@ -83,7 +82,7 @@ class _GradientTap(torch.autograd.Function):
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank has of a distributed tensor; a tensor that is not distributed, as it is."""
+    """Return this rank's part of a distributed tensor, or any other tensor unchanged."""
     if not _is_distributed(tensor):
         return tensor
     with torch.no_grad():
@@ -98,10 +97,10 @@ def _is_distributed(tensor: Tensor) -> bool:
 
 
 def stored_elements(tensor: Tensor) -> Tensor:
-    """The elements that a tensor stores, as a dense tensor; a dense tensor itself.
+    """Return the elements that a tensor stores, as a dense tensor.
 
-    Of a distributed tensor they are those of this rank. Parts that are terms of a sum are added up,
-    for which all ranks have to ask.
+    For a distributed tensor these are this rank's elements. Partial sums are added up, which all
+    ranks must do together.
     """
     if _is_distributed(tensor) and any(p.is_partial() for p in tensor.placements):  # type: ignore[attr-defined]
         with torch.inference_mode(False), torch.no_grad():
@@ -114,26 +113,26 @@ def stored_elements(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class CallRecord:
-    """What one call of a graph recorded, as rows of shape ``(rows, columns)``."""
+    """Record of one call of a graph, as rows of shape ``(rows, columns)``."""
 
     forward: Tensor
     slots: Tensor  # a leaf whose gradient holds the rows of the backward pass once it has run
 
     @property
     def backward(self) -> Tensor:
-        """Rows of the backward pass; a row of zeros where no gradient has arrived (yet)."""
+        """Return the rows of the backward pass, with zeros where no gradient has arrived (yet)."""
         return torch.zeros_like(self.slots) if self.slots.grad is None else self.slots.grad
 
     @staticmethod
     def of_rows(forward: Tensor, backward: Tensor | None = None) -> CallRecord:
-        """The record of rows that were made outside of a graph."""
+        """Return the record of rows that were made outside of a graph."""
         slots = torch.zeros_like(forward)
         slots.grad = backward
         return CallRecord(forward, slots)
 
 
 class CallRecorder:
-    """Gives a graph slots for a number of rows, and hands every call's record to ``on_record``."""
+    """Slots of a graph for a number of rows. ``on_record`` gets every call's record."""
 
     def __init__(
         self,
@@ -151,11 +150,12 @@ class CallRecorder:
         self._vector = graph.add_state("slots", self._fresh_slots, slots)
         self._example = fake_like(graph.graph, slots.detach()[0])
         with graph.graph.inserting_after(self._vector):
-            # Unbound once: the backward of one select per row would fill the whole tensor each.
+            # Unbound once, since the backward of one select per row would fill the whole tensor
+            # each.
             self._unbound = graph.graph.call_function(torch.unbind, (self._vector,))
 
     def slot(self, row: int, region: Region | None = None) -> fx.Node:
-        """The slot of a row, to be given to the autograd function that fills it in ``region``."""
+        """Return the slot of a row, for the autograd function that fills it in ``region``."""
         with self._graph.graph.inserting_after(self._unbound):
             slot = self._graph.graph.call_function(operator.getitem, (self._unbound, row))
         return slot if region is None else region.thread(slot, self._example)

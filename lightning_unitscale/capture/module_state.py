@@ -1,4 +1,4 @@
-"""What all captured steps of a module share: the passes over their graphs, and how these run."""
+"""Share passes and executors between all captured steps of a module."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from lightning_unitscale.capture.passes import GraphPass, PassRecord, Phase
 from lightning_unitscale.capture.side_effects import Calls
 from lightning_unitscale.patching import nothing
 
-# Where a module has its captured steps.
+# Attribute of a module for its captured steps.
 ATTRIBUTE = "_captured_steps"
 
 
 class ModuleState:
-    """The passes of a module, how its graphs run, and what was recorded of them."""
+    """Passes of a module, how its graphs run, and the records of the passes."""
 
     def __init__(
         self, module: nn.Module, defer: Sequence[str], untraced: Callable[[nn.Module], Calls]
@@ -32,9 +32,9 @@ class ModuleState:
         self.executor: Executor = "eager"
         self.compile_mode: CompileMode = "default"
         self.partition_fn: Any = None
-        # Rewrites what AOTAutograd makes of the graphs, if they run op by op.
+        # Rewrites AOTAutograd's graphs, if they run op by op.
         self.rewriter: GraphRewriter | None = None
-        # The module, if its steps are captured as those of a whole one.
+        # The module, if FSDP shards it and its steps are captured as if it did not.
         self.sharded: ShardedModule | None = None
         self.passes: list[GraphPass] = []
         self.records: list[PassRecord] = []
@@ -45,16 +45,16 @@ class ModuleState:
 
     @property
     def is_attached(self) -> bool:
-        """Whether the module has these steps now."""
+        """Check whether the module has these steps now."""
         return self.module.__dict__.get(ATTRIBUTE) is self
 
     @property
     def changes_function(self) -> bool:
-        """Whether a pass makes the steps compute something else than the user's own code."""
+        """Check whether a pass makes the steps compute something else than the user's own code."""
         return any(graph_pass.phase is Phase.REPARAMETRIZE for graph_pass in self.passes)
 
     def observe(self, owner: str, wanted: bool, *, always: bool = False) -> None:
-        """Say whether ``owner`` wants the next steps to run the variant that carries probes."""
+        """Note whether ``owner`` wants the next steps to run the variant with probes."""
         self._always_observed |= always
         if wanted or always:
             self._observers.add(owner)
@@ -63,11 +63,11 @@ class ModuleState:
 
     @property
     def observed(self) -> bool:
-        """Whether anybody wants the next step to carry probes."""
+        """Check whether any owner wants the next step to have probes."""
         return bool(self._observers)
 
     def variants(self) -> tuple[bool, ...]:
-        """Which variants a compiled graph needs: plain, observed, or both."""
+        """Return the variants that a compiled graph needs: unobserved, observed, or both."""
         if self._always_observed:
             return (True,)
         has_probes = any(graph_pass.phase is Phase.OBSERVE for graph_pass in self.passes)
@@ -75,21 +75,21 @@ class ModuleState:
 
     @contextmanager
     def standing_in(self) -> Iterator[None]:
-        """Within this context a step runs of which only graphs know where parameters are."""
+        """Run a step whose parameters are known only to its graphs."""
         if self.sharded is None:
             yield
             return
         if is_watched():
             raise RuntimeError(
-                f"{type(self.module).__name__}: a mode such as FlopCounterMode looks at every "
+                f"{type(self.module).__name__}: a mode such as FlopCounterMode observes every "
                 "operation of a step that is unit-scaled by rules with ModelParallelStrategy, and "
-                "Dynamo captures nothing then. Expected none. Leave it out, or use DDP."
+                "Dynamo captures nothing then. Leave that mode out, or use DDP."
             )
         with self.sharded.standing_in(), no_graph_breaks():
             yield
 
     def not_to_be_pickled(self, step: str) -> TypeError:
-        """The error of whoever pickles the module, or a step of it."""
+        """Return the error for pickling the module, or a step of it."""
         return TypeError(
             f"{type(self.module).__name__}.{step} is captured and cannot be pickled. Expected a "
             "module without captured steps. Save its state_dict() instead, or pickle the module "

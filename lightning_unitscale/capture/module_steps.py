@@ -1,7 +1,7 @@
-"""A module's steps, captured, rewritten by passes, run by an executor, and what is said of them.
+"""Capture the steps of a module, and let passes rewrite and an executor run their graphs.
 
-``steps_of(module)`` is the one place where callbacks and transforms meet: each adds its passes, and
-whoever comes first puts the captured steps on the module, whoever leaves last takes them off.
+Callbacks and transforms both use ``steps_of(module)``. Each adds its passes. The first owner puts
+the captured steps on the module, and the last one takes them off.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LIGHTNING_STEPS = ("training_step", *EVALUATION_STEPS)
 
 
 def passes_table(records: Sequence[PassRecord]) -> str:
-    """A table of every pass over every graph."""
+    """Format a table of every pass over every graph."""
     rows = [
         (
             record.step,
@@ -45,21 +45,21 @@ def passes_table(records: Sequence[PassRecord]) -> str:
 
 
 def breaks_list(graph_breaks: Sequence[str]) -> str:
-    """The graph breaks with their reasons, each once."""
+    """List the graph breaks with their reasons, each once."""
     breaks = list(dict.fromkeys(graph_breaks))
     if not breaks:
         return "No graph breaks."
     lines = "\n".join(f"  {reason}" for reason in breaks)
-    return f"{len(breaks)} graph breaks:\n{lines}\n  (TORCH_LOGS=graph_breaks says more of each)"
+    return f"{len(breaks)} graph breaks:\n{lines}\n  (TORCH_LOGS=graph_breaks shows more of each)"
 
 
 def steps_of(module: nn.Module) -> ModuleSteps | None:
-    """The captured steps of a module, or ``None`` when nothing was attached to it."""
+    """Return the captured steps of a module, or ``None`` if nothing was attached to it."""
     return module.__dict__.get(ATTRIBUTE)
 
 
 class ModuleSteps(ModuleState):
-    """The captured steps of one module with the passes that all of them share."""
+    """Captured steps of one module with the passes that they share."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class ModuleSteps(ModuleState):
         self.steps = {name: CapturedStep(self, name, self.original(name)) for name in step_names}
 
     def attach(self, owner: str) -> None:
-        """Put the captured steps on the module; safe to call again for another owner."""
+        """Put the captured steps on the module. Another owner may call it again."""
         if owner not in self.owners:
             self.owners.append(owner)
         if not self.is_attached:
@@ -90,7 +90,7 @@ class ModuleSteps(ModuleState):
         self._put.enter_context(context)
 
     def detach(self, owner: str, *passes: GraphPass) -> None:
-        """Take the owner's passes away; the last owner restores the module. Idempotent."""
+        """Remove the owner's passes. The last owner restores the module. Idempotent."""
         if owner in self.owners:
             self.owners.remove(owner)
         self.passes = [graph_pass for graph_pass in self.passes if graph_pass not in passes]
@@ -100,7 +100,7 @@ class ModuleSteps(ModuleState):
             self.reset()
 
     def add_pass(self, graph_pass: GraphPass) -> None:
-        """Add a pass; every graph is recaptured before its next run."""
+        """Add a pass. Every graph is recaptured before its next run."""
         self.passes.append(graph_pass)
         self.reset()
 
@@ -122,7 +122,7 @@ class ModuleSteps(ModuleState):
         self.reset()
 
     def rewrite_by(self, rewriter: GraphRewriter | None) -> None:
-        """Have what AOTAutograd makes of the graphs rewritten from now on, or left as it is."""
+        """Have AOTAutograd's graphs rewritten from now on, or left unchanged."""
         self.rewriter = rewriter
         self.reset()
 
@@ -134,19 +134,19 @@ class ModuleSteps(ModuleState):
             step.reset()
 
     def original(self, name: str) -> Callable[..., Any]:
-        """The user's own method, unwrapped."""
+        """Return the user's own method, unwrapped."""
         if name in self._shadowed:
             return self._shadowed[name]
         return getattr(type(self.module), name).__get__(self.module)
 
     def explain(self) -> str:
-        """A table of every pass over every graph, and the graph breaks with their reasons."""
+        """Format a table of every pass over every graph, and the graph breaks with reasons."""
         parts = [passes_table(self.records), breaks_list(self.graph_breaks)]
         parts += [text for graph_pass in self.passes if (text := graph_pass.report())]
         return "\n\n".join(parts)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleSteps:
-        """A copy for the copied module: the same passes, nothing captured yet."""
+        """Return a copy for the copied module, with the same passes and nothing captured yet."""
         new = object.__new__(type(self))
         memo[id(self)] = new
         vars(new).update(
@@ -162,7 +162,7 @@ class ModuleSteps(ModuleState):
         for name, step in self.steps.items():
             new.steps[name].before_call = copy.deepcopy(step.before_call, memo)
         if self.is_attached:
-            # Of the module's copy, only an empty shell may be there as yet.
+            # The module's copy may be only an empty shell yet.
             vars(new.module).update(new._shadowed)
             new._put.enter_context(shadowed(new.module, **{ATTRIBUTE: new}, **new.steps))
         return new

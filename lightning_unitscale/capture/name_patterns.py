@@ -11,18 +11,18 @@ from torch import fx
 from lightning_unitscale.arguments import nearest, shown
 from lightning_unitscale.capture.graph_nodes import MODULE, tensor_name
 
-# Under which torch keeps what it wraps: torch.compile, FullyShardedDataParallel and the wrapper of
-# activation checkpoints.
+# Prefixes of modules that torch wraps: by torch.compile, FullyShardedDataParallel and activation
+# checkpoints.
 _LISTS = (list, tuple, set, frozenset)
 _WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
-# Why a name is left out.
+# Reasons why a name is left out.
 EXCLUDED = "its name is excluded"
 NOT_INCLUDED = "its name is not included"
 
 
 def own_path(name: str) -> str:
-    """The path of a module or a parameter before torch wrapped parts of the model."""
+    """Return the path of a module or a parameter before torch wrapped parts of the model."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPED)
 
 
@@ -42,11 +42,11 @@ class NamePatterns:
         self._names: dict[str, None] = {}
 
     def match(self, node: fx.Node) -> bool:
-        """Whether the node's module path or its tensor's name is included and not excluded."""
+        """Check that the node's module path or tensor name is included and not excluded."""
         return self.match_names(tensor_name(node), str(node.meta.get(MODULE, "")))
 
     def match_names(self, *names: str) -> bool:
-        """Whether one of the names of a tensor is included and none is excluded."""
+        """Check that one of the names of a tensor is included and none is excluded."""
         if self._unmatched:
             self._note(names)
         if _any_matches(self.exclude, names):
@@ -54,13 +54,13 @@ class NamePatterns:
         return not self.include or _any_matches(self.include, names)
 
     def why_not(self, *names: str) -> str:
-        """Return why :meth:`match_names` refuses these names; empty if it does not."""
+        """Return why :meth:`match_names` refuses these names, or an empty text."""
         if _any_matches(self.exclude, names):
             return EXCLUDED
         return "" if self.match_names(*names) else NOT_INCLUDED
 
     def take_unmatched(self) -> list[str]:
-        """What to warn of: the patterns that have matched no name so far, each of them once."""
+        """Return warnings about the patterns that have matched no name so far, each once."""
         texts = []
         for argument, pattern in self._unmatched:
             meant = self._meant(pattern)
@@ -83,7 +83,7 @@ class NamePatterns:
         ]
 
     def _meant(self, pattern: str) -> str | None:
-        """A module without the tensors in it, a word without the path before it, or a slip."""
+        """Suggest a module without its tensors, a word without its path, or a corrected name."""
         for wider in (f"{pattern}.*", f"*.{pattern}", f"*{pattern}*"):
             if _any_matches((wider,), tuple(self._names)):
                 return wider

@@ -1,7 +1,7 @@
-"""The table: every aten operator that multiplies matrices, and what units do to its results.
+"""The table of aten operators that multiply matrices, and how units change their results.
 
-An operator is linear in each of its operands. With operands divided by powers of two, a result has
-to be multiplied by the same powers, each to the coefficient that stands here:
+An operator is linear in each of its operands. If operands are divided by powers of two, a result
+must be multiplied by the same powers, each to the coefficient in this table:
 
 ================================ ======================== =======================================
 operator                         operands                 results
@@ -14,8 +14,8 @@ attention's backward             ``g, q, k, v``           ``dq: g v/q, dk: g v/k
 
 An addend (the bias of ``addmm``) is divided by the units of the matmul that it is added to.
 
-A call need not read all that it is given: :meth:`MatmulRule.reading` gives the rule of what it
-reads. The rest may be memory that nothing has written, as torch's batching rules pass it.
+A call may not read all its arguments. :meth:`MatmulRule.reading` returns the rule of those that it
+reads. The rest may be uninitialized memory, as in torch's batching rules.
 """
 
 from __future__ import annotations
@@ -47,48 +47,46 @@ from lightning_unitscale.capture.flops import (
     trilinear_flops,
 )
 
-# For one result, the power to which each operand's unit enters it; ``None``: none of them does.
+# For one result, the power of each operand's unit in it, or ``None`` if none matters.
 Coefficients = tuple[int, ...] | None
-# What a person calls a call, and the roles of its operands.
+# The displayed name of a call, and the roles of its operands.
 Word = Callable[[Arguments], tuple[str, tuple[str, ...]]]
-# For each operand of a backward matmul which forward operand it is; ``None``: the gradient that
-# arrives.
+# For each operand of a backward matmul its forward operand, or ``None`` for the arriving gradient.
 Sources = tuple[int | None, ...]
 
 
 @dataclass(frozen=True)
 class MatmulRule:
-    """How one aten operator multiplies."""
+    """Rule of one aten operator that multiplies matrices."""
 
     operator: str  # its name in ``torch.ops.aten``
     operands: tuple[int, ...]  # positions of the arguments in which it is linear
     results: tuple[Coefficients, ...]  # the coefficients of each result
-    # What a person calls the operation, and the roles of its operands, from the arguments.
+    # Returns the displayed name and the roles of the operands, from the arguments.
     word: Word
     flops: Formula  # floating-point operations of a call
     addends: tuple[int, ...] = ()  # positions of arguments that are added to the first result
-    # Arguments that are stored in the units of an operand: position and which operand.
+    # Arguments that are stored in the units of an operand: position and operand.
     follows: tuple[tuple[int, int], ...] = ()
     # Coefficients of the ``scale`` argument of an attention.
     temperature: tuple[int, ...] | None = None
-    sources: Sources = ()  # for an operator that is always a backward one, what its operands are
-    mask: int | None = None  # position of the argument that says which results are wanted
-    # Position of the argument that says where groups end; what lies beyond the last one is
-    # not read.
+    sources: Sources = ()  # for an operator that is always a backward one, its operands' sources
+    mask: int | None = None  # position of the argument that selects the wanted results
+    # Position of the argument with the ends of groups. Elements beyond the last end are not read.
     ragged: int | None = None
-    # The operator that multiplies the matmul by a number, ``alpha``, and adds it to its
-    # first argument; the operator itself, if it has that argument.
+    # The operator that multiplies the matmul by a number, ``alpha``, and adds it to its first
+    # argument. It is the operator itself, if it has that argument.
     with_factor: str = ""
-    # The operands of a matmul of two in the order in which autograd computes their
-    # gradients: that of the names that its derivatives are written with.
+    # The operands of a matmul of two in the order in which autograd computes their gradients. That
+    # is the order of the names in its derivative formulas.
     backward_order: tuple[int, ...] = (0, 1)
-    # What calls read, by the mask: a rule takes long to hash.
+    # The operands that calls read, by the mask, since a rule is slow to hash.
     _masked: dict[tuple[bool, ...], MatmulRule] = field(
         default_factory=dict, compare=False, repr=False
     )
 
     def reading(self, args: Arguments, kwargs: Mapping[str, Any]) -> MatmulRule:
-        """The rule without the operands and the addends that a call does not read."""
+        """Return the rule without the operands and the addends that a call does not read."""
         rule = self
         if self.mask is not None:
             wanted = tuple(args[self.mask])
@@ -100,7 +98,7 @@ class MatmulRule:
         return rule
 
     def multiplies(self, args: Arguments, kwargs: Mapping[str, Any]) -> bool:
-        """Whether a call reads two operands at all: not for a sum, nor for empty matrices."""
+        """Check that a call reads two operands, which a sum and empty matrices do not."""
         for position in self.operands:
             if args[position].numel() == 0:
                 return False
@@ -108,30 +106,30 @@ class MatmulRule:
         return len(self.operands) > 1 and not is_nothing
 
     def name_in(self, args: Arguments) -> tuple[str, tuple[str, ...]]:
-        """What a person calls a call of it, and the roles of all of its operands."""
+        """Return the displayed name of a call, and the roles of all of its operands."""
         word, roles = self.word(args)
         if not self.sources:
             return word, roles
         read = tuple("gradient" if k is None else roles[k] for k in self.sources)
-        # One of another mask has other operands, and is not to be taken for it.
+        # A call with another mask has other operands, so they must not be confused.
         return word if len(read) > len(roles) else "_".join((word, *read)), read
 
     @functools.cached_property
     def operands_in(self) -> Callable[[Arguments], Any]:
-        """Gives the operands among the arguments of a call."""
+        """Return a getter of the operands among the arguments of a call."""
         if len(self.operands) > 1:
             return itemgetter(*self.operands)
         return lambda args: tuple(args[position] for position in self.operands)
 
     def measured_in(self, args: Arguments) -> Sequence[Tensor]:
-        """The operands of a call as they are measured: without what lies beyond the last group."""
+        """Return the operands of a call for measurement, without elements beyond the last group."""
         first, *others = operands = self.operands_in(args)
         ends = args[self.ragged] if self.ragged is not None and self.ragged < len(args) else None
         if ends is None:
             return operands
         (second,) = others
-        # One matrix beside a stack of them is cut into groups along the dimension that stays, and
-        # two matrices along the one that is summed over.
+        # With a stack of matrices, the single matrix is cut into groups along the dimension that
+        # stays. Two matrices are cut along the dimension that is summed over.
         if first.dim() == 2:
             first = _up_to(ends[-1], first, 1 if second.dim() == 2 else 0)
         if second.dim() == 2:
@@ -139,41 +137,41 @@ class MatmulRule:
         return [first, second]
 
     def addends_in(self, args: Arguments) -> list[int]:
-        """Positions of the addends that a call has."""
+        """Return the positions of the addends that a call has."""
         return [at for at in self.addends if at < len(args) and args[at] is not None]
 
     @property
     def num_factors(self) -> int:
-        """How many :meth:`exponents` a call has."""
+        """Return the number of :meth:`exponents` of a call."""
         return len(self.operands) + 1 + len(self.results)
 
     def exponents(self, log2_units: Sequence[int]) -> tuple[int, ...]:
-        """Exponents of the factors of a call: of its operands, its addends, and its results."""
-        # This and :meth:`taking_factors` are all that a call in units is, in eager mode and in a
-        # compiled graph; the factor of :attr:`temperature` comes on top.
+        """Return the exponents of a call's factors: of its operands, addends and results."""
+        # A scaled call consists of this and :meth:`taking_factors`, in eager mode and in a compiled
+        # graph. The factor of :attr:`temperature` comes on top.
         results = [0 if row is None else combined(row, log2_units) for row in self.results]
         return (*(-unit for unit in log2_units), -sum(log2_units), *results)
 
     def taking_factors(self, args: Arguments) -> Iterator[tuple[int, int]]:
-        """Each argument that is multiplied beside the operands: position, and which factor."""
+        """Yield position and factor index of each argument that is multiplied besides operands."""
         for position in self.addends_in(args):
             yield position, len(self.operands)
         yield from self.follows
 
     def scale_in(self, args: Arguments, kwargs: Mapping[str, Any]) -> float:
-        """The factor of an attention's logits, given or torch's own."""
+        """Return the factor of an attention's logits, given or torch's own."""
         scale = kwargs.get("scale")
         query = args[self.operands[1 if self.sources else 0]]
         return 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
 
 
 def combined(coefficients: Sequence[int], log2_units: Sequence[int]) -> int:
-    """Exponent of a product of units, each to the power of its coefficient."""
+    """Return the exponent of a product of units, each to the power of its coefficient."""
     return sum(power * unit for power, unit in zip(coefficients, log2_units, strict=True))
 
 
 def _masked(rule: MatmulRule, wanted: tuple[bool, ...]) -> MatmulRule:
-    """A rule with the operands that the wanted ones of its results are made of."""
+    """Return a rule with the operands that the wanted results need."""
     made_of = [powers for powers, is_wanted in zip(rule.results, wanted, strict=True) if is_wanted]
     kept = [k for k in range(len(rule.operands)) if any(powers and powers[k] for powers in made_of)]
     return replace(
@@ -191,8 +189,8 @@ def _without_addends(rule: MatmulRule) -> MatmulRule:
 
 
 def _up_to(end: Tensor, tensor: Tensor, dim: int) -> Tensor:
-    """A tensor with what lies before ``end`` in place of what does not; NaN if nothing does."""
-    # The device is not waited for: the size stays, and slices before ``end`` come again and again.
+    """Return a tensor with earlier elements in place of those past ``end``, or NaN if it is 0."""
+    # Keep the size, to avoid a device sync: slices before ``end`` are repeated.
     index = torch.arange(tensor.shape[dim], device=tensor.device) % end.clamp(min=1)
     return torch.where(end > 0, tensor.detach().index_select(dim, index), math.nan)
 
@@ -204,14 +202,14 @@ def _word(word: str, *roles: str) -> Word:
 def _linear_or(weight: int, word: str, *roles: str) -> Word:
     def of_call(args: Arguments) -> tuple[str, tuple[str, ...]]:
         shape, strides = args[weight].shape, args[weight].stride()
-        # F.linear multiplies by its weight transposed; what a person writes has rows, as a rule.
+        # F.linear multiplies by its transposed weight. A user's own matrix usually has rows.
         return ("linear", ("input", "weight")) if is_turned(shape, strides) else (word, roles)
 
     return of_call
 
 
 def is_turned(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether a tensor is a matrix that lies in memory column after column."""
+    """Check whether a tensor is a matrix stored column by column."""
     return len(shape) == 2 and strides[0] == 1 and strides[1] == shape[0]
 
 
@@ -221,7 +219,7 @@ def _convolution_word(args: Arguments) -> tuple[str, tuple[str, ...]]:
 
 
 def _matmul(operator: str, word: Word, *, is_added: bool = False, **options: Any) -> MatmulRule:
-    """A matmul of two matrices, or of two batches of them, and what it ``is_added`` to."""
+    """Return the rule of a matmul of two matrices or batches, which may be ``is_added``."""
     first, addends = (1, (0,)) if is_added else (0, ())
     flops = contraction(first, first + 1)
     return MatmulRule(operator, (first, first + 1), _BOTH, word, flops, addends, **options)
@@ -322,7 +320,7 @@ RULES: tuple[MatmulRule, ...] = (
     _attention_backward(f"{_SDPA}_cudnn_attention_backward", 4),
 )
 
-# Why no factor can reach the operands of a matmul, or it writes into a tensor of the user's.
+# Reasons why no factor reaches a matmul's operands, or why it writes into a user's tensor.
 DISTANCES = "a kernel of distances"
 RECURRENT = "a recurrent kernel, whose matmuls are inside of it"
 FUSED = "a fused inference kernel, whose matmuls are inside of it"
@@ -332,20 +330,20 @@ _WIDENED = "a matmul whose result has a type of its own"
 
 @dataclass(frozen=True)
 class UnreachedRule:
-    """An operator that multiplies matrices where no factor can reach its operands."""
+    """Operator that multiplies matrices where no factor can reach its operands."""
 
     operator: str  # its name in ``torch.ops.aten``, with the overload if that is not the default
-    reason: str  # why its matmuls run as they are
+    reason: str  # why its matmuls run unscaled
     flops: Formula  # floating-point operations of a call
     # Whether its gradients come from a kernel of the same kind, with twice as many.
     has_backward: bool = False
-    # The operator of the table whose matmuls this one writes into a tensor that it is
-    # given. Factors reach them except in a graph that was compiled before.
+    # The operator of the table whose matmuls this one writes into a given tensor. Factors reach
+    # them except in a graph that was compiled before.
     writes: str = ""
 
 
-# Operators of the table whose results are written, or added, into a tensor: how that is spelled,
-# and at which argument their operands begin.
+# Operators of the table whose results are written, or added, into a tensor: their overload, and the
+# argument where their operands begin.
 _WRITING = (
     ("addmm", "_", 1),
     ("baddbmm", "_", 1),
@@ -357,7 +355,7 @@ _WRITING = (
     ("baddbmm", ".out", 1),
 )
 
-# Operators of CUDA whose result has another type than their operands, and where these begin.
+# CUDA operators whose result has another type than their operands, and where these begin.
 _WIDENING = (("mm", 0), ("bmm", 0), ("addmm", 1), ("baddbmm", 1))
 
 UNREACHED: tuple[UnreachedRule, ...] = (

@@ -1,6 +1,6 @@
-"""Ordered passes over a captured graph, and the graph they rewrite.
+"""Run ordered passes over a captured graph, and hold the graph that they rewrite.
 
-A pass states its phase and the phases run in their declared order, so callbacks and transforms may
+A pass states its phase, and the phases run in their declared order. So callbacks and transforms may
 be given in any order. A pass never sees Dynamo's own graph: it rewrites a copy.
 """
 
@@ -26,11 +26,11 @@ Run = Callable[[Sequence[Any]], Sequence[Any]]
 
 
 class Phase(enum.IntEnum):
-    """When a pass runs: a later phase sees what the earlier ones made.
+    """Time when a pass runs: a later phase sees the results of the earlier ones.
 
-    ``REPARAMETRIZE`` changes the function that the step computes; every later phase, and whoever
-    measures the step, takes what it made for the user's own graph. ``GATHER`` brings together what
-    is sharded; whoever measures the step without it has it gathered before.
+    ``REPARAMETRIZE`` changes the function that the step computes. All later phases and all
+    measurements of the step take its result for the user's own graph. ``GATHER`` gathers shards.
+    Measurements without this phase must gather them before.
     """
 
     REPARAMETRIZE = 0
@@ -41,7 +41,7 @@ class Phase(enum.IntEnum):
 
 @dataclass(frozen=True)
 class PassRecord:
-    """What one pass did to one graph, which is counted in the order of capture."""
+    """Record of what one pass did to one graph. Graphs are numbered in capture order."""
 
     step: str
     graph_index: int
@@ -55,7 +55,7 @@ class PassRecord:
 
 @dataclass
 class Region:
-    """A graph, or the body of an activation checkpoint inside it."""
+    """Graph, or the body of an activation checkpoint inside it."""
 
     graph_module: fx.GraphModule
     parent: Region | None = None
@@ -64,11 +64,11 @@ class Region:
 
     @property
     def graph(self) -> fx.Graph:
-        """The nodes of this region."""
+        """Return the nodes of this region."""
         return self.graph_module.graph
 
     def thread(self, node: fx.Node, example: Tensor | None = None) -> fx.Node:
-        """``node`` of the outermost graph as a node of this region, passed down as an argument."""
+        """Return the outermost graph's ``node`` in this region, passed down as an argument."""
         if self.parent is None or self.call is None:
             return node
         if node not in self._threaded:
@@ -82,7 +82,7 @@ class Region:
 
 
 class StepGraph:
-    """A graph under rewrite, with inputs and outputs of its own beside the user's."""
+    """Graph under rewrite, with inputs and outputs of its own besides the user's."""
 
     def __init__(self, graph_module: fx.GraphModule, *, observed: bool, step: str = "") -> None:
         self.graph_module = graph_module
@@ -97,11 +97,11 @@ class StepGraph:
 
     @property
     def graph(self) -> fx.Graph:
-        """The nodes of the outermost graph."""
+        """Return the nodes of the outermost graph."""
         return self.graph_module.graph
 
     def regions(self) -> Iterator[Region]:
-        """The graph and, after it, the bodies of its activation checkpoints at any depth."""
+        """Yield the graph and, after it, the bodies of its activation checkpoints at any depth."""
         pending = [Region(self.graph_module)]
         while pending:
             region = pending.pop()
@@ -115,7 +115,7 @@ class StepGraph:
                     pending.append(Region(nested, region, node))
 
     def add_state(self, name: str, supply: Callable[[], Tensor], example: Tensor) -> fx.Node:
-        """Add an input with the value of ``supply()`` at each call; it never recompiles."""
+        """Add an input with the value of ``supply()`` at each call. It never recompiles."""
         node = add_placeholder(
             self.graph, f"unitscale_{name}_{len(self.states)}", fake_like(self.graph, example)
         )
@@ -124,7 +124,7 @@ class StepGraph:
         return node
 
     def add_result(self, node: fx.Node, sink: Callable[[Tensor], None]) -> None:
-        """Make ``node`` an output; ``sink`` gets its value after every call of the graph."""
+        """Make ``node`` an output, and call ``sink`` with its value after every call."""
         self.results.append((node, sink))
 
     def finish(self) -> None:
@@ -138,41 +138,41 @@ class StepGraph:
             region.graph_module.recompile()
 
     def example_inputs(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """``inputs`` of the captured graph followed by examples of the states."""
+        """Return ``inputs`` of the captured graph followed by examples of the states."""
         return (*inputs, *(node.meta["example_value"] for node, _ in self.states))
 
 
 class GraphPass(abc.ABC):
-    """Rewrites one graph in place. Instances may keep state across the graphs of a step."""
+    """Pass that rewrites one graph in place. It may keep state across the graphs of a step."""
 
     name: str
     phase: Phase
-    out_of_place: bool = False  # in-place operations are made out of place first
-    kept_whole: tuple[Callable[..., Any], ...] = ()  # functions that no capture looks into
+    out_of_place: bool = False  # rewrite in-place operations out of place first
+    kept_whole: tuple[Callable[..., Any], ...] = ()  # functions that no capture traces
 
     @abc.abstractmethod
     def run(self, graph: StepGraph) -> tuple[str, ...]:
-        """Rewrite ``graph`` and say what changed, one line per kind of change."""
+        """Rewrite ``graph`` and return the changes, one line per kind of change."""
 
     def report(self) -> str:
-        """What ``explain()`` says of the pass beyond its changes to each graph."""
+        """Return the pass's text in ``explain()`` besides its changes to each graph."""
         return ""
 
     def before_cut(self, graph: StepGraph) -> frozenset[str]:
-        """Called with a rewritten graph, not observed, that is cut into parts; on every rank."""
+        """Prepare a rewritten, unobserved graph to be cut into parts. Every rank calls this."""
         return frozenset()
 
     def observe_part(self, graph: StepGraph) -> None:  # noqa: B027
-        """Add to a part of a cut graph what the pass observes, but for what is ``ELSEWHERE``."""
+        """Add the pass's observations, except ``ELSEWHERE`` ones, to a part of a cut graph."""
 
     def see_shared(self, name: str, value: Tensor, gradient: Tensor | None) -> None:  # noqa: B027
-        """Called for a parameter that several parts of a cut graph use."""
+        """Observe a parameter that several parts of a cut graph use."""
 
     def before_step(self, module: nn.Module) -> None:  # noqa: B027
-        """Called before each call of a captured step of ``module``."""
+        """Prepare for a call of a captured step of ``module``."""
 
     def after_step(self, module: nn.Module, result: Any) -> None:  # noqa: B027
-        """Called after each call that returned ``result``; a rehearsal is no call."""
+        """Finish a call that returned ``result``. A rehearsal is not a call."""
 
 
 def run_passes(
@@ -183,10 +183,10 @@ def run_passes(
     graph_index: int,
     out_of_place: bool = False,
 ) -> list[PassRecord]:
-    """Run the passes in the order of their phases; equal phases keep the order they were given.
+    """Run the passes in the order of their phases, and equal phases in the given order.
 
-    Those of phase ``OBSERVE`` run on the observed variant only. In-place operations are replaced
-    first, in every region, where a pass or the caller wants that.
+    Passes of phase ``OBSERVE`` run on the observed variant only. If a pass or the caller asks for
+    it, in-place operations are replaced first, in every region.
     """
     due = sorted(
         (

@@ -1,35 +1,34 @@
-"""Patches of Dynamo, so that a captured step computes what the plain step does.
+"""Patch Dynamo, so that a captured step computes what the uncaptured step does.
 
-* NumPy (:func:`plain_numbers`). Dynamo traces NumPy as torch operations, and makes a 0-d FP64
-  tensor of a NumPy number. In the plain step it is a number: ``loss * np.exp(-x)`` stays FP32 there
-  and would be FP64 when traced, other last bits of ``tanh`` and random numbers of torch's aside. So
-  calls of NumPy run as they are, and break the graph; their results enter the graphs as Python's
-  numbers. Dynamo would take an array for a constant then, compute ``array *= 2`` while it traces,
-  and give up: the array would be doubled twice.
-* Updates. Dynamo takes ``addcmul_`` and ``addcdiv_`` with ``value`` apart, and until torch 2.11
-  ``add_`` with ``alpha``, which rounds in another place than their kernels do. So it does, whatever
+* NumPy (:func:`plain_numbers`). Dynamo traces NumPy as torch operations, and turns a NumPy number
+  into a 0-d FP64 tensor. Outside of Dynamo it is a number, so ``loss * np.exp(-x)`` stays FP32 and
+  would be FP64 when traced. Last bits of ``tanh`` and random numbers would differ too. So calls of
+  NumPy run untraced and break the graph. Their results enter the graphs as Python's numbers. Dynamo
+  would take an array for a constant then, compute ``array *= 2`` while it traces, and give up: the
+  array would be doubled twice.
+* Updates. Dynamo decomposes ``addcmul_`` and ``addcdiv_`` with ``value``, and until torch 2.11
+  ``add_`` with ``alpha``, which rounds in another place than their kernels do. It does so, whatever
   its settings are, with :data:`_TAKEN_APART`.
-* Generators. Dynamo draws from a ``random.Random`` of the user's when it traces, and guards on
-  nothing: every later step would get the same number. So these calls run as they are, too.
-* Failures (:func:`passed_over`). What it cannot capture, Dynamo lets run as it is: a graph break.
-  On some code it fails by an error of its own instead, or by an error of its fake tensors, before
-  any of the function has run. The function can run as it is then, too, and what it calls is
-  captured as after a graph break. An error of the user's (shapes that do not fit) is then raised
-  where and as it is without Dynamo.
+* Generators. Dynamo draws from a user's ``random.Random`` when it traces, and guards on nothing.
+  Every later step would get the same number. So these calls run untraced, too.
+* Failures (:func:`passed_over`). Dynamo runs code that it cannot capture untraced, with a graph
+  break. On some code it raises an error of its own instead, or of its fake tensors, before any of
+  the function has run. The function can run untraced then, too, and the functions that it calls are
+  captured as after a graph break. A user's error (shapes that do not fit) is then raised as without
+  Dynamo.
 * Optimizers (:func:`plain_optimizers`). When traced code reads ``param_groups`` (the learning rate,
-  to log it or to set it), Dynamo prepares for tracing the optimizer's step as well: each group is
-  given ``capturable=True``. On a GPU the update then takes another algorithm, with other last bits;
-  on a CPU it refuses to run. No optimizer's step is traced here, so there is nothing to prepare.
-* Whole layers (:func:`opened_layers`). ``nn.TransformerEncoderLayer`` takes one fused kernel where
-  no gradient is wanted. Nothing inside of it can be rewritten: its matmuls would keep their
-  precision while the same layer is trained in FP8, and weights that rules have set to RMS 1 would
-  miss their factors.
+  to log or to set it), Dynamo sets ``capturable=True`` in each group. On a GPU the update then uses
+  another algorithm, with other last bits. On a CPU it refuses to run. No optimizer's step is traced
+  here, so this preparation is not needed.
+* Whole layers (:func:`opened_layers`). ``nn.TransformerEncoderLayer`` uses one fused kernel if no
+  gradient is needed. Nothing inside it can be rewritten: its matmuls would keep their precision
+  while the same layer is trained in FP8. Weights at RMS 1 under rules would miss their factors.
 * Absent packages (:func:`absent_packages`). Dynamo runs ``importlib.metadata.version`` while it
-  traces, and takes its PackageNotFoundError for a failure of its own, even where the code catches
-  it: torchmetrics asks so for ``torch_xla`` wherever it counts classes.
+  traces, and takes its PackageNotFoundError for its own failure, even if the code catches it.
+  torchmetrics checks for ``torch_xla`` this way when it counts classes.
 * Inference mode (:func:`drop_inference_mode`). AOTAutograd cannot trace a view of an ordinary
-  tensor that is made in inference mode: the view has no version counter, which functionalization
-  asks for. What its graphs return is no inference tensor anyway.
+  tensor made in inference mode: the view has no version counter, which functionalization reads. Its
+  graphs return no inference tensors anyway.
 
 Private names used here were checked on torch 2.13 and 2.11: ``VariableBuilder``'s
 ``wrap_numpy_ndarray``, to which it hands every NumPy number, ``wrap_symfloat``, ``wrap_symint``;
@@ -93,7 +92,7 @@ from lightning_unitscale.patching import nothing, shadowed_here
 
 @contextlib.contextmanager
 def plain_numbers() -> Iterator[None]:
-    """Within this context NumPy and generators are not traced, and updates not taken apart."""
+    """Run NumPy and generators untraced, and keep updates in one piece."""
     with (
         shadowed_here(VariableBuilder, wrap_numpy_ndarray=_as_number),
         shadowed_here(NumpyVariable, is_python_constant=_is_constant),
@@ -111,7 +110,7 @@ _handlers = TorchInGraphFunctionVariable._get_handlers
 
 @functools.cache
 def _handlers_of_whole_functions() -> dict[Any, Any]:
-    """Dynamo's ways to trace functions of torch, without those that take a function apart."""
+    """Return Dynamo's handlers of torch functions, without those that decompose a function."""
     return {name: run for name, run in _handlers().items() if name not in _TAKEN_APART}
 
 
@@ -123,8 +122,8 @@ def _refuse_generator(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     unimplemented(
         gb_type="random.Random() in a step",
         context=str(args),
-        explanation="What it draws would be drawn once and kept.",
-        hints=["Make it before, or draw from torch."],
+        explanation="Its random numbers would be drawn once and kept.",
+        hints=["Create it before the step, or draw from torch."],
     )
 
 
@@ -142,14 +141,14 @@ def _as_number(builder: Any, value: np.ndarray[Any, Any]) -> Any:
     )
 
 
-# How often a function may fail on fake tensors before it is no longer tried: each try takes time.
+# Failures on fake tensors before a function is no longer tried, since each try takes time.
 _MAX_FAILURES = 4
 _failures: Counter[Any] = Counter()
 
 
 @contextlib.contextmanager
 def passed_over() -> Iterator[None]:
-    """Within this context a failure of Dynamo's is a graph break, and a warning."""
+    """Turn a failure of Dynamo's into a graph break and a warning."""
     convert = convert_frame.ConvertFrame.__call__
     warned: set[tuple[str, int]] = set()
 
@@ -158,8 +157,8 @@ def passed_over() -> Iterator[None]:
         try:
             return convert(self, frame, *args, **kwargs)
         except TorchRuntimeError as error:
-            # Most often an error of the user's, which comes again when the function runs as it is;
-            # whoever catches it has it captured the next time.
+            # Most often a user's error, which comes again when the function runs uncaptured. If the
+            # user catches it, the function is captured the next time.
             _failures[frame.f_code] += 1
             is_last = _failures[frame.f_code] >= _MAX_FAILURES
             _report(frame.f_code, error, warned, warn=is_last)
@@ -172,7 +171,7 @@ def passed_over() -> Iterator[None]:
         yield
 
 
-# Hints for a compiler, which compute nothing. Caches of transformers give them while a step runs.
+# Hints for a compiler, which compute nothing. Caches of transformers use them in a step.
 _HINTS = (
     torch._dynamo.mark_dynamic,
     torch._dynamo.maybe_mark_dynamic,
@@ -180,28 +179,27 @@ _HINTS = (
     torch._dynamo.mark_static_address,
     torch._dynamo.decorators.mark_unbacked,
 )
-# Hooks of transformers and peft on a frozen embedding, so that the checkpointed blocks behind it
-# have gradients. Blocks inside of a graph have them anyway; Dynamo breaks at ``requires_grad_``.
+# Hooks of transformers and peft on a frozen embedding, which give the checkpointed blocks behind it
+# gradients. Blocks inside a graph have them anyway. Dynamo breaks at ``requires_grad_``.
 _LETS_CHECKPOINTS_TRAIN = frozenset({"make_inputs_require_grad", "make_inputs_require_grads"})
-# Methods of loggers that answer; the others only write.
+# Methods of loggers that return a value. The others only write.
 _LOGGER_QUESTIONS = frozenset({"isEnabledFor", "getEffectiveLevel", "hasHandlers"})
 
 
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Within this context hints and the log messages of installed packages break no graph.
+    """Let compiler hints and log messages of installed packages break no graph.
 
-    Hints do nothing. What lets checkpointed blocks have gradients does nothing in a function that
-    is captured as one graph, in which all of them are. A library's message without tensors in it is
-    logged while Dynamo traces. The user's own messages break the graph as ever: they are to come at
-    each step.
+    Hints do nothing. The hooks for checkpointed blocks do nothing in a function that is captured as
+    one graph. A library's message without tensors is logged while Dynamo traces. The user's own
+    messages still break the graph, since they must appear at each step.
     """
     call = symbolic_convert.InstructionTranslatorBase.call_function
     log = LoggingLoggerVariable.call_method
 
     @functools.wraps(call)
     def call_or_pass(self: Any, fn: Any, args: Any, kwargs: Any) -> None:
-        # As Dynamo itself finds the function that a variable stands for.
+        # As Dynamo itself finds the function behind a variable.
         function = getattr(fn, "fn", getattr(fn, "value", None))
         if any(function is hint for hint in _HINTS):
             self.push(ConstantVariable.create(None))
@@ -239,8 +237,8 @@ def _report(code: Any, error: Exception, warned: set[tuple[str, int]], *, warn: 
     warned.add((file, line))
     failing = linecache.getline(file, line).strip()
     warnings.warn(
-        f"{file}:{line}: Dynamo fails on `{failing}` ({short_reason(str(error))}), so "
-        f"{code.co_name} runs as it is, neither rewritten nor observed but for what it calls. "
+        f"{file}:{line}: Dynamo fails on `{failing}` ({short_reason(str(error))}). So "
+        f"{code.co_name} runs as it is, neither rewritten nor observed, except its calls. "
         "Expected code that Dynamo captures. Move that line out of the step, into a hook such as "
         "on_train_batch_start.",
         stacklevel=2,
@@ -249,7 +247,7 @@ def _report(code: Any, error: Exception, warned: set[tuple[str, int]], *, warn: 
 
 @contextlib.contextmanager
 def kept_whole(functions: Sequence[Callable[..., Any]]) -> Iterator[None]:
-    """Within this context Dynamo puts calls of these functions into the graph as they are."""
+    """Make Dynamo put calls of these functions into the graph untraced."""
     added = []
     try:
         for function in functions:
@@ -264,19 +262,19 @@ def kept_whole(functions: Sequence[Callable[..., Any]]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def plain_optimizers() -> Iterator[None]:
-    """Within this context Dynamo changes nothing in an optimizer that traced code reads."""
+    """Stop Dynamo from changing an optimizer that traced code reads."""
     with shadowed_here(OptimizerVariable, _set_capturable=nothing):
         yield
 
 
-# The setting is torch's, of all threads: what it was before, and an item for each that needs it.
+# torch's setting holds for all threads: its old value, and an item for each user of this one.
 _OPENING = threading.Lock()
 _opened: list[bool] = []
 
 
 @contextlib.contextmanager
 def opened_layers(are_opened: bool) -> Iterator[None]:
-    """Within this context fused layers are captured operation by operation."""
+    """Capture fused layers operation by operation."""
     if not are_opened:
         yield
         return
@@ -296,7 +294,7 @@ def opened_layers(are_opened: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def absent_packages() -> Iterator[None]:
-    """Within this context PackageNotFoundError is raised in the traced code, which may catch it."""
+    """Raise PackageNotFoundError in the traced code, which may catch it."""
     call = SkipFunctionVariable.call_function
 
     @functools.wraps(call)
@@ -323,7 +321,7 @@ def drop_inference_mode(graph_module: fx.GraphModule) -> None:
 
 
 def _turn_gradients(inference: bool = True) -> bool:
-    """Off in inference mode, and on where it is lifted again; returns what they were before."""
+    """Turn gradients off in inference mode or on outside, and return the mode before."""
     before = torch.is_grad_enabled()
     torch.set_grad_enabled(not inference)
     return before

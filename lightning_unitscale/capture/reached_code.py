@@ -1,4 +1,4 @@
-"""What the code that a step reaches does: append to lists, ask for gradients of gradients."""
+"""Read the code that a step reaches: appends to lists, and gradients of gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_unitscale.capture.breaks import is_installed_file
 
-# They do not know the lists of a user's module.
+# These packages do not use the lists of a user's module.
 _FRAMEWORKS = frozenset({"torch", "lightning", "pytorch_lightning", "lightning_fabric"})
 _FRAMEWORKS |= {"builtins", "abc", "typing", "collections", __name__.partition(".")[0]}
 _GROWS = frozenset({"append", "extend"})
@@ -25,13 +25,13 @@ _PASSED_OVER = frozenset({"CACHE", "NOP", "EXTENDED_ARG"})
 def only_appended_to(
     module: nn.Module, step: Callable[..., Any], names: Collection[str]
 ) -> set[str]:
-    """Those of the named attributes that a step appends to, and does nothing else with.
+    """Return the named attributes that a step only appends to.
 
-    What a step does is in the code that is mentioned by name, from the step and from every
-    ``forward`` on: methods of the module, of its submodules and of objects that they hold,
-    functions, and what modules of Python hold. Installed packages do not look at a user's lists,
-    but for those that the module's classes are from. Where a step runs optimizers, whose hooks may
-    look at anything, there are none.
+    The code of a step is found by the names that it mentions, from the step and every ``forward``
+    on. It includes methods of the module, of its submodules and of their objects, functions, and
+    Python modules. Installed packages do not use a user's lists, except those that define the
+    module's classes. If a step runs optimizers, the result is empty, since their hooks may read
+    anything.
     """
     if not names or not getattr(module, "automatic_optimization", True):
         return set()
@@ -46,14 +46,14 @@ def only_appended_to(
 
 
 def lists_of(module: nn.Module) -> Iterator[str]:
-    """Names of attributes that are lists, each of which no other attribute is."""
+    """Yield the names of attributes that are lists and that no other attribute shares."""
     lists = [(name, value) for name, value in vars(module).items() if type(value) is list]
     counts = Counter(id(value) for _, value in lists)
     yield from (name for name, value in lists if counts[id(value)] == 1)
 
 
 def reachable(module: nn.Module, step: Callable[..., Any]) -> Iterator[FunctionType]:
-    """The user's functions that a method mentions by name, with all that these mention."""
+    """Yield the user's functions that a method mentions by name, directly or indirectly."""
     own = frozenset(root_of(kind) for kind in type(module).__mro__)
     methods = _methods(module, own)
     start = function_in(step)
@@ -72,24 +72,24 @@ def reachable(module: nn.Module, step: Callable[..., Any]) -> Iterator[FunctionT
             if isinstance(value, ModuleType):
                 held = (vars(value).get(name) for name in names)
             elif isinstance(value, type) and value not in type(module).__mro__:
-                # Its own class is what ``super()`` mentions. Not every class takes isinstance():
-                # typing.Any does not.
+                # ``super()`` mentions its own class. Not every class takes isinstance(): typing.Any
+                # does not.
                 held = functions_of(value)
             functions = [function_in(value) for value in held]
             waiting += [other for other in functions if other and _may_look(other, own)]
 
 
 def _may_look(value: Any, own: Collection[str]) -> bool:
-    """Whether a class or a function is the user's."""
+    """Check whether a class or a function is the user's."""
     root = root_of(value)
     file = getattr(sys.modules.get(root), "__file__", None)
-    # What was typed into a notebook has none.
+    # Code typed into a notebook has none.
     is_installed = file is not None and is_installed_file(file)
     return root not in _FRAMEWORKS and (root in own or not is_installed)
 
 
 def _methods(module: nn.Module, own: Collection[str]) -> dict[str, list[FunctionType]]:
-    """What a name can call on the module, its submodules and the objects that these hold."""
+    """Return the methods that a name can call on the module, its submodules or their objects."""
     tables = [vars(owner) for owner in module.modules()]
     owners = [*module.modules(), *(value for table in tables for value in table.values())]
     kinds = {kind for owner in owners for kind in type(owner).__mro__}
@@ -103,9 +103,9 @@ def _methods(module: nn.Module, own: Collection[str]) -> dict[str, list[Function
 
 
 def _mentions(code: CodeType) -> Iterator[tuple[str, bool]]:
-    """Attributes that a piece of code names, and whether only to append to them."""
+    """Yield the attributes that code names, and whether only to append to them."""
     instructions = [each for each in dis.get_instructions(code) if each.opname not in _PASSED_OVER]
-    # The last returns.
+    # The last instruction returns.
     for instruction, after in pairwise(instructions):
         if instruction.opname.endswith(("_ATTR", "LOAD_METHOD")):
             is_appended = instruction.opname == "LOAD_ATTR" and (
@@ -117,7 +117,7 @@ def _mentions(code: CodeType) -> Iterator[tuple[str, bool]]:
 
 
 def functions_of(kind: type) -> Iterator[FunctionType]:
-    """The functions that one class defines: methods, and what is behind its properties."""
+    """Yield the functions that one class defines: methods and properties."""
     for value in vars(kind).values():
         function = function_in(value)
         if function is not None:
@@ -125,13 +125,13 @@ def functions_of(kind: type) -> Iterator[FunctionType]:
 
 
 def names_in(function: FunctionType) -> Iterator[str]:
-    """Globals and attributes that a function and the functions inside of it mention, by name."""
+    """Yield the globals and attributes that a function and its inner functions mention."""
     for code in codes_of(function.__code__):
         yield from code.co_names
 
 
 def function_in(value: Any) -> FunctionType | None:
-    """The function that a method, or the getter of a property, is made of; ``None`` of others."""
+    """Return the function behind a method or a property's getter, or ``None``."""
     if isinstance(value, (staticmethod, classmethod, MethodType)):
         value = value.__func__
     elif isinstance(value, property):
@@ -141,7 +141,7 @@ def function_in(value: Any) -> FunctionType | None:
 
 
 def values_in(function: FunctionType) -> Iterator[Any]:
-    """What the globals that a function mentions, and its free variables, stand for."""
+    """Yield the values of the globals and free variables that a function mentions."""
     namespace = function.__globals__
     for name in names_in(function):
         if name in namespace:
@@ -154,7 +154,7 @@ def values_in(function: FunctionType) -> Iterator[Any]:
 
 
 def codes_of(code: CodeType) -> Iterator[CodeType]:
-    """The code and that of the functions and comprehensions inside."""
+    """Yield the code and that of the functions and comprehensions inside."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -162,7 +162,7 @@ def codes_of(code: CodeType) -> Iterator[CodeType]:
 
 
 def root_of(value: Any) -> str:
-    """The package that a class or a function was written in."""
+    """Return the package that a class or a function was written in."""
     return str(getattr(value, "__module__", None) or "").partition(".")[0]
 
 
@@ -170,7 +170,7 @@ _OPTION = "create_graph"
 
 
 def find_recorded_pass(module: nn.Module, method: Callable[..., Any]) -> str | None:
-    """Where the user's code that a method reaches mentions ``create_graph``, if anywhere."""
+    """Find ``create_graph`` in the user's code that a method reaches, and return its place."""
     for function in reachable(module, method):
         for code in codes_of(function.__code__):
             # Names of keyword arguments of a call are a tuple among the constants.

@@ -1,12 +1,12 @@
-"""A step that costs too many captures runs as it is, if that is the same computation.
+"""Stop capturing a step that costs too many captures, if it computes the same uncaptured.
 
-Dynamo may cut one call into dozens of graphs, or capture a graph anew at most calls. Each takes
-about a second, and the plan of a memory budget with it. If the step computes other numbers captured
-than as it is (by rules, in a format), it is captured each time.
+Dynamo may cut one call into dozens of graphs, or recapture a graph at most calls. Each takes about
+a second, and so does the plan of a memory budget. A step whose captured numbers differ (by rules,
+in a format) is captured each time.
 
-A step is captured a second time if its first call has removed the reason why it broke. Libraries
-install hooks under a lock, fill caches, or make tensors when a module is first called. Dynamo does
-not trace that and captures the step in parts, though every later call is one graph.
+A step is captured a second time if its first call has removed the reason for its break. Libraries
+install hooks under a lock, fill caches, or make tensors when a module is first called. Dynamo
+cannot trace that and captures the step in parts, though every later call is one graph.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from lightning_unitscale.capture.breaks import Reason, last_recapture
 from lightning_unitscale.capture.module_state import ModuleState
 from lightning_unitscale.patching import nothing
 
-# Calls that captured something, after which a step is given up. torch.compile's limit is as large.
+# A step is given up after this many calls that captured something, torch.compile's limit.
 MANY_CAPTURES = 8
-# Graphs that one call may be cut into.
+# Maximum number of graphs of one call.
 MANY_GRAPHS = 32
 
 
 class Recaptures:
-    """Counts what is captured of a step."""
+    """Counter of a step's captures."""
 
-    is_limited = False  # whether a call that is rehearsed may be refused
+    is_limited = False  # whether a rehearsed call may be refused
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Begin to count: nothing is captured."""
+        """Start the count at nothing captured."""
         self._num_calls = self._num_captures = 0
         self.num_graphs = 0  # of the current call
         self._functions: Counter[CodeType] = Counter()
@@ -55,7 +55,7 @@ class Recaptures:
         return [*self._functions]
 
     def after_call(self, *, has_captured: bool) -> str | None:
-        """Count a call of the step; returns why it should not be captured any more."""
+        """Count a call of the step, and return why it should no longer be captured, if so."""
         self._num_calls += 1
         self._num_captures += has_captured
         if self._num_captures < MANY_CAPTURES or 4 * self._num_captures <= 3 * self._num_calls:
@@ -68,18 +68,18 @@ class Recaptures:
 
 
 class SecondCapture:
-    """Decides once for each step whether it is captured anew.
+    """Decision, once per step, whether it is captured again.
 
-    Steps with passes never are: measurements and units refer to their parts.
+    Steps with passes never are, since measurements and units refer to their parts.
     """
 
     def __init__(self, owner: ModuleState) -> None:
         self._owner = owner
         self._has_looked = False
-        self.is_due = False  # the next call is captured anew, as one graph
+        self.is_due = False  # the next call is recaptured, as one graph
 
     def look(self, graph_breaks: list[Reason], trace: Callable[[], object]) -> None:
-        """Trace the call that has ended again, if it broke, to see whether it is one graph now."""
+        """Trace the finished call again, if it broke, to check whether it is one graph now."""
         if not self._may_come or not graph_breaks:
             return
         self._has_looked = True
@@ -92,7 +92,7 @@ class SecondCapture:
             getattr(self._owner.partition_fn, "refuse", nothing)()
 
     def begin(self, graph_breaks: list[Reason]) -> bool:
-        """Return whether the call that begins is one graph, so that its parts are forgotten."""
+        """Return whether the starting call is one graph, so that its parts are forgotten."""
         partition_fn = self._owner.partition_fn
         getattr(partition_fn, "put_off_refusals", nothing)(self._may_come)
         if not self.is_due:
@@ -105,5 +105,5 @@ class SecondCapture:
 
     @property
     def _may_come(self) -> bool:
-        """Whether a call that breaks is looked at once more."""
+        """Check whether a call that breaks is traced once more."""
         return not self._has_looked and not self._owner.passes

@@ -1,9 +1,9 @@
-"""Recurrent layers in graphs of AOTAutograd, computed as a plain step computes them.
+"""Compute recurrent layers in AOTAutograd's graphs as an uncaptured step does.
 
-Two faults of torch are mended here. Its decomposition of stacked layers never drops out between
+Two bugs of torch are fixed here. Its decomposition of stacked layers never applies dropout between
 them: it compares their number with a layer's index the wrong way around. And oneDNN's LSTM returns
 the workspace that its backward kernel reads only in grad mode, which is off while a graph runs
-(pytorch's issue 158007).
+(pytorch issue 158007).
 
 Private names used here were checked on torch 2.13 and 2.11: ``_rnn_helper`` of torch's
 decompositions, ``torch._C._AutoDispatchBelowAutograd`` and ``OpOverload._schema``.
@@ -28,7 +28,7 @@ _WORKSPACE = 3
 
 @contextlib.contextmanager
 def recurrent_dropout() -> Iterator[None]:
-    """Within this context traced recurrent layers drop out between layers."""
+    """Apply dropout between traced recurrent layers."""
     whole = decompositions._rnn_helper
     decompositions._rnn_helper = functools.partial(_layer_by_layer, whole)
     try:
@@ -74,7 +74,7 @@ def keep_workspaces(graph: fx.Graph) -> None:
 
 @functools.cache
 def _lstm_with_workspace() -> Any:
-    """Return the operator; made when it is first needed, since that takes a moment."""
+    """Return the operator. It is made when it is first needed, since that is slow."""
     schema = str(_LSTM._schema).partition("(")[2]
 
     @torch.library.custom_op(

@@ -1,4 +1,4 @@
-"""The nodes of a step that make tensors, also inside of activation checkpoints."""
+"""Find the nodes of a step that make tensors, also inside activation checkpoints."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ MATMULS = "matmuls"
 
 
 class Place(NamedTuple):
-    """A node and the graph, or the body of a checkpoint, that it stands in."""
+    """Node and the graph, or the body of a checkpoint, that contains it."""
 
     region: Region
     node: fx.Node
 
 
 class Places:
-    """All of a graph's places, in the order in which they run."""
+    """All places of a graph, in the order in which they run."""
 
     def __init__(self, graph: StepGraph) -> None:
         # The graph and, after it, the bodies of its checkpoints at any depth.
@@ -42,7 +42,7 @@ class Places:
         self.bodies = {region.call: region for region in self.regions if region.call is not None}
 
     def in_order(self, region: Region | None = None) -> Iterator[Place]:
-        """Every node, those of a checkpoint before the node that calls it."""
+        """Yield every node, those of a checkpoint before the node that calls it."""
         region = region or self.regions[0]
         for node in region.graph.nodes:
             if node in self.bodies:
@@ -50,10 +50,10 @@ class Places:
             yield Place(region, node)
 
     def probeable(self) -> list[Place]:
-        """Places of plain floating-point tensors of the user's step, each tensor once."""
+        """Return the places of ordinary float tensors of the user's step, each tensor once."""
         nodes = {node for region in self.regions for node in probeable_nodes(region)}
         places = list(self.in_order())
-        # By name: a rewrite may have put the same tensor in other units in its place.
+        # By name, since a rewrite may have replaced the tensor by a scaled one.
         again = {meant_name(node) for _, node in places if is_of_checkpoint(node, self.bodies)}
         return [
             place
@@ -62,7 +62,7 @@ class Places:
         ]
 
     def origin(self, region: Region, node: fx.Node) -> fx.Node:
-        """The node that made the tensor, which may have come into a checkpoint or out of one."""
+        """Return the node that made the tensor, across the borders of checkpoints."""
         if is_of_checkpoint(node, self.bodies):
             call, index = node.args
             body = self.bodies[call]  # type: ignore[index]
@@ -75,7 +75,7 @@ class Places:
         return self.origin(region.parent, argument) if isinstance(argument, fx.Node) else node
 
     def inputs_of(self, probed: Sequence[Place]) -> dict[str, tuple[str, ...]]:
-        """For every probed tensor the probed ones that it is computed from, through all others."""
+        """Map every probed tensor to the probed ones that it is computed from."""
         inputs: dict[str, _Names] = {tensor_name(place.node): {} for place in probed}
         sources = self._sources(inputs)
         for region, node in self.in_order():
@@ -87,8 +87,8 @@ class Places:
         return {name: tuple(read) for name, read in inputs.items()}
 
     def operands_and_matmuls(self) -> tuple[set[str], set[str]]:
-        """Names of the tensors that matmuls read, if only through views, and make."""
-        # Of a graph as it was captured: a pass may put functions of its own in place of matmuls.
+        """Return the names of the tensors that matmuls read, even through views, and make."""
+        # From the graph as captured, since a pass may replace matmuls by its own functions.
         tensors = (node for _, node in self.probeable() if not is_whole_view(node))
         sources = self._sources({tensor_name(node) for node in tensors})
         matmuls = [matmul for _, node in self.in_order() if (matmul := matmul_of(node))]
@@ -99,7 +99,7 @@ class Places:
         )
 
     def _sources(self, known: Container[str]) -> dict[fx.Node, _Names]:
-        """For every node the known tensors that it has, or is computed from through all others."""
+        """Map every node to the nearest known tensors that it is, or is computed from."""
         sources: dict[fx.Node, _Names] = {}
         for region, node in self.in_order():
             origin, name = self.origin(region, node), meant_name(node)
@@ -110,7 +110,7 @@ class Places:
         return sources
 
     def bring_out(self, probed: Sequence[Place], rows: Sequence[fx.Node]) -> list[fx.Node]:
-        """Hand rows made in checkpoints through to the outermost graph as further outputs."""
+        """Return rows made in checkpoints as further outputs up to the outermost graph."""
         brought = list(rows)
         region_of = [id(region) for region, _ in probed]
         for region in reversed(self.regions):
@@ -137,10 +137,10 @@ def _read(node: fx.Node, sources: Mapping[fx.Node, _Names]) -> _Names:
 
 
 def probeable_nodes(region: Region) -> list[fx.Node]:
-    """Nodes that make a plain floating-point tensor of the user's step, in graph order."""
-    # Left out: what passes inserted; what is handed back as it is, which is the tensor of another
-    # node; what is made inside a ``vmap`` or ``grad`` transform, where a tensor is not yet what it
-    # seems; and in the body of a checkpoint its inputs, which are tensors of the graph around it.
+    """Return nodes that make an ordinary float tensor of the user's step, in graph order."""
+    # Left out: nodes that passes inserted; arguments returned unchanged, which are another node's
+    # tensor; nodes inside a ``vmap`` or ``grad`` transform, where tensors are wrapped; and inputs
+    # of a checkpoint's body, which are tensors of the graph around it.
     nodes, depth = [], 0
     for node in region.graph.nodes:
         name = op_name(node)
@@ -160,7 +160,7 @@ def probeable_nodes(region: Region) -> list[fx.Node]:
 
 
 def is_of_checkpoint(node: fx.Node, checkpoints: Mapping[fx.Node, Any]) -> bool:
-    """Whether the node is a result of a checkpoint, made by a node of its body."""
+    """Check whether the node is a result of a checkpoint, made by a node of its body."""
     return (
         node.op == "call_function"
         and node.target is operator.getitem
@@ -169,12 +169,12 @@ def is_of_checkpoint(node: fx.Node, checkpoints: Mapping[fx.Node, Any]) -> bool:
 
 
 def meant_name(node: fx.Node) -> str:
-    """Name of the tensor that a node makes, without the suffix for its units."""
-    # Before a change of units, by a gauge or by rules, a tensor has its name and a suffix.
+    """Return the name of the tensor that a node makes, without the suffix for its units."""
+    # Before a gauge or rules change its units, a tensor has its name and a suffix.
     return tensor_name(node).partition(":")[0]
 
 
 def returned_by(output: fx.Node) -> tuple[Any, ...]:
-    """What a graph returns."""
+    """Return the outputs of a graph."""
     (returned,) = output.args
     return tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)

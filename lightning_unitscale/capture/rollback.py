@@ -1,4 +1,4 @@
-"""Undo what a step has done to its module and to random numbers, and copy its inputs."""
+"""Undo the effects of a step on its module and on random numbers, and copy its inputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_unitscale.capture.aot_backend import is_python_subclass
 
-# What a module registers; hooks are not among it: a step may install some.
+# Registrations of a module, without hooks, since a step may install some.
 _REGISTERED = frozenset(
     {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_compiled_call_impl"}
 )
@@ -29,12 +29,12 @@ _REGISTERED = frozenset(
 
 @contextlib.contextmanager
 def restoring(module: nn.Module, *, parameters: bool = True) -> Iterator[None]:
-    """Undo, on leaving, what a step does to its module and to random numbers.
+    """Undo, on leaving, the effects of a step on its module and on random numbers.
 
-    Covered: random states of torch on the module's devices, of Python and of NumPy; buffers, and
-    the Python attributes of every submodule and parameter with the containers, arrays, tensors and
-    random generators in them. A lazy module waits for its first call again. What a step keeps
-    elsewhere (objects of the user's own classes, globals, iterators) stays changed.
+    Covered: random states of torch on the module's devices, of Python and of NumPy; buffers; the
+    Python attributes of every submodule and parameter, with the containers, arrays, tensors and
+    random generators in them. A lazy module waits for its first call again. State elsewhere
+    (objects of the user's own classes, globals, iterators) stays changed.
     """
     with contextlib.ExitStack() as undo:
         for restore in _restorers(module, parameters=parameters):
@@ -48,7 +48,7 @@ def restoring(module: nn.Module, *, parameters: bool = True) -> Iterator[None]:
 
 @contextlib.contextmanager
 def restoring_numbers(module: nn.Module) -> Iterator[None]:
-    """Undo what a call does to random numbers and buffers; what it has set up stays."""
+    """Undo the effects of a call on random numbers and buffers, but keep its setup."""
     with contextlib.ExitStack() as undo:
         for restore in _random_restorers(module):
             undo.callback(restore)
@@ -59,7 +59,7 @@ def restoring_numbers(module: nn.Module) -> Iterator[None]:
 
 
 def undoers(module: nn.Module, keep: Collection[str] = ()) -> Iterator[Callable[[], object]]:
-    """Yield what undoes a step that leaves parameters alone; call it in reverse."""
+    """Yield functions that undo a step, except for parameters. Call them in reverse."""
     yield from _restorers(module, parameters=False, keep=keep)
     for parameter in module.parameters():
         yield functools.partial(_restore_hooks, parameter, set(parameter._backward_hooks or ()))
@@ -95,9 +95,9 @@ def _restorers(
         return
     for parameter in module.parameters():
         yield functools.partial(setattr, parameter, "grad", parameter.grad)
-        # Not of what its first call gives a shape.
+        # Except tensors that its first call gives a shape.
         if not is_lazy(parameter) and parameter.device.type != "meta":
-            # On the host: on an accelerator a second copy may not fit.
+            # On the host, since a second copy may not fit on an accelerator.
             numbers = parameter.detach().to("cpu", copy=True)
             yield functools.partial(_restore_parameter, parameter, parameter.data, numbers)
 
@@ -125,21 +125,21 @@ def _restore_module(
 
 
 def _restore_registered(registered: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Put back what a parametrization has moved; FSDP exchanges parameters under their names."""
+    """Restore tensors that a parametrization has moved or that FSDP has exchanged."""
     if registered.keys() != saved.keys():
         registered.clear()
         registered.update(saved)
 
 
 def _restore_lazy(tensor: Tensor, kind: type, data: Tensor) -> None:
-    """Let it wait for the first call again, which then draws the same numbers."""
+    """Make a lazy tensor wait for its first call again, which then draws the same numbers."""
     if type(tensor) is not kind:
         tensor.data = data
         tensor.__class__ = kind
 
 
 def _restore_parameter(parameter: nn.Parameter, data: Tensor, saved: Tensor) -> None:
-    # A step may give it other storage; whoever shares the old one still has that.
+    # A step may give it other storage, while others still share the old one.
     if parameter.data_ptr() != data.data_ptr():
         parameter.data = data
     numbers = saved.to(parameter.device)
@@ -148,7 +148,7 @@ def _restore_parameter(parameter: nn.Parameter, data: Tensor, saved: Tensor) -> 
 
 
 def held_values(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Buffers and attributes of submodules and parameters, in containers too, each once."""
+    """Yield buffers and attributes of submodules and parameters, also in containers, each once."""
     seen = {id(value) for value in (*module.modules(), *module.parameters())}
     waiting: list[tuple[str, Any]] = []
     for path, owner in module.named_modules():
@@ -156,7 +156,7 @@ def held_values(module: nn.Module) -> Iterator[tuple[str, Any]]:
         waiting.append((f"{prefix}_buffers", owner._buffers))
         waiting += [(prefix + name, value) for name, value in _own_attributes(owner).items()]
     for path, parameter in module.named_parameters():
-        # Those of a distributed tensor, or of another subclass, are its numbers.
+        # The elements of a distributed tensor, or of another subclass, are its numbers.
         if type(parameter) is nn.Parameter:
             waiting.append((path, vars(parameter)))
     while waiting:
@@ -172,7 +172,7 @@ def held_values(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def find_once_only(module: nn.Module) -> str | None:
-    """Something that a step can read once only, such as a generator, if there is any."""
+    """Return a value that a step can read once only, such as a generator, if there is any."""
     for path, value in held_values(module):
         is_iterator = isinstance(value, Iterator) and not isinstance(value, io.IOBase)
         if is_iterator or isinstance(value, (queue.Queue, queue.SimpleQueue)):
@@ -188,7 +188,7 @@ def _own_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def restorers_of(value: Any) -> Iterator[Callable[[], object]]:
-    """What puts the contents of an object back, which others may hold; nothing for other kinds."""
+    """Yield functions that restore the contents of an object, or none for other kinds."""
     if isinstance(value, (torch.Generator, np.random.RandomState)):
         state: Any = value.get_state()
         yield functools.partial(value.set_state, state)
@@ -217,7 +217,7 @@ def _restore_tensor(tensor: Tensor, saved: Tensor) -> None:
 
 
 def _restore_container(container: Any, saved: Any) -> None:
-    # What has not changed is not touched: other threads may be reading it.
+    # Unchanged objects are not touched, since other threads may be reading them.
     if _identities(container) != _identities(saved):
         container.clear()
         (container.extend if isinstance(saved, list) else container.update)(saved)
@@ -228,17 +228,17 @@ def _identities(container: Any) -> list[int]:
 
 
 def detached_copy(value: Any, memo: dict[int, Any] | None = None) -> Any:
-    """A deep copy whose tensors are leaves of autograd's.
+    """Return a deep copy whose tensors are leaves of autograd's graph.
 
-    ``copy.deepcopy`` takes only tensors that the user has made, and of a subclass only one that has
-    learned to be copied; what another part of a program has computed is no such tensor.
+    ``copy.deepcopy`` takes only tensors that the user has made, and subclasses only if they support
+    it. A tensor computed by another part of a program is neither.
     """
     with _Leaves():
         return copy.deepcopy(value, memo)
 
 
 class _Leaves(TorchFunctionMode):
-    """Within this context the deep copy of any tensor is a leaf."""
+    """Mode in which the deep copy of any tensor is a leaf."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -1,14 +1,14 @@
-"""What a step does beside its graph: calls that are made after it, and calls that are not traced.
+"""Postpone or run untraced the side effects of a step: logging, appends, updates.
 
-Dynamo cannot trace Lightning's ``self.log``: tracing into it is an internal error, skipping it
-breaks the graph in two. A recorder that appends to a list is traced without either; copies of the
-tensors become outputs of the graph: a step may go on to write into what it has logged. Dynamo
-guards on the length of a list that a step appends to (``self.outputs.append(loss)``), so that the
-step would be recaptured at every call: such lists are recorded too.
+Dynamo cannot trace Lightning's ``self.log``: tracing it is an internal error, and skipping it
+breaks the graph. A recorder that appends to a list is traced without either. Copies of the tensors
+become outputs of the graph, since a step may later write into what it has logged. Dynamo guards on
+the length of a list that a step appends to (``self.outputs.append(loss)``), so the step would be
+recaptured at every call. So such lists are recorded too.
 
-It would trace an optimizer's step like any other code, and optimizers compute by another algorithm
-when they are traced (``torch.optim`` then keeps its step count in a tensor), so that the weights
-would differ in their last bits. So backward passes and updates of the weights run outside of it.
+Dynamo would trace an optimizer's step like any other code. Traced optimizers use another algorithm
+(``torch.optim`` then keeps its step count in a tensor), so the last bits of the weights would
+differ. So backward passes and updates of the weights run untraced.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from lightning_unitscale.capture.reached_code import lists_of, only_appended_to
 from lightning_unitscale.patching import shadowed
 
-# An object, the name of its method and, where a rehearsal is to do something in its place, what.
+# An object, the name of its method and, for a rehearsal, an optional replacement.
 Calls = Iterable[tuple[Any, str] | tuple[Any, str, Callable[..., None]]]
 
 
 class Postponed:
-    """Calls of logging methods, and what is appended to lists, made when the step has run."""
+    """Calls of logging methods and appends to lists, made after the step has run."""
 
     def __init__(self, module: nn.Module, step: Callable[..., Any], names: Sequence[str]) -> None:
         self._module = module
@@ -46,17 +46,17 @@ class Postponed:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to be done."""
+        """Check whether there is nothing to do."""
         return not self._calls
 
     @property
     def names(self) -> frozenset[str]:
-        """The attributes of the module that record while a step runs."""
+        """Return the attributes of the module that record while a step runs."""
         return frozenset((*self._methods, *self._lists))
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Within this context it is only recorded; methods and lists are back afterwards."""
+        """Record calls and appends in this context. Methods and lists are restored after it."""
         self.discard()
         names = frozenset(lists_of(self._module))
         if names != self._names_of_lists:
@@ -69,7 +69,7 @@ class Postponed:
             yield
 
     def replay(self) -> None:
-        """Make the recorded calls, and append what was appended, in their order."""
+        """Make the recorded calls and appends in their order."""
         calls = list(self._calls)
         self.discard()
         for name, args, kwargs in calls:
@@ -77,7 +77,7 @@ class Postponed:
             (target.append if isinstance(target, list) else target)(*args, **kwargs)
 
     def discard(self) -> None:
-        """Forget it: the step was a rehearsal, or failed."""
+        """Forget the records: the step was a rehearsal, or failed."""
         self._calls.clear()
 
 
@@ -86,9 +86,9 @@ _Call = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 
 class _Recorder:
-    """In place of a method, or of a list that is empty before every step.
+    """Replacement for a method, or for a list that is empty before every step.
 
-    Dynamo traces a plain append, and guards on nothing that changes.
+    Dynamo traces an ordinary append, and guards on nothing that changes.
     """
 
     def __init__(self, name: str, calls: list[_Call]) -> None:
@@ -108,7 +108,7 @@ class _Recorder:
 
 
 def _as_it_is(value: Any) -> Any:
-    """What stays the same when the step goes on; a metric is logged with what it has seen by then.
+    """Copy a value so that the rest of the step cannot change it, except a metric's state.
 
     A plain function over plain dictionaries, which Dynamo traces without a break.
     """
@@ -120,22 +120,22 @@ def _as_it_is(value: Any) -> Any:
 
 
 class UntracedCalls:
-    """Replaces methods of objects, while a step runs, by ones that Dynamo does not look into."""
+    """Replacements for methods of objects, while a step runs, that Dynamo does not trace."""
 
     def __init__(
         self, find: Callable[[], Calls], trace: Callable[[Callable[..., Any]], Callable[..., Any]]
     ) -> None:
         self._find = find
         self.trace = trace
-        # The methods are left out then, but for the closures that they are given: a rehearsal must
-        # not update weights.
+        # Then the methods are skipped, except for their closures: a rehearsal must not update
+        # weights.
         self.is_rehearsing = False
         # Kept, since Dynamo guards on the identity of what it calls.
         self._calls: dict[tuple[int, str], _Untraced] = {}
 
     @contextlib.contextmanager
     def replaced(self, *, is_rehearsing: bool = False) -> Iterator[None]:
-        """Within this context the methods run untraced; the real ones are back afterwards."""
+        """Run the methods untraced in this context. The real ones are restored after it."""
         self.is_rehearsing = is_rehearsing
         with contextlib.ExitStack() as stack:
             for target, name, *rehearsed in self._find():
@@ -143,7 +143,7 @@ class UntracedCalls:
                 if vars(target).get(name) is call.run:
                     continue  # a step within a step
                 call.method, call.rehearsed = getattr(target, name), next(iter(rehearsed), None)
-                # Its marks: of a scheduler, on what it counts.
+                # The attributes on the method, such as a scheduler's counter.
                 call.run.__dict__.update(getattr(call.method, "__dict__", {}))
                 stack.enter_context(shadowed(target, **{name: call.run}))
             yield
@@ -151,10 +151,10 @@ class UntracedCalls:
 
 @contextlib.contextmanager
 def plain_forward(module: nn.Module) -> Iterator[None]:
-    """Within this context ``forward`` is not on the instance, if it is the class's own anyway.
+    """Remove ``forward`` from the instance in this context, if it is the class's own anyway.
 
-    Lightning leaves it there under DDP. Dynamo would find it, and all that it calls, at another
-    place than in the rehearsal outside of DDP, and the tensors would have other names.
+    Lightning sets it there under DDP. Dynamo would find it, and all that it calls, at another place
+    than in the rehearsal outside of DDP. Then the tensors would have other names.
     """
     attributes = module.__dict__
     forward = attributes.get("forward")
@@ -171,7 +171,7 @@ def plain_forward(module: nn.Module) -> Iterator[None]:
 
 
 class _Untraced:
-    """One method of one object, which is kept so that its identity stays its own."""
+    """One method of one object, stored so that its identity does not change."""
 
     def __init__(self, owner: Any, calls: UntracedCalls) -> None:
         self.owner = owner

@@ -1,4 +1,4 @@
-"""What the user reads about a step: why it is not all captured, and how long capture took."""
+"""Report why a step is not all captured, and how long capture took."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ NO_REASON = "no tensor operation in it, or a loop breaks the graph and Dynamo pa
 
 
 class CaptureError(RuntimeError):
-    """A step, or a forward, that has to be captured as a graph and cannot be.
+    """Error about a step, or a forward, that must be captured as a graph and cannot be.
 
     Its text is three sentences: what breaks the graph and where, why, and what to do.
     """
 
     def __init__(self, text: str, reason: str) -> None:
-        # Its arguments are set before: Dynamo does not trace that of the base class.
+        # Its arguments are set before, since Dynamo does not trace the base class's ``__init__``.
         self.reason = reason
 
     def __str__(self) -> str:
@@ -31,7 +31,7 @@ class CaptureError(RuntimeError):
 
     @classmethod
     def of(cls, title: str, reasons: Sequence[str], *, manner: str = "") -> CaptureError:
-        """The error about what breaks a graph."""
+        """Return the error about a graph break."""
         first, *others = dict.fromkeys(reasons) or (NO_REASON,)
         more = f" (and {len(others)} more)" if others else ""
         place = first.where if isinstance(first, Reason) else ""
@@ -39,13 +39,13 @@ class CaptureError(RuntimeError):
         culprit = f"{place} breaks the graph" if place else "its graph breaks"
         return cls(
             f"{title} cannot be captured{manner}: {culprit}{more}. {why[:1].upper()}{why[1:]}. "
-            f"Keep it out of {title.rpartition('.')[2]}; TORCH_LOGS=graph_breaks shows more of it.",
+            f"Keep it out of {title.rpartition('.')[2]}. TORCH_LOGS=graph_breaks shows more of it.",
             f"{culprit}{more} ({why})",
         )
 
     @classmethod
     def by_rules(cls, title: str, reason: str, need: str, advice: str) -> CaptureError:
-        """The error about a step that runs otherwise than rules can scale it."""
+        """Return the error about a step that rules cannot scale in this call."""
         return cls(
             f"{title} cannot be unit-scaled by rules: {reason}. {need}. {advice}.",
             reason,
@@ -53,39 +53,39 @@ class CaptureError(RuntimeError):
 
 
 def warn_once(step: StepState, text: str) -> None:
-    """Warn of a step, if nothing was warned of before."""
+    """Warn of a step, if no earlier warning was given."""
     if not step.has_warned:
         step.has_warned = True
         warnings.warn(text, stacklevel=6)
 
 
 def _loses(step: StepState) -> str:
-    """What a step has not that runs as it is."""
+    """Describe what a step loses when it runs uncaptured."""
     plan: str = getattr(step.owner.partition_fn, "loss_without_plan", "")
     rules = ""
     if step.owner.changes_function:
-        rules = ": it is the plain model, at the learning rates that it is given"
+        rules = ": it is the unscaled model, at the given learning rates"
     return f"neither rewritten nor observed{plan}{rules}"
 
 
 def not_captured(step: StepState, error: BaseException) -> CaptureError:
-    """The error about one of Dynamo's."""
+    """Return our error for one of Dynamo's."""
     is_sharded = step.owner.sharded is not None
     manner = " in one graph, as rules with ModelParallelStrategy ask" if is_sharded else ""
     return CaptureError.of(step.title, [reason_of(error)], manner=manner)
 
 
 def capture_ended(step: StepState, reason: str) -> CaptureError:
-    """The error about a step whose capture was ended."""
+    """Return the error about a step whose capture was ended."""
     return CaptureError(
-        f"{step.title} cannot be captured: {reason}. Expected a step of few graphs; "
+        f"{step.title} cannot be captured: {reason}. Expected a step of few graphs. "
         "TORCH_LOGS=graph_breaks shows what breaks it.",
         reason,
     )
 
 
 def warn_of_staying_plain(step: StepState, reason: str) -> None:
-    """The step runs as it is, from now on."""
+    """Warn that the step runs uncaptured from now on."""
     warn_once(
         step,
         f"{step.title} cannot run captured: {reason}. So it runs as it is, "
@@ -94,7 +94,7 @@ def warn_of_staying_plain(step: StepState, reason: str) -> None:
 
 
 def warn_if_nothing_ran(step: StepState) -> None:
-    """No graph was run in a call."""
+    """Warn that no graph ran in a call."""
     if step.num_graph_calls:
         return
     reasons = joined_reasons(step.owner.graph_breaks) or NO_REASON
@@ -102,48 +102,48 @@ def warn_if_nothing_ran(step: StepState) -> None:
         warn_once(
             step,
             f"{step.title}: called with a {step.refused}, whose operations Dynamo does not "
-            f"follow, so it runs as it is, {_loses(step)}. Expected plain tensors; hand it "
+            f"follow. So it runs as it is, {_loses(step)}. Pass an ordinary tensor: "
             "image.as_subclass(torch.Tensor).",
         )
         return
     if is_watched():
-        reasons = "a mode such as FlopCounterMode looks at every operation of this call"
+        reasons = "a mode such as FlopCounterMode observes every operation of this call"
     warn_once(
         step,
-        f"{step.title}: no graph could be captured, so it "
+        f"{step.title}: no graph could be captured. So it "
         f"runs as it is, {_loses(step)} ({reasons}). Expected at least one "
-        "traceable operation; keep printing, .item() and third-party calls out of the step.",
+        "traceable operation. Keep printing, .item() and third-party calls out of the step.",
     )
 
 
 def warn_of_saving(step: StepState, graph_breaks: Sequence[str]) -> None:
-    """Dynamo passes over the whole function that enters such a block, and all that is in it."""
+    """Warn that Dynamo skips the whole function that enters a block with saved-tensor hooks."""
     for graph_break in graph_breaks:
         if any(name in graph_break for name in _SAVING):
             warn_once(
                 step,
-                f"{step.title}: what a function computes that saves tensors in its own "
+                f"{step.title}: a function that saves tensors in its own "
                 f"way runs as it is, {_loses(step)} ({graph_break}). Expected a step without "
-                "such a block; enter it around the step, in a callback's hooks.",
+                "such a block. Enter it around the step, in a callback's hooks.",
             )
 
 
 def warn_of_captures(step: StepState, reason: str) -> None:
-    """The step is captured again and again, and goes on."""
+    """Warn that the step is recaptured again and again."""
     warn_once(
         step,
         f"{step.title}: {reason}, which takes time and memory. Expected a step that "
-        "depends on tensors, numbers and the sizes of a few kinds of batches; "
+        "depends on tensors, numbers and the sizes of a few kinds of batches. "
         "TORCH_LOGS=recompiles shows what changes.",
     )
 
 
-# Seconds after which a user wants to know why the first step has not begun.
+# Seconds after which a user is notified that the first step is still being captured.
 PATIENCE_SECONDS = 5.0
 
 
 class CaptureProgress:
-    """Adds up the time in which a step is captured, and reports it."""
+    """Total time in which a step is captured, with its report."""
 
     def __init__(self, title: str, say: Callable[[str], None]) -> None:
         self.seconds = 0.0
@@ -154,7 +154,7 @@ class CaptureProgress:
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        """Within this context a function is captured, and its graph compiled and planned."""
+        """Time the capture of a function, with compiling and planning its graph."""
         started = time.perf_counter()
         left = max(0.0, PATIENCE_SECONDS - self.seconds)
         timer = threading.Timer(left, self._say_that_it_takes_long)
@@ -170,7 +170,7 @@ class CaptureProgress:
             self.seconds += time.perf_counter() - started
 
     def report(self, num_graphs: int, planning_seconds: float) -> None:
-        """Log once how long the first step was captured, and planned."""
+        """Log once how long the first step was captured and planned."""
         if self._is_reported or not num_graphs:
             return
         self._is_reported = True
@@ -182,6 +182,6 @@ class CaptureProgress:
     def _say_that_it_takes_long(self) -> None:
         self._has_waited = True
         self._say(
-            f"{self._title}: capture and planning take more than {PATIENCE_SECONDS:.0f} s; "
-            "the first step begins afterwards"
+            f"{self._title}: capture and planning take more than {PATIENCE_SECONDS:.0f} s. "
+            "The first step begins afterwards"
         )

@@ -1,8 +1,8 @@
-"""Checkpoints of the user's own of which a plan cannot keep torch's meaning.
+"""Refuse user checkpoints whose meaning in torch a plan cannot keep.
 
-A plan runs again what a checkpoint would, and nothing else of what torch does there: it gives no
-gradient to a reentrant checkpoint whose inputs need none, updates BatchNorm's statistics a second
-time, and draws other random numbers where their state is not kept.
+A plan recomputes what a checkpoint would, and keeps no other effect of torch's there. Torch gives
+no gradient to a reentrant checkpoint whose inputs need none, updates BatchNorm's statistics twice,
+and draws new random numbers if their state is not kept.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from lightning_unitscale.capture.graph_nodes import line_of, op_name, requires_g
 
 
 class CheckpointNotKept(Exception):
-    """A checkpoint of the user's own would mean something else in a plan; says which and why."""
+    """Error about a user's checkpoint that would mean something else in a plan."""
 
 
 def refuse_checkpoints(graph_module: fx.GraphModule, inputs: Sequence[GraphInput]) -> None:
-    """Refuse a graph with a checkpoint of which a plan does not keep the meaning."""
+    """Refuse a graph with a checkpoint whose meaning a plan does not keep."""
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     own = {
         node
@@ -58,7 +58,7 @@ def _why_not_kept(graph_module: fx.GraphModule, node: fx.Node, own: set[fx.Node]
 
 
 def _updates_statistics(node: fx.Node) -> bool:
-    """Whether a normalization updates running statistics, of which its schema says nothing."""
+    """Check whether a normalization updates running statistics, which its schema omits."""
     if op_name(node) not in ("batch_norm", "instance_norm"):
         return False
     names = ("input", "running_mean", "running_var", "weight", "bias", "training")

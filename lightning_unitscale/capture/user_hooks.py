@@ -1,7 +1,7 @@
-"""Find what a captured step would not run as the user's own step does: hooks, recorded passes.
+"""Find hooks and recorded passes that a captured step would run differently or not at all.
 
-A captured graph is one node of autograd's. Hooks of modules inside of it never see a gradient, and
-hooks of parameters run in another order, because all gradients arrive at once. The node cannot be
+A captured graph is one node of autograd's graph. Hooks of modules inside it never see a gradient.
+Hooks of parameters run in another order, because all gradients arrive at once. The node cannot be
 differentiated a second time.
 
 Private names used here were checked on torch 2.13 and 2.11: ``_engine_run_backward``, by which
@@ -39,7 +39,7 @@ def num_registered() -> int:
 
 
 def find_backward_hook(module: nn.Module) -> str | None:
-    """Name a hook that takes part in backward passes of a module; ``None`` if there is none."""
+    """Name a hook that takes part in a module's backward passes, or return ``None``."""
     for name, kind in _OF_MODULES.items():
         if (hook := _first(getattr(module_hooks, f"_global{name}"))) is not None:
             return f"all modules have a {kind}, {_named(hook)}"
@@ -55,7 +55,7 @@ def find_backward_hook(module: nn.Module) -> str | None:
 
 
 def _first(hooks: Mapping[int, Any] | None) -> Any:
-    """The first hook that is not this package's own."""
+    """Return the first hook that is not this package's own."""
     return next((hook for hook in (hooks or {}).values() if not _is_own(hook)), None)
 
 
@@ -65,7 +65,7 @@ def _is_own(hook: Any) -> bool:
 
 
 def _named(hook: Any) -> str:
-    """The hook's name, and where it was written."""
+    """Return the hook's name and where it was written."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     name = getattr(hook, "__qualname__", type(hook).__qualname__)
@@ -75,7 +75,7 @@ def _named(hook: Any) -> str:
 
 @contextlib.contextmanager
 def noticing_recorded_passes(notice: Callable[[], None]) -> Iterator[None]:
-    """Within this context ``notice`` is called before each pass with ``create_graph=True``."""
+    """Call ``notice`` before each backward pass with ``create_graph=True``."""
     run = autograd_graph._engine_run_backward
     # Both run in the middle of a step, whose functions Dynamo captures as it meets them.
     notice = torch.compiler.disable(notice)

@@ -1,8 +1,8 @@
-"""Activations and normalizations: their scale rules and their unit-scaled forms.
+"""Define scale rules and unit-scaled forms of activations and normalizations.
 
-Factors of activations are derived by quadrature: the RMS becomes 1, which is what a number format
-sees. The published ones (Unit Scaling, arXiv 2303.11257, table of ops) are fits to a standard
-deviation of 1, which leaves out the mean. With them the RMS would be:
+Factors of activations are derived by quadrature, so the RMS becomes 1, which matters for a number
+format. The published ones (Unit Scaling, arXiv 2303.11257, table of ops) are fits to a standard
+deviation of 1, which omits the mean. With them the RMS would be:
 
 |  | mult 0.25 | mult 1 | mult 4 |
 |---|---|---|---|
@@ -43,7 +43,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-# Arguments that change nothing of what an elementwise function computes.
+# Arguments that do not change the result of an elementwise function.
 _NO_OPTIONS = {"input", "mult", "inplace", "out"}
 
 
@@ -58,8 +58,8 @@ def _elementwise(
     return scaled_op(function, factors, "activation", reference, parameters, **names)
 
 
-# Not exp, cos or square: they are steps of something larger (a softmax, a rotary embedding, a
-# norm), which a factor in its midst would change.
+# Not exp, cos or square: they are steps of a larger function (a softmax, a rotary embedding, a
+# norm), which a factor inside would change.
 relu = _elementwise(F.relu)
 relu6 = _elementwise(F.relu6)
 leaky_relu = _elementwise(F.leaky_relu)
@@ -85,7 +85,7 @@ threshold = _elementwise(F.threshold, name="threshold")
 
 
 def _leaky(slope_mean_square: float, mult: float) -> float:
-    """Mean square of max(x, 0) + a min(x, 0), and of its gradient, for a slope a of this one."""
+    """Return the mean square of max(x, 0) + a min(x, 0), and of its gradient, for a slope a."""
     return mult**2 * (1 + slope_mean_square) / 2
 
 
@@ -97,7 +97,7 @@ def _rrelu(arguments: Mapping[str, Any]) -> Factors:
     return unit_factors(square, input=square)
 
 
-# What nn.PReLU starts from; a rule does not see the values of the weight.
+# nn.PReLU's initial value, since a rule does not see the values of the weight.
 _PRELU_START = 0.25
 
 
@@ -140,7 +140,7 @@ def silu_glu(
     mult: float = 1.0,
     constraint: str | None = "to_output_scale",
 ) -> Tensor:
-    """Unit-scaled gated linear unit, ``input * silu(mult * gate)``.
+    """Return the unit-scaled gated linear unit, ``input * silu(mult * gate)``.
 
     References:
         Blake et al., "u-muP" (arXiv 2407.17465), appendix on gated activations. Factors by
@@ -172,7 +172,7 @@ def _normalization(
     arguments: Mapping[str, Any], num_weights: float, weights: tuple[str, ...] = ("weight", "bias")
 ) -> Factors:
     uses = numel_of(arguments["input"]) / max(num_weights, 1)
-    # The output does not depend on the scale of the input: no `mult` anywhere.
+    # The output does not depend on the scale of the input, so there is no `mult`.
     return unit_factors(1.0, input=1.0, **dict.fromkeys(weights, uses))
 
 

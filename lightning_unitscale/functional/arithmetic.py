@@ -1,8 +1,8 @@
-"""Sums, products and reductions: their scale rules, their unit-scaled forms, and the residual add.
+"""Define scale rules and unit-scaled forms of sums, products, reductions and residual adds.
 
-A residual branch of weight tau beside a skip of weight 1 is split off before it and added after it.
-The weight acts on the branch's output in the forward pass, and on the gradient of its input in the
-backward pass: inside of the branch both are at RMS 1, however small tau is.
+A residual branch of weight tau with a skip of weight 1 is split off before it and added after it.
+The weight applies to the branch's output in the forward pass, and to the gradient of its input in
+the backward pass. So inside the branch both are at RMS 1, however small tau is.
 
 References:
     Blake, Orr, Luschi, "Unit Scaling" (arXiv 2303.11257), table of ops, and weighted residual adds.
@@ -40,12 +40,12 @@ __all__ = [
 ]  # fmt: skip
 
 _REFERENCE = "Unit Scaling (arXiv 2303.11257), table of ops"
-# The constant of torch's alpha_dropout: the value that SELU tends to from below.
+# The constant of torch's alpha_dropout: the limit of SELU from below.
 _SELU_FLOOR = -1.7580993408473766
 
 
 def _uses(arguments: Mapping[str, Any]) -> tuple[float, float]:
-    """How many elements of the output each element of both operands goes into."""
+    """Count the elements of the output that each element of both operands goes into."""
     input, other = arguments["input"], arguments["other"]
     numel = product(broadcast(shape_of(input), shape_of(other)))
     return numel / max(numel_of(input), 1), numel / max(numel_of(other), 1)
@@ -71,7 +71,7 @@ def _mul(arguments: Mapping[str, Any]) -> Factors:
 
 
 def _reduced(arguments: Mapping[str, Any]) -> float:
-    """Number of elements that go into each one of the output."""
+    """Count the elements that go into each element of the output."""
     shape = shape_of(arguments["input"])
     dim = arguments.get("dim")
     if dim is None or dim == ():
@@ -110,7 +110,7 @@ def _dropout(arguments: Mapping[str, Any]) -> Factors:
 def _alpha_dropout(arguments: Mapping[str, Any]) -> Factors:
     kept, mult = _kept(arguments, default=False), arguments.get("mult", 1.0)
     dropped = 1 - kept
-    # a (x or the floor) + b, with a and b such that mean 0 and variance 1 stay so.
+    # a (x or the floor) + b, with a and b that keep mean 0 and variance 1.
     square = 1 / (kept * (1 + dropped * _SELU_FLOOR**2)) if kept > 0 else 0.0
     output = 1 + square * kept * (mult**2 - 1)
     return unit_factors(output, input=mult**2 * square * kept)
@@ -148,7 +148,7 @@ _joined = partial(
     scaled_op, factors=_join, kind="linear", reference=_MOVES, parameters="tensors, dim=0"
 )
 cat = _joined(torch.cat, aliases="concatenate")
-# By itself, since operator.concat joins lists.
+# Separate, since operator.concat joins lists.
 register_rule(ScaleRule("cat", ("tensors", "dim"), _join, "linear", _MOVES), torch.concat)
 stack = _joined(torch.stack, aliases="hstack vstack dstack")
 
@@ -181,7 +181,7 @@ def add(
     alpha: float = 1,
     constraint: str | None = "to_output_scale",
 ) -> Tensor:
-    """Unit-scaled ``input + alpha * other``.
+    """Return the unit-scaled ``input + alpha * other``.
 
     References:
         Blake, Orr, Luschi, "Unit Scaling" (arXiv 2303.11257), table of ops.
@@ -211,7 +211,7 @@ def residual_apply(fn: Callable[[Tensor], Tensor], input: Tensor, tau: float = 1
 
 
 def residual_weights(tau: float) -> tuple[float, float]:
-    """Weights of the branch and of the skip connection; their squares add up to 1."""
+    """Return the weights of the branch and of the skip connection. Their squares add up to 1."""
     if not 0 <= tau < math.inf:
         raise ValueError(
             f"tau={tau}: it is no weight of a residual branch. Expected a finite number, 0 or more."

@@ -1,9 +1,9 @@
-"""Softmax and attention: their scale rules and their unit-scaled forms.
+"""Define scale rules and unit-scaled forms of softmax and attention.
 
 Attention over unit queries, keys and values has logits of standard deviation s = mult * scale *
-sqrt(d). Its output is a sum of values weighted by the probabilities p, hence E sum p^2, and so is
-the gradient of the values, over the queries. The gradient of a logit is p (dp - sum p dp), where dp
-has variance d_v; that of a query is `scale` times its sum with the keys.
+sqrt(d). Its output is a sum of values weighted by the probabilities p, hence E sum p^2. So is the
+gradient of the values, over the queries. The gradient of a logit is p (dp - sum p dp), where dp has
+variance d_v. That of a query is `scale` times its sum with the keys.
 
 References:
     Blake, Orr, Luschi, "Unit Scaling" (arXiv 2303.11257), table of ops, softmax: a fit.
@@ -62,7 +62,7 @@ def _log_softmax(arguments: Mapping[str, Any]) -> Factors:
 def _num_logits(arguments: Mapping[str, Any]) -> int:
     shape = shape_of(arguments["input"])
     dim = arguments.get("dim")
-    if dim is None:  # what torch guesses, with a warning
+    if dim is None:  # torch guesses it, with a warning
         dim = 0 if len(shape) in (0, 1, 3) else 1
     return specialized(shape[dim]) if shape else 1
 
@@ -100,7 +100,7 @@ log_softmax = scaled_op(
     F.log_softmax,
     _log_softmax,
     "normalization",
-    "left as it is: it is half of a loss, whose value stays the plain one; its gradient "
+    "unscaled: it is half of a loss, whose value stays unscaled; its gradient "
     "g - p sum(g) has the mean square 1 - 2 / n + sum p^2",
 )
 _ATTENTION = register_rule(
@@ -131,7 +131,7 @@ def scaled_dot_product_attention(
     constraint: str | None = "to_output_scale",
     output_scale: float | None = None,
 ) -> Tensor:
-    """Unit-scaled attention with logits ``mult / head_size * query @ key.T``.
+    """Return unit-scaled attention with logits ``mult / head_size * query @ key.T``.
 
     References:
         Blake et al., "u-muP" (arXiv 2407.17465), appendix on attention: 1/head_size in the logits.

@@ -1,11 +1,11 @@
-"""Call an operation with the factors of its rule: every unit-scaled operation is such a call.
+"""Call an operation with the factors of its rule, as every unit-scaled operation does.
 
-``scaled_op`` makes an operation of its rule alone. Others have a function of their own, with a
+``scaled_op`` makes an operation from its rule alone. Others have their own function, with a
 docstring, around ``scaled_call`` or ``scaled_loss``.
 
-Factors of gradients are placed where tensors enter, that of the output where it leaves. A loss has
-its factor on the gradient that enters it, before anything divides by the number of elements: in 16
-bits the plain gradient of a mean over many tokens would already be 0.
+Factors of gradients are applied where tensors enter, that of the output where it leaves. A loss has
+its factor on the gradient that enters it, before any division by the number of elements. In 16 bits
+the unscaled gradient of a mean over many tokens would already be 0.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def scaled_loss(
     mult: float = 1.0,
     correction: Factor = 1.0,
 ) -> Tensor:
-    """Call a loss: its value is the plain one, the gradients of its arguments are at RMS 1."""
-    # 16-bit arguments are computed with in FP32, where the gradient has room on its way from the
-    # scalar to the elements; the result has the type that the plain loss has.
+    """Call a loss: its value is unscaled, the gradients of its arguments are at RMS 1."""
+    # 16-bit arguments are computed in FP32, where the gradient has enough range on its way from the
+    # scalar to the elements. The result has the type of the unscaled loss.
     mult = positive(f"{rule.name}: mult", mult)
     arguments, factors, tensors = _prepared(rule, function, args, kwargs or {}, mult)
     first = _first_input(rule, tensors)
@@ -98,12 +98,12 @@ def _prepared(
     kwargs: Mapping[str, Any],
     mult: float,
 ) -> tuple[dict[str, Any], Factors, dict[str, Tensor]]:
-    """Arguments by name; the factors; and, by the same names, the tensors that get one."""
+    """Return the arguments, the factors, and the tensors that get a factor, all by name."""
     arguments = rule.bind(tuple(args), kwargs)
     try:
         factors = rule.factors({**arguments, "mult": mult})
     except (IndexError, KeyError, TypeError, ValueError):
-        # Shapes that do not fit: torch says so in the words that its users know.
+        # Shapes that do not fit: torch's own error is the one that its users know.
         function(*args, **kwargs)
         raise
     tensors: dict[str, Tensor] = {}
@@ -183,17 +183,17 @@ def _constrained(
 
 
 def _power(factor: float, power: float) -> float:
-    """A factor is the -1/2 power of a number of terms."""
+    """Raise a factor, which is the -1/2 power of a number of terms, to a power."""
     return factor if power == 0.5 else factor ** (2 * power)
 
 
 def positive(name: str, factor: float) -> float:
-    """The factor, or an error that names it where it is no positive number."""
+    """Return the factor, or raise an error that names it if it is not positive."""
     if factor == 1.0:
         return 1.0  # a number, where a compiler has made a symbol of it
     if not 0 < factor < math.inf:
         raise ValueError(
-            f"{name}={factor}: what is multiplied by it has no unit scale. Expected a positive "
+            f"{name}={factor}: the scaled tensor would lose its unit scale. Expected a positive "
             "number."
         )
     return factor
@@ -208,8 +208,8 @@ def _check_power(rule: ScaleRule, scale_power: ScalePower) -> None:
 
 
 _OPTIONS: dict[str, tuple[Any, str]] = {
-    "constraint": ("to_output_scale", "Between the factors of the output and of the gradients."),
-    "mult": (1.0, "The first argument is multiplied by it."),
+    "constraint": ("to_output_scale", "How to make the factors of output and gradients agree."),
+    "mult": (1.0, "Factor on the first argument."),
     "scale_power": (
         DEFAULT_POWER,
         "Powers of the number of terms in the sums that make the output, the gradient of the "
@@ -230,27 +230,27 @@ def scaled_op(
     operands: str = "",
     aliases: str | None = "",
 ) -> Callable[..., Any]:
-    """Register the rule of a function of torch, and make the function's unit-scaled form.
+    """Register the rule of a torch function, and make the function's unit-scaled form.
 
-    The form takes the arguments of torch's function, and by name ``constraint`` (but for norms and
-    losses), ``mult`` (activations and losses) and ``scale_power`` (layers with a weight).
+    The form takes the arguments of torch's function. By name it takes ``constraint`` (except norms
+    and losses), ``mult`` (activations and losses) and ``scale_power`` (layers with a weight).
 
     Args:
         function: The function.
         factors: As in :class:`~lightning_unitscale.functional.rules.ScaleRule`.
-        kind: As there.
-        reference: As there.
-        parameters: Parameters of the function, such as ``"input, beta=1, threshold=20"``, where
-            Python cannot tell.
-        name: Name of the operation, where it is not that of the function.
+        kind: The same.
+        reference: The same.
+        parameters: Parameters of the function, such as ``"input, beta=1, threshold=20"``, if Python
+            cannot inspect them.
+        name: Name of the operation, if it differs from the function's.
         weights: As in :class:`~lightning_unitscale.functional.rules.ScaleRule`, separated by
             blanks.
         operands: The same.
-        aliases: Further names by which torch knows the operation, separated by blanks; ``None`` if
-            what torch has by the function's name elsewhere takes other arguments.
+        aliases: Further torch names of the operation, separated by blanks. ``None`` if torch's
+            other operations of that name take other arguments.
 
     Returns:
-        A function of the same name and parameters with those of unit scaling after them.
+        A function of the same name and parameters, followed by those of unit scaling.
     """
     of_torch = _parameters(function, parameters)
     rule = ScaleRule(
@@ -278,7 +278,7 @@ def scaled_op(
             for option in options
         ]
     )
-    # In place, the factor could not be told from the tensor that others see.
+    # In place, other readers of the tensor would not see the factor.
     in_place = rule.parameters.index("inplace") if "inplace" in rule.parameters else None
     call = scaled_loss if rule.kind == "loss" else scaled_call
 
@@ -325,7 +325,7 @@ def _parameter(text: str) -> inspect.Parameter:
 
 def _docstring(rule: ScaleRule, options: Sequence[str]) -> str:
     if rule.kind == "loss":
-        what = "Its value is the plain loss; the gradients of its arguments are at RMS 1."
+        what = "Its value is the unscaled loss. The gradients of its arguments are at RMS 1."
     else:
         what = "Its output and the gradients of its arguments are at RMS 1 for inputs at RMS 1."
     lines = [f"Unit-scaled form of torch's ``{rule.name}``.", "", what]

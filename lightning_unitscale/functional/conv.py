@@ -1,9 +1,9 @@
-"""Convolutions, transposed convolutions and pools: their scale rules and their unit-scaled forms.
+"""Define scale rules and unit-scaled forms of convolutions and pools.
 
-Borders are taken as the inside: padding makes both the output and the gradient of the input a
-little smaller than the factors assume.
+Borders count as the inside: padding makes both the output and the gradient of the input a little
+smaller than the factors assume.
 
-Each window of an average pool sums k inputs over k; the energy of its gradient is spread over them.
+Each window of an average pool sums k inputs over k. The energy of its gradient is spread over them.
 The largest of k normal numbers has a mean square found by quadrature, and takes the whole gradient.
 
 References:
@@ -86,7 +86,7 @@ def _transposed(arguments: Mapping[str, Any]) -> Factors:
 def convolved_size(
     size: tuple[int, ...], kernel: tuple[int, ...], arguments: Mapping[str, Any]
 ) -> tuple[int, ...]:
-    """Spatial size of the output of a convolution or of a pool."""
+    """Return the spatial size of the output of a convolution or of a pool."""
     dims = len(kernel)
     stride = tuple_of(arguments.get("stride"), dims, 1)
     padding = arguments.get("padding")
@@ -139,10 +139,10 @@ Windows = tuple[float, float]
 
 
 def _sliding(arguments: Mapping[str, Any], dims: int) -> Windows:
-    """Inputs per window, and windows per input."""
+    """Count the inputs per window, and the windows per input."""
     size = shape_of(arguments["input"])[-dims:]
     kernel = tuple_of(arguments["kernel_size"], dims, 1)
-    # None, and the empty list that torch passes on for it, mean the kernel's size.
+    # None, and torch's empty list for it, mean the kernel's size.
     stride = tuple_of(arguments.get("stride") or kernel, dims, 1)
     windows = product(convolved_size(size, kernel, {**arguments, "stride": stride}))
     return product(kernel), windows / max(product(size), 1)
@@ -188,7 +188,7 @@ def _absolute_power(input: torch.Tensor, exponent: float) -> torch.Tensor:
 
 
 class _Reduction(NamedTuple):
-    """How a pool reduces the inputs in one window."""
+    """Reduction of the inputs in one window of a pool."""
 
     kind: Kind
     factors: Callable[[float, float, Mapping[str, Any]], Factors]

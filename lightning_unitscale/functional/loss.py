@@ -1,10 +1,10 @@
-"""Losses: their scale rules and their unit-scaled forms.
+"""Define scale rules and unit-scaled forms of losses.
 
-A loss keeps its plain value, so that it compares with an unscaled run; its gradient is at RMS 1 for
-every element that takes part. So a rule's ``output`` is 1, and a gradient's factor is for a
-gradient of 1 at the loss; all gradients are linear in that one, so the factor may be applied there.
+A loss keeps its unscaled value, so that it compares with an unscaled run. Its gradient is at RMS 1
+for every element that takes part. So a rule's ``output`` is 1, and a gradient's factor is for a
+gradient of 1 at the loss. All gradients are linear in that one, so the factor may be applied there.
 
-Targets are taken as independent of the predictions: at the start of training they are.
+Targets are taken as independent of the predictions, which holds at the start of training.
 
 References:
     Blake, Orr, Luschi, "Unit Scaling" (arXiv 2303.11257), table of ops, cross_entropy, mse_loss.
@@ -42,7 +42,7 @@ __all__ = [
 
 
 def reduction_of(arguments: Mapping[str, Any]) -> str:
-    """The ``reduction`` of a loss, from it or from the older ``size_average`` and ``reduce``."""
+    """Return the ``reduction`` of a loss, also from the older ``size_average`` and ``reduce``."""
     size_average, reduce = arguments.get("size_average"), arguments.get("reduce")
     if size_average is None and reduce is None:
         return str(arguments.get("reduction", "mean"))
@@ -54,7 +54,7 @@ def reduction_of(arguments: Mapping[str, Any]) -> str:
 def _factors(
     arguments: Mapping[str, Any], rows: float | None = None, **mean_squares: float
 ) -> Factors:
-    """Factors of a loss, from the mean squares of what each element adds to the gradients."""
+    """Return a loss's factors from the mean squares of each element's share in the gradients."""
     reduction = reduction_of(arguments)
     count = 1.0
     if reduction == "batchmean":
@@ -67,7 +67,7 @@ def _factors(
 
 
 def _classes_and_rows(arguments: Mapping[str, Any]) -> tuple[int, float]:
-    """Size of the dimension of ``input`` that holds the classes, and the number of choices."""
+    """Return the number of classes of ``input``, and the number of choices."""
     shape = shape_of(arguments["input"])
     classes = shape[1] if len(shape) > 1 else shape[0]
     return classes, numel_of(arguments["input"]) / max(classes, 1)
@@ -107,7 +107,7 @@ def _kl_div(arguments: Mapping[str, Any]) -> Factors:
 def _of_difference(
     mean_square: Callable[[float, Mapping[str, Any]], float],
 ) -> Callable[[Mapping[str, Any]], Factors]:
-    """Factors of a loss that is a function of ``input - target``."""
+    """Return the factors of a loss that is a function of ``input - target``."""
 
     def factors(arguments: Mapping[str, Any]) -> Factors:
         rms = math.sqrt(arguments.get("mult", 1.0) ** 2 + 1)
@@ -127,13 +127,13 @@ def _smooth_l1(rms: float, arguments: Mapping[str, Any]) -> float:
 
 
 def _clipped(rms: float, limit: float) -> float:
-    """Mean square of a difference that is clipped at a limit."""
+    """Return the mean square of a difference that is clipped at a limit."""
     square, _ = elementwise_moments(F.hardtanh, rms, (("min_val", -limit), ("max_val", limit)))
     return square
 
 
 def _gaussian_nll(arguments: Mapping[str, Any]) -> Factors:
-    # The difference d is normal with variance q, and the variance given is 1: the derivatives are
+    # The difference d is normal with variance q, and the given variance is 1. The derivatives are
     # d, of mean square q, and (1 - d^2)/2, of mean square (1 - 2q + 3q^2)/4.
     q = arguments.get("mult", 1.0) ** 2 + 1
     return _factors(arguments, input=q, target=q, var=(1 - 2 * q + 3 * q**2) / 4)
@@ -204,10 +204,10 @@ def cross_entropy(
     *,
     mult: float = 1.0,
 ) -> Tensor:
-    """Cross-entropy of ``mult * input`` whose gradient is unit-scaled.
+    """Return the cross-entropy of ``mult * input`` with a unit-scaled gradient.
 
-    The gradient of each token that is not ignored has RMS 1 over the V classes, for logits near 0,
-    whatever the reduction, the weights of the classes and the number of ignored tokens.
+    The gradient of each token that is not ignored has RMS 1 over the V classes for logits near 0.
+    This holds for any reduction, class weights and number of ignored tokens.
 
     References:
         Blake, Orr, Luschi, "Unit Scaling" (arXiv 2303.11257), table of ops: V / (V - 1)**0.5 per
@@ -233,7 +233,7 @@ def cross_entropy(
 def _correction(
     target: Tensor, weight: Tensor | None, ignore_index: int, is_mean: bool
 ) -> float | Tensor:
-    """Correction of the factor by the targets' values: the rule knows shapes only."""
+    """Correct the factor by the targets' values, since the rule knows shapes only."""
     counts = target != ignore_index
     if weight is None:
         return counts.float().mean() if is_mean else 1.0
@@ -249,7 +249,7 @@ def mse_loss(
     reduce: bool | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """Mean squared error whose gradients are unit-scaled.
+    """Return the mean squared error with unit-scaled gradients.
 
     References:
         Blake, Orr, Luschi, "Unit Scaling" (arXiv 2303.11257), table of ops: 8^-1/2 per element.

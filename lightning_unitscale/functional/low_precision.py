@@ -1,21 +1,21 @@
-"""Matmuls in FP8, real and simulated: casts, the scaled matmul, and a linear layer.
+"""Multiply matrices in FP8, real and simulated: casts, scaled matmul, and a linear layer.
 
 With ``x8 = e4m3(x f_x)``, ``w8 = e4m3(w f_w)`` and ``g8 = e4m3(g f_g)`` or ``e5m2(g f_g)``:
 
 - ``y = x8 w8^T / (f_x f_w) + b``
 - ``dx = g8 w8 / (f_g f_w)``, ``dw = g8^T x8 / (f_g f_x)``, ``db`` the sum of ``g``
 
-Constant scales are given: no maximum is computed, nothing is kept from step to step. Dynamic ones
+Constant scales are given: no maximum is computed, and nothing is kept between steps. Dynamic ones
 bring the largest element of each tensor to the end of its format.
 
 References:
     Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv 2209.05433), section 3; Blake, Orr,
     Luschi, "Unit Scaling" (arXiv 2303.11257), appendix C.
 
-``torch._scaled_mm`` (checked on torch 2.13 on a CPU, written to what 2.11 takes) wants the first
-matrix in rows and the second in columns, FP32 scales, an inner and an outer dimension that are
-multiples of 16, and never E5M2 for both. CPUs take more than that; what is asked of a GPU is asked
-of every device here, so that one model is treated alike on all.
+``torch._scaled_mm`` (checked on torch 2.13 on a CPU, and written for 2.11's arguments) needs the
+first matrix in rows and the second in columns, and FP32 scales. The inner and the outer dimension
+must be multiples of 16, and both formats must not be E5M2. CPUs take more, but a GPU's limits apply
+to every device here, so that a model behaves alike on all.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from lightning_unitscale.scales.step_rows import has_triton
 
 # Dimensions of the operands must be multiples of this, except the number of rows of the first.
 MULTIPLE = 16
-# Others are padded with zeros where that pays: from so many on, which adds at most an eighth of the
-# operations, and where each element of the padded result is a sum of so many products. FP8 then
-# saves more time than it takes to copy the part of the result that is kept.
+# Other sizes are padded with zeros if that pays. From PADDED_FROM on it adds at most an eighth of
+# the operations. MIN_PADDED_SUM is the least number of terms in each element of the result. FP8
+# then saves more time than copying the used part of the result takes.
 PADDED_FROM = 8 * MULTIPLE
 MIN_PADDED_SUM = 1024
 
@@ -42,7 +42,7 @@ _FIRST_CAPABILITY = (8, 9)
 
 
 def why_no_fp8(device: torch.device) -> str | None:
-    """Why a device cannot multiply FP8 matrices, or ``None`` if it can."""
+    """Return why a device cannot multiply FP8 matrices, or ``None`` if it can."""
     if device.type == "cpu":
         return None
     if device.type != "cuda":
@@ -59,7 +59,7 @@ def why_no_fp8(device: torch.device) -> str | None:
 def scaled_matmul(
     rows: Tensor, columns: Tensor, scale: Tensor, dtype: torch.dtype, *, fast: bool = False
 ) -> Tensor:
-    """``scale * rows @ columns.T``, summed in FP32 and rounded once."""
+    """Compute ``scale * rows @ columns.T``, summed in FP32 and rounded once."""
     size = columns.shape[0]
     if rows.shape[0] == 0 or rows.shape[1] == 0:
         return rows.new_zeros((rows.shape[0], size), dtype=dtype)
@@ -75,13 +75,13 @@ def scaled_matmul(
 
 
 def _padded(matrix: Tensor, *, rows: bool = False) -> Tensor:
-    """The matrix in contiguous rows, each padded with zeros, and their number if that is wanted."""
+    """Pad the length of rows, and with ``rows`` their number, with zeros."""
     matrix = matrix.contiguous()
     missing = -matrix.shape[1] % MULTIPLE
     missing_rows = -matrix.shape[0] % MULTIPLE if rows else 0
     if missing == missing_rows == 0:
         return matrix
-    # Padding is not there for FP8; the byte 0 is the number 0 in both formats.
+    # Padding is not implemented for FP8. The byte 0 is the number 0 in both formats.
     padded = torch.nn.functional.pad(matrix.view(torch.uint8), (0, missing, 0, missing_rows))
     return padded.view(matrix.dtype)
 
@@ -95,7 +95,7 @@ DEFAULT_GRADIENT: GradientFormat = "E4M3FN"
 GRADIENTS = {"E4M3FN": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
 
 
-# One node to Dynamo, as every function with a gradient of its own here.
+# One node to Dynamo, as every function with its own gradient here.
 @torch.compiler.allow_in_graph
 def fp8_linear(
     input: Tensor,
@@ -105,10 +105,10 @@ def fp8_linear(
     *factors: float,
     gradient_format: GradientFormat = DEFAULT_GRADIENT,
 ) -> Tensor:
-    """``input @ weight.T + bias`` through FP8; only FP8 is kept for the backward pass."""
-    # The factors are those of the input, the weight and the gradient; without them scales are
+    """Compute ``input @ weight.T + bias`` in FP8, and keep only FP8 for the backward pass."""
+    # The factors are those of the input, the weight and the gradient. Without them scales are
     # dynamic.
-    # Outside of the autograd function, whose result must be no view where it is written into.
+    # Outside of the autograd function, since its result must not be a view for in-place writes.
     rows = input.reshape(-1, input.shape[-1])
     result: Tensor = _FP8Linear.apply(rows, weight, dtype, gradient_format, *factors)
     output = result.reshape(*input.shape[:-1], weight.shape[0])
@@ -116,9 +116,9 @@ def fp8_linear(
 
 
 def to_fp8(tensor: Tensor, factor: Factor, dtype: torch.dtype) -> Tensor:
-    """``tensor * factor`` in FP8, rounded to nearest."""
-    # What is beyond the range becomes the largest number; infinities and NaN become NaN, so that
-    # nothing that has gone wrong before looks well afterwards.
+    """Cast ``tensor * factor`` to FP8, rounded to nearest."""
+    # Values beyond the range become the largest number. Infinities and NaN become NaN, so that
+    # earlier failures stay visible.
     wide = tensor.float() * factor
     largest = torch.finfo(dtype).max
     clipped = wide.clamp(-largest, largest)
@@ -133,8 +133,8 @@ def fp8_matrices(
     rows: bool = True,
     turned: bool = False,
 ) -> list[Tensor]:
-    """A matrix as :func:`to_fp8` casts it, and its transpose, each if it is wanted."""
-    # On CUDA one kernel makes both in one read, as :func:`scaled_matmul` wants them: in rows,
+    """Return a matrix cast as by :func:`to_fp8`, and its transpose, each if it is wanted."""
+    # On CUDA one kernel makes both in one read, as :func:`scaled_matmul` needs them: in rows,
     # padded with zeros to a multiple of 16. Elsewhere the transpose is a view.
     if matrix.device.type != "cuda" or matrix.numel() == 0 or not has_triton():
         cast = to_fp8(matrix, factor, dtype)
@@ -150,7 +150,7 @@ _LIBRARY = torch.library.Library("lightning_unitscale", "FRAGMENT")
 _LIBRARY.define(
     "fp8_matrices(Tensor matrix, Tensor[] factor, float number, ScalarType dtype, bool rows, "
     "bool turned) -> Tensor[]",
-    # It reads any strides: Inductor need not copy what it is given.
+    # It reads any strides, so Inductor need not copy its input.
     tags=(torch.Tag.flexible_layout,),
 )
 
@@ -209,8 +209,8 @@ class _FP8Linear(torch.autograd.Function):
             factors[:2] if factors else (to_largest(rows, OPERAND), to_largest(weight, OPERAND))
         )
         needs_input, needs_weight = ctx.needs_input_grad[:2]
-        # Hopper multiplies rows by columns only, so gradients read the operands turned. What a
-        # gradient that nobody asks for would read is not kept.
+        # Hopper multiplies rows by columns only, so gradients read the transposed operands.
+        # Operands for an unwanted gradient are not kept.
         rows8, *turned_rows = fp8_matrices(rows, of_input, OPERAND, turned=needs_weight)
         weight8, *turned_weight = fp8_matrices(weight, of_weight, OPERAND, turned=needs_input)
         ctx.save_for_backward(
@@ -251,7 +251,7 @@ class _FP8Linear(torch.autograd.Function):
 
 
 def to_largest(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The factor that brings the largest magnitude to the format's; 1 where there is none."""
+    """Return the factor that brings the largest magnitude to the format's, or 1 without one."""
     if tensor.numel() == 0:
         return torch.ones((), dtype=torch.float32, device=tensor.device)
     largest = tensor.detach().abs().amax().float()
@@ -261,7 +261,7 @@ def to_largest(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def undoing(first: Factor, second: Factor, like: Tensor) -> Tensor:
-    """The scale of a matmul of two matrices with these factors, FP32, on the device of a tensor."""
+    """Return the FP32 scale that undoes two factors of a matmul, on the device of a tensor."""
     scale = 1.0 / (first * second)
     if isinstance(scale, Tensor):
         return scale

@@ -1,8 +1,8 @@
-"""Matmuls in every form, linear maps and embeddings: their scale rules and unit-scaled forms.
+"""Define scale rules and unit-scaled forms of matmuls, linear maps and embeddings.
 
-Matmuls are sums over an index space: the output sums over the indices that it does not have, and
-the gradient of each operand over the indices that the operand does not have. Sums of N independent
-products of unit variance have variance N.
+Matmuls are sums over an index space. The output sums over the indices that it lacks, and the
+gradient of each operand over the indices that the operand lacks. Sums of N independent products of
+unit variance have variance N.
 
 References:
     Blake, Orr, Luschi, "Unit Scaling" (arXiv 2303.11257), table of scaling factors.
@@ -44,7 +44,7 @@ _REFERENCE = "Unit Scaling (arXiv 2303.11257), table of ops, matmul; any index s
 def _contraction(
     terms: float, index_space: float, operands: Mapping[str, Any], mult: float = 1.0
 ) -> Factors:
-    """Factors of a product."""
+    """Return the factors of a matmul."""
     squares = {
         name: mult**2 * index_space / max(numel_of(operand), 1)
         for name, operand in operands.items()
@@ -63,7 +63,7 @@ def _matmul_of(left: str, right: str) -> Any:
 
 
 def _matmul_numel(left: tuple[int, ...], right: tuple[int, ...]) -> float:
-    """Number of elements of a product, with its batch dimensions broadcast."""
+    """Return the number of elements of a matmul, with its batch dimensions broadcast."""
     rows = left[-2] if len(left) > 1 else 1
     columns = right[-1] if len(right) > 1 else 1
     return product(broadcast(left[:-2], right[:-2])) * rows * columns
@@ -80,7 +80,7 @@ def _added_product_of(left: str, right: str, *, is_summed_over_batch: bool = Fal
         index_space = terms * out
         if is_summed_over_batch:
             terms, out = terms * a_shape[0], out / max(a_shape[0], 1)
-        # A bias is 0 at the start, and small beside the product later; a whole tensor is not.
+        # A bias is 0 at the start, and small compared to the matmul later. A whole tensor is not.
         is_bias = numel_of(addend) != out or len(b_shape) < 2
         square = alpha**2 * terms + (0.0 if is_bias else (beta * mult) ** 2)
         squares = {
@@ -96,7 +96,7 @@ def _added_product_of(left: str, right: str, *, is_summed_over_batch: bool = Fal
 def _product_of(
     left: str, right: str, terms_of: Callable[[tuple[int, ...], Mapping[str, Any]], float]
 ) -> Any:
-    """Factors of a product with so many terms, by the shape of its left operand."""
+    """Return the factors of a matmul with this many terms, by the shape of its left operand."""
 
     def factors(arguments: Mapping[str, Any]) -> Factors:
         a, b = arguments[left], arguments[right]
@@ -136,7 +136,7 @@ def _einsum(arguments: Mapping[str, Any]) -> Factors:
 
 
 def _from_sublists(items: list[Any]) -> tuple[str, list[Any]]:
-    """The equation of ``einsum(op1, sublist1, op2, sublist2, ..., [sublist_out])``."""
+    """Return the equation of ``einsum(op1, sublist1, op2, sublist2, ..., [sublist_out])``."""
 
     def letters(sublist: Any) -> str:
         return "".join(["..." if i is Ellipsis else chr(ord("A") + int(i)) for i in sublist])
@@ -147,7 +147,7 @@ def _from_sublists(items: list[Any]) -> tuple[str, list[Any]]:
 
 
 def _subscripts(equation: str, dims: list[int]) -> tuple[list[list[Any]], list[Any]]:
-    """Labels of each operand and of the output; those of an ellipsis are numbers from the right."""
+    """Return the labels of operands and output. An ellipsis's are numbers from the right."""
     left, arrow, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
     longest = 0
@@ -313,7 +313,7 @@ bilinear = scaled_op(
     weights="weight bias",
     operands="input1 input2 weight",
 )
-# torch.embedding has the two tensors the other way round, but F.embedding is what a graph holds.
+# torch.embedding has the two tensors in the other order, but graphs contain F.embedding.
 _EMBEDDING = register_rule(
     ScaleRule(
         "embedding",
@@ -342,7 +342,7 @@ def linear_readout(
     *,
     constraint: str | None = None,
 ) -> Tensor:
-    """Unit-scaled linear map for a network's final output: its factor is ``1 / in_features``.
+    """Apply a network's unit-scaled output layer, whose factor is ``1 / in_features``.
 
     References:
         Blake et al., "u-muP" (arXiv 2407.17465), table 2, output weights.
@@ -359,7 +359,7 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    """Unit-scaled lookup in a table.
+    """Look up rows of a table, unit-scaled.
 
     References:
         Blake, Orr, Luschi, "Unit Scaling" (arXiv 2303.11257), table of ops: the gradient of the

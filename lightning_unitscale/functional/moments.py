@@ -1,9 +1,9 @@
-"""Moments of functions of normal variables, and of a softmax of normal logits.
+"""Compute moments of functions of normal variables, and of a softmax of normal logits.
 
-Gauss-Legendre quadrature on narrow panels over [-12, 12], weighted by the normal density. Hermite
-nodes would be exact for polynomials, but most activations have a kink, where Hermite quadrature
-with n nodes errs by about 1/n; a panel errs only if the kink is inside of it, and by its width
-squared.
+The method is Gauss-Legendre quadrature on narrow panels over [-12, 12], weighted by the normal
+density. Hermite nodes would be exact for polynomials. But most activations have a kink, where
+Hermite quadrature with n nodes errs by about 1/n. A panel errs only if it contains the kink, and by
+its width squared.
 
 References:
     Blake, Orr, Luschi, "Unit Scaling" (arXiv 2303.11257), appendix on scaling elementwise ops:
@@ -45,7 +45,7 @@ Array = NDArray[np.float64]
 
 @functools.cache
 def normal_nodes() -> tuple[Array, Array]:
-    """Nodes and weights such that ``(weights * f(nodes)).sum()`` is E f(x) for x ~ N(0, 1)."""
+    """Return nodes and weights such that ``(weights * f(nodes)).sum()`` is E f(x), x ~ N(0, 1)."""
     nodes, weights = np.polynomial.legendre.leggauss(_NODES_PER_PANEL)
     edges = np.linspace(-_LIMIT, _LIMIT, _NUM_PANELS + 1)
     half = (edges[1] - edges[0]) / 2
@@ -55,7 +55,7 @@ def normal_nodes() -> tuple[Array, Array]:
 
 
 def expectation(function: Callable[[Array], Array]) -> float:
-    """E f(x) for x ~ N(0, 1), of a numpy function."""
+    """Compute E f(x) for x ~ N(0, 1), for a numpy function."""
     nodes, weights = normal_nodes()
     return float((weights * function(nodes)).sum())
 
@@ -64,7 +64,7 @@ Numbers = TypeVar("Numbers")
 
 
 def _constant(function: Callable[..., Numbers]) -> Callable[..., Numbers]:
-    """A function of numbers that is cached, and whose result is a constant to a compiler."""
+    """Cache a function of numbers, and make its result a constant to a compiler."""
     cached = functools.lru_cache(maxsize=4096)(function)
 
     @torch.compiler.assume_constant_result
@@ -77,7 +77,7 @@ def _constant(function: Callable[..., Numbers]) -> Callable[..., Numbers]:
 
 @_constant
 def largest_of_normals(count: int) -> float:
-    """Mean square of the largest of ``count`` independent normal numbers."""
+    """Compute the mean square of the largest of ``count`` independent normal numbers."""
     return expectation(lambda x: count * x**2 * ndtr(x) ** (count - 1))
 
 
@@ -85,7 +85,7 @@ def largest_of_normals(count: int) -> float:
 def elementwise_moments(
     function: Callable[..., Tensor], mult: float = 1.0, options: tuple[tuple[str, Any], ...] = ()
 ) -> tuple[float, float]:
-    """Mean squares of ``function(mult * x)`` and of its derivative there, for x ~ N(0, 1)."""
+    """Compute mean squares of ``function(mult * x)`` and its derivative for x ~ N(0, 1)."""
     try:
         hash((function, options))
     except TypeError:
@@ -114,8 +114,8 @@ def _moments(
             float((weights * derivative**2).sum()),
         )
 
-    # In a thread of its own: the only public way out of the caller's fake tensors, autocast, vmap,
-    # no_grad and compiler at once, all of which are states of a thread.
+    # In a separate thread, which is the only public way out of the caller's fake tensors, autocast,
+    # vmap, no_grad and compiler at once. All of these are states of a thread.
     with ThreadPoolExecutor(1) as thread:
         moments = thread.submit(evaluate).result()
     for what, square in zip(("value", "derivative"), moments, strict=True):
@@ -127,7 +127,7 @@ def _moments(
     return moments
 
 
-# Beyond this standard deviation one logit wins, and the moments do not change any more.
+# Beyond this standard deviation one logit wins, and the moments are constant.
 _MAX_STD = 30.0
 
 
@@ -141,19 +141,19 @@ class SoftmaxMoments(NamedTuple):
 
 
 def softmax_moments(n: int, std: float) -> SoftmaxMoments:
-    """Moments of a softmax over ``n`` normal logits of standard deviation ``std``."""
+    """Compute the moments of a softmax over ``n`` normal logits of standard deviation ``std``."""
     return SoftmaxMoments(*_logit_moments(int(n), float(std)))
 
 
 def causal_softmax_moments(num_queries: int, num_keys: int, std: float) -> SoftmaxMoments:
-    """Mean of the moments over the rows of a causal mask: row i sees ``min(i + 1, num_keys)``."""
+    """Average the moments over a causal mask's rows: row i sees ``min(i + 1, num_keys)``."""
     return SoftmaxMoments(*_causal_moments(int(num_queries), int(num_keys), float(std)))
 
 
 @_constant
 def _causal_moments(num_queries: int, num_keys: int, std: float) -> tuple[float, float]:
     longest = min(num_queries, num_keys)
-    # The moments are smooth in log n: a few lengths are enough for all of them.
+    # The moments are smooth in log n, so a few lengths are enough for all of them.
     lengths = np.unique(np.geomspace(1, longest, 48).round().astype(int))
     moments = np.array([_logit_moments(int(n), std) for n in lengths])
     rows = np.arange(1, longest + 1)

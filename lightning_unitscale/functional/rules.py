@@ -1,10 +1,10 @@
-"""Scale rules: what an operation does to the scale of tensors, and which factors undo it.
+"""Define scale rules: an operation's effect on the scale of tensors, and its factors.
 
 One rule serves both the unit-scaled operation that is called by hand and the transform that finds
-the plain operation in a captured graph. A rule reads shapes and numbers, never values.
+the unscaled operation in a captured graph. A rule reads shapes and numbers, never values.
 
 With one factor for the output and for the gradients, the scaled operation's gradient is the
-derivative of what it computes; with several it is that times a constant (see ``apply_constraint``).
+derivative of its result. With several it is that times a constant (see ``apply_constraint``).
 
 References:
     Blake, Orr, Luschi, "Unit Scaling" (arXiv 2303.11257), section 4, constraints on cut edges.
@@ -35,8 +35,8 @@ class Factors:
     Attributes:
         output: Factor on the output, for inputs at RMS 1.
         gradients: For each tensor argument the factor on its gradient, as the operation itself
-            computes it from a gradient at RMS 1 of its own (unscaled) output. Arguments that are
-            absent get no gradient. Tensors in a list are ``operands.0``, ``operands.1``, ...
+            computes it from a gradient at RMS 1 of its own (unscaled) output. Absent arguments get
+            no gradient. Tensors in a list are ``operands.0``, ``operands.1``, ...
     """
 
     output: float
@@ -45,29 +45,29 @@ class Factors:
 
 @dataclass(frozen=True)
 class ScaleRule:
-    """How one operation changes the scale of its arguments.
+    """Effect of one operation on the scale of its arguments.
 
     Attributes:
-        name: Name of the operation, as in ``torch.nn.functional`` where it is there.
+        name: Name of the operation, as in ``torch.nn.functional`` if it exists there.
         parameters: Names of its parameters in positional order.
-        factors: From the arguments by name (tensors for their shapes only) to the factors; raises
-            ``ValueError`` for arguments that the rule does not cover.
-            ``mult`` among them is the RMS of the first argument where it is not 1: the operation
-            is then seen as one of that argument divided by ``mult``, whose gradient (``mult``
-            times the argument's own) is what the first argument's factor is for.
-        kind: What rules and the unit-scaled form make of it. ``"linear"``: homogeneous in each
-            tensor argument, so that another RMS of the input is one of the output; ``"sum"`` of two
-            tensors as well. ``"activation"``: not homogeneous, elementwise or nearly so; it takes
-            ``mult``, and by rules u-muP's. ``"normalization"``: its output is at RMS 1 for any
-            input. ``"loss"``: keeps its forward value and has the factor of its gradient only.
-            ``"other"``: none of these, such as a variance; the RMS of its input goes into
-            ``factors`` as ``mult``.
+        factors: Function from the arguments by name (tensors for their shapes only) to the factors.
+            It raises ``ValueError`` for arguments that the rule does not cover. Its ``mult`` is the
+            RMS of the first argument if that is not 1. The operation then counts as one of that
+            argument divided by ``mult``, whose gradient is ``mult`` times the argument's own. The
+            first argument's factor is for that gradient.
+        kind: How rules and the unit-scaled form treat it. ``"linear"``: homogeneous in each tensor
+            argument, so that the RMS of an input scales the output. ``"sum"``: the same for two
+            tensors together. ``"activation"``: not homogeneous, elementwise or nearly so. It takes
+            ``mult``, u-muP's under rules. ``"normalization"``: its output is at RMS 1 for any
+            input. ``"loss"``: keeps its forward value and has a factor on its gradient only.
+            ``"other"``: none of these, such as a variance. Its input's RMS goes into ``factors`` as
+            ``mult``.
         reference: Paper section or equation, or how it was derived.
-        weights: Parameters whose gradient is summed over the batch. The second operand of a
-            product may be a weight too: only the caller knows.
+        weights: Parameters whose gradient is summed over the batch. The second operand of a matmul
+            may be a weight too, which only the caller knows.
         is_variadic: Whether the last parameter takes all further positional arguments, as a list.
-        operands: Parameters that a matmul multiplies: it is linear in each, a list counts each of
-            its tensors. Empty for what is no matmul.
+        operands: Parameters that a matmul multiplies. It is linear in each, and each tensor in a
+            list counts. Empty if it is not a matmul.
     """
 
     name: str
@@ -81,7 +81,7 @@ class ScaleRule:
 
     @property
     def addends(self) -> tuple[str, ...]:
-        """Parameters that are added to a matmul as they are."""
+        """Return the parameters that are added to a matmul unscaled."""
         return tuple(name for name in self.weights if name not in self.operands)
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,12 +104,12 @@ class ScaleRule:
 
 
 def unit_factor(mean_square: float) -> float:
-    """The factor that brings a tensor of this mean square to RMS 1; 1 for a tensor of zeros."""
+    """Return the factor that brings this mean square to RMS 1, or 1 for a tensor of zeros."""
     return mean_square**-0.5 if mean_square > 0 else 1.0
 
 
 def unit_factors(output: float, **gradients: float) -> Factors:
-    """The factors that bring an output, and gradients by name, of these mean squares to RMS 1."""
+    """Return the factors that bring these mean squares of output and gradients to RMS 1."""
     return Factors(
         unit_factor(output), {name: unit_factor(square) for name, square in gradients.items()}
     )
@@ -127,9 +127,9 @@ def register_rule(
 
     Args:
         rule: The rule.
-        *functions: Functions that the rule describes; a user's own among them must be named in the
-            transform's ``replace`` too, or the capture looks into it.
-        names: Names by which torch knows it: as a function of ``torch``, of
+        *functions: Functions that the rule describes. Name a user's own function in the transform's
+            ``replace`` too, or the capture traces into it.
+        names: Names of the operation in torch: as a function of ``torch`` or
             ``torch.nn.functional``, an operator, and a method of tensors, in place or not.
 
     Returns:
@@ -149,7 +149,7 @@ def register_rule(
 
 
 def rule_of_function(function: object) -> ScaleRule | None:
-    """The rule of a function, or ``None``."""
+    """Return the rule of a function, or ``None``."""
     try:
         return _BY_FUNCTION.get(function)
     except TypeError:  # an unhashable callable has none
@@ -157,46 +157,46 @@ def rule_of_function(function: object) -> ScaleRule | None:
 
 
 def rule_of_method(name: str) -> ScaleRule | None:
-    """The rule of a method of tensors, or ``None``."""
+    """Return the rule of a method of tensors, or ``None``."""
     return _BY_METHOD.get(name)
 
 
 def matmul_names() -> set[str]:
-    """Names of the functions and methods of torch that multiply matrices."""
+    """Return the names of the functions and methods of torch that multiply matrices."""
     functions = {function.__name__: rule for function, rule in _BY_FUNCTION.items()}
     return {name for name, rule in {**functions, **_BY_METHOD}.items() if rule.operands}
 
 
 def registered_rules() -> tuple[ScaleRule, ...]:
-    """Every rule once, in the order of registration."""
+    """Return every rule once, in the order of registration."""
     return tuple({id(rule): rule for rule in _BY_FUNCTION.values()}.values())
 
 
 def elementwise_factors(
     function: Callable[..., Tensor], mult: float = 1.0, **options: Any
 ) -> Factors:
-    """Scale factors of any elementwise function of a normal tensor, by quadrature in FP64."""
-    # With x ~ N(0, 1) the output factor is (E f(mult x)^2)^(-1/2). That of the gradient, which is
-    # taken with respect to x as in every rule, is (mult^2 E f'(mult x)^2)^(-1/2), where f' is what
-    # autograd makes of the function; it is absent where the derivative is 0 everywhere.
+    """Compute the factors of any elementwise function of a normal tensor, in FP64."""
+    # With x ~ N(0, 1) the output factor is (E f(mult x)^2)^(-1/2). The gradient is taken with
+    # respect to x, as in every rule, so its factor is (mult^2 E f'(mult x)^2)^(-1/2), where f' is
+    # autograd's derivative. It is absent if the derivative is 0 everywhere.
     output, gradient = elementwise_moments(function, mult, tuple(options.items()))
     gradients = {"input": (mult**2 * gradient) ** -0.5} if gradient * mult else {}
     return Factors(output**-0.5 if output else 1.0, gradients)
 
 
 def hint_of(value: Any) -> Any:
-    """The number that a symbolic number was in the captured call; other values as they are."""
-    # No guard comes of it. It is ``None`` where the number depends on the values of a tensor.
+    """Return a symbolic number's value in the captured call, or any other value unchanged."""
+    # This adds no guard. It is ``None`` if the number depends on the values of a tensor.
     is_symbolic = isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
     return value.node.hint if is_symbolic else value
 
 
 def concrete_size(size: int | torch.SymInt) -> int:
-    """The number behind a symbolic size, without adding a guard on it."""
+    """Return the number behind a symbolic size, without adding a guard on it."""
     if isinstance(size, int):
         return size
     hint = hint_of(size)
-    # The length of a ragged dimension is another one in each row.
+    # The length of a ragged dimension differs from row to row.
     if hint is None or isinstance(hint, torch.SymInt):
         raise ValueError(
             f"size={size}: it depends on the values of a tensor. Expected a size that is known "
@@ -206,20 +206,20 @@ def concrete_size(size: int | torch.SymInt) -> int:
 
 
 def specialized(size: int) -> int:
-    """The number of a size for a computation that a compiler does not look into."""
-    # A compiled graph is then one of this size; another size recompiles.
+    """Return the number of a size for a computation that a compiler does not trace."""
+    # A compiled graph is then specialized to this size, and another size recompiles.
     return len(range(size)) if is_compiling() else size
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
-    """Sizes of a tensor; those of a number are none."""
+    """Return the sizes of a tensor. A number has none."""
     if not isinstance(value, Tensor):
         return ()
     return tuple([concrete_size(size) for size in value.shape])
 
 
 def broadcast(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape that two shapes broadcast to."""
+    """Return the shape that two shapes broadcast to."""
     length = max(len(first), len(second))
     first = (1,) * (length - len(first)) + first
     second = (1,) * (length - len(second)) + second
@@ -227,7 +227,7 @@ def broadcast(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...
 
 
 def product(sizes: Iterable[float]) -> float:
-    """Product of numbers, 1 of none; ``math.prod`` that a compiler can look into."""
+    """Multiply numbers, 1 for none: ``math.prod`` that a compiler can trace."""
     result: float = 1
     for size in sizes:
         result = result * size
@@ -235,14 +235,14 @@ def product(sizes: Iterable[float]) -> float:
 
 
 def numel_of(value: Any) -> float:
-    """Number of elements of a tensor; a number is one."""
+    """Return the number of elements of a tensor. A number is one."""
     if isinstance(value, Tensor) and value.layout is torch.jagged:
         value = value.values()
     return product(shape_of(value))
 
 
 def tuple_of(value: int | Iterable[int] | None, length: int, default: int) -> tuple[int, ...]:
-    """One number per spatial dimension, where torch takes one for all of them or a sequence."""
+    """Return one number per spatial dimension from torch's number or sequence."""
     if value is None:
         return (default,) * length
     if isinstance(value, (int, torch.SymInt)):
@@ -253,14 +253,14 @@ def tuple_of(value: int | Iterable[int] | None, length: int, default: int) -> tu
     return numbers * length if len(numbers) == 1 else numbers
 
 
-# What a constraint takes for the output and all gradients: the geometric, harmonic or arithmetic
-# mean of their factors, or that of the output, of the only gradient, or of one of two gradients.
+# A constraint's value for the output and all gradients: the geometric, harmonic or arithmetic mean
+# of their factors, or the factor of the output, of the only gradient, or of one of two.
 _MEANS: dict[str, Callable[[tuple[float, ...]], float]] = {
     "gmean": lambda factors: math.exp(sum([math.log(factor) for factor in factors]) / len(factors)),
     "hmean": lambda factors: len(factors) / sum([1 / factor for factor in factors]),
     "amean": lambda factors: sum(factors) / len(factors),
 }
-# Position among (output, *gradients), and the number of gradients that gives it a meaning.
+# Position among (output, *gradients), and the number of gradients for which it is valid.
 _POSITIONS: dict[str, tuple[int, int | None]] = {
     "to_output_scale": (0, None),
     "to_grad_input_scale": (1, 1),
@@ -270,7 +270,7 @@ _POSITIONS: dict[str, tuple[int, int | None]] = {
 
 
 def apply_constraint(constraint: str | None, *factors: float) -> tuple[float, ...]:
-    """Make the factors of the output and of the gradients agree; ``None`` leaves each as it is."""
+    """Make the factors of the output and of the gradients agree, or keep them if ``None``."""
     if constraint is None:
         return factors
     if constraint in _MEANS:

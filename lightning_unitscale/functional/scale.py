@@ -1,13 +1,12 @@
 """Multiply a tensor by one factor in the forward pass and its gradient by another in the backward.
 
-Everything that unit scaling does to a graph is made of this one primitive. With powers of two it is
-exact: a product with 2**k only moves the exponent, so nothing is rounded unless a value leaves the
-range of its type.
+Unit scaling changes a graph only by this primitive. With powers of two it is exact: multiplying by
+2**k only moves the exponent, so nothing is rounded unless a value leaves the range of its type.
 
 Private names of torch, checked on torch 2.11 and 2.13: in ``torch._C`` whether ``torch.func``
-transforms are active, in ``torch._C._functorch`` their wrapped tensors and the depth of their
-stack, the level of forward-mode differentiation, and whether hooks on saved tensors are disabled
-(which transforms do); the context of ``torch._functorch`` that leaves the stack.
+transforms are active; in ``torch._C._functorch`` their wrapped tensors, the depth of their stack,
+the level of forward-mode differentiation, and whether hooks on saved tensors are disabled (as
+transforms do); the context of ``torch._functorch`` that leaves the stack.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ __all__ = ["scale", "scale_bwd", "scale_fwd"]
 
 
 def whole_view(tensor: Tensor) -> Tensor:
-    """A view of all of a tensor, with its strides, also those of dimensions of size 1."""
-    # ``view_as`` makes those up, and convolutions tell by them whether images are channels-last: a
+    """Return a view of all of a tensor, with its strides, also for dimensions of size 1."""
+    # ``view_as`` recomputes those, and convolutions use them to detect channels-last images. A
     # single image would go through another kernel, with other last bits.
     if tensor.layout is torch.jagged:
         return tensor.view_as(tensor)
@@ -39,7 +38,7 @@ def whole_view(tensor: Tensor) -> Tensor:
 
 
 def is_transforming() -> bool:
-    """Whether a ``torch.func`` transform (``grad``, ``vmap``, ...) runs the calling code."""
+    """Check whether a ``torch.func`` transform (``grad``, ``vmap``, ...) runs the calling code."""
     return torch._C._are_functorch_transforms_active()
 
 
@@ -51,8 +50,8 @@ def outside_transforms() -> contextlib.AbstractContextManager[Any]:
 @contextlib.contextmanager
 def leaving_transforms() -> Iterator[None]:
     """Leave, with this context, the transforms that were entered within it."""
-    # A captured graph enters and leaves them by operations of its own, so an exception in between
-    # leaves them active for all that follows, plain operations included.
+    # A captured graph enters and leaves them by operations of its own. So an exception in between
+    # leaves them active for all later operations, also ordinary ones.
     functorch, autograd = torch._C._functorch, torch._C._autograd
     depth = functorch.get_dynamic_layer_stack_depth()
     message = autograd._saved_tensors_hooks_get_disabled_error_message()
@@ -73,7 +72,7 @@ def leaving_transforms() -> Iterator[None]:
 
 
 def _leave_dual_level() -> None:
-    """Leave the level of forward-mode differentiation, if there is one: nothing tells but a try."""
+    """Leave the level of forward-mode differentiation if there is one, which only a try shows."""
     with contextlib.suppress(RuntimeError):
         # Levels do not nest, so entering fails within one.
         torch._C._enter_dual_level()
@@ -81,7 +80,7 @@ def _leave_dual_level() -> None:
 
 
 def plain_tensor(tensor: Tensor) -> Tensor:
-    """The tensor inside of transforms' wrappers: all samples of a ``vmap``, a ``grad``'s value."""
+    """Return the tensor inside transforms' wrappers: all samples of ``vmap``, ``grad``'s value."""
     while is_functorch_wrapped_tensor(tensor):
         tensor = get_unwrapped(tensor)
     return tensor
@@ -89,9 +88,9 @@ def plain_tensor(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def hooks_in_transforms() -> Iterator[None]:
-    """Within this context transforms run under hooks of saved tensors that leave these as they are.
+    """Let transforms run under hooks of saved tensors that leave these unchanged.
 
-    They refuse all hooks, because one that changes a tensor would see it wrapped.
+    Transforms refuse all hooks, because one that changes a tensor would see it wrapped.
     """
 
     def allowed(message: str) -> contextlib.AbstractContextManager[None]:
@@ -112,7 +111,7 @@ def scale(input: Tensor, forward_factor: Factor, backward_factor: Factor) -> Ten
     The two factors are independent: this is a deliberate change of units, not a derivative.
 
     ``torch.func`` can transform it by ``grad``, ``vmap`` (also over factors) and ``jacrev``. It has
-    no forward-mode derivative: Dynamo refuses functions with one of their own.
+    no forward-mode derivative, since Dynamo refuses functions that define one.
 
     References:
         Blake, Orr, Luschi, "Unit Scaling" (arXiv 2303.11257), section 4, scaled ops.
@@ -137,11 +136,11 @@ def _scaled(input: Tensor, forward_factor: Factor | None, backward_factor: Facto
 
 
 def multiply(tensor: Tensor, factor: Factor) -> Tensor:
-    """``tensor * factor`` in the type and memory layout of ``tensor``, exact for powers of two."""
+    """Return ``tensor * factor`` in the type and layout of ``tensor``, exact for powers of two."""
     # A 16-bit kernel may round a tensor factor to its own type first (2**20 is inf in FP16), so
-    # FP16 is multiplied in FP32. An expanded dimension stays expanded and a slice keeps its gaps:
-    # a dense copy would let what follows take another kernel, with another order of summation or
-    # (on a CPU, where vectors and their remainders are computed differently) with other last bits.
+    # FP16 is multiplied in FP32. An expanded dimension stays expanded and a slice keeps its gaps.
+    # With a dense copy later operations could use another kernel, with another order of summation
+    # or (on a CPU, which computes vectors and their remainders differently) with other last bits.
     if not is_compiling() and tensor.layout is not torch.strided:
         # The gradient of a sparse embedding, or rows of different lengths: no layout to keep.
         return _product(tensor, factor)
@@ -160,19 +159,19 @@ def multiply(tensor: Tensor, factor: Factor) -> Tensor:
 def _product(tensor: Tensor, factor: Factor) -> Tensor:
     if not isinstance(factor, Tensor):
         return tensor * factor
-    # A 0-d tensor counts as much as a 0-d factor in torch's promotion of types.
+    # A 0-d tensor counts as much as a 0-d factor in torch's type promotion.
     wide = tensor.float() if tensor.dtype == torch.float16 else tensor
     return (wide * factor).to(tensor.dtype)
 
 
-# Beyond it a power of two, or its inverse, is no normal number of FP32, in which kernels hold a
-# Python factor.
+# Beyond it a power of two, or its inverse, is not a normal FP32 number, the type in which kernels
+# hold a Python factor.
 LARGEST_LOG2 = 126
 _EXPONENTS = range(-LARGEST_LOG2, LARGEST_LOG2 + 1)
 _NUMBERS: Mapping[int, Tensor | float] = {e: 2.0**e for e in _EXPONENTS}
-# By a type and an exponent, the power of two as tensors of that type are multiplied by it. Torch
-# makes a tensor of each number that it multiplies by, which takes longer than to multiply a small
-# one. FP16 has no room for all of these factors, and numbers are taken in FP32.
+# Powers of two by type and exponent, as tensors for multiplication. Torch makes a tensor of each
+# number factor, which takes longer than multiplying a small tensor. FP16 cannot represent all of
+# these factors, and numbers are used in FP32.
 POWERS_OF_TWO: Mapping[torch.dtype, Mapping[int, Tensor | float]] = {
     torch.float16: _NUMBERS,
     **{
@@ -197,8 +196,8 @@ def scale_in_place(tensor: Tensor, exponent: int) -> None:
 
 
 def empty_placed_like(tensor: Tensor, dtype: torch.dtype, offset: int) -> Tensor:
-    """Memory whose dimensions merge where those of ``tensor`` do, and nowhere else."""
-    # Kernels run over merged dimensions, and in other steps where rows are aligned in another way:
+    """Allocate memory whose dimensions merge where those of ``tensor`` do, and nowhere else."""
+    # Kernels run over merged dimensions, and in other steps if rows are aligned differently. So
     # every stride and the address are those of ``tensor`` modulo a cache line. The gaps themselves
     # may be smaller: a slice of one column out of a thousand does not need a thousand columns.
     shape, strides = tensor.shape, tensor.stride()
@@ -213,14 +212,14 @@ def empty_placed_like(tensor: Tensor, dtype: torch.dtype, offset: int) -> Tensor
 def placed_strides(
     shape: tuple[int, ...], strides: tuple[int, ...], line: int
 ) -> tuple[tuple[int, ...], int]:
-    """The strides that :func:`empty_placed_like` gives, and how many elements they reach over."""
+    """Return the strides of :func:`empty_placed_like`, and the number of elements they span."""
     placed = [1] * len(shape)
     end, true_end = 1, 1
-    # From the innermost dimension outwards; one of size 1 is never stepped over.
+    # From the innermost dimension outwards. One of size 1 is never stepped over.
     for dim in sorted(range(len(shape)), key=strides.__getitem__):
         size, stride = shape[dim], strides[dim]
         if size == 1:
-            placed[dim] = stride  # kernels tell the order of dimensions by it
+            placed[dim] = stride  # kernels read the order of dimensions from it
             continue
         placed[dim] = end if stride == true_end else end + 1 + (stride - end - 1) % line
         end, true_end = placed[dim] * size, stride * size
@@ -231,7 +230,7 @@ _LINE_BYTES = 64
 
 
 def _alignment(tensor: Tensor) -> int:
-    """Elements from the last cache line's beginning to that of ``tensor``; 0 under a compiler."""
+    """Return the offset of ``tensor`` in its cache line in elements, or 0 under a compiler."""
     if is_compiling():
         return 0
     offset = tensor.storage_offset()
@@ -257,13 +256,13 @@ class _Scale(torch.autograd.Function):
         if grad_output is None:
             return None, None, None
         factor = ctx.saved_tensors[0] if ctx.number is None else ctx.number
-        # A gradient may be a tensor of an outer ``vmap``, in whose memory multiply must not look.
+        # A gradient may be a tensor of an outer ``vmap``, whose memory multiply must not read.
         is_plain = not is_transforming()
         gradient = multiply(grad_output, factor) if is_plain else scale(grad_output, factor, factor)
         return gradient, None, None
 
 
-# Besides the one above, since torch calls a function that it can transform at three times the cost.
+# Separate from the one above, since torch calls a transformable function three times as slowly.
 class _TransformableScale(_Scale):
     @staticmethod
     def forward(  # type: ignore[override]
@@ -290,8 +289,8 @@ class _TransformableScale(_Scale):
 
 
 def _keep_factor(ctx: Any, factor: Factor) -> None:
-    """Tensors must be saved as such, or aot_autograd bakes their value into the backward graph."""
-    # Where no gradient arrives, zeros in its place would have optimizers move what they leave.
+    """Save tensor factors, or aot_autograd bakes their value into the backward graph."""
+    # Zeros in place of a missing gradient would make optimizers move unused parameters.
     ctx.set_materialize_grads(False)
     ctx.number = None if isinstance(factor, Tensor) else factor
     if isinstance(factor, Tensor):

@@ -1,10 +1,10 @@
-"""A Triton kernel that casts a matrix to FP8, as it is and transposed, in one read.
+"""Cast a matrix to FP8, as it is and transposed, in one read by a Triton kernel.
 
-Both results are in rows, as ``torch._scaled_mm`` wants its operands on Hopper. Of an element of e
-bytes ``e + 1`` are moved, or ``e + 2`` with the transpose: 4 for BF16, where torch operations move
-61 for the cast (to FP32, times the factor, clamped, tested for infinity, chosen, cast) and 2 more
-for the copy. Each element is rounded by itself, so results are the same from run to run; and by
-arithmetic on codes, so that GPUs without FP8 and the interpreter have the bits too.
+Both results are in rows, as ``torch._scaled_mm`` needs its operands on Hopper. For an element of e
+bytes the kernel moves ``e + 1`` bytes, or ``e + 2`` with the transpose. That is 4 for BF16, where
+torch moves 61 for the cast (to FP32, times the factor, clamped, tested for infinity, chosen, cast)
+and 2 more for the copy. Each element is rounded by itself, so runs agree. It uses arithmetic on
+codes, so GPUs without FP8 and the interpreter compute the same bits.
 
 Checked with Triton 3.6 (which belongs to torch 2.11) and 3.7 (to torch 2.13).
 """
@@ -23,7 +23,7 @@ from lightning_unitscale.functional.scale import Factor
 from lightning_unitscale.scales.triton_kernels import wide
 
 NUM_WARPS: Final = 8
-# A tile is square; 64 bytes of FP8 in a row are two sectors of memory, in both results.
+# A tile is square. 64 bytes of FP8 in a row are two sectors of memory, in both results.
 _TILE: Final = 64
 
 _INF = tl.constexpr(math.inf)
@@ -55,7 +55,7 @@ def cast_matrix(
 
 
 def constants_of(dtype: torch.dtype) -> dict[str, Any]:
-    """What the kernel is compiled with for a format."""
+    """Return the kernel's compile-time constants for a format."""
     info = torch.finfo(dtype)
     return {
         "LARGEST": info.max,
@@ -69,7 +69,7 @@ def constants_of(dtype: torch.dtype) -> dict[str, Any]:
 def cast_tiles(
     matrix: tl.tensor,  # FP32, BF16 or FP16
     factor: tl.tensor,  # 0-d, or ``None``
-    number: tl.tensor,  # the factor, where that is ``None``
+    number: tl.tensor,  # the factor, if that is ``None``
     rows: tl.tensor,  # bytes of shape ``(num_rows, rows_pitch)``, or ``None``
     turned: tl.tensor,  # bytes of shape ``(num_columns, turned_pitch)``, or ``None``
     num_rows: tl.tensor,  # of the matrix
@@ -100,14 +100,14 @@ def cast_tiles(
     anchor = 2.0 ** (MIN_EXPONENT - MANTISSA_BITS + 23)
     first = tl.full((), anchor, tl.float32).to(tl.int32, bitcast=True)
     subnormal = (clipped + anchor).to(tl.int32, bitcast=True) - first
-    # Codes are in the order of the numbers: a carry out of the mantissa does what it should.
+    # Codes are in the order of the numbers, so a carry out of the mantissa is correct.
     cut = 23 - MANTISSA_BITS
     code = clipped.to(tl.int32, bitcast=True)
     code += ((code >> cut) & 1) + ((1 << (cut - 1)) - 1)
     normal = (code >> cut) - ((126 + MIN_EXPONENT) << MANTISSA_BITS)
     code = tl.where(clipped < 2.0**MIN_EXPONENT, subnormal, normal)
     code |= (x.to(tl.int32, bitcast=True) >> 24) & 0x80
-    # What was not finite is NaN.
+    # Values that were not finite become NaN.
     code = tl.where(magnitude < _INF, code, 0x7F).to(tl.uint8)
     if rows is not None:
         inside = is_row[:, None] & (column < rows_pitch)[None, :]

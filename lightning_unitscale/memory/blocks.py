@@ -1,4 +1,4 @@
-"""Cuts a joint graph into blocks: where the forward pass has one tensor alive, it can be cut."""
+"""Cut a joint graph into blocks where the forward pass has only one tensor alive."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 
 from lightning_unitscale.memory.problem import Ints, Mask, NodeRegion, RematProblem
 
-# What is alive beside a separator's tensor may be this much of it: statistics, scalars.
+# Share of a separator's bytes that may be alive besides its tensor: statistics, scalars.
 _BESIDE = 1 / 16
-# Alive for more than this part of the forward pass: tables and masks that all blocks share.
+# Values alive for more of the forward pass than this are tables and masks that blocks share.
 _SHARED = 1 / 4
-# Operations of a block: a chain that can be cut everywhere is left to cuts within its blocks.
+# Operations of a block. A chain that can be cut everywhere is left to cuts within its blocks.
 _LEAST_OPERATIONS = 4
-# What the nodes of structurally identical blocks have in common.
+# Fields in which the nodes of structurally identical blocks agree.
 _ALIKE = ("kind", "num_bytes", "workspace_bytes", "flops", "region", "can_save", "can_recompute",
           "in_forward")  # fmt: skip
 # Small blocks are joined to their successors until there are fewer.
@@ -24,10 +24,10 @@ _MAX_BLOCKS = 100
 
 @dataclass(frozen=True)
 class Blocks:
-    """A joint graph as a chain of blocks."""
+    """Joint graph as a chain of blocks."""
 
     problem: RematProblem
-    separators: tuple[int, ...]  # the base of the tensor that leads from each block to the next
+    separators: tuple[int, ...]  # base of the tensor that leads from each block to the next
     block: Ints  # of each node; -1 for inputs
 
     def __len__(self) -> int:
@@ -35,20 +35,20 @@ class Blocks:
 
     @cached_property
     def members(self) -> tuple[Ints, ...]:
-        """Nodes of each block: forward and backward, ascending."""
+        """Return the nodes of each block, forward and backward, in ascending order."""
         by_block = np.argsort(self.block, kind="stable")
         ends = np.searchsorted(self.block[by_block], np.arange(len(self) + 1))
         return tuple(np.split(by_block, ends)[1:-1])
 
     @cached_property
     def classes(self) -> tuple[int, ...]:
-        """A number for each block, the same for blocks that differ only in their place."""
+        """Number the blocks so that blocks that differ only in their place get the same number."""
         numbers: dict[object, int] = {}
         return tuple(numbers.setdefault(self._signature(i), len(numbers)) for i in range(len(self)))
 
     @cached_property
     def read_later(self) -> Mask:
-        """Forward values that a later block reads, or the backward pass of another block."""
+        """Mark the forward values that a later block or another block's backward pass reads."""
         problem, block = self.problem, self.block
         producers, users = problem.edges
         crosses = (block[producers] >= 0) & (block[producers] != block[users])
@@ -87,7 +87,7 @@ class Blocks:
 
 
 def find_blocks(problem: RematProblem) -> Blocks:
-    """Cut at every tensor that is alone between what comes before and what comes after it."""
+    """Cut at every tensor that is alone between the operations before and after it."""
     forward = np.flatnonzero((problem.region == NodeRegion.FORWARD) & problem.in_forward)
     time = np.full(len(problem), -1, dtype=np.int64)
     time[forward] = np.arange(len(forward))
@@ -101,7 +101,7 @@ def find_blocks(problem: RematProblem) -> Blocks:
 
 
 def _separators(problem: RematProblem, forward: Ints, time: Ints) -> list[tuple[int, int]]:
-    """Return (last operation before the cut, the tensor alive there) of every place to cut."""
+    """Return (last operation before the cut, the tensor alive there) of every possible cut."""
     count = len(forward)
     first = np.full(len(problem), -1, dtype=np.int64)
     last = np.full(len(problem), -1, dtype=np.int64)
@@ -161,12 +161,12 @@ def _place_others(problem: RematProblem, block: Ints, last_block: int) -> None:
     is_forward: list[bool] = (problem.region == NodeRegion.FORWARD).tolist()
     others = np.flatnonzero((problem.region == NodeRegion.FORWARD) & (block < 0)).tolist()
     for i in others:
-        # Constants of the backward pass: with what reads them, below.
+        # Constants of the backward pass are placed with their readers, below.
         placed[i] = max((placed[j] for j in inputs[i]), default=-1)
     shared = _shared(problem, np.array(placed, dtype=np.int64)).tolist()
     highest = -1
-    # The backward pass goes through the blocks in reverse: what comes before an operation of a
-    # block belongs to it or to a later one.
+    # The backward pass goes through the blocks in reverse. A predecessor of a block's operation
+    # belongs to the block or to a later one.
     for i in np.flatnonzero(problem.region == NodeRegion.BACKWARD)[::-1].tolist():
         for j in inputs[i]:
             if is_forward[j] and not shared[j] and placed[j] > highest:
@@ -179,7 +179,7 @@ def _place_others(problem: RematProblem, block: Ints, last_block: int) -> None:
 
 
 def _shared(problem: RematProblem, block: Ints) -> Mask:
-    """Forward values that more than two blocks read."""
+    """Mark the forward values that more than two blocks read."""
     producers, users = problem.edges
     counts = problem.in_forward & (problem.region == NodeRegion.FORWARD)
     reads = (block[users] >= 0) & counts[producers]

@@ -1,9 +1,9 @@
-"""Ways to run each run of blocks, and the fastest choice of one for every run under a peak.
+"""List the options of each run of blocks, and choose the fastest combination under a peak.
 
 References:
     Feng, Huang, "Optimal Gradient Checkpoint Search" (2021), and Beaumont et al., "Optimal
-    checkpointing for heterogeneous chains" (2019), on chains of blocks under a peak; here each
-    block's own ways come from cuts of its graph. Bellman (1957) on dynamic programming.
+    checkpointing for heterogeneous chains" (2019), on chains of blocks under a peak. Here the
+    options of each block come from cuts of its graph. Bellman (1957) on dynamic programming.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from lightning_unitscale.memory.problem import (
 )
 from lightning_unitscale.memory.schedule import backward_order, simulate_plan
 
-# Cuts of one run of blocks, numbers of blocks in a run, and those that any blocks may form.
+# Cuts of one run of blocks, numbers of blocks in a run, and numbers for any blocks.
 _MAX_CUTS = 10
 _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 _ANY_BLOCKS = 3
 # States kept per block boundary: different numbers of bytes saved so far.
 _MAX_STATES = 64
-# More than all bytes that can be saved: where the states of each boundary start among all keys.
+# Larger than all bytes that can be saved: offset of each boundary's states among all keys.
 _BOUNDARY = 2**52
 
 
 @dataclass(frozen=True)
 class Option:
-    """One way to run a run of blocks; places are those among the run's nodes."""
+    """One option of a run of blocks. Places are indices among the run's nodes."""
 
-    saved: tuple[int, ...]  # places of what is kept, the last block's output among them
-    dropped: tuple[int, ...]  # places of what is kept for one block only, and may run repeatedly
-    seconds: float  # of what runs again
+    saved: tuple[int, ...]  # places of the kept values, the last block's output among them
+    dropped: tuple[int, ...]  # places of values kept for one block only, which may run repeatedly
+    seconds: float  # of the recomputation
     saved_bytes: int
-    forward_bytes: int  # the most alive in its forward pass, beyond what was before
-    backward_bytes: int  # the most alive in its backward pass, its kept bytes included
+    forward_bytes: int  # peak of its forward pass, beyond the bytes before it
+    backward_bytes: int  # peak of its backward pass, with its kept bytes
 
 
 @dataclass(frozen=True)
 class EndingRuns:
-    """The options of all runs of blocks that end at one boundary, and their numbers as arrays."""
+    """Options of all runs of blocks that end at one boundary, and their numbers as arrays."""
 
-    options: tuple[Option, ...]  # run after run, those of one run the fastest first
+    options: tuple[Option, ...]  # run after run, the fastest of each run first
     starts: Ints  # first block of the run of each option
     seconds: Floats
     saved_bytes: Ints
@@ -101,7 +101,7 @@ def _options(blocks: Blocks, start: int, stop: int) -> tuple[Option, ...]:
 
 
 Run = tuple[int, int, Option]
-"""First block, block after the last, and what is done with them."""
+"""First block, block after the last, and their option."""
 
 
 def choose_options(
@@ -109,20 +109,20 @@ def choose_options(
 ) -> list[Run] | None:
     """Return the fastest choice whose peak, run by run, is within the budget, if there is one.
 
-    For every run these are alive together: what was saved before it, what it needs at most, and the
+    In every run these are alive together: the bytes saved before it, its own peak, and the
     gradients of the runs after it.
     """
-    # States: ways to come to a boundary by the bytes saved on the way; fewer bytes take more time.
-    # Those of all boundaries lie one after the other, those of one boundary by ascending bytes.
+    # States: paths to a boundary by the bytes saved on the way. Fewer bytes take more time. The
+    # states of all boundaries are concatenated, those of one boundary by ascending bytes.
     saved, seconds = np.zeros(1, dtype=np.int64), np.zeros(1)
-    # The state before each, and which of the boundary's options led from there.
+    # The state before each, and the boundary's option that led from there.
     before, option = np.zeros((2, 1), dtype=np.int64)
     # Ascending over all boundaries, to search several of them at once.
     keys = np.zeros(1, dtype=np.int64)
     starts = np.array([0, 1])
     for boundary, ending in enumerate(runs_by_end, start=1):
         need = np.maximum(ending.backward_bytes, ending.forward_bytes + forward_bytes)
-        # For each option, how many states of the boundary where its run starts it can follow.
+        # For each option, the number of states at the start of its run that it can follow.
         limits = (budget_bytes - need).clip(-1, _BOUNDARY - 1) + ending.starts * _BOUNDARY
         first = starts[ending.starts]
         counts = keys.searchsorted(limits, "right") - first
@@ -154,7 +154,7 @@ def _improving(saved: Ints, seconds: Floats) -> Ints:
     best = np.minimum.accumulate(seconds[order])
     kept = order[np.concatenate([[True], best[1:] < best[:-1] - 1e-12])[: len(order)]]
     if len(kept) > _MAX_STATES:
-        # Of those that save nearly the same the fastest, which is the one that saves most.
+        # Of states with nearly equal bytes keep the fastest, which is the one that saves most.
         bins = saved[kept] * _MAX_STATES // max(int(saved[kept[-1]]), 1)
         last = np.concatenate([bins[1:] != bins[:-1], [True]])
         last[0] = True  # no state saves less
@@ -164,12 +164,12 @@ def _improving(saved: Ints, seconds: Floats) -> Ints:
 
 @dataclass(frozen=True)
 class _Local:
-    """A run of blocks as a problem of its own."""
+    """Run of blocks as a problem of its own."""
 
-    problem: RematProblem  # the run's nodes, what it reads before, and readers of what others read
+    problem: RematProblem  # the run's nodes, its inputs, and readers of values that others read
     positions: Ints  # place of each node among the run's nodes, -1 for the others
     segments: tuple[int, ...]  # block of each node
-    kept: Mask  # what outlives its block where the rest is dropped
+    kept: Mask  # values that outlive their block where the rest is dropped
 
 
 def _option(local: _Local, saved: Mask, kept: Mask | None) -> Option:
@@ -192,7 +192,7 @@ def _option(local: _Local, saved: Mask, kept: Mask | None) -> Option:
 def _local_problem(blocks: Blocks, start: int, stop: int) -> _Local:
     """Return blocks ``start`` to ``stop - 1`` alone.
 
-    Values from before are inputs (and counted where they are made). Gradients from after arrive at
+    Earlier values are inputs, and counted in the block that made them. Later gradients arrive at
     the start of the backward pass. The tensor that leads to the next block is kept. Later blocks
     have read their inputs when the run's own backward pass begins.
     """
@@ -202,7 +202,7 @@ def _local_problem(blocks: Blocks, start: int, stop: int) -> _Local:
     end = blocks.separators[stop - 1] if stop - 1 < len(blocks.separators) else -1
     read = [i for member in members for i in problem.nodes[member].inputs if i not in inside]
     number: dict[int, int] = {}
-    # The nodes, the place of each among the run's, and its block.
+    # The nodes, their places among the run's nodes, and their blocks.
     rows: list[tuple[RematNode, int, int]] = []
 
     def add(position: int) -> None:

@@ -1,8 +1,8 @@
-"""Cost of one ATen operator: operations of matmuls, bytes moved, kernel workspace, and seconds.
+"""Estimate costs of one ATen operator: matmul operations, bytes moved, workspace, seconds.
 
-The profiler, the planner of rematerialization and the balance of a pipeline all use these. A
+The profiler, the planner of rematerialization and the balance of a pipeline use these. A
 multiply-add counts as two operations. Only matmuls, convolutions and attention have operations, as
-in `torch.utils.flop_counter`; an elementwise operator costs the bytes that it moves.
+in `torch.utils.flop_counter`. An elementwise operator costs the bytes that it moves.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class OperatorCosts:
     Attributes:
         flops: Floating-point operations of its matmuls.
         bytes_moved: Bytes that it reads and writes; 0 for a view.
-        workspace_bytes: Bytes that its kernel allocates beside its results.
+        workspace_bytes: Bytes that its kernel allocates besides its results.
     """
 
     flops: int = 0
@@ -47,16 +47,16 @@ class OperatorCosts:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Speed of a device, to compare plans. Constants, so that all ranks plan the same.
+    """Speed of a device, to compare plans. It is constant, so that all ranks plan the same.
 
     Attributes:
         flops_per_second: Rate of matmuls and convolutions.
         bytes_per_second: Rate at which the other operators read and write.
         overhead_seconds: Time to launch an operator.
         random_seconds: Additional time per random element.
-        fused: Whether a compiler fuses chains of pointwise operators, which then cost little and
+        fused: Whether a compiler fuses chains of pointwise operators. They then cost little and
             never store their intermediate values.
-        measured: Seconds of nodes by name, in place of the estimate.
+        measured: Seconds of nodes by name, which replace the estimates.
     """
 
     flops_per_second: float = 5e10
@@ -67,7 +67,7 @@ class CostModel:
     measured: Mapping[str, float] = field(default_factory=dict)
 
     def seconds(self, name: str, flops: float, num_bytes: int, *, fusible: bool = False) -> float:
-        """Return the seconds of a node; a compiler fuses a ``fusible`` one with its neighbours."""
+        """Return the seconds of a node. A compiler fuses a ``fusible`` one with its neighbours."""
         if name in self.measured:
             return self.measured[name]
         if self.fused and fusible:
@@ -115,7 +115,7 @@ def aten_node_costs(node: fx.Node) -> OperatorCosts:
 
 
 def size_hint(size: Any) -> int:
-    """Return the number behind a symbolic size, without a guard on it; 4096 if there is none."""
+    """Return the number behind a symbolic size without a guard on it, or 4096 if there is none."""
     if isinstance(size, int):
         return size
     assumed, expression = _assumed_sizes.get({}), size.node.expr
@@ -127,7 +127,7 @@ def size_hint(size: Any) -> int:
 
 @contextlib.contextmanager
 def assuming_sizes(sizes: Sequence[torch.SymInt], numbers: Sequence[int]) -> Iterator[None]:
-    """Within this context symbolic sizes have other numbers than those they were traced with."""
+    """Assume other numbers for symbolic sizes in this context than those of the trace."""
     symbols = [size.node.expr for size in sizes]
     token = _assumed_sizes.set(dict(zip(symbols, numbers, strict=True)))
     try:
@@ -153,7 +153,7 @@ def concrete(value: Any) -> Any:
 def operator_flops(
     function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> int:
-    """Return the floating-point operations of the matmuls of one call; a multiply-add is two.
+    """Return the floating-point operations of the matmuls of one call. A multiply-add is two.
 
     References:
         The formulas of the table of operators, and of `torch.utils.flop_counter` for others.
@@ -167,7 +167,7 @@ def operator_flops(
         options = {name: _shapes_in(value) for name, value in kwargs.items()}
         return int(registered(*map(_shapes_in, args), **options, out_val=_shapes_in(result)))
     except (AssertionError, AttributeError, IndexError, TypeError, ValueError):
-        return 0  # an overload, or a way to write the call, that the formula does not know
+        return 0  # an overload or form of the call that the formula does not cover
 
 
 def _bytes_moved(function: Any, inputs: Any, result: Any) -> int:
@@ -192,7 +192,7 @@ def _touched_bytes(tensor: Tensor) -> int:
 
 
 def _shapes_in(value: Any) -> Any:
-    """Replace tensors by their shapes in plain integers, all that the formulas read."""
+    """Replace tensors by their shapes in plain integers, which the formulas read."""
     if isinstance(value, Tensor):
         return torch.Size(map(int, value.shape))
     return tuple(map(_shapes_in, value)) if isinstance(value, (tuple, list)) else value

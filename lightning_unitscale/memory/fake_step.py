@@ -1,6 +1,6 @@
-"""Run a step on fake tensors: on copies of the module, its optimizer and its inputs.
+"""Run a step on fake tensors, with copies of the module, its optimizer and its inputs.
 
-There is no table of optimizers: any class that keeps tensors in ``state`` is copied and steps by
+There is no table of optimizers. Any class that keeps tensors in ``state`` is copied and steps by
 its own code.
 """
 
@@ -35,7 +35,7 @@ from lightning_unitscale.memory.record_operators import GraphTrace, ModuleTrace,
 from lightning_unitscale.memory.step_record import StepRecord
 
 OptimizerLike = Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
-# Attributes of a module that are neither part of it nor copied with it: Lightning's Trainer.
+# Attributes that are not part of a module and not copied with it: Lightning's Trainer.
 _SHARED = ("_trainer", "_fabric")
 # Messages of fake tensors in torch 2.11 and 2.13.
 _MIXED_DEVICES = (
@@ -45,16 +45,16 @@ _MIXED_DEVICES = (
 
 
 class FakeCopies:
-    """Fake tensors on one device in place of real (or fake, or meta) ones: only metadata is read.
+    """Fake tensors on one device in place of real, fake or meta ones. Only metadata is read.
 
-    Tensors that share a storage get fakes that do. A tensor always gets the same fake.
+    Tensors that share a storage get fakes that share one. A tensor always gets the same fake.
     """
 
     def __init__(self, mode: SimulatedDevice) -> None:
         self._mode = mode
         self._bases: dict[int, Tensor] = {}
         self.fakes: dict[int, Tensor] = {}  # by the identity of the original
-        self._alive: list[Any] = []  # identities are of living objects only
+        self._alive: list[Any] = []  # keeps the originals alive, since identities are reused
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the fake of ``tensor``, a parameter if it is one."""
@@ -84,13 +84,13 @@ class FakeCopies:
             fake = flat.as_strided(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
             if isinstance(tensor, nn.Parameter):
                 return nn.Parameter(fake, requires_grad=tensor.requires_grad)
-            # Not a view: autograd regenerates a view's function under a lock, and a mode that
-            # watches the operators of that would wait for the lock forever.
+            # Not a view: autograd regenerates a view's function under a lock. A mode that observes
+            # its operators would wait for the lock forever.
             return fake.data.requires_grad_(tensor.requires_grad)
 
 
 class FakeStep:
-    """A fake module, its fake inputs and optimizer, and the recording of one step."""
+    """Fake module with its fake inputs and optimizer, and the recording of one step."""
 
     def __init__(
         self, module: nn.Module, inputs: Any, device: torch.device, optimizer: OptimizerLike | None
@@ -164,10 +164,10 @@ class FakeStep:
 
 
 def _fake_copy(module: nn.Module, copies: FakeCopies) -> nn.Module:
-    """Copy the module with fake tensors, so that the user's own stays as it is."""
+    """Copy the module with fake tensors, so that the user's own is unchanged."""
     shared: dict[int, Any] = {}
     for submodule in module.modules():
-        # Its parameters and buffers are in dictionaries of its own.
+        # Its parameters and buffers are in its own dictionaries.
         for tensor in tensors_in(list(vars(submodule).values())):
             copies.of(tensor)
         values = [vars(submodule).get(name) for name in _SHARED]
@@ -182,7 +182,7 @@ def _fake_copy(module: nn.Module, copies: FakeCopies) -> nn.Module:
 
 
 def _roots(output: Any, loss: Callable[[Any], Tensor] | None) -> list[Tensor]:
-    """Return the tensors that the backward pass starts from; none if nothing needs a gradient."""
+    """Return the tensors that the backward pass starts from, or none if no gradient is needed."""
     if loss is not None:
         output = loss(output)
     else:
@@ -193,7 +193,7 @@ def _roots(output: Any, loss: Callable[[Any], Tensor] | None) -> list[Tensor]:
 
 @contextlib.contextmanager
 def _named_errors(recorder: StorageRecorder) -> Iterator[None]:
-    """Within this context name the node that cannot run on fake tensors."""
+    """Name the node in errors about nodes that cannot run on fake tensors."""
     try:
         yield
     except DATA_DEPENDENT as error:
@@ -218,7 +218,7 @@ def _fake_optimizer(
     fakes: Mapping[int, Tensor],
     device: torch.device,
 ) -> Optimizer:
-    """Return an optimizer like the given one for fake parameters that has its state already."""
+    """Return an optimizer like the given one for fake parameters, with its state made."""
     if isinstance(optimizer, Optimizer):
         updated = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         for tensor in (*updated, *optimizer.state):
@@ -248,7 +248,7 @@ def optimizer_for(optimizer: Optimizer, groups: Iterable[list[Tensor]]) -> Optim
     """Copy an optimizer with its settings, without its state, for other parameters."""
     other: Optimizer = object.__new__(type(optimizer))
     vars(other).update(vars(optimizer))
-    # A scheduler puts a ``step`` of its own on the object, which would advance the schedule.
+    # A scheduler replaces ``step`` on the object, and calling that would advance the schedule.
     vars(other).pop("step", None)
     for name in [name for name in vars(other) if name.endswith("_hooks")]:
         vars(other)[name] = OrderedDict()
@@ -261,10 +261,10 @@ def optimizer_for(optimizer: Optimizer, groups: Iterable[list[Tensor]]) -> Optim
 
 
 def make_state(optimizer: Optimizer, device: torch.device) -> None:
-    """Let an optimizer of fake parameters make the state that it has from the first step on."""
+    """Let an optimizer of fake parameters make the state that it has after its first step."""
     for group in optimizer.param_groups:
-        # On a GPU torch takes the implementation over lists of tensors, which has other
-        # temporaries. It does not choose it for fake tensors, nor for shards.
+        # On a GPU torch uses the implementation over lists of tensors, which has other temporaries.
+        # It does not choose it for fake tensors, nor for shards.
         is_open = group.get("foreach", True) is None and not group.get("fused")
         if device.type == "cuda" and is_open and not any(map(is_several_tensors, group["params"])):
             group["foreach"] = True
@@ -279,7 +279,7 @@ def make_state(optimizer: Optimizer, device: torch.device) -> None:
 
 
 def _no_rows(param: Tensor) -> Tensor:
-    """Return a sparse gradient without entries, which coalescing leaves as it is."""
+    """Return a sparse gradient without entries, which coalescing leaves unchanged."""
     index, rows = param.new_zeros(1, 0, dtype=torch.long), param.new_zeros(0, *param.shape[1:])
     return torch.sparse_coo_tensor(
         index, rows, param.shape, is_coalesced=True, check_invariants=False

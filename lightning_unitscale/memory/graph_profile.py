@@ -1,4 +1,4 @@
-"""Profile of a step: costs of nodes and modules, bytes by purpose, and the peak."""
+"""Hold the profile of a step: costs of nodes and modules, bytes by purpose, and the peak."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class GraphProfile:
 
     Attributes:
         device: Type of the simulated device.
-        batch_size: First dimension of most inputs; ``None`` if they have none.
+        batch_size: First dimension of most inputs, or ``None`` without one.
         nodes: Costs of the forward graph's nodes, in their order.
-        modules: Costs of the modules, each with those in it, in the order of definition.
+        modules: Costs of the modules, each with its submodules, in the order of definition.
         parameter_bytes: Parameters.
         buffer_bytes: Buffers.
         input_bytes: Inputs of the step.
@@ -62,9 +62,9 @@ class GraphProfile:
         peak: The moment at which the most bytes are alive.
         timeline: Live bytes over the step.
         phases: Part of the step that each moment of the timeline belongs to.
-        num_ranks: Processes that the module is sharded over. Sizes are those of rank 0, which has
-            the largest shard.
-        allocator: What the caching allocator of a GPU takes for the step; ``None`` for a CPU.
+        num_ranks: Number of ranks that the module is sharded over. Sizes are those of rank 0, which
+            has the largest shard.
+        allocator: Bytes that a GPU's caching allocator takes for the step, or ``None`` for a CPU.
         batch_fit: Live bytes as lines over the batch size, after :meth:`fit_batch`.
     """
 
@@ -91,17 +91,17 @@ class GraphProfile:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes that are alive at once."""
+        """Return the most bytes that are alive at once."""
         return self.peak.num_bytes
 
     @property
     def fwd_flops(self) -> int:
-        """Floating-point operations of the matmuls of the forward pass."""
+        """Count the floating-point operations of the matmuls of the forward pass."""
         return sum(node.fwd_flops for node in self.nodes)
 
     @property
     def bwd_flops(self) -> int:
-        """Floating-point operations of the matmuls of the backward pass."""
+        """Count the floating-point operations of the matmuls of the backward pass."""
         return sum(node.bwd_flops for node in self.nodes)
 
     def node(self, name: str) -> NodeCosts:
@@ -133,23 +133,23 @@ class GraphProfile:
         sizes = (self.batch_size, 2 * self.batch_size)
         low, high = self, self._profile_at(sizes[1])
         if len(low.phases) != len(high.phases):
-            # Other operators run at this size (one sample needs no copies): compare larger ones.
+            # Other operators run at this size (one sample needs no copies), so compare larger ones.
             sizes = (sizes[1], 3 * self.batch_size)
             low, high = high, self._profile_at(sizes[1])
         lines = fit(sizes, low.timeline.live_bytes, high.timeline.live_bytes)
         return replace(self, batch_fit=lines)
 
     def max_batch_size(self, budget_bytes: int) -> int:
-        """Return the largest batch whose peak is within the budget; 0 if none is.
+        """Return the largest batch whose peak is within the budget, or 0 if none is.
 
         Every input tensor whose first dimension is the batch size is assumed to grow. If the module
-        is still there, the answer is checked by profiling the step at that size.
+        still exists, the answer is checked by profiling the step at that size.
 
         Args:
             budget_bytes: Bytes that may be alive at once.
 
         Raises:
-            ValueError: If the budget is no positive number, or there is nothing to fit.
+            ValueError: If the budget is not positive, or there is no fit.
         """
         if budget_bytes <= 0:
             raise ValueError(
@@ -166,7 +166,7 @@ class GraphProfile:
 
         Args:
             sort_by: A field of :class:`NodeCosts` that is a number, or ``"order"``.
-            limit: How many rows; ``None`` for all.
+            limit: Number of rows, or ``None`` for all.
 
         Raises:
             ValueError: If there is no such field.
@@ -174,11 +174,11 @@ class GraphProfile:
         return report.node_table(self.nodes, sort_by, limit)
 
     def module_table(self, depth: int | None = None) -> str:
-        """Return the modules as a table, down to a depth: 0 is the root alone, ``None`` for all."""
+        """Return the modules as a table down to a depth: 0 is the root alone, ``None`` is all."""
         return report.module_table(self.modules, depth)
 
     def totals(self) -> str:
-        """Return the bytes by what they are for, over the step and at its peak, and operations."""
+        """Return the bytes by purpose, over the step and at its peak, and the operations."""
         peak, names = self.peak, {"activation": "saved_bytes"}
         rows = [
             # Temporaries have no total over the step.
@@ -214,10 +214,10 @@ class GraphProfile:
         return f"{self.totals()}\n\n{self.table(limit=limit)}"
 
     def plot(self, path: str | Path | None = None) -> Figure:
-        """Draw the live bytes over the step, by what they are for, with the peak marked.
+        """Draw the live bytes by purpose over the step, with the peak marked.
 
         Args:
-            path: Where to write the picture, if anywhere.
+            path: File for the picture, if any.
 
         Raises:
             ModuleNotFoundError: If matplotlib is not installed.
@@ -280,8 +280,8 @@ class GraphProfile:
 class BatchFit:
     """Live bytes at every moment of a step as a line over the batch size.
 
-    The peak is the upper envelope of the lines, so it may move to another moment: at small batches
-    the optimizer, at large ones the backward pass.
+    The peak is the upper envelope of the lines, so it may move to another moment: from the
+    optimizer at small batches to the backward pass at large ones.
     """
 
     fixed_bytes: tuple[float, ...] = field(repr=False)  # of each moment at batch size 0
@@ -293,7 +293,7 @@ class BatchFit:
         return int(max(fixed + slope * batch_size for fixed, slope in lines))
 
     def largest(self, budget_bytes: int) -> int:
-        """Return the largest batch size whose peak is within the budget; 0 if there is none."""
+        """Return the largest batch size whose peak is within the budget, or 0 if there is none."""
         fixed, slopes = np.array(self.fixed_bytes), np.array(self.bytes_per_sample)
         grows = slopes > 0
         if not grows.any():
@@ -318,10 +318,10 @@ def fit(batch_sizes: tuple[int, int], first: Sequence[int], second: Sequence[int
 
 
 def largest_batch(lines: BatchFit, budget_bytes: int, peak_at: Callable[[int], int]) -> int:
-    """Return the largest batch whose own profile is within the budget; 0 if there is none."""
+    """Return the largest batch whose own profile is within the budget, or 0 if there is none."""
     size = lines.largest(budget_bytes)
     while size > 0 and (peak := peak_at(size)) > budget_bytes:
-        # If the step is not linear in the batch, by the share that it is off.
+        # If the step is not linear in the batch, correct by the share of the deviation.
         size = min(size - 1, int(size * budget_bytes / peak))
     return size
 
@@ -340,7 +340,7 @@ def make_profile(
     by_kind: Counter[Kind] = Counter()
     for life in record.storages:
         by_kind[life.kind] += life.num_bytes
-    # A loss outside of the graph makes autograd save as well, so nodes do not have it all.
+    # A loss outside of the graph makes autograd save as well, so the nodes lack some bytes.
     saved = [record.storages[index] for index in {index for index, _ in record.saved}]
     kinds = [life.kind for life in record.storages]
     unsharded = (event for event in record.events if kinds[event.storage] == "unsharded")

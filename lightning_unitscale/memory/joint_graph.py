@@ -26,14 +26,14 @@ from lightning_unitscale.memory.problem import NodeRegion, RematNode, RematProbl
 
 Symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
-# The state of a generator that a replayed operation starts from: a CPU's Mersenne twister.
+# State of a generator that a replayed operation starts from: a CPU's Mersenne twister.
 _RNG_STATE_BYTES = 5056
-# A smaller result is saved rather than its generator's state.
+# A smaller result is saved instead of its generator's state.
 _REPLAY_FROM_BYTES = 16 * _RNG_STATE_BYTES
 # In the names of placeholders of the backward pass only.
 _BACKWARD_INPUTS = ("tangents", "bwd_seed", "bwd_base_offset")
-# Operators that depend on nothing but their arguments, unlike collectives. One of ours that must
-# not run again has that in its node's ``recompute``.
+# Operators that depend only on their arguments, unlike collectives. Our own operators that must not
+# run again are marked in their nodes' ``recompute``.
 _PURE_NAMESPACES = ("aten", "prims", "prim", "lightning_unitscale")
 # Threads add to one place atomically, so the order of the sum differs from run to run.
 _ATOMIC = ("index_add", "scatter_add", "scatter_reduce", "index_put", "cumsum", "histc", "bincount")
@@ -48,18 +48,18 @@ def changing_sizes(graph: fx.Graph) -> tuple[torch.SymInt, ...]:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether a node draws from a generator."""
+    """Check whether a node draws from a generator."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def is_mutable(node: fx.Node) -> bool:
-    """Whether a node writes to one of its arguments."""
+    """Check whether a node writes to one of its arguments."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and bool(schema.is_mutable)
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a node returns a view of an argument."""
+    """Check whether a node returns a view of an argument."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or schema.is_mutable:
         return False
@@ -67,7 +67,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def must_recompute(node: fx.Node) -> bool:
-    """Whether the user's checkpoint runs a node again."""
+    """Check whether the user's checkpoint recomputes a node."""
     return node.meta.get("recompute") in (
         CheckpointPolicy.MUST_RECOMPUTE,
         CheckpointPolicy.PREFER_RECOMPUTE,
@@ -85,7 +85,7 @@ def kind_of(node: fx.Node) -> str:
 
 @dataclass(eq=False)
 class JointGraphReader:
-    """Makes the planner's view of a joint graph, whose ``nodes`` are in the problem's order."""
+    """Reader of a joint graph, whose ``nodes`` are in the problem's order."""
 
     graph: fx.Graph
     num_fwd_outputs: int
@@ -106,7 +106,7 @@ class JointGraphReader:
         mutated = [*self.mutated_inputs, *written]
         self.mutated = {self.index[node] for node in mutated if isinstance(node, fx.Node)}
         self.regions: list[NodeRegion] = []
-        # Node whose storage each one's tensor lies in, and the node that allocates it.
+        # Node whose storage each node's tensor lies in, and the node that allocates it.
         self.bases: list[tuple[int, int]] = []
         first_with: dict[frozenset[int], int] = {}
         for i, node in enumerate(self.nodes):
@@ -223,7 +223,7 @@ class JointGraphReader:
         node, is_view = self.nodes[i], self.bases[i][0] != i
         value = node.meta.get("val")
         if isinstance(value, Symbolic):
-            # Autograd keeps integers; other symbols are computed from them again.
+            # Autograd keeps integers, and other symbols are recomputed from them.
             return isinstance(value, torch.SymInt), not isinstance(value, torch.SymInt)
         can_save = not is_view and not isinstance(value, (tuple, list))
         if must_recompute(node) and self.regions[i] is NodeRegion.FORWARD:
@@ -249,12 +249,12 @@ class JointGraphReader:
             return False
         if is_random(node):
             return self.replay_random and sum(map(_element_bytes, tensors)) >= _REPLAY_FROM_BYTES
-        # By the time of the backward pass a mutated input holds its new value.
+        # By the time of the backward pass a mutated input has its new value.
         return not any(self.bases[j][0] in self.mutated for j in self.inputs[self.index[node]])
 
 
 def is_fusible(node: fx.Node) -> bool:
-    """Whether a compiler computes the node inside a loop with its neighbours."""
+    """Check whether a compiler computes the node inside a loop with its neighbours."""
     tags = getattr(node.target, "tags", ())
     if torch.Tag.pointwise in tags or node.target is operator.getitem:
         return True
@@ -286,7 +286,7 @@ def _storages(value: Any) -> frozenset[int]:
 
 
 def _untaken_bytes(node: fx.Node) -> int:
-    """Return the bytes of those of several outputs of an operator that are not read."""
+    """Return the bytes of an operator's outputs that are not read, if it has several."""
     value = node.meta.get("val")
     if node.op != "call_function" or not isinstance(value, (tuple, list)):
         return 0

@@ -1,11 +1,11 @@
-"""Budgets of steps that are many graphs, by a measurement of one whole step.
+"""Plan steps of many graphs within a budget, by a measurement of one whole step.
 
 FSDP splits the step into one graph per module and gathers parameters outside those graphs. So the
-first steps run with the plans that keep the least, and one of them is measured from graph to graph.
-The graph itself shows by how many bytes each of its other plans differs.
+first steps run with the plans that keep the least, and one step is measured from graph to graph.
+Each graph shows by how many bytes its other plans differ.
 
 Gathered parameters are inputs of a graph. A plan may keep them, or views of them, for the backward
-pass as plain autograd does: FSDP frees their storage meanwhile, and fills it again before.
+pass as autograd does. FSDP frees their storage meanwhile, and refills it before.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from lightning_unitscale.memory.schedule import input_bytes
 
 Direction = Literal["forward", "backward"]
 Boundary = tuple[str, Direction, bool]
-"""Which graph, its forward or backward pass, and whether it ends rather than begins."""
+"""Name of a graph, its pass, and whether the boundary is the end of the pass."""
 Parts = Sequence[tuple[Boundary | None, int]]
-"""Peaks of a step from boundary to boundary, each with the boundary at which it ends."""
+"""Peaks of a step between boundaries, each with the boundary at its end."""
 _NUM_PLANS = 16
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A plan of a graph, in bytes beside the one with which the step is measured."""
+    """Plan of a graph, in bytes relative to the plan with which the step is measured."""
 
     plan: RematPlan
     held_bytes: int  # from the forward pass of the graph to its backward pass
@@ -49,7 +49,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class GraphChoices:
-    """The plans of a graph that is one of many."""
+    """Plans of one graph of many."""
 
     least: Choice
     default: Choice
@@ -57,13 +57,13 @@ class GraphChoices:
 
 
 def graph_choices(planner: Planner, parameters: Mask, *, min_cut: bool = False) -> GraphChoices:
-    """Return the plans of a graph, of whose nodes ``parameters`` are parameters."""
+    """Return the plans of a graph whose nodes ``parameters`` are parameters."""
     problem = planner.problem
     given = problem.region == NodeRegion.INPUT
     given[problem.base[list(problem.forward_outputs)]] = True
 
     def of_caller(plan: RematPlan) -> Mask:
-        """Storages that a plan keeps, and that the caller too has for a while."""
+        """Return the storages that a plan keeps, and that the caller also holds for a while."""
         kept = np.zeros(len(problem), dtype=np.bool_)
         kept[problem.base[plan.saved]] = True
         return kept & given & ~parameters
@@ -76,7 +76,7 @@ def graph_choices(planner: Planner, parameters: Mask, *, min_cut: bool = False) 
     least = min(plans, key=order)
 
     def choice(plan: RematPlan) -> Choice:
-        # The caller may drop what it made, or not: only what is kept anew is counted.
+        # The caller may drop its own values or not, so only newly kept values are counted.
         anew = int(problem.num_bytes[of_caller(plan) & ~of_caller(least)].sum())
         held = plan.saved_bytes - least.saved_bytes + anew
         (forward, backward), (before, after) = _peaks(plan), _peaks(least)
@@ -86,19 +86,19 @@ def graph_choices(planner: Planner, parameters: Mask, *, min_cut: bool = False) 
 
 
 def _peaks(plan: RematPlan) -> tuple[int, int]:
-    """Return the bytes of the forward and of the backward pass at their peaks."""
+    """Return the peaks of the forward and of the backward pass in bytes."""
     forward, backward = np.split(plan.timeline.live_bytes, [plan.timeline.num_forward])
     floor = input_bytes(plan.problem)
     return int(forward.max(initial=floor)), int(backward.max(initial=floor))
 
 
 class MeasuredStep:
-    """A step as it was measured, and its peak with other plans."""
+    """Measured step, and its peak with other plans."""
 
     def __init__(self, parts: Parts, graphs: Mapping[str, GraphChoices]) -> None:
         self.calls: Counter[str] = Counter()  # of each graph
         peaks: dict[tuple[Any, ...], int] = {}
-        # Graphs whose backward pass is still to come, and the one that runs.
+        # Graphs whose backward pass is still to come, and the running one.
         waiting: Counter[str] = Counter()
         running: tuple[str, Direction] | None = None
         for boundary, peak in parts:
@@ -114,13 +114,13 @@ class MeasuredStep:
             elif not is_end and direction == "backward":
                 waiting[graph] -= 1
         self.graphs = {name: graph for name, graph in graphs.items() if name in self.calls}
-        # The plans with which it was measured, those that run nothing again, and all.
+        # The plans of the measured step, those that recompute nothing, and all.
         self.measured = {name: graph.least for name, graph in self.graphs.items()}
         self.default = {name: graph.default for name, graph in self.graphs.items()}
         self._all = [(name, each) for name, graph in self.graphs.items() for each in graph.all]
         names = list(self.graphs)
         self._peaks = np.array(list(peaks.values()), dtype=np.int64)
-        # How often what a plan adds is there: held, in the forward pass, in the backward pass.
+        # How often a plan's added bytes are alive: held, in the forward pass, in the backward pass.
         self._times = np.zeros((len(peaks), 3, len(names)), dtype=np.int64)
         for row, (held, active) in enumerate(peaks):
             for graph, count in held:
@@ -138,7 +138,7 @@ class MeasuredStep:
 
     @cached_property
     def lowest(self) -> dict[str, Choice]:
-        """The plans with the lowest peak that is found."""
+        """Return the plans with the lowest peak that is found."""
         chosen = self.measured
         while True:
             others = ({**chosen, name: choice} for name, choice in self._all)
@@ -148,7 +148,7 @@ class MeasuredStep:
             chosen = best
 
     def fastest(self, limit: int) -> dict[str, Choice]:
-        """Return plans within a limit that is not below the lowest; none could be faster alone.
+        """Return plans within a limit that is not below the lowest. None could be faster alone.
 
         Plans that save the most time per byte at the peak come first.
         """
@@ -169,19 +169,19 @@ class MeasuredStep:
 
 
 class MeasuredPartitioner(RematPartitioner):
-    """Plans the graphs of a step together once one whole step has been measured.
+    """Partitioner that plans the graphs of a step together once a whole step has been measured.
 
-    Until then they have the plans that keep the least. So has what is captured later and was not
-    measured, such as a batch of another size.
+    Until then the graphs have the plans that keep the least. So do graphs that are captured later
+    and were not measured, such as those for a batch of another size.
     """
 
     def __init__(self, budget: Budget) -> None:
         super().__init__(budget)
-        self.meter: PeakMeter | None = None  # is given the ends of graphs
+        self.meter: PeakMeter | None = None  # notified of the ends of graphs
         self.reports: list[RematReport] = []  # of each graph, with the predicted peak of the step
         self.is_planned = False
         self.graphs: dict[str, GraphChoices] = {}  # captured ones, until they are planned
-        # By the graph, whatever its sizes are.
+        # By the graph, for all of its sizes.
         self._plans: dict[str, list[RematPlan]] = defaultdict(list)
         self._largest = 0
         self._num_later = 0
@@ -223,7 +223,7 @@ class MeasuredPartitioner(RematPartitioner):
         return choices.least.plan
 
     def limit_sizes(self, sizes: Sequence[torch.SymInt], enlarged: Callable[[], RematPlan]) -> None:
-        """Let a plan serve no larger sizes, since the step was not measured with them."""
+        """Serve no sizes larger than those of the measured step."""
         if self.budget != "min_cut":
             limit_reach(sizes, lambda: False)
 
@@ -233,7 +233,7 @@ class MeasuredPartitioner(RematPartitioner):
         self.graphs.clear()
 
     def plan(self, parts: Parts) -> None:
-        """Plan all graphs that were captured, by a measured step."""
+        """Plan all captured graphs by a measured step."""
         step = MeasuredStep(parts, self.graphs)
         if self.budget == "min_cut":
             chosen = step.measured

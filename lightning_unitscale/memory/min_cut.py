@@ -1,9 +1,9 @@
-"""Minimum cuts of a problem, and all cuts between the least time and the least memory.
+"""Find minimum cuts of a problem, from the least time to the least memory.
 
 References:
     Chen, Moreau, Jiang et al., "TVM", and Jain et al., "Checkmate" (arXiv 1910.02653), on
-    rematerialization as an optimization problem; the two-terminal cut with split nodes is the
-    classic project-selection construction (Picard 1976).
+    rematerialization as optimization. The two-terminal cut with split nodes is the classic
+    project-selection construction (Picard 1976).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from lightning_unitscale.memory.problem import (
 )
 
 T = TypeVar("T")
-# scipy's maximum_flow computes in 32-bit integers and wraps silently: all finite capacities
-# together stay below this, and an infinite one is one more than all of them.
+# scipy's maximum_flow computes in 32-bit integers and wraps silently. So all finite capacities
+# together stay below this, and an infinite one is one more than their sum.
 _FINITE_SUM = 2**29
 
 
@@ -39,7 +39,7 @@ def source_side(
     """Return the source side of the minimum cut that is nearest to the sink.
 
     References:
-        Ford, Fulkerson (1956): every maximum flow gives this cut: the nodes that cannot reach the
+        Ford, Fulkerson (1956): every maximum flow gives this cut, the nodes that cannot reach the
         sink in the residual graph.
     """
     infinite = np.isinf(capacities)
@@ -68,31 +68,31 @@ def source_side(
 
 @dataclass(frozen=True)
 class Cut:
-    """One way to split a problem."""
+    """One split of a problem."""
 
     saved: Mask  # nodes whose values are kept for the backward pass
-    seconds: float  # of what runs a second time
+    seconds: float  # of the recomputation
     saved_bytes: int  # each storage once
 
 
 @dataclass(frozen=True, eq=False)
 class CutNetwork:
-    """The flow network of a problem; its capacities depend on what a byte is worth.
+    """Flow network of a problem. Its capacities depend on the price of a byte.
 
-    Every forward node is split in two. The arc from the source to its first half costs the node's
-    time: cut there, it runs again. The arc between the halves costs its bytes: cut there, it is
-    saved. Arcs to its users' first halves cannot be cut, since what runs again needs its inputs.
+    Every forward node is split in two. The arc from the source to its first half costs its time: if
+    cut, the node is recomputed. The arc between the halves costs its bytes: if cut, the node is
+    saved. Arcs to its users' first halves cannot be cut, since recomputation needs its inputs.
     Nodes that the backward pass reads are tied to the sink.
     """
 
     problem: RematProblem
-    again: Floats | None = None  # what running each node again costs; ``None`` for its seconds
+    again: Floats | None = None  # cost of recomputing each node, or ``None`` for its seconds
 
     @cached_property
     def _seconds(self) -> Floats:
         problem = self.problem
         again = problem.seconds if self.again is None else self.again
-        # What the forward pass does not need runs once wherever it is put.
+        # A node that the forward pass does not need runs once in any case.
         again = np.where(problem.in_forward, again, 0.0)
         runs_once = (problem.region != NodeRegion.FORWARD) | ~problem.can_recompute
         return np.where(runs_once, math.inf, again)
@@ -109,12 +109,12 @@ class CutNetwork:
 
     @cached_property
     def _kept(self) -> Ints:
-        """Nodes that are in the network."""
+        """Return the nodes that are in the network."""
         return np.flatnonzero(self.problem.needed & (self.problem.region != NodeRegion.BACKWARD))
 
     @cached_property
     def _edges(self) -> tuple[Ints, Ints, int]:
-        """Starts and ends of the edges, and how many come after those that cost time or bytes."""
+        """Return the edges' starts and ends, and how many follow those that cost time or bytes."""
         problem, kept = self.problem, self._kept
         number = np.full(len(problem), -1, dtype=np.int64)
         number[kept] = np.arange(len(kept))
@@ -145,15 +145,16 @@ class CutNetwork:
         return self.priced(saved)
 
     def priced(self, saved: Mask) -> Cut:
-        """Return a plan with what it costs."""
+        """Return a plan with its cost."""
         again = self._seconds[recomputed(self.problem, saved)]
         return Cut(saved, _finite_sum(again), self.problem.saved_bytes(saved))
 
     def hull(self, max_cuts: int = 40) -> list[Cut]:
         """Return the lower convex hull of all plans, from the least time to the fewest bytes.
 
-        Every plan that is best for some price of a byte is on it. Found by bisection: the price at
-        which two neighbours cost the same either gives a plan between them or shows there is none.
+        It contains every plan that is best for some price of a byte. It is found by bisection: the
+        price at which two neighbours cost the same either gives a plan between them or shows there
+        is none.
         """
         price = max(_finite_sum(self._seconds), 1e-12) / max(_finite_sum(self._bytes), 1.0)
         first, last = self.cut(price * 1e-5), self.cut(price * 1e5)

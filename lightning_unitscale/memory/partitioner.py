@@ -1,7 +1,7 @@
 """Prepare a joint graph for planning, and split it by the plan.
 
 Planning is done on :class:`RematProblem`. These private names of torch were checked on 2.13 and
-2.11, and are skipped where torch lacks them: ``TracingContext`` and its table of fake tensors;
+2.11, and are skipped if torch lacks them: ``TracingContext`` and its table of fake tensors;
 ``cleanup_recompute_tags``, ``force_save_collectives``, ``force_save_effectful_ops``,
 ``force_save_bw_mutation_src``, ``InputMutationAOTOutput``; ``_extract_fwd_bwd_modules``,
 ``functionalize_rng_ops``, ``is_opaque_node``, ``thread_graphsafe_rng_from_hops``.
@@ -54,13 +54,13 @@ from lightning_unitscale.memory.real_memory import storage_bytes
 from lightning_unitscale.memory.schedule import input_bytes, lazy_order
 
 PartitionFn = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
-# How far sizes may outgrow those that were planned for; the largest factor that fits is taken.
+# Factors by which sizes may outgrow the planned ones. The largest that fits is used.
 _FACTORS = (8.0, 4.0, 2.0, 1.5, 1.25, 1.1)
 _SET = torch.ops.aten.set_.source_Tensor
 
 
 def prepare(joint_module: fx.GraphModule) -> None:
-    """Mark what a user's checkpoint, a collective, an effect or a mutation fixes."""
+    """Mark the nodes that a user's checkpoint, a collective, an effect or a mutation fixes."""
     keep_old_data(joint_module)
     if any(must_recompute(node) for node in joint_module.graph.nodes):
         partitioners.cleanup_recompute_tags(joint_module, is_default_partition=False)
@@ -72,7 +72,7 @@ def prepare(joint_module: fx.GraphModule) -> None:
 
 
 def limit_reach(sizes: Sequence[torch.SymInt], fits: Callable[[], bool]) -> None:
-    """Let a plan serve sizes only as far as it fits; for larger ones the step is planned again."""
+    """Limit a plan to sizes that fit. For larger ones the step is planned again."""
     if not sizes:
         return
     limits = list(map(size_hint, sizes))
@@ -83,7 +83,7 @@ def limit_reach(sizes: Sequence[torch.SymInt], fits: Callable[[], bool]) -> None
                 limits = larger
                 break
     for size, limit in zip(sizes, limits, strict=True):
-        bool(size <= limit)  # asking makes it a guard of the captured graph
+        bool(size <= limit)  # bool() adds a guard to the captured graph
 
 
 def real_inputs(graph: fx.Graph) -> dict[str, Tensor]:
@@ -122,7 +122,7 @@ def keep_old_data(joint_module: fx.GraphModule) -> None:
 
 
 def _is_kept(node: fx.Node) -> bool:
-    """Whether the backward pass reads a node, or a view of it."""
+    """Check whether the backward pass reads a node, or a view of it."""
     return any(
         user.meta.get("partitioner_tag") == "is_backward" or (is_view(user) and _is_kept(user))
         for user in node.users
@@ -149,14 +149,14 @@ class RematPartitioner(CustomPartitionerFn):
 
     Args:
         budget: Bytes, a fraction of the default plan's peak, ``"min_cut"``, or ``"default"``.
-        cost_model: Cost of running an operator; by default that of the graph's device.
+        cost_model: Cost of running an operator. The default is that of the graph's device.
         on_plan: Called with every plan.
 
     Attributes:
-        planning_seconds: How long planning has taken so far.
+        planning_seconds: Total time of planning so far.
 
     Raises:
-        ValueError: If the budget is malformed; when a graph is partitioned, if it is below the
+        ValueError: If the budget is malformed. When a graph is partitioned, if it is below the
             floor.
     """
 
@@ -173,7 +173,7 @@ class RematPartitioner(CustomPartitionerFn):
         # The tensors behind inputs of the graph that is planned, as far as they are known.
         self.inputs: dict[str, Tensor] = {}
         self.planning_seconds = 0.0
-        # For messages: what a step loses that is not captured, and why nothing is planned.
+        # For messages: the losses of an uncaptured step, and the reason why nothing is planned.
         self.loss_without_plan = f", and without a plan: budget={budget!r} may not hold"
         self.given_up = ""
 
@@ -205,13 +205,13 @@ class RematPartitioner(CustomPartitionerFn):
             num_fwd_outputs,
             model,
             mutated_inputs=mutated_inputs(gm),
-            # Inductor has no kernel that starts from a saved state, but for a user's checkpoint.
+            # Inductor has no kernel that starts from a saved state, except for a user's checkpoint.
             replay_random=not is_fused,
         )
         problem = reader.read()
         placeholders = gm.graph.find_nodes(op="placeholder")
         static = [placeholders[i].meta.get("val") for i in static_lifetime_input_indices or ()]
-        # Only torch.compile's own backends know parameters and buffers; else all inputs count.
+        # Only torch.compile's own backends know parameters and buffers. Otherwise all inputs count.
         static_bytes = storage_bytes(static) or input_bytes(problem)
         resident, forward = self.resident_bytes(static_bytes)
         planner = Planner(problem, resident_bytes=resident, forward_bytes=forward)
@@ -225,15 +225,15 @@ class RematPartitioner(CustomPartitionerFn):
         return graphs
 
     def resident_bytes(self, static_bytes: int) -> tuple[int, int]:
-        """Return bytes beside a graph's inputs: throughout a step, and in its forward pass only."""
+        """Return bytes besides a graph's inputs: in the whole step, and in its forward pass."""
         return 0, 0
 
     def choose(self, planner: Planner) -> RematPlan:
-        """Return the plan of one graph; a subclass may choose another."""
+        """Return the plan of one graph. A subclass may choose another."""
         return planner.default if self.budget == "default" else planner.plan(self.budget)
 
     def limit_sizes(self, sizes: Sequence[torch.SymInt], enlarged: Callable[[], RematPlan]) -> None:
-        """Let a plan serve changing sizes only as far as a budget in bytes holds.
+        """Limit a plan to changing sizes for which a budget in bytes is kept.
 
         ``enlarged`` returns the plan for the sizes that are assumed when it is called.
         """
@@ -246,7 +246,7 @@ class RematPartitioner(CustomPartitionerFn):
         return plan.peak_bytes
 
     def uuid(self) -> Any:
-        """Return the key in Inductor's cache, or ``None`` for no caching if it does not suffice."""
+        """Return the key in Inductor's cache, or ``None`` for no caching."""
         if type(self) is not RematPartitioner or self.on_plan is not None:
             return None
         return f"remat-{PLANNER_VERSION}-{self.budget!r}-{self.cost_model!r}"
@@ -255,7 +255,7 @@ class RematPartitioner(CustomPartitionerFn):
         return self  # it keeps no state of a module
 
     def __reduce__(self) -> Any:
-        # Inductor pickles its settings into the key of its cache, this one among them.
+        # Inductor pickles its settings, and so this object, into the key of its cache.
         return (str, (repr(self.uuid()),))
 
 
@@ -298,7 +298,7 @@ def split(
             joint_module, fwd_module, bwd_module, len(symbols)
         )
     number = {node.name: index for index, node in enumerate(nodes)}
-    # FX keeps dead random operators, which it considers impure: each draws in its own pass only.
+    # FX keeps dead random operators, which it considers impure. Each draws in its own pass only.
     _drop_dead(fwd_module.graph, plan, number, NodeRegion.BACKWARD)
     _drop_dead(bwd_module.graph, plan, number, NodeRegion.FORWARD)
     graphs = [raise_getitems(fwd_module), raise_getitems(_reordered(bwd_module, plan, number))]
@@ -324,7 +324,7 @@ def _reordered(module: fx.GraphModule, plan: RematPlan, number: dict[str, int]) 
     index = {node: i for i, node in enumerate(old)}
     of_joint = [number.get(node.name) for node in old]
     is_placed = [node.op in ("placeholder", "output") for node in old]
-    # A renamed node is a replayed random operator, or passes on a generator: never run twice.
+    # A renamed node is a replayed random operator, or passes on a generator. Never run it twice.
     is_backward = [j is not None and nodes[j].region is NodeRegion.BACKWARD for j in of_joint]
     # Effects keep their place relative to the operators of the backward pass.
     has_effect = [
@@ -343,7 +343,7 @@ def _reordered(module: fx.GraphModule, plan: RematPlan, number: dict[str, int]) 
     copies: dict[fx.Node, fx.Node] = {}
     placeholders = module.graph.find_nodes(op="placeholder")
     for node in (*placeholders, *(old[i] for i in order.nodes), module.graph.output_node()):
-        # A later copy of a node replaces the earlier one for all that follows.
+        # A later copy of a node replaces the earlier one for all later nodes.
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.lint()
     return fx.GraphModule(module, graph)

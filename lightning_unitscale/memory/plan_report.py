@@ -18,20 +18,20 @@ from lightning_unitscale.memory.profile_report import format_bytes, new_figure
 
 @dataclass(frozen=True)
 class RematReport:
-    """What a plan keeps and runs again.
+    """Report of the values that a plan keeps and of the operations that it recomputes.
 
     Attributes:
-        plan_name: Where the plan comes from.
-        plan_hash: Equal on all ranks that planned the same.
+        plan_name: Origin of the plan.
+        plan_hash: Hash that is equal on all ranks with the same plan.
         peak_bytes: Predicted peak of all bytes alive in a step.
         peak_at: Pass and node of the peak.
         saved_bytes: Bytes kept for the backward pass, each storage once.
-        recomputed: How often each kind of operation runs again.
+        recomputed: How often each kind of operation is recomputed.
         recomputed_flops: Floating-point operations of their matmuls.
         recomputed_seconds: Their estimated time.
-        sizes: The numbers that the plan assumes for sizes that change from call to call.
-        part: Which part of the step the graph is: its Python frame and its parameters. It is the
-            same if a frame is captured again, for another value that it reads. ``None`` if unknown.
+        sizes: Numbers that the plan assumes for sizes that change from call to call.
+        part: The graph's part of the step: its Python frame and its parameters. It is the same if a
+            frame is recaptured for another value that it reads. ``None`` if unknown.
     """
 
     plan_name: str
@@ -64,7 +64,7 @@ class RematReport:
         )
 
     def table(self) -> str:
-        """The report as text."""
+        """Return the report as text."""
         sizes = ", ".join(map(str, self.sizes))
         rows = [
             ("plan", f"{self.plan_name} {self.plan_hash}"),
@@ -146,7 +146,7 @@ def draw_joint_graph(plan: RematPlan, path: str | Path) -> None:
 
 
 def draw_graph(graph_module: fx.GraphModule, path: str | Path) -> None:
-    """Draw the forward or the backward graph of a partition; its inputs are grey.
+    """Draw the forward or the backward graph of a partition, with grey inputs.
 
     Args:
         graph_module: The graph.
@@ -177,7 +177,7 @@ def _write(graph: nx.DiGraph, path: str | Path) -> None:
         ]
         Path(path).write_text("\n".join([*lines, "}", ""]))
         return
-    # In rows, each node below all that it reads.
+    # In rows, each node below all its inputs.
     rows = list(nx.topological_generations(graph))
     size = (max(6.0, 1.6 * max(map(len, rows))), max(4.0, 0.35 * len(rows)))
     figure, axes = new_figure(*size)

@@ -1,4 +1,4 @@
-"""Plan a joint graph for a budget: candidates, their simulation, and the fastest that fits."""
+"""Plan a joint graph for a budget: simulate candidates, and return the fastest that fits."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from lightning_unitscale.memory.schedule import (
 )
 
 Budget = int | float | str
-"""Bytes (an int, or ``"600MiB"``), a share of the plain step's peak, or ``"min_cut"``."""
+"""Bytes (an int, or ``"600MiB"``), a share of the peak without a plan, or ``"min_cut"``."""
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _QUANTITY = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kKmMgGtT]?[iI]?[bB])\s*")
 # Changes whenever the same problem may get another plan.
 PLANNER_VERSION = 3
-# An operator with more operations per element than this is a matmul: the classic cut keeps it.
+# An operator with more operations per element than this is a matmul, which the classic cut keeps.
 _MATMUL_FLOPS_PER_ELEMENT = 4.0
 _TIGHTENINGS = 6
 
@@ -62,26 +62,26 @@ def check_budget(budget: Budget, *, name: str = "budget") -> Budget:
             f"{name}={shown(budget)}: not a budget. {expected}. Pass {name}=0.5 to try it."
         )
     if num_bytes < 1:
-        raise ValueError(f"{name}={budget!r}: no bytes at all. {expected}. Pass more.")
+        raise ValueError(f"{name}={budget!r}: not positive. {expected}. Pass more.")
     return num_bytes
 
 
 def limit_of(budget: Budget, peak_bytes: int) -> int:
-    """Return a checked budget in bytes; a fraction is of ``peak_bytes``."""
+    """Return a checked budget in bytes. A fraction is of ``peak_bytes``."""
     return int(budget * peak_bytes if isinstance(budget, float) else budget)
 
 
 @dataclass(frozen=True)
 class RematPlan:
-    """What is kept for the backward pass, what runs again, and what that costs.
+    """Plan of the values to keep and the operations to recompute, with its costs.
 
     Attributes:
         problem: The joint graph.
-        name: Where the plan comes from: ``"default"``, ``"min_cut"``, ``"checkpoint_blocks"``,
-            ``"cut"`` or ``"blocks"``.
+        name: Origin of the plan: ``"default"``, ``"min_cut"``, ``"checkpoint_blocks"``, ``"cut"``
+            or ``"blocks"``.
         saved: Nodes whose values are kept.
-        kept: Nodes that run at most once again; the others may run once for each block that needs
-            them. ``None`` if that are all.
+        kept: Nodes that are recomputed at most once. Others may run once for each block that needs
+            them. ``None`` means all nodes.
         segments: Block of each node, if ``kept`` is given.
         order: The order of the backward pass.
         timeline: Bytes alive over the step.
@@ -97,32 +97,32 @@ class RematPlan:
 
     @cached_property
     def again(self) -> Ints:
-        """Nodes that run a second time, once for each time."""
+        """Return the nodes that run a second time, once for each time."""
         return self.order.again(self.problem)
 
     @property
     def seconds(self) -> float:
-        """Estimated time of what runs again."""
+        """Estimate the time of recomputation."""
         return float(self.problem.seconds[self.again].sum())
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of the matmuls that run again."""
+        """Count the floating-point operations of the recomputed matmuls."""
         return float(self.problem.flops[self.again].sum())
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes kept for the backward pass, each storage once."""
+        """Return the bytes kept for the backward pass, each storage once."""
         return self.problem.saved_bytes(self.saved)
 
     @property
     def peak_bytes(self) -> int:
-        """Predicted peak of all bytes alive in a step."""
+        """Predict the peak of all bytes alive in a step."""
         return self.timeline.peak_bytes
 
     @cached_property
     def hash(self) -> str:
-        """Equal on all ranks that planned the same: over what is saved, kept, and run in order."""
+        """Hash the saved and kept nodes and the order, equal on all ranks with the same plan."""
         digest = hashlib.sha256(f"{PLANNER_VERSION}".encode())
         for node, keeps in zip(self.problem.nodes, self.saved.tolist(), strict=True):
             if keeps:
@@ -131,7 +131,7 @@ class RematPlan:
         return digest.hexdigest()[:16]
 
     def to_networkx(self) -> nx.DiGraph:
-        """Return the joint graph with what the plan does to each node.
+        """Return the joint graph with the plan's effect on each node.
 
         Returns:
             A graph of networkx with the totals of the plan. A node has ``op``, ``num_bytes`` (of
@@ -168,13 +168,13 @@ class RematPlan:
 
 @dataclass(frozen=True, eq=False)
 class Planner:
-    """Plans one joint graph for any budget.
+    """Planner of one joint graph for any budget.
 
     Args:
         problem: The joint graph.
-        resident_bytes: Bytes alive throughout a step beside the graph's inputs: the optimizer's
+        resident_bytes: Bytes alive throughout a step besides the graph's inputs: the optimizer's
             state, gradients of earlier batches.
-        forward_bytes: Bytes that are alive in the forward pass only: gradients of the last step.
+        forward_bytes: Bytes alive in the forward pass only: gradients of the last step.
     """
 
     problem: RematProblem
@@ -183,32 +183,32 @@ class Planner:
 
     @cached_property
     def blocks(self) -> Blocks:
-        """The graph as a chain of blocks."""
+        """Return the graph as a chain of blocks."""
         return find_blocks(self.problem)
 
     @cached_property
     def _runs(self) -> list[EndingRuns]:
-        """The options of all runs of blocks."""
+        """Return the options of all runs of blocks."""
         return ending_runs(self.blocks)
 
     @cached_property
     def _plans(self) -> dict[object, RematPlan | None]:
-        """The plans so far; different budgets often lead to the same plan."""
+        """Return the plans so far. Different budgets often lead to the same plan."""
         return {}
 
     @cached_property
     def default(self) -> RematPlan:
-        """Keep all that the backward pass reads; run again nothing but views."""
+        """Return the plan that keeps all that the backward pass reads and recomputes only views."""
         problem = self.problem
         views = (problem.base != np.arange(len(problem))) | (problem.num_bytes == 0)
-        # Tuples are saved item by item; what a user's checkpoint tags cannot be saved.
+        # Tuples are saved item by item. Values that a user's checkpoint tags cannot be saved.
         free = views | problem.is_tuple | problem.tagged | ~problem.in_forward
         seconds = np.where(free, 0.0, math.inf)
         return self.plan_of("default", CutNetwork(problem, seconds).cut(1e-12).saved)
 
     @cached_property
     def min_cut(self) -> RematPlan:
-        """The classic cut: the fewest bytes kept without running a matmul again."""
+        """Return the classic cut: the fewest bytes kept without recomputing a matmul."""
         problem = self.problem
         own = np.bincount(problem.owner, problem.num_bytes, len(problem))
         elements = np.maximum(own / 4, 1)
@@ -218,10 +218,10 @@ class Planner:
 
     @cached_property
     def candidates(self) -> list[RematPlan]:
-        """Plans without a budget: the default, cuts of the whole graph, checkpoints per block."""
+        """Return plans without a budget: the default, cuts of the graph, checkpoints per block."""
         cuts = CutNetwork(self.problem).hull()
         plans = [self.default, self.min_cut, *(self.plan_of("cut", cut.saved) for cut in cuts)]
-        # Keep only what leads from block to block, for blocks of one, two, ... separators.
+        # Keep only tensors that lead from block to block, for blocks of one, two, ... separators.
         for stride in (1, 2, 3, 4):
             again = self.problem.seconds.copy()
             ends = set(self.blocks.separators[stride - 1 :: stride])
@@ -235,7 +235,7 @@ class Planner:
 
         Args:
             budget: Bytes (an int or a string such as ``"600MiB"``) or a fraction of the default
-                plan's peak: a limit on all tensor bytes alive at once; or ``"min_cut"``.
+                plan's peak, as a limit on all tensor bytes alive at once; or ``"min_cut"``.
 
         Raises:
             ValueError: If the budget is malformed, or below the floor.
@@ -261,7 +261,7 @@ class Planner:
 
     @cached_property
     def floor(self) -> RematPlan:
-        """The plan with the lowest peak that the planner finds."""
+        """Return the plan with the lowest peak that the planner finds."""
         best = min(self.candidates, key=lambda plan: plan.peak_bytes)
         low, high = _fixed_bytes(self), best.peak_bytes
         for _ in range(12):
@@ -280,24 +280,24 @@ class Planner:
         """Return plans from the fastest to the smallest, none beaten in both time and peak.
 
         Args:
-            num_plans: Budgets to plan for, evenly between the default plan's peak and the floor.
+            num_plans: Number of budgets, evenly between the default plan's peak and the floor.
         """
         return non_dominated(self.tried(num_plans), lambda plan: (plan.seconds, plan.peak_bytes))
 
     def tried(self, num_plans: int) -> list[RematPlan]:
-        """Return all plans that :meth:`front` compares; those that it drops may keep less."""
+        """Return all plans that :meth:`front` compares. Those that it drops may keep less."""
         plans = [*self.candidates, self.floor]
         top, bottom = self.default.peak_bytes, self.floor.peak_bytes
         limits = (top - (top - bottom) * step // num_plans for step in range(1, num_plans))
         return [*plans, *(plan for limit in limits if (plan := self._of_blocks(limit)))]
 
     def plan_of(self, name: str, saved: Mask, kept: Mask | None = None) -> RematPlan:
-        """Return a plan from what it keeps, without what would not be read.
+        """Return a plan from its kept nodes, without values that would not be read.
 
         Args:
-            name: Where it comes from.
+            name: Origin of the plan.
             saved: Nodes whose values are kept.
-            kept: Nodes that run at most once again; by default all.
+            kept: Nodes that are recomputed at most once. The default is all.
         """
         saved = _pruned(self.problem, saved)
         segments = None if kept is None else self.blocks.block.tolist()
@@ -340,9 +340,9 @@ def _fixed_bytes(planner: Planner) -> int:
 
 
 def _fewest_bytes(planner: Planner, name: str, seconds: Floats, num_bytes: float) -> RematPlan:
-    """Return the plan that keeps the least if only nodes with finite ``seconds`` run again.
+    """Return the plan that keeps the least if only nodes with finite ``seconds`` are recomputed.
 
-    All operations together are worth as much as a ten-thousandth of ``num_bytes``.
+    All operations together cost as much as a ten-thousandth of ``num_bytes``.
     """
     price = 1e4 * float(planner.problem.seconds.sum() + 1e-9) / max(float(num_bytes), 1.0)
     return planner.plan_of(name, CutNetwork(planner.problem, seconds).cut(price).saved)
@@ -359,11 +359,11 @@ def _of_choice(planner: Planner, choice: Sequence[Run]) -> RematPlan:
 
 
 class BudgetError(Refusal, ValueError):
-    """A budget that no plan of a step keeps."""
+    """Error for a budget that no plan of a step keeps."""
 
 
 def refusal(budget: Budget, floor: int, default: int, where: str) -> BudgetError:
-    """Return the error of a budget that no plan meets."""
+    """Return the error for a budget that no plan meets."""
     if isinstance(budget, float):
         given = f"{budget} ({format_bytes(budget * default)})"
     else:
@@ -376,7 +376,7 @@ def refusal(budget: Budget, floor: int, default: int, where: str) -> BudgetError
 
 
 def _pruned(problem: RematProblem, saved: Mask) -> Mask:
-    """Return ``saved`` without what neither the backward pass nor what runs again reads."""
+    """Return ``saved`` without nodes that neither the backward pass nor recomputation reads."""
     read = problem.wanted.copy()
     producers, users = problem.edges
     reads = recomputed(problem, saved) | (problem.region == NodeRegion.BACKWARD)

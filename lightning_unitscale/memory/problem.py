@@ -1,4 +1,4 @@
-"""A joint forward and backward graph as the planner sees it: numbers, and no tensors."""
+"""Describe a joint forward and backward graph to the planner by numbers, without tensors."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Mask = npt.NDArray[np.bool_]
 
 
 class NodeRegion(enum.IntEnum):
-    """Where a node of the joint graph can be computed."""
+    """Region in which a node of the joint graph can be computed."""
 
-    INPUT = 0  # there all the time: parameters, buffers, batch, tangents
+    INPUT = 0  # always alive: parameters, buffers, batch, tangents
     FORWARD = 1  # from the inputs alone, so in the forward and again in the backward pass
-    BACKWARD = 2  # needs a tangent, or has to run in the backward pass
+    BACKWARD = 2  # needs a tangent, or must run in the backward pass
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,14 @@ class RematNode:
     num_bytes: int = 0  # of the storage if ``base`` is the node itself, else 0
     workspace_bytes: int = 0  # allocated and freed while it runs
     seconds: float = 0.0  # estimated
-    flops: float = 0.0  # of its matmuls; a multiply-add counts as two
+    flops: float = 0.0  # of its matmuls, where a multiply-add counts as two
     can_save: bool = True  # from the forward for the backward pass
     can_recompute: bool = True  # in the backward pass
-    in_forward: bool = True  # whether the forward pass computes it in every plan
-    replay_bytes: int = 0  # its generator's state, kept instead of its value if it runs again
+    in_forward: bool = True  # the forward pass computes it in every plan
+    replay_bytes: int = 0  # generator's state, kept instead of its value if it is recomputed
 
     def moved(self, inputs: tuple[int, ...], base: int, owner: int) -> RematNode:
-        """The same operation in another graph; ``dataclasses.replace`` is many times slower."""
+        """Return the same operation in another graph, faster than ``dataclasses.replace``."""
         node: RematNode = object.__new__(RematNode)
         node.__dict__.update(self.__dict__, inputs=inputs, base=base, owner=owner)
         return node
@@ -56,7 +56,7 @@ Number = TypeVar("Number", bound=np.generic)
 
 
 def _column(attribute: str, dtype: type[Number]) -> cached_property[npt.NDArray[Number]]:
-    """An attribute of all nodes as one array, made when it is first asked for."""
+    """Return an attribute of all nodes as one array, made at the first access."""
     return cached_property(
         lambda problem: np.array([getattr(node, attribute) for node in problem.nodes], dtype)
     )
@@ -64,7 +64,7 @@ def _column(attribute: str, dtype: type[Number]) -> cached_property[npt.NDArray[
 
 @dataclass(frozen=True)
 class RematProblem:
-    """A joint graph in topological order, forward nodes before the backward nodes they feed."""
+    """Joint graph in topological order, forward nodes before the backward nodes they feed."""
 
     nodes: tuple[RematNode, ...]
     forward_outputs: tuple[int, ...] = ()  # returned to the caller
@@ -89,18 +89,18 @@ class RematProblem:
 
     @cached_property
     def edges(self) -> tuple[Ints, Ints]:
-        """(producer, user) of every edge, sorted by user."""
+        """Return (producer, user) of every edge, sorted by user."""
         producers = [i for node in self.nodes for i in node.inputs]
         users = [u for u, node in enumerate(self.nodes) for _ in node.inputs]
         return np.array(producers, dtype=np.int64), np.array(users, dtype=np.int64)
 
     @cached_property
     def inputs_of(self) -> tuple[tuple[int, ...], ...]:
-        """Inputs of each node."""
+        """Return the inputs of each node."""
         return tuple(node.inputs for node in self.nodes)
 
     def reads(self, executed: Ints) -> tuple[Ints, Ints]:
-        """(execution, node that it reads) of every input of nodes that are executed in turn."""
+        """Return (execution, node that it reads) of every input of executed nodes."""
         producers, users = self.edges
         starts = np.searchsorted(users, np.arange(len(self) + 1))
         first, counts = starts[executed], np.diff(starts)[executed]
@@ -110,7 +110,7 @@ class RematProblem:
 
     @cached_property
     def users(self) -> tuple[tuple[int, ...], ...]:
-        """Users of each node, ascending."""
+        """Return the users of each node, ascending."""
         users: list[list[int]] = [[] for _ in self.nodes]
         for user, node in enumerate(self.nodes):
             for producer in node.inputs:
@@ -119,14 +119,14 @@ class RematProblem:
 
     @cached_property
     def needed(self) -> Mask:
-        """Nodes that the backward pass needs in some plan: backward nodes and what leads there."""
+        """Mark nodes that the backward pass may need: backward nodes and their ancestors."""
         backward = np.flatnonzero(self.region == NodeRegion.BACKWARD).tolist()
         roots = [*backward, *self.backward_outputs]
         return leading_to(roots, self.inputs_of, np.zeros(len(self), dtype=np.bool_))
 
     @cached_property
     def read_in_backward(self) -> Mask:
-        """Nodes that the backward pass reads itself, in every plan."""
+        """Mark nodes that the backward pass reads itself, in every plan."""
         producers, users = self.edges
         is_read = np.zeros(len(self), dtype=np.bool_)
         is_read[producers[self.region[users] == NodeRegion.BACKWARD]] = True
@@ -135,37 +135,37 @@ class RematProblem:
 
     @property
     def wanted(self) -> Mask:
-        """Forward nodes that the backward pass reads itself, in every plan."""
+        """Mark forward nodes that the backward pass reads itself, in every plan."""
         return self.read_in_backward & (self.region == NodeRegion.FORWARD)
 
     @cached_property
     def _is_item(self) -> Mask:
-        """One of several outputs of an operator, which owns it."""
+        """Mark nodes that are one of several outputs of an operator, which owns them."""
         indices = np.arange(len(self))
         return (self.owner != indices) & (self.base == indices)
 
     @cached_property
     def is_tuple(self) -> Mask:
-        """Operators with several outputs."""
+        """Mark operators with several outputs."""
         return np.bincount(self.owner[self._is_item], minlength=len(self)) > 0
 
     @cached_property
     def item_bytes(self) -> Ints:
-        """Bytes of the outputs of each operator that has several, 0 for the others."""
+        """Return the bytes of the outputs of each operator that has several, or 0."""
         num_bytes = np.zeros(len(self), dtype=np.int64)
         np.add.at(num_bytes, self.owner[self._is_item], self.num_bytes[self._is_item])
         return num_bytes
 
     @cached_property
     def tagged(self) -> Mask:
-        """What a user's checkpoint runs again, so that it cannot be saved."""
+        """Mark nodes that a user's checkpoint recomputes, so that they cannot be saved."""
         own = (self.base == np.arange(len(self))) & (self.num_bytes > 0)
         tagged = own & ~self.can_save & self.can_recompute
         tagged[self.owner[tagged]] = True
         return tagged
 
     def saved_bytes(self, saved: Mask) -> int:
-        """Bytes that a plan keeps for the backward pass beyond what is there anyway."""
+        """Return the bytes that a plan keeps for the backward pass besides those alive anyway."""
         kept = np.zeros(len(self), dtype=np.bool_)
         kept[self.base[saved]] = True
         kept[self.base[list(self.forward_outputs)]] = False
@@ -174,18 +174,18 @@ class RematProblem:
         return int(self.num_bytes[kept].sum()) + int(states.sum())
 
     def replayed(self, saved: Mask) -> Ints:
-        """Random operations that a plan runs again, from the generator's state that it keeps."""
+        """Return the random operations that a plan replays from the saved generator's state."""
         random = np.flatnonzero(self.replay_bytes)
         return random[recomputed(self, saved)[random]] if len(random) else random
 
     @cached_property
     def _recomputed(self) -> dict[bytes, Mask]:
-        """What runs again, by what is saved; planning asks for the same several times."""
+        """Cache recomputed nodes by saved nodes, since planning asks several times."""
         return {}
 
 
 def leading_to(roots: Iterable[int], inputs: Sequence[Sequence[int]], stops: Mask) -> Mask:
-    """Return the roots and all that leads to them; the search ends before ``stops``."""
+    """Return the roots and their ancestors. The search ends before ``stops``."""
     # Lists: a step of this loop is too small for numpy.
     is_seen: list[bool] = stops.tolist()
     found: list[int] = []

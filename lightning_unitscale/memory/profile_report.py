@@ -71,7 +71,7 @@ def _cells(costs: Costs, columns: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_sort_by(sort_by: object) -> None:
-    """Raise if nodes cannot be sorted by this."""
+    """Raise if nodes cannot be sorted by this field."""
     choices = (*field_names(NodeCosts), "order")
     advice = "leave it out for 'saved_bytes'"
     check_choice("sort_by", sort_by, choices, "nodes have no such number", advice)
@@ -99,7 +99,7 @@ def node_table(nodes: Sequence[NodeCosts], sort_by: str, limit: int | None) -> s
 
 
 def module_table(modules: Sequence[ModuleCosts], depth: int | None) -> str:
-    """Return a table of the modules, each with those in it, down to a depth."""
+    """Return a table of the modules, each with its submodules, down to a depth."""
     rows = [
         {
             "module": module.path or "(root)",
@@ -133,7 +133,7 @@ def new_figure(width: float = 7.0, height: float = 4.5) -> tuple[Figure, Axes]:
 
 
 def draw(timeline: MemoryTimeline, peak: Peak, phases: Sequence[Phase]) -> Figure:
-    """Draw areas of live bytes by kind over the operators of the step, the peak marked."""
+    """Draw live bytes by kind as areas over the step's operators, with the peak marked."""
     moments = range(len(timeline.live_bytes))
     figure, axes = new_figure(11.0, 5.0)
     rows = [[value / _MIB for value in timeline.live_by_kind[kind]] for kind in KINDS]

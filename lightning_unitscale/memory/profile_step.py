@@ -1,4 +1,4 @@
-"""Profile a training step on fake tensors: a module's own code, or an existing graph."""
+"""Profile a training step on fake tensors, from a module's code or an existing graph."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def profile_graph(
 ) -> GraphProfile:
     """Return memory and operations of one training step of ``module`` without computing it.
 
-    The module's own code runs on fake tensors that claim to be on ``device``, which need not exist:
-    forward, backward and the optimizer. Every storage is recorded from its allocation to its
-    release. The module may be on any device, also on ``meta``, and is not changed. A module that
-    FSDP2 or tensor parallelism has sharded cannot be copied: it must be on ``meta``, within
-    :func:`fake_process_group`, and is left with fake parameters. Its profile is that of rank 0.
+    The module's own code runs on fake tensors on ``device``, which need not exist: forward,
+    backward and the optimizer. Every storage is recorded until its release. The module may be on
+    any device, also on ``meta``, and is not changed. A module that FSDP2 or tensor parallelism has
+    sharded cannot be copied. It must be on ``meta``, within :func:`fake_process_group`, and is left
+    with fake parameters. Its profile is that of rank 0.
 
     The backward pass starts from ``loss(output)`` if ``loss`` is given, else from the output's
     ``loss`` (attribute or key), else from every result that needs a gradient. The output lives
@@ -53,13 +53,14 @@ def profile_graph(
 
     Args:
         module: The module.
-        *args: Arguments of the method; tensors on any device, also on ``meta``.
-        device: Whose kernels and allocator are simulated.
-        optimizer: An optimizer of the module's parameters, or a class or function that makes one;
-            ``None`` ends the step after the backward pass.
+        *args: Arguments of the method, with tensors on any device, also on ``meta``.
+        device: Device whose kernels and allocator are simulated.
+        optimizer: An optimizer of the module's parameters, or a class or function for one. ``None``
+            ends the step after the backward pass.
         method: Name of the method to call, such as ``training_step``.
-        loss: Makes the loss from the method's result.
-        context: Entered around the forward pass, such as ``lambda: torch.autocast("cuda")``.
+        loss: Function from the method's result to the loss.
+        context: Makes a context around the forward pass, such as ``lambda:
+            torch.autocast("cuda")``.
         **kwargs: Keyword arguments of the method.
 
     Raises:
@@ -99,22 +100,22 @@ def profile_graph(
         )
 
     if is_sharded(module):
-        profile_at(None)  # the first step alone makes what FSDP keeps
+        profile_at(None)  # only the first step allocates the buffers that FSDP keeps
     return profile_at(None)
 
 
 class MetaInfoProp:
-    """Runs a graph on fake tensors and gives each of its nodes its costs.
+    """Interpreter that runs a graph on fake tensors and gives each of its nodes its costs.
 
-    For graphs of torch functions, such as ``fx.symbolic_trace`` and Dynamo make, and of ATen.
+    It takes graphs of torch functions, such as ``fx.symbolic_trace`` and Dynamo make, and of ATen.
 
     Args:
-        graph_module: The graph; only ``meta["node_costs"]`` of its nodes is written.
-        device: Whose kernels and allocator are simulated; it need not exist.
+        graph_module: The graph. Only ``meta["node_costs"]`` of its nodes is written.
+        device: Device whose kernels and allocator are simulated. It need not exist.
         optimizer: As in :func:`profile_graph`.
 
     Attributes:
-        profile: The result of :meth:`run`; ``None`` before.
+        profile: The result of :meth:`run`, or ``None`` before it.
 
     Examples:
         >>> import torch
@@ -141,8 +142,8 @@ class MetaInfoProp:
         """Profile the graph.
 
         Args:
-            *inputs: A value per placeholder; of tensors only the metadata is read.
-            loss: Makes the loss from the graph's result.
+            *inputs: A value per placeholder. Only the metadata of tensors is read.
+            loss: Function from the graph's result to the loss.
 
         Returns:
             The profile, whose nodes have the names of the graph's.
@@ -163,7 +164,7 @@ class MetaInfoProp:
 
 
 def _checked_device(device: str | torch.device) -> torch.device:
-    """Return the device of this type; raise if its kernels are not known."""
+    """Return the device of this type, or raise if its kernels are not known."""
     advice = "profile for the more similar one of the two, which need not exist"
     named = str(device) if isinstance(device, torch.device) else device
     check_choice("device", named, get_args(DeviceType), "its kernels are not known", advice)
@@ -221,7 +222,7 @@ def _check_parameters(module: nn.Module) -> None:
 
 
 def batch_size_of(inputs: Any) -> int | None:
-    """Return the first dimension that most input tensors have; ``None`` without one."""
+    """Return the first dimension that most input tensors have, or ``None`` without one."""
     sizes = [int(tensor.shape[0]) for tensor in tensors_in(inputs) if tensor.dim()]
     return Counter(sizes).most_common(1)[0][0] if sizes else None
 

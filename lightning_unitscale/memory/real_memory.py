@@ -1,4 +1,4 @@
-"""Bytes of real tensors: of modules, gradients and optimizers, and the measured peak of a step."""
+"""Count bytes of real tensors, and measure the peak of a step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MARK = "lightning_unitscale.peak_meter"
 
 
 def storages_of(values: Any) -> dict[int, int]:
-    """Return the storages and bytes of all tensors in a nested value, of shards this rank's."""
+    """Return the storages and bytes of all tensors in a nested value. Shards count this rank's."""
     storages = (
         part.untyped_storage()
         for tensor in tensors_in(values)
@@ -52,7 +52,7 @@ def gradient_bytes(module: nn.Module) -> int:
 
 
 def optimizer_state_bytes(optimizers: Iterable[Optimizer]) -> int:
-    """Return the bytes of the optimizers' states as they are, or will be after the first step."""
+    """Return the bytes of the optimizers' states, now or after the first step."""
     return sum(
         storage_bytes(state_tensors(optimizer)) if optimizer.state else _first_state(optimizer)
         for optimizer in optimizers
@@ -92,12 +92,11 @@ def _first_state(optimizer: Optimizer) -> int:
 
 
 class PeakMeter:
-    """Measures the most bytes alive at once between :meth:`mark` and :meth:`stop`.
+    """Meter of the most bytes alive at once between :meth:`mark` and :meth:`stop`.
 
     On a GPU that is the allocator's own maximum. A CPU's allocator keeps none, so its events are
-    recorded and summed up. They lack the release of tensors from before :meth:`start`: start one
-    step early, so that the gradients of the step before are known, and name what is alive at the
-    mark.
+    recorded and summed up. They lack the release of tensors from before :meth:`start`. So start one
+    step early, to include the gradients of the step before, and pass the tensors alive at the mark.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -110,7 +109,7 @@ class PeakMeter:
 
     @property
     def is_marked(self) -> bool:
-        """Whether the measured part has begun."""
+        """Check whether the measurement has begun."""
         return self._alive is not None
 
     def start(self) -> None:
@@ -122,12 +121,12 @@ class PeakMeter:
             self._profile.__enter__()
 
     def mark(self, alive: Any, *, beside: int = 0) -> None:
-        """Begin to measure, with the tensors in ``alive`` and so many bytes beside them alive."""
+        """Start to measure, with the tensors in ``alive`` and ``beside`` further bytes alive."""
         self._alive = storage_bytes(alive) + beside
         self._begin_part()
 
     def note(self, label: Any) -> None:
-        """End a measured part, and begin another; do nothing before the mark."""
+        """End a measured part, and start another. Do nothing before the mark."""
         if self.is_marked:
             self._end_part()
             self._labels.append(label)

@@ -1,8 +1,8 @@
-"""Record a step on fake tensors: its operators and storages, and the nodes that they belong to.
+"""Record a step on fake tensors: its operators and storages, and their nodes.
 
-A module's own Python code runs, not Dynamo: graph breaks do not matter, and tensors live exactly as
-long as that code holds them. The values of a graph live until their last reader has run, as in the
-code that FX generates.
+A module's own Python code runs, not Dynamo. So graph breaks do not matter, and tensors live exactly
+as long as that code holds them. The values of a graph live until their last reader has run, as in
+the code that FX generates.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ _NODE, _TASK = "lightning_unitscale_node", "lightning_unitscale_task"
 # FSDP's operator whose second argument is the buffer that a layer's parameters are gathered in.
 _GATHERING = "fsdp.all_gather_copy_in.default"
 _CALLS = frozenset({"call_function", "call_method", "call_module"})
-# Python's names of functions if the tensor is on the right; a graph has the function itself.
+# Python's names of functions if the tensor is on the right. A graph has the function itself.
 _REFLECTED = {"radd": "add", "rsub": "sub", "rmul": "mul", "rmatmul": "matmul", "rpow": "pow",
               "rtruediv": "truediv", "rdiv": "truediv", "rfloordiv": "floordiv",
               "rmod": "mod"}  # fmt: skip
 
 
 class StorageRecorder(DispatchMode):
-    """Records every operator, and when each storage of the device is allocated and released.
+    """Recorder of every operator, and of each storage's allocation and release.
 
-    A weak reference to each storage reports its release. So the record shows the reference counts
+    A weak reference to each storage reports its release. So the record follows the reference counts
     of Python, of autograd's graph and of its engine.
     """
 
@@ -70,7 +70,7 @@ class StorageRecorder(DispatchMode):
         super().__init__()
         self.device = device
         self.phase: Phase = "forward"
-        # Index of the forward node that runs, and of the last node of the user's code.
+        # Index of the running forward node, and of the last node of the user's code.
         self.node = self.last_node = OUTSIDE
         self.running = ""  # name of the last node that was begun
         self.record = StepRecord(device.type)
@@ -119,13 +119,13 @@ class StorageRecorder(DispatchMode):
         return result
 
     def paused(self) -> AbstractContextManager[None]:
-        """Within this context record nothing."""
+        """Record nothing in this context."""
         return shadowed(self, _is_paused=True)
 
     # -- nodes
 
     def begin_node(self, name: str) -> None:
-        """Let all following operators belong to the next node of the forward graph."""
+        """Assign all following operators to the next node of the forward graph."""
         self.node, self.running = len(self.record.nodes), name
 
     def add_node(
@@ -153,7 +153,7 @@ class StorageRecorder(DispatchMode):
     # -- storages
 
     def storage_of(self, tensor: Tensor, node: int = OUTSIDE, born: int = OUTSIDE) -> int:
-        """Return the index of the tensor's storage; :data:`OUTSIDE` if it is on another device."""
+        """Return the index of the tensor's storage, or :data:`OUTSIDE` on another device."""
         tensor = local_tensor(tensor)
         if tensor.device.type != self.device.type or tensor.layout != torch.strided:
             return OUTSIDE
@@ -192,7 +192,7 @@ class StorageRecorder(DispatchMode):
 
         def released(_: Any) -> None:
             del self._indices[key], self._watchers[key]
-            # The size at the end: it may have been resized.
+            # The size at the end, since it may have been resized.
             change = -self._sizes[index]
             self.record.events.append(Event(index, change, len(self.record.operators) - 1))
 
@@ -202,7 +202,7 @@ class StorageRecorder(DispatchMode):
     def _accumulated_in_place(self, inputs: Sequence[Tensor], is_new: bool) -> None:
         """Record a sum that the engine of autograd would have written into its first operand.
 
-        The engine adds gradients in place if nothing else refers to the older one and it is no
+        The engine adds gradients in place if the older one has no other reference and is not a
         view. It never does so for a tensor subclass, such as fake tensors. A sum within one
         autograd function belongs to its formula.
         """
@@ -217,7 +217,7 @@ class StorageRecorder(DispatchMode):
     # -- autograd
 
     def label(self, tensors: Sequence[Tensor], node: int) -> None:
-        """Assign the new ones of the autograd functions behind ``tensors`` to ``node``."""
+        """Assign the new autograd functions behind ``tensors`` to ``node``."""
         pending: list[Any] = [tensor.grad_fn for tensor in tensors]
         while pending:
             function = pending.pop()
@@ -228,7 +228,7 @@ class StorageRecorder(DispatchMode):
                 pending += [following for following, _ in function.next_functions]
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """Record that autograd saves ``tensor`` for the backward pass; a hook of it."""
+        """Record that autograd saves ``tensor`` for the backward pass, as a hook of it."""
         index = self.storage_of(plain_tensor(tensor))
         if index != OUTSIDE and self.phase == "forward":
             # An autograd function of the user saves after its last node.
@@ -266,7 +266,7 @@ class StorageRecorder(DispatchMode):
 
 
 class ModuleTrace(TorchFunctionMode):
-    """Makes a node of every torch function that a module's forward pass calls."""
+    """Recorder of a node for every torch function that a module's forward pass calls."""
 
     def __init__(self, module: nn.Module, recorder: StorageRecorder) -> None:
         super().__init__()
@@ -279,7 +279,7 @@ class ModuleTrace(TorchFunctionMode):
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Within this context every torch function becomes a node."""
+        """Make every torch function a node in this context."""
 
         def leave(*_: Any) -> None:
             self._running.pop()
@@ -304,7 +304,7 @@ class ModuleTrace(TorchFunctionMode):
         kwargs = kwargs or {}
         recorder = self._recorder
         if func is F.multi_head_attention_forward:
-            # Opened, as in a captured graph: its parts depend on the device too.
+            # Expanded, as in a captured graph, since its parts depend on the device too.
             with self:
                 return open_function(func)(*args, **kwargs)
         if is_control_flow(func):
@@ -340,17 +340,17 @@ class ModuleTrace(TorchFunctionMode):
 
 
 class GraphTrace(fx.Interpreter):
-    """Runs a graph and records each of its calls as a node."""
+    """Interpreter that records each call of a graph as a node."""
 
     def __init__(self, graph_module: fx.GraphModule, recorder: StorageRecorder) -> None:
         super().__init__(graph_module)
         self._recorder = recorder
 
     def name_input(self, tensor: Tensor, name: str) -> None:
-        """Do nothing: inputs have the names of their placeholders."""
+        """Do nothing, since inputs have the names of their placeholders."""
 
     def watching(self) -> TorchFunctionMode:
-        """Within this context call functions as on the device."""
+        """Call functions as on the device in this context."""
         return _DeviceCalls(self._recorder.device)
 
     def run_node(self, n: fx.Node) -> Any:

@@ -1,4 +1,4 @@
-"""Plans from example inputs, and ``remat``: a module that trains within a memory budget."""
+"""Plan a training step from example inputs, and train a module within a memory budget."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from lightning_unitscale.memory.planner import (
 from lightning_unitscale.memory.problem import NodeRegion
 from lightning_unitscale.memory.real_memory import gradient_bytes, module_bytes, storages_of
 
-# Planned steps after which we warn: the first batch, another size of it, and a smaller last batch
-# are usual.
+# Planned steps before a warning: the first batch, another size of it, and a smaller last batch are
+# usual.
 _MANY_STEPS = 5
 
 
@@ -50,11 +50,11 @@ def plan_remat(
 
     Args:
         function: A module or function that Dynamo captures as one graph.
-        *args: Its inputs; it is run once on them, without a backward pass.
+        *args: Its inputs. It is run once on them, without a backward pass.
         budget: Bytes (an int, or a string such as ``"600MiB"``), a fraction in (0, 1] of the peak
             without rematerialization, or ``"min_cut"``.
-        cost_model: Cost of running an operator; by default that of the graph's device.
-        resident_bytes: Bytes alive beside the graph's inputs, such as the optimizer's state.
+        cost_model: Cost of running an operator. The default is that of the graph's device.
+        resident_bytes: Bytes alive besides the graph's inputs, such as the optimizer's state.
         **kwargs: Further inputs.
 
     Raises:
@@ -78,11 +78,11 @@ def pareto_front(
 
     Args:
         function: A module or function that Dynamo captures as one graph.
-        *args: Its inputs; it is run once on them, without a backward pass.
-        num_plans: Budgets to plan for.
+        *args: Its inputs. It is run once on them, without a backward pass.
+        num_plans: Number of budgets to plan for.
         cost_model: As for :func:`plan_remat`.
         resident_bytes: As for :func:`plan_remat`.
-        path: Where to write a plot, if one is wanted; needs matplotlib.
+        path: File for a plot, if one is wanted, which needs matplotlib.
         **kwargs: Further inputs.
 
     Raises:
@@ -115,7 +115,7 @@ def _planner(
     partitioner = RematPartitioner("default", cost_model=cost_model, on_plan=plans.append)
     target = function.forward if isinstance(function, nn.Module) else function
 
-    # A function of its own leaves Dynamo's cache of the user's as it is.
+    # A separate function leaves Dynamo's cache of the user's unchanged.
     def step(*args: Any, **kwargs: Any) -> Any:
         return target(*args, **kwargs)
 
@@ -152,7 +152,7 @@ class Granted:
 
 
 class StepPartitioner(RematPartitioner):
-    """Plans every graph of a module's steps and keeps the reports, in the order of capture."""
+    """Planner of every graph of a module's steps. It keeps the reports, in the order of capture."""
 
     def __init__(
         self,
@@ -171,10 +171,10 @@ class StepPartitioner(RematPartitioner):
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Begin a step, to which all graphs belong that are captured until the next call."""
+        """Start a step, which all later captures belong to until the next call."""
         self._breaks_before = num_graph_breaks()
         self._kept_bytes = self._static_bytes = 0
-        # What earlier graphs of the step were given and keep, by storage.
+        # Bytes that earlier graphs of the step were given and keep, by storage.
         self._held: dict[int, int] = {}
         self._has_planned = False
 
@@ -199,12 +199,12 @@ class StepPartitioner(RematPartitioner):
         self._granted = Granted()
 
     def put_off_refusals(self, puts_off: bool) -> None:
-        """Meet the budget as far as the parts of a step allow, or raise an error at once."""
+        """Keep the budget as far as the parts of a step allow, or raise an error at once."""
         self._puts_off = puts_off
         self._refusal = None
 
     def refuse(self) -> None:
-        """Raise the error that was put off for a step that stays in parts."""
+        """Raise the error that was postponed for a step that stays in parts."""
         if self._refusal is not None:
             raise self._refusal
 
@@ -267,7 +267,7 @@ class StepPartitioner(RematPartitioner):
         always += sum(self._held[key] for key in self._held.keys() - inputs.keys() - own.keys())
         self._static_bytes += static_bytes
         if breaks and forward:
-            # Its backward pass meets the gradients of the graphs after it.
+            # The gradients of later graphs are alive in its backward pass.
             later = max(0, gradient_bytes(self._module) - self._static_bytes)
             always, forward = always + later, forward - later
         return always + max(0, module_bytes(self._module) - static_bytes), forward
@@ -281,7 +281,7 @@ class StepPartitioner(RematPartitioner):
     def _keep(self, plan: RematPlan) -> None:
         self._kept_bytes += plan.saved_bytes
         problem = plan.problem
-        # The step's caller holds its batch. Later inputs are held by the graphs that saved them.
+        # The step's caller holds its batch. Graphs that saved later inputs hold those.
         holds = (problem.region == NodeRegion.INPUT) & (plan.saved | (not self._has_planned))
         names = [problem.nodes[i].name for i in holds.nonzero()[0]]
         self._held |= storages_of([self.inputs[name] for name in names if name in self.inputs])
@@ -294,33 +294,33 @@ class StepPartitioner(RematPartitioner):
 def remat(module: nn.Module, budget: Budget) -> nn.Module:
     """Return a copy of ``module`` that computes the same bits in less memory.
 
-    Its forward and backward graph are planned together when it is first called with gradients: what
-    is kept between them and what runs again, at the least estimated time within the budget::
+    Its forward and backward graph are planned together when it is first called with gradients. The
+    plan says what to keep and what to recompute, at the least estimated time within the budget::
 
         model = remat(model, "600MiB")
         model(inputs).sum().backward()
         print(model.remat_table())
 
     Args:
-        module: A module, transformed or not, that Dynamo can capture; it is left as it is.
+        module: A module, transformed or not, that Dynamo can capture. It is not changed.
         budget: Limit on all tensor bytes alive at once in a step of the module: parameters,
             buffers, inputs, activations and gradients. An int or a string such as ``"600MiB"`` is
-            in bytes, a float in (0, 1] a fraction of the peak without rematerialization;
-            ``"min_cut"`` keeps as little as possible without running a matmul again.
+            in bytes. A float in (0, 1] is a fraction of the peak without rematerialization.
+            ``"min_cut"`` keeps as little as possible without recomputing a matmul.
 
     Returns:
         A new module with parameters of its own, ``remat_table()``, ``remat_reports()`` and
         ``explain()``. Its graphs run op by op, or by Inductor after ``transforms.compile``.
 
     Raises:
-        ValueError: If the budget is malformed or ``module`` was compiled by the user; at the first
+        ValueError: If the budget is malformed or ``module`` was compiled by the user. At the first
             call, if the budget is below the floor, which the message names.
     """
     budget = check_budget(budget)
     new = own_copy(module)
     steps, partitioner = capture(new, "remat"), StepPartitioner(budget, new)
     steps.partition_by(partitioner)
-    # A copy of the module shows its own: methods are copied with what they belong to.
+    # A copy of the module shows its own, since methods are copied with their objects.
     new.__dict__["remat_table"] = partitioner.table
     new.__dict__["remat_reports"] = partitioner.reports_so_far
     return new

@@ -1,4 +1,4 @@
-"""Memory that CUDA's caching allocator takes from the device: segments, cut into blocks.
+"""Simulate the memory that CUDA's caching allocator takes: segments, cut into blocks.
 
 The rules are those of torch 2.13's ``c10/cuda/CUDACachingAllocator.cpp`` for one stream and without
 ``PYTORCH_ALLOC_CONF``.
@@ -19,18 +19,18 @@ _MIB = 2**20
 # Blocks up to this size come from the pool of small ones, whose segments have their own size.
 _SMALL_BYTES = _MIB
 _SMALL_SEGMENT_BYTES = 2 * _MIB
-# From this size on a block gets a segment of its own, rounded up.
+# From this size on a block gets its own segment, rounded up.
 _OWN_SEGMENT_BYTES = 10 * _MIB
 _LARGE_SEGMENT_BYTES = 20 * _MIB
 _SEGMENT_ROUNDING = 2 * _MIB
-# Between the addresses of segments, so that the parts of two never touch.
+# Distance between the addresses of segments, so that the parts of two never touch.
 _SEGMENT_DISTANCE = 2**50
 CUBLAS_WORKSPACE_BYTES = 2 * 4096 * 1024 + 8 * 16 * 1024
 """Allocated before the first matmul of a stream; 32 MiB on Hopper and later."""
 
 
 class Block(NamedTuple):
-    """A part of a segment of the small or the large pool."""
+    """Part of a segment of the small or the large pool."""
 
     size: int
     address: int
@@ -38,7 +38,7 @@ class Block(NamedTuple):
 
 
 class CachingAllocator:
-    """Hands out blocks as torch does on a GPU.
+    """Allocator that hands out blocks as torch does on a GPU.
 
     Segments, which it keeps, count as reserved, blocks in use as allocated. A block that is not
     worth cutting is handed out whole, so both exceed the bytes of the tensors.
@@ -68,7 +68,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Take a block back, and join it with the free parts beside it."""
+        """Take a block back, and join it with the free parts next to it."""
         self.allocated_bytes -= block.size
         size, address, is_small = block
         if after := self._free_from.get(address + size):
@@ -101,7 +101,7 @@ class CachingAllocator:
 
 @dataclass(frozen=True)
 class AllocatorPeak:
-    """The most that a step takes of a GPU, in an allocator that has nothing else.
+    """The most that a step takes of a GPU, in an otherwise empty allocator.
 
     Attributes:
         reserved_bytes: Segments, as ``torch.cuda.max_memory_reserved()`` counts them.

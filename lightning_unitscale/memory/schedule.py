@@ -1,7 +1,7 @@
-"""The order in which a plan runs, and the bytes alive meanwhile.
+"""Order the operations of a plan, and simulate the bytes alive meanwhile.
 
-The forward pass, then the backward pass with what runs again. Each storage counts once, from its
-allocation to its last use.
+The order is the forward pass, then the backward pass with its recomputation. Each storage counts
+once, from its allocation to its last use.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from lightning_unitscale.memory.problem import (
 
 @dataclass(frozen=True, eq=False)
 class BackwardOrder:
-    """The executions of a backward pass, in order; a node may be executed several times."""
+    """Executions of a backward pass, in order. A node may be executed several times."""
 
     nodes: Ints  # of each execution
-    # For each input of each execution in turn, the execution that it comes from; -1 for what is
-    # there already.
+    # For each input of each execution in turn, the execution that it comes from, or -1 if it is
+    # already there.
     sources: Ints
 
     def again(self, problem: RematProblem) -> Ints:
@@ -46,11 +46,11 @@ def lazy_order(
     segments: Sequence[int] | None = None,
     kept: Sequence[bool] | None = None,
 ) -> BackwardOrder:
-    """Order the anchors as given, each preceded by what it needs and is not there yet.
+    """Order the anchors as given, each after the missing nodes that it needs.
 
-    So a value that runs again runs as late as possible, and lives as short as possible. With
+    So a recomputed value is computed as late as possible, and lives as short as possible. With
     ``segments``, a value that is not in ``kept`` is dropped where the segment of the anchors
-    changes. It runs once more where a later anchor needs it.
+    changes. It is recomputed where a later anchor needs it.
     """
     is_there = [not executed for executed in runs]
     latest = [-1] * len(inputs)
@@ -58,7 +58,7 @@ def lazy_order(
     sources: list[int] = []
 
     def execute(wanted: list[int]) -> list[int]:
-        """Execute nodes and what they need, in topological order; return all of them."""
+        """Execute nodes and their missing ancestors, in topological order, and return all."""
         needed: list[int] = []
         while wanted:
             node = wanted.pop()
@@ -108,7 +108,7 @@ def backward_order(
 
 
 def forward_nodes(problem: RematProblem, saved: Mask) -> Ints:
-    """Return the forward pass in order: what the caller gets, what is saved, what leads there."""
+    """Return the forward pass in order: returned and saved nodes, and their ancestors."""
     is_forward = problem.region == NodeRegion.FORWARD
     runs = problem.in_forward & is_forward
     extra = np.flatnonzero(saved & is_forward & ~runs)
@@ -122,17 +122,17 @@ class PlanTimeline:
     """Bytes alive while each operation of a step runs."""
 
     nodes: Ints  # of each operation, forward pass first
-    live_bytes: Ints  # while it runs: what was there, its outputs and its workspace
+    live_bytes: Ints  # while it runs: earlier storages, its outputs and its workspace
     num_forward: int  # operations of the forward pass
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes alive at once."""
+        """Return the most bytes alive at once."""
         return int(self.live_bytes.max(initial=0))
 
     @property
     def peak_at(self) -> tuple[Literal["forward", "backward"], int]:
-        """The pass and the node at which the peak is reached first."""
+        """Return the pass and the node at which the peak is reached first."""
         when = int(self.live_bytes.argmax())
         return ("forward" if when < self.num_forward else "backward", int(self.nodes[when]))
 
@@ -151,15 +151,15 @@ def simulate_plan(
 ) -> PlanTimeline:
     """Follow every storage of a plan through the forward and the backward pass.
 
-    Inputs, what the forward pass returns, and gradients live to the end of the step. A view keeps
-    its whole storage. A generator's state is kept from a random operation to its replay.
+    Inputs, returned values of the forward pass, and gradients live to the end of the step. A view
+    keeps its whole storage. A generator's state is kept from a random operation to its replay.
     """
     forward = forward_nodes(problem, saved)
     num_forward = len(forward)
     nodes = np.concatenate([forward, order.nodes])
     executions = np.arange(len(nodes))
     sizes, base = problem.num_bytes, problem.base
-    # Execution of each node in the forward pass; the inputs have none.
+    # Execution of each node in the forward pass. The inputs have none.
     made = np.full(len(problem), -1, dtype=np.int64)
     made[forward] = executions[:num_forward]
     readers, read = problem.reads(nodes)
@@ -174,7 +174,7 @@ def simulate_plan(
     storage[readers[views]] = sources[views]
     while ((further := storage[storage]) != storage).any():
         storage = further
-    # A storage is there from its owner's execution to the last reader of any view of it.
+    # A storage lives from its owner's execution to the last reader of any view of it.
     last = executions.copy()
     np.maximum.at(last, storage[sources[is_made]], readers[is_made])
     kept = storage[made[saved & (made >= 0)]]
@@ -189,7 +189,7 @@ def simulate_plan(
     items = is_made & (problem.owner[nodes[readers]] == read)
     allocated_at = executions.copy()
     allocated_at[readers[items]] = sources[items]
-    # A view of what is an input allocates nothing.
+    # A view of an input allocates nothing.
     allocated = np.where(base[nodes] == nodes, sizes[nodes], 0)
     changes = np.zeros(len(nodes) + 2, dtype=np.int64)
     np.add.at(changes, allocated_at, allocated)
@@ -202,7 +202,7 @@ def simulate_plan(
     aside = state[nodes]
     aside[:num_forward] = 0
     changes[1:-1] -= aside
-    # Of an operation with several outputs all are made, also those that nobody takes here.
+    # An operation with several outputs makes all of them, also the unread ones.
     taken = np.zeros(len(nodes), dtype=np.int64)
     np.add.at(taken, sources[items], sizes[nodes[readers[items]]])
     untaken = problem.item_bytes[nodes] - taken

@@ -1,6 +1,6 @@
-"""Record of a step on fake tensors, and the costs and live bytes that follow from it.
+"""Record a step on fake tensors, and compute its costs and live bytes.
 
-Plain data without tensors.
+The record is plain data without tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning_unitscale.memory.costs import OperatorCosts
 
 Phase = Literal["forward", "backward", "optimizer"]
 
-# What a storage is for. Unsharded are parameters while a layer needs them whole, and the buffers
+# Purpose of a storage. Unsharded are parameters while a layer needs them whole, and the buffers
 # that they are gathered in. An activation is saved for the backward pass.
 Kind = Literal[
     "parameter", "buffer", "optimizer", "input", "gradient", "unsharded", "activation", "temporary"
@@ -28,7 +28,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 # They exist, or are gathered again, with or without the backward pass.
 ALWAYS_THERE = ("parameter", "buffer", "unsharded")
 
-OUTSIDE = -1  # instead of the index of a node or of an operator, where there is none
+OUTSIDE = -1  # index for no node or no operator
 
 
 @dataclass
@@ -38,7 +38,7 @@ class StorageLife:
     num_bytes: int  # of the whole storage, at its largest
     kind: Kind = "temporary"
     node: int = OUTSIDE  # the forward node that allocated it, in its forward or its backward
-    born: int = OUTSIDE  # the operator that allocated it; OUTSIDE if it was there before
+    born: int = OUTSIDE  # the operator that allocated it, or OUTSIDE if it existed before
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,13 @@ class Costs:
 
     Attributes:
         saved_bytes: Bytes that autograd saves because of it: inputs, as in ``fwd_mem_in``, results
-            and intermediates. Over all nodes, the bytes that wait for the backward pass.
-        fwd_mem_out: Bytes of its results; 0 for a view and for an in-place operator.
+            and intermediates. Their sum over all nodes waits for the backward pass.
+        fwd_mem_out: Bytes of its results, or 0 for a view and for an in-place operator.
         param_grad_bytes: Bytes of gradients of parameters that its backward makes.
-        fwd_flops: Floating-point operations of matmuls, forward; a multiply-add is two.
-        bwd_flops: The same, backward, with what a checkpoint runs again.
+        fwd_flops: Floating-point operations of matmuls in the forward. A multiply-add is two.
+        bwd_flops: The same in the backward, with the recomputation of checkpoints.
         fwd_bytes_moved: Bytes that its operators read and write.
-        bwd_bytes_moved: The same, backward.
+        bwd_bytes_moved: The same in the backward.
     """
 
     saved_bytes: int = 0
@@ -85,24 +85,24 @@ class Costs:
 
 @dataclass(frozen=True)
 class NodeCosts(Costs):
-    """Costs of one node of the forward graph, one call of a torch function; whole storages.
+    """Costs of one node of the forward graph, one call of a torch function. Storages are whole.
 
     It has the fields of :class:`Costs` as well.
 
     Attributes:
-        name: Unique within the step, and made of module path and function.
+        name: Unique name within the step, made of module path and function.
         op: Name of the function.
-        module: Path of the module that called it; empty for the root.
+        module: Path of the module that called it, empty for the root.
         inputs: Names of the nodes, parameters, buffers and inputs that it reads.
         shape: Shape of its first result.
         dtype: Type of its first result.
-        fwd_mem_in: Bytes of its inputs that autograd saves because of it: each storage at the first
-            node that has it saved, parameters and buffers apart.
-        fwd_mem_tmp: The most bytes at once inside it that are neither inputs nor results: what it
-            saves besides them (a dropout's mask), intermediates, and its kernels' workspaces.
-        save_fwd_in: Which of ``inputs`` are saved for the backward pass, parameters included.
+        fwd_mem_in: Bytes of its inputs that autograd saves because of it, each storage at the first
+            node that has it saved, without parameters and buffers.
+        fwd_mem_tmp: The most bytes at once inside it that are neither inputs nor results: other
+            saved values (a dropout's mask), intermediates, and its kernels' workspaces.
+        save_fwd_in: Names in ``inputs`` that are saved for the backward pass, parameters included.
         bwd_mem_tmp: The most bytes of temporaries at once inside its backward.
-        bwd_mem_out: Bytes of the gradients that its backward hands on.
+        bwd_mem_out: Bytes of the gradients that its backward returns.
     """
 
     name: str
@@ -120,10 +120,10 @@ class NodeCosts(Costs):
 
 @dataclass(frozen=True)
 class ModuleCosts(Costs):
-    """Costs of a module together with the modules in it, in the fields of :class:`Costs`.
+    """Costs of a module together with its submodules, in the fields of :class:`Costs`.
 
     Attributes:
-        path: Path of the module; empty for the root.
+        path: Path of the module, empty for the root.
         kind: Name of its class.
         num_nodes: Nodes of the forward graph.
         parameter_bytes: Bytes of its parameters, shared ones once.
@@ -136,7 +136,7 @@ class ModuleCosts(Costs):
 
 
 class NodeRecord(NamedTuple):
-    """A node of the forward graph: its names, and the storages of its inputs and results."""
+    """Node of the forward graph: its names, and the storages of its inputs and results."""
 
     names: NodeCosts
     input_storages: tuple[int, ...]
@@ -145,15 +145,15 @@ class NodeRecord(NamedTuple):
 
 @dataclass
 class StepRecord:
-    """A whole step: forward, backward and, if there is one, the optimizer."""
+    """Whole step: forward, backward and, if there is one, the optimizer."""
 
-    device: str  # type of the simulated device; storages elsewhere are not in the record
+    device: str  # type of the simulated device. Storages elsewhere are not recorded
     nodes: list[NodeRecord] = field(default_factory=list)  # the forward graph
     storages: list[StorageLife] = field(default_factory=list)
     operators: list[OperatorCall] = field(default_factory=list)  # in the order of execution
     # Allocations and releases in their order, those from before the step first.
     events: list[Event] = field(default_factory=list)
-    # Each storage that autograd kept, maybe repeatedly, and the node that made it do so, in order.
+    # Each storage that autograd kept, maybe repeatedly, and the node that saved it, in order.
     saved: list[tuple[int, int]] = field(default_factory=list)
 
     def event_ends(self) -> list[int]:
@@ -170,8 +170,8 @@ class MemoryTimeline:
     Attributes:
         before_bytes: Bytes before the step.
         after_bytes: Bytes at its end.
-        live_bytes: The most that is alive during each operator, kernel workspaces included.
-        live_by_kind: The same by kind, once the operator has its results; without workspaces.
+        live_bytes: The most bytes alive during each operator, kernel workspaces included.
+        live_by_kind: The same by kind once the operator has its results, without workspaces.
     """
 
     before_bytes: int
@@ -182,16 +182,16 @@ class MemoryTimeline:
 
 @dataclass(frozen=True)
 class Peak:
-    """The moment at which the most bytes are alive.
+    """Moment at which the most bytes are alive.
 
     Attributes:
-        num_bytes: How many, kernel workspaces included.
-        moment: Index of the operator that runs then; -1 before the first.
+        num_bytes: Number of bytes, kernel workspaces included.
+        moment: Index of the operator that runs then, or -1 before the first.
         phase: Part of the step.
-        node: Name of the forward node that is running, in its forward or its backward; empty
+        node: Name of the forward node that is running, in its forward or its backward. Empty
             outside of all nodes.
-        operator: The ATen operator; empty before the first.
-        by_kind: Bytes by what they are for.
+        operator: The ATen operator, empty before the first.
+        by_kind: Bytes by purpose.
     """
 
     num_bytes: int
@@ -250,7 +250,7 @@ BLOCK_BYTES = 512
 
 
 def allocated_bytes(num_bytes: int, device: str) -> int:
-    """Return what the device's allocator takes for a storage of ``num_bytes``."""
+    """Return the bytes that the device's allocator takes for a storage of ``num_bytes``."""
     return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES if device == "cuda" else num_bytes
 
 
@@ -278,7 +278,7 @@ def node_costs(record: StepRecord) -> tuple[NodeCosts, ...]:
         return sum(storages[index].num_bytes for index in indices)
 
     def temporary_bytes(indices: Iterable[int], running: Sequence[int]) -> int:
-        """The most bytes at once within operators: of their storages and a workspace."""
+        """Return the most bytes at once within operators: their storages and a workspace."""
         last = running[-1] if running else OUTSIDE
         ordered = sorted(entry for index in indices for entry in events[index])
         workspaces = (operators[index].costs.workspace_bytes for index in running)
@@ -292,7 +292,7 @@ def node_costs(record: StepRecord) -> tuple[NodeCosts, ...]:
         saved_first = {one for one in first if storages[one].kind not in ALWAYS_THERE}
         allocated, grads = born["forward", index], born["backward", index]
         last = backward[-1] if backward else OUTSIDE
-        # What outlives the node's last operator is handed on; the rest was for its own use.
+        # Storages that outlive the node's last operator are handed on. The rest is temporary.
         handed_on = {grad for grad in grads if released.get(grad, last + 1) > last}
         of_parameters = {grad for grad in grads if storages[grad].kind == "gradient"}
         read = zip(node.names.inputs, node.input_storages, strict=True)

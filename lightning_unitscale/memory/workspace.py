@@ -1,9 +1,9 @@
-"""Memory that a kernel allocates for itself while it runs, which no fake tensor shows.
+"""Estimate the memory that a kernel allocates while it runs, which no fake tensor shows.
 
-Read off the allocator's events of single operators (torch 2.13, AVX-512). oneDNN blocks channels by
-the width of the machine's vectors and tiles 16-bit matmuls by its own rules, so its copies may
-differ a little elsewhere. For CUDA only the buffers of the attention kernels are known here.
-cuBLAS's workspace per stream is not a tensor of the step and is left out.
+The formulas come from the allocator's events of single operators (torch 2.13, AVX-512). oneDNN
+blocks channels by the width of the machine's vectors and tiles 16-bit matmuls by its own rules, so
+its copies may differ a little elsewhere. For CUDA only the buffers of the attention kernels are
+known here. cuBLAS's workspace per stream is not a tensor of the step and is left out.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 
 aten = torch.ops.aten
 Formula = Callable[[Sequence[Any], Any], int]
-"""Counts one call from its positional arguments and its result."""
-# oneDNN puts as many channels beside each other as a vector register of AVX-512 has floats.
+"""Formula for one call, from its positional arguments and its result."""
+# oneDNN groups as many channels as an AVX-512 register has floats.
 _CHANNEL_BLOCK = 16
 # Up to this many channels are read from the plain layout.
 _PLAIN_CHANNELS = 3
 _SCRATCH_ALIGNMENT = 128
-# One filter per channel on channels-last images: with more taps in a row than this the gradient of
-# the weights is summed up from so many partial ones, for any batch and number of threads.
+# For one filter per channel on channels-last images: with more taps in a row than this, the
+# gradient of the weights is the sum of this many partial ones, for any batch and thread count.
 _DEPTHWISE_TAPS = 3
 _DEPTHWISE_COPIES = 257
 _REDUCED_TILES_BYTES = 258 * 1024
@@ -44,7 +44,7 @@ def _bytes(tensor: Tensor | None) -> int:
 
 
 def _copy_of(tensor: Tensor) -> int:
-    """Return the bytes of the kernel's contiguous copy; none if the tensor is contiguous."""
+    """Return the bytes of the kernel's contiguous copy, or 0 if the tensor is contiguous."""
     return 0 if tensor.is_contiguous() else _bytes(tensor)
 
 
@@ -75,7 +75,7 @@ def _is_channels_last(tensor: Tensor) -> bool:
 
 
 def _blocked(tensor: Tensor) -> int:
-    """Return the bytes of an image in oneDNN's own layout; 0 for one that it reads as it is."""
+    """Return the bytes of an image in oneDNN's own layout, or 0 if it reads the image directly."""
     batch, channels, *positions = map(int, tensor.shape)
     if channels <= _PLAIN_CHANNELS:
         return 0
@@ -116,7 +116,7 @@ def _convolution_backward(args: Sequence[Any], result: Any) -> int:
     first = second = third = returned = 0
     if mask[0]:
         returned = _bytes(images)
-        # With strides the gradient leaves oneDNN's layout by way of a third copy.
+        # With strides the gradient leaves oneDNN's layout by a third copy.
         copies = 2 if max(args[4]) > 1 and args[9] == 1 else 1
         first = max(blocked + _bytes(weight) + thinned, copies * _blocked(images) + returned)
     if mask[1]:
@@ -159,7 +159,7 @@ def _flash_backward(args: Sequence[Any], result: Any) -> int:
     """Count the gradient of the query in FP32, a number per row, and copies for grouped heads.
 
     References:
-        Dao (2023), "FlashAttention-2", section 3.1.2; lengths are rounded to the kernel's tiles.
+        Dao (2023), "FlashAttention-2", section 3.1.2. Lengths are rounded to the kernel's tiles.
     """
     query, key, value = args[1:4]
     batch, heads, length, depth = map(int, query.shape)
@@ -173,7 +173,7 @@ def _flash_backward(args: Sequence[Any], result: Any) -> int:
 
 
 def by_operator(formulas: Mapping[str, Formula]) -> dict[Any, Formula]:
-    """Key formulas by ATen operator; not every version of torch has them all."""
+    """Key formulas by ATen operator. No version of torch has them all."""
     return {
         getattr(aten, name): formula for name, formula in formulas.items() if hasattr(aten, name)
     }

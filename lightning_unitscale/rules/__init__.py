@@ -1,1 +1,1 @@
-"""Unit scaling by rules: from the graphs of a whole step to factors on their tensors."""
+"""Unit-scale a whole step by rules: from its graphs to factors on their tensors."""

@@ -1,4 +1,4 @@
-"""From a step and one batch to a plan: record it, find its structure, decide, measure."""
+"""Make a plan from a step and one batch: record its graphs, decide on factors, measure."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from lightning_unitscale.rules.roles import Structure, find_structure, plan_para
 from lightning_unitscale.rules.unit_weights import prepared_like
 
 Joint = Callable[[float], float]
-# The first run of a step may change what the next one runs.
+# Maximum attempts, since the first run of a step may change what the next one runs.
 _MAX_ATTEMPTS = 3
-# As often as this a scaled step may run its graphs for each time that the plain one does.
+# Limit on the ratio of graph runs of a scaled step to those of the unscaled step.
 _MANY_TIMES = 8
 
 
@@ -52,9 +52,9 @@ def plan_step(
 ) -> RulePlan:
     """Decide on every operation of a step, on one batch.
 
-    Its graphs run twice, eagerly: once as they are, to see how they hang together; once with the
-    factors in place as they are decided, to measure what no rule knows. If the step is one graph,
-    nothing else of it runs.
+    Its graphs run twice, eagerly. The first run is unscaled, to find how they are connected. The
+    second run applies each factor as it is decided, to measure tensors without a rule. If the step
+    is one graph, nothing else of it runs.
     """
     _give_shapes(step, args, kwargs)
     for _ in range(_MAX_ATTEMPTS):
@@ -71,7 +71,7 @@ def plan_step(
 
 
 def _give_shapes(step: CapturedStep, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Let lazy modules be called once, which nothing undoes: the rules set their weights."""
+    """Call lazy modules once to give them shapes. This stays, since rules set their weights."""
     if any(map(is_lazy, step.owner.module.parameters())):
         copied_args, copied_kwargs = detached_copy((args, dict(kwargs)))
         with torch.no_grad():
@@ -92,7 +92,7 @@ def _plan_once(
     backward: bool,
     joint: Joint | None,
 ) -> RulePlan | None:
-    """One attempt; ``None`` if the second run was not the recorded one."""
+    """Make a plan, or return ``None`` if the second run was not the recorded one."""
     recorder = Recorder()
     grad = torch.enable_grad if backward else contextlib.nullcontext
     with grad():
@@ -114,7 +114,7 @@ def _plan_once(
 
 
 def _reject_new_parameters(step: CapturedStep, flow: Flow) -> None:
-    """Raise if the step makes parameters while it runs: their weights could not be set before."""
+    """Raise if the step makes parameters while it runs, since rules set weights before."""
     known = {fqn for fqn, _ in step.owner.module.named_parameters()}
     new = sorted(flow.parameters.keys() - known)
     if new:
@@ -122,17 +122,17 @@ def _reject_new_parameters(step: CapturedStep, flow: Flow) -> None:
             step.title,
             f"it registers {new[0]} while it runs",
             "Rules set all parameters before the first call",
-            "Register parameters and parametrizations before that",
+            "Register parameters and parametrizations earlier",
         )
 
 
 def plan_graph(
     graph_module: fx.GraphModule, step: str, options: RuleOptions, prior: RulePlan
 ) -> RulePlan:
-    """Decide on a graph that no rehearsal has run: a branch that the step takes later on.
+    """Decide on a graph that no rehearsal has run, such as a branch that the step takes later.
 
-    Nothing is measured; where no rule knows a scale it is taken for 1. Parameters that are not at
-    unit scale already stay as they are.
+    Nothing is measured. A scale without a rule is taken for 1. Parameters that are not at unit
+    scale already are not changed.
     """
     flow = Flow()
     flow.add_graph(graph_module, {})
@@ -157,7 +157,7 @@ def plan_graph(
 
 
 def _unseen(step: CapturedStep, plans: Mapping[str, ParameterPlan]) -> dict[str, str]:
-    """Why each parameter of the module that no graph of a step reads is not among ``plans``."""
+    """Explain for each parameter that no graph of a step reads why it is not among ``plans``."""
     reason = f"{step.name} does not read it"
     if step.owner.graph_breaks:
         reason = f"in no captured graph: {reason}, or does so between two graph breaks"
@@ -169,7 +169,7 @@ def _with_output_scales(
     parameters: Mapping[str, ParameterPlan],
     decisions: Mapping[str, Decision],
 ) -> dict[str, ParameterPlan]:
-    """Note for each bias the factor on the matmul that it is part of."""
+    """Record for each bias the factor on its matmul."""
     plans = dict(parameters)
     for fqn, uses in structure.uses.items():
         matmuls = [use.node for use in uses if use.kind == "bias" and matmul_of(use.node)]
@@ -181,12 +181,12 @@ def _with_output_scales(
 
 
 def _structure_of(flow: Flow, prior: RulePlan) -> Structure:
-    """The structure of a flow, if it agrees with what is decided already."""
+    """Find the structure of a flow, and check that it agrees with earlier decisions."""
     structure = find_structure(flow)
     for fqn, uses in structure.uses.items():
         plan = prior.parameters.get(fqn)
         other = [use.node for use in uses if use.kind == "other"]
-        # A parameter that is at unit scale must not be read by what no rule rewrites.
+        # A parameter at unit scale must not be read by an operation that no rule rewrites.
         if plan is not None and plan.action != "left" and other:
             raise RuntimeError(
                 f"{fqn}: it was set to unit scale for an earlier step, but {other[0].name} of this "
@@ -197,7 +197,7 @@ def _structure_of(flow: Flow, prior: RulePlan) -> Structure:
 
 
 class Recorder:
-    """Runs the graphs of a step as they are, and records which reads what another one made."""
+    """Interpreter that runs the graphs of a step unscaled, and records which reads which."""
 
     def __init__(self) -> None:
         self.flow = Flow()
@@ -206,7 +206,7 @@ class Recorder:
         self._read: set[fx.Node] = set()
 
     def __call__(self, graph: Any, inputs: tuple[Any, ...]) -> Any:
-        """Run one graph; the interpreter that ``CapturedStep`` expects."""
+        """Run one graph, as the interpreter that ``CapturedStep`` expects."""
 
         def run_with(captured: fx.GraphModule) -> Any:
             graph_module = self.flow.first_capture(captured)
@@ -222,13 +222,13 @@ class Recorder:
         return graph.interpret(run_with, inputs)
 
     def result(self) -> Flow:
-        """The flow of everything that ran."""
+        """Return the flow of all graphs that ran."""
         outputs = [node for _, node in self._made.values() if node not in self._read]
         self.flow.outputs = [self.flow.resolve(node) for node in outputs]
         return self.flow
 
     def _visit(self, interpreter: GraphInterpreter, node: fx.Node) -> Any:
-        """Note the sizes of factors."""
+        """Record the sizes of factors."""
         if is_operation(node) and op_name(node) in TIMES | DIVIDED:
             for factor in node.all_input_nodes:
                 value = interpreter.env[factor]
@@ -249,13 +249,13 @@ class Recorder:
             self.flow.add_graph(graph_module, links)
         returned: Any = graph_module.graph.output_node().args[0]
         for node, value in zip(returned, outputs, strict=False):
-            # The tensor is kept: its identity says something only as long as it lives.
+            # The tensor is kept, since its identity is valid only as long as it lives.
             if isinstance(value, Tensor) and isinstance(node, fx.Node) and is_float_tensor(node):
                 self._made[id(value)] = (value, node)
 
 
 class _ScaledRun:
-    """Runs the graphs of a step with every factor in place as soon as it is decided."""
+    """Interpreter that runs the graphs of a step with every factor as soon as it is decided."""
 
     def __init__(
         self,
@@ -273,7 +273,7 @@ class _ScaledRun:
         self.decider = Decider(structure, parameters, options, self.measure, prior=prior)
         # The first run of a step may change what the next one runs (a setting, a cache).
         self.saw_new_graph = False
-        # What was planned before has its values already.
+        # Parameters that were planned before have their values already.
         self._prepare = prepared_like(
             {fqn: plan for fqn, plan in parameters.items() if fqn not in prior.parameters}
         )
@@ -281,14 +281,14 @@ class _ScaledRun:
         self._measured: dict[fx.Node, float | None] = {}
 
     def __call__(self, graph: Any, inputs: tuple[Any, ...]) -> Any:
-        """Run one graph; the interpreter that ``CapturedStep`` expects."""
+        """Run one graph, as the interpreter that ``CapturedStep`` expects."""
         self._num_calls += 1
         if self._num_calls > self._most_calls:
             raise CaptureError.by_rules(
                 self._title,
                 f"scaled, it runs its graphs over {_MANY_TIMES} times as often",
-                "Rules need a step that does as much at any scale",
-                "Keep solvers with adaptive steps out of it",
+                "Rules need a step that does the same work at any scale",
+                "Keep solvers with adaptive step sizes out of it",
             )
 
         def run_with(captured: fx.GraphModule) -> Callable[..., Any]:
@@ -301,7 +301,7 @@ class _ScaledRun:
         return graph.interpret(run_with, inputs)
 
     def measure(self, node: fx.Node) -> float | None:
-        """RMS of a node's tensor, once it is there."""
+        """Return the RMS of a node's tensor once it is computed."""
         for alias in (node, self.flow.resolve(node)):
             value = self._values.get(alias)
             if value is not None:
@@ -336,7 +336,7 @@ class _ScaledRun:
         return self._keep(node, result)
 
     def _keep(self, node: fx.Node, value: Any) -> Any:
-        """Remember a node's tensor, to measure it if somebody asks."""
+        """Remember a node's tensor, in case it must be measured."""
         if isinstance(value, Tensor) and value.is_floating_point():
             self._values[node] = value.detach()
         return value
@@ -348,10 +348,10 @@ def rehearse(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> None:
-    """Run a step with ``interpreter`` running its graphs, and undo what it did.
+    """Run a step with its graphs in ``interpreter``, and undo its effects.
 
-    A step that is one graph is not called: the graph runs on the inputs of the call. Where it is
-    several, the user's code runs on copies.
+    A step that is one graph is not called: the graph runs on the inputs of the call. Otherwise the
+    user's code runs on copies.
     """
     module = step.owner.module
     with restoring(module, parameters=False):
@@ -366,7 +366,7 @@ def rehearse(
     if (once_only := find_once_only(module)) is not None:
         warnings.warn(
             f"{type(module).__name__}.{step.name}: its first call runs twice, once to decide, "
-            f"since it is not one graph ({reason}), and what it reads from "
+            f"since it is not one graph ({reason}). The data that it reads from "
             f"{once_only} cannot be put back. Expected a step that takes its data from the batch. "
             "Let train_dataloader return all loaders.",
             stacklevel=2,

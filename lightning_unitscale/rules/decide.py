@@ -1,10 +1,10 @@
-"""Decide operation by operation, in the order of execution, which factors the rules put where.
+"""Decide which factors the rules apply, operation by operation, in execution order.
 
-A factor changes the function unless what follows is homogeneous in it. So factors go to four places
-only: the result of a matmul, the operands of a matmul, the summands of a residual
-add, and sums of tensors that are at RMS 1 already. In between the model is what its author wrote;
-the rules follow the RMS through it, from each operation's own rule or, where there is none, from
-the tensor itself.
+A factor changes the function unless the following operations are homogeneous in it. So factors are
+applied in four places only: to the result of a matmul, to the operands of a matmul, to the summands
+of a residual add, and to sums of tensors that are at RMS 1 already. All other operations stay as
+written. The rules follow the RMS through them, by each operation's own rule or, without one, by
+measuring the tensor.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _NEGLIGIBLE = 1.1
 
 
 class Decider:
-    """Takes one decision after another; the pure core of the rules."""
+    """Decisions of the rules, one operation at a time, without side effects."""
 
     def __init__(
         self,
@@ -83,13 +83,13 @@ class Decider:
         self._steps = sorted(self.prior.steps())
 
     def before(self, node: fx.Node) -> Decision | None:
-        """Factors on the arguments of a node that is about to run."""
+        """Return the factors on the arguments of a node that is about to run."""
         if not is_operation(node) or not may_be_float(node):
             return None
         return self._keep(node, self._decide(node))
 
     def after(self, node: fx.Node, decision: Decision) -> Decision:
-        """The decision with the factor on the result, once that is there to be measured."""
+        """Return the decision with the factor on the result, which can now be measured."""
         matmul = matmul_of(node)
         if (
             matmul is None
@@ -150,8 +150,8 @@ class Decider:
             output, reference = output**2, f"readout: 1/fan_in ({reference})"
             self.scales.set(node, output**0.5)
         elif logits is not None and weight_of(self.flow, matmul) is None:
-            # Unit queries and keys of size d: whatever the author's own factor, the logits are
-            # (m / d) q.k.
+            # For unit queries and keys of size d the logits are (m / d) q.k, whatever the author's
+            # own factor.
             alpha, natural = 1.0, 1 / output
             if self._adds_data(matmul):
                 alpha = abs(float(node.kwargs.get("alpha", 1.0))) or 1.0  # type: ignore[arg-type]
@@ -162,8 +162,7 @@ class Decider:
         else:
             self.scales.set(node, 1.0)
         if self._adds_data(matmul):
-            # The addend is data in its own right (a bias of attention scores): only the matmul
-            # is scaled.
+            # The addend is data (a bias of attention scores), so only the matmul is scaled.
             alpha = float(node.kwargs.get("alpha", 1.0)) * output  # type: ignore[arg-type]
             kwargs = (("alpha", alpha),)
             return _decision(node, "rule", reference, arguments=arguments, kwargs=kwargs)
@@ -239,7 +238,7 @@ class Decider:
         arguments: tuple[Argument, ...] = ()
         if self.options.loss_mult != 1.0 and op_name(node) == "cross_entropy":
             arguments = (Argument((0,) if node.args else ("input",), self.options.loss_mult),)
-        return _decision(node, "loss", "its value is the plain loss", arguments=arguments)
+        return _decision(node, "loss", "its value is the unscaled loss", arguments=arguments)
 
     def _adds_data(self, matmul: Matmul) -> bool:
         if not any(op in op_name(matmul.node) for op in ("addmm", "baddbmm", "addbmm", "addmv")):
@@ -269,7 +268,7 @@ class Decider:
 
 
 def _width(matmul: Matmul) -> int:
-    """Size of the vectors that a matmul of queries and keys sums over."""
+    """Return the size of the vectors that a matmul of queries and keys sums over."""
     query = example_tensor(matmul.operands[0].node)
     assert query is not None
     return int(query.shape[-1])

@@ -1,4 +1,4 @@
-"""``deploy``: a module that was unit-scaled by rules, as plain torch."""
+"""Turn a module that was unit-scaled by rules into an ordinary torch module."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from lightning_unitscale.rules.flow import handed_on
 from lightning_unitscale.rules.plan import RulePlan, key
 from lightning_unitscale.rules.rewrite import RuleRewrite
 
-# Where UnitScaleCallback leaves the plan by which it scaled the weights of a LightningModule: a
-# second fit, or a test after it, by another Trainer must not scale them again.
+# Attribute for the plan by which UnitScaleCallback scaled a LightningModule's weights. A second
+# fit, or a test after it, by another Trainer must not scale them again.
 PLAN_ATTRIBUTE = "_unit_scale_plan"
 _RTOL = 1e-5
 _LINEAR_MAPS = (torch.nn.functional.linear, torch.conv1d, torch.conv2d, torch.conv3d)
 
 
 def fold_factors(graph_module: fx.GraphModule) -> None:
-    """Remove every factor that weights can take up, in place.
+    """Fold every factor into the weights where possible, in place.
 
-    A factor on a result goes into the weight and the bias of the linear map that made it, a factor
-    on an argument into the weights of the linear maps that read it. Both need parameters that
-    nothing else reads.
+    A factor on a result goes into the weight and the bias of its linear map. A factor on an
+    argument goes into the weights of the linear maps that read it. In both cases nothing else may
+    read these parameters.
     """
     parameters = dict(graph_module.named_parameters())
     graph = graph_module.graph
@@ -53,7 +53,7 @@ def fold_factors(graph_module: fx.GraphModule) -> None:
 
 
 def _maker(node: Any, reader: fx.Node) -> fx.Node | None:
-    """The linear map that made a tensor that only ``reader`` reads, seen through views."""
+    """Return the linear map that made a tensor read only by ``reader``, through views."""
     while isinstance(node, fx.Node) and list(node.users) == [reader]:
         if node.target in _LINEAR_MAPS:
             return node
@@ -62,13 +62,13 @@ def _maker(node: Any, reader: fx.Node) -> fx.Node | None:
 
 
 def _weights(node: fx.Node) -> list[fx.Node]:
-    """Nodes of weight and bias of a linear map."""
+    """Return the nodes of weight and bias of a linear map."""
     values = [*node.args[1:3], node.kwargs.get("weight"), node.kwargs.get("bias")]
     return [value for value in values if isinstance(value, fx.Node)]
 
 
 def _are_free(node: fx.Node, parameters: dict[str, nn.Parameter]) -> bool:
-    """Whether weight and bias are parameters that nothing else in the graph reads."""
+    """Check that weight and bias are parameters that nothing else in the graph reads."""
     weights = _weights(node)
     reads = [get_attr.target for get_attr in node.graph.find_nodes(op="get_attr")]
     return bool(weights) and all(
@@ -88,34 +88,35 @@ def _reads_as_input(node: fx.Node, value: fx.Node, parameters: dict[str, nn.Para
 def deploy(
     module: nn.Module, *example_args: Any, fold: bool = False, **example_kwargs: Any
 ) -> fx.GraphModule:
-    """The ``forward`` of a module that was unit-scaled by rules, as a module of plain torch.
+    """Return the ``forward`` of a module unit-scaled by rules as an ordinary torch module.
 
-    The result needs nothing of this package: its factors are multiplications by numbers. It is
-    called as ``module`` is, holds copies of its parameters under the same names, can be saved, and
-    can be given to ``torch.export.export``. A module in evaluation mode is what one deploys.
+    The result does not need this package, since its factors are plain numbers. It is called as
+    ``module`` is, and has copies of its parameters under the same names. It can be saved, and
+    passed to ``torch.export.export``. Set the module to evaluation mode before.
 
     Args:
-        module: The result of ``transforms.unit_scale``, after its first call, or a LightningModule
+        module: The result of ``transforms.unit_scale`` after its first call, or a LightningModule
             that ``UnitScaleCallback`` has trained by rules.
         *example_args: Arguments of one call.
-        fold: Whether factors around linear maps and convolutions go into their weights, as far as
-            the function allows: a weight that is used twice keeps its factors.
+        fold: Whether to fold factors around linear maps and convolutions into their weights where
+            possible. A weight that is used twice keeps its factors.
         **example_kwargs: Keyword arguments of that call.
 
     Returns:
         A graph module, whose attribute ``unfolded`` names the factors that are left in the graph.
-        Without any, its ``state_dict()`` is one for the user's own, unscaled module.
+        Without any, its ``state_dict()`` fits the user's own, unscaled module.
 
     Raises:
         ValueError: If the module was not unit-scaled by rules.
-        RuntimeError: If ``forward`` is no single graph, or its outputs are not those of ``module``.
+        RuntimeError: If ``forward`` is not one graph, or its outputs differ from those of
+            ``module``.
     """
     check_instance("module", module, nn.Module, "a torch.nn.Module", "pass the model itself")
     check_flag("fold", fold)
     rules = _rules_of(module)
     expected: list[Any] | None = None
     if steps_of(module) is not None and "forward" in module.__dict__:
-        # Before the export, for which Dynamo captures again: another graph would have other names.
+        # Before the export, which makes Dynamo capture again. Another graph would have other names.
         expected = _outputs(module, example_args, example_kwargs)
     plain = _plain_copy(module)
     graph_module = export_forward(plain, example_args, example_kwargs)
@@ -145,10 +146,10 @@ def _rules_of(module: nn.Module) -> RuleRewrite:
     plan = rewrite.plan if rewrite is not None else vars(module).get(PLAN_ATTRIBUTE)
     if not plan:
         raise ValueError(
-            f"module={type(module).__name__}: it has not been unit-scaled by rules, or not been "
+            f"module={type(module).__name__}: it has not been unit-scaled by rules, or not "
             "called since. Expected the result of transforms.unit_scale after a call, or a "
-            "LightningModule after a fit with UnitScaleCallback('u-mup'). A lossless one is the "
-            "plain module already."
+            "LightningModule after a fit with UnitScaleCallback('u-mup'). A lossless one is "
+            "unscaled already."
         )
     rules = RuleRewrite(replace=rewrite.replace if rewrite is not None else None)
     for_forward = RulePlan(parameters=plan.parameters)
@@ -161,7 +162,7 @@ def _rules_of(module: nn.Module) -> RuleRewrite:
 
 
 def _name_parameters(graph_module: fx.GraphModule, module: nn.Module) -> None:
-    """Name the nodes of parameters by their paths, as those of a step are named."""
+    """Name the nodes of parameters by their paths, as in a step."""
     paths = {id(param): path for path, param in module.named_parameters()}
     params = dict(graph_module.named_parameters(remove_duplicate=False))
     for node in graph_module.graph.find_nodes(op="get_attr"):
@@ -171,7 +172,7 @@ def _name_parameters(graph_module: fx.GraphModule, module: nn.Module) -> None:
 
 
 def _plain_copy(module: nn.Module) -> nn.Module:
-    """A copy without captured steps, and without units and formats."""
+    """Return a copy without captured steps, units and formats."""
     new = copy.deepcopy(module)
     if (matmuls := matmuls_of(new)) is not None:
         matmuls.detach()
@@ -184,7 +185,7 @@ def _plain_copy(module: nn.Module) -> nn.Module:
 
 
 def _outputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The tensors that a module returns in evaluation mode."""
+    """Return the tensors that a module returns in evaluation mode."""
     mode = module.training
     module.eval()
     try:
@@ -195,7 +196,7 @@ def _outputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _require_equal(name: str, ours: list[Any], theirs: list[Any]) -> None:
-    """Compare the outputs of both: equal names of operations do not prove equal functions."""
+    """Compare the outputs of both, since equal names of operations do not prove equal functions."""
     for our, their in zip(ours, theirs, strict=True):
         if not isinstance(our, Tensor):
             continue

@@ -1,4 +1,4 @@
-"""The operations of a captured step: kind and scale rule of each, and who reads whom."""
+"""Record the operations of a captured step, with their kinds, scale rules and readers."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from lightning_unitscale.functional.rules import (
 )
 from lightning_unitscale.matmuls.measured_operands import root_mean_square
 
-# What a captured graph calls by another name than people do.
+# Names in a captured graph that differ from the public ones.
 _ALIASES = {"attention_matmul": torch.matmul, "safe_softmax": torch.softmax}
 
 
 def rule_of(node: fx.Node) -> ScaleRule | None:
-    """The scale rule of an operation, in whichever form it is called."""
+    """Return the scale rule of an operation, in whichever form it is called."""
     if node.op == "call_method":
         return rule_of_method(str(node.target))
     if node.op != "call_function":
@@ -56,7 +56,7 @@ _FULL = frozenset({"full", "new_full", "full_like"})
 
 
 def writes(node: fx.Node) -> bool:
-    """Whether an operation may write into one of its arguments, which then is no constant."""
+    """Check whether an operation may write into an argument, which then is not constant."""
     target = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
     name = str(target)
     is_in_place = name.endswith("_") and not name.endswith("__")
@@ -64,24 +64,24 @@ def writes(node: fx.Node) -> bool:
 
 
 def takes_form_only(node: fx.Node) -> bool:
-    """Whether nothing of a tensor that the operation reads is in its result but type and shape."""
+    """Check whether an operation uses only the type and shape of the tensor that it reads."""
     name = op_name(node)
     return name.startswith("new_") or name.endswith("_like")
 
 
 def made_rms(node: fx.Node) -> float | None:
-    """RMS of a tensor that no other tensor's values are in; ``None`` for any other."""
+    """Return the RMS of a tensor made without the values of others, else ``None``."""
     name = op_name(node)
     if name in _FULL:
         value = node.kwargs.get("fill_value", node.args[-1] if len(node.args) > 1 else None)
-        # What is larger is a mask, no scale.
+        # A larger value is a mask, not a scale.
         is_scale = isinstance(value, (int, float)) and abs(value) < _LARGEST_CONSTANT
         return abs(float(value)) if is_scale else None  # type: ignore[arg-type]
     return {**_FILLED, **_NOISE}.get(name)
 
 
-# Operations that hand on the elements of one tensor, or some of them, or several times over. None
-# changes what a factor on the tensor means.
+# Operations that return the elements of one tensor, or some of them, or several times over. None of
+# them changes the meaning of a factor on the tensor.
 _HANDED_ON = (WHOLE_VIEWS - {"detach"}) | frozenset(
     {"expand", "expand_as", "broadcast_to", "repeat", "repeat_interleave", "tile", "getitem",
      "chunk", "split", "tensor_split", "unsafe_chunk", "unsafe_split", "split_with_sizes", "unbind",
@@ -100,12 +100,12 @@ SUBTRACTS = frozenset({"sub", "isub", "subtract"})
 
 
 def is_operation(node: fx.Node) -> bool:
-    """Whether the node computes something."""
+    """Check whether the node computes a value."""
     return node.op in {"call_function", "call_method"}
 
 
 def handed_on(node: fx.Node) -> fx.Node | None:
-    """The tensor that the node only rearranges, selects from, drops from or casts."""
+    """Return the tensor that the node only rearranges, selects from, drops from or casts."""
     if not is_operation(node):
         return None
     name = str(node.args[1]) if op_name(node) == "getattr" else op_name(node)
@@ -119,17 +119,17 @@ def handed_on(node: fx.Node) -> fx.Node | None:
 
 
 def is_softmax(node: fx.Node) -> bool:
-    """Whether the node is a softmax in any form."""
+    """Check whether the node is a softmax in any form."""
     return is_operation(node) and op_name(node) in {"softmax", "safe_softmax"}
 
 
 def is_attention(node: fx.Node) -> bool:
-    """Whether the node is a fused attention."""
+    """Check whether the node is a fused attention."""
     return is_operation(node) and node.target is torch.nn.functional.scaled_dot_product_attention
 
 
 def added_tensors(node: fx.Node) -> tuple[tuple[Path, fx.Node], tuple[Path, fx.Node]] | None:
-    """The two float tensors that a node adds up as they are, with their paths."""
+    """Return the two float tensors that a node adds unscaled, with their paths."""
     if not is_operation(node) or op_name(node) not in ADDS:
         return None
     if node.kwargs.get("alpha", 1) != 1 or len(node.args) > 2 or not is_float_tensor(node):
@@ -142,10 +142,10 @@ def added_tensors(node: fx.Node) -> tuple[tuple[Path, fx.Node], tuple[Path, fx.N
 
 
 def reads_of(node: fx.Node) -> tuple[str, ...]:
-    """Names of the tensors behind the float arguments of a node, in its own graph.
+    """Return the names of the tensors behind a node's float arguments, in its own graph.
 
-    They tell apart operations that have the same name in two branches of a step. Inputs of the
-    graph have none: steps call them differently.
+    They distinguish operations with the same name in two branches of a step. Inputs of the graph
+    have no name here, since steps call them differently.
     """
     return tuple(_source_name(source) for _, source in float_arguments(node))
 
@@ -159,35 +159,35 @@ def _source_name(node: fx.Node) -> str:
 
 
 def parameter_path(node: fx.Node) -> str | None:
-    """Path in the module of the parameter that a placeholder is, if it is one."""
+    """Return the module path of the parameter that a placeholder stands for, if any."""
     graph_input = node.meta.get(INPUT)
     is_parameter = graph_input is not None and graph_input.kind == "parameter"
     return graph_input.fqn if is_parameter else None  # type: ignore[union-attr]
 
 
 def may_be_float(node: fx.Node) -> bool:
-    """Whether a node makes a float tensor, or something that may hold one (a tuple)."""
+    """Check whether a node makes a float tensor, or a value that may contain one (a tuple)."""
     return is_float_tensor(node) or example_tensor(node) is None
 
 
 def numel(node: fx.Node) -> int:
-    """Number of elements of a node's example, 0 for what is no tensor."""
+    """Return the number of elements of a node's example, or 0 if it is not a tensor."""
     tensor = example_tensor(node)
     return 0 if tensor is None else int(numel_of(tensor))
 
 
 def example_of(argument: Any) -> Any:
-    """An argument as it was in the captured call; a number that the graph reads is that number.
+    """Return an argument as it was in the captured call, with graph inputs as their numbers.
 
-    Dynamo has it read what was another number when it met the same code before: a dropout's share,
-    if an earlier module had another.
+    Dynamo makes a number a graph input if it had another value in an earlier capture of the code,
+    as the probability of dropout in an earlier module.
     """
     value = argument.meta.get("example_value") if isinstance(argument, fx.Node) else argument
     return hint_of(value) if isinstance(value, torch.SymFloat) else value
 
 
 def output_factor(node: fx.Node, *, mult: float = 1.0) -> float | None:
-    """The rule's factor on the result of an operation; ``None`` for one that has no rule."""
+    """Return the rule's factor on the result of an operation, or ``None`` without a rule."""
     rule = rule_of(node)
     if rule is None:
         return None
@@ -198,16 +198,16 @@ def output_factor(node: fx.Node, *, mult: float = 1.0) -> float | None:
     return rule.factors(arguments).output
 
 
-# What a rule raises on arguments of a form that it does not know.
+# Exceptions of a rule on arguments in a form that it does not cover.
 RULE_ERRORS = (TypeError, ValueError, KeyError, IndexError, AttributeError)
 
 
 @dataclass
 class Flow:
-    """Every operation of a step in the order in which they run, and who reads whom.
+    """All operations of a step in execution order, with the readers of each.
 
-    A placeholder that another graph of the step, or the graph around a checkpoint, has made is that
-    other node: readers and sources go across.
+    A placeholder may stand for a node of another graph of the step, or of the graph around a
+    checkpoint. Readers and sources then refer to that node.
     """
 
     nodes: list[fx.Node] = field(default_factory=list)
@@ -223,66 +223,66 @@ class Flow:
     _sizes: dict[fx.Node, Tensor] = field(default_factory=dict)
 
     def resolve(self, node: fx.Node) -> fx.Node:
-        """The node that made a tensor, in whichever graph."""
+        """Return the node that made a tensor, in any graph."""
         while node in self._same:
             node = self._same[node]
         return node
 
     def order(self, node: fx.Node) -> int:
-        """Position of a node in the order of execution."""
+        """Return the position of a node in the order of execution."""
         return self._order[self.resolve(node)]
 
     def sources(self, node: fx.Node) -> list[fx.Node]:
-        """The nodes that made a node's arguments."""
+        """Return the nodes that made a node's arguments."""
         return [self.resolve(source) for source in node.all_input_nodes]
 
     def readers(self, node: fx.Node) -> list[fx.Node]:
-        """The operations that read a node's result, in any graph."""
+        """Return the operations that read a node's result, in any graph."""
         return list(self.graph.successors(self.resolve(node)))
 
     def is_learned(self, node: fx.Node) -> bool:
-        """Whether a tensor depends on a parameter; it need not require a gradient for that."""
+        """Check whether a tensor depends on a parameter, with or without a gradient."""
         return self.resolve(node) in self._learned
 
     def is_of_gradients(self, node: fx.Node) -> bool:
-        """Whether a tensor was made of gradients that a step has read off its parameters."""
+        """Check whether a tensor was made of gradients that a step has read from its parameters."""
         return self.resolve(node) in self._gradients
 
     def is_weight(self, node: fx.Node) -> bool:
-        """Whether a tensor is a parameter, or was made of parameters alone (a normalized one)."""
+        """Check whether a tensor is a parameter, or made of parameters alone (a normalized one)."""
         return self.is_learned(node) and self.resolve(node) not in self._of_data
 
     def note_size(self, node: fx.Node, value: object) -> None:
-        """Remember the size of what another tensor is multiplied or divided by."""
+        """Remember the size of a factor or divisor of another tensor."""
         if isinstance(value, Tensor) and not value.is_complex() and value.numel() > 0:
             share = torch.count_nonzero(value).clamp(min=1) / value.numel()
             real = value if value.is_floating_point() else value.float()
             self._sizes[self.resolve(node)] = root_mean_square(real) / share.sqrt()
 
     def size(self, node: fx.Node) -> float | None:
-        """RMS of the nonzero entries of a tensor that is not learned, if a run has seen them."""
+        """Return the RMS of a tensor's nonzero entries, if it is not learned and was measured."""
         node = self.resolve(node)
         if node in self._learned or node not in self._sizes:
             return None
         return float(self._sizes[node])
 
     def root(self, node: fx.Node) -> fx.Node:
-        """Where a tensor comes from, seen through what only hands it on."""
+        """Return the origin of a tensor, through operations that only pass it on."""
         node = self.resolve(node)
         while (source := handed_on(node)) is not None:
             node = self.resolve(source)
         return node
 
     def parameter_of(self, node: fx.Node) -> str | None:
-        """Path of the parameter whose elements the tensor has."""
+        """Return the path of the parameter whose elements the tensor has."""
         return parameter_path(self.root(node))
 
     def has_graph(self, graph: fx.Graph) -> bool:
-        """Whether a graph has been added."""
+        """Check whether a graph has been added."""
         return graph in self._graphs
 
     def first_capture(self, graph_module: fx.GraphModule) -> fx.GraphModule:
-        """The graph that has been added and is the same, captured another time; or itself."""
+        """Return an earlier capture of the same graph, or the graph itself."""
         if self.has_graph(graph_module.graph):
             return graph_module
         same = (other for other in self._graphs.values() if is_same_graph(other, graph_module))

@@ -1,18 +1,18 @@
-"""Learning rates and weight decay per parameter after scale rules, and the steps that take them.
+"""Compute learning rates and weight decay per parameter under scale rules.
 
 Write the stored weight as ``V = W / sigma``, its gradient as ``G = c * g`` with ``g`` that of ``W``
-in the plain model (``c``, the product of all factors on the way back, is unknown before the first
-backward pass), and a step as ``W -= lr * U(g, W)``. The step of ``V`` is that of ``W`` divided by
-``sigma`` if its rate is ``lr * U(g, W) / (sigma * U(G, V))``. By the table in :data:`ALGORITHMS`
-that is ``lr / sigma`` for scale-invariant and orthogonal optimizers, ``lr`` for relative ones, and
-by the unknown ``c`` unknown for linear ones.
+in the unscaled model, and a step as ``W -= lr * U(g, W)``. Here ``c``, the product of all factors
+on the way back, is unknown before the first backward pass. The step of ``V`` is that of ``W``
+divided by ``sigma`` if its rate is ``lr * U(g, W) / (sigma * U(G, V))``. By the table in
+:data:`ALGORITHMS` that is ``lr / sigma`` for scale-invariant and orthogonal optimizers and ``lr``
+for relative ones. For linear ones it is unknown, because ``c`` is.
 
-What breaks the invariance is whatever is added to gradients: Adam's ``eps`` changes a step by the
-share eps / RMS(G), which is smaller for unit gradients than it was in the plain model. Muon
-orthogonalizes in BF16, so its steps agree to BF16's rounding unless ``sigma`` is a power of 2.
+Terms that are added to gradients break the invariance. Adam's ``eps`` changes a step by the share
+eps / RMS(G), which is smaller for unit gradients than in the unscaled model. Muon orthogonalizes in
+BF16, so its steps agree to BF16's rounding unless ``sigma`` is a power of 2.
 
-Decoupled decay shrinks by ``lr * weight_decay``, so the decay is divided by what the rate is
-multiplied by. Decay that is added to the gradient (L2) is linear in SGD, where the same holds. In a
+Decoupled decay shrinks by ``lr * weight_decay``, so the decay is divided by the factor on the rate.
+Decay that is added to the gradient (L2) is linear in SGD, where the same holds. In a
 scale-invariant optimizer it would have to be ``c * sigma * weight_decay``, with the unknown ``c``.
 """
 
@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 
 class Role(enum.Enum):
-    """The role of a parameter, read from the graph (u-muP, arXiv 2407.17465, table 2)."""
+    """Role of a parameter, read from the graph (u-muP, arXiv 2407.17465, table 2)."""
 
     EMBEDDING = "embedding"
     INPUT = "input"
@@ -47,11 +47,11 @@ class ParameterInfo:
     fqn: str
     role: Role
     fan_in: int  # number of terms in each sum that the weight takes part in
-    fan_out: int  # number of features that it makes; the length of a bias or a norm weight
+    fan_out: int  # number of features of its result, or the length of a bias or a norm weight
     model_width: int  # of the residual stream, or of the embedding itself
     num_residuals: int = 0  # branches of the stream whose branch it is in
-    sigma: float = 1.0  # RMS that it had: the stored one is it divided by this
-    output_scale: float = 1.0  # factor that the graph puts on what it makes: that of a bias
+    sigma: float = 1.0  # its original RMS, by which the stored one is divided
+    output_scale: float = 1.0  # the graph's factor on its result, such as a bias's
     is_tied: bool = False  # it has a second role: an embedding that is the readout too
 
 
@@ -61,17 +61,17 @@ METHODS = ("match", "u-mup")
 
 @dataclass(frozen=True)
 class RateFactors:
-    """Factors on the settings of one parameter."""
+    """Factors on the optimizer settings of one parameter."""
 
     lr: float = 1.0
     weight_decay: float = 1.0
     # Each step then shrinks the weight by ``weight_decay`` times the schedule's share of its peak.
     is_decay_independent: bool = False
-    floor: float = 1.0  # on the smallest RMS that Adafactor counts with, its second ``eps``
+    floor: float = 1.0  # on the smallest RMS that Adafactor uses, its second ``eps``
 
 
 def family_of(optimizer: Optimizer) -> Family:
-    """The family of an optimizer, by its class."""
+    """Return the family of an optimizer, by its class."""
     cls = known_class(optimizer)
     if cls is not None:
         return ALGORITHMS[cls.__name__].family
@@ -84,11 +84,11 @@ def family_of(optimizer: Optimizer) -> Family:
 
 
 def check_group(optimizer: Optimizer, group: Mapping[str, Any], method: Method) -> Family:
-    """The family of an optimizer, if the rates of one of its groups can follow the scale rules."""
+    """Return an optimizer's family, if the rates of a group can follow the scale rules."""
     family, name = family_of(optimizer), type(optimizer).__name__
     if family is Family.ORTHOGONAL and method == "u-mup":
         # A step of Muon has spectral norm 1 (times its own factor of the shape), not entries of
-        # size 1: with the rule of Adam its share of a weight would shrink as 1/fan_in.
+        # size 1. With the rule of Adam its share of a weight would shrink as 1/fan_in.
         raise ValueError(
             f"optimizer={name}(...): the rates of u-muP are for steps whose entries have a fixed "
             "size, and those of Muon have a fixed spectral norm. Expected lr_scaling='match', "
@@ -119,17 +119,17 @@ def rate_factors(
     *,
     is_decoupled: bool = True,
 ) -> RateFactors:
-    """Factors on the settings of one parameter.
+    """Return factors on the optimizer settings of one parameter.
 
     ``"match"`` keeps the relative update that the parameter had: ``lr / sigma`` for a weight stored
-    as ``W / sigma``, ``lr / s`` for a bias that the graph multiplies by ``s``, and ``lr *
-    weight_decay`` as it was. An optimizer whose steps are a share of the parameter's RMS does so by
-    itself. For the linear family no rate keeps it, and the rate of ``"u-mup"`` is taken: it is
+    as ``W / sigma``, ``lr / s`` for a bias that the graph multiplies by ``s``, and an unchanged
+    ``lr * weight_decay``. An optimizer whose steps are a share of the parameter's RMS does so by
+    itself. For the linear family no rate keeps it, so the rate of ``"u-mup"`` is used. It is
     bounded for unit gradients, whatever the gradient was before.
 
-    ``"u-mup"`` takes the rates of u-muP, and a decay that is independent of them. A decay that is
-    added to the gradient of a scale-invariant optimizer stays: it competes with a gradient at RMS
-    1, and divided by the rate it would drown it.
+    ``"u-mup"`` uses the rates of u-muP, and a decay that is independent of them. A decay that is
+    added to the gradient of a scale-invariant optimizer is not changed. It competes with a gradient
+    at RMS 1, and divided by the rate it would dominate.
 
     References:
         u-muP (arXiv 2407.17465), table 2, and section 3.1 on independent weight decay.
@@ -151,15 +151,15 @@ _SIZES |= dict.fromkeys((Role.INPUT, Role.NORM, Role.BIAS), "fan_out")
 
 
 def u_mup_rate(info: ParameterInfo) -> float:
-    """The factor of u-muP on a learning rate near 1; of SGD, it is the one for a free readout.
+    """Return u-muP's factor on a learning rate near 1. SGD's is the one for a free readout.
 
     The gradient factor of the readout is not tied to its output factor here.
 
     References:
         u-muP (arXiv 2407.17465), table 2 and section 4.4 (embedding). Its models have neither
-        biases nor gains, and its code gives both the rate 1. The paper's case for a smaller rate of
-        the embedding is theirs too: a step of a vector moves what it makes by its full size in
-        every direction, while a step of a matrix does so in the few that the data share.
+        biases nor gains, and its code gives both the rate 1. The paper's argument for a smaller
+        rate of the embedding applies to them too. A step of a vector moves its result by its full
+        size in every direction. A step of a matrix does so only in the few directions of the data.
     """
     depth = info.num_residuals**-0.5 if info.num_residuals > 0 else 1.0
     if info.role not in _SIZES:
@@ -168,10 +168,10 @@ def u_mup_rate(info: ParameterInfo) -> float:
 
 
 def _scale(info: ParameterInfo) -> float:
-    """The plain parameter over the stored one, as far as its updates are concerned.
+    """Return the unscaled parameter over the stored one, as far as its updates are concerned.
 
-    A bias is set to zero, so it has no size of its own: what counts is that its updates reach the
-    sum that it is added to at the size that they had.
+    A bias is set to zero, so it has no size of its own. Its updates must reach the sum that it is
+    added to at their original size.
     """
     return _positive(info, "output_scale" if info.role is Role.BIAS else "sigma")
 
@@ -187,7 +187,7 @@ def _positive(info: ParameterInfo, name: str) -> float:
 
 
 class Family(enum.Enum):
-    """How a step ``W -= lr * U(g, W)`` depends on scales: what is ``U(c * g, W / s)``?"""
+    """Dependence of a step ``W -= lr * U(g, W)`` on scales, as the value of ``U(c * g, W / s)``."""
 
     SCALE_INVARIANT = "scale-invariant"  # U(g, W)
     ORTHOGONAL = "orthogonal"  # U(g, W)
@@ -197,11 +197,11 @@ class Family(enum.Enum):
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What is known of an optimizer."""
+    """Scaling behaviour of one optimizer."""
 
     family: Family = Family.SCALE_INVARIANT
-    adds_decay: bool = False  # to the gradient, where a group does not say
-    is_known_by_name: bool = False  # it is what its name says wherever it is implemented
+    adds_decay: bool = False  # to the gradient, unless a group sets it
+    is_known_by_name: bool = False  # any implementation of that name has this behaviour
 
 
 ALGORITHMS = {
@@ -222,7 +222,7 @@ ALGORITHMS = {
 
 
 def known_class(optimizer: Optimizer) -> type[Optimizer] | None:
-    """The class of the table that an optimizer is of; ``None`` if there is none."""
+    """Return the optimizer's class in the table, or ``None`` if there is none."""
     classes = [cls for cls in type(optimizer).__mro__ if cls.__name__ in ALGORITHMS]
     by_name = (cls for cls in classes if ALGORITHMS[cls.__name__].is_known_by_name)
     of_torch = (cls for cls in classes if cls is getattr(torch.optim, cls.__name__, None))
@@ -230,7 +230,7 @@ def known_class(optimizer: Optimizer) -> type[Optimizer] | None:
 
 
 def is_decay_decoupled(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
-    """Whether weight decay shrinks the weight by itself, instead of being added to the gradient."""
+    """Check whether weight decay shrinks the weight itself and is not added to the gradient."""
     if "decoupled_weight_decay" in group:
         return bool(group["decoupled_weight_decay"])
     cls = known_class(optimizer)

@@ -1,4 +1,4 @@
-"""Patterns of operations: scaling, softmax, hand-written activations, averages of parameters."""
+"""Find patterns of operations: scaling, softmax, hand-written activations, averages."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from lightning_unitscale.rules.flow import (
     writes,
 )
 
-# Steps that are followed: scaling, a bias, a mask, a soft cap, casts and views.
+# Maximum steps to a softmax: scaling, a bias, a mask, a soft cap, casts and views.
 _MAX_STEPS = 24
 _MASKING = ADDS | {"masked_fill", "where", "sub", "isub", "clamp", "max", "tanh"}
-# From the exponentials to their sum, and from there to what they are divided by.
+# From the exponentials to their sum, and from there to the division.
 _TO_SUM = frozenset({"masked_fill", "where", "sum", "add", "radd", "clamp", "clamp_min", "maximum"})
-# Operations on each element by itself, as a function, a method or an operator.
+# Elementwise operations, as a function, a method or an operator.
 _ELEMENTWISE = frozenset(
     {"add", "radd", "iadd", "sub", "rsub", "isub", "mul", "rmul", "imul", "truediv", "rtruediv",
      "div", "itruediv", "multiply", "subtract", "divide", "pow", "rpow", "ipow", "neg", "abs",
@@ -45,12 +45,12 @@ _ELEMENTWISE = frozenset(
      "erf", "erfc", "sin", "cos", "tan", "atan", "arctan", "sinh", "cosh", "asinh", "sign", "clamp",
      "clip", "clamp_min", "clamp_max", "sinc", "positive"}
 )  # fmt: skip
-# More arithmetic than this between two matmuls is no activation.
+# More arithmetic than this between two matmuls is not an activation.
 _MAX_OPERATIONS = 64
 
 
 def times_number(flow: Flow, node: fx.Node) -> tuple[fx.Node, float] | None:
-    """The tensor that a node multiplies by a number that is not learned, and the number's size."""
+    """Return the tensor that a node multiplies by an unlearned number, and the number's size."""
     if not is_operation(node) or op_name(node) not in DIVIDED | TIMES:
         return None
     values = _operands(node)
@@ -69,7 +69,7 @@ def times_number(flow: Flow, node: fx.Node) -> tuple[fx.Node, float] | None:
 
 
 def is_logits(flow: Flow, node: fx.Node) -> bool:
-    """Whether the node is a matmul of two tensors, neither of them a weight, on to a softmax."""
+    """Check whether the node is a matmul of two non-weights whose result goes to a softmax."""
     matmul = matmul_of(node)
     if matmul is None or is_attention(node):
         return False
@@ -79,10 +79,10 @@ def is_logits(flow: Flow, node: fx.Node) -> bool:
 
 
 def logit_factor(flow: Flow, node: fx.Node) -> float | None:
-    """The factor on a tensor between it and a softmax; ``None`` if no softmax reads it.
+    """Return the factor on a tensor between it and a softmax, or ``None`` without a softmax.
 
-    A temperature that is learned counts as 1: it stays what its author made of it. So does a mask
-    of zeros and ones.
+    A learned temperature counts as 1, since it stays as its author wrote it. So does a mask of
+    zeros and ones.
     """
     factor = 1.0
     current = node
@@ -101,7 +101,7 @@ def logit_factor(flow: Flow, node: fx.Node) -> float | None:
 
 
 def _step_factor(flow: Flow, node: fx.Node, reader: fx.Node) -> float | None:
-    """The factor of a reader on the path to a softmax; ``None`` if the path ends there."""
+    """Return a reader's factor on the path to a softmax, or ``None`` if the path ends there."""
     source = handed_on(reader)
     if source is not None:
         return 1.0 if flow.resolve(source) is flow.resolve(node) else None
@@ -116,7 +116,7 @@ def _step_factor(flow: Flow, node: fx.Node, reader: fx.Node) -> float | None:
 
 
 def _tensor_factor(flow: Flow, node: fx.Node, reader: fx.Node) -> float | None:
-    """The factor of a product or a quotient of the node with another tensor."""
+    """Return the factor of a product or a quotient of the node with another tensor."""
     values = _operands(reader)
     nodes = [value for value in values if isinstance(value, fx.Node)]
     others = [other for other in nodes if flow.resolve(other) is not node]
@@ -135,7 +135,7 @@ def _tensor_factor(flow: Flow, node: fx.Node, reader: fx.Node) -> float | None:
 
 
 def _is_written_softmax(flow: Flow, node: fx.Node, readers: Iterable[fx.Node]) -> bool:
-    """Whether the exponentials of a tensor are divided by their sum."""
+    """Check whether the exponentials of a tensor are divided by their sum."""
     exponentials = [reader for reader in readers if op_name(reader) == "exp"]
     if not exponentials:
         return False
@@ -148,7 +148,7 @@ def _is_written_softmax(flow: Flow, node: fx.Node, readers: Iterable[fx.Node]) -
         term = pending.pop()
         for reader in flow.readers(term):
             is_sum = term in sums or op_name(reader) == "sum"
-            # Values may be weighted by the exponentials before these are divided.
+            # Values may be weighted by the exponentials before the division.
             is_weighted = matmul_of(reader) is not None and not is_sum
             is_passed_on = op_name(reader) in _TO_SUM | TIMES or handed_on(reader) is not None
             if (is_weighted or is_passed_on) and reader not in terms | sums:
@@ -166,7 +166,7 @@ def _is_share(flow: Flow, node: fx.Node, terms: set[fx.Node], sums: set[fx.Node]
 
 
 def _number(flow: Flow, value: Any) -> float | None:
-    """Size of a Python number, or of a 0-d tensor that is not learned."""
+    """Return the size of a Python number, or of a 0-d tensor that is not learned."""
     if isinstance(value, (int, float)):
         return abs(float(value))
     tensor = example_tensor(value)
@@ -176,26 +176,26 @@ def _number(flow: Flow, value: Any) -> float | None:
 
 
 def _operands(node: fx.Node) -> tuple[Any, ...]:
-    """Both sides of a product or a quotient, by position or by name."""
+    """Return both sides of a product or a quotient, given by position or by name."""
     return (*node.args, *(node.kwargs[name] for name in ("input", "other") if name in node.kwargs))
 
 
 @dataclass(frozen=True)
 class Result:
-    """An earlier result of an :class:`Elementwise`, as an argument of a later step."""
+    """Earlier result of an :class:`Elementwise`, as an argument of a later step."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class Elementwise:
-    """A function of one tensor, element by element; equal ones are derived once."""
+    """Elementwise function of one tensor. The RMS of equal ones is derived once."""
 
     # (op, target, args, kwargs), with a Result for each earlier one, 0 being the tensor itself.
     steps: tuple[tuple[str, Any, tuple[Any, ...], tuple[tuple[str, Any], ...]], ...]
 
     def __call__(self, input: Tensor) -> Tensor:
-        """Run it on a tensor of any shape."""
+        """Apply the function to a tensor of any shape."""
         results = [input]
 
         def value(arg: Any) -> Any:
@@ -214,7 +214,7 @@ class Elementwise:
 def derived_rms(
     flow: Flow, node: fx.Node, rms_of: Callable[[fx.Node], float | None]
 ) -> float | None:
-    """RMS of the result of a hand-written activation, by quadrature; ``None`` if it is none."""
+    """Return the RMS of a hand-written activation by quadrature, or ``None`` if it is none."""
     collected = _collect(flow, node)
     if collected is None:
         return None
@@ -226,11 +226,11 @@ def derived_rms(
     try:
         return 1 / elementwise_factors(function, rms).output
     except (TypeError, ValueError, ZeroDivisionError, RuntimeError):
-        return None  # no finite second moment (a reciprocal), or of no use as a function
+        return None  # no finite second moment (a reciprocal), or not computable
 
 
 def _collect(flow: Flow, node: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
-    """The one tensor that ``node`` is an elementwise function of, and what lies between."""
+    """Return the one tensor that ``node`` is an elementwise function of, and its steps."""
     roots: set[fx.Node] = set()
     nodes: set[fx.Node] = set()
     pending = [flow.resolve(node)]
@@ -267,7 +267,7 @@ def _as_function(flow: Flow, root: fx.Node, nodes: list[fx.Node]) -> Elementwise
     return Elementwise(tuple(steps))
 
 
-# What Dynamo makes of ``.data = ...`` beside ``set_``.
+# Dynamo's form of ``.data = ...``, besides ``set_``.
 _LOWERED = "lower_version_count_by_1"
 _SAME = frozenset({"detach", "get_data_attr", _LOWERED, "neg", "negative", "copy", "set"})
 _SUMS = ADDS | SUBTRACTS | {"rsub"}
@@ -277,11 +277,11 @@ _FOREACH = "foreach_"
 
 @dataclass(frozen=True)
 class Averages:
-    """The updates of parameters from parameters in a step: momentum encoders, averages of a model.
+    """Updates of parameters from parameters in a step: momentum encoders, averages of a model.
 
-    ``teacher.lerp_(student, 0.01)`` is the same update at whichever scale the two have together, so
-    it keeps no weight from being set to unit scale, and has no factors. Only sums of multiples of
-    parameters that a parameter is overwritten with are meant: no clamp.
+    ``teacher.lerp_(student, 0.01)`` is the same update at any common scale of the two. So it does
+    not prevent unit scale of a weight, and has no factors. Only sums of multiples of parameters
+    that overwrite a parameter are included, not clamps.
     """
 
     nodes: frozenset[fx.Node]  # nothing else reads their results
@@ -303,7 +303,7 @@ def find_averages(flow: Flow) -> Averages:
             ]
             paths[node] = frozenset().union(*groups[node])
     kept: set[fx.Node] = set()
-    # Readers come later, so that they are judged first.
+    # Readers come later, so that they are checked first.
     for node in reversed(groups):
         is_end = writes(node) or op_name(node) == _LOWERED
         if (node.users or is_end) and all(reader in kept for reader in node.users):

@@ -1,4 +1,4 @@
-"""The plan of the rules: factors by tensor name, and the scale of each parameter."""
+"""Hold the plan of the rules: factors by tensor name, and the scale of each parameter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Origin = Literal["rule", "derived", "calibrated", "residual", "kept", "loss"]
 
 @dataclass(frozen=True)
 class Argument:
-    """A factor on the argument of an operation at a path, such as ``(0,)`` or ``("weight",)``."""
+    """Factor on the argument of an operation at a path, such as ``(0,)`` or ``("weight",)``."""
 
     path: tuple[int | str, ...]
     factor: float
@@ -25,9 +25,9 @@ class Argument:
 
 @dataclass(frozen=True)
 class Decision:
-    """The factors of one operation."""
+    """Factors of one operation."""
 
-    # Name and reads (``""`` for inputs) show that it is the same operation in another graph.
+    # Name and reads (``""`` for inputs) identify the operation in another graph.
     op: str
     reads: tuple[str, ...]
     origin: Origin
@@ -38,18 +38,18 @@ class Decision:
 
     @property
     def identity(self) -> tuple[str, tuple[str, ...]]:
-        """The operation and its reads, by which operations of the same name differ."""
+        """Return the operation and its reads, which distinguish operations of the same name."""
         return self.op, self.reads
 
     @property
     def changes(self) -> bool:
-        """Whether there is anything to rewrite."""
+        """Check whether there is anything to rewrite."""
         return self.output != 1.0 or bool(self.arguments) or bool(self.kwargs)
 
 
 @dataclass(frozen=True)
 class ParameterPlan:
-    """The role of one parameter, and how it is set, once."""
+    """Role of one parameter, and how its values are set once."""
 
     info: ParameterInfo
     action: Action
@@ -57,7 +57,7 @@ class ParameterPlan:
 
 
 def key(step: str, name: str) -> str:
-    """The key of a tensor of a step: steps have names of their own."""
+    """Return the key of a tensor of a step, since each step has its own names."""
     return f"{step}:{name}"
 
 
@@ -66,7 +66,7 @@ def _numbered(name: str, index: int) -> str:
 
 
 def _namesakes(decisions: Mapping[str, Decision], name: str) -> Iterator[tuple[str, Decision]]:
-    """Decisions on all operations of one name, the first one first."""
+    """Yield the decisions on all operations of one name, the first one first."""
     index = 0
     while (numbered := _numbered(name, index)) in decisions:
         yield numbered, decisions[numbered]
@@ -77,13 +77,13 @@ def _namesakes(decisions: Mapping[str, Decision], name: str) -> Iterator[tuple[s
 class RulePlan(Mapping[str, Decision]):
     """Decisions by step and tensor name, and plans by parameter path.
 
-    Branches of a step that never run together may have operations of one name. Those that came
-    later are found under the name with a number behind it.
+    Branches of a step that never run together may have operations with the same name. Later ones
+    get a number after the name.
     """
 
     decisions: Mapping[str, Decision] = field(default_factory=dict)
     parameters: Mapping[str, ParameterPlan] = field(default_factory=dict)
-    # Why each parameter that is in no planned graph stays as it is.
+    # Reason why each parameter that is in no planned graph stays unscaled.
     unseen: Mapping[str, str] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Decision:
@@ -96,12 +96,12 @@ class RulePlan(Mapping[str, Decision]):
         return len(self.decisions)
 
     def find(self, step: str, name: str, identity: tuple[str, tuple[str, ...]]) -> Decision | None:
-        """The decision on an operation of a step."""
+        """Return the decision on an operation of a step."""
         namesakes = _namesakes(self.decisions, key(step, name))
         return next((decision for _, decision in namesakes if decision.identity == identity), None)
 
     def updated(self, other: RulePlan) -> RulePlan:
-        """This plan, and what another one has besides: what is decided stays."""
+        """Return this plan with the additions of another one. Existing decisions stay."""
         decisions = dict(self.decisions)
         for name, decision in other.decisions.items():
             namesakes = dict(_namesakes(decisions, name))
@@ -116,11 +116,11 @@ class RulePlan(Mapping[str, Decision]):
         )
 
     def steps(self) -> set[str]:
-        """Names of the steps that have been decided on."""
+        """Return the names of the steps that have been decided on."""
         return {name.partition(":")[0] for name in self.decisions}
 
     def state(self) -> dict[str, Any]:
-        """The plan in plain types, for a checkpoint."""
+        """Return the plan in plain types, for a checkpoint."""
         return {
             "decisions": {name: asdict(decision) for name, decision in self.decisions.items()},
             "parameters": {
@@ -132,7 +132,7 @@ class RulePlan(Mapping[str, Decision]):
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> RulePlan:
-        """The plan that :meth:`state` wrote."""
+        """Return the plan that :meth:`state` wrote."""
         decisions = {
             name: Decision(
                 **{
@@ -160,7 +160,7 @@ class RulePlan(Mapping[str, Decision]):
 
 @dataclass(frozen=True)
 class RuleOptions:
-    """The choices that a user has; :func:`.unit_scale` describes them."""
+    """User's options, which :func:`.unit_scale` describes."""
 
     residual: tuple[float, float] | None = None  # with attention, and without
     on_unknown: OnUnknown = "calibrate"

@@ -1,4 +1,4 @@
-"""Follow the RMS of tensors through a step: by rule where there is one, else by measuring."""
+"""Follow the RMS of tensors through a step, by rules or else by measuring."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from lightning_unitscale.rules.flow import (
 from lightning_unitscale.rules.patterns import derived_rms, times_number
 from lightning_unitscale.rules.plan import Decision, OnUnknown, Origin, ParameterPlan
 
-# The RMS of a tensor as it flows, or None where nobody looks.
+# The RMS of a tensor in the step, or None if it is not measured.
 Measure = Callable[[fx.Node], float | None]
 # A measured RMS replaces a predicted one that is off by more.
 TRUSTED = 1.5
-# Logits that are masked out are no scale.
+# Masked logits are not a scale.
 _LARGEST = 1e30
 _SUMS = ADDS | SUBTRACTS | {"rsub"}
 
 
 class Scales:
-    """Predicted RMS of every tensor of a step, corrected by measurement where that is asked for."""
+    """Predicted RMS of every tensor of a step, corrected by measurement if that is enabled."""
 
     def __init__(
         self,
@@ -55,22 +55,22 @@ class Scales:
         self._on_unknown = on_unknown
         self._decisions = decisions
         self._rms: dict[fx.Node, float] = {}
-        # Tensors whose scale is the model's own (a learned scale per channel): not ours to undo.
+        # Tensors whose scale the model learns (a scale per channel), which must not be undone.
         self._chosen: set[fx.Node] = set()
         self._reasons: dict[fx.Node, str] = {}
         self._combined: set[fx.Node] = set()
 
     def set(self, node: fx.Node, rms: float) -> None:
-        """Say what the RMS of a node's result will be."""
+        """Set the RMS of a node's result."""
         self._rms[node] = rms
 
     def of(self, node: fx.Node) -> float:
-        """The RMS on which a factor is based; 1 where nothing is known."""
+        """Return the RMS that a factor is based on, or 1 if nothing is known."""
         predicted = self._derived(node)
         if self._is_chosen(node):
             return predicted if predicted is not None else 1.0
         measured = self.measured(node)
-        if not measured:  # not looked at, or zero everywhere
+        if not measured:  # not measured, or zero everywhere
             if predicted is None:
                 root = self.flow.root(node)
                 self.require(root, self._reasons.get(root, "no rule"))
@@ -84,7 +84,7 @@ class Scales:
         return measured
 
     def require(self, node: fx.Node, reason: str) -> None:
-        """Refuse an operation whose scale is needed and unknown, if that is asked for."""
+        """Refuse an operation whose needed scale is unknown, if ``on_unknown`` asks for it."""
         if self._on_unknown != "error" or node.op == "placeholder":
             return
         where = node.meta.get(MODULE) or "the step"
@@ -96,14 +96,14 @@ class Scales:
         )
 
     def measured(self, node: fx.Node) -> float | None:
-        """RMS of the tensor itself, if measuring is asked for."""
+        """Return the measured RMS of the tensor itself, if measuring is enabled."""
         if self._on_unknown != "calibrate":
             return None
         measured = self._measure(node)
         return None if measured is None or not measured < _LARGEST else measured
 
     def predicted(self, node: fx.Node) -> float | None:
-        """The predicted RMS of a tensor, seen through what hands it on."""
+        """Return the predicted RMS of a tensor, through operations that only pass it on."""
         node = self.flow.resolve(node)
         factor = 1.0
         while node not in self._rms:
@@ -119,7 +119,7 @@ class Scales:
         return factor * self._rms[node]
 
     def follow(self, node: fx.Node, mult: float) -> tuple[float | None, str]:
-        """Predict the RMS of an operation's result from its arguments, and say how."""
+        """Predict the RMS of an operation's result from its arguments, with the reason."""
         rms, reason = self._predict(node, mult)
         if rms is None:
             self._reasons[node] = reason
@@ -130,10 +130,10 @@ class Scales:
         return rms, reason
 
     def _derived(self, node: fx.Node) -> float | None:
-        """The predicted RMS, that of a hand-written activation by quadrature."""
+        """Return the predicted RMS, by quadrature for a hand-written activation."""
         predicted, root = self.predicted(node), self.flow.root(node)
         reason = self._reasons.get(root)
-        # A sum or a product of what is one tensor has another RMS than that of two.
+        # A sum or a product of one tensor with itself has another RMS than that of two.
         if reason is None and predicted is not None and root not in self._combined:
             return predicted
         rms = derived_rms(self.flow, root, self.predicted)
@@ -144,7 +144,7 @@ class Scales:
         return self.predicted(node)
 
     def _note(self, node: fx.Node, origin: Origin, reason: str) -> None:
-        """Give a decision that changes nothing another reason, with the old one in its braces."""
+        """Give a decision without factors another reason, with the old one in its braces."""
         name = tensor_name(node)
         decision = self._decisions.get(name)
         if decision is not None and not decision.changes:
@@ -181,7 +181,7 @@ class Scales:
         rms = self.predicted(tensors[0])
         if not rms:
             return None, f"{rule.name} of a tensor of unknown scale"
-        # Of a homogeneous map the scale goes through; of another it is part of the function.
+        # A homogeneous map passes the scale on. For another map it is part of the function.
         is_homogeneous = rule.kind in {"linear", "sum"}
         try:
             factor = output_factor(node, mult=1.0 if is_homogeneous else rms * mult)
@@ -192,20 +192,20 @@ class Scales:
 
     def _matmul(self, node: fx.Node, first: fx.Node, second: fx.Node) -> tuple[float | None, str]:
         for scale, data in ((first, second), (second, first)):
-            # Rows of an embedding, with a number for each, are no scale.
+            # Rows of an embedding, with a number for each, are not a scale.
             is_smaller = numel(scale) <= numel(data)
             is_learned_scale = is_smaller and self.flow.parameter_of(scale) is not None
             if is_learned_scale and self.flow.parameter_of(data) is None:
                 self._chosen.add(node)
                 rms = self.predicted(data)
-                # What the data are without their scale can be seen only here.
+                # Only here the data can be measured without their scale.
                 rms = self.measured(data) or None if rms is None else rms
                 return rms, "times a learned scale, left as it is"
         left, right = self.predicted(first), self.predicted(second)
         if left is None or right is None:
-            return None, "a matmul in which not every scale is known"
+            return None, "a product in which not every scale is known"
         self._combined.add(node)
-        return left * right, "a matmul of two tensors, left as it is"
+        return left * right, "a product of two tensors, left as it is"
 
     def _sum(self, tensors: list[fx.Node]) -> tuple[float | None, str]:
         scales = [self.predicted(tensor) for tensor in tensors]
@@ -214,12 +214,12 @@ class Scales:
         return math.hypot(*scales), "a sum, left as it is"  # type: ignore[arg-type]
 
 
-# The reason of a decision on an operation that only hands a tensor on.
+# The reason of a decision on an operation that only passes a tensor on.
 HANDS_ON = "hands its tensor on"
 
 
 def _kept_by_dropout(node: fx.Node) -> float:
-    """Root of the share that a dropout leaves: its survivors are scaled up by the share itself."""
+    """Return the root of dropout's kept share, by which the survivors are scaled up."""
     if "dropout" not in op_name(node):
         return 1.0
     rate = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)

@@ -1,4 +1,4 @@
-"""Residual adds, found by what depends on what, and the weights of their branches."""
+"""Find residual adds by their dependencies, and compute the weights of their branches."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from lightning_unitscale.rules.flow import (
 )
 from lightning_unitscale.rules.patterns import is_logits, logit_factor, times_number
 
-# How many adds on from one skip are still looked at as branches side by side.
+# Number of adds from one skip within which branches may be parallel.
 _MAX_PARALLEL = 8
 
 
 @dataclass(frozen=True)
 class Residual:
-    """A residual add: ``skip + branch``, where the branch was computed from the skip."""
+    """Residual add: ``skip + branch``, where the branch was computed from the skip."""
 
     add: fx.Node
     skip: Path
@@ -45,12 +45,11 @@ class Residual:
 
 
 def find_residuals(flow: Flow) -> dict[fx.Node, Residual]:
-    """Every residual add of a step.
+    """Find every residual add of a step.
 
-    An add is residual when one operand, or what it was made of without a matmul, is an ancestor of
-    the other, with a matmul in between: an add inside a hand-written activation is none.
-    The search never goes back beyond the ancestor, so over a chain of blocks it takes time in
-    proportion to the number of nodes.
+    An add is residual when one operand, or its origin before matmuls, is an ancestor of the other,
+    with a matmul in between. An add inside a hand-written activation is not residual. The search
+    stops at the ancestor, so its time over a chain of blocks is linear in the number of nodes.
     """
     residuals: dict[fx.Node, Residual] = {}
     lengths: Counter[int] = Counter()  # of streams
@@ -59,9 +58,9 @@ def find_residuals(flow: Flow) -> dict[fx.Node, Residual]:
         if operands is None or not flow.is_learned(node):
             continue
         if numel(node) == 1:
-            continue  # a sum of losses, one of which was made with the help of the other
+            continue  # a sum of losses, one of which was computed from the other
         if logit_factor(flow, node) is not None:
-            continue  # a bias of attention scores, however deep the layers it has served already
+            continue  # a bias of attention scores, at any depth of the layers that have used it
         if _is_interpolation(flow, operands):
             continue
         # The skip was there first.
@@ -83,7 +82,7 @@ def find_residuals(flow: Flow) -> dict[fx.Node, Residual]:
 def _is_interpolation(
     flow: Flow, operands: tuple[tuple[Path, fx.Node], tuple[Path, fx.Node]]
 ) -> bool:
-    """Whether a gate moves one tensor towards another: ``h + z * (n - h)``."""
+    """Check whether a gate moves one tensor towards another: ``h + z * (n - h)``."""
     (_, first), (_, second) = operands
     for skip, step in ((first, second), (second, first)):
         gated = flow.root(step)
@@ -106,7 +105,7 @@ def branch_weights(
     residual_mult: float = 1.0,
     residual_attn_ratio: float = 1.0,
 ) -> dict[fx.Node, float]:
-    """The weight tau of each branch: the add is ``(skip + tau * branch) / sqrt(1 + tau**2)``.
+    """Return each branch's weight tau: the add is ``(skip + tau * branch) / sqrt(1 + tau**2)``.
 
     References:
         u-muP (arXiv 2407.17465), section 3.4 and appendix G.2: with a_i the mult of branch i and L
@@ -143,7 +142,7 @@ def _as_residual(
 
 
 def _skip_roots(flow: Flow, skip: fx.Node, residuals: dict[fx.Node, Residual]) -> Iterator[fx.Node]:
-    """Nodes that a branch may start from: the skip, or that of the add before it."""
+    """Return the nodes that a branch may start from: the skip, or that of the add before it."""
     root = _stem(flow, skip)
     yield root
     for _ in range(_MAX_PARALLEL):
@@ -155,7 +154,7 @@ def _skip_roots(flow: Flow, skip: fx.Node, residuals: dict[fx.Node, Residual]) -
 
 
 def _stem(flow: Flow, node: fx.Node) -> fx.Node:
-    """The root of a tensor, also seen through products with numbers."""
+    """Return the root of a tensor, also through products with numbers."""
     node = flow.root(node)
     while (scaled := times_number(flow, node)) is not None:
         node = flow.root(scaled[0])
@@ -163,7 +162,7 @@ def _stem(flow: Flow, node: fx.Node) -> fx.Node:
 
 
 def _branch_nodes(flow: Flow, branch: fx.Node, root: fx.Node) -> frozenset[fx.Node] | None:
-    """The nodes on the paths from ``root`` to ``branch``, if one of them is a matmul."""
+    """Return the nodes on the paths from ``root`` to ``branch``, if one of them is a matmul."""
     start = flow.order(root)
     later = nx.subgraph_view(flow.graph, filter_node=lambda node: flow.order(node) >= start)
     if branch not in later:
@@ -176,7 +175,7 @@ def _branch_nodes(flow: Flow, branch: fx.Node, root: fx.Node) -> frozenset[fx.No
 
 
 def _previous(flow: Flow, skip: fx.Node, residuals: dict[fx.Node, Residual]) -> fx.Node | None:
-    """The residual add before this one on the same stream, also seen through norms."""
+    """Return the residual add before this one on the same stream, also through norms."""
     node = _stem(flow, skip)
     while node not in residuals:
         rule = rule_of(node)

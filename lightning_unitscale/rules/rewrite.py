@@ -1,4 +1,4 @@
-"""The graph pass that puts the decided factors into a graph, and the report of what it covered."""
+"""Apply the decided factors to a graph in a pass, and report what it covered."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from lightning_unitscale.rules.propagate import HANDS_ON
 
 
 def coverage_report(plan: RulePlan) -> str:
-    """Return two tables, of operations and of all parameters, and a summary of each."""
+    """Format two tables, of operations and of all parameters, and a summary of each."""
     if not plan.decisions:
         return "The rules have seen no step yet."
     kinds = Counter("handed on" if d.reason == HANDS_ON else d.origin for d in plan.values())
@@ -58,7 +58,7 @@ def coverage_report(plan: RulePlan) -> str:
         for name, decision in plan.items()
         if decision.reason != HANDS_ON  # views, casts and dropout are counted only
     ]
-    # The reason of a residual add may begin alike: with the kind of its branch.
+    # The reason of a residual add may also begin with the kind of its branch.
     num_attentions = sum(
         decision.reason.startswith(ATTENTION) and decision.origin != "residual"
         for decision in plan.values()
@@ -95,7 +95,7 @@ def _counted(counts: Mapping[Any, int]) -> str:
 
 
 class RuleRewrite(GraphPass):
-    """Multiplies arguments and results by the factors of a plan; gradients follow by themselves."""
+    """Pass that multiplies arguments and results by a plan's factors. Gradients follow."""
 
     name = "unit scale by rules"
     phase = Phase.REPARAMETRIZE
@@ -110,12 +110,12 @@ class RuleRewrite(GraphPass):
         self.replace = checked_replace(replace)
         self.kept_whole = tuple(self.replace)
         self.plan = RulePlan()  # when it changes, graphs must be rewritten again
-        # Names of the functions that were called, and of those of them that were replaced.
+        # Names of the called functions, and of the replaced ones among them.
         self._called: dict[str, None] = {}
         self._replaced: set[str] = set()
 
     def unmatched(self) -> list[str]:
-        """What to warn of: the functions of ``replace`` that no step has called so far."""
+        """Return warnings about the functions of ``replace`` that no step has called so far."""
         texts = []
         for name in map(_name_of, self.replace):
             if name not in self._replaced:
@@ -142,7 +142,7 @@ class RuleRewrite(GraphPass):
             decided = [(node, self._decision(graph, node)) for node in region.graph.nodes]
             for node, decision in decided:
                 if _may_switch_modes(node):
-                    # A factor that was multiplied without gradients is not the one with them.
+                    # A factor that was multiplied without gradients differs from one with them.
                     scaled.clear()
                 if decision is not None and decision.changes:
                     counts[decision.origin] += 1
@@ -153,18 +153,18 @@ class RuleRewrite(GraphPass):
         return (f"factors on {counts.total()} operations: {origins}",)
 
     def report(self) -> str:
-        """Every operation and parameter, with its factors and their reasons."""
+        """List every operation and parameter, with its factors and their reasons."""
         return coverage_report(self.plan)
 
     def _replace_functions(self, graph: fx.Graph) -> int:
-        """Replace the user's functions by others; returns the number of calls."""
+        """Replace the user's functions by others, and return the number of calls."""
         count = 0
         for node in graph.nodes if self.replace else ():
             if node.op != "call_function":
                 continue
             name = _name_of(node.target)
             self._called[name] = None
-            # Functions are compared by identity: a target need not be hashable.
+            # Functions are compared by identity, since a target need not be hashable.
             new = next((new for old, new in self.replace.items() if node.target is old), None)
             if new is not None:
                 node.target = new
@@ -173,7 +173,7 @@ class RuleRewrite(GraphPass):
         return count
 
     def _is_new(self, graph: StepGraph) -> bool:
-        """Whether a step that was decided on has operations that count and are not decided on."""
+        """Check whether a decided step has operations that need a decision and have none."""
         if graph.step not in self.plan.steps():
             return False
         return any(
@@ -194,13 +194,13 @@ class RuleRewrite(GraphPass):
 
 
 def _counts(node: fx.Node) -> bool:
-    """Whether a factor may belong to the node: to a matmul, to an add, or for a parameter."""
+    """Check whether a factor may apply to the node: a matmul, an add, or a parameter's reader."""
     reads_parameter = any(parameter_path(source) is not None for source in node.all_input_nodes)
     return matmul_of(node) is not None or added_tensors(node) is not None or reads_parameter
 
 
 def _may_switch_modes(node: fx.Node) -> bool:
-    """Whether a node has no tensor: it may switch gradients or inference mode on or off."""
+    """Check for a node without a tensor, which may switch gradients or inference mode."""
     tensors = map(example_tensor, (node, *node.all_input_nodes))
     return is_operation(node) and all(tensor is None for tensor in tensors)
 
@@ -208,7 +208,7 @@ def _may_switch_modes(node: fx.Node) -> bool:
 def checked_replace(
     replace: Mapping[Callable[..., Any], Callable[..., Any]] | None,
 ) -> dict[Callable[..., Any], Callable[..., Any]]:
-    """A user's ``replace``, if it maps functions to functions."""
+    """Return a user's ``replace``, or raise if it does not map functions to functions."""
     if replace is None:
         return {}
     if not isinstance(replace, Mapping) or not all(
@@ -251,7 +251,7 @@ def _apply(
     if decision.output != 1.0:
         with graph.inserting_after(node):
             result = graph.call_function(torch.mul, (node, decision.output))
-        # The name goes to the tensor that the rest of the model reads.
+        # The tensor that the rest of the model reads gets the name.
         _describe(result, node, node, tensor_name(node))
         result.meta[FACTOR] = decision.output
         replace_other_uses(node, result)
@@ -261,7 +261,7 @@ def _apply(
 
 def _describe(new: fx.Node, like: fx.Node, at: fx.Node, name: str) -> None:
     example = like.meta["example_value"]
-    # A tensor of its own: one and the same example would say that nothing was computed.
+    # A separate tensor, since a shared example would mean that nothing was computed.
     new.meta["example_value"] = example.detach().requires_grad_(example.requires_grad)
     new.meta[MODULE] = at.meta.get(MODULE, "")
     new.meta[NAME] = name

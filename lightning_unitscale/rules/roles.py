@@ -1,4 +1,4 @@
-"""The role of each operation and parameter of a step, read from how they are used."""
+"""Find the role of each operation and parameter of a step from its uses."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from lightning_unitscale.rules.plan import Action, ParameterPlan
 from lightning_unitscale.rules.residuals import Residual, find_residuals
 
 UseKind = Literal["weight", "embedding", "sum", "bias", "norm", "scale", "other"]
-# Which role decides for a weight that has several ("A tied weight" in docs/explanation/rules.md): a
-# hidden layer diverges at a rate beyond its own. A readout stops learning at one below its own as
-# it gets wider; an embedding can take it.
+# The role that decides for a weight that has several ("A tied weight" in
+# docs/explanation/rules.md). A hidden layer diverges above its own rate. A readout stops learning
+# below its own as it gets wider. An embedding tolerates that rate.
 _ORDER = (Role.HIDDEN, Role.READOUT, Role.EMBEDDING, Role.INPUT, Role.NORM, Role.BIAS)
 _ROLES = {"embedding": Role.EMBEDDING, "sum": Role.EMBEDDING, "bias": Role.BIAS}
 _ROLES |= {"norm": Role.NORM, "scale": Role.NORM, "other": Role.OTHER}
-# Operations that the reason for leaving a parameter alone has the names of.
+# Maximum number of operations named in the reason for leaving a parameter unscaled.
 _MAX_NAMED = 3
 _JOINS = frozenset({"cat", "concat", "stack", "concatenate"})
 
@@ -58,7 +58,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Structure:
-    """All that the rules know of a step before they look at a number."""
+    """Structure of a step, which the rules find before they read any number."""
 
     flow: Flow
     residuals: Mapping[fx.Node, Residual]
@@ -69,7 +69,7 @@ class Structure:
 
 
 def find_structure(flow: Flow) -> Structure:
-    """Roles of everything in a step, in one pass forward and one backward."""
+    """Find the roles of everything in a step, in one pass forward and one backward."""
     residuals = find_residuals(flow)
     averages = find_averages(flow)
     plain_adds = frozenset(_plain_adds(flow, residuals)) - averages.nodes
@@ -83,10 +83,10 @@ def find_structure(flow: Flow) -> Structure:
 def _with_averages(
     uses: Mapping[str, tuple[Use, ...]], averages: Averages
 ) -> dict[str, tuple[Use, ...]]:
-    """Leave out that parameters are averaged, of those that are all set to unit scale alike.
+    """Ignore averages of parameters that are all set to unit scale alike.
 
-    A parameter that nothing else reads, such as an average for validation alone, is used as what it
-    is an average of.
+    A parameter that nothing else reads, such as an average for validation alone, takes the use of
+    the parameter that it averages.
     """
 
     def others(fqn: str) -> tuple[Use, ...]:
@@ -111,7 +111,7 @@ def _with_averages(
 
 
 def plan_parameters(structure: Structure, *, init_weights: bool) -> dict[str, ParameterPlan]:
-    """Role of each parameter; it is rescaled only if rules rewrite every use of it."""
+    """Plan each parameter by its role. It is rescaled only if rules rewrite every use of it."""
     depths = _depths(structure.residuals)
     plans = {}
     for fqn, uses in structure.uses.items():
@@ -121,7 +121,7 @@ def plan_parameters(structure: Structure, *, init_weights: bool) -> dict[str, Pa
 
 
 def _action(uses: Sequence[Use], *, init_weights: bool) -> tuple[Action, str]:
-    """What is done with a parameter, and why."""
+    """Return the action on a parameter, and its reason."""
     kinds = {use.kind for use in uses}
     if not uses:
         return "left", "not read"
@@ -141,7 +141,7 @@ def _action(uses: Sequence[Use], *, init_weights: bool) -> tuple[Action, str]:
 
 
 def is_bias_add(flow: Flow, node: fx.Node) -> bool:
-    """Whether the node adds a bias to a matmul."""
+    """Check whether the node adds a bias to a matmul."""
     operands = added_tensors(node)
     if operands is None:
         return False
@@ -150,7 +150,7 @@ def is_bias_add(flow: Flow, node: fx.Node) -> bool:
 
 
 def weight_of(flow: Flow, matmul: Matmul) -> str | None:
-    """The parameter that is the weight of a matmul."""
+    """Return the parameter that is the weight of a matmul."""
     if is_attention(matmul.node):
         return None
     fqns = [flow.parameter_of(operand.node) for operand in reversed(matmul.operands)]
@@ -158,7 +158,7 @@ def weight_of(flow: Flow, matmul: Matmul) -> str | None:
 
 
 def multiplies_gradients(flow: Flow, matmul: Matmul) -> bool:
-    """Whether a matmul is one of gradients that the step reads, so none of the model's."""
+    """Check whether a matmul multiplies gradients that the step reads, so not the model's."""
     return any(
         flow.is_of_gradients(operand.node) and not flow.is_learned(operand.node)
         for operand in matmul.operands
@@ -166,7 +166,7 @@ def multiplies_gradients(flow: Flow, matmul: Matmul) -> bool:
 
 
 def _has_weight(flow: Flow, matmul: Matmul) -> bool:
-    """Whether data are multiplied by a weight, which need not be a parameter itself."""
+    """Check whether data are multiplied by a weight, which may be computed from parameters."""
     if is_attention(matmul.node):
         return False
     are_weights = [flow.is_weight(operand.node) for operand in matmul.operands]
@@ -192,8 +192,8 @@ def _losses(flow: Flow) -> Iterator[fx.Node]:
 
 
 def _plain_adds(flow: Flow, residuals: Mapping[fx.Node, Residual]) -> Iterator[fx.Node]:
-    """Sums of tensors that the rules themselves have brought to RMS 1."""
-    # Any other sum is part of a function that is written by hand, and a factor would change it.
+    """Return the sums of tensors that the rules themselves have brought to RMS 1."""
+    # Any other sum is part of a hand-written function, which a factor would change.
     ours: set[fx.Node] = set()
     for node in flow.nodes:
         rule = rule_of(node)
@@ -263,7 +263,7 @@ def _use(structure: Structure, reader: fx.Node, path: Path) -> UseKind:
 
 
 def _is_data(flow: Flow, matmul: Matmul, path: Path) -> bool:
-    """Whether a parameter stands where data would: learned queries that a weight is applied to."""
+    """Check whether a parameter is used as data: learned queries that a weight is applied to."""
     if is_attention(matmul.node):
         return True
     later = matmul.operands[1:]
@@ -295,7 +295,7 @@ def _readouts(flow: Flow, residuals: Mapping[fx.Node, Residual]) -> Iterator[fx.
 
 
 def _depths(residuals: Mapping[fx.Node, Residual]) -> dict[fx.Node, int]:
-    """Number of branches of the innermost stream that each node is in."""
+    """Return the number of branches of the innermost stream that each node is in."""
     depths: dict[fx.Node, int] = {}
     for residual in sorted(residuals.values(), key=lambda residual: -len(residual.nodes)):
         for node in residual.nodes:
@@ -315,7 +315,7 @@ def _info(
     if Role.OTHER in roles:
         role = Role.OTHER
     weights = [use for use in uses if use.kind == "weight"]
-    # Sizes are those of the use that the role is of.
+    # Sizes are those of the use that decides the role.
     weights.sort(key=lambda use: roles[uses.index(use)] is not role)
     total = numel(node)
     width = int(tensor.shape[-1]) if tensor.dim() else 1

@@ -1,11 +1,11 @@
-"""Learning rates and decays per parameter; the optimizer's groups stay the user's.
+"""Step an optimizer with learning rates and decays per parameter, with unchanged groups.
 
-While an optimizer steps, a stand-in takes its place: an object of a subclass of its class that
-shares every attribute with it but ``param_groups``, which are the user's split by equal settings.
+While an optimizer steps, a stand-in takes its place. It is an object of a subclass of its class
+that shares every attribute but ``param_groups``, which are the user's split by equal settings.
 ``Optimizer.step`` runs its hooks and then calls the class's ``step`` with the arguments that the
-hooks return, the optimizer itself among them (``torch.optim.Optimizer.profile_hook_step``, so since
-torch 2.0 and still in 2.13): the pre-hook returns the stand-in. Nothing of the user's is ever
-exchanged, so there is nothing to put back when a step raises.
+hooks return (``torch.optim.Optimizer.profile_hook_step``, since torch 2.0 and still in 2.13). The
+pre-hook returns the stand-in as the optimizer. No object of the user's is ever exchanged, so
+nothing must be restored when a step raises.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from lightning_unitscale.rules.learning_rates import (
 Group = dict[str, Any]
 _NEUTRAL = RateFactors()
 
-# Where the optimizer keeps its ScaledStep. Optimizers pickle and copy their state and groups only,
-# so a copy is a plain optimizer.
+# Attribute of an optimizer for its ScaledStep. Optimizers pickle and copy their state and groups
+# only, so a copy is an ordinary optimizer.
 _ATTRIBUTE = "_lightning_unitscale_scaled_step"
-# Set for every part, so what an optimizer writes there could not be given back.
+# Set for every part, so values that an optimizer writes there could not be written back.
 _SCALED = ("lr", "weight_decay", "eps", "lr_scale")
 _MISSING = object()
 
@@ -47,10 +47,10 @@ def scale_learning_rates(
 ) -> ScaledStep:
     """Let an optimizer step with each parameter's own learning rate and weight decay.
 
-    ``optimizer.param_groups`` stays as the user and the schedulers made it, at all times: what
-    they, the closure, the learning-rate monitor and checkpoints see is unchanged. Attaching again
-    replaces what was attached before. A parameter that is not in ``infos`` keeps its rate. Copies
-    of the optimizer (``deepcopy``, pickle) are plain ones.
+    ``optimizer.param_groups`` always stays as the user and the schedulers made it. So they, the
+    closure, the learning-rate monitor and checkpoints see no change. Attaching again replaces the
+    earlier attachment. A parameter that is not in ``infos`` keeps its rate. Copies of the optimizer
+    (``deepcopy``, pickle) are ordinary ones.
     """
     advice = "pass 'match' to keep each parameter's relative updates"
     check_choice("lr_scaling", method, METHODS, "unknown method", advice)
@@ -60,7 +60,7 @@ def scale_learning_rates(
 
 
 class ScaledStep:
-    """An optimizer's steps with each parameter's own rate; see :func:`scale_learning_rates`."""
+    """Steps of an optimizer with each parameter's own rate. See :func:`scale_learning_rates`."""
 
     def __init__(
         self, optimizer: Optimizer, infos: Mapping[Tensor, ParameterInfo], method: Method
@@ -72,19 +72,19 @@ class ScaledStep:
         self._removers: list[Any] = []
         self._method: Method = method
         self._infos = infos
-        # By identity, since a tensor's own hash is slow; infos keeps the parameters alive.
+        # By identity, since a tensor's own hash is slow. ``infos`` keeps the parameters alive.
         self._factors: dict[bool, dict[int, RateFactors]] = {}
         self._peak_rates: list[float] = []
         for group in optimizer.param_groups:
             self._adopt(group)
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Take part in the steps of the optimizer that it was made for, in place of another one."""
+        """Hook into the steps of the optimizer, in place of an earlier ScaledStep."""
         attached = vars(optimizer).get(_ATTRIBUTE)
         if attached is not None:
             attached.remove()
-        # Within a step that the user compiles they would be traced, and torch 2.11 would go on with
-        # the settings of the first step.
+        # In a step that the user compiles they would be traced, and torch 2.11 would keep the
+        # settings of the first step.
         self._removers = [
             optimizer.register_step_pre_hook(torch.compiler.disable(self._before)),
             optimizer.register_step_post_hook(torch.compiler.disable(self._after)),
@@ -92,7 +92,7 @@ class ScaledStep:
         vars(optimizer)[_ATTRIBUTE] = self
 
     def remove(self) -> None:
-        """Let the optimizer step by itself again; a second call does nothing."""
+        """Let the optimizer step by itself again. A second call does nothing."""
         for handle in self._removers:
             handle.remove()
         self._removers = []
@@ -117,7 +117,7 @@ class ScaledStep:
             self._join()
 
     def _then_split(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure may set rates or add a group, as Lightning's hooks within it may."""
+        """Split the groups after the closure, which may set rates or add a group."""
 
         def run() -> Any:
             self._join()
@@ -146,7 +146,7 @@ class ScaledStep:
             self._parts.append((group, parts, [dict(part) for part in parts]))
 
     def _join(self) -> None:
-        """Give the user's groups what the optimizer wrote into their parts."""
+        """Give the user's groups the values that the optimizer wrote into their parts."""
         split, self._parts = self._parts, []
         for group, parts, built in split:
             self._write_back(group, parts, built)
@@ -170,14 +170,14 @@ class ScaledStep:
             group[name] = first
 
     def _factors_of(self, group: Group, index: int) -> list[RateFactors]:
-        """Factors on the settings of each parameter; a new group is checked first."""
+        """Return factors on the settings of each parameter. A new group is checked first."""
         if index == len(self._peak_rates):
             self._adopt(group)
         factors = self._factors.get(is_decay_decoupled(self._stand_in, group), {})
         return [factors.get(id(param), _NEUTRAL) for param in group["params"]]
 
     def _settings(self, group: Group, index: int, factors: RateFactors) -> dict[str, Any]:
-        """Rate, decay and, of Adafactor, the smallest RMS of a parameter."""
+        """Return rate, decay and, for Adafactor, the smallest RMS of a parameter."""
         settings: dict[str, Any] = {"lr_scale": factors.lr}
         if factors.lr != 1:
             settings["lr"] = group["lr"] * factors.lr
@@ -194,7 +194,7 @@ class ScaledStep:
         return settings
 
     def _adopt(self, group: Group) -> None:
-        """Check a group that is new, and note the rate that its decay is relative to."""
+        """Check a new group, and record the rate that its decay is relative to."""
         self._peak_rates.append(first_peak_rate(group))
         if not any(param in self._infos for param in group["params"]):
             return
@@ -209,13 +209,13 @@ class ScaledStep:
 
 
 def first_peak_rate(group: Group) -> float:
-    """The peak rate of a new group, or else the rate that it has; waits for those on a device."""
+    """Return a new group's peak rate, or else its present rate. This waits for the device."""
     return _peak_rate(group, read_tensors=True) or float(group.get("lr") or 0.0)
 
 
 def _peak_rate(group: Group, *, read_tensors: bool = False) -> float | None:
-    """The rate that a scheduler started from or goes up to, if it left word of it."""
-    for name in ("max_lr", "initial_lr"):  # OneCycleLR's; that of all other schedulers
+    """Return the rate that a scheduler started from or goes up to, if it recorded it."""
+    for name in ("max_lr", "initial_lr"):  # OneCycleLR's, and that of all other schedulers
         rate = group.get(name)
         if rate is not None and (read_tensors or not isinstance(rate, Tensor)):
             return float(rate)
@@ -223,7 +223,7 @@ def _peak_rate(group: Group, *, read_tensors: bool = False) -> float | None:
 
 
 def _part(group: Group, positions: list[int], settings: dict[str, Any]) -> Group:
-    """The parameters at ``positions`` of a group, with settings of their own."""
+    """Return the parameters at ``positions`` of a group, with their own settings."""
     part = {**group, **settings}
     for name in ("params", "param_names"):
         if name in group:
@@ -232,9 +232,9 @@ def _part(group: Group, positions: list[int], settings: dict[str, Any]) -> Group
 
 
 def _stand_in_for(optimizer: Optimizer, groups: Callable[[], list[Group]]) -> Optimizer:
-    """An optimizer that is ``optimizer`` in everything but its groups."""
-    # A property goes before what the shared attributes hold under that name. Some optimizers free
-    # what they hold when they are deleted, which is not for the stand-in to do.
+    """Return a stand-in that equals ``optimizer`` in everything but its groups."""
+    # A property goes before a shared attribute of that name. Some optimizers free their resources
+    # when they are deleted, which the stand-in must not do.
     body = {"param_groups": property(lambda _: groups()), "__del__": lambda _: None}
     cls = types.new_class(
         type(optimizer).__name__, (type(optimizer),), exec_body=lambda names: names.update(body)
@@ -245,23 +245,23 @@ def _stand_in_for(optimizer: Optimizer, groups: Callable[[], list[Group]]) -> Op
 
 
 def _is_same(first: Any, second: Any) -> bool:
-    if first is second:  # the rule, and the quick way; a compiled step makes new numbers
+    if first is second:  # the rule, and the quick way, since a compiled step makes new numbers
         return True
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         return torch.equal(first, second)
     return bool(first == second)
 
 
-# More than this share of a weight in every step is a decay that was meant for AdamW's convention.
+# A larger share of a weight in every step is a decay meant for AdamW's convention.
 _LARGE_DECAY = 2.0**-8
-# A rate of u-muP below it is hardly meant: the paper's searches start at 2**-2 and above.
+# A u-muP rate below this is probably a mistake, since the paper searches from 2**-2 up.
 _SMALL_RATE = 2.0**-6
 
 
 def rate_notes(
     optimizer: Optimizer, infos: Mapping[Tensor, ParameterInfo], method: Method
 ) -> list[str]:
-    """Sentences for the user on the rates of an optimizer; none if all is as expected."""
+    """Return warnings about the rates of an optimizer, or none if all is as expected."""
     name = type(optimizer).__name__
     parameters = [param for group in optimizer.param_groups for param in group["params"]]
     if not any(param in infos for param in parameters):
@@ -269,17 +269,17 @@ def rate_notes(
     family, notes = family_of(optimizer), []
     if family is Family.LINEAR and method == "match":
         notes.append(
-            f"lr_scaling='match': the steps of {name} are as large as the gradient, which unit "
-            "scaling changes, so no rate makes them what they were; it gets the rates of u-muP, "
-            "and its learning rate wants tuning."
+            f"lr_scaling='match': the steps of {name} are as large as the gradient. Unit "
+            "scaling changes that, so no rate restores the steps. The rates of u-muP are used. "
+            "Tune its learning rate."
         )
     if isinstance(optimizer, torch.optim.RAdam):
         notes.append(
-            f"{name}: its first steps are not normalized, and with gradients at unit scale they "
-            "are as large as later ones; give them a warm-up."
+            f"{name}: its first steps are not normalized. With gradients at unit scale they "
+            "are as large as later ones. Use a warm-up."
         )
     notes += [
-        f"{info.fqn}: tied to a second role; its rate is that of its role {info.role.value!r}."
+        f"{info.fqn}: tied to a second role. Its rate is that of role {info.role.value!r}."
         for info in (infos[param] for param in parameters if param in infos)
         if info.is_tied
     ]
@@ -287,20 +287,20 @@ def rate_notes(
     if method == "u-mup" and max(decays, default=0.0) > _LARGE_DECAY:
         notes.append(
             f"lr_scaling='u-mup': weight_decay={max(decays):g} is independent of the learning "
-            f"rate: weights shrink by {max(decays):.1%} in every step at the peak rate; u-muP's "
+            f"rate. Weights shrink by {max(decays):.1%} in every step at the peak rate. u-muP's "
             "own choice is 2**-13."
         )
     rate = max(first_peak_rate(group) for group in optimizer.param_groups)
     if method == "u-mup" and family is Family.SCALE_INVARIANT and 0 < rate < _SMALL_RATE:
         notes.append(
-            f"lr_scaling='u-mup': lr={rate:g} is a usual rate of the plain model, at which this "
-            "one learns slowly; u-muP's are near 1. Search it from 2**-2 to 2**3, or pass "
-            "lr_scaling='match' (that of method='unit-scaling') to keep the plain model's."
+            f"lr_scaling='u-mup': lr={rate:g} is a usual rate of the unscaled model. With it this "
+            "one learns slowly. u-muP's are near 1. Search it from 2**-2 to 2**3, or pass "
+            "lr_scaling='match' (that of method='unit-scaling') to keep the unscaled model's."
         )
     unknown = sum(param not in infos and param.requires_grad for param in parameters)
     if unknown:
         notes.append(
-            f"{name}: {unknown} of its {len(parameters)} parameters are in no scaled graph; their "
-            "rates stay as they are."
+            f"{name}: {unknown} of its {len(parameters)} parameters are in no scaled graph. Their "
+            "rates stay unchanged."
         )
     return notes

@@ -1,4 +1,4 @@
-"""``unit_scale``: unit scaling by rules on a plain module."""
+"""Unit-scale an ordinary module by rules with ``unit_scale``."""
 
 from __future__ import annotations
 
@@ -42,25 +42,24 @@ def unit_scale(
     activation_mult: float = 1.0,
     loss_mult: float = 1.0,
 ) -> nn.Module:
-    """A copy of ``module`` that is unit-scaled by rules: another model, with the same parts.
+    """Return a copy of ``module`` that is unit-scaled by rules: another model, same parts.
 
-    Weights are set to RMS 1 and biases to 0; every matmul gets the factor that brings its
-    result to RMS 1 (``1 / fan_in`` where a loss reads it directly), attention's logits become
-    ``(m / d) q.k``, and the branches of residual adds get weights. Whatever lies between is left as
-    it was written and only followed: the operands of the next matmul are brought to RMS 1.
-    Gradients are those of the new function; they are stored in powers of two that bring them to
-    RMS 1 at every matmul and every parameter.
+    Weights are set to RMS 1 and biases to 0. Every matmul gets the factor that brings its result to
+    RMS 1 (``1 / fan_in`` if a loss reads it directly). Attention's logits become ``(m / d) q.k``,
+    and the branches of residual adds get weights. All other operations stay as written, and the
+    operands of the next matmul are brought to RMS 1. Gradients are those of the new function. They
+    are stored in powers of two that bring them to RMS 1 at every matmul and every parameter.
 
-    The module is captured, and everything is decided, in its first call.
+    The module is captured, and all factors are decided, in its first call.
 
     Args:
-        module: Any module that Dynamo can capture; it is left as it is.
-        replace: Functions to put in place of others, which are then not looked into.
-        residual: Weights of residual branches with attention and of the others; by default
+        module: Any module that Dynamo can capture. It is not changed.
+        replace: Functions to replace by others, which are then not traced.
+        residual: Weights of residual branches with attention and of the others. The default is
             u-muP's rule for depth.
         init_weights: Whether to set weights to RMS 1 and biases to 0.
-        on_unknown: What to do where the scale of a tensor follows from no rule: measure it on the
-            first batch (``"calibrate"``), take it for 1 (``"keep"``), or raise (``"error"``).
+        on_unknown: Action if no rule gives the scale of a tensor: measure it on the first batch
+            (``"calibrate"``), take it for 1 (``"keep"``), or raise (``"error"``).
         residual_mult: u-muP's share of all branches in the last sum.
         residual_attn_ratio: u-muP's share of attention branches relative to the others.
         attention_mult: Factor on attention's logits.
@@ -68,7 +67,7 @@ def unit_scale(
         loss_mult: Factor on the logits of a cross-entropy.
 
     Returns:
-        A new module with ``explain()``: what was rewritten and why, operation by operation.
+        A new module with ``explain()``, which lists every rewritten operation with its reason.
 
     Raises:
         ValueError: If an argument is out of its range, or the module is compiled or unit-scaled by
@@ -103,16 +102,16 @@ def _reject_scaled(module: nn.Module) -> None:
     steps = steps_of(module)
     if steps is not None and any(isinstance(p, RuleRewrite) for p in steps.passes):
         raise ValueError(
-            f"module={type(module).__name__}: it is unit-scaled by rules already. Expected one "
-            "whose function is its author's. Pass the module that it was made of."
+            f"module={type(module).__name__}: it is unit-scaled by rules already. Expected an "
+            "unscaled module. Pass the module that it was made from."
         )
 
 
 @dataclass(eq=False)
 class _FirstCall:
-    """Decides everything on the arguments of the first call.
+    """Hook that decides everything on the arguments of the first call.
 
-    An object rather than a closure, so that a copied module decides for itself.
+    It is an object rather than a closure, so that a copied module decides for itself.
     """
 
     rules: RuleRewrite
@@ -122,15 +121,15 @@ class _FirstCall:
     def __call__(
         self, step: CapturedStep, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        """Called before the first call of the step."""
+        """Decide before the first call of the step."""
         module, options, prior = step.owner.module, self.rules.options, self.rules.plan
-        with SESSION.being(None):  # what rehearsals multiply is not the call's
+        with SESSION.being(None):  # the rehearsals' matmuls are not the call's
             plan = plan_step(step, args, kwargs, options, prior, init_weights=self.init_weights)
         if self.init_weights and already_at_unit_scale(module, plan.parameters):
             warnings.warn(
                 f"unit_scale: the weights of {type(module).__name__} have RMS near 1 already, "
-                "as after training at unit scale, so weights and biases are left as they are; "
-                "to load a checkpoint, call the module once before load_state_dict.",
+                "as after training at unit scale, so weights and biases stay unchanged. "
+                "To load a checkpoint, call the module once before load_state_dict.",
                 stacklevel=4,
             )
         else:

@@ -24,11 +24,11 @@ from lightning_unitscale.rules.learning_rates import Role
 from lightning_unitscale.rules.plan import ParameterPlan
 from lightning_unitscale.scales.transfer import HostCopy, numbers_on
 
-# Beyond this a gradient is taken for zero, or for broken: its unit would be noise.
+# Outside of this range a gradient counts as zero, or as broken: its unit would be noise.
 _MAX_LOG2 = 100
 _TELLING_FAN_IN = 5
-# Below this share of a sibling's RMS a gradient is rounding: a key's bias moves all logits of a
-# query alike, one before a batch norm is subtracted again, and what their gradients have left is
+# Below this share of a sibling's RMS a gradient is rounding error. A key's bias moves all logits of
+# a query alike, and a bias before a batch norm is subtracted again. The rest of their gradients is
 # noise.
 _ROUNDING = 2.0**-18
 
@@ -36,7 +36,7 @@ _STEPS_PER_OCTAVE = 32
 
 
 def prepared_like(plans: Mapping[str, ParameterPlan]) -> Callable[[str, Tensor], Tensor]:
-    """Values of parameters as their plans say, without changing the parameters."""
+    """Return values of parameters as in their plans, without changing the parameters."""
     sigmas: dict[str, float] = {}
 
     def prepare(fqn: str, value: Tensor) -> Tensor:
@@ -53,12 +53,12 @@ def prepared_like(plans: Mapping[str, ParameterPlan]) -> Callable[[str, Tensor],
 
 
 def parameter_rms(value: Tensor) -> float:
-    """RMS of a parameter's entries that are not zero, to about 1 %; 1 for one without any.
+    """Return the RMS of a parameter's nonzero entries, to about 1 %, or 1 without any.
 
-    Layers of one kind are drawn with RMS values that differ by less, and sharing one lets their
-    learning rates share a parameter group in a step.
+    Layers of one kind are drawn with RMS values that differ by less. One value lets them share a
+    parameter group in a step.
 
-    The row of a padding token is zero by choice and no part of the distribution.
+    The row of a padding token is zero by choice and not part of the distribution.
     """
     with torch.no_grad():
         value = whole(value)
@@ -72,7 +72,7 @@ def parameter_rms(value: Tensor) -> float:
 
 
 def whole(parameter: Tensor) -> Tensor:
-    """All elements of a parameter; of one that is sharded, all ranks have to ask for them."""
+    """Return all elements of a parameter. All ranks must ask together for a sharded one."""
     gather = getattr(parameter, "full_tensor", None)
     return parameter if gather is None else gather()
 
@@ -80,7 +80,7 @@ def whole(parameter: Tensor) -> Tensor:
 def set_to_unit_scale(
     module: nn.Module, plans: Mapping[str, ParameterPlan]
 ) -> dict[str, ParameterPlan]:
-    """Divide each parameter that is to be scaled by its RMS, in place, and zero the biases."""
+    """Divide each planned parameter by its RMS, in place, and zero the biases."""
     parameters = dict(module.named_parameters())
     scaled = {}
     with torch.no_grad():
@@ -97,17 +97,17 @@ def set_to_unit_scale(
 
 
 def already_at_unit_scale(module: nn.Module, plans: Mapping[str, ParameterPlan]) -> bool:
-    """Whether the weights of a module look like ones that have been set to RMS 1 before.
+    """Check whether the weights of a module seem to have been set to RMS 1 before.
 
-    The largest RMS that is common in plain models is ``sqrt(2 / fan_in)`` (He et al., arXiv
-    1502.01852). Whichever of that and 1 most of the weights are nearer to, on a logarithmic scale,
-    decides; the narrowest ones do not tell the two apart.
+    The largest RMS that is common in unscaled models is ``sqrt(2 / fan_in)`` (He et al., arXiv
+    1502.01852). The result depends on whether most of the weights are nearer to that or to 1, on a
+    logarithmic scale. The narrowest weights cannot distinguish the two.
     """
     parameters = dict(module.named_parameters())
     votes = []
     for fqn, plan in plans.items():
         info = plan.info
-        # What is an embedding too may have been drawn as one, at RMS 1.
+        # A weight that is also an embedding may have been drawn as one, at RMS 1.
         is_weight = info.role in (Role.HIDDEN, Role.INPUT, Role.READOUT) and not info.is_tied
         if plan.action == "scaled" and is_weight and info.fan_in >= _TELLING_FAN_IN:
             rms = parameter_rms(parameters[fqn])
@@ -116,15 +116,16 @@ def already_at_unit_scale(module: nn.Module, plans: Mapping[str, ParameterPlan])
 
 
 class ParameterGradients(GraphPass):
-    """Brings the gradient of every parameter to RMS 1 by a power of two of its own.
+    """Hooks that bring the gradient of every parameter to RMS 1 by a power of two.
 
-    An optimizer that divides by the size of the gradient does not notice; it keeps 16-bit gradients
-    in range, and gives SGD gradients of the size that its rule for learning rates is made for.
+    The power does not matter to an optimizer that divides by the size of the gradient. It keeps
+    16-bit gradients in range, and gives SGD the gradients that its rule for rates expects.
 
-    A hook on the parameter does it, not an operation in a graph: it sees the sum of all gradients,
-    also of uses that lie outside of every captured graph.
+    This is a hook on the parameter, not an operation in a graph. It sees the sum of all gradients,
+    also of uses outside of captured graphs.
 
-    A gradient has no factor until it is not zero for the first time. :meth:`scale_new` gives it one
+    A gradient has no factor until it is first nonzero. :meth:`scale_new` sets it then, before an
+    optimizer has seen the gradient.
     then, before an optimizer has seen anything of it.
     """
 
@@ -137,42 +138,42 @@ class ParameterGradients(GraphPass):
         self.num_accumulated = 1  # batches, when gradients were measured
         self.measures_late = False  # gradients without a factor may still get one
         self._log2_shift = 0
-        # Factors of the last step, on their way: the parameters, and what is read of each.
+        # Factors of the last step, on their way: the parameters, and the value read for each.
         self._sent: tuple[list[str], HostCopy] | None = None
-        # Parameters whose gradients have come in this backward pass, and have no factor.
+        # Parameters whose gradients have arrived in this backward pass without a factor.
         self._arrived: dict[str, Tensor] = {}
         self._hooks: MutableMapping[Tensor, RemovableHandle] = WeakTensorKeyDictionary()
 
     def run(self, graph: StepGraph) -> tuple[str, ...]:
-        """Leave the graph as it is."""
+        """Leave the graph unchanged."""
         return (f"gradients of {len(self.log2_factors)} parameters",)
 
     def before_step(self, module: nn.Module) -> None:
-        """Have a hook on every parameter, also on one that was put in another's place."""
+        """Put a hook on every parameter, also on one that replaced another."""
         for fqn, parameter in module.named_parameters():
             if parameter.requires_grad and parameter not in self._hooks:
                 self._hooks[parameter] = parameter.register_hook(_Factor(self, fqn, parameter))
 
     def remove(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
 
     def clear(self) -> None:
-        """Leave gradients as they are, until they have been measured."""
+        """Leave gradients unchanged until they have been measured."""
         self.log2_factors.clear()
         self.measures_late, self._sent = False, None
 
     def start(self, num_accumulated: int) -> None:
-        """Begin to give factors, or follow a number of accumulated batches that has changed."""
+        """Start to set factors, or follow a changed number of accumulated batches."""
         if not self.log2_factors:
             self.num_accumulated, self.measures_late = num_accumulated, True
         # The mean over n batches, which are nearly independent, shrinks by sqrt(n).
         self._log2_shift = round(math.log2(num_accumulated / self.num_accumulated) / 2)
 
     def _seen(self, fqn: str, gradient: Tensor, parameter: Tensor | None = None) -> Tensor:
-        """A gradient that has just been made, times its factor."""
+        """Multiply a newly made gradient by its factor."""
         if self.ends_backward and self.measures_late and fqn not in self.log2_factors:
             self.settle()
             if fqn not in self.log2_factors and parameter is not None:
@@ -184,7 +185,7 @@ class ParameterGradients(GraphPass):
         return gradient if exponent == 0 else gradient * 2.0**exponent
 
     def scale_new(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Bring gradients without a factor to RMS 1; the device is not waited for."""
+        """Bring gradients without a factor to RMS 1, without waiting for the device."""
         gradients = {fqn: self._new_gradient(fqn, parameter) for fqn, parameter in parameters}
         new = {fqn: grad for fqn, grad in gradients.items() if grad is not None}
         sent = None
@@ -192,21 +193,21 @@ class ParameterGradients(GraphPass):
             rms = torch.stack([_plain_rms(whole(grad)) for grad in new.values()])
             exponents = self._exponents_of(list(new), rms)
             for grad, exponent in zip(new.values(), exponents, strict=True):
-                # A rank has a part of a gradient that is sharded.
+                # A rank has a part of a sharded gradient.
                 _multiply(stored_elements(grad), torch.exp2(exponent.nan_to_num()))
             sent = (list(new), HostCopy(exponents))
-        # Those of the last step come after this one, whose backward pass did not have them.
+        # Factors of the last step come later, since this step's backward pass did not have them.
         self.settle()
         self._sent = sent
 
     def _scale_arrived(self) -> None:
-        # Called for each of them; all are scaled at the first call, with what they are beside.
+        # Called for each of them. All are scaled at the first call, with their siblings.
         arrived, self._arrived = self._arrived, {}
         if arrived:
             self.scale_new(arrived.items())
 
     def settle(self) -> None:
-        """Take over the factors of the last step, which backward passes have from now on."""
+        """Adopt the factors of the last step for the next backward passes."""
         if self._sent is not None:
             (names, copy), self._sent = self._sent, None
             for fqn, exponent in zip(names, copy.numbers().tolist(), strict=True):
@@ -218,11 +219,11 @@ class ParameterGradients(GraphPass):
         if not self.measures_late or fqn in self.log2_factors or grad is None:
             return None
         is_plain = grad.is_floating_point() and grad.layout is torch.strided
-        # One that may be differentiated again keeps its value.
+        # A gradient that may be differentiated again keeps its value.
         return grad.detach() if is_plain and not grad.requires_grad else None
 
     def _exponents_of(self, names: Sequence[str], rms: Tensor) -> Tensor:
-        """Exponents of the factors; NaN where a gradient is still zero, or not finite."""
+        """Return the exponents of the factors, or NaN for a gradient that is zero or not finite."""
         rms = torch.where(rms.isfinite() & (rms > 0), rms, math.nan)
         known: dict[str, float] = {}
         for fqn, exponent in self.log2_factors.items():
@@ -239,7 +240,7 @@ class ParameterGradients(GraphPass):
         return -torch.log2(total).round().clamp(-_MAX_LOG2, _MAX_LOG2)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the hooks: what cannot be pickled is the captured step, and it says so."""
+        """Leave the hooks out, so that the error about pickling comes from the captured step."""
         self.settle()
         names = ("ends_backward", "log2_factors", "num_accumulated", "measures_late")
         return {name: getattr(self, name) for name in names}
@@ -252,10 +253,10 @@ class ParameterGradients(GraphPass):
 def zero_gradients(*args: Any, **kwargs: Any) -> None:
     """Give every leaf that a loss depends on a gradient of zeros, if it has none.
 
-    A step under manual optimization may read ``parameter.grad`` after its backward pass: to clip by
-    hand, to log a norm. The pass itself must not run in a rehearsal: the hooks of DDP would wait
-    for other ranks. What the loss does not depend on keeps ``None``, as after a real backward pass.
-    An embedding's is sparse where the real one will be.
+    A step under manual optimization may read ``parameter.grad`` after its backward pass, to clip it
+    or to log a norm. The pass itself must not run in a rehearsal, since the hooks of DDP would wait
+    for other ranks. Leaves that the loss does not depend on keep ``None``, as after a real backward
+    pass. An embedding's gradient is sparse if the real one will be.
     """
     roots = (tensor.grad_fn for tensor in tensors_in((args, kwargs)))
     operations = list(autograd_operations(roots))
@@ -276,7 +277,7 @@ def zero_gradients(*args: Any, **kwargs: Any) -> None:
 
 
 def _multiply(gradient: Tensor, factor: Tensor) -> None:
-    """Multiply a gradient in place by a number that need not be one of its type."""
+    """Multiply a gradient in place by a number that its type may not represent."""
     if gradient.dtype is torch.float16:
         gradient.copy_(gradient.float() * factor.float())
     else:
@@ -284,7 +285,7 @@ def _multiply(gradient: Tensor, factor: Tensor) -> None:
 
 
 def _plain_rms(gradient: Tensor) -> Tensor:
-    """The RMS of a gradient as a plain tensor; of a subclass only the number is known to be one."""
+    """Return the RMS of a gradient as an ordinary tensor, whatever its subclass."""
     rms = root_mean_square(gradient)
     return rms if type(rms) is Tensor else torch.tensor(float(rms), device=rms.device)
 
@@ -294,9 +295,9 @@ def _module_of(fqn: str) -> str:
 
 
 class _Factor:
-    """The hook of one parameter; it keeps neither that nor the pass, and so the module, alive."""
+    """Hook of one parameter. It keeps neither that nor the pass, and so the module, alive."""
 
-    # A parameter that is saved goes without it, and torch need not warn of that.
+    # A parameter is saved without its hook, and torch need not warn of that.
     __torch_unserializable__ = True
 
     def __init__(self, owner: ParameterGradients, fqn: str, parameter: Tensor) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from benchmarks.executed_matmuls import has_torchs_own_kernels
 from lightning.pytorch.callbacks import LearningRateFinder
 from torch.utils.data import DataLoader
 
+from benchmarks.executed_matmuls import has_torchs_own_kernels
 from lightning_unitscale import RematCallback, ScaleMonitor, UnitScaleCallback
 from tests.callbacks.modules import Evaluated
 from tests.callbacks.runs import QUIET, Rows, loader, pair

@@ -15,9 +15,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
-from benchmarks.executed_matmuls import has_torchs_own_kernels
 from torch import Tensor, nn
 
+from benchmarks.executed_matmuls import has_torchs_own_kernels
 from lightning_unitscale import UnitScaleCallback
 from lightning_unitscale.matmuls.coverage import Coverage
 from tests.callbacks.modules import Evaluated, Regression

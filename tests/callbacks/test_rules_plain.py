@@ -79,7 +79,7 @@ def test_the_plain_model_trains(kind: type[Classifier], reason: str, method: str
         trainer, losses = fit(module, UnitScaleCallback(method), **options)
     (said,) = {text for text in _said(caught) if ".training_step" in text}
     assert reason in said
-    assert "it is the plain model, at the learning rates that it is given" in said
+    assert "it is the unscaled model, at the given learning rates" in said
     assert_same_bits(losses, expected)
     assert_same_bits(weights(module), weights(plain))
     checkpoint: dict[str, Any] = {}

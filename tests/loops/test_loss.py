@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from benchmarks.executed_matmuls import below_all_kernels, has_torchs_own_kernels
 from torch import Tensor, nn
 
+from benchmarks.executed_matmuls import below_all_kernels, has_torchs_own_kernels
 from lightning_unitscale import UnitScaleCallback, attach
 from lightning_unitscale.quantize import quantize
 from tests.helpers import assert_same_bits

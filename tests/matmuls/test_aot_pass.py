@@ -10,12 +10,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
-from benchmarks.executed_matmuls import has_torchs_own_kernels
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch.utils.data import DataLoader
 
+from benchmarks.executed_matmuls import has_torchs_own_kernels
 from lightning_unitscale import UnitScaleCallback
 from lightning_unitscale.matmuls import compiled_graphs
 from lightning_unitscale.matmuls.compiled_graphs import GRAPHS

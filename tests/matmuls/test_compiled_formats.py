@@ -11,7 +11,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
-from benchmarks.executed_matmuls import has_torchs_own_kernels
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch
@@ -19,6 +18,7 @@ from torch._inductor import config, decomposition
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
+from benchmarks.executed_matmuls import has_torchs_own_kernels
 from lightning_unitscale import UnitScaleCallback
 from lightning_unitscale.callbacks.options import Simulate
 from lightning_unitscale.matmuls.compiler_internals import compiled_parts, is_by_inductor

@@ -12,10 +12,10 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
-from benchmarks.executed_matmuls import has_torchs_own_kernels
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.executed_matmuls import has_torchs_own_kernels
 from lightning_unitscale import UnitScaleCallback, attach
 from lightning_unitscale.capture.captured_copy import matmuls_of
 from lightning_unitscale.capture.module_steps import steps_of

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from benchmarks.executed_matmuls import below_all_kernels
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.executed_matmuls import below_all_kernels
 from lightning_unitscale.capture.captured_copy import captured_forward
 from lightning_unitscale.capture.module_steps import steps_of
 from lightning_unitscale.formats import E4M3FN, E5M2, NumberFormat

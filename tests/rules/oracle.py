@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from benchmarks.executed_matmuls import See, below, operands_read
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.executed_matmuls import See, below, operands_read
 from lightning_unitscale.capture.captured_copy import captured_forward, matmuls_of
 from lightning_unitscale.capture.module_steps import ModuleSteps, steps_of
 from lightning_unitscale.rules.build_plan import Recorder
