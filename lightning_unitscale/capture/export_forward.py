@@ -23,6 +23,7 @@ from lightning_unitscale.capture.breaks import is_of_dynamo, reason_raised, want
 from lightning_unitscale.capture.decompose import expand_composites
 from lightning_unitscale.capture.dynamo_capture import CapturedGraph
 from lightning_unitscale.capture.graph_nodes import Names
+from lightning_unitscale.capture.patches import absent_packages, quiet_libraries
 from lightning_unitscale.capture.rollback import restoring_numbers
 from lightning_unitscale.capture.step_messages import CaptureError
 from lightning_unitscale.patching import shadowed
@@ -86,7 +87,13 @@ def _as_if_plain() -> Iterator[None]:
             yield
 
     not_exporting = shadowed(functional_export, **{_STATE: compiling})
-    with not_exporting, plain_answers(), warnings.catch_warnings():
+    with (
+        not_exporting,
+        plain_answers(),
+        quiet_libraries(),
+        absent_packages(),
+        warnings.catch_warnings(),
+    ):
         # transformers' collector of hidden states, which is set and reset in every call.
         collector = r"(?s)While compiling, we found certain side effects.*_active_collector"
         warnings.filterwarnings("ignore", collector)
