@@ -89,6 +89,7 @@ TORCH_ADAPTERS = (
     "pipeline/dataflow.py",
     "pipeline/rank_parameters.py",
     "pipeline/torch_engine.py",
+    "scales/launches.py",
 )
 
 # Private by name only: all of the ecosystem walks nested inputs with it, and there is no other way.

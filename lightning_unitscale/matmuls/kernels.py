@@ -127,7 +127,8 @@ def _override_matmuls(overrides: KernelOverrides) -> None:
             kernel = functools.partial(writing_kernel, rules[unreached.writes], unreached)
         overrides.put(unreached.operator, kernel)
     # On a CPU it multiplies by a kernel of the table, with operands that are in FP8 already.
-    overrides.put("_scaled_mm", lambda original: functools.partial(run_inside, original))
+    for operator in ("_scaled_mm", "_scaled_mm.out"):
+        overrides.put(operator, lambda original: functools.partial(run_inside, original))
 
 
 def matmul_kernel(rule: MatmulRule, original: Kernel) -> Kernel:

@@ -159,8 +159,8 @@ def fp8_linears(
     to E4M3FN, arriving gradients to ``gradient_format``. Results have the type that they had. It
     runs on GPUs of compute capability 8.9 and above, and on CPUs, slowly, as a check. Together with
     :func:`simulate_format`, in either order, what runs in FP8 is not rounded again. What is kept
-    for the backward pass is FP8 only; in a captured graph (:func:`compile`) it is what ``module``
-    keeps.
+    for the backward pass is FP8 only; what :func:`compile` makes of it casts again what it reads
+    anyway, and keeps nothing for that.
 
     Args:
         module: Any module; it is left as it is.

@@ -94,7 +94,7 @@ def test_compiled_modules_are_recognised() -> None:
 
 
 @pytest.mark.parametrize("executor", ["eager", "aot_eager"])
-def test_executors_run_a_graph_as_it_is(executor: capture.Executor) -> None:
+def test_executors_run_a_graph_as_it_is(executor: executors.Executor) -> None:
     network, x = Network(), torch.randn(3, 4, requires_grad=True)
     expected = run(network, x, 2)
 

@@ -205,7 +205,7 @@ def test_charts_of_two_runs_with_other_tensors_are_the_same():
 
 
 def test_table(experiment):
-    ScaleWriter(experiment).write_table(snapshot(12))
+    ScaleWriter(experiment).finish(snapshot(12))
     (text,) = arrays(read(experiment), "~scales/table/text_summary").values()
     text = text.item().decode()
     assert "| tensor" in text and "gelu_1@2`" in text
@@ -254,7 +254,7 @@ def test_nothing_to_write(experiment):
             return lambda *args, **kwargs: None
 
     ScaleWriter(Stranger()).write(snapshot(0))
-    ScaleWriter(Stranger()).write_table(snapshot(0))
+    ScaleWriter(Stranger()).finish(snapshot(0))
     writer = ScaleWriter(experiment)
     empty = np.zeros((0, LAYOUT.num_columns))
     writer.write(ScaleSnapshot(0, (), empty, empty, LAYOUT))
