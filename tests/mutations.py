@@ -220,6 +220,27 @@ MUTATIONS = (
         "matmuls/test_joint_units.py -k sum_runs_within",
     ),
     Mutation(
+        "a compiled graph has the FP8 layers that it began with",
+        "matmuls/compiled_formats.py",
+        "guard_by(lambda: compiled.modes_now() == modes, text)",
+        "guard_by(lambda: True, text)",
+        "matmuls/test_compiled_fp8.py -k decisions",
+    ),
+    Mutation(
+        "a compiled FP8 layer keeps what its backward pass could cast again",
+        "matmuls/compiled_fp8.py",
+        "if nodes and _is_kept_anyway(cast, self._after_tangents):",
+        "if not nodes:",
+        "matmuls/test_compiled_fp8.py -k no_operand_is_kept",
+    ),
+    Mutation(
+        "a compiled FP8 layer keeps 16 bits of what nothing else needs",
+        "matmuls/compiled_fp8.py",
+        "return all(not after_tangents.isdisjoint(_readers(leaf, own)) for leaf in leaves)",
+        "return True",
+        "matmuls/test_compiled_fp8.py -k kept_in_fp8",
+    ),
+    Mutation(
         "a rounded matmul of a compiled graph takes the call of another one",
         "matmuls/compiled_formats.py",
         "number = run + matmul.forward",
@@ -383,8 +404,8 @@ MUTATIONS = (
     Mutation(
         "FP8 is decided by the first weight for good",
         "matmuls/fp8_linear.py",
-        "if name not in decisions or self._decided_by.get(name) != decided_by:",
-        "if name not in decisions:",
+        "if name not in self._config.decisions or self._decided_by.get(name) != decided_by:",
+        "if name not in self._config.decisions:",
         "callbacks/test_lost_formats.py -k loses_its_shape",
     ),
     Mutation(
@@ -817,10 +838,24 @@ MUTATIONS = (
         "scales/test_trends.py",
     ),
     Mutation(
+        "a launch for the copy of a tensor is repeated for the tensor itself",
+        "scales/triton_statistics.py",
+        "if plan.is_copied or launch is None or",
+        "if launch is None or",
+        "scales/test_launches.py",
+    ),
+    Mutation(
+        "the launch that makes rows is repeated with numbers of another kernel",
+        "scales/triton_statistics.py",
+        "key = self._device.index, *numbers",
+        "key = (self._device.index,)",
+        "scales/test_launches.py",
+    ),
+    Mutation(
         "a trend goes on over new units",
         "scales/trends.py",
-        "judged = judged & (units == units[-1]).all(axis=0)",
-        "pass",
+        "np.concatenate(judged) & (units == units[-1]).all(axis=0)",
+        "np.concatenate(judged)",
         "scales/test_trends.py",
     ),
     Mutation(

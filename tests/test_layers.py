@@ -88,6 +88,7 @@ TORCH_ADAPTERS = (
     "pipeline/dataflow.py",
     "pipeline/rank_parameters.py",
     "pipeline/torch_engine.py",
+    "scales/launches.py",
 )
 
 # Private by name only: the whole ecosystem uses it for nested inputs, and torch has no alternative.

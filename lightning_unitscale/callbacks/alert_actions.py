@@ -53,7 +53,7 @@ class LossWatch:
             if not copy.has_arrived:
                 return None
             bad_step = self._judge(sent_step, copy.numbers())
-        self._sent = step, HostCopy(loss.double().sum())
+        self._sent = step, HostCopy(loss if loss.numel() == 1 else loss.double().sum())
         return bad_step
 
     def _judge(self, step: int, loss: Tensor) -> int | None:

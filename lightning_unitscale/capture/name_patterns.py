@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ EXCLUDED = "its name is excluded"
 NOT_INCLUDED = "its name is not included"
 
 
+@functools.lru_cache(maxsize=2**14)
 def own_path(name: str) -> str:
     """Return the path of a module or a parameter before torch wrapped parts of the model."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPED)
@@ -49,6 +51,8 @@ class NamePatterns:
         """Check that one of the names of a tensor is included and none is excluded."""
         if self._unmatched:
             self._note(names)
+        if not self.include and not self.exclude:
+            return True
         if _any_matches(self.exclude, names):
             return False
         return not self.include or _any_matches(self.include, names)

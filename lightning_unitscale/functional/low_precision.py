@@ -39,6 +39,8 @@ PADDED_FROM = 8 * MULTIPLE
 MIN_PADDED_SUM = 1024
 
 _FIRST_CAPABILITY = (8, 9)
+# Types of results to which the hardware's kernel adds a bias.
+_WITH_BIAS = (torch.bfloat16, torch.float16)
 
 
 def why_no_fp8(device: torch.device) -> str | None:
@@ -56,8 +58,20 @@ def why_no_fp8(device: torch.device) -> str | None:
     return None
 
 
+def joins_bias(bias: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the hardware's kernel adds a bias to a matmul before it rounds it."""
+    is_row = bias.dim() == 1 and bias.is_contiguous()
+    return is_row and bias.dtype == dtype and dtype in _WITH_BIAS and bias.device.type == "cuda"
+
+
 def scaled_matmul(
-    rows: Tensor, columns: Tensor, scale: Tensor, dtype: torch.dtype, *, fast: bool = False
+    rows: Tensor,
+    columns: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    *,
+    fast: bool = False,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Compute ``scale * rows @ columns.T``, summed in FP32 and rounded once."""
     size = columns.shape[0]
@@ -68,6 +82,7 @@ def scaled_matmul(
         _padded(columns, rows=True).t(),
         scale_a=scale,
         scale_b=torch.ones((), dtype=torch.float32, device=rows.device),
+        bias=bias,
         out_dtype=dtype,
         use_fast_accum=fast,
     )
@@ -110,9 +125,12 @@ def fp8_linear(
     # dynamic.
     # Outside of the autograd function, since its result must not be a view for in-place writes.
     rows = input.reshape(-1, input.shape[-1])
-    result: Tensor = _FP8Linear.apply(rows, weight, dtype, gradient_format, *factors)
+    is_padded = weight.shape[0] % MULTIPLE > 0 or rows.numel() == 0
+    is_joined = bias is not None and not is_padded and joins_bias(bias, dtype)
+    joined, added = (bias, None) if is_joined else (None, bias)
+    result: Tensor = _FP8Linear.apply(rows, weight, joined, dtype, gradient_format, *factors)
     output = result.reshape(*input.shape[:-1], weight.shape[0])
-    return output if bias is None else output + bias.to(dtype)
+    return output if added is None else output + added.to(dtype)
 
 
 def to_fp8(tensor: Tensor, factor: Factor, dtype: torch.dtype) -> Tensor:
@@ -195,12 +213,35 @@ def _empty_matrices(
     ]
 
 
+_LIBRARY.define("fp8_turned(Tensor matrix) -> Tensor", tags=(torch.Tag.flexible_layout,))
+
+
+@torch.library.impl("lightning_unitscale::fp8_turned", ("cpu", "cuda"), lib=_LIBRARY)
+def _fp8_turned(matrix: Tensor) -> Tensor:
+    """A copy of an FP8 matrix the other way round: ``(k, m)``, in rows."""
+    # Inductor would make it a part of a kernel that goes along rows of the matrix, and write it
+    # byte by byte.
+    if not matrix.is_cuda or not has_triton():
+        return matrix.t().contiguous()
+    from lightning_unitscale.functional.triton_cast import turn_matrix
+
+    turned = _empty_turned(matrix)
+    turn_matrix(matrix, turned)
+    return turned
+
+
+@torch.library.register_fake("lightning_unitscale::fp8_turned", lib=_LIBRARY)
+def _empty_turned(matrix: Tensor) -> Tensor:
+    return matrix.new_empty(matrix.shape[::-1])
+
+
 class _FP8Linear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         rows: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         dtype: torch.dtype,
         gradient: GradientFormat,
         *factors: float,
@@ -221,7 +262,8 @@ class _FP8Linear(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.factors, ctx.dtypes = factors, (rows.dtype, weight.dtype)
         ctx.gradient = GRADIENTS[gradient]
-        return scaled_matmul(rows8, weight8, undoing(of_input, of_weight, rows), dtype, fast=True)
+        scale = undoing(of_input, of_weight, rows)
+        return scaled_matmul(rows8, weight8, scale, dtype, fast=True, bias=bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -247,7 +289,8 @@ class _FP8Linear(torch.autograd.Function):
         if needs_weight:
             scale = undoing(of_gradient, of_input, gradient)
             grad_weight = scaled_matmul(gradients8[-1], turned_rows, scale, ctx.dtypes[1])
-        return grad_rows, grad_weight, *(None,) * (len(ctx.needs_input_grad) - 2)
+        grad_bias = gradient.sum(0) if ctx.needs_input_grad[2] else None
+        return grad_rows, grad_weight, grad_bias, *(None,) * (len(ctx.needs_input_grad) - 3)
 
 
 def to_largest(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -25,6 +25,8 @@ from lightning_unitscale.scales.triton_kernels import wide
 NUM_WARPS: Final = 8
 # A tile is square. 64 bytes of FP8 in a row are two sectors of memory, in both results.
 _TILE: Final = 64
+# Bytes are few: 128 of them in a row are a line of the cache.
+TURNED_TILE: Final = 128
 
 _INF = tl.constexpr(math.inf)
 
@@ -50,6 +52,23 @@ def cast_matrix(
             0 if rows is None else rows.shape[1],
             0 if turned is None else turned.shape[1],
             **constants_of(dtype),
+            num_warps=NUM_WARPS,
+        )
+
+
+def turn_matrix(matrix: Tensor, turned: Tensor) -> None:
+    """Write the transpose of an FP8 matrix, in one launch."""
+    num_rows, num_columns = matrix.shape
+    tiles = triton.cdiv(num_columns, TURNED_TILE)
+    with torch.cuda.device_of(matrix):
+        turn_tiles[(triton.cdiv(num_rows, TURNED_TILE) * tiles,)](
+            matrix.view(torch.uint8),
+            turned.view(torch.uint8),
+            num_rows,
+            num_columns,
+            tiles,
+            *matrix.stride(),
+            TILE=TURNED_TILE,
             num_warps=NUM_WARPS,
         )
 
@@ -116,3 +135,25 @@ def cast_tiles(
         inside = is_column[:, None] & (row < turned_pitch)[None, :]
         to = turned + column[:, None] * turned_pitch + row[None, :]
         tl.store(to, tl.trans(code), mask=inside)
+
+
+@triton.jit
+def turn_tiles(
+    matrix: tl.tensor,  # bytes
+    turned: tl.tensor,  # bytes of shape ``(num_columns, num_rows)``
+    num_rows: tl.tensor,  # of the matrix
+    num_columns: tl.tensor,  # of the matrix
+    tiles: tl.tensor,  # number of tiles side by side
+    row_stride: tl.tensor,  # of the matrix
+    column_stride: tl.tensor,  # of the matrix
+    TILE: tl.constexpr,  # rows, and columns, of a tile
+) -> None:
+    """Transpose one tile of a matrix."""
+    program = tl.program_id(0)
+    row = (program // tiles).to(tl.int64) * TILE + tl.arange(0, TILE)
+    column = (program % tiles).to(tl.int64) * TILE + tl.arange(0, TILE)
+    is_inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+    offset = row[:, None] * row_stride + column[None, :] * column_stride
+    code = tl.load(matrix + offset, mask=is_inside)
+    to = turned + column[:, None] * num_rows + row[None, :]
+    tl.store(to, tl.trans(code), mask=tl.trans(is_inside))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import warnings
 import weakref
@@ -78,8 +79,9 @@ class CalledLoop(Loop):
     @property
     @override
     def device(self) -> torch.device:
-        tensors = (*self.module.parameters(), *self.module.buffers())
-        return tensors[0].device if tensors else torch.device("cpu")
+        tensors = itertools.chain(self.module.parameters(), self.module.buffers())
+        first = next(tensors, None)
+        return torch.device("cpu") if first is None else first.device
 
     @property
     @override

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,20 +24,29 @@ from torch.utils.flop_counter import register_flop_formula
 from lightning_unitscale.capture.graph_nodes import first_operation
 from lightning_unitscale.capture.operators import MatmulRule
 from lightning_unitscale.matmuls.calls import CALLS, Call, record
+from lightning_unitscale.matmuls.compiled_fp8 import (
+    OUTSIDE,
+    FP8Layers,
+    Layer,
+    empty_numbers,
+    layer_of,
+    modes_of,
+    numbers_of,
+)
 from lightning_unitscale.matmuls.compiled_runs import GraphMatmul, GraphRun, GraphRuns
 from lightning_unitscale.matmuls.compiler_internals import (
     GraphPass,
     define_operator,
+    guard_by,
     note_strides,
 )
 from lightning_unitscale.matmuls.execute import forget_copy
-from lightning_unitscale.matmuls.fp8_linear import is_weight
+from lightning_unitscale.matmuls.fp8_linear import Mode, is_weight
 from lightning_unitscale.matmuls.joint_graphs import (
     ARRANGED,
     CAST,
     JointMatmuls,
     arrangements,
-    fake_mode_in,
     rule_of,
     value_of,
 )
@@ -99,12 +109,19 @@ class RoundedGraph(GraphRuns):
         self._begun: dict[int, GraphRun] = {}
         self._are_parameters: tuple[bool, ...] = ()
         self._has_backward = False
+        self.layers: dict[int, Layer] = {}  # by the number of a forward matmul
+        # Of those that this graph casts by itself, how.
+        self.modes: dict[int, Mode] = {}
 
     def add(self, matmul: RoundedMatmul) -> None:
         """Add a matmul, which comes last."""
         self.add_place(matmul)
         self._has_backward |= matmul.is_backward
         self.matmuls.append(matmul)
+
+    def modes_now(self) -> dict[int, Mode]:
+        """How its layers would run in FP8 in a run that began now."""
+        return modes_of(self.layers, self.sites_ahead(self.layers))
 
     def begin(self, inputs: Sequence[Tensor]) -> int:
         """Number of the run that begins; that of nobody's where no session has its matmuls."""
@@ -116,7 +133,21 @@ class RoundedGraph(GraphRuns):
         if len(self._begun) >= _MAX_BEGUN:
             del self._begun[next(iter(self._begun))]
         self._begun[run.number] = run
+        session = run.session()
+        if self.modes and session is not None and session.counter is not None:
+            for matmul in self.matmuls:
+                if matmul.forward in self.modes:
+                    module = run.sites[matmul.forward].module
+                    session.counter.add(module, "format", "", matmul.flops)
         return run.number
+
+    def numbers(self, run: int, device: torch.device) -> list[Tensor]:
+        """The factors and scales of its layers in FP8, in a run."""
+        begun = self._begun.get(run)
+        session = None if begun is None else begun.session()
+        if begun is None or session is None or not session.is_open:
+            raise RuntimeError(OUTSIDE)
+        return numbers_of(session, [begun.sites[number] for number in self.modes], device)
 
     def run(
         self, index: int, run: int, tensors: Sequence[Tensor], sizes: Sequence[int]
@@ -193,6 +224,12 @@ define_operator(
     torch.Tag.flexible_layout,
 )
 define_operator(
+    "fp8_numbers(Tensor run, Device device, int graph) -> Tensor[]",
+    lambda run, device, graph: GRAPHS[graph].numbers(int(run), device),
+    lambda run, device, graph: empty_numbers(len(GRAPHS[graph].modes), device),
+    torch.Tag.flexible_layout,
+)
+define_operator(
     "matmul(Tensor[] tensors, SymInt[] sizes, Tensor run, int graph, int matmul) -> Tensor[]",
     lambda tensors, sizes, run, graph, matmul: GRAPHS[graph].run(matmul, int(run), tensors, sizes),
     _fake_matmul,
@@ -216,9 +253,10 @@ PASS = GraphPass("joint_custom_pre_pass", _round)
 class FormatsInGraph:
     """Lets the matmuls of one graph round, before Inductor has joined one with anything."""
 
-    def __init__(self, graph: fx.Graph, session: MatmulSession) -> None:
+    def __init__(self, graph: fx.Graph, session: MatmulSession, *, is_fused: bool = True) -> None:
         self._graph = graph
         self._session = session
+        self._is_fused = is_fused
         self._matmuls = JointMatmuls(graph, session, guesses=False)
         self._compiled = RoundedGraph(self._matmuls.root)
         self._index = len(GRAPHS)
@@ -234,13 +272,42 @@ class FormatsInGraph:
         for node, rule in found:
             self._compiled.add(self._matmul(rule, node))
         GRAPHS.append(self._compiled)
-        with fake_mode_in(self._graph), self._graph.inserting_before(first_operation(self._graph)):
-            begin = self._graph.call_function(_OURS.begin.default, (self._inputs, self._index))
-            begin.meta["val"] = torch.empty((), dtype=torch.int64)
+        nodes = [node for node, _ in found]
+        if self._is_fused:
+            self._find_layers(nodes)
+        modes, layers = self._compiled.modes, FP8Layers(self._graph, self._matmuls.after_tangents)
+        with self._graph.inserting_before(first_operation(self._graph)):
+            begin = layers.new(_OURS.begin.default, self._inputs, self._index)
             # Another one in the backward graph would be another run.
-            begin.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-        for index, ((node, _), matmul) in enumerate(zip(found, matmuls, strict=True)):
-            self._replace(index, node, matmul, begin)
+            kept = [begin]
+            if modes:
+                device = next(iter(self._compiled.layers.values())).weight.device
+                kept.append(layers.new(_OURS.fp8_numbers.default, begin, device, self._index))
+                for position, number in enumerate(modes):
+                    kept.append(layers.new(operator.getitem, kept[1], position))
+                    layers.numbers[number] = kept[-1]
+            for node in kept:
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        for index, (node, matmul) in enumerate(zip(nodes, matmuls, strict=True)):
+            if (mode := modes.get(matmul.forward)) is None:
+                self._replace(index, node, matmul, begin)
+            else:
+                layers.replace(node, matmul, mode)
+        layers.finish()
+
+    def _find_layers(self, nodes: Sequence[fx.Node]) -> None:
+        """Choose the layers that cast in the graph, for as long as they are to do so."""
+        compiled, families = self._compiled, defaultdict[int, list[Any]](list)
+        for matmul, node in zip(compiled.matmuls, nodes, strict=True):
+            families[matmul.forward].append((matmul, node))
+        for number, ((forward, node), *backward) in families.items():
+            is_forward = node not in self._matmuls.after_tangents
+            if is_forward and forward.is_weight and (layer := layer_of(forward, node, backward)):
+                compiled.layers[number] = layer
+        modes = compiled.modes_now()
+        text = "FP8 layers of lightning_unitscale are those that were compiled"
+        if compiled.layers and guard_by(lambda: compiled.modes_now() == modes, text):
+            compiled.modes = modes
 
     def _matmul(self, rule: MatmulRule, node: fx.Node) -> RoundedMatmul:
         """What is known of a matmul before it runs."""
@@ -283,6 +350,8 @@ class FormatsInGraph:
             new.meta = dict(node.meta)
             new.meta["val"] = matmul.listed(value_of(node))
             note_strides(new, fx.map_arg(new.args, value_of))
+            if node in self._matmuls.after_tangents:
+                self._matmuls.after_tangents.add(new)
             if matmul.results is None:
                 node.replace_all_uses_with(self._item(new, 0, node))
         for user in list(node.users):

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections import Counter
+from collections.abc import Container
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -105,6 +107,21 @@ class GraphRuns:
                 del self._of_node[next(iter(self._of_node))]
             self._of_node[key] = run
         return run
+
+    def sites_ahead(self, numbers: Container[int]) -> tuple[MatmulSession, dict[int, Site]] | None:
+        """Whose matmuls a run would have that begins now, and their sites; nothing is counted."""
+        session, node = running_session(), current_node()
+        where = None if session is None else session.sites.run_of(node)
+        if session is None or where is None or where.result or not session.is_open:
+            return None
+        sites, met = {}, Counter[tuple[str, str]]()
+        for number, place in self._places.items():
+            run = where._replace(path=_moved(place.path, self._root, where.path))
+            key = run.path, place.word
+            if number in numbers:
+                sites[number] = session.sites.ahead(place.word, place.roles, run, met[key])
+            met[key] += 1
+        return session, sites
 
     def of_node(self, node: Any) -> GraphRun | None:
         """Return the run of the forward graph that an autograd node belongs to."""

@@ -35,7 +35,9 @@ import torch
 from torch import fx
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.eval_frame import innermost_backend
+from torch._dynamo.source import GlobalStateSource
 from torch._functorch.aot_autograd import AOT_COUNTER
+from torch._guards import CompileContext, Guard, TracingContext
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -136,6 +138,23 @@ class GraphPass(CustomGraphPass):
 
     def uuid(self) -> None:
         """Return ``None``, which disables caching."""
+
+
+def guard_by(check: Callable[[], bool], text: str) -> bool:
+    """Have Dynamo run what it compiles only while this holds; ``False`` if it compiles nothing."""
+    context = TracingContext.try_get()
+    if context is None or CompileContext.try_get() is None:
+        return False
+
+    def create(builder: Any, _: Guard) -> None:
+        add = functools.partial(builder.guard_manager.root.add_lambda_guard, lambda _: check())
+        try:
+            add([text], None)
+        except TypeError:  # of an older torch, which is not told where the user's code is
+            add([text])
+
+    context.guards_context.dynamo_guards.add(Guard(GlobalStateSource(), create))
+    return True
 
 
 class _Known:

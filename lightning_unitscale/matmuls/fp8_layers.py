@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from tabulate import tabulate
@@ -34,6 +34,14 @@ WIDE_GRADIENT: GradientFormat = "E5M2"
 _TRAINING_ONLY = (
     "FP8 is for training steps: evaluation has the numbers that a checkpoint has without FP8."
 )
+
+
+class TensorKind(NamedTuple):
+    """What a decision is made by, of a tensor that is not at hand."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
 
 
 class FP8Linears:
@@ -127,8 +135,8 @@ class FP8Linears:
         self,
         name: str,
         module: str,
-        read: Tensor,
-        weight: Tensor,
+        read: Tensor | TensorKind,
+        weight: Tensor | TensorKind,
         options: Mapping[str, Any],
     ) -> str | None:
         """Why a linear layer does not run in FP8; ``None`` if it does."""

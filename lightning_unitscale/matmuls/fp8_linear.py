@@ -7,6 +7,7 @@ run of them has to save what the first one has saved. What the user compiles sav
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ from lightning_unitscale.formats import get_format
 from lightning_unitscale.functional.low_precision import (
     GRADIENTS,
     OPERAND,
+    GradientFormat,
+    Scaling,
     fp8_linear,
     fp8_matrices,
     scaled_matmul,
@@ -28,14 +31,14 @@ from lightning_unitscale.functional.low_precision import (
 from lightning_unitscale.functional.scale import Factor
 from lightning_unitscale.matmuls.calls import show
 from lightning_unitscale.matmuls.execute import Matmul
-from lightning_unitscale.matmuls.fp8_layers import NO_LINEAR, FP8Linears
+from lightning_unitscale.matmuls.fp8_layers import NO_LINEAR, FP8Linears, TensorKind
 from lightning_unitscale.matmuls.measured_operands import (
     Direction,
     Unrepresentable,
     stored_row,
     unrepresentable_among,
 )
-from lightning_unitscale.matmuls.measurement import FORWARD
+from lightning_unitscale.matmuls.measurement import FORWARD, Site
 from lightning_unitscale.matmuls.owners import asking_session
 from lightning_unitscale.matmuls.rounding import (
     FlushedOperands,
@@ -55,6 +58,8 @@ from lightning_unitscale.matmuls.torch_internals import (
 )
 from lightning_unitscale.scales.transfer import joint_copy
 
+# How a layer runs in a compiled graph, which is compiled again for another one.
+Mode = tuple[Scaling, GradientFormat]
 _LINEAR = "linear"
 _OPERAND_FORMAT = "E4M3FN"
 _ROLES = ("input", "weight")
@@ -84,17 +89,45 @@ class FP8Matmuls(Numerics):
         """Return why a matmul is not in FP8; empty in steps that are not."""
         if not self.is_active:
             return ""
-        decisions, name = self._config.decisions, matmul.site.name
+        name = matmul.site.name
         is_made = matmul.rule.operator in ("mm", "addmm") and "out" not in kwargs
         if matmul.slot == FORWARD:
             read, weight = matmul.rule.operands_in(args)[:2]
-            # Shapes and types may be others in a later step.
-            decided_by = is_made, read.dtype, weight.dtype, weight.shape
-            if name not in decisions or self._decided_by.get(name) != decided_by:
-                self._decided_by[name] = decided_by
-                decisions[name] = self._why_not(matmul, args, kwargs) if is_made else NO_LINEAR
-        reason = decisions.get(name, NO_LINEAR)
+            self._decide(
+                name,
+                (is_made, read.dtype, weight.dtype, weight.shape),
+                lambda: self._why_not(matmul, args, kwargs) if is_made else NO_LINEAR,
+            )
+        reason = self._config.decisions.get(name, NO_LINEAR)
         return reason if is_made else reason or NO_LINEAR
+
+    def _decide(
+        self, name: str, decided_by: tuple[Any, ...], why_not: Callable[[], str | None]
+    ) -> None:
+        """Decide on a matmul, if that was not done for its shapes and types."""
+        # They may be others in a later step.
+        if name not in self._config.decisions or self._decided_by.get(name) != decided_by:
+            self._decided_by[name] = decided_by
+            self._config.decisions[name] = why_not()
+
+    def compiled_as(self, site: Site, read: TensorKind, weight: TensorKind) -> Mode | None:
+        """How a compiled graph runs a linear layer; ``None`` if it leaves that to :meth:`run`."""
+        config, name = self._config, site.name
+        if not self.is_active or self.awaits((*site.operand_names, name)):
+            return None
+        decided_by = (True, read.dtype, weight.dtype, weight.shape)
+        why_not = functools.partial(config.why_not, name, site.module, read, weight, {})
+        self._decide(name, decided_by, why_not)
+        if config.decisions[name] is not None:
+            return None
+        return config.scaling, config.gradient_of(name)
+
+    def factors(self, site: Site, step: int) -> list[float]:
+        """By what the operands of a layer, and its gradient, are multiplied before the cast."""
+        units, names = (*site.log2_units, site.log2_gamma), (*site.operand_names, site.name)
+        return [
+            self._factor(unit or 0, name, step) for unit, name in zip(units, names, strict=True)
+        ]
 
     def measure(self, matmul: Matmul, operands: Sequence[Tensor], *, is_first: bool) -> None:
         """Find out what FP8 would lose of operands in their units; see :meth:`fit`."""
@@ -175,7 +208,7 @@ class FP8Matmuls(Numerics):
 
     def run(self, matmul: Matmul, original: Kernel, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Run a matmul in FP8."""
-        config, site = self._config, matmul.site
+        config, site, step = self._config, matmul.site, matmul.step
         first, second = matmul.rule.operands
         if args[first].shape[1] != args[second].shape[0]:
             return original(*args, **kwargs)  # which says what is wrong; FP8 would pad it
@@ -187,7 +220,7 @@ class FP8Matmuls(Numerics):
             dtype = GRADIENTS[config.gradient_of(site.name)] if is_wide else OPERAND
             matrix = args[position] if position == first else args[position].t()
             is_dynamic = config.scaling == "dynamic"
-            factor = to_largest(matrix, dtype) if is_dynamic else self._factor(unit, name, matmul)
+            factor = to_largest(matrix, dtype) if is_dynamic else self._factor(unit, name, step)
             factors.append(factor)
             casts += fp8_matrices(matrix, factor, dtype)
         tensor = args[first]
@@ -196,18 +229,16 @@ class FP8Matmuls(Numerics):
         result = scaled_matmul(casts[0], casts[1], scale, tensor.dtype, fast=is_fast)
         return result.add_(args[0]) if matmul.rule.addends else result
 
-    def _factor(self, log2_unit: int, name: str, matmul: Matmul) -> float:
+    def _factor(self, log2_unit: int, name: str, step: int) -> float:
         """By what a tensor is multiplied before it is cast, with constant scales."""
-        return 2.0**-log2_unit * grid_factor(self._config.moving_grid, name, matmul.step)
+        return 2.0**-log2_unit * grid_factor(self._config.moving_grid, name, step)
 
     def run_layer(
         self, matmul: Matmul, input: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
         """Run a linear layer so that it keeps FP8 for its backward pass."""
-        site, factors = matmul.site, []
-        if self._config.scaling == "constant":
-            units, names = (*matmul.log2_units, site.log2_gamma or 0), (*matmul.names, site.name)
-            factors = [self._factor(*each, matmul) for each in zip(units, names, strict=True)]
+        site, is_constant = matmul.site, self._config.scaling == "constant"
+        factors = self.factors(site, matmul.step) if is_constant else []
         gradient_format = self._config.gradient_of(site.name)
         return fp8_linear(
             input, weight, bias, input.dtype, *factors, gradient_format=gradient_format

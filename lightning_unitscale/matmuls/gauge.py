@@ -135,6 +135,8 @@ class Unit:
 
     def exponent(self, gauge: Gauge) -> int:
         """Return the exponent of the unit under ``gauge``."""
+        if not self.operand and not self.gradient:
+            return self.log2
         units = gauge.pair(self.operand).log2_sigma + gauge.pair(self.gradient).log2_gamma
         return units + self.log2
 

@@ -36,7 +36,28 @@ ARRANGED = frozenset(
 CAST = "prims.convert_element_type.default"
 # In the ``meta`` of a node: number of its compiled graph, and which of that graph's matmuls it is.
 MATMUL = "lightning_unitscale_matmul"
+# What a partitioner is told of a node: whether it is computed again, and for which checkpoint.
+RECOMPUTE, CHECKPOINT = "recompute", "ac_graph_id"
 _SAME = ARRANGED | {"aten.clone.default", "aten._unsafe_view.default", CAST}
+
+
+class NewNodes:
+    """Puts nodes into a graph, with what they make."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._graph = graph
+        self._fake_mode = fake_mode_in(graph)
+
+    def new(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A new node."""
+        node = self._graph.call_function(target, args, kwargs)
+        node.meta["val"] = self._run(target, args, kwargs)
+        return node
+
+    def _run(self, target: Any, args: Any, kwargs: Any) -> Any:
+        args, kwargs = fx.map_arg((args, kwargs), value_of)
+        with self._fake_mode:
+            return target(*args, **kwargs)
 
 
 class JointMatmuls:

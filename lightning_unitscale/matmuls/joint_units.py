@@ -28,11 +28,13 @@ from lightning_unitscale.matmuls.compiled_graphs import (
 from lightning_unitscale.matmuls.compiler_internals import GraphPass, note_compiled
 from lightning_unitscale.matmuls.joint_graphs import (
     ARRANGED,
+    CHECKPOINT,
     MATMUL,
+    RECOMPUTE,
     JointMatmuls,
+    NewNodes,
     arguments_of,
     arranged,
-    fake_mode_in,
     rule_of,
     tangents_of,
     value_of,
@@ -54,8 +56,6 @@ _ONE_CHANNEL = "a convolution of one channel, whose layout Inductor chooses, in 
 _Factor = tuple[fx.Node, int]
 # Of a unit within a graph: the forward matmul, and which of its operands, or its gradient.
 _Name = tuple[int, int | None]
-# What a partitioner is told of a node within a checkpoint: whether it is computed again, and whose.
-_RECOMPUTE, _CHECKPOINT = "recompute", "ac_graph_id"
 
 
 def _give_units(graph: fx.Graph) -> None:
@@ -152,31 +152,19 @@ def _may_join_a_sum(node: fx.Node, rule: MatmulRule) -> bool:
     return any(getattr(user.target, "overloadpacket", None) is _ATEN.add for user in node.users)
 
 
-class Scaling:
+class Scaling(NewNodes):
     """Puts nodes into a graph that divide by units, and multiply results by them."""
 
     def __init__(
         self, graph: fx.Graph, copies: Any = None, in_units: Collection[fx.Node] = ()
     ) -> None:
+        super().__init__(graph)
         # The node that gives the factors of matmuls, in a tensor for each.
         self.parts: Any = None
         # By what they were made of, and by the name of its unit.
         self.copies: dict[tuple[fx.Node, _Name | None], fx.Node] = {} if copies is None else copies
         self._of_inputs: dict[tuple[fx.Node, _Name | None], fx.Node] = {}
         self._in_units = in_units
-        self._graph = graph
-        self._fake_mode = fake_mode_in(graph)
-
-    def new(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A new node."""
-        node = self._graph.call_function(target, args, kwargs)
-        node.meta["val"] = self._run(target, args, kwargs)
-        return node
-
-    def _run(self, target: Any, args: Any, kwargs: Any) -> Any:
-        args, kwargs = fx.map_arg((args, kwargs), value_of)
-        with self._fake_mode:
-            return target(*args, **kwargs)
 
     def _factors_of(self, matmul: CompiledMatmul) -> fx.Node:
         *others, numbers = self.parts.args
@@ -247,9 +235,9 @@ class Scaling:
         result = copies.get((node, name)) if name is not None else None
         if result is None:
             meta = dict(matmul.meta)
-            if _RECOMPUTE in meta:
+            if RECOMPUTE in meta:
                 # Also where a policy has the matmul itself saved.
-                meta[_RECOMPUTE] = CheckpointPolicy.PREFER_RECOMPUTE
+                meta[RECOMPUTE] = CheckpointPolicy.PREFER_RECOMPUTE
             if back is not None and copies is self.copies and self._may_stand_for(node):
                 # Written once, as it is without units. Where elements would be lost in its unit
                 # its matmuls run plain, and the factor is 1.
@@ -293,5 +281,5 @@ class Scaling:
             nodes.append(self.new(_ATEN.mul.Tensor, nodes[-1], number))
             nodes.append(self.new(convert, nodes[-1], dtype))
         for new in nodes:
-            new.meta.update({k: meta[k] for k in (_RECOMPUTE, _CHECKPOINT) if k in meta})
+            new.meta.update({k: meta[k] for k in (RECOMPUTE, CHECKPOINT) if k in meta})
         return nodes[-1]

@@ -126,8 +126,9 @@ def _override_matmuls(overrides: KernelOverrides) -> None:
         if unreached.writes:
             kernel = functools.partial(writing_kernel, rules[unreached.writes], unreached)
         overrides.put(unreached.operator, kernel)
-    # On a CPU it calls an overridden kernel, with operands that are already in FP8.
-    overrides.put("_scaled_mm", lambda original: functools.partial(run_inside, original))
+    # On a CPU they call an overridden kernel, with operands that are already in FP8.
+    for operator in ("_scaled_mm", "_scaled_mm.out"):
+        overrides.put(operator, lambda original: functools.partial(run_inside, original))
 
 
 def matmul_kernel(rule: MatmulRule, original: Kernel) -> Kernel:

@@ -65,7 +65,7 @@ class SessionRewriter:
     def rewrite_joint(self, graph: fx.Graph) -> None:
         """Scale the matmuls of the joint graph, or of the only graph."""
         if self._session.numerics:
-            FormatsInGraph(graph, self._session).run()
+            FormatsInGraph(graph, self._session, is_fused=False).run()
         UnitsInGraph(graph, self._session, is_fused=False).run()
 
     def rewrite_part(self, graph: fx.Graph) -> None:

@@ -141,6 +141,11 @@ class Sites:
         index = self._index((run.path, word), run)
         return sites[index] if index < len(sites) else None
 
+    def ahead(self, word: str, roles: tuple[str, ...], run: Run, count: int) -> Site:
+        """The site that :meth:`find` would give after so many more calls; nothing is counted."""
+        index = self._index((run.path, word), run)
+        return self.numbered(word, roles, run.path, index + count)
+
     def _index(self, key: tuple[str, str], run: Run) -> int:
         index = self._counts.get((key, run.episode))
         if index is not None:

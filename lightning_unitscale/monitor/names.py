@@ -13,7 +13,18 @@ import inspect
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from types import CodeType, FrameType, FunctionType, MethodType
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FrameType,
+    FunctionType,
+    GetSetDescriptorType,
+    MethodDescriptorType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+    WrapperDescriptorType,
+)
 from typing import Any
 
 import torch
@@ -41,26 +52,34 @@ class Caller:
     again: int | None = None
 
 
+_NOTED = (_MODULE_CALL, _CHECKPOINT, _CHECKPOINT_AGAIN, *_BACKWARD)
+
+
 class Callers:
     """Finds the caller of a torch function, below the code that calls the step."""
 
     def __init__(self, module: nn.Module, top: CodeType, ignored: Collection[CodeType]) -> None:
         self._paths = {id(child): own_path(path) for path, child in module.named_modules()}
+        self._callers: dict[str, Caller] = {}
         self.top = top
         self._ignored = frozenset(ignored)
+        # By identity: the hash of code takes ten times as long.
+        self._noted = frozenset(map(id, (top, *_NOTED, *self._ignored)))
 
     def find(self, frame: FrameType | None) -> Caller | None:
         """Return the caller whose code runs in ``frame``; ``None`` outside of the step."""
         path: str | None = None
         checkpoints: list[int] = []
-        first = frame
+        first, noted = frame, self._noted
         while frame is not None:
             code = frame.f_code
-            if code is _MODULE_CALL:
+            if id(code) not in noted:
+                pass
+            elif code is _MODULE_CALL:
                 if path is None:
                     path = self._paths.get(id(frame.f_locals["self"]))
             elif code is self.top:
-                return Caller(path or "", tuple(checkpoints))
+                return self._caller(path or "", tuple(checkpoints))
             elif code is _CHECKPOINT:
                 checkpoints.append(_context(frame))
             elif code is _CHECKPOINT_AGAIN:
@@ -68,10 +87,18 @@ class Callers:
             elif code in _BACKWARD:
                 # Autograd functions in Python, and checkpoints that keep their first results.
                 return None
-            elif code in self._ignored and not _is_below_closure(first, frame):
+            elif not _is_below_closure(first, frame):  # it is ignored
                 return None
             frame = frame.f_back
         return None
+
+    def _caller(self, path: str, checkpoints: tuple[int, ...]) -> Caller:
+        if checkpoints:
+            return Caller(path, checkpoints)
+        caller = self._callers.get(path)
+        if caller is None:
+            caller = self._callers[path] = Caller(path)
+        return caller
 
 
 def _context(frame: FrameType) -> int:
@@ -137,6 +164,11 @@ def word_of(function: Any) -> str:
     return operator or function_name(function)
 
 
+def full_name(path: str, word: str) -> str:
+    """Return the name of what a function makes in a module, but for its ordinal."""
+    return f"{path}.{word}" if path else word
+
+
 def answers(function: Any, word: str) -> bool:
     """Return whether a function only reads or sets a property of a tensor."""
     name = getattr(function, "__name__", "")
@@ -144,6 +176,34 @@ def answers(function: Any, word: str) -> bool:
         return word not in _TENSOR_ATTRIBUTES
     # ``x.float()`` makes one, ``float(x)`` does not.
     return word in _ANSWERS or name in {"__float__", "__int__"}
+
+
+# What is known of torch's own functions, which are there as long as torch is.
+_DESCRIBED: dict[Any, tuple[str, bool]] = {}
+
+
+def described(function: Any) -> tuple[str, bool]:
+    """Return ``word_of`` and ``answers`` of a function."""
+    try:
+        return _DESCRIBED[function]
+    except (KeyError, TypeError):  # not hashable, so none of torch's
+        word = word_of(function)
+        found = word, answers(function, word)
+        if _lasts(function):
+            _DESCRIBED[function] = found
+        return found
+
+
+def _lasts(function: Any) -> bool:
+    """Return whether a function is one of a module or a class, and no object's own."""
+    if isinstance(function, FunctionType):
+        return "<" not in function.__qualname__ and function.__module__.startswith("torch.")
+    if isinstance(function, (MethodDescriptorType, WrapperDescriptorType)):
+        return True
+    owner = getattr(function, "__self__", None)
+    if isinstance(function, MethodWrapperType):
+        return isinstance(owner, GetSetDescriptorType)
+    return isinstance(function, BuiltinFunctionType) and isinstance(owner, (type, ModuleType))
 
 
 # How deep a batch is searched for tensors, and how many elements of a list.
@@ -160,6 +220,7 @@ class StartNames:
         step: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
+        parameters: Iterable[tuple[str, Tensor]],
     ) -> None:
         # Weak: a call that is not taken to its end must not keep the module.
         self._module = weakref.ref(module)
@@ -171,7 +232,7 @@ class StartNames:
             for path, tensor in tensors_of(value, name):
                 self._names.setdefault(id(tensor), (f"input.{path}", ""))
         self._add(module.named_buffers())
-        self._add(module.named_parameters())
+        self._add(parameters)
 
     def find(self, tensor: Tensor) -> tuple[str, str] | None:
         """Name and module of a tensor, ``None`` if the call does not start from it."""

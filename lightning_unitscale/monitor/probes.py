@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -44,8 +44,7 @@ FactorsOf = Callable[[int, Region], tuple[fx.Node | None, fx.Node | None]]
 _UNIT_GAUGE = Gauge()
 
 
-@dataclass(frozen=True)
-class ProbedTensor:
+class ProbedTensor(NamedTuple):
     """One tensor under observation; its name is stable across runs."""
 
     name: str
@@ -65,6 +64,8 @@ class ProbedTensor:
         """Return whether a matmul reads it without a unit, or its gradient, under a gauge."""
         value, gradient = self.lacks_unit
         names = self.held.sigma.operand, self.held.gamma.gradient
+        if names == ("", ""):
+            return self.lacks_unit
         lacks = [bool(name) and name not in gauge for name in names]
         return value or lacks[0], gradient or lacks[1]
 
@@ -307,8 +308,7 @@ def sent_snapshot(
     tensors = [(tensor, call.gauge) for call in calls for tensor in call.tensors]
 
     def arrived() -> ScaleSnapshot:
-        forward, backward = copy.numbers().double().chunk(2)
-        return snapshot_of(step, tensors, layout, grad_scale, forward, backward)
+        return snapshot_of(step, tensors, layout, grad_scale, copy.numbers().double())
 
     return arrived
 
@@ -318,19 +318,25 @@ def snapshot_of(
     described: Sequence[tuple[ProbedTensor, Gauge]],
     layout: RowLayout,
     grad_scale: float,
-    forward: Tensor,
-    backward: Tensor,
+    rows: Tensor,
 ) -> ScaleSnapshot:
-    """Return the snapshot of measured rows on the host; those of the same tensor are merged."""
+    """Return the snapshot of measured rows on the host; those of the same tensor are merged.
+
+    The rows of the values come first, those of the gradients behind them; they are written into.
+    """
     measured = layout.measured
+    forward, backward = rows.chunk(2)
     # A slot that no gradient reached holds zeros, and a real row has elements.
-    backward = torch.where(backward[:, :1] > 0, backward, math.nan)
+    numbers = backward.numpy()
+    numbers[~(numbers[:, 0] > 0)] = math.nan
     tensors = [tensor for tensor, _ in described]
     sigmas = np.array([tensor.held.sigma.exponent(gauge) for tensor, gauge in described])
     gammas = np.array([tensor.held.gamma.exponent(gauge) for tensor, gauge in described])
     log2_loss_scale = round(math.log2(grad_scale))
     # A loss scaler moves by factors of two, so taking it off again is a shift.
-    backward = shift_rows(backward, np.full(len(tensors), -log2_loss_scale), measured)
+    if log2_loss_scale:
+        backward = shift_rows(backward, np.full(len(tensors), -log2_loss_scale), measured)
+        rows = torch.cat([forward, backward])
     positions: dict[str, list[int]] = {}
     for index, tensor in enumerate(tensors):
         positions.setdefault(tensor.name, []).append(index)
@@ -341,10 +347,11 @@ def snapshot_of(
             torch.stack([functools.reduce(merge, rows[indices]) for indices in positions.values()])
             for rows in (forward, backward)
         )
+        rows = torch.cat([forward, backward])
     log2_sigma, log2_gamma = sigmas[kept], gammas[kept]
     if layout.is_sampled:
-        forward = completed_rows(forward, layout, log2_sigma)
-        backward = completed_rows(backward, layout, log2_gamma - log2_loss_scale)
+        divisors = np.concatenate([log2_sigma, log2_gamma - log2_loss_scale])
+        forward, backward = completed_rows(rows, layout, divisors).chunk(2)
     return ScaleSnapshot(
         step=step,
         names=tuple(positions),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import re
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
@@ -19,7 +21,12 @@ from lightning_unitscale.matmuls.gauge import Unit
 from lightning_unitscale.matmuls.held import Held
 from lightning_unitscale.matmuls.torch_internals import sequence_number
 from lightning_unitscale.monitor.probes import ProbedTensor
-from lightning_unitscale.monitor.torch_state import is_readable, unseen
+from lightning_unitscale.monitor.torch_state import (
+    PLAIN_TYPES,
+    is_readable,
+    plain_functions,
+    unseen,
+)
 from lightning_unitscale.patching import nothing
 from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.step_rows import ReadRows, StepRows, TakenRow
@@ -35,7 +42,7 @@ _MOST_ON_THE_WAY = 16
 Log2Unit = int | None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class TensorRow:
     """A tensor of the step."""
 
@@ -64,13 +71,14 @@ class TensorRow:
     # if no matmul with units reads it.
     has_unit: bool | None = None
     has_gradient_unit: bool | None = None
+    made_as: str = ""
 
     def __post_init__(self) -> None:
         self.made_as = self.name
 
     def described(self, inputs: Iterable[TensorRow]) -> ProbedTensor:
         """Return what a snapshot has of it besides the numbers."""
-        held = Held(Unit(log2=self.log2_sigma), Unit(log2=self.log2_gamma))
+        held = _held(self.log2_sigma, self.log2_gamma)
         names = dict.fromkeys(row.name for row in inputs if row.name != self.name)
         return ProbedTensor(
             self.name,
@@ -81,6 +89,47 @@ class TensorRow:
             self.is_matmul,
             (self.has_unit is False, self.has_gradient_unit is False),
         )
+
+
+class _Entry(weakref.ref[Tensor]):
+    """A tensor, weakly, and its rows."""
+
+    __slots__ = ("rows",)
+    rows: tuple[TensorRow, ...]
+
+
+class RowsOf:
+    """The rows of tensors, by identity, without keeping these."""
+
+    def __init__(self) -> None:
+        # torch's own WeakIdKeyDictionary takes several times as long.
+        self._entries: dict[int, _Entry] = {}
+
+    def get(self, tensor: Tensor) -> tuple[TensorRow, ...] | None:
+        """Return the rows of a tensor; ``None`` if it is not known."""
+        entry = self._entries.get(id(tensor))
+        # Another one may have been there before.
+        return None if entry is None or entry() is None else entry.rows
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return self.get(tensor) is not None
+
+    def __setitem__(self, tensor: Tensor, rows: tuple[TensorRow, ...]) -> None:
+        entry = self._entries[id(tensor)] = _Entry(tensor)
+        entry.rows = rows
+
+    def items(self) -> Iterator[tuple[Tensor, tuple[TensorRow, ...]]]:
+        """Return the tensors that are still there, and their rows."""
+        for entry in list(self._entries.values()):
+            if (tensor := entry()) is not None:
+                # What only C++ still held becomes Python's again, as in torch.utils.weak.
+                getattr(tensor, "_fix_weakref", nothing)()
+                yield tensor, entry.rows
+
+
+@functools.lru_cache(maxsize=1024)
+def _held(log2_sigma: int, log2_gamma: int) -> Held:
+    return Held(Unit(log2=log2_sigma), Unit(log2=log2_gamma))
 
 
 class Measuring:
@@ -106,6 +155,11 @@ class Measuring:
 
     def of(self, tensor: Tensor, log2_unit: int) -> TakenRow:
         """Measure a tensor; exact counts per format are of the tensor over ``2**log2_unit``."""
+        if type(tensor) in PLAIN_TYPES:
+            with plain_functions():
+                row = self._rows.repeat(tensor)
+            if row is not None:
+                return row
         # No operation is recorded in inference mode, not even for forward derivatives.
         with unseen(), torch.inference_mode():
             elements = stored_elements(tensor)
@@ -131,6 +185,27 @@ class Measuring:
         return self._factors[device, log2_unit]
 
 
+class _GradientHook:
+    """Measures the gradient that arrives at one output of a node."""
+
+    __slots__ = ("_before", "_index", "_measuring", "_row")
+
+    def __init__(
+        self, measuring: Measuring, row: TensorRow, index: int, before: Callable[[], object]
+    ) -> None:
+        self._measuring, self._row, self._index, self._before = measuring, row, index, before
+
+    def __call__(self, gradients: Sequence[Tensor | None]) -> None:
+        """Measure it, if it has come and has statistics."""
+        gradient = gradients[self._index]
+        # A backward pass that is itself differentiated is a part of the step's forward pass.
+        if gradient is None or torch.is_grad_enabled():
+            return
+        if is_readable(gradient) or gradient.is_sparse:
+            self._before()
+            self._measuring.gradient(self._row, gradient)
+
+
 class Gradients:
     """Measures gradients when they are complete, before the backward pass goes on.
 
@@ -149,15 +224,21 @@ class Gradients:
         """Return whether any gradient will be measured."""
         return bool(self._hooks)
 
-    def begin(self, module: nn.Module) -> None:
-        """Make the autograd nodes of the parameters, as a step would when it reads them.
+    def begin(self, parameters: Iterable[Tensor]) -> None:
+        """Make the autograd nodes of parameters, as a step would when it reads them.
 
         Within the step an additional node would shift the numbers of all later ones, by which the
         matmuls of a backward pass are distinguished.
         """
-        for parameter in module.parameters():
-            if parameter.requires_grad and not is_lazy(parameter) and is_readable(parameter):
-                self.leaf_node(parameter)
+        # A helper may read a parameter in inference mode before the model does.
+        with unseen(), torch.inference_mode(False), torch.enable_grad():
+            for leaf in parameters:
+                if leaf.requires_grad and not is_lazy(leaf) and is_readable(leaf):
+                    node: Any = leaf.grad_fn
+                    if node is None:  # as get_gradient_edge() finds it
+                        node = leaf.view_as(leaf).grad_fn
+                        node = node.next_functions[0][0]
+                    self._leaf_nodes[id(leaf)] = node
 
     def measure(
         self, row: TensorRow, tensor: Tensor, before: Callable[[], object] = nothing
@@ -168,17 +249,8 @@ class Gradients:
         if node is None:
             node = self.leaf_node(tensor)
 
-        def see(gradients: Sequence[Tensor | None]) -> None:
-            gradient = gradients[index]
-            # A backward pass that is itself differentiated is a part of the step's forward pass.
-            if gradient is None or torch.is_grad_enabled():
-                return
-            if not (is_readable(gradient) or gradient.is_sparse):
-                return
-            before()
-            self._measuring.gradient(row, gradient)
-
-        self._hooks.append(node.register_prehook(see))
+        hook = _GradientHook(self._measuring, row, index, before)
+        self._hooks.append(node.register_prehook(hook))
 
     def close(self) -> None:
         """Stop measuring gradients."""
@@ -190,7 +262,6 @@ class Gradients:
     def leaf_node(self, leaf: Tensor) -> Any:
         """Return the autograd node of a leaf."""
         if id(leaf) not in self._leaf_nodes:
-            # A helper may read a parameter in inference mode before the model does.
             with unseen(), torch.inference_mode(False):
                 edge: Any = get_gradient_edge(leaf)
             self._leaf_nodes[id(leaf)] = edge.node
@@ -209,10 +280,14 @@ class RunningFunction:
     def __init__(self, arguments: Sequence[Tensor]) -> None:
         # An argument, its unit and its name in the gauge, in the order in which matmuls read them.
         self.units: list[tuple[Tensor, Log2Unit, str]] = []
-        self._arguments = [tensor for tensor in arguments if is_readable(tensor)]
+        self._given = arguments
         # Arguments that were found by their size, which several may have.
         self._taken: set[int] = set()
         self._ran: list[tuple[range, Log2Unit]] = []
+
+    @functools.cached_property
+    def _arguments(self) -> list[Tensor]:
+        return [tensor for tensor in self._given if is_readable(tensor)]
 
     def see(self, ran: RanMatmul) -> None:
         """Take in a matmul that it has run."""

@@ -43,11 +43,14 @@ from lightning_unitscale.matmuls.torch_internals import (
 from lightning_unitscale.patching import shadowed
 
 plain_functions = torch._C.DisableTorchFunction
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
+_is_in_transform = torch._C._are_functorch_transforms_active
 # An operator that is called by its own name: one of aten's, or of the user's.
 OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 # Dynamo's wrapper of a compiled function calls it before and after, whatever happens in between.
 _AROUND_COMPILED = "set_skip_guard_eval_unsafe"
 _PLAIN_DISPATCH = Tensor.__torch_dispatch__
+PLAIN_TYPES = (Tensor, Parameter)
 
 
 def unseen() -> AbstractContextManager[Any]:
@@ -71,7 +74,7 @@ def is_readable(tensor: Tensor) -> bool:
     Not so what stands for tensors, such as fake ones, those below ``torch.func`` and gradients of
     which ``torch.autograd.grad`` makes a batch, and a graph that CUDA is recording.
     """
-    if type(tensor) is not Tensor and type(tensor) is not Parameter:
+    if type(tensor) not in PLAIN_TYPES:
         tensor = local_part(tensor)
         if type(tensor).__torch_dispatch__ is not _PLAIN_DISPATCH:
             return False
@@ -80,8 +83,8 @@ def is_readable(tensor: Tensor) -> bool:
         and tensor.layout is torch.strided
         and not tensor.is_nested
         and not tensor.is_meta
-        and not is_transforming()
-        and not torch._C._functorch.is_legacy_batchedtensor(tensor)
+        and not _is_in_transform()
+        and not _is_batched(tensor)
         and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
     )
 

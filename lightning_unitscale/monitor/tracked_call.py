@@ -218,7 +218,8 @@ class TrackedCall(WatchedCall):
                 self.in_units[row] = InUnits(operands, units, gamma[0] or 0)
         if word not in ALIASES and is_readable(tensor):
             self._keep(caller, row, word)
-        self._show(row, tensor)
+        if is_readable(tensor):
+            self._show(row, tensor)
 
     @override
     def _hand_back(
@@ -243,7 +244,8 @@ class TrackedCall(WatchedCall):
             return rows
         named = self._start_names.find(tensor) or (self._unique("constant"), "")
         row = self._row(*named, (), is_given=True)
-        self._show(row, tensor)
+        if is_readable(tensor):
+            self._show(row, tensor)
         return (row,)
 
     def _begin_paths(self, tensors: Sequence[Tensor]) -> None:

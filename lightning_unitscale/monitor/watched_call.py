@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_unitscale.capture.graph_matmuls import MATMUL_WORDS, operands_of_call
 from lightning_unitscale.capture.graph_nodes import ATTENTION, ATTENTION_ROLES
@@ -24,6 +23,7 @@ from lightning_unitscale.monitor.names import (
     Caller,
     Callers,
     StartNames,
+    full_name,
     word_of,
 )
 from lightning_unitscale.monitor.probes import ProbedTensor
@@ -31,6 +31,7 @@ from lightning_unitscale.monitor.rows import (
     Gradients,
     Log2Unit,
     Measuring,
+    RowsOf,
     RunningFunction,
     TensorRow,
     shown_inputs,
@@ -73,7 +74,7 @@ class WatchedCall:
         # The tensors that the call starts from, and those that it makes, in order.
         self.given: list[TensorRow] = []
         self.made: list[TensorRow] = []
-        self._rows_of: Any = WeakIdKeyDictionary()
+        self._rows_of = RowsOf()
         self._seen: Counter[str] = Counter()
 
     def run(
@@ -85,9 +86,10 @@ class WatchedCall:
         caller: Caller,
     ) -> Any:
         """Run a torch function that a step calls, and note what it makes."""
-        # A function does not read the tensor that it writes into, which may be uninitialized.
-        read = [value for option, value in kwargs.items() if option != "out"]
-        arguments = _tensors_in((*args, *read))
+        arguments = _tensors_in(args)
+        if kwargs:
+            # A function does not read the tensor that it writes into, which may be uninitialized.
+            arguments += _tensors_in(value for key, value in kwargs.items() if key != "out")
         if caller.again is not None:
             result = function(*args, **kwargs)
             self._note_again(_tensors_in((result,)), word, arguments, caller)
@@ -96,7 +98,8 @@ class WatchedCall:
             inputs = self._inputs(arguments, word)
             is_matmul = word in MATMUL_WORDS
             operands = operands_of_call(function, args, kwargs) if is_matmul else []
-            self._mark_operands(operands, word)
+            if operands:
+                self._mark_operands(operands, word)
             versions = {id(tensor): version_of(tensor) for tensor in arguments}
             running = RunningFunction(operands or arguments)
         outer, self._running = self._running, running
@@ -104,17 +107,17 @@ class WatchedCall:
             result = function(*args, **kwargs)
         finally:
             self._running = outer
-        results = _tensors_in((result,))
+        results = [result] if isinstance(result, Tensor) else _tensors_in((result,))
         with plain_functions():
             for operand, unit, _ in running.units:
                 self._set_unit(operand, unit)
             if word == "setitem":
                 self._rows_of[arguments[0]] = inputs
-            base = _named(caller.path, word)
+            base = full_name(caller.path, word)
             name = self._unique(base) if results else base
             for tensor in results:
                 if not isinstance(result, Tensor):
-                    name = self._unique(_named(caller.path, "getitem"))
+                    name = self._unique(full_name(caller.path, "getitem"))
                 if versions.get(id(tensor), -1) == version_of(tensor):
                     self._hand_back(tensor, name, inputs, caller)
                 elif self._is_made(tensor):
@@ -147,14 +150,14 @@ class WatchedCall:
                 self._compiled.append((nodes, word, inputs, caller))
             for tensor in _tensors_in((scope.get("result"),)):
                 if id(tensor) not in arguments_seen:
-                    name = self._unique(_named(caller.path, word))
+                    name = self._unique(full_name(caller.path, word))
                     self._note(tensor, name, word, inputs, caller)
 
     def finish(self, module: nn.Module, output: Any) -> None:
         """Note what was not seen: results of the step itself, parameters read by compiled code."""
         with plain_functions():
             self._inputs(_tensors_in((output,)), "")
-            for tensor, rows in self._rows_of.items():
+            for tensor, rows in self._rows_of.items() if any(self._units.values()) else ():
                 # At the last sample a matmul has read a tensor of this name, and none at this one.
                 if len(rows) == 1 and rows[0].has_unit is None and rows[0].log2_sigma:
                     rows[0].log2_sigma = 0
@@ -202,14 +205,16 @@ class WatchedCall:
             elif len(rows) == 1 and not rows[0].is_hooked and takes_part(tensor):
                 rows = self._rows_of[tensor] = self._with_gradient(rows[0], tensor)
             inputs.update(dict.fromkeys(rows))
-            if word in MATMUL_WORDS and len(rows) == 1 and not rows[0].is_shown:
+            is_hidden = len(rows) == 1 and not rows[0].is_shown
+            if is_hidden and word in MATMUL_WORDS and is_readable(tensor):
                 # Masks and tables of constants count where a matmul reads them. The gradient of
                 # what a checkpoint returns is measured when that is made again.
                 self._show(rows[0], tensor, with_gradient=False)
         return tuple(inputs)
 
-    def _rows(self, tensor: Tensor) -> Any:
-        return self._rows_of.get(tensor, () if tensor.is_sparse else None)
+    def _rows(self, tensor: Tensor) -> tuple[TensorRow, ...] | None:
+        rows = self._rows_of.get(tensor)
+        return () if rows is None and tensor.is_sparse else rows
 
     def _only_row(self, tensor: Tensor) -> TensorRow | None:
         rows: Sequence[TensorRow] = self._rows(tensor) or ()
@@ -231,16 +236,17 @@ class WatchedCall:
             return ()
         for nodes, word, inputs, caller in self._compiled:
             if sequence_number(tensor.grad_fn) in nodes:
-                name = self._unique(_named(caller.path, word))
+                name = self._unique(full_name(caller.path, word))
                 self._note(tensor, name, word, inputs, caller)
-                return tuple(self._rows_of[tensor])
+                return self._rows(tensor) or ()
         caller = self.callers.find(sys._getframe().f_back) or Caller("")
         return (self._unseen_row(tensor, caller.path, ()),)
 
     def _with_gradient(self, row: TensorRow, tensor: Tensor) -> tuple[TensorRow, ...]:
         """Rows of a tensor that has come to take part in the backward pass since it was noted."""
         if tensor.grad_fn is None:
-            self._show(row, tensor)
+            if is_readable(tensor):
+                self._show(row, tensor)
         elif row.is_constant:
             # An autograd function has returned what it has computed without gradients.
             row = self._unseen_row(tensor, row.module, (row,))
@@ -252,8 +258,9 @@ class WatchedCall:
         It is made when the tensor is first read, and where that is, if nothing else is known.
         """
         word = type(tensor.grad_fn).__name__.partition("Backward")[0]
-        row = self._row(self._unique(_named(path, word)), path, inputs)
-        self._show(row, tensor)
+        row = self._row(self._unique(full_name(path, word)), path, inputs)
+        if is_readable(tensor):
+            self._show(row, tensor)
         return row
 
     def _hand_back(
@@ -263,8 +270,8 @@ class WatchedCall:
 
     def _is_made(self, tensor: Tensor) -> bool:
         """Return whether a result is a new tensor, and no parameter or buffer that is updated."""
-        is_given = any(row.is_given for row in self._rows(tensor) or ())
-        return not (is_given and tensor.grad_fn is None)
+        rows = self._rows(tensor)
+        return not rows or tensor.grad_fn is not None or not any(row.is_given for row in rows)
 
     def _note(
         self,
@@ -285,7 +292,8 @@ class WatchedCall:
         row.is_matmul = word in MATMUL_WORDS or gamma is not None
         if gamma is not None:
             row.log2_gamma, row.has_gradient_unit = gamma[0] or 0, gamma[0] is not None
-        self._keep(caller, row, word)
+        if caller.checkpoints:
+            self._keep(caller, row, word)
         if takes_part(tensor):
             self._show(row, tensor)
         elif not caller.checkpoints:
@@ -330,8 +338,8 @@ class WatchedCall:
         return row
 
     def _show(self, row: TensorRow, tensor: Tensor, *, with_gradient: bool = True) -> None:
-        """Measure a tensor, and its gradient if one can arrive, unless it is left out."""
-        if self._select(row.name, row.module) and is_readable(tensor):
+        """Measure a readable tensor, and its gradient if one can arrive, unless it is left out."""
+        if self._select(row.name, row.module):
             row.is_shown = True
             if row.forward is None:
                 self._measuring.value(row, tensor)
@@ -364,9 +372,10 @@ class WatchedCall:
                 continue
             row.is_operand = True
             if role and row.name.removeprefix(f"{row.module}.").startswith("getitem"):
-                row.name = self._unique(_named(row.module, role))
+                row.name = self._unique(full_name(row.module, role))
                 row.is_shown = row.is_shown and self._select(row.name, row.module)
-                self._show(row, tensor)
+                if is_readable(tensor):
+                    self._show(row, tensor)
 
     def _unique(self, base: str) -> str:
         name = base
@@ -375,10 +384,6 @@ class WatchedCall:
             self._seen[base] += 1
         self._seen[name] += 1
         return name
-
-
-def _named(path: str, word: str) -> str:
-    return f"{path}.{word}" if path else word
 
 
 def _tensors_in(values: Iterable[Any]) -> list[Tensor]:

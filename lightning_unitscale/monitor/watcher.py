@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode, has_torch_function
 from lightning_unitscale.capture.decompose import open_function
 from lightning_unitscale.matmuls.calls import watching
 from lightning_unitscale.matmuls.gauge import Gauge
-from lightning_unitscale.monitor.names import Callers, StartNames, answers, word_of
+from lightning_unitscale.monitor.names import Callers, StartNames, described
 from lightning_unitscale.monitor.probes import snapshot_of
 from lightning_unitscale.monitor.rows import Measuring
 from lightning_unitscale.monitor.torch_state import (
@@ -72,9 +72,10 @@ class StepWatcher:
             )
             return step(*args, **kwargs)
         callers = Callers(module, StepWatcher.run.__code__, self._ignored)
-        call = self._new_call(callers, StartNames(module, step, args, kwargs))
+        parameters = list(module.named_parameters())
+        call = self._new_call(callers, StartNames(module, step, args, kwargs, parameters))
         self._calls.append(call)
-        call.gradients.begin(module)
+        call.gradients.begin(parameter for _, parameter in parameters)
         mode = _WatchMode(call)
         with watching(call.see):
             try:
@@ -114,8 +115,8 @@ class StepWatcher:
 
         def arrived() -> ScaleSnapshot:
             described = [(tensor, gauge) for tensor in tensors]
-            values = sent([[row] for row in forward])
-            return snapshot_of(step, described, layout, grad_scale, values, sent(backward))
+            rows = sent([*([row] for row in forward), *backward])
+            return snapshot_of(step, described, layout, grad_scale, rows)
 
         return arrived
 
@@ -133,8 +134,8 @@ class _WatchMode(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        word = word_of(func)
-        if answers(func, word):
+        word, is_answer = described(func)
+        if is_answer:
             return func(*args, **kwargs)
         if is_transformed():
             self.call.pass_by((*args, *kwargs.values()))

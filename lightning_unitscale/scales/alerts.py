@@ -6,6 +6,7 @@ Standard library only: the dashboard's server reads alerts too.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -87,6 +88,7 @@ class ScaleAlert:
         return text
 
 
+@functools.lru_cache(maxsize=4096)
 def op_of(tensor: str, module: str) -> str:
     """Return the operation in a tensor's name: without its module and its ordinal."""
     own = tensor.removeprefix(f"{module}.") if module else tensor

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -103,11 +104,14 @@ def completed_rows(
     measured = rows.numpy()
     if log2_divisors is None:
         log2_divisors = np.zeros(len(measured), dtype=np.int64)
-    moments = measured[:, : len(MOMENT_COLUMNS)].copy()
+    completed = np.empty((len(measured), layout.num_columns))
+    moments = completed[:, : len(MOMENT_COLUMNS)]
+    moments[:] = measured[:, : len(MOMENT_COLUMNS)]
     sampled = measured[:, layout.measured.index("sampled")]
     counts = measured[:, layout.measured.exponents]
+    nonzero = counts.sum(axis=1)
     column = {name: moments[:, index] for index, name in enumerate(MOMENT_COLUMNS)}
-    in_sample = column["zeros"] + counts.sum(axis=1)
+    in_sample = column["zeros"] + nonzero
     finite = column["numel"] - column["nans"] - column["infs"]
     for name, all_of_them, part in (
         ("zeros", column["numel"], sampled),
@@ -116,17 +120,19 @@ def completed_rows(
         scale = np.divide(all_of_them, part, out=np.ones_like(part), where=part > 0)
         column[name] *= scale
     np.rint(column["zeros"], out=column["zeros"])
-    parts = [moments]
     if layout.formats:
-        parts.append(_format_counts(moments, counts, sampled, layout, log2_divisors))
+        shares = completed[:, len(MOMENT_COLUMNS) : layout.num_head]
+        shares[:] = _format_counts(moments, counts, nonzero, sampled, layout, log2_divisors)
     if layout.histogram:
-        parts += [sampled[:, None], counts]
-    return torch.from_numpy(np.concatenate(parts, axis=1))
+        completed[:, layout.num_head] = sampled
+        completed[:, layout.exponents] = counts
+    return torch.from_numpy(completed)
 
 
 def _format_counts(
     moments: FloatArray,
     counts: FloatArray,
+    nonzero: FloatArray,
     sampled: FloatArray,
     layout: RowLayout,
     log2_divisors: npt.NDArray[np.int64],
@@ -136,12 +142,14 @@ def _format_counts(
         moments[:, MOMENT_COLUMNS.index(name)] for name in ("numel", "abs_max", "abs_min")
     )
     shares = np.zeros((len(moments), len(FORMAT_KINDS) * len(layout.formats)))
-    for divisor in np.unique(log2_divisors).tolist():
-        chosen = log2_divisors == divisor
+    for divisor in sorted(set(log2_divisors.tolist())):
+        chosen: Any = log2_divisors == divisor
+        if chosen.all():
+            chosen = slice(None)  # without a copy
         shares[chosen] = counts[chosen] @ _weights(layout.formats, -divisor)
     number = np.where(sampled > 0, sampled, 1.0)
     shares /= number[:, None]
-    nonzero = counts.sum(axis=1) / number
+    nonzero = nonzero / number
     is_one = (smallest == largest) & (largest > 0)
     stored = np.ldexp(largest, -log2_divisors)
     for position, item in enumerate(layout.formats):

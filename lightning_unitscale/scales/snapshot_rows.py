@@ -115,8 +115,8 @@ def summarize(
         log2_rms = snapshot.log2_rms(direction, stored=True)
         known = log2_rms[rows & np.isfinite(log2_rms)]
         if known.size:
-            for name, quantile in _QUANTILES.items():
-                value = float(np.quantile(known, quantile))
+            values = np.quantile(known, list(_QUANTILES.values())).tolist()
+            for name, value in zip(_QUANTILES, values, strict=True):
                 summary.numbers[f"scales/log2_rms/{name}_{direction}"] = value
             distance = float(np.abs(known).max())
             summary.numbers[worst_distance] = max(

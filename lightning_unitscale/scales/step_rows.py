@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_unitscale.scales.host_rows import HostRows
+from lightning_unitscale.scales.launches import stream_of
 from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.reduce import merge_rows
 from lightning_unitscale.scales.torch_rows import functional_row
@@ -41,7 +43,7 @@ class SeparateRows:
         return torch.stack(self._rows)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class TakenRow:
     """Where the row of a tensor is: its place among the rows of its device and stream."""
 
@@ -59,18 +61,24 @@ class StepRows:
     def __init__(self, layout: RowLayout) -> None:
         self._layout = layout
         # A stream's rows are added up in its own order.
-        self._collected: dict[Any, Any] = {}
+        self._collected: dict[tuple[torch.device, int], Any] = {}
 
     def add(self, tensor: Tensor, factor: Tensor | None = None) -> TakenRow:
         """Measure a real floating-point tensor as it is now, without waiting for its device."""
-        device = tensor.device
-        key: Any = device
-        if device.type == "cuda":
-            key = torch.cuda.current_stream(device)
+        key = _stream_of(tensor)
         rows = self._collected.get(key)
         if rows is None:
-            rows = self._collected[key] = new_rows(self._layout, device)
+            rows = self._collected[key] = new_rows(self._layout, tensor.device)
         index = rows.add(tensor) if factor is None else rows.add(tensor, factor)
+        return TakenRow(rows, index)
+
+    def repeat(self, tensor: Tensor) -> TakenRow | None:
+        """Measure a tensor, if it takes no operation of torch; ``None`` if it does."""
+        key = _stream_of(tensor)
+        rows = self._collected.get(key)
+        repeat = getattr(rows, "repeat", None)
+        if repeat is None or (index := repeat(tensor, key[1])) is None:
+            return None
         return TakenRow(rows, index)
 
     def send(self) -> ReadRows:
@@ -78,6 +86,12 @@ class StepRows:
         sent = {rows: HostCopy(rows.finish()) for rows in self._collected.values()}
         self._collected = {}
         return functools.partial(_read, sent, self._layout)
+
+
+def _stream_of(tensor: Tensor) -> tuple[torch.device, int]:
+    """Return the device of a tensor, and the address of the stream that is current there."""
+    device = tensor.device
+    return device, stream_of(device)
 
 
 def new_rows(layout: RowLayout, device: torch.device) -> Any:
@@ -94,17 +108,16 @@ def new_rows(layout: RowLayout, device: torch.device) -> Any:
 def _read(
     sent: dict[Any, HostCopy], layout: RowLayout, lists: Sequence[Sequence[TakenRow]]
 ) -> Tensor:
-    first: dict[Any, int] = {}
-    parts: list[Tensor] = []
-    # Behind each other, and last the row of what is not there.
-    for rows, copy in sent.items():
-        first[rows] = sum(len(part) for part in parts)
-        parts.append(copy.numbers().double())
-    parts.append(torch.zeros(1, layout.num_columns, dtype=torch.float64, device="cpu"))
-    table = torch.cat(parts)
-    places = [[first[row.rows] + row.index for row in rows] or [-1] for rows in lists]
-    found = table[[one[0] for one in places]]
-    for index, others in enumerate(places):
-        for other in others[1:]:
-            found[index] = merge_rows(found[index], table[other], layout)
-    return found
+    tables = {rows: copy.numbers().numpy() for rows, copy in sent.items()}
+    first = [taken[0] if taken else None for taken in lists]
+    found = np.zeros((len(lists), layout.num_columns))
+    for rows, table in tables.items():
+        places = np.array([taken.index if taken and taken.rows is rows else -1 for taken in first])
+        here = places >= 0
+        found[here] = table[places[here]]
+    merged = torch.from_numpy(found)
+    for index, taken in enumerate(lists):
+        for other in taken[1:]:
+            row = torch.from_numpy(tables[other.rows][other.index]).double()
+            merged[index] = merge_rows(merged[index], row, layout)
+    return merged

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -57,17 +58,23 @@ class Elements:
         tensor = tensor.resolve_neg()
         if tensor.is_contiguous():
             return Elements(tensor, 1)
-        dims = sorted(
-            ((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
-             if size != 1), reverse=True
-        )  # fmt: skip
-        kept = [dim for dim in dims if dim[0] or not dim[1]]
-        repeats = math.prod(size for stride, size in dims if not stride and size)
-        shape = [size for _, size in kept]
-        strides = [stride for stride, _ in kept]
+        dims, repeats = dims_in_memory(tensor.shape, tensor.stride())
+        shape, strides = [size for size, _ in dims], [stride for _, stride in dims]
         return Elements(tensor.as_strided(shape, strides), repeats)
 
     def stride(self, sample_size: int) -> int:
         """Return the distance between sampled elements."""
         row = next((size for size in reversed(self.tensor.shape) if size > 1), 1)
         return sample_stride(self.tensor.numel(), row, sample_size)
+
+
+def dims_in_memory(
+    shape: Sequence[int], strides: Sequence[int]
+) -> tuple[list[tuple[int, int]], int]:
+    """Return sizes and strides in the order of memory, and how often elements are repeated."""
+    dims = sorted(
+        ((stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1),
+        reverse=True,
+    )
+    repeats = math.prod(size for stride, size in dims if not stride and size)
+    return [(size, stride) for stride, size in dims if stride or not size], repeats

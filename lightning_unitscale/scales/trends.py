@@ -26,14 +26,14 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_unitscale.formats import NumberFormat
 from lightning_unitscale.scales.alerts import ScaleAlert
-from lightning_unitscale.scales.layout import DIRECTIONS, Direction
+from lightning_unitscale.scales.layout import DIRECTIONS
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.scales.tensor_statistics import FloatArray
 from lightning_unitscale.scales.violations import AlertMaker, judged_now
@@ -53,6 +53,9 @@ class AmaxTrends:
         self._formats = tuple(formats)
         self._horizon = horizon
         self._samples: deque[ScaleSnapshot] = deque(maxlen=NUM_SAMPLES)
+        # Of each sample log2 of the largest magnitudes and of the divisors, gradients last.
+        self._values: deque[FloatArray] = deque(maxlen=NUM_SAMPLES)
+        self._units: deque[npt.NDArray[np.int64]] = deque(maxlen=NUM_SAMPLES)
 
     def add(self, snapshot: ScaleSnapshot, num_merged: int = 1) -> tuple[ScaleAlert, ...]:
         """Take in a snapshot."""
@@ -60,37 +63,35 @@ class AmaxTrends:
         if snapshot.names != last.names or snapshot.step <= last.step:
             # Other tensors, or a second fit: what was before says nothing.
             self._samples.clear()
+            self._values.clear()
+            self._units.clear()
         self._samples.append(snapshot)
+        self._values.append(np.concatenate(list(map(snapshot.log2_amax, DIRECTIONS))))
+        self._units.append(np.concatenate(list(map(snapshot.log2_divisors, DIRECTIONS))))
         if len(self._samples) < NUM_SAMPLES:
             return ()
-        return tuple(
-            alert
-            for direction in DIRECTIONS
-            for alert in self._leaving(
-                snapshot, direction, judged_now(snapshot, direction, num_merged)
-            )
-        )
+        return tuple(self._leaving(snapshot, num_merged))
 
-    def _leaving(
-        self, snapshot: ScaleSnapshot, direction: Direction, judged: npt.NDArray[Any]
-    ) -> list[ScaleAlert]:
+    def _leaving(self, snapshot: ScaleSnapshot, num_merged: int) -> list[ScaleAlert]:
         steps = np.array([sample.step for sample in self._samples], dtype=np.float64)
-        values = np.stack([sample.log2_amax(direction) for sample in self._samples])
+        # Of values and then of gradients, as all that follows from them.
+        values = np.stack(self._values)
         slopes, ends, errors = fitted_lines(steps, values)
         late, _, _ = fitted_lines(steps[NUM_SAMPLES // 2 :], values[NUM_SAMPLES // 2 :])
         rates = np.minimum(slopes, late)
         span = steps[-1] - steps[0]
         horizon = min(float(self._horizon), _LONGEST_FORECAST * span)
         rise = slopes * span
-        units = np.stack([sample.log2_divisors(direction) for sample in self._samples])
-        judged = judged & (units == units[-1]).all(axis=0)
+        units = np.stack(self._units)
+        judged = [judged_now(snapshot, direction, num_merged) for direction in DIRECTIONS]
+        is_judged = np.concatenate(judged) & (units == units[-1]).all(axis=0)
         with np.errstate(invalid="ignore"):
             rising = (slopes >= _STANDARD_ERRORS * errors) & (rise >= _LEAST_RISE)
             rising &= np.diff(values, axis=0).max(axis=0) < _LARGEST_JUMP * rise
             rising &= late >= _LEAST_CONTINUATION * slopes
         alerts = []
-        maker = AlertMaker(snapshot, direction)
-        for index in np.flatnonzero(rising & judged):
+        makers = [AlertMaker(snapshot, direction) for direction in DIRECTIONS]
+        for index in np.flatnonzero(rising & is_judged):
             left, item = self._next_limit(values[-1, index], ends[index], rates[index])
             if item is None or left > horizon:
                 continue
@@ -100,8 +101,8 @@ class AmaxTrends:
                 f"{1 / rates[index]:.3g} steps: it leaves {item.name} in about {left} steps"
             )
             alerts.append(
-                maker.alert(
-                    int(index),
+                makers[index // len(snapshot)].alert(
+                    int(index) % len(snapshot),
                     "trend",
                     text,
                     format=item.name,

@@ -6,18 +6,29 @@ A tensor has one launch, and many rows together have one more. Bytes moved: thos
 
 from __future__ import annotations
 
-from typing import Final
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from lightning_unitscale.scales.launches import (
+    RepeatedLaunch,
+    can_repeat,
+    current_device,
+    repeated_launch,
+    stream_of,
+)
 from lightning_unitscale.scales.layout import (
     MOMENT_COLUMNS,
     NUM_EXPONENTS,
     RowLayout,
 )
 from lightning_unitscale.scales.reduce import empty_rows
-from lightning_unitscale.scales.strided import Elements
+from lightning_unitscale.scales.strided import Elements, dims_in_memory, sample_stride
 from lightning_unitscale.scales.triton_kernels import joint_rows, partial_rows
 
 NUM_WARPS: Final = 8
@@ -29,9 +40,14 @@ _MIN_BLOCKS: Final = 4
 _MAX_PROGRAMS: Final = 1024
 _SAMPLE_BLOCK: Final = 2048
 _MAX_DIMS: Final = 4
+# Bytes; Triton has another kernel for an address that is no multiple of it.
+_ALIGNMENT: Final = 16
 _TYPES: Final = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-# Rows that wait for one launch of the second kernel.
+# Rows that wait for one launch of the second kernel, and parts that it reads together.
 _WAITING: Final = 64
+_JOINED: Final = 64
+# By device and numbers: a launch of the second kernel before.
+_JOINT_LAUNCHES: dict[tuple[int | None, ...], RepeatedLaunch | None] = {}
 
 
 def triton_row(tensor: Tensor, layout: RowLayout) -> Tensor:
@@ -56,6 +72,7 @@ class TritonRows:
         self._num_waiting = num_waiting
         self._sample_size = layout.sample_size if layout.is_sampled else None
         self._sample_programs = -(-(self._sample_size or 0) // _SAMPLE_BLOCK)
+        self._sample_slots = max(self._sample_programs, 1)
         # The second kernel has read what is in these before the next tensor's programs write.
         self._parts: Tensor | None = None
         self._exponents: Tensor | None = None
@@ -66,64 +83,71 @@ class TritonRows:
         self._is_whole = False
         self._number = 0
         self._rows: list[Tensor] = []
+        self._pointers: tuple[int, ...] = ()
+        self._can_repeat = can_repeat()
 
     def add(self, tensor: Tensor) -> int:
         """Measure a tensor as it is now; returns the place of its row."""
         self._number += 1
-        elements = Elements.of(tensor)
-        numel = elements.tensor.numel()
-        if numel == 0:
+        if tensor.numel() == 0:
             self._join()
             self._rows.append(empty_rows(1, self._layout, self._device))
             return self._number - 1
-        part = elements.tensor if tensor.dtype in _TYPES else elements.tensor.float()
-        dims = _dims(part)
-        if len(dims) > _MAX_DIMS:
-            dims, part = [(numel, 1)], part.contiguous()
-        is_plain = dims == [(numel, 1)]
-        last = sum((size - 1) * stride for size, stride in dims)
-        is_long = max(numel, last) >= 2**30  # with as much again for what fills up the last program
-        each = _THREAD_BYTES // part.element_size()
-        if not is_plain:
-            # Divisions take registers, those of 64 bits twice as many.
-            each = 2 if is_long else min(4, each)
-        num_blocks = -(-numel // (_THREADS * each))
-        blocks = -(-num_blocks // min(_MAX_PROGRAMS, -(-num_blocks // _MIN_BLOCKS)))
-        num_programs = -(-num_blocks // blocks)
-        stride = 1 if self._sample_size is None else elements.stride(self._sample_size)
-        sampled = 0 if self._sample_size is None else -(-numel // stride)
-        sample_programs = -(-sampled // _SAMPLE_BLOCK)
-        parts, exponents, counts = self._memory(num_programs + sample_programs)
-        described = [None] * 7 if is_plain else _described(dims)
+        elements = Elements.of(tensor)
+        plan = self._plan_of(tensor)
+        part = elements.tensor
+        if plan.is_copied:
+            part = (part if part.dtype in _TYPES else part.float()).contiguous()
+        parts, exponents, counts = self._memory(plan.grid)
+        where = self._used, self._slots, self._sample_slots
+        is_aligned = part.data_ptr() % _ALIGNMENT == 0
         with torch.cuda.device_of(part):
-            partial_rows[(num_programs + sample_programs,)](
-                part,
-                parts,
-                exponents,
-                counts,
-                self._used,
-                self._slots,
-                max(self._sample_programs, 1),
-                numel,
-                elements.repeats,
-                blocks,
-                num_programs,
-                sampled,
-                stride,
-                *described,
-                SAMPLED=self._sample_size is not None,
-                ALIGNED=numel % 16 == 0,
-                LONG=is_long,
-                EACH=each,
-                THREADS=_THREADS,
-                SAMPLE=_SAMPLE_BLOCK,
-                num_warps=NUM_WARPS,
-            )
+            launch = plan.launches.get(is_aligned)
+            if launch is not None and self._can_repeat:
+                numbers = part.data_ptr(), *self._pointers, *where, *plan.arguments
+                launch(plan.grid, stream_of(self._device), *numbers)
+            else:
+                launched = partial_rows[(plan.grid,)](
+                    part, parts, exponents, counts, *where, *plan.arguments, num_warps=NUM_WARPS
+                )
+                plan.launches[is_aligned] = repeated_launch(launched)
         self._used += 1
         self._is_whole = self._slots == 1 and elements.repeats == 1 and self._sample_size is None
         if self._used == self._num_waiting:
             self._join()
         return self._number - 1
+
+    def repeat(self, tensor: Tensor, stream: int) -> int | None:
+        """Measure a tensor like another one before it, without any operation of torch.
+
+        Returns ``None`` where there was no such tensor, or where memory is needed.
+        """
+        if not self._can_repeat or self._used + 1 >= self._num_waiting or not self._pointers:
+            return None
+        if tensor.layout is not torch.strided or tensor.is_neg() or not tensor.numel():
+            return None
+        plan = self._plan_of(tensor)
+        pointer = tensor.data_ptr()
+        launch = plan.launches.get(pointer % _ALIGNMENT == 0)
+        if plan.is_copied or launch is None or current_device() != self._device.index:
+            return None
+        launch(
+            plan.grid,
+            stream,
+            pointer,
+            *self._pointers,
+            self._used,
+            self._slots,
+            self._sample_slots,
+            *plan.arguments,
+        )
+        self._used += 1
+        self._number += 1
+        return self._number - 1
+
+    def _plan_of(self, tensor: Tensor) -> _Plan:
+        index = self._device.index
+        return _plan(tensor.shape, tensor.stride(), tensor.dtype, self._sample_size, index)
 
     def finish(self) -> Tensor:
         """Return the rows, shape ``(num_tensors, layout.num_columns)``, in the order of adding."""
@@ -141,9 +165,11 @@ class TritonRows:
             waiting, device = self._num_waiting, self._device
             shape = (waiting, num_programs, len(MOMENT_COLUMNS))
             self._parts = torch.empty(shape, dtype=torch.float64, device=device)
-            shape = (waiting, max(self._sample_programs, 1), 1 + NUM_EXPONENTS)
+            shape = (waiting, self._sample_slots, 1 + NUM_EXPONENTS)
             self._exponents = torch.empty(shape, dtype=torch.int32, device=device)
             self._counts = torch.empty((waiting, 3), dtype=torch.int64, device=device)
+            memory = (self._parts, self._exponents, self._counts)
+            self._pointers = tuple(one.data_ptr() for one in memory)
         return self._parts, self._exponents, self._counts
 
     def _join(self) -> None:
@@ -154,35 +180,90 @@ class TritonRows:
             self._rows.append(self._parts[:, 0])
             self._used = 0
             return
-        shape = (self._used, self._layout.num_columns)
-        rows = torch.empty(shape, dtype=torch.float64, device=self._device)
+        columns, is_sampled = self._layout.num_columns, self._sample_size is not None
+        rows = torch.empty((self._used, columns), dtype=torch.float64, device=self._device)
+        numbers = self._slots, self._sample_slots, columns, is_sampled, _JOINED
+        # Triton has another kernel for numbers of 1 and multiples of 16.
+        key = self._device.index, *numbers
         with torch.cuda.device_of(rows):
-            joint_rows[(self._used,)](
-                self._parts,
-                self._exponents,
-                self._counts,
-                rows,
-                self._slots,
-                max(self._sample_programs, 1),
-                COLUMNS=self._layout.num_columns,
-                SAMPLED=self._sample_size is not None,
-                ROWS=64,
-            )
+            launch = _JOINT_LAUNCHES.get(key)
+            if launch is not None and self._can_repeat:
+                pointers = *self._pointers, rows.data_ptr()
+                launch(self._used, stream_of(self._device), *pointers, *numbers)
+            else:
+                launched = joint_rows[(self._used,)](
+                    self._parts, self._exponents, self._counts, rows, *numbers
+                )
+                _JOINT_LAUNCHES[key] = repeated_launch(launched)
         self._rows.append(rows)
         self._used = 0
 
 
-def _dims(tensor: Tensor) -> list[tuple[int, int]]:
-    """Sizes and strides in the order of memory, of as few dimensions as there can be."""
-    if tensor.is_contiguous():
-        return [(tensor.numel(), 1)]
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """How tensors of one type, shape and strides are read."""
+
+    # Programs: those that read shares, then those that read samples.
+    grid: int
+    # Whether they are copied first.
+    is_copied: bool
+    # Of the kernel, from the number of elements on.
+    arguments: tuple[Any, ...]
+    # By whether a tensor's address is aligned: the launch of one before.
+    launches: dict[bool, RepeatedLaunch | None] = field(default_factory=dict)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    shape: Sequence[int],
+    strides: Sequence[int],
+    dtype: torch.dtype,
+    sample_size: int | None,
+    device_index: int | None,
+) -> _Plan:
+    """Return how such tensors are read; a device has compiled kernels of its own."""
+    found, repeats = dims_in_memory(shape, strides)
+    numel = math.prod(size for size, _ in found)
+    row_length = next((size for size, _ in reversed(found) if size > 1), 1)
+    dims = _joined(found)
+    is_copied = len(dims) > _MAX_DIMS or dtype not in _TYPES
+    if is_copied:
+        dims = [(numel, 1)]
+    is_plain = dims == [(numel, 1)]
+    last = sum((size - 1) * stride for size, stride in dims)
+    is_long = max(numel, last) >= 2**30  # with as much again for what fills up the last program
+    each = _THREAD_BYTES // (dtype if dtype in _TYPES else torch.float32).itemsize
+    if not is_plain:
+        # Divisions take registers, those of 64 bits twice as many.
+        each = 2 if is_long else min(4, each)
+    num_blocks = -(-numel // (_THREADS * each))
+    blocks = -(-num_blocks // min(_MAX_PROGRAMS, -(-num_blocks // _MIN_BLOCKS)))
+    num_programs = -(-num_blocks // blocks)
+    stride = 1 if sample_size is None else sample_stride(numel, row_length, sample_size)
+    sampled = 0 if sample_size is None else -(-numel // stride)
+    numbers = numel, repeats, blocks, num_programs, sampled, stride
+    described = [None] * 7 if is_plain else _described(dims)
+    constants = {
+        "SAMPLED": sample_size is not None,
+        "ALIGNED": numel % _ALIGNMENT == 0,
+        "LONG": is_long,
+        "EACH": each,
+        "THREADS": _THREADS,
+        "SAMPLE": _SAMPLE_BLOCK,
+    }
+    grid = num_programs - (-sampled // _SAMPLE_BLOCK)
+    return _Plan(grid, is_copied, (*numbers, *described, *constants.values()))
+
+
+def _joined(found: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return sizes and strides in the order of memory, of as few dimensions as there can be."""
     dims: list[tuple[int, int]] = []
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+    for size, stride in found:
         if dims and dims[-1][1] == stride * size:
             dims[-1] = (dims[-1][0] * size, stride)
         else:
             dims.append((size, stride))
-    return dims
+    return dims or [(1, 1)]
 
 
 def _described(dims: list[tuple[int, int]]) -> list[int]:

@@ -24,7 +24,6 @@ from tensorboard.compat.proto.graph_pb2 import GraphDef
 from tensorboard.compat.proto.node_def_pb2 import NodeDef
 from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_TENSOR, HistogramProto, SummaryMetadata
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
-from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.compat.proto.types_pb2 import DT_FLOAT, DT_HALF, DT_STRING
 from tensorboard.compat.proto.versions_pb2 import VersionDef
 from tensorboard.summary.writer.record_writer import RecordWriter
@@ -41,15 +40,14 @@ _POWERS_PER_COLOUR: Final = 4
 _log = logging.getLogger(__name__)
 
 
-def tensor_proto(array: Array) -> TensorProto:
-    """Return an array as a tensor message, in half precision or else in single."""
+def fill_tensor(tensor: TensorProto, array: Array) -> None:
+    """Fill a message with a tensor, in half precision or else in single."""
     half = array.dtype == np.float16
-    return TensorProto(
-        dtype=DT_HALF if half else DT_FLOAT,
-        tensor_shape=TensorShapeProto(dim=[{"size": size} for size in array.shape]),
-        # Event files are little-endian on every machine.
-        tensor_content=array.astype("<f2" if half else "<f4", copy=False).tobytes(),
-    )
+    tensor.dtype = DT_HALF if half else DT_FLOAT
+    for size in array.shape:
+        tensor.tensor_shape.dim.add().size = size
+    # Event files are little-endian on every machine.
+    tensor.tensor_content = array.astype("<f2" if half else "<f4", copy=False).tobytes()
 
 
 def text_proto(text: str) -> TensorProto:
@@ -77,8 +75,8 @@ def histogram_proto(exponents: ExponentCounts) -> HistogramProto | None:
         num=counts.sum(),
         sum=counts @ (limits - 0.5),
         sum_squares=counts @ (limits - 0.5) ** 2,
-        bucket_limit=limits,
-        bucket=counts,
+        bucket_limit=limits.tolist(),
+        bucket=counts.tolist(),
     )
 
 

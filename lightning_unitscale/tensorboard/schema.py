@@ -154,10 +154,8 @@ class ExponentCounts:
 
         Most tensors use about thirty exponents, so this is a tenth of all counts.
         """
-        (present,) = np.nonzero(self.counts > 0)
-        start, stop = (present[0], present[-1] + 1) if present.size else (0, 0)
-        head = (self.num_sampled, self.log2_unit, MIN_EXPONENT + start)
-        return np.concatenate([head, self.counts[start:stop]])
+        (vector,) = exponent_vectors(self.counts[None], [self.num_sampled], [self.log2_unit])
+        return vector
 
     @classmethod
     def from_vector(cls, vector: npt.ArrayLike) -> ExponentCounts:
@@ -172,3 +170,21 @@ class ExponentCounts:
         counts = np.zeros(NUM_EXPONENTS, dtype=np.float32)
         counts[start : start + values.size - 3] = values[3:]
         return cls(counts, num_sampled=int(values[0]), log2_unit=int(values[1]))
+
+
+def exponent_vectors(
+    counts: npt.NDArray[np.floating[Any]], num_sampled: npt.ArrayLike, log2_units: npt.ArrayLike
+) -> list[npt.NDArray[np.floating[Any]]]:
+    """:meth:`ExponentCounts.to_vector` of many tensors, from counts of shape ``(tensors, 279)``."""
+    present = counts > 0
+    is_any = present.any(axis=1)
+    starts = np.where(is_any, present.argmax(axis=1), 0)
+    stops = np.where(is_any, NUM_EXPONENTS - present[:, ::-1].argmax(axis=1), 0)
+    # The three numbers of the head stand right before the first count, where there are zeros.
+    table = np.empty((len(counts), 3 + NUM_EXPONENTS), dtype=np.float32)
+    table[:, 3:] = counts
+    heads = (num_sampled, log2_units, MIN_EXPONENT + starts)
+    for place, head in enumerate(heads):
+        table[np.arange(len(counts)), starts + place] = head
+    spans = zip(table, starts.tolist(), stops.tolist(), strict=True)
+    return [row[start : stop + 3] for row, start, stop in spans]

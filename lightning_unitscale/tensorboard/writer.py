@@ -11,6 +11,7 @@ runs, with and without, shows the effect of unit scaling.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import re
@@ -33,9 +34,9 @@ from lightning_unitscale.scales.snapshot_rows import ScaleSummary
 from lightning_unitscale.tensorboard.history import block_of
 from lightning_unitscale.tensorboard.protobuf import (
     annotated_graph,
+    fill_tensor,
     histogram_proto,
     plugin_metadata,
-    tensor_proto,
     text_proto,
     use_fast_checksums,
 )
@@ -47,6 +48,7 @@ from lightning_unitscale.tensorboard.schema import (
     Series,
     TensorSet,
     content,
+    exponent_vectors,
 )
 from lightning_unitscale.tensorboard.table import scale_table
 
@@ -227,25 +229,24 @@ class ScaleWriter:
             describe = observed.to_content if quantity == "log2_rms" else content
             self._add_tensor(summary, tag, vector, describe)
         shown = _shown(snapshot, direction, self._tabs)
-        tags = stock_tags(snapshot, direction)
+        tags = stock_tags(snapshot.names, snapshot.modules, direction)
         if "scalars" in parts:
-            for row in np.flatnonzero(shown & np.isfinite(log2_rms)):
+            for row in np.flatnonzero(shown & np.isfinite(log2_rms)).tolist():
                 summary.value.add(tag=f"{tags[row]}/log2_rms", simple_value=log2_rms[row])
         counts = snapshot.exponent_counts(direction)
         if counts is None or parts.isdisjoint(_OF_EXPONENTS):
             return
         sampled = np.nan_to_num(snapshot.column("sampled", direction)).astype(int)
-        exponents = list(
-            map(ExponentCounts, np.nan_to_num(counts), sampled, snapshot.log2_divisors(direction))
-        )
+        counts, units = np.nan_to_num(counts), snapshot.log2_divisors(direction)
         if "exponents" in parts:
             prefix = Series(direction, "exponents", "").tag
-            for row in np.flatnonzero(sampled):
-                tag = prefix + snapshot.names[row]
-                self._add_tensor(summary, tag, exponents[row].to_vector())
+            vectors_of = exponent_vectors(counts, sampled, units)
+            for row in np.flatnonzero(sampled).tolist():
+                self._add_tensor(summary, prefix + snapshot.names[row], vectors_of[row])
         if "histograms" in parts:
-            for row in np.flatnonzero(shown):
-                if (histogram := histogram_proto(exponents[row])) is not None:
+            for row in np.flatnonzero(shown).tolist():
+                exponents = ExponentCounts(counts[row], int(sampled[row]), int(units[row]))
+                if (histogram := histogram_proto(exponents)) is not None:
                     summary.value.add(tag=f"{tags[row]}/exponents", histo=histogram)
 
     def _add_tensor(
@@ -256,25 +257,29 @@ class ScaleWriter:
         description: Callable[[], bytes] = content,
     ) -> None:
         """Add a tensor under a tag, with the plugin's metadata in its first value."""
-        metadata = None
+        value = summary.value.add()
+        value.tag = tag
+        fill_tensor(value.tensor, array)
         if tag not in self._described:
             self._described.add(tag)
-            metadata = plugin_metadata(description())
-        summary.value.add(tag=tag, tensor=tensor_proto(array), metadata=metadata)
+            value.metadata.CopyFrom(plugin_metadata(description()))
 
 
-def stock_tags(snapshot: ScaleSnapshot, direction: Direction) -> list[str]:
+@functools.lru_cache(maxsize=16)
+def stock_tags(
+    names: tuple[str, ...], modules: tuple[str, ...], direction: Direction
+) -> tuple[str, ...]:
     """Return the prefix of each tensor's tags in TensorBoard's own dashboards.
 
     ``~scales/blocks.0/mlp.up.linear``, and of its gradient ``~scales/blocks.0/mlp.up.linear.grad``.
     """
     tags = []
-    for name, module in zip(snapshot.names, snapshot.modules, strict=True):
+    for name, module in zip(names, modules, strict=True):
         block = block_of(module)
         own = name.removeprefix(f"{block}.")
         gradient = ".grad" if direction == "backward" else ""
         tags.append("/".join(filter(None, (NAMESPACE, block, own))) + gradient)
-    return tags
+    return tuple(tags)
 
 
 def _shown(

@@ -217,7 +217,7 @@ def a_gpu() -> Iterator[Gpu]:
                 "get_device_capability": lambda *_: (9, 0),
                 "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8, device="cpu"),
                 "set_rng_state": lambda *_: None,
-                "current_stream": lambda *_: 0,
+                "current_stream": lambda *_: mock.Mock(cuda_stream=0),
             },
         ),
         (

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_unitscale.functional.low_precision import GRADIENTS, MULTIPLE, to_fp8
-from lightning_unitscale.functional.triton_cast import cast_matrix, cast_tiles
+from lightning_unitscale.functional.triton_cast import cast_matrix, cast_tiles, turn_matrix
 
 pytestmark = [
     # NumPy, which computes here, warns of infinities.
@@ -100,3 +100,17 @@ def test_every_number_of_16_bits(source, dtype):
     codes = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(source).view(256, 256)
     for factor in (1.0, 0.7310585786300049):
         assert_cast(codes, factor, dtype)
+
+
+@settings(max_examples=60)
+@given(
+    shape=st.tuples(st.integers(1, 300), st.integers(1, 300)),
+    is_turned=st.booleans(),
+    dtype=st.sampled_from([*GRADIENTS.values()]),
+)
+def test_turned_matrices(shape, is_turned, dtype):
+    codes = torch.randint(0, 256, shape, dtype=torch.uint8)
+    matrix = (codes.t() if is_turned else codes).view(dtype)
+    turned = torch.full(matrix.shape[::-1], 0x55, dtype=torch.uint8)
+    turn_matrix(matrix, turned.view(dtype))
+    assert torch.equal(turned, matrix.view(torch.uint8).t())

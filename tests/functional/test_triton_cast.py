@@ -46,6 +46,20 @@ def test_the_triton_cast_spills_nothing(source: str, capability: int) -> None:
                 assert "st.global.v4.b32" in made.ptx
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_turning_spills_nothing(capability: int) -> None:
+    from lightning_unitscale.functional.triton_cast import NUM_WARPS, TURNED_TILE, turn_tiles
+
+    counts = ("num_rows", "num_columns", "row_stride")
+    given = dict.fromkeys(counts, "i32:16") | {"tiles": "i32", "column_stride": 1}
+    given |= {"matrix": "*u8:16", "turned": "*u8:16", "TILE": TURNED_TILE}
+    made = build(turn_tiles, given, capability, NUM_WARPS)
+    assert made.spilled_bytes == made.stack_bytes == 0
+    assert made.registers <= 64
+    assert "ld.global.v4.b32" in made.ptx and "st.global.v4.b32" in made.ptx
+
+
 @pytest.mark.parametrize("frozen", [None, "input", "weight"])
 @pytest.mark.parametrize("num_rows", [48, 41])
 def test_a_linear_layer_has_one_triton_cast_for_each_operand(
@@ -68,6 +82,23 @@ def test_a_linear_layer_has_one_triton_cast_for_each_operand(
     # The scales of the products are filled in; views and what fake tensors ask for cost nothing.
     free = {"device", "view", "t", "detach", "empty_like", "full", "ones"}
     assert set(names) - free == {"fp8_matrices", "_scaled_mm"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_bias_is_added_by_the_matmul_that_rounds_to_16_bits(dtype: torch.dtype) -> None:
+    device = torch.device("cuda")
+    with SimulatedDevice(device), simulating(device):
+        x, w, b = (
+            torch.empty(shape, device=device, dtype=dtype).requires_grad_()
+            for shape in ((48, 64), (32, 64), (32,))
+        )
+        with CalledOperators() as called:
+            fp8_linear(x, w, b, dtype, *(1.0,) * 3).backward(
+                torch.empty(48, 32, dtype=dtype, device=device)
+            )
+        assert b.grad is not None and b.grad.shape == (32,) and b.grad.dtype == dtype
+    assert called.names.count("add") == (dtype is torch.float32)
+    assert called.names.count("sum") == 1
 
 
 @pytest.mark.parametrize("dtype", GRADIENTS.values(), ids=str)

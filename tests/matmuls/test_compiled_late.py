@@ -92,8 +92,8 @@ def test_units_come_a_step_later(options: dict[str, Any]) -> None:
     callback = UnitScaleCallback(recalibrate=None, **options)
     found = train([callback])
     assert found["live"] == plain["live"]
-    # One graph, before units and with them.
-    assert len(set(found["graphs"])) == 1
+    # One graph, before units and with them; layers in FP8 are compiled in when they have theirs.
+    assert len(set(found["graphs"])) == (3 if "precision" in options else 1)
     for tensor, step in FIRST.items():
         known = [tensor in gauge for gauge in found["gauges"]]
         assert known == [index >= step for index in range(NUM_STEPS)]
