@@ -158,7 +158,7 @@ def fp8_linears(
     cast to E4M3FN, arriving gradients to ``gradient_format``. Results keep their type. GPUs need
     compute capability 8.9. CPUs are slow and serve as a check. Combined with
     :func:`simulate_format`, in either order, FP8 matmuls are not rounded again. Values kept for the
-    backward pass are FP8. :func:`compile` casts values again if the backward pass reads them anyway.
+    backward pass are FP8. :func:`compile` recomputes casts whose source the backward pass reads.
 
     Args:
         module: Any module. It does not change.
