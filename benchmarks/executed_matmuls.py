@@ -25,6 +25,7 @@ MATMUL_OPERANDS = {
     "aten::bmm": (0, 1),
     "aten::mv": (0, 1),
     "aten::dot": (0, 1),
+    "aten::vdot": (0, 1),
     "aten::addmm": (1, 2),
     "aten::baddbmm": (1, 2),
     "aten::addbmm": (1, 2),

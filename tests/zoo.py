@@ -56,6 +56,7 @@ MATMULS: dict[str, Callable[[], Entry]] = {
     "bmm": lambda: (Step(lambda a, b: a.bmm(mat2=b), w(2, 4, 8)), (x(2, 8, 3),)),
     "mv": lambda: (Step(torch.mv, w(4, 8)), (x(8),)),
     "dot": lambda: (Step(torch.dot, w(8)), (x(8),)),
+    "vdot": lambda: (Step(torch.vdot, w(8)), (x(8),)),
     "inner": lambda: (Step(torch.inner, w(4, 8)), (x(3, 8),)),
     "multi_dot": lambda: (
         Step(lambda a, b, c: torch.linalg.multi_dot([a, b, c]), w(3, 4), w(4, 5)),

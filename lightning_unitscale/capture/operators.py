@@ -264,6 +264,7 @@ RULES: tuple[MatmulRule, ...] = (
     _matmul("bmm", _MATMUL, with_factor="baddbmm", backward_order=(1, 0)),
     _matmul("mv", _MATMUL),
     _matmul("dot", _MATMUL),
+    _matmul("vdot", _MATMUL),
     _matmul("addmm", _linear_or(2, "addmm", "mat1", "mat2"), is_added=True, with_factor="addmm"),
     _matmul(
         "baddbmm",

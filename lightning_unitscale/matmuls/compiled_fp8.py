@@ -181,11 +181,11 @@ class FP8Layers(NewNodes):
             one = self._numbers(matmul.forward, _ONE)
             columns = self.new(_ATEN.permute.default, columns, [1, 0])
             args = (rows, columns, scale, one, joined, None, dtype, is_fast)
-            result = matmul = self.new(_ATEN._scaled_mm.default, *args)
-            note_strides(matmul, fx.map_arg(args, value_of))
+            result = scaled_mm = self.new(_ATEN._scaled_mm.default, *args)
+            note_strides(scaled_mm, fx.map_arg(args, value_of))
             if bias is not None:
-                result = self.new(_ATEN.add.Tensor, matmul, bias)
-        for new in {matmul, result}:
+                result = self.new(_ATEN.add.Tensor, scaled_mm, bias)
+        for new in {scaled_mm, result}:
             kept = {k: v for k, v in node.meta.items() if k not in ("val", "eager_input_vals")}
             new.meta = {**kept, **new.meta}
         if RECOMPUTE in node.meta and not matmul.is_backward:
@@ -195,7 +195,7 @@ class FP8Layers(NewNodes):
                     each.meta[RECOMPUTE] = CheckpointPolicy.PREFER_RECOMPUTE
                     each.meta[CHECKPOINT] = node.meta.get(CHECKPOINT, 0)
         if node in self._after_tangents:
-            self._after_tangents.update((matmul, result))
+            self._after_tangents.update((scaled_mm, result))
         node.replace_all_uses_with(result)
         self._graph.erase_node(node)
 

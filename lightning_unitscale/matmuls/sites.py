@@ -125,12 +125,16 @@ class Sites:
             self._counts[count] = index + 1
             if (checkpoint := checkpoint_under_way()) is not None:
                 self._starts.setdefault(checkpoint, {}).setdefault(key, index)
+        return self._site(key, roles, index)
+
+    def _site(self, key: tuple[str, str], roles: tuple[str, ...], index: int) -> Site:
         sites = self._places[key]
+        path, word = key
         # Earlier ones may run on another rank.
         while len(sites) <= index:
             number = len(sites)
-            base = f"{run.path}.{word}" if run.path else word
-            site = Site(base if number == 0 else f"{base}_{number}", run.path, roles, word, number)
+            base = f"{path}.{word}" if path else word
+            site = Site(base if number == 0 else f"{base}_{number}", path, roles, word, number)
             sites.append(site)
             self._units.add_site(site)
         return sites[index]
@@ -142,9 +146,9 @@ class Sites:
         return sites[index] if index < len(sites) else None
 
     def ahead(self, word: str, roles: tuple[str, ...], run: Run, count: int) -> Site:
-        """The site that :meth:`find` would give after so many more calls; nothing is counted."""
-        index = self._index((run.path, word), run)
-        return self.numbered(word, roles, run.path, index + count)
+        """Return the site that :meth:`find` would return after more calls, without counting."""
+        key = run.path, word
+        return self._site(key, roles, self._index(key, run) + count)
 
     def _index(self, key: tuple[str, str], run: Run) -> int:
         index = self._counts.get((key, run.episode))

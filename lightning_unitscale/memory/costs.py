@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
-from lightning_unitscale.capture.flops import Formula, contraction
+from lightning_unitscale.capture.flops import Formula
 from lightning_unitscale.capture.graph_nodes import tensors_in
 from lightning_unitscale.capture.operators import RULES, UNREACHED
 from lightning_unitscale.functional.rules import hint_of
@@ -207,7 +207,6 @@ _FORMULAS = by_operator(
         **{rule.operator: rule.flops for rule in RULES},
         **{rule.operator: rule.flops for rule in UNREACHED},
         **{f"{r.operator}_backward": _twice(r.flops) for r in UNREACHED if r.has_backward},
-        "vdot": contraction(0, 1),
     }
 )
 

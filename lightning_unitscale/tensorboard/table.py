@@ -20,15 +20,15 @@ Array = npt.NDArray[np.floating[Any]]
 # The scales of one step, in memory or in an event file.
 Scales: TypeAlias = "ScaleSnapshot | LastStep"
 _TITLE = (
-    "Scales at step {step}: log2 of the RMS of values (forward) and gradients (backward), their "
-    "true values\nand the stored ones; percentage of the stored elements that a format overflows "
-    "or flushes to zero,\nforward / backward. A star marks operands of matmuls."
+    "Scales at step {step}: log2 RMS of values (forward) and of gradients (backward), each true "
+    "and as stored.\nThe last columns show the percentage of stored elements that a format "
+    "overflows or flushes to zero\n(forward / backward). A star marks matmul operands."
 )
 _SHORT_TITLE = (
-    "Scales at step {step}: log2 of the RMS of matmul operands, from the smallest to the largest, "
-    "and\nhow many are stored within 2x of RMS 1."
+    "Scales at step {step}: how many matmul operands and gradients are stored within 2x of RMS 1, "
+    "and\ntheir log2 RMS (smallest to largest)."
 )
-_ESTIMATED = "A tilde marks shares of a sample\nof the elements; the other numbers are of all."
+_ESTIMATED = "A tilde marks a percentage that\ncomes from a sample of the elements."
 _MORE = (
     "All {number} tensors: lightning-unitscale report RUN_DIR --full, or "
     "ScaleMonitor.table(full=True)"

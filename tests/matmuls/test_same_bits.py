@@ -83,6 +83,23 @@ def test_three_factor_einsum_has_the_same_bits() -> None:
     assert [name.partition(":")[2] for name in scaled.gauge()].count("input") == 2
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_vdot_has_the_same_bits_and_units_as_dot(is_compiled: bool) -> None:
+    steps = {name: Step(getattr(torch, name), w(300)) for name in ("vdot", "dot")}
+    leaf = x(300, scale=7.0)
+    results, gauges = {}, {}
+    for name, module in steps.items():
+        results[name] = run(module, leaf)
+        scaled = lossless_unit_scale(module, leaf)
+        if is_compiled:
+            scaled = compile(scaled)
+            steps_of(scaled).use_executor("aot_eager")
+        assert_same_bits(run(scaled, leaf), results[name])
+        gauges[name] = [(key.partition(":")[2], pair) for key, pair in scaled.gauge().items()]
+        assert any(pair.log2_sigma for _, pair in gauges[name])
+    assert [pair for _, pair in gauges["vdot"]] == [pair for _, pair in gauges["dot"]]
+
+
 @pytest.mark.parametrize("executor", ["aot_eager", "inductor"])
 def test_gauges_change_no_bit_and_recompile_nothing_when_compiled(executor: str) -> None:
     module = Step(lambda one, two, a: two(one(a).relu()), nn.Linear(8, 16), nn.Linear(16, 8))
