@@ -168,8 +168,8 @@ def test_statistics_are_of_the_tensors_of_all_ranks(kind: str, results: Results)
 
 @pytest.mark.parametrize("kind", ["attach:ddp", "attach:fsdp", "attach:tensor", "lightning:fsdp"])
 def test_ranks_speak_at_sampled_steps_only(kind: str, results: Results) -> None:
-    """Steps 0, 1 and 2: whether all have the same tensors, and the sum and extremes of all rows."""
+    """Steps 0, 1 and 2: a hash of the names, and the sum and the extremes of all rows."""
     runs = (results(f"{kind}:{method}:Blocks") for method in ("plain", "monitor"))
     for plain, found in zip(*runs, strict=True):
         more = Counter(found["collectives"]) - Counter(plain["collectives"])
-        assert more == {"all_reduce": 6, "all_gather_object": 3}
+        assert more == {"all_reduce": 9}
