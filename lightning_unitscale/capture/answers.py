@@ -113,6 +113,7 @@ def _tell_until_traced(trace: Callable[[], _Traced]) -> _Traced:
     """Trace, and while that fails answer yes to another asker and trace again."""
     ended: _Place | None = None
     tried: set[_Asker] = set()
+    asked: tuple[_Asker, ...] = ()
     last: _Asker | None = None
     is_strict = False
     while True:
@@ -130,11 +131,17 @@ def _tell_until_traced(trace: Callable[[], _Traced]) -> _Traced:
         except _FAILURES as error:
             is_strict = True
             place = _place_of(error)
-            if ended is not None and not _is_further(place, ended):
-                if last is not None:
-                    _TOLD.yes.discard(last)
-            else:
+            # The errors of fake tensors have no frames: then the next asker shows that it got on.
+            is_further = ended is None or (
+                _is_further(place, ended)
+                if place[0] or ended[0]
+                else bool(_TOLD.no) and _TOLD.no[-1] not in (*asked, *tried)
+            )
+            asked = tuple(_TOLD.no)
+            if is_further:
                 ended = place
+            elif last is not None:
+                _TOLD.yes.discard(last)
             last = next((asker for asker in reversed(_TOLD.no) if asker not in tried), None)
             if last is None:
                 raise
