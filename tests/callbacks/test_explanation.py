@@ -105,15 +105,15 @@ def _warned(callbacks: list[Any], train: Callable[[Any], Any] | None = None) -> 
 def test_names_that_are_not_there_are_told_once() -> None:
     monitor = ScaleMonitor(1, include=["first.*", "sceond"], exclude="*.bais")
     first, second = _warned([monitor])
-    assert first.startswith("ScaleMonitor: include='sceond': matches nothing; ")
+    assert first.startswith("ScaleMonitor: include='sceond': matches nothing. ")
     assert "such as 'second'" in first
-    assert "exclude='*.bais': matches nothing; " in second
+    assert "exclude='*.bais': matches nothing. " in second
     assert _warned([ScaleMonitor(1, include=["first.*"])]) == []
 
 
 def test_nothing_watched_is_told() -> None:
     (text,) = _warned([ScaleMonitor(1, include=["frist.*"])])
-    assert "include='frist.*': matches nothing; " in text and "such as 'first'" in text
+    assert "include='frist.*': matches nothing. " in text and "such as 'first'" in text
 
 
 def _classify(callback: UnitScaleCallback) -> None:
@@ -124,7 +124,7 @@ def test_what_fp8_is_to_exclude_and_is_not_there() -> None:
     fp8 = FP8(exclude=["blocks.0", "*.1.4"])
     outside, text = _warned([UnitScaleCallback(precision=fp8)], _classify)
     assert "run outside FP8: blocks.1.4 (its name is excluded); " in outside
-    assert text.startswith("UnitScaleCallback: FP8: exclude='blocks.0': matches nothing; ")
+    assert text.startswith("UnitScaleCallback: FP8: exclude='blocks.0': matches nothing. ")
     assert "such as 'blocks.0.*'" in text
     # The usual names of a readout are no mistake.
     texts = _warned([UnitScaleCallback(precision="fp8")], _classify)
@@ -138,6 +138,6 @@ def _rectify(x: Tensor, approximate: str = "none") -> Tensor:
 def test_a_function_to_replace_that_is_not_called() -> None:
     replaced = {F.gelu: _rectify, F.selu: F.relu}
     (text,) = _warned([UnitScaleCallback("u-mup", replace=replaced)], _classify)
-    assert text.startswith("UnitScaleCallback: replace={selu: ...}: the step does not call it; ")
+    assert text.startswith("UnitScaleCallback: replace={selu: ...}: the step does not call it. ")
     assert "such as " in text
     assert _warned([UnitScaleCallback("u-mup", replace={F.gelu: _rectify})], _classify) == []

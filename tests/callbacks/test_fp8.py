@@ -305,7 +305,7 @@ def test_a_trainer_that_does_not_go_with_it(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_settings_that_make_no_sense() -> None:
     with pytest.raises(
-        ValueError, match=r"gradient_format='FP16': no format of FP8 gradients; expec"
+        ValueError, match=r"gradient_format='FP16': no format of FP8 gradients. Expec"
     ):
         FP8(gradient_format="FP16")  # type: ignore[arg-type]
 

@@ -368,7 +368,7 @@ def test_match_cannot_know_the_rates_of_weights_from_elsewhere(tmp_path: Path) -
     trainer, _ = fit(seeded(), unit_scale("unit-scaling"), max_epochs=1, max_steps=-1)
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     module = Classifier.load_from_checkpoint(tmp_path / "a.ckpt", strict=False)
-    with pytest.warns(UserWarning, match=r"lr_scaling='match': .* pass ckpt_path"):
+    with pytest.warns(UserWarning, match=r"lr_scaling='match': .* Pass ckpt_path"):
         fit(module, unit_scale("unit-scaling"), max_steps=1)
     longer = {"max_epochs": 2, "max_steps": -1, "ckpt_path": tmp_path / "a.ckpt"}
     fit(Classifier(), unit_scale("unit-scaling"), **longer)

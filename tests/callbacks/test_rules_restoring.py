@@ -262,7 +262,7 @@ def test_weights_of_a_stranger_cannot_be_predicted_with(tmp_path: Path) -> None:
     module = Classifier.load_from_checkpoint(tmp_path / "a.ckpt", strict=False)
     before = weights(module)
     alone = trainer_with(unit_scale("u-mup"))
-    with pytest.raises(MisconfigurationException, match=r"pass it as ckpt_path to the Trainer\.$"):
+    with pytest.raises(MisconfigurationException, match=r"Pass it as ckpt_path to the Trainer\.$"):
         alone.predict(module, loader(16))
     assert_restored(module, alone)
     assert_same_bits(weights(module), before)

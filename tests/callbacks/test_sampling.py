@@ -131,5 +131,5 @@ def test_a_loop_that_tells_no_end() -> None:
     ],
 )
 def test_arguments(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="expected"):
+    with pytest.raises(ValueError, match="Expected"):
         Sampling(**{"every_n_steps": 10, **options})

@@ -159,7 +159,7 @@ def test_bad_callbacks() -> None:
         (
             [ScaleMonitor],
             MisconfigurationException,
-            r"callbacks=ScaleMonitor: .*write ScaleMonitor",
+            r"callbacks=ScaleMonitor: .*Write ScaleMonitor",
         ),
         ([ScaleMonitor(), ScaleMonitor()], ValueError, "ScaleMonitor is given 2 times"),
     ):

@@ -94,12 +94,12 @@ def test_a_model_that_holds_the_module(tmp_path: Path) -> None:
 
 
 def test_bad_callbacks() -> None:
-    with pytest.raises(TypeError, match=r"callbacks=ScaleMonitor: .*write ScaleMonitor\(\)"):
+    with pytest.raises(TypeError, match=r"callbacks=ScaleMonitor: .*Write ScaleMonitor\(\)"):
         HFCallback([ScaleMonitor])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="ScaleMonitor is given 2 times"):
         HFCallback([ScaleMonitor(), ScaleMonitor()])
     # The Trainer makes an instance of the class itself.
-    with pytest.raises(ValueError, match=r"callbacks=\(\): .*write HFCallback\(\[UnitScale"):
+    with pytest.raises(ValueError, match=r"callbacks=\(\): .*Write HFCallback\(\[UnitScale"):
         train([HFCallback], Path())
 
 

@@ -72,5 +72,5 @@ def test_the_same_bits(
 @pytest.mark.parametrize("loop", [loop for loop in LOOPS if loop not in TRAINERS])
 def test_rules_are_refused(loop: str, tmp_path: Path) -> None:
     callbacks = METHODS["u-mup"]()
-    with pytest.raises(ValueError, match=r"method=.*u-mup.*use lightning_unitscale\.transforms"):
+    with pytest.raises(ValueError, match=r"method=.*u-mup.*Use lightning_unitscale\.transforms"):
         LOOPS[loop](zoo.new("Tied"), zoo.batches("Tied", 2), callbacks, tmp_path)

@@ -194,7 +194,7 @@ def test_a_copy_is_transformed_by_itself() -> None:
 
 def test_a_transformed_module_is_not_pickled() -> None:
     scaled = lossless_unit_scale(Net(), torch.randn(4, 16))
-    with pytest.raises(TypeError, match=r"Net: its matmuls run in units .* save its state_dict"):
+    with pytest.raises(TypeError, match=r"Net: its matmuls run in units .* Save its state_dict"):
         pickle.dumps(scaled)
 
 

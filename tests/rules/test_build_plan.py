@@ -239,7 +239,7 @@ def test_a_parameter_at_unit_scale_must_not_be_read_by_the_unknown_later() -> No
     with pytest.raises(
         RuntimeError,
         match=r"parts\.0\.weight: it was set to unit scale for an earlier step, but \S*svdvals\S* "
-        r"of this one reads it.*Expected.*register a rule",
+        r"of this one reads it.*Expected.*Register a rule",
     ):
         plan(other, torch.randn(4, W), known=known)
 

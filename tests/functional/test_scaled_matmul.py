@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_unitscale.functional.low_precision import scaled_product, why_no_fp8
+from lightning_unitscale.functional.low_precision import scaled_matmul, why_no_fp8
 from tests.helpers import assert_same_bits
 
 
@@ -16,7 +16,7 @@ def test_any_size(shape: tuple[int, int], kinds: str, num_columns: int) -> None:
     rows = torch.randint(-3, 4, shape, generator=generator).float()
     columns = torch.randint(-3, 4, (num_columns, shape[1]), generator=generator).float()
     first, second = (getattr(torch, f"float8_{value}") for value in kinds.split())
-    made = scaled_product(rows.to(first), columns.to(second), torch.tensor(0.5), torch.float32)
+    made = scaled_matmul(rows.to(first), columns.to(second), torch.tensor(0.5), torch.float32)
     assert made.is_contiguous()
     assert_same_bits(made + 0.0, 0.5 * (rows @ columns.T) + 0.0)
 
@@ -24,7 +24,7 @@ def test_any_size(shape: tuple[int, int], kinds: str, num_columns: int) -> None:
 def test_matrices_may_be_turned() -> None:
     rows = torch.arange(-8.0, 8.0).repeat(16, 1)
     turned = rows.to(torch.float8_e4m3fn).t()
-    made = scaled_product(turned, turned, torch.ones(()), torch.bfloat16)
+    made = scaled_matmul(turned, turned, torch.ones(()), torch.bfloat16)
     assert_same_bits(made, (rows.t() @ rows).bfloat16())
 
 
