@@ -111,6 +111,7 @@ def test_two_by_two(kind: str, results_of_four: Results) -> None:
 
 
 @pytest.mark.parametrize("run", _REFUSED)
+@pytest.mark.slow
 def test_what_cannot_be_is_refused(run: str, results: Results) -> None:
     for found in results(run):
         assert re.match(_REFUSED[run], found["refused"])
