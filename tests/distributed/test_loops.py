@@ -110,8 +110,8 @@ def test_two_by_two(kind: str, results_of_four: Results) -> None:
             assert_same_bits(ours["rms"][way], found[0]["rms"][way])
 
 
-@pytest.mark.parametrize("run", _REFUSED)
 @pytest.mark.slow
+@pytest.mark.parametrize("run", _REFUSED)
 def test_what_cannot_be_is_refused(run: str, results: Results) -> None:
     for found in results(run):
         assert re.match(_REFUSED[run], found["refused"])

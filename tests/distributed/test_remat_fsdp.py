@@ -11,7 +11,7 @@ from tests.distributed.launch import results_of_ranks
 from tests.distributed.remat_fsdp_run import SETTINGS
 from tests.helpers import assert_same_bits
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(300)]
 Results = Callable[[str], list[dict[str, Any]]]
 SHARES = {setting: "0.8" if setting == "mixed" else "0.7" for setting in SETTINGS}
 PLANNED = [

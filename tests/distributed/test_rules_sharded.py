@@ -12,7 +12,7 @@ import torch
 from tests.distributed.launch import results_of_ranks
 from tests.helpers import assert_same_bits
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(300)]
 Results = Callable[[str], list[dict[str, Any]]]
 
 # A run in parts, and the one of whole models that it must be.
