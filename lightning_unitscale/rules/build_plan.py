@@ -306,7 +306,8 @@ class _ScaledRun:
             value = self._values.get(alias)
             if value is not None:
                 if alias not in self._measured:
-                    rms = float(root_mean_square(value)) if value.numel() else None
+                    has_numbers = value.numel() and not value.is_meta
+                    rms = float(root_mean_square(value)) if has_numbers else None
                     if self._joint is not None:
                         rms = self._joint(rms or 0.0)
                     self._measured[alias] = rms

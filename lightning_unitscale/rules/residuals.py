@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-import networkx as nx
+from networkx.algorithms.traversal.breadth_first_search import generic_bfs_edges
 from torch import fx
 
 from lightning_unitscale.capture.graph_matmuls import matmul_of
@@ -164,13 +164,21 @@ def _stem(flow: Flow, node: fx.Node) -> fx.Node:
 def _branch_nodes(flow: Flow, branch: fx.Node, root: fx.Node) -> frozenset[fx.Node] | None:
     """Return the nodes on the paths from ``root`` to ``branch``, if one of them is a matmul."""
     start = flow.order(root)
-    later = nx.subgraph_view(flow.graph, filter_node=lambda node: flow.order(node) >= start)
-    if branch not in later:
+    # Views of the graph would count their nodes in each search, which is quadratic in all.
+    edges = generic_bfs_edges(
+        flow.graph,
+        branch,
+        lambda node: (one for one in flow.graph.predecessors(node) if flow.order(one) >= start),
+    )
+    sources = {branch, *(source for _, source in edges)}
+    if branch is root or root not in sources:
         return None
-    sources = nx.ancestors(later, branch) | {branch}
-    if root not in sources - {branch}:
-        return None
-    nodes = nx.descendants(flow.graph.subgraph(sources), root)
+    edges = generic_bfs_edges(
+        flow.graph,
+        root,
+        lambda node: (one for one in flow.graph.successors(node) if one in sources),
+    )
+    nodes = {node for _, node in edges}
     return frozenset(nodes) if any(matmul_of(node) for node in nodes) else None
 
 

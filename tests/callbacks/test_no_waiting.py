@@ -67,7 +67,7 @@ def train(
 
 
 UNITS = {"measurement.fill_in"}
-FITS = {"fp8.arrived"}
+FITS = {"fp8_linear.arrived"}
 
 
 @pytest.mark.slow_cases
@@ -239,7 +239,7 @@ class Steps(pl.Callback):
     ("options", "at_looks"),
     [
         ({}, []),
-        ({"precision": "fp8"}, ["measurement.fill_in", "fp8.arrived"]),
+        ({"precision": "fp8"}, ["measurement.fill_in", "fp8_linear.arrived"]),
         ({"method": "u-mup"}, []),
     ],
     ids=["units", "fp8", "rules"],

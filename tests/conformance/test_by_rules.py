@@ -35,6 +35,7 @@ REFUSED = {
     "functorch-linearized": "ran other graphs",
     "neighbours-a_layer_that_fails_and_goes_on": "must have same reduction dim",
     "subclasses-a_counted_batch": "a Counted",
+    "subclasses-a_named_batch_is_written": "Source must be None",
     "subclasses-cached_parametrizations": "registers a.parametrizations.weight.original",
 }
 # torch refuses each of them somewhere else than other modules.

@@ -211,7 +211,7 @@ def test_decisions_are_compiled_in_and_looked_at_before_each_run() -> None:
     # A look measures operands: the matmuls run one by one in it.
     matmuls_of(compiled).session.units.is_looking = True
     step(compiled, x)
-    assert len(matmuls_of(compiled).session.units.take().matmuls) == 6
+    assert len(matmuls_of(compiled).session.units.send()().matmuls) == 6
     matmuls_of(compiled).session.units.is_looking = False
     assert_same_bits(step(compiled, x), found)
     assert counters["stats"]["unique_graphs"] == 4

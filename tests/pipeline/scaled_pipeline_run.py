@@ -252,7 +252,7 @@ def train(folder: Path, case: str, num_ranks: int, resume_from: str) -> None:
 _STEPS = {"training_step", "validation_step", "_captured_steps"}
 # What does not go with stages, and what the error names.
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "compile=False": ({"compile": True}, {}, {}),
+    "compile=True": ({"compile": True}, {}, {}),
     "'1F1B' or 'GPipe'": ({"remat": 0.5}, {"schedule": "ZBVZeroBubble"}, {}),
     "smallest achievable peak": ({"remat": "1KiB"}, {}, {}),
     "capture='auto' or 'step'": ({}, {"capture": "forward"}, {}),
