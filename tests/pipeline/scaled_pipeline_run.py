@@ -257,7 +257,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "smallest achievable peak": ({"remat": "1KiB"}, {}, {}),
     "capture='auto' or 'step'": ({}, {"capture": "forward"}, {}),
     # A step that looks at its loss.
-    "the step cannot be cut": ({}, {}, {"limit_train_batches": 2}),
+    "which cannot be cut": ({}, {}, {"limit_train_batches": 2}),
 }
 
 
