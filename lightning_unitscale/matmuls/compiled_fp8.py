@@ -293,8 +293,8 @@ class FP8Layers(NewNodes):
             pairs = [set(pair) for pair in _SCALED]
             return self._numbers(forward, _FIRST_SCALE + pairs.index(set(sources)))
         factors = [self._casts[forward, which].factor for which in sources]
-        matmul = self.new(_ATEN.mul.Tensor, *factors)
-        return self.new(_ATEN.view.default, self.new(_ATEN.reciprocal.default, matmul), [1, 1])
+        factor = self.new(_ATEN.mul.Tensor, *factors)
+        return self.new(_ATEN.view.default, self.new(_ATEN.reciprocal.default, factor), [1, 1])
 
     def _element(self, forward: int, row: int) -> fx.Node:
         chosen = self.new(_ATEN.select.int, self.numbers[forward], 0, row)

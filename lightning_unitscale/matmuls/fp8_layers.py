@@ -149,8 +149,8 @@ class FP8Linears:
             if options.get(option, 1) != 1:
                 return f"it has {option}={options[option]}"
         features, sums = weight.shape, weight.shape[::-1]
-        for what, size, num_matmuls in zip(("input", "output"), features, sums, strict=True):
-            is_large = size >= PADDED_FROM and num_matmuls >= MIN_PADDED_SUM
+        for what, size, num_terms in zip(("input", "output"), features, sums, strict=True):
+            is_large = size >= PADDED_FROM and num_terms >= MIN_PADDED_SUM
             if size == 0 or (size % MULTIPLE and not is_large):
                 return f"its {size} {what} features are no multiple of {MULTIPLE}, {_NO_PADDING}"
         if name not in self.unfit.matmuls and (reason := why_no_fp8(read.device)) is not None:

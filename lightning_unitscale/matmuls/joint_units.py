@@ -210,13 +210,13 @@ class Scaling(NewNodes):
         self, node: fx.Node, factors: Sequence[_Factor], meta: dict[str, Any]
     ) -> list[fx.Node]:
         """Let whoever reads a node read it times all of these factors, one after the other."""
-        users, matmuls = list(node.users), [node]
+        users, scaled = list(node.users), [node]
         with self._graph.inserting_before(node.next):
             for factor in factors:
-                matmuls.append(self._times(matmuls[-1], factor, meta))
+                scaled.append(self._times(scaled[-1], factor, meta))
         for user in users:
-            user.replace_input_with(node, matmuls[-1])
-        return matmuls[1:]
+            user.replace_input_with(node, scaled[-1])
+        return scaled[1:]
 
     def _scaled(
         self,
