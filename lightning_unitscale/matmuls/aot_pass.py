@@ -260,7 +260,7 @@ def _is_copy(node: fx.Node) -> bool:
     factors: Any = factor.args[0]
     if factors.target is not operator.getitem:
         return False
-    return factors.args[0].target is torch.ops.lightning_unitscale.parts_of_factors.default
+    return factors.args[0].target is _OURS.parts_of_factors.default
 
 
 def _writes(node: fx.Node) -> bool:

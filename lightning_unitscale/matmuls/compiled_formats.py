@@ -45,6 +45,7 @@ from lightning_unitscale.matmuls.fp8_linear import Mode, is_weight
 from lightning_unitscale.matmuls.joint_graphs import (
     ARRANGED,
     CAST,
+    RECOMPUTE,
     JointMatmuls,
     arrangements,
     rule_of,
@@ -287,7 +288,7 @@ class FormatsInGraph:
                     kept.append(layers.new(operator.getitem, kept[1], position))
                     layers.numbers[number] = kept[-1]
             for node in kept:
-                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+                node.meta[RECOMPUTE] = CheckpointPolicy.MUST_SAVE
         for index, (node, matmul) in enumerate(zip(nodes, matmuls, strict=True)):
             if (mode := modes.get(matmul.forward)) is None:
                 self._replace(index, node, matmul, begin)

@@ -29,6 +29,7 @@ from lightning_unitscale.matmuls.joint_graphs import (
     ARRANGED,
     CAST,
     CHECKPOINT,
+    CONVERT,
     RECOMPUTE,
     NewNodes,
     value_of,
@@ -39,7 +40,6 @@ from lightning_unitscale.scales.transfer import numbers_on
 
 _ATEN = torch.ops.aten
 _OURS = torch.ops.lightning_unitscale
-_CONVERT = torch.ops.prims.convert_element_type.default
 _PASSED = frozenset({*ARRANGED, CAST, "aten.alias.default", "aten.detach.default"})
 _TRANSPOSED = ("aten.permute.default", "aten.t.default", "aten.transpose.int")
 # A tensor of fewer elements than this part of another costs nothing to keep.
@@ -257,14 +257,14 @@ class FP8Layers(NewNodes):
         # As ``to_fp8`` has it.
         is_wide = value.dtype is torch.float32
         wide = then(
-            _ATEN.mul.Tensor, source if is_wide else then(_CONVERT, source, torch.float32), factor
+            _ATEN.mul.Tensor, source if is_wide else then(CONVERT, source, torch.float32), factor
         )
         largest = torch.finfo(dtype).max
         is_finite = then(_ATEN.lt.Scalar, then(_ATEN.abs.default, wide), math.inf)
         clipped = then(_ATEN.clamp_min.default, wide, -largest)
         clipped = then(_ATEN.clamp_max.default, clipped, largest)
         nan = then(_ATEN.full.default, [], math.nan, dtype=torch.float32, device=value.device)
-        cast = then(_CONVERT, then(_ATEN.where.self, is_finite, clipped, nan), dtype)
+        cast = then(CONVERT, then(_ATEN.where.self, is_finite, clipped, nan), dtype)
         if not value_of(cast).is_contiguous():
             nodes.append(self._in_rows(cast))
         return _Cast(source, nodes, factor)
@@ -274,7 +274,7 @@ class FP8Layers(NewNodes):
         device = value_of(source).device
         magnitudes = self.new(_ATEN.abs.default, source)
         largest = self.new(_ATEN.amax.default, magnitudes, [0, 1])
-        largest = self.new(_CONVERT, largest, torch.float32)
+        largest = self.new(CONVERT, largest, torch.float32)
         is_usable = self.new(
             _ATEN.logical_and.default,
             self.new(_ATEN.gt.Scalar, largest, 2.0**-50),

@@ -6,9 +6,10 @@ from collections import Counter, defaultdict
 from collections.abc import Container, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
-from lightning_unitscale.capture.operators import RULES, MatmulRule, Sources
+from lightning_unitscale.capture.operators import RULES, MatmulRule, Sources, UnreachedRule
 from lightning_unitscale.matmuls.compiled_runs import GraphMatmul, Place
 from lightning_unitscale.matmuls.compiler_internals import is_of_backward
 from lightning_unitscale.matmuls.execute import are_real
@@ -33,7 +34,8 @@ ARRANGED = frozenset(
         "squeeze.dims",
     )
 )
-CAST = "prims.convert_element_type.default"
+CONVERT = torch.ops.prims.convert_element_type.default
+CAST = str(CONVERT)
 # In the ``meta`` of a node: number of its compiled graph, and which of that graph's matmuls it is.
 MATMUL = "lightning_unitscale_matmul"
 # What a partitioner is told of a node: whether it is computed again, and for which checkpoint.
@@ -82,8 +84,8 @@ class JointMatmuls:
         word, roles = rule.name_in(arguments_of(node))
         place = Place(word, roles, self.path_of(node))
         operands, autograd_node = rule.operands_in(node.args), node.meta.get("seq_nr")
-        flops = int(rule.flops(arguments_of(node), concrete(value_of(node))))
-        found = GraphMatmul(rule, place, number, number, tuple(range(len(operands))), flops)
+        sources, flops = tuple(range(len(operands))), flops_of(rule, node)
+        found = GraphMatmul(rule, place, number, number, sources, flops)
         known = [] if autograd_node is None else self._forward[autograd_node]
         if not (node in self.after_tangents or is_of_backward(node)):
             known.append((found, operands))
@@ -175,3 +177,8 @@ def fake_mode_in(graph: fx.Graph) -> Any:
 def arguments_of(node: fx.Node) -> Any:
     """Tensors without data in place of the nodes that a node reads; their sizes are numbers."""
     return concrete(fx.node.map_arg(node.args, lambda read: read.meta.get("val")))
+
+
+def flops_of(rule: MatmulRule | UnreachedRule, node: fx.Node) -> int:
+    """Return the floating-point operations of a node, for the sizes at compile time."""
+    return int(rule.flops(arguments_of(node), concrete(value_of(node))))

@@ -29,12 +29,13 @@ from lightning_unitscale.matmuls.compiler_internals import GraphPass, note_compi
 from lightning_unitscale.matmuls.joint_graphs import (
     ARRANGED,
     CHECKPOINT,
+    CONVERT,
     MATMUL,
     RECOMPUTE,
     JointMatmuls,
     NewNodes,
-    arguments_of,
     arranged,
+    flops_of,
     rule_of,
     tangents_of,
     value_of,
@@ -95,8 +96,7 @@ class UnitsInGraph:
             elif node.op == "call_function" and (left := rule or unreached) is not None:
                 reason = _ONE_CHANNEL if has_one else _NUMBER
                 reason = reason if unreached is None else unreached.reason
-                flops = int(left.flops(arguments_of(node), concrete(value_of(node))))
-                path = self._matmuls.path_of(node)
+                path, flops = self._matmuls.path_of(node), flops_of(left, node)
                 self._add(node, PlainMatmul(str(node.target), path, reason, flops))
         if not self._compiled.matmuls:
             return
@@ -123,7 +123,7 @@ class UnitsInGraph:
         with self._graph.inserting_before(first_operation(self._graph)):
             factors = forward.new(_OURS.compiled_factors.default, self._index, device, False)
             # Another one in the backward graph would be those of another run.
-            factors.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            factors.meta[RECOMPUTE] = CheckpointPolicy.MUST_SAVE
             parts_of = _OURS.parts_of_factors.default
             forward.parts = forward.new(parts_of, factors, None, self._index, [])
             if tangents:
@@ -276,10 +276,9 @@ class Scaling(NewNodes):
             nodes = [self.new(_ATEN.mul.Tensor, node, number)]
         else:
             # A factor of FP32 need not be a number of FP16.
-            convert = torch.ops.prims.convert_element_type.default
-            nodes = [self.new(convert, node, torch.float32)]
+            nodes = [self.new(CONVERT, node, torch.float32)]
             nodes.append(self.new(_ATEN.mul.Tensor, nodes[-1], number))
-            nodes.append(self.new(convert, nodes[-1], dtype))
+            nodes.append(self.new(CONVERT, nodes[-1], dtype))
         for new in nodes:
             new.meta.update({k: meta[k] for k in (RECOMPUTE, CHECKPOINT) if k in meta})
         return nodes[-1]
