@@ -203,7 +203,7 @@ def empty_placed_like(tensor: Tensor, dtype: torch.dtype, offset: int) -> Tensor
     shape, strides = tensor.shape, tensor.stride()
     if isinstance(sum(shape) + sum(strides), torch.SymInt):  # as soon as one of them is
         return torch.empty(shape, dtype=dtype, device=tensor.device)
-    placed, end = placed_strides(shape, strides, _LINE_BYTES // tensor.element_size())
+    placed, end = placed_strides(shape, strides, LINE_BYTES // tensor.element_size())
     spread = torch.empty(offset + end, dtype=dtype, device=tensor.device)
     return spread.as_strided(shape, placed, offset)
 
@@ -226,7 +226,7 @@ def placed_strides(
     return tuple(placed), end
 
 
-_LINE_BYTES = 64
+LINE_BYTES = 64
 
 
 def _alignment(tensor: Tensor) -> int:
@@ -234,9 +234,7 @@ def _alignment(tensor: Tensor) -> int:
     if is_compiling():
         return 0
     offset = tensor.storage_offset()
-    return (
-        0 if isinstance(offset, torch.SymInt) else offset % (_LINE_BYTES // tensor.element_size())
-    )
+    return 0 if isinstance(offset, torch.SymInt) else offset % (LINE_BYTES // tensor.element_size())
 
 
 def _times(tensor: Tensor, factor: Factor | None) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_unitscale.capture.operators import MatmulRule, Sources, combined
 from lightning_unitscale.functional.scale import (
+    LINE_BYTES,
     POWERS_OF_TWO,
     empty_placed_like,
     multiply,
@@ -23,7 +24,6 @@ from lightning_unitscale.functional.scale import (
 from lightning_unitscale.matmuls.measurement import Site
 from lightning_unitscale.matmuls.torch_internals import Kernel, current_node, overridden_kernel
 
-_LINE_BYTES = 64
 _HAS_MKL = torch.backends.mkl.is_available()
 _FLOATS = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
 
@@ -98,9 +98,9 @@ def scaled_copy(tensor: Tensor, exponent: int) -> Tensor:
     # BLAS may change the order of summation with the strides and with the offset in a cache line.
     factor = POWERS_OF_TWO[tensor.dtype][exponent]
     # New memory begins at a cache line.
-    offset = tensor.data_ptr() % _LINE_BYTES
+    offset = tensor.data_ptr() % LINE_BYTES
     if offset == 0:
-        line = _LINE_BYTES // tensor.element_size()
+        line = LINE_BYTES // tensor.element_size()
         is_kept, strides = _copy_strides(tensor.shape, tensor.stride(), line)
         if is_kept:
             return torch.mul(tensor, factor)
@@ -126,7 +126,7 @@ def shared_copy(tensor: Tensor, exponent: int) -> Tensor:
     """Return :func:`scaled_copy` of a gradient, or a view of the copy made just before."""
     # Within one autograd node nothing can have changed the gradient meanwhile.
     node, thread = current_node(), get_ident()
-    line = _LINE_BYTES // tensor.element_size()
+    line = LINE_BYTES // tensor.element_size()
     is_shared = node is not None and _copy_strides(tensor.shape, tensor.stride(), line)[0]
     if is_shared and (last := _LAST.pop(thread, None)) is not None:
         last_node, last_exponent, source, copy = last
