@@ -24,7 +24,7 @@ from lightning_unitscale.functional.low_precision import GRADIENTS, MULTIPLE, OP
 from lightning_unitscale.matmuls.compiled_runs import GraphMatmul
 from lightning_unitscale.matmuls.compiler_internals import note_strides
 from lightning_unitscale.matmuls.fp8_layers import TensorKind
-from lightning_unitscale.matmuls.fp8_linear import FP8Matmuls, Mode
+from lightning_unitscale.matmuls.fp8_linear import LAYER_OPERATORS, Mode, fp8_of
 from lightning_unitscale.matmuls.joint_graphs import (
     ARRANGED,
     CAST,
@@ -75,7 +75,7 @@ def layer_of(
 ) -> Layer | None:
     """The layer of a forward matmul whose weight is known; ``None`` if kernels have to run it."""
     if any(
-        matmul.rule.operator not in ("mm", "addmm") or each.kwargs
+        matmul.rule.operator not in LAYER_OPERATORS or each.kwargs
         for matmul, each in [(forward, node), *backward]
     ):
         return None
@@ -97,11 +97,11 @@ def modes_of(
     layers: Mapping[int, Layer], found: tuple[MatmulSession, dict[int, Site]] | None
 ) -> dict[int, Mode]:
     """How the layers of a graph run that are in FP8 in a step that goes on."""
-    if found is None or not found[0].numerics or found[0].units.is_looking:
+    if found is None:
         return {}
     session, sites = found
-    numerics = session.numerics[0]  # FP8 comes first
-    if not isinstance(numerics, FP8Matmuls):
+    numerics = fp8_of(session)
+    if numerics is None or session.units.is_looking:
         return {}
     modes = {}
     for number, layer in layers.items():
@@ -125,8 +125,8 @@ def modes_of(
 
 def numbers_of(session: MatmulSession, sites: Iterable[Site], device: torch.device) -> list[Tensor]:
     """The factors and scales of layers, FP32 of shape ``(_NUM_NUMBERS, _PITCH)`` each."""
-    numerics, step = session.numerics[0], session.units.rounding_step
-    assert isinstance(numerics, FP8Matmuls), "its layers are compiled"
+    numerics, step = fp8_of(session), session.units.rounding_step
+    assert numerics is not None, "its layers are compiled"
     numbers = []
     for site in sites:
         factors = numerics.factors(site, step)

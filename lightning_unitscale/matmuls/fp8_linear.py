@@ -60,6 +60,8 @@ from lightning_unitscale.scales.transfer import joint_copy
 
 # How a layer runs in a compiled graph, which is compiled again for another one.
 Mode = tuple[Scaling, GradientFormat]
+# The operators that compute a linear layer and its gradients.
+LAYER_OPERATORS = ("mm", "addmm")
 _LINEAR = "linear"
 _OPERAND_FORMAT = "E4M3FN"
 _ROLES = ("input", "weight")
@@ -90,7 +92,7 @@ class FP8Matmuls(Numerics):
         if not self.is_active:
             return ""
         name = matmul.site.name
-        is_made = matmul.rule.operator in ("mm", "addmm") and "out" not in kwargs
+        is_made = matmul.rule.operator in LAYER_OPERATORS and "out" not in kwargs
         if matmul.slot == FORWARD:
             read, weight = matmul.rule.operands_in(args)[:2]
             self._decide(
@@ -134,7 +136,7 @@ class FP8Matmuls(Numerics):
         # At first sight it is decided at once: what does not fit is not to be cast even once.
         if not self._measures_range:
             return
-        is_made = matmul.rule.operator in ("mm", "addmm")
+        is_made = matmul.rule.operator in LAYER_OPERATORS
         if not is_made or self._config.decisions.get(matmul.site.name) is not None:
             # It is not in FP8 anyway.
             self._config.unseen.difference_update(matmul.names)
@@ -269,6 +271,11 @@ def numerics_of(
     ]
 
 
+def fp8_of(session: MatmulSession) -> FP8Matmuls | None:
+    """Return what runs a session's layers in FP8, or ``None`` if nothing does."""
+    return next((each for each in session.numerics if isinstance(each, FP8Matmuls)), None)
+
+
 def _calling_layer() -> nn.Module | None:
     """The module that runs what calls."""
     call = next((frame for frame in frames() if frame.f_code is MODULE_CALL), None)
@@ -318,7 +325,7 @@ def _run_layer(
     session: MatmulSession, node: Any, input: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Tensor | None:
     """Run a layer in FP8; ``None`` where not everything is known of it, or it is not in FP8."""
-    numerics = next((each for each in session.numerics if isinstance(each, FP8Matmuls)), None)
+    numerics = fp8_of(session)
     if numerics is None or session.units.is_looking or not torch.is_grad_enabled():
         return None
     if not (input.requires_grad or weight.requires_grad) or has_subclass((input, weight)):
