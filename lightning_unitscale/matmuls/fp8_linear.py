@@ -95,11 +95,13 @@ class FP8Matmuls(Numerics):
         is_made = matmul.rule.operator in LAYER_OPERATORS and "out" not in kwargs
         if matmul.slot == FORWARD:
             read, weight = matmul.rule.operands_in(args)[:2]
-            self._decide(
-                name,
-                (is_made, read.dtype, weight.dtype, weight.shape),
-                lambda: self._why_not(matmul, args, kwargs) if is_made else NO_LINEAR,
-            )
+
+            def why_not() -> str | None:
+                if not is_made or not _reads_weight(matmul, weight):
+                    return NO_LINEAR
+                return self._config.why_not(name, matmul.site.module, read, weight, kwargs)
+
+            self._decide(name, (is_made, read.dtype, weight.dtype, weight.shape), why_not)
         reason = self._config.decisions.get(name, NO_LINEAR)
         return reason if is_made else reason or NO_LINEAR
 
@@ -127,9 +129,8 @@ class FP8Matmuls(Numerics):
     def factors(self, site: Site, step: int) -> list[float]:
         """By what the operands of a layer, and its gradient, are multiplied before the cast."""
         units, names = (*site.log2_units, site.log2_gamma), (*site.operand_names, site.name)
-        return [
-            self._factor(unit or 0, name, step) for unit, name in zip(units, names, strict=True)
-        ]
+        pairs = zip(units, names, strict=True)
+        return [_factor(self._config, unit or 0, name, step) for unit, name in pairs]
 
     def measure(self, matmul: Matmul, operands: Sequence[Tensor], *, is_first: bool) -> None:
         """Find out what FP8 would lose of operands in their units; see :meth:`fit`."""
@@ -222,7 +223,7 @@ class FP8Matmuls(Numerics):
             dtype = GRADIENTS[config.gradient_of(site.name)] if is_wide else OPERAND
             matrix = args[position] if position == first else args[position].t()
             is_dynamic = config.scaling == "dynamic"
-            factor = to_largest(matrix, dtype) if is_dynamic else self._factor(unit, name, step)
+            factor = to_largest(matrix, dtype) if is_dynamic else _factor(config, unit, name, step)
             factors.append(factor)
             casts += fp8_matrices(matrix, factor, dtype)
         tensor = args[first]
@@ -230,10 +231,6 @@ class FP8Matmuls(Numerics):
         is_fast = not any(matmul.is_gradient)
         result = scaled_matmul(casts[0], casts[1], scale, tensor.dtype, fast=is_fast)
         return result.add_(args[0]) if matmul.rule.addends else result
-
-    def _factor(self, log2_unit: int, name: str, step: int) -> float:
-        """By what a tensor is multiplied before it is cast, with constant scales."""
-        return 2.0**-log2_unit * grid_factor(self._config.moving_grid, name, step)
 
     def run_layer(
         self, matmul: Matmul, input: Tensor, weight: Tensor, bias: Tensor | None
@@ -246,17 +243,10 @@ class FP8Matmuls(Numerics):
             input, weight, bias, input.dtype, *factors, gradient_format=gradient_format
         )
 
-    def _why_not(
-        self, matmul: Matmul, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> str | None:
-        site, operands = matmul.site, matmul.rule.operands_in(args)
-        reads_weight = matmul.reads_weight
-        if reads_weight is None:
-            weight = operands[1]
-            reads_weight = is_weight(site.name, weight, _calling_layer()) or is_parameter(weight)
-        if not reads_weight:
-            return NO_LINEAR
-        return self._config.why_not(site.name, site.module, operands[0], operands[1], kwargs)
+
+def _factor(config: FP8Linears, log2_unit: int, name: str, step: int) -> float:
+    """Return the factor by which a tensor is multiplied before the cast, with constant scales."""
+    return 2.0**-log2_unit * grid_factor(config.moving_grid, name, step)
 
 
 def numerics_of(
@@ -274,6 +264,13 @@ def numerics_of(
 def fp8_of(session: MatmulSession) -> FP8Matmuls | None:
     """Return what runs a session's layers in FP8, or ``None`` if nothing does."""
     return next((each for each in session.numerics if isinstance(each, FP8Matmuls)), None)
+
+
+def _reads_weight(matmul: Matmul, operand: Tensor) -> bool:
+    """Check whether the second operand of a matmul is the weight of a linear layer."""
+    if matmul.reads_weight is not None:
+        return matmul.reads_weight
+    return is_weight(matmul.site.name, operand, _calling_layer()) or is_parameter(operand)
 
 
 def _calling_layer() -> nn.Module | None:
