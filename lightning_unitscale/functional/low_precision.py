@@ -59,7 +59,7 @@ def why_no_fp8(device: torch.device) -> str | None:
 
 
 def joins_bias(bias: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the hardware's kernel adds a bias to a matmul before it rounds it."""
+    """Check whether the hardware's kernel adds a bias to a matmul before rounding it."""
     is_row = bias.dim() == 1 and bias.is_contiguous()
     return is_row and bias.dtype == dtype and dtype in _WITH_BIAS and bias.device.type == "cuda"
 
@@ -122,8 +122,8 @@ def fp8_linear(
 ) -> Tensor:
     """Compute ``input @ weight.T + bias`` in FP8, and keep only FP8 for the backward pass."""
     # The factors are those of the input, the weight and the gradient. Without them scales are
-    # dynamic.
-    # Outside of the autograd function, since its result must not be a view for in-place writes.
+    # dynamic. Reshape outside of the autograd function, since in-place writes need a result that
+    # is no view.
     rows = input.reshape(-1, input.shape[-1])
     is_padded = weight.shape[0] % MULTIPLE > 0 or rows.numel() == 0
     is_joined = bias is not None and not is_padded and joins_bias(bias, dtype)
@@ -218,9 +218,9 @@ _LIBRARY.define("fp8_turned(Tensor matrix) -> Tensor", tags=(torch.Tag.flexible_
 
 @torch.library.impl("lightning_unitscale::fp8_turned", ("cpu", "cuda"), lib=_LIBRARY)
 def _fp8_turned(matrix: Tensor) -> Tensor:
-    """A copy of an FP8 matrix the other way round: ``(k, m)``, in rows."""
-    # Inductor would make it a part of a kernel that goes along rows of the matrix, and write it
-    # byte by byte.
+    """Transpose an FP8 matrix into contiguous rows."""
+    # An operator, since Inductor would fuse it into a kernel over the rows of the matrix, which
+    # writes single bytes.
     if not matrix.is_cuda or not has_triton():
         return matrix.t().contiguous()
     from lightning_unitscale.functional.triton_cast import turn_matrix

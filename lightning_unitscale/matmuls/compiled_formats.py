@@ -1,9 +1,9 @@
-"""Formats in what the user compiles: matmuls become operators that do what an eager kernel does.
+"""Round matmuls that the user compiles: replace them by operators that act as eager kernels do.
 
-Whether a matmul runs in a format, and in which units, is decided whenever it runs, so a decision
-of FP8's compiles nothing again. A graph begins with one operator that finds the session; its result
-is a number that goes with what is saved for the backward pass, so that a backward matmul knows the
-run of the forward graph that it belongs to: its units, its step, its random numbers.
+Each run decides whether a matmul runs in a format, and in which units. So these decisions need no
+recompilation. A graph begins with one operator that finds the session and returns the number of the
+run. The number is saved for the backward pass. By it a backward matmul finds its forward run, with
+its units, its step and its random numbers.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ from lightning_unitscale.matmuls.owners import running_session
 from lightning_unitscale.matmuls.session import MatmulSession, run_inside
 from lightning_unitscale.matmuls.torch_internals import Kernel, plain_functions
 
-# Runs that may go on, one in a thread.
+# Limits the runs that go on, one in a thread.
 _MAX_BEGUN = 2**6
-# The run of a graph that nobody rounds.
+# The number of a run that belongs to no session.
 _NOBODY = 0
 _OURS = torch.ops.lightning_unitscale
 
 
 @dataclass(frozen=True)
 class Changing:
-    """Stands for what changes among the arguments of a matmul."""
+    """A stand-in for a tensor or a number among the arguments of a matmul."""
 
-    index: int  # which of the tensors, or of the numbers that change with the shapes
+    index: int  # among the tensors, or among the numbers that change with the shapes
     is_tensor: bool  # which of the two
 
 
@@ -75,17 +75,17 @@ class RoundedMatmul(GraphMatmul):
     """A matmul of a compiled graph, forward or backward."""
 
     operator: Kernel  # of its rule, as torch calls it
-    args: tuple[Any, ...]  # with :class:`Changing` in place of what changes
+    args: tuple[Any, ...]  # with :class:`Changing` in place of tensors and numbers
     kwargs: dict[str, Any]
-    # Positions of its results that are tensors; ``None`` for one that is no tuple.
+    # Positions of its results that are tensors; ``None`` for a single result.
     results: tuple[int, ...] | None
-    is_weight: bool = False  # its second operand is made of a parameter of the layer that runs it
-    input: int | None = None  # which input of the graph that operand is an arrangement of
+    is_weight: bool = False  # its second operand is made of a parameter of its layer
+    input: int | None = None  # the input of the graph that this operand is an arrangement of
 
     def arguments(
         self, tensors: Sequence[Tensor], sizes: Sequence[int]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of one run."""
+        """Return the arguments of one run."""
 
         def filled(leaf: Any) -> Any:
             if not isinstance(leaf, Changing):
@@ -96,7 +96,7 @@ class RoundedMatmul(GraphMatmul):
         return tuple(args), dict(kwargs)
 
     def listed(self, result: Any) -> list[Tensor]:
-        """Its results that are tensors."""
+        """Return the tensors of its result."""
         return [result] if self.results is None else [result[index] for index in self.results]
 
 
@@ -106,26 +106,26 @@ class RoundedGraph(GraphRuns):
     def __init__(self, root: str) -> None:
         super().__init__(root)
         self.matmuls: list[RoundedMatmul] = []
-        # The latest runs: another thread may run the graph meanwhile.
+        # The latest runs, since another thread may run the graph meanwhile.
         self._begun: dict[int, GraphRun] = {}
         self._are_parameters: tuple[bool, ...] = ()
         self._has_backward = False
         self.layers: dict[int, Layer] = {}  # by the number of a forward matmul
-        # Of those that this graph casts by itself, how.
+        # How the layers run that this graph casts itself.
         self.modes: dict[int, Mode] = {}
 
     def add(self, matmul: RoundedMatmul) -> None:
-        """Add a matmul, which comes last."""
+        """Append a matmul."""
         self.add_place(matmul)
         self._has_backward |= matmul.is_backward
         self.matmuls.append(matmul)
 
     def modes_now(self) -> dict[int, Mode]:
-        """How its layers would run in FP8 in a run that began now."""
+        """Return how its layers would run in FP8 in a run that began now."""
         return modes_of(self.layers, self.sites_ahead(self.layers))
 
     def begin(self, inputs: Sequence[Tensor]) -> int:
-        """Number of the run that begins; that of nobody's where no session has its matmuls."""
+        """Begin a run, and return its number; ``_NOBODY`` if it belongs to no session."""
         self.callers.note(is_backward=False)
         run = self.begin_run()
         if run is None:
@@ -143,7 +143,7 @@ class RoundedGraph(GraphRuns):
         return run.number
 
     def numbers(self, run: int, device: torch.device) -> list[Tensor]:
-        """The factors and scales of its layers in FP8, in a run."""
+        """Return the factors and scales of its layers in FP8, in a run."""
         begun = self._begun.get(run)
         session = None if begun is None else begun.session()
         if begun is None or session is None or not session.is_open:
@@ -158,7 +158,7 @@ class RoundedGraph(GraphRuns):
         if matmul.is_backward:
             self.callers.note(is_backward=True)
         args, kwargs = matmul.arguments(tensors, sizes)
-        # The memory of a gradient may be another's by now, within one autograd node.
+        # Within one autograd node, another tensor may use the memory of a gradient by now.
         forget_copy()
         try:
             with plain_functions():
@@ -187,7 +187,7 @@ class RoundedGraph(GraphRuns):
         if matmul.is_backward and recorded is not None:
             run_as = session.backward_matmul(matmul.rule, args, recorded[1], matmul.sources)
         elif recorded is not None:
-            # A checkpoint computes it again.
+            # A checkpoint recomputes it.
             run_as = recorded[1].matmul
         else:
             assert begun is not None, "a session was found by it"
@@ -234,15 +234,15 @@ define_operator(
     "matmul(Tensor[] tensors, SymInt[] sizes, Tensor run, int graph, int matmul) -> Tensor[]",
     lambda tensors, sizes, run, graph, matmul: GRAPHS[graph].run(matmul, int(run), tensors, sizes),
     _fake_matmul,
-    # BLAS may add in another order for another stride.
+    # BLAS may sum in another order for another stride.
     torch.Tag.needs_exact_strides,
 )
-# What a plan runs again costs as much as the matmul that it is.
+# For a plan, recomputing it costs as much as the matmul itself.
 register_flop_formula(torch.ops.lightning_unitscale.matmul)(_matmul_flops)
 
 
 def _round(graph: fx.Graph) -> None:
-    """Let the matmuls of a graph round, if it is compiled in a step whose matmuls do."""
+    """Round the matmuls of a graph, if it is compiled in a step whose matmuls are rounded."""
     session = running_session()
     if session is not None and session.numerics:
         FormatsInGraph(graph, session).run()
@@ -252,7 +252,7 @@ PASS = GraphPass("joint_custom_pre_pass", _round)
 
 
 class FormatsInGraph:
-    """Lets the matmuls of one graph round, before Inductor has joined one with anything."""
+    """The rounding of one graph's matmuls, before Inductor fuses any of them."""
 
     def __init__(self, graph: fx.Graph, session: MatmulSession, *, is_fused: bool = True) -> None:
         self._graph = graph
@@ -264,7 +264,7 @@ class FormatsInGraph:
         self._inputs: list[fx.Node] = []
 
     def run(self) -> None:
-        """Rewrite it."""
+        """Rewrite the graph."""
         found = [(node, rule) for node in self._graph.nodes if (rule := rule_of(node)) is not None]
         found = [(node, rule) for node, rule in found if _can_move(node)]
         if not found:
@@ -279,7 +279,7 @@ class FormatsInGraph:
         modes, layers = self._compiled.modes, FP8Layers(self._graph, self._matmuls.after_tangents)
         with self._graph.inserting_before(first_operation(self._graph)):
             begin = layers.new(_OURS.begin.default, self._inputs, self._index)
-            # Another one in the backward graph would be another run.
+            # Recomputed in the backward graph, it would be another run.
             kept = [begin]
             if modes:
                 device = next(iter(self._compiled.layers.values())).weight.device
@@ -297,7 +297,7 @@ class FormatsInGraph:
         layers.finish()
 
     def _find_layers(self, nodes: Sequence[fx.Node]) -> None:
-        """Choose the layers that cast in the graph, for as long as they are to do so."""
+        """Choose the layers that the graph casts itself while the guard holds."""
         compiled, families = self._compiled, defaultdict[int, list[Any]](list)
         for matmul, node in zip(compiled.matmuls, nodes, strict=True):
             families[matmul.forward].append((matmul, node))
@@ -311,7 +311,7 @@ class FormatsInGraph:
             compiled.modes = modes
 
     def _matmul(self, rule: MatmulRule, node: fx.Node) -> RoundedMatmul:
-        """What is known of a matmul before it runs."""
+        """Describe a matmul before it runs."""
         value, operands = value_of(node), rule.operands_in(node.args)
         results = None
         if not isinstance(value, Tensor):
@@ -327,7 +327,7 @@ class FormatsInGraph:
         return matmul
 
     def _look_for_weight(self, matmul: RoundedMatmul, node: fx.Node) -> None:
-        """Find out what the second operand of a matmul is made of."""
+        """Find out whether the second operand of a matmul is a weight or an input."""
         module = self._session.sites.module
         layer = None if module is None else module.get_submodule(matmul.place.path)
         matmul.is_weight = is_weight(matmul.place.word, value_of(node), layer)
@@ -370,7 +370,7 @@ class FormatsInGraph:
 
 
 def _can_move(node: fx.Node) -> bool:
-    """Whether all that changes among a matmul's arguments, and all that is read, can be moved."""
+    """Check whether an operator can take a matmul's arguments and return its results."""
     leaves = pytree.tree_leaves((node.args, node.kwargs))
     values = [value_of(leaf) for leaf in leaves if isinstance(leaf, fx.Node)]
     if not all(isinstance(value, (Tensor, int, torch.SymInt)) for value in values):
@@ -384,7 +384,7 @@ def _can_move(node: fx.Node) -> bool:
 
 
 def _template(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a node, with what changes numbered."""
+    """Return the arguments of a node, with its tensors and changing numbers numbered."""
     tensors, sizes = itertools.count(), itertools.count()
 
     def numbered(leaf: Any) -> Any:

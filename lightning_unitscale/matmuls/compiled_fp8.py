@@ -1,12 +1,12 @@
-"""FP8 layers of compiled graphs, in operations that Inductor makes a part of what is around them.
+"""Run the FP8 layers of compiled graphs in operations that Inductor fuses with their neighbours.
 
-An operator that casts by itself reads its operand once more, and has the forward graph keep that
-for the backward one. Here the casts of a layer, and the copies that lie the other way round, are
-plain operations beside ``_scaled_mm``: they run in the kernel that makes the operand, and what is
-kept is FP8, or what the backward pass reads anyway.
+An operator that casts by itself reads its operand once more, and the forward graph keeps that
+operand for the backward graph. Here the casts of a layer and its transposes are plain operations
+around ``_scaled_mm``. They run in the kernel that makes the operand. Tensors kept for the backward
+pass are FP8, or it reads them anyway.
 
-Whether a layer is in FP8, and in which format its gradient is, is compiled in: Dynamo looks before
-it runs a graph whether that is so, and compiles another one if not. Scales are numbers of a run.
+The decisions on layers, and the formats of their gradients, are compiled in. Before Dynamo runs a
+graph, it checks that they still hold, and compiles another graph if not. Each run reads the scales.
 """
 
 from __future__ import annotations
@@ -42,15 +42,16 @@ _ATEN = torch.ops.aten
 _OURS = torch.ops.lightning_unitscale
 _PASSED = frozenset({*ARRANGED, CAST, "aten.alias.default", "aten.detach.default"})
 _TRANSPOSED = ("aten.permute.default", "aten.t.default", "aten.transpose.int")
-# A tensor of fewer elements than this part of another costs nothing to keep.
+# Keeping a tensor with this many times fewer elements than another costs next to nothing.
 _MUCH_SMALLER = 8
-# Of a layer: factors of its input, its weight and its gradient, scales of its result and of their
-# gradients, and a 1; cuBLAS reads scales at multiples of 16 bytes.
+# The tensors of a layer: input 0, weight 1, gradient 2.
 _WEIGHT, _GRADIENT = 1, 2
+# The operands of its three matmuls.
+_SCALED = ((0, 1), (2, 1), (2, 0))
+# The numbers of a layer: the factors of its tensors, the scales of its matmuls, and a 1. cuBLAS
+# reads scales at multiples of 16 bytes.
 _NUM_NUMBERS, _PITCH = 7, 4
 _FIRST_SCALE, _ONE = 3, 6
-# What the operands of the three matmuls are: the input, the weight, the gradient.
-_SCALED = ((0, 1), (2, 1), (2, 0))
 
 OUTSIDE = (
     "A graph with layers in FP8 runs outside of the steps that it was compiled for. Expected a "
@@ -73,7 +74,7 @@ def layer_of(
     node: fx.Node,
     backward: Sequence[tuple[GraphMatmul, fx.Node]],
 ) -> Layer | None:
-    """The layer of a forward matmul whose weight is known; ``None`` if kernels have to run it."""
+    """Return the layer of a forward matmul of a weight; ``None`` if kernels have to run it."""
     if any(
         matmul.rule.operator not in LAYER_OPERATORS or each.kwargs
         for matmul, each in [(forward, node), *backward]
@@ -85,7 +86,7 @@ def layer_of(
     sizes = [*operands[0].shape, *operands[1].shape]
     if not all(isinstance(size, int) and size for size in sizes):
         return None
-    # What is not a multiple of 16 is padded by kernels; rows are added up for the weight alone.
+    # Kernels pad sizes that are not multiples of 16. Only the weight's gradient sums over rows.
     makes_weight = any(1 not in matmul.sources for matmul, _ in backward)
     if any(size % MULTIPLE for size in sizes[not makes_weight :]):
         return None
@@ -96,7 +97,7 @@ def layer_of(
 def modes_of(
     layers: Mapping[int, Layer], found: tuple[MatmulSession, dict[int, Site]] | None
 ) -> dict[int, Mode]:
-    """How the layers of a graph run that are in FP8 in a step that goes on."""
+    """Return how the FP8 layers of a graph run in the running step."""
     if found is None:
         return {}
     session, sites = found
@@ -110,10 +111,10 @@ def modes_of(
         if layer.has_backward:
             units[site.name] = site.log2_gamma
         unknown = [name for name, unit in units.items() if unit is None]
-        # What has got its units in this step had none in its forward pass.
+        # A layer that got its units in this step had none in its forward pass.
         is_new = layer.has_backward and not site.is_settled and bool(site.seen)
         if is_new or not session.units.lacking.keys() >= set(unknown):
-            # It soon has them all, and the graph need not be compiled for each of its layers.
+            # It will soon have all units. Do not compile the graph again for each of its layers.
             return {}
         if unknown:
             continue
@@ -124,7 +125,7 @@ def modes_of(
 
 
 def numbers_of(session: MatmulSession, sites: Iterable[Site], device: torch.device) -> list[Tensor]:
-    """The factors and scales of layers, FP32 of shape ``(_NUM_NUMBERS, _PITCH)`` each."""
+    """Return the factors and scales of layers, FP32 of shape ``(_NUM_NUMBERS, _PITCH)`` each."""
     numerics, step = fp8_of(session), session.units.rounding_step
     assert numerics is not None, "its layers are compiled"
     numbers = []
@@ -135,13 +136,13 @@ def numbers_of(session: MatmulSession, sites: Iterable[Site], device: torch.devi
             numbers += [number] * _PITCH
     tensor = numbers_on(device, numbers, torch.float32).view(-1, _NUM_NUMBERS, _PITCH)
     parts = empty_numbers(len(tensor), device)
-    # Each in memory of its own, so that the kernels of equal layers are the same.
+    # Each in its own memory, so that equal layers share kernels.
     torch.split_with_sizes_copy(tensor.flatten(0, 1), [_NUM_NUMBERS] * len(parts), out=parts)
     return parts
 
 
 def empty_numbers(count: int, device: torch.device) -> list[Tensor]:
-    """What :func:`numbers_of` gives, without values."""
+    """Allocate the results of :func:`numbers_of`."""
     return [torch.empty(_NUM_NUMBERS, _PITCH, device=device) for _ in range(count)]
 
 
@@ -149,25 +150,25 @@ def empty_numbers(count: int, device: torch.device) -> list[Tensor]:
 class _Cast:
     """A tensor in FP8, in one or both arrangements."""
 
-    source: fx.Node  # of which it is a cast
+    source: fx.Node  # the tensor that is cast
     nodes: list[fx.Node]  # that make it; the last is the cast
     factor: fx.Node
-    turned: list[fx.Node] = field(default_factory=list)  # that lay it the other way round
+    turned: list[fx.Node] = field(default_factory=list)  # that transpose it; the last is in rows
 
 
 class FP8Layers(NewNodes):
-    """Puts layers in FP8 into a graph."""
+    """Adds layers in FP8 to a graph."""
 
     def __init__(self, graph: fx.Graph, after_tangents: set[fx.Node]) -> None:
         super().__init__(graph)
         self._after_tangents = after_tangents
-        # By layer, the node that gives its numbers.
+        # The node of each layer's numbers, by its forward matmul.
         self.numbers: dict[int, fx.Node] = {}
-        # By layer and by which of its operands it is, or 2 for the gradient.
+        # By the forward matmul, and the tensor of the layer.
         self._casts: dict[tuple[int, int], _Cast] = {}
 
     def replace(self, node: fx.Node, matmul: GraphMatmul, mode: Mode) -> None:
-        """Let a matmul of a layer run in FP8."""
+        """Replace a matmul of a layer by one in FP8."""
         first, second = matmul.rule.operands_in(node.args)
         sources = [_GRADIENT if source is None else source for source in matmul.sources]
         with self._graph.inserting_before(node):
@@ -189,7 +190,7 @@ class FP8Layers(NewNodes):
             kept = {k: v for k, v in node.meta.items() if k not in ("val", "eager_input_vals")}
             new.meta = {**kept, **new.meta}
         if RECOMPUTE in node.meta and not matmul.is_backward:
-            # A checkpoint within the graph computes its casts again, as it does the matmul.
+            # A checkpoint within the graph recomputes its casts, as it does the matmul.
             for cast in (self._casts[matmul.forward, which] for which in sources):
                 for each in cast.nodes:
                     each.meta[RECOMPUTE] = CheckpointPolicy.PREFER_RECOMPUTE
@@ -200,11 +201,11 @@ class FP8Layers(NewNodes):
         self._graph.erase_node(node)
 
     def finish(self) -> None:
-        """Say what the backward pass computes again."""
+        """Mark the nodes that the backward pass recomputes."""
         for (_, which), cast in self._casts.items():
             if which == _GRADIENT:
                 continue
-            # Laid the other way round it is read by the backward pass alone.
+            # Only the backward pass reads the transpose.
             nodes = list(cast.turned)
             if nodes and _is_kept_anyway(cast, self._after_tangents):
                 nodes += cast.nodes
@@ -215,14 +216,14 @@ class FP8Layers(NewNodes):
     def _laid(
         self, node: Any, matmul: GraphMatmul, which: int, mode: Mode, *, turned: bool
     ) -> fx.Node:
-        """An operand in FP8 in contiguous rows, or its transpose."""
+        """Return an operand, or its transpose, in FP8 in contiguous rows."""
         source, turned = _upright(node, turned)
         key = matmul.forward, which
         cast = self._casts.get(key)
         if cast is None or cast.source is not source:
             cast = self._casts[key] = self._cast(source, matmul.forward, which, mode)
             if which == _GRADIENT:
-                # The matmul that comes first would have Inductor write another copy for it.
+                # Otherwise Inductor would write another copy for the matmul that comes first.
                 self._turn(cast, which)
         if not turned:
             return cast.nodes[-1]
@@ -254,7 +255,7 @@ class FP8Layers(NewNodes):
             nodes.append(self.new(target, *args, **kwargs))
             return nodes[-1]
 
-        # As ``to_fp8`` has it.
+        # The operations of ``to_fp8``.
         is_wide = value.dtype is torch.float32
         wide = then(
             _ATEN.mul.Tensor, source if is_wide else then(CONVERT, source, torch.float32), factor
@@ -270,7 +271,7 @@ class FP8Layers(NewNodes):
         return _Cast(source, nodes, factor)
 
     def _to_largest(self, source: fx.Node, dtype: torch.dtype) -> fx.Node:
-        """As the function of this name, in a graph."""
+        """Add the operations of the function ``to_largest``."""
         device = value_of(source).device
         magnitudes = self.new(_ATEN.abs.default, source)
         largest = self.new(_ATEN.amax.default, magnitudes, [0, 1])
@@ -288,7 +289,7 @@ class FP8Layers(NewNodes):
         return self.new(_ATEN.where.self, is_usable, factor, one)
 
     def _scale(self, forward: int, sources: Sequence[int], mode: Mode) -> fx.Node:
-        """The scale of a result, of shape ``(1, 1)``."""
+        """Return the scale of a result, of shape ``(1, 1)``."""
         if mode[0] == "constant":
             pairs = [set(pair) for pair in _SCALED]
             return self._numbers(forward, _FIRST_SCALE + pairs.index(set(sources)))
@@ -301,13 +302,13 @@ class FP8Layers(NewNodes):
         return self.new(_ATEN.select.int, chosen, 0, 0)
 
     def _numbers(self, forward: int, row: int) -> fx.Node:
-        # Inductor takes a number without dimensions, at some place in memory, for all of that.
+        # Inductor would take a 0-d tensor within a larger one for all of its memory.
         rows = self.new(_ATEN.slice.Tensor, self.numbers[forward], 0, row, row + 1)
         return self.new(_ATEN.slice.Tensor, rows, 1, 0, 1)
 
 
 def _upright(node: Any, turned: bool) -> tuple[fx.Node, bool]:
-    """What a matrix is the transpose of, if it is one, and whether it is wanted transposed."""
+    """Return the matrix below transposes, and whether it is then wanted transposed."""
     while str(node.target) in _TRANSPOSED and value_of(node.args[0]).dim() == 2:
         if str(node.target) == _TRANSPOSED[0] and [d % 2 for d in node.args[1]] != [1, 0]:
             break
@@ -316,13 +317,13 @@ def _upright(node: Any, turned: bool) -> tuple[fx.Node, bool]:
 
 
 def _is_fused(node: fx.Node) -> bool:
-    """Whether Inductor computes it as a part of what reads it."""
+    """Check whether Inductor computes a node within its readers."""
     is_simple = torch.Tag.pointwise in getattr(node.target, "tags", ())
     return node.op == "call_function" and (is_simple or str(node.target) in _PASSED)
 
 
 def _is_kept_anyway(cast: _Cast, after_tangents: set[fx.Node]) -> bool:
-    """Whether all that a tensor is computed of is there in the backward pass without its cast."""
+    """Check whether the backward pass has all sources of a tensor without its cast."""
     size, own = value_of(cast.source).numel(), set(cast.nodes)
     leaves, seen, todo = [], {cast.source}, [cast.source]
     while todo:
@@ -341,7 +342,7 @@ def _is_kept_anyway(cast: _Cast, after_tangents: set[fx.Node]) -> bool:
 
 
 def _readers(node: fx.Node, without: set[fx.Node]) -> Iterator[fx.Node]:
-    """What reads a tensor, or what Inductor computes of it in passing."""
+    """Yield the readers of a tensor, also of those that Inductor fuses with it."""
     seen, todo = {node}, [node]
     while todo:
         for user in todo.pop().users:

@@ -1,4 +1,4 @@
-"""Which linear layers run in real FP8, and why the others do not."""
+"""Decide which linear layers run in real FP8, and why others do not."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NO_LINEAR = "it is no linear layer"
 _NO_PADDING = "and padding would not pay"
 EXCLUDED_BY_DEFAULT = f"{EXCLUDED} by default"
 
-# The format of gradients that the finer one does not hold.
+# The format of gradients that do not fit into the finer one.
 WIDE_GRADIENT: GradientFormat = "E5M2"
 _TRAINING_ONLY = (
     "FP8 is for training steps: evaluation has the numbers that a checkpoint has without FP8."
@@ -37,7 +37,7 @@ _TRAINING_ONLY = (
 
 
 class TensorKind(NamedTuple):
-    """What a decision is made by, of a tensor that is not at hand."""
+    """The properties of a tensor that decide, for one that does not exist yet."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -45,7 +45,7 @@ class TensorKind(NamedTuple):
 
 
 class FP8Linears:
-    """What runs in FP8: the arguments of :func:`fp8_linears`, and the decision on each layer."""
+    """The arguments of :func:`fp8_linears`, and the decision on each layer."""
 
     def __init__(
         self,
@@ -69,22 +69,22 @@ class FP8Linears:
                 "where the numbers of its format lie. Expected 'fixed'. Leave the argument out."
             )
         self.scaling: Scaling = scaling
-        # Format of gradients that fit into it; E5M2 is that of others.
+        # Format of gradients that fit into it. Others are in E5M2.
         self.gradient_format: GradientFormat = gradient_format
-        # What moves the numbers of FP8; ``None`` where they stay.
+        # Moves the numbers of FP8. ``None`` if they stay.
         self.moving_grid = MovingGrid() if grid == "moving" else None
         self.patterns = NamePatterns(exclude=exclude)
         # For every matmul seen, why it is not in FP8, or ``None`` if it is.
         self.decisions: dict[str, str | None] = {}
         # Matmuls that the caller keeps out of FP8, and gradients that it keeps in E5M2.
         self.unfit = Unrepresentable()
-        # Names of tensors that were zero at first, and that the caller has not seen in their
-        # units since: what reads them is not cast yet.
+        # Names of tensors that were zero at first, and that the caller has not measured in their
+        # units since. Layers that read them are not cast yet.
         self.unseen: set[str] = set()
-        # Whether Lightning's evaluation steps are in FP8 as well. If not, they have the
-        # numbers that a checkpoint of the module has without FP8.
+        # Whether Lightning's evaluation steps are in FP8 as well. If not, they compute the same as
+        # a checkpoint of the module without FP8.
         self.in_evaluation = in_evaluation
-        self.why_excluded = why_excluded  # what to say of a layer that ``exclude`` matches
+        self.why_excluded = why_excluded  # the reason for layers that ``exclude`` matches
 
     def leave_out(self, unrepresentable: Unrepresentable) -> Unrepresentable:
         """Keep matmuls out of FP8, or their gradients in E5M2, by the matmuls' names."""
@@ -96,7 +96,7 @@ class FP8Linears:
         return new
 
     def runs(self, name: str) -> bool:
-        """Whether the matmul of this name is in FP8 in what was rewritten last."""
+        """Check whether the matmul of this name is in FP8, as last decided."""
         return self.decisions.get(name, "not seen") is None
 
     def forget(self) -> None:
@@ -106,13 +106,13 @@ class FP8Linears:
         self.decisions.clear()
 
     def summary(self) -> str:
-        """How many of the matmuls that were seen are in FP8, and how."""
+        """Return how many of the matmuls seen are in FP8, and with which scales."""
         count = sum(reason is None for reason in self.decisions.values())
         scales = f"{self.scaling} scales" + ("" if self.moving_grid is None else ", moving grid")
         return f"{count} of {len(self.decisions)} matmuls in FP8 with {scales}"
 
     def report(self) -> str:
-        """Every matmul with what was decided on it, and why."""
+        """Return a table of the matmuls and the decisions on them."""
         rows = [
             (name, "kept", reason) if reason else (name, "FP8", self._how(name))
             for name, reason in self.decisions.items()
@@ -128,7 +128,7 @@ class FP8Linears:
         return text if reason is None else f"{text}: {reason}"
 
     def gradient_of(self, name: str) -> GradientFormat:
-        """Format of the gradient that arrives at a matmul."""
+        """Return the format of the gradient that arrives at a matmul."""
         return WIDE_GRADIENT if name in self.unfit.gradients else self.gradient_format
 
     def why_not(
@@ -139,7 +139,7 @@ class FP8Linears:
         weight: Tensor | TensorKind,
         options: Mapping[str, Any],
     ) -> str | None:
-        """Why a linear layer does not run in FP8; ``None`` if it does."""
+        """Return why a linear layer does not run in FP8; ``None`` if it does."""
         if not self.patterns.match_names(name, module):
             return self.why_excluded
         for tensor in (read, weight):

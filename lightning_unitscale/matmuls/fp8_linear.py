@@ -1,8 +1,9 @@
-"""Linear layers in real FP8: the hardware's kernel, and FP8 operands kept for the backward pass.
+"""Run linear layers in real FP8, and keep FP8 operands for the backward pass.
 
-Below autograd a matmul cannot choose what is saved. So ``linear`` itself is overridden, above
-autograd, for layers whose units and formats were known before the step began: a checkpoint's second
-run of them has to save what the first one has saved. What the user compiles saves what it would.
+Below autograd a matmul cannot choose the tensors to save. So ``linear`` itself is overridden, above
+autograd. This holds for layers whose units and formats were known before the step began, because
+a checkpoint's second run has to save the same tensors as the first one. Graphs that the user
+compiles save the tensors that the compiler chooses.
 """
 
 from __future__ import annotations
@@ -79,12 +80,12 @@ class FP8Matmuls(Numerics):
         self._rows: list[tuple[Direction, str, Tensor]] = []
         self._sent: Callable[[], Unrepresentable] | None = None
         self._flushed = FlushedOperands()
-        # By the name of a matmul, what it was decided by.
+        # The properties that each matmul was decided by, by its name.
         self._decided_by: dict[str, tuple[Any, ...]] = {}
 
     @property
     def is_active(self) -> bool:
-        """Whether the steps that run now are in FP8."""
+        """Check whether the running steps are in FP8."""
         return self.is_training or self._config.in_evaluation
 
     def why_not(self, matmul: Matmul, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
@@ -108,14 +109,14 @@ class FP8Matmuls(Numerics):
     def _decide(
         self, name: str, decided_by: tuple[Any, ...], why_not: Callable[[], str | None]
     ) -> None:
-        """Decide on a matmul, if that was not done for its shapes and types."""
-        # They may be others in a later step.
+        """Decide on a matmul, unless it was decided for its shapes and types."""
+        # A later step may have others.
         if name not in self._config.decisions or self._decided_by.get(name) != decided_by:
             self._decided_by[name] = decided_by
             self._config.decisions[name] = why_not()
 
     def compiled_as(self, site: Site, read: TensorKind, weight: TensorKind) -> Mode | None:
-        """How a compiled graph runs a linear layer; ``None`` if it leaves that to :meth:`run`."""
+        """Return how a compiled graph runs a layer; ``None`` if it calls :meth:`run`."""
         config, name = self._config, site.name
         if not self.is_active or self.awaits((*site.operand_names, name)):
             return None
@@ -127,14 +128,14 @@ class FP8Matmuls(Numerics):
         return config.scaling, config.gradient_of(name)
 
     def factors(self, site: Site, step: int) -> list[float]:
-        """By what the operands of a layer, and its gradient, are multiplied before the cast."""
+        """Return the factors on a layer's operands, and on its gradient, before the cast."""
         units, names = (*site.log2_units, site.log2_gamma), (*site.operand_names, site.name)
         pairs = zip(units, names, strict=True)
         return [_factor(self._config, unit or 0, name, step) for unit, name in pairs]
 
     def measure(self, matmul: Matmul, operands: Sequence[Tensor], *, is_first: bool) -> None:
-        """Find out what FP8 would lose of operands in their units; see :meth:`fit`."""
-        # At first sight it is decided at once: what does not fit is not to be cast even once.
+        """Measure how much FP8 would lose of scaled operands, for :meth:`fit`."""
+        # Decide at once at the first call, so that an operand that does not fit is never cast.
         if not self._measures_range:
             return
         is_made = matmul.rule.operator in LAYER_OPERATORS
@@ -180,14 +181,14 @@ class FP8Matmuls(Numerics):
         return self._config.leave_out(found)
 
     def fit(self, joint: Callable[[Unrepresentable], Unrepresentable]) -> Unrepresentable:
-        """Take out of FP8, or out of its finer format, what does not fit of what was measured."""
-        # What ranks have taken out by themselves in this step counts for all of them.
+        """Leave measured operands that do not fit out of FP8, or out of its finer format."""
+        # Matmuls that one rank has left out in this step are left out on all ranks.
         before = self._config.unfit
         self._config.leave_out(joint(before.joined(self._send()())))
         return self._config.unfit.without(before)
 
     def _send(self) -> Callable[[], Unrepresentable]:
-        """Send for what was measured since the last call."""
+        """Start the transfer of the latest measurements."""
         rows, self._rows = self._rows, []
         if not rows:
             return Unrepresentable
@@ -195,7 +196,7 @@ class FP8Matmuls(Numerics):
 
         def arrived() -> Unrepresentable:
             numbers = copy.numbers().tolist()
-            # A tensor of zeros shows nothing.
+            # A tensor of zeros tells nothing about the format.
             seen = {name for (_, name, _), row in zip(rows, numbers, strict=True) if row[0] > 0.0}
             self._config.unseen -= seen
             return unrepresentable_among(
@@ -214,7 +215,7 @@ class FP8Matmuls(Numerics):
         config, site, step = self._config, matmul.site, matmul.step
         first, second = matmul.rule.operands
         if args[first].shape[1] != args[second].shape[0]:
-            return original(*args, **kwargs)  # which says what is wrong; FP8 would pad it
+            return original(*args, **kwargs)  # it raises torch's error; FP8 would pad them
         casts: list[Tensor] = []
         factors: list[Factor] = []
         for position, unit, is_gradient, name in matmul.places():
@@ -252,7 +253,7 @@ def _factor(config: FP8Linears, log2_unit: int, name: str, step: int) -> float:
 def numerics_of(
     formats: Iterable[SimulateFormat | FP8Linears | None], *, measures_range: bool
 ) -> list[Numerics]:
-    """What rounds matmuls; what runs in FP8 is not rounded again."""
+    """Return the numerics of some formats. Matmuls in FP8 are not rounded again."""
     formats = list(formats)
     simulated = [each for each in formats if isinstance(each, SimulateFormat)]
     return [
@@ -274,13 +275,13 @@ def _reads_weight(matmul: Matmul, operand: Tensor) -> bool:
 
 
 def _calling_layer() -> nn.Module | None:
-    """The module that runs what calls."""
+    """Return the innermost module on the stack."""
     call = next((frame for frame in frames() if frame.f_code is MODULE_CALL), None)
     return None if call is None else call.f_locals["self"]
 
 
 def is_weight(name: str, weight: Tensor, layer: nn.Module | None) -> bool:
-    """Whether a matrix is made of a parameter of the layer that reads it, by its shape."""
+    """Check by its shape whether a matrix is made of a parameter of the layer that reads it."""
     # ``F.linear(x, 2 * w)`` and ``x @ y.t()`` are the same operation.
     if layer is None or not name.rpartition(".")[2].startswith(_LINEAR):
         return False
@@ -290,7 +291,7 @@ def is_weight(name: str, weight: Tensor, layer: nn.Module | None) -> bool:
 
 
 def is_parameter(tensor: Tensor) -> bool:
-    """Whether a tensor is a parameter, another arrangement of one, or autocast's copy of one."""
+    """Check whether a tensor is a parameter, a view of one, or autocast's copy of one."""
     base = tensor if tensor._base is None else tensor._base
     if isinstance(base, nn.Parameter):
         return True
@@ -304,7 +305,7 @@ def is_parameter(tensor: Tensor) -> bool:
 
 
 def layer_kernel(original: Kernel) -> Kernel:
-    """A kernel of ``linear``, above autograd, that keeps FP8 for the backward pass."""
+    """Make a kernel of ``linear``, above autograd, that keeps FP8 for the backward pass."""
 
     def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
         session, node = SESSION.get(), current_node()
@@ -321,7 +322,7 @@ def layer_kernel(original: Kernel) -> Kernel:
 def _run_layer(
     session: MatmulSession, node: Any, input: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Tensor | None:
-    """Run a layer in FP8; ``None`` where not everything is known of it, or it is not in FP8."""
+    """Run a layer in FP8; ``None`` if it is not in FP8, or not everything is known of it."""
     numerics = fp8_of(session)
     if numerics is None or session.units.is_looking or not torch.is_grad_enabled():
         return None

@@ -1,4 +1,4 @@
-"""The matmuls of a graph of aten operators: which they are, and of which module."""
+"""Find and describe the matmuls of a graph of aten operators, and add nodes to it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from lightning_unitscale.matmuls.torch_internals import current_node, fake_mode_
 from lightning_unitscale.memory.costs import concrete
 
 _RULES = {f"aten.{rule.operator}.default": rule for rule in RULES}
-# Other arrangements of a tensor: the factor goes before them, so that a matmul reads the same
-# arrangement of the same memory, and BLAS adds in the same order.
+# Operators that rearrange a tensor. The factor goes before them, so that a matmul reads the same
+# arrangement of the same memory, and BLAS sums in the same order.
 ARRANGED = frozenset(
     f"aten.{name}"
     for name in (
@@ -38,20 +38,20 @@ CONVERT = torch.ops.prims.convert_element_type.default
 CAST = str(CONVERT)
 # In the ``meta`` of a node: number of its compiled graph, and which of that graph's matmuls it is.
 MATMUL = "lightning_unitscale_matmul"
-# What a partitioner is told of a node: whether it is computed again, and for which checkpoint.
+# Keys of ``meta`` that a partitioner reads: whether a node is recomputed, and its checkpoint.
 RECOMPUTE, CHECKPOINT = "recompute", "ac_graph_id"
 _SAME = ARRANGED | {"aten.clone.default", "aten._unsafe_view.default", CAST}
 
 
 class NewNodes:
-    """Puts nodes into a graph, with what they make."""
+    """Adds nodes to a graph, with the fake tensors that they make."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph
         self._fake_mode = fake_mode_in(graph)
 
     def new(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A new node."""
+        """Add a node."""
         node = self._graph.call_function(target, args, kwargs)
         node.meta["val"] = self._run(target, args, kwargs)
         return node
@@ -70,17 +70,17 @@ class JointMatmuls:
         self._guesses = guesses
         run = session.sites.run_of(current_node())
         self.root = "" if run is None else run.path
-        # What the backward pass computes of the gradients that arrive.
+        # The nodes that the backward pass computes from the gradients that arrive.
         self.after_tangents = set(tangents_of(graph))
         for node in graph.nodes:
             if not self.after_tangents.isdisjoint(node.all_input_nodes):
                 self.after_tangents.add(node)
-        # By the number of the autograd node: forward matmuls, with what they read.
+        # By the number of the autograd node: forward matmuls with their operands.
         self._forward: dict[int, list[tuple[GraphMatmul, list[Any]]]] = defaultdict(list)
         self._visits: Counter[int] = Counter()
 
     def describe(self, node: fx.Node, rule: MatmulRule, number: int) -> GraphMatmul:
-        """What is known of a matmul before it runs."""
+        """Describe a matmul before it runs."""
         word, roles = rule.name_in(arguments_of(node))
         place = Place(word, roles, self.path_of(node))
         operands, autograd_node = rule.operands_in(node.args), node.meta.get("seq_nr")
@@ -99,18 +99,18 @@ class JointMatmuls:
     def _forward_of(
         self, rule: MatmulRule, operands: list[Any], known: list[Any], autograd_node: Any
     ) -> tuple[GraphMatmul, Sources] | None:
-        """The forward matmul that a backward one belongs to, and what of it the operands are."""
+        """Return the forward matmul of a backward one, and the sources of the operands."""
         self._visits[autograd_node] += 1
         for forward, saved in known:
             if (sources := known_sources(rule, operands, saved)) is not None:
                 return forward, sources
         if not known or not self._guesses:
             return None
-        # In the order in which autograd works.
+        # Autograd computes the gradients in this order.
         return known[0][0], (None, 1) if self._visits[autograd_node] == 1 else (0, None)
 
     def path_of(self, node: fx.Node) -> str:
-        """Path of the module that a node is of."""
+        """Return the path of the module that a node belongs to."""
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
         for key in reversed(list(stack)):
             path = self._session.sites.path_of(int(str(key).partition("@")[0]))
@@ -120,7 +120,7 @@ class JointMatmuls:
 
 
 def rule_of(node: fx.Node) -> MatmulRule | None:
-    """The rule of what a node reads that is a matmul of real tensors."""
+    """Return the rule of a node that is a matmul of real tensors; ``None`` for others."""
     rule = _RULES.get(str(node.target)) if node.op == "call_function" else None
     if rule is None or len((rule := rule.reading(node.args, node.kwargs)).operands) < 2:
         return None
@@ -133,12 +133,12 @@ def rule_of(node: fx.Node) -> MatmulRule | None:
 
 
 def value_of(node: Any) -> Any:
-    """What a node makes, without data."""
+    """Return the fake tensor or the number that a node makes."""
     return node.meta["val"]
 
 
 def arrangements(node: Any, operators: Container[str] = _SAME) -> Iterator[fx.Node]:
-    """A node, and those that it is another arrangement of."""
+    """Yield a node, and those that it is another arrangement of."""
     yield node
     while str(node.target) in operators:
         node = node.args[0]
@@ -146,12 +146,12 @@ def arrangements(node: Any, operators: Container[str] = _SAME) -> Iterator[fx.No
 
 
 def arranged(node: Any) -> Iterator[fx.Node]:
-    """A node, and those that it is another arrangement of in the same memory; the whole is last."""
+    """Yield a node, and those that it is a view of. The whole is last."""
     return arrangements(node, ARRANGED)
 
 
 def known_sources(rule: MatmulRule, operands: list[Any], saved: list[Any]) -> Sources | None:
-    """Which forward operand each operand of a backward matmul is; ``None``: the gradient."""
+    """Return the sources of a backward matmul's operands, or ``None`` if they are unknown."""
     if rule.sources:
         return rule.sources
     found = tuple(_source(list(arrangements(operand)), saved) for operand in operands)
@@ -165,17 +165,17 @@ def _source(nodes: list[fx.Node], saved: list[Any]) -> int | None:
 
 
 def tangents_of(graph: fx.Graph) -> list[fx.Node]:
-    """The gradients that arrive at a step; none in the graph of a forward pass alone."""
+    """Return the gradients that arrive at a step. The graph of a forward pass has none."""
     return [n for n in graph.nodes if n.op == "placeholder" and n.name.startswith("tangents")]
 
 
 def fake_mode_in(graph: fx.Graph) -> Any:
-    """The mode of a graph's tensors without data."""
+    """Return the mode of a graph's fake tensors."""
     return fake_mode_of([value_of(node) for node in graph.nodes if "val" in node.meta])
 
 
 def arguments_of(node: fx.Node) -> Any:
-    """Tensors without data in place of the nodes that a node reads; their sizes are numbers."""
+    """Return a node's arguments with fake tensors of concrete sizes in place of nodes."""
     return concrete(fx.node.map_arg(node.args, lambda read: read.meta.get("val")))
 
 

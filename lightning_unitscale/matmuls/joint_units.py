@@ -1,9 +1,9 @@
-"""Units in what the user compiles, on AOTAutograd's joint graph of a forward and backward pass.
+"""Scale matmuls that the user compiles, in AOTAutograd's joint graph of both passes.
 
-A module that the user gave to ``torch.compile`` runs no kernel under its own name. Its matmuls get
-their units in its graphs. The partitioner then saves a copy that both passes read in place of the
-tensor that it was made of, and the factors with it, so a backward pass has those of its forward.
-Likewise, on a CPU, a gradient is written in its unit alone where whoever else reads it is fused.
+Compiled code does not call kernels from the module's own frames. So the matmuls of a module that
+the user gave to ``torch.compile`` are scaled in its graphs. The partitioner saves a scaled copy in
+place of its source if both passes read it, and saves the factors. So a backward pass has those of
+its forward pass. On a CPU a gradient is written only scaled if its other readers are fused.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ _UNREACHED = {
     f"aten.{rule.operator}" + ("" if "." in rule.operator else ".default"): rule
     for rule in UNREACHED
 }
-# What formats have left: they cannot take a number that is known at run time only.
+# The reason for matmuls that formats cannot move, because of a number known only at run time.
 _NUMBER = "a number among its arguments that is known only when it runs, in a compiled graph"
-# Its strides are those of either layout: Inductor goes by whether what it reads is saved for the
-# backward pass, and a copy is not.
+# Its strides fit either layout. Inductor decides by whether its input is saved for the backward
+# pass, and a scaled copy is not.
 _ONE_CHANNEL = "a convolution of one channel, whose layout Inductor chooses, in a compiled graph"
 _Factor = tuple[fx.Node, int]
-# Of a unit within a graph: the forward matmul, and which of its operands, or its gradient.
+# The name of a unit within a graph: the forward matmul, and its operand or ``None`` (gradient).
 _Name = tuple[int, int | None]
 
 
 def _give_units(graph: fx.Graph) -> None:
-    """Give units to the matmuls of a graph that is compiled in a step of a session's."""
+    """Scale the matmuls of a graph that is compiled in a step of a session."""
     session = SESSION.get()
     if session is not None and compiles_frame():
         note_compiled()
@@ -71,7 +71,7 @@ PASS = GraphPass("joint_custom_post_pass", _give_units)
 
 
 class UnitsInGraph:
-    """Gives units to the matmuls of one graph."""
+    """The scaling of the matmuls of one graph."""
 
     def __init__(self, graph: fx.Graph, session: MatmulSession, *, is_fused: bool = True) -> None:
         self._graph = graph
@@ -82,7 +82,7 @@ class UnitsInGraph:
         self._index = len(GRAPHS)
 
     def run(self) -> None:
-        """Rewrite it."""
+        """Rewrite the graph."""
         found = []
         for node in list(self._graph.nodes):
             rule, unreached = rule_of(node), _UNREACHED.get(str(node.target))
@@ -110,19 +110,19 @@ class UnitsInGraph:
 
     def _rewrite(self, found: list[tuple[fx.Node, CompiledMatmul]]) -> None:
         device = value_of(found[0][1].rule.operands_in(found[0][0].args)[0]).device
-        # One for each pass, and the copies that each has made of what it may share.
         in_units = {
             node
             for node, matmul in found
             if not (self._is_fused and _may_join_a_sum(node, matmul.rule))
         }
+        # One for each pass. The backward pass reads copies that the forward pass has made.
         forward = Scaling(self._graph)
         fused = in_units if self._is_fused else ()
         backward = Scaling(self._graph, forward.copies, fused)
         tangents = [n for n in tangents_of(self._graph) if isinstance(value_of(n), Tensor)]
         with self._graph.inserting_before(first_operation(self._graph)):
             factors = forward.new(_OURS.compiled_factors.default, self._index, device, False)
-            # Another one in the backward graph would be those of another run.
+            # Recomputed in the backward graph, they would be the factors of another run.
             factors.meta[RECOMPUTE] = CheckpointPolicy.MUST_SAVE
             parts_of = _OURS.parts_of_factors.default
             forward.parts = forward.new(parts_of, factors, None, self._index, [])
@@ -136,24 +136,24 @@ class UnitsInGraph:
 
 
 def _reads_one_channel(rule: MatmulRule, node: fx.Node) -> bool:
-    """Whether it is a convolution of images with one channel, or the backward matmul of one."""
+    """Check for a convolution of images with one channel, or its backward matmul."""
     if not rule.operator.startswith("convolution"):
         return False
-    # The gradient comes first, whether the input is read or not.
+    # The gradient is the first argument, also if the input is not read.
     shape = value_of(node.args[1 if rule.sources else 0]).shape
     return len(shape) == 4 and shape[1] == 1
 
 
 def _may_join_a_sum(node: fx.Node, rule: MatmulRule) -> bool:
-    """Whether Inductor may let a matmul and a sum run as one, as it does without units."""
-    # It decides that later, in the forward and the backward graph: see ``aot_pass.py``.
+    """Check whether Inductor may fuse a matmul and a sum, as it does without units."""
+    # It decides later, in the forward and the backward graph (``aot_pass.py``).
     if rule.operator != "mm":
         return False
     return any(getattr(user.target, "overloadpacket", None) is _ATEN.add for user in node.users)
 
 
 class Scaling(NewNodes):
-    """Puts nodes into a graph that divide by units, and multiply results by them."""
+    """Adds nodes to a graph that divide operands by units, and multiply results by them."""
 
     def __init__(
         self, graph: fx.Graph, copies: Any = None, in_units: Collection[fx.Node] = ()
@@ -161,7 +161,7 @@ class Scaling(NewNodes):
         super().__init__(graph)
         # The node that gives the factors of matmuls, in a tensor for each.
         self.parts: Any = None
-        # By what they were made of, and by the name of its unit.
+        # By their source, and by the name of the unit.
         self.copies: dict[tuple[fx.Node, _Name | None], fx.Node] = {} if copies is None else copies
         self._of_inputs: dict[tuple[fx.Node, _Name | None], fx.Node] = {}
         self._in_units = in_units
@@ -169,7 +169,7 @@ class Scaling(NewNodes):
     def _factors_of(self, matmul: CompiledMatmul) -> fx.Node:
         *others, numbers = self.parts.args
         if matmul.number not in numbers:
-            # Those that are there already are not made again: there is a matmul for each layer.
+            # Add to the fake tensors. Making all of them again would be quadratic in the layers.
             added = self._run(self.parts.target, (*others, [matmul.number]), {})
             numbers = [*numbers, matmul.number]
             self.parts.args = (*others, numbers)
@@ -181,7 +181,7 @@ class Scaling(NewNodes):
         return factors
 
     def scale(self, node: fx.Node, rule: MatmulRule, matmul: CompiledMatmul) -> None:
-        """Run a matmul in units."""
+        """Scale a matmul."""
         args = list(node.args)
         factors = self._factors_of(matmul)
         names = matmul.names
@@ -203,13 +203,13 @@ class Scaling(NewNodes):
                 factor = factors, len(names) + 1 + index
                 (scaled,) = self._read_through(result, [factor], result.meta)
                 if 1 in powers and powers.count(0) == len(powers) - 1:
-                    # What the operator has made is the copy of its result in that operand's unit.
+                    # The operator's own result is the copy in that operand's unit.
                     self.copies[scaled, names[powers.index(1)]] = result
 
     def _read_through(
         self, node: fx.Node, factors: Sequence[_Factor], meta: dict[str, Any]
     ) -> list[fx.Node]:
-        """Let whoever reads a node read it times all of these factors, one after the other."""
+        """Multiply a node by factors, one after the other, for all its readers."""
         users, scaled = list(node.users), [node]
         with self._graph.inserting_before(node.next):
             for factor in factors:
@@ -226,21 +226,21 @@ class Scaling(NewNodes):
         name: _Name | None = None,
         back: int | None = None,
     ) -> fx.Node:
-        """A tensor times a factor, in the same arrangement."""
+        """Multiply a tensor by a factor, in the same arrangement."""
         chain = list(arranged(node))
         copies = self._of_inputs if chain[-1].op == "placeholder" else self.copies
-        # Inductor would write a copy of what lies out of order twice: in order, and as it is read.
+        # Inductor would write a copy of a permuted tensor twice: in order, and as it is read.
         in_order = [k for k, node in enumerate(chain) if concrete(value_of(node)).is_contiguous()]
         *chain, node = chain[: max(in_order, default=len(chain)) + 1]
         result = copies.get((node, name)) if name is not None else None
         if result is None:
             meta = dict(matmul.meta)
             if RECOMPUTE in meta:
-                # Also where a policy has the matmul itself saved.
+                # Also if a policy saves the matmul itself.
                 meta[RECOMPUTE] = CheckpointPolicy.PREFER_RECOMPUTE
             if back is not None and copies is self.copies and self._may_stand_for(node):
-                # Written once, as it is without units. Where elements would be lost in its unit
-                # its matmuls run plain, and the factor is 1.
+                # Written once, as without units. If elements would be lost in its unit, its
+                # matmuls run unscaled, and the factor is 1.
                 factors = [factor, (factor[0], back)]
                 result, gradient = self._read_through(node, factors, meta)
                 copies[gradient, name] = result
@@ -253,7 +253,7 @@ class Scaling(NewNodes):
         return result
 
     def _may_stand_for(self, node: fx.Node) -> bool:
-        """Whether Inductor fuses what reads a tensor with reading it from a copy, exactly."""
+        """Check whether a tensor's readers may read it from a scaled copy, fused and exact."""
         if not self._in_units:
             return False
         value = value_of(node)
@@ -275,7 +275,7 @@ class Scaling(NewNodes):
         if dtype is not torch.float16:
             nodes = [self.new(_ATEN.mul.Tensor, node, number)]
         else:
-            # A factor of FP32 need not be a number of FP16.
+            # FP16 cannot represent all FP32 factors.
             nodes = [self.new(CONVERT, node, torch.float32)]
             nodes.append(self.new(_ATEN.mul.Tensor, nodes[-1], number))
             nodes.append(self.new(CONVERT, nodes[-1], dtype))

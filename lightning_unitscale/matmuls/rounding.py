@@ -1,4 +1,4 @@
-"""What rounds matmuls: the interface of formats, and matmuls in a simulated format."""
+"""Define the interface of formats, and round matmuls to simulated formats."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from lightning_unitscale.matmuls.torch_internals import Kernel
 from lightning_unitscale.quantize import rounded
 from lightning_unitscale.scales.transfer import HostCopy, numbers_on
 
-# Share of the elements other than zero that may become zero without a word, beyond three times what
-# the format does to normal numbers: E4M3FN makes one of a thousand zero, E2M1FN one of five. Of the
-# gradients of attention, E4M3FN makes 5 % zero in healthy trainings.
+# Share of the nonzero elements that may become zero without a report, beyond three times the share
+# of normal numbers: E4M3FN makes one of a thousand zero, E2M1FN one of five. In healthy trainings,
+# E4M3FN makes 5 % of attention's gradients zero.
 MAX_SILENT = 0.1
 _OF_NORMAL = 3
-# What was reported is reported once more when it has become this bad.
+# An operand is reported at the first share, and once more at the second.
 _MAX_SHARES = (MAX_SILENT, MAX_FLUSHED)
-# Elements that are none of these: of a small tensor, one is a large share.
+# So few elements are not reported, since one is a large share of a small tensor.
 _FEW = 2
 
 
 class Numerics(abc.ABC):
-    """What a format does to matmuls: simulated, or run in it."""
+    """The effect of a format on matmuls: simulated, or run in it."""
 
     name: str  # what users call the format
-    is_training = True  # whether the steps that run now are those of training
+    is_training = True  # whether the running steps are training steps
 
     @property
     def is_active(self) -> bool:
-        """Whether the steps that run now are rounded at all."""
+        """Check whether the running steps are rounded at all."""
         return True
 
     @abc.abstractmethod
@@ -50,44 +50,44 @@ class Numerics(abc.ABC):
 
     @abc.abstractmethod
     def run(self, matmul: Matmul, original: Kernel, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Run a matmul on operands in units, rounded."""
+        """Run a matmul on scaled and rounded operands."""
 
     def measure(  # noqa: B027
         self, matmul: Matmul, operands: Sequence[Tensor], *, is_first: bool
     ) -> None:
-        """Look at operands in their units, for the first time or again."""
+        """Measure scaled operands, for the first time or again."""
 
     def await_units(self, names: Iterable[str]) -> None:  # noqa: B027
-        """Note operands that have got a unit, and were zero when they were first measured."""
+        """Record operands that got a unit late, since they were zero at first."""
 
     def awaits(self, names: Sequence[str]) -> bool:
-        """Whether one of these is such an operand, and :meth:`measure` has not seen it since."""
+        """Check whether :meth:`measure` has yet to see one of these with its late unit."""
         return False
 
     def receive(self) -> Unrepresentable:
-        """Leave out what :meth:`measure` has seen not to fit, without waiting for the device."""
+        """Leave out measured operands that do not fit, without waiting for the device."""
         return Unrepresentable()
 
     def take_flushed(self) -> str:
         """Return operands of which many elements become zero, each once; empty if there are none.
 
-        It waits for no device: what was measured may be there after the next step.
+        It does not wait for the device, so measurements may arrive after the next step.
         """
         return ""
 
     def fit(self, joint: Callable[[Unrepresentable], Unrepresentable]) -> Unrepresentable:
-        """Leave out what does not fit the format, of what was measured."""
+        """Leave out measured operands that do not fit the format."""
         return Unrepresentable()
 
 
 class FlushedOperands:
-    """Collects shares of operands that become zero; reads from a device without waiting for it."""
+    """Collects the shares of operands that become zero, without waiting for their device."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[str, NumberFormat, Tensor]] = []
         self._sent: list[tuple[list[tuple[str, NumberFormat]], HostCopy]] = []
         self._found: dict[str, str] = {}
-        # By operand: the level above which its next report is.
+        # By operand, the highest level reported.
         self._levels: Counter[str] = Counter()
 
     def measure(self, name: str, stored: Tensor, format: NumberFormat) -> None:
@@ -110,7 +110,7 @@ class FlushedOperands:
             self._found[name] = f"{shown} ({percent(share)} of its elements in {format})"
 
     def take(self, is_rounded: Callable[[str], bool] = lambda name: True) -> str:
-        """Return what has arrived and was not reported yet; empty if that is nothing."""
+        """Return arrived operands that were not reported yet; empty if there are none."""
         if self._rows:
             rows, self._rows = self._rows, []
             device = rows[0][2].device
@@ -126,7 +126,7 @@ class FlushedOperands:
 
 
 class SimulatedMatmuls(Numerics):
-    """Rounds what matmuls read: operands to one format, arriving gradients to another."""
+    """Rounds operands of matmuls to one format, and arriving gradients to another."""
 
     # A backward matmul rounds a saved operand as its forward matmul did: a random or a moving
     # grid is drawn by the operand's name and the step, not by the call.
@@ -139,7 +139,7 @@ class SimulatedMatmuls(Numerics):
         self._flushed = FlushedOperands()
 
     def why_not(self, matmul: Matmul, *_: Any) -> str | None:
-        """Return which of the names' globs leave a matmul out; all others are rounded."""
+        """Return which of the globs leaves a matmul out; ``None`` if it is rounded."""
         site = matmul.site
         if self._configs_of(site):
             return None
@@ -153,11 +153,11 @@ class SimulatedMatmuls(Numerics):
                 args[position] = _rounded(
                     config, args[position], unit, is_gradient, name, matmul.step
                 )
-                unit = 0  # it is in its units now
+                unit = 0  # it is scaled now
         return run_scaled(matmul, original, args, kwargs)
 
     def measure(self, matmul: Matmul, operands: Sequence[Tensor], *, is_first: bool) -> None:
-        """Measure which elements of operands become zero."""
+        """Measure the share of elements of operands that become zero."""
         configs = self._configs_of(matmul.site) if self._measures_range else []
         for tensor, (_, unit, is_gradient, name) in zip(operands, matmul.places(), strict=True):
             for config in configs[:1]:
@@ -185,7 +185,7 @@ def _rounded(
         key = rounding_key(config.seed, step, name, tensor.device)
     factor = grid_factor(config.moving_grid, name, step)
     wide = tensor.detach().float() * (factor * 2.0**-unit)
-    # Divided in FP32, where a number of FP8 and its quotient differ by one rounding at most.
+    # Divide in FP32, where the quotient of an FP8 number is off by one rounding at most.
     result = rounded(wide, format, config.saturate, key)
     return (result if factor == 1.0 else result / factor).to(tensor.dtype)
 
@@ -195,11 +195,11 @@ def _format_of(config: SimulateFormat, is_gradient: bool) -> NumberFormat:
 
 
 def rounding_key(seed: int, step: int, name: str, device: torch.device) -> Tensor:
-    """Key of a stochastic rounding, the same wherever an operand is rounded within a step."""
+    """Return the key of a stochastic rounding, the same for all of an operand in a step."""
     text = f"{seed}/{step}/{name}".encode()
     return numbers_on(device, [zlib.crc32(text), zlib.adler32(text)], torch.int64)
 
 
 def grid_factor(grid: MovingGrid | None, name: str, call: int) -> float:
-    """By how much the numbers of a format have moved under an operand: 1 where they stay."""
+    """Return the factor of a grid on an operand, 1 without one."""
     return 1.0 if grid is None else grid.factor(name, call)

@@ -1,7 +1,7 @@
-"""Simulate matmuls in a number format: round what they read, compute them wide.
+"""Simulate matmuls in a number format: round their operands, compute them wide.
 
-An accumulation in FP32 of products of FP8 numbers is what FP8 hardware does, so rounding the three
-tensors that meet in a matmul and its gradients is all there is to simulate.
+FP8 hardware accumulates products of FP8 numbers in FP32. So it is enough to round the three tensors
+that meet in a matmul and its gradients.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lightning_unitscale.quantize import FormatLike, Rounding, check_rounding, c
 
 Grid = Literal["fixed", "moving"]
 
-# By how much a logarithm goes on at a step: the golden ratio.
+# The step of a logarithm per training step: the golden ratio.
 _STRIDE = (math.sqrt(5) - 1) / 2
 # The formats of "fp8": precision for operands, range for gradients.
 FP8_FORMATS = ("E4M3FN", "E5M2")
@@ -54,12 +54,12 @@ class MovingGrid:
     a training. In constant units of powers of two, a weight that hardly moves is rounded to the
     same side at every step, and the weights gather where that side changes. A factor ``c`` in
     (1/2, 1] before the cast, divided out after the matmul, moves the numbers of the format under
-    the tensor, so that the errors of a few steps average out. Factors above 1 would do the same,
-    and could bring an element beyond the range that fits into it.
+    the tensor. So the errors of a few steps average out. Factors above 1 would do the same, but
+    could bring an element that fits beyond the range.
 
-    The logarithms start at a place of their own for every cast, given by its name alone, and all
-    go on by the golden ratio at every training step: independent of each other, the same after a
-    restart, in every graph of a step, and on every stage of a pipeline.
+    The logarithm of each cast starts at a value that depends only on its name, and moves by the
+    golden ratio at every training step. So factors are independent of each other, and the same
+    after a restart, in every graph of a step, and on every stage of a pipeline.
 
     References:
         Nagel et al., "Overcoming Oscillations in Quantization-Aware Training" (arXiv 2203.11086),
@@ -68,26 +68,26 @@ class MovingGrid:
     """
 
     def __init__(self) -> None:
-        self.step = 0  # how many training steps there have been, evaluation not counted
+        self.step = 0  # number of training steps so far, without evaluation
         self._counts_calls = True
 
     def follow(self, step: int) -> None:
-        """Take the optimizer's step: the batches that it accumulates share their factors."""
+        """Count optimizer steps from now on, so that accumulated batches share their factors."""
         self.step = step
         self._counts_calls = False
 
     def factor(self, name: str, call: int) -> float:
-        """The factor of a cast."""
+        """Return the factor of a cast."""
         step = max(call - 1, 0) if self._counts_calls else self.step
         start = 2.0 ** -(zlib.crc32(name.encode()) / 2**32)
         moved = start * 2.0 ** -(step * _STRIDE % 1.0)
-        # Rounded to FP32, in which kernels hold it.
+        # Rounded to FP32, the type in which kernels hold it.
         mantissa, exponent = math.frexp(moved if moved > 0.5 else 2 * moved)
         return math.ldexp(round(mantissa * 2**24) / 2**24, exponent)
 
 
 class SimulateFormat:
-    """What matmuls are rounded to: the arguments of :func:`simulate_format`."""
+    """The formats that matmuls are rounded to, as in :func:`simulate_format`."""
 
     def __init__(
         self,
@@ -113,17 +113,17 @@ class SimulateFormat:
         self.gradient_format = checked_format(gradient_format, given=given)
         self.rounding = rounding  # ``"nearest"`` or ``"stochastic"``
         self.saturate = saturate
-        # What moves the numbers of the formats; ``None`` where they stay.
+        # Moves the numbers of the formats. ``None`` if they stay.
         self.moving_grid = MovingGrid() if grid == "moving" else None
         self.patterns = NamePatterns(include, exclude)
         self.seed = seed  # of stochastic rounding
 
     @property
     def rounding_text(self) -> str:
-        """The way of rounding, in words."""
+        """Return the way of rounding, in words."""
         return self.rounding if self.moving_grid is None else f"{self.rounding}, moving grid"
 
     def summary(self) -> str:
-        """What is rounded to what, and how."""
+        """Describe the formats and the rounding."""
         formats = f"Operands rounded to {self.operand_format}, gradients to {self.gradient_format}"
         return f"{formats} ({self.rounding_text})"
