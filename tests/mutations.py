@@ -1074,7 +1074,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a rank raises its error alone",
-        "ranks.py",
+        "loops/ranks.py",
         "gathered(problem, group)",
         "[problem]",
         "distributed/test_agreement.py",

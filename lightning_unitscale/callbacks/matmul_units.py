@@ -17,6 +17,7 @@ from lightning_unitscale.callbacks.explanation import (
 from lightning_unitscale.callbacks.packages import rank_zero_warn
 from lightning_unitscale.callbacks.step_schedules import LateAgreement, RecalibrationSchedule
 from lightning_unitscale.loops.loop import Loop, LoopCallback
+from lightning_unitscale.loops.ranks import any_rank, is_distributed
 from lightning_unitscale.matmuls.coverage import CoverageCounter
 from lightning_unitscale.matmuls.fp8_layers import FP8Linears
 from lightning_unitscale.matmuls.fp8_linear import numerics_of
@@ -27,7 +28,6 @@ from lightning_unitscale.matmuls.scaled_methods import AttachedSession
 from lightning_unitscale.matmuls.session import MatmulSession
 from lightning_unitscale.matmuls.simulate import SimulateFormat
 from lightning_unitscale.matmuls.units import Units
-from lightning_unitscale.ranks import any_rank, is_distributed
 
 # Version of a state. States without a version used unit 1 for tensors of zeros.
 _STATE_VERSION = 1

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_unitscale.ranks import (
+from lightning_unitscale.loops.ranks import (
     any_rank,
     broadcast,
     differing_ranks,
