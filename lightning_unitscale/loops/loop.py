@@ -92,18 +92,13 @@ class Loop(abc.ABC):
 
     @property
     def loss_scale(self) -> float:
-        """Return the factor of the loss, and so of all gradients."""
-        return scale_of(self.scaler)
+        """Return the factor of the loss, and so of all gradients: 1 without a scaler."""
+        return 1.0 if self.scaler is None else float(self.scaler.get_scale())
 
     @property
     def has_loss_scaler(self) -> bool:
         """Check whether the loss scaler skips steps with infinite gradients."""
         return self.scaler is not None and bool(self.scaler.is_enabled())
-
-
-def scale_of(scaler: Any) -> float:
-    """Return the factor of a ``GradScaler``, 1 without one."""
-    return 1.0 if scaler is None else float(scaler.get_scale())
 
 
 @dataclass(frozen=True)
