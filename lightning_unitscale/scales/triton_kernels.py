@@ -242,7 +242,7 @@ def wide(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _exponent_counts(x: tl.tensor) -> tl.tensor:
-    """Numbers of elements in the bins of ``_exponent_bins`` in statistics.py."""
+    """Count elements by exponent, as ``exponent_counts`` in torch_rows.py."""
     magnitude = tl.abs(x)
     if x.dtype == tl.float64:
         exponent = ((magnitude.to(tl.int64, bitcast=True) >> 52) - 1023).to(tl.int32)
