@@ -28,7 +28,7 @@ from lightning_unitscale.matmuls.calls import leave_graph
 from lightning_unitscale.matmuls.session import run_inside
 from lightning_unitscale.matmuls.sites import frames
 from lightning_unitscale.matmuls.torch_internals import FUNCTION_CALL, graph_task
-from lightning_unitscale.monitor.torch_state import OPERATORS, unseen, version_of
+from lightning_unitscale.monitor.torch_state import OPERATORS, PLAIN_TYPES, unseen, version_of
 
 
 @dataclass(eq=False)
@@ -246,7 +246,7 @@ class _Value(torch.autograd.Function):
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided
 
 
 @contextlib.contextmanager

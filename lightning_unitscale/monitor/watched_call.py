@@ -163,8 +163,8 @@ class WatchedCall:
                     rows[0].log2_sigma = 0
                     self._count_again(rows[0], tensor)
             named = {row.name for row in self.given}
-            for path, parameter in module.named_parameters():
-                fqn = own_path(path)
+            for name, parameter in module.named_parameters():
+                fqn = own_path(name)
                 if fqn not in named and parameter.requires_grad and is_readable(parameter):
                     path = fqn.rpartition(".")[0]
                     if self._select(fqn, path):
