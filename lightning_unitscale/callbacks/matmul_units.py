@@ -42,7 +42,7 @@ class MatmulUnits(LoopCallback):
         simulation: SimulateFormat | None,
         fp8: FP8Linears | None,
     ) -> None:
-        # Whether a training step has been measured, in this fit or before.
+        # True once a training step has been measured, in this fit or before.
         self.is_calibrated = False
         self._events = UnitEvents()
         self._schedule = schedule
@@ -50,13 +50,13 @@ class MatmulUnits(LoopCallback):
         self._fp8 = fp8
         self._option = "simulate" if fp8 is None else "precision='fp8'"
         self.counted = CountedSteps(self._option)
-        # Whether results depend on the units, as for rounded matmuls.
+        # True if results depend on the units, as for rounded matmuls.
         self._changes_numbers = simulation is not None or fp8 is not None
         self._units = Units()
         self._loop: Loop | None = None
         self._attached: AttachedSession | None = None
         self._agreement = LateAgreement()
-        # Whether a training step has begun. Its units stay until it ends.
+        # True while a training step runs. Its units stay until it ends.
         self._is_in_batch = False
         # The current optimizer step, for users.
         self._when = "step 0"

@@ -84,7 +84,7 @@ class RuleScaling:
         self._sharded: ShardedModule | None = None
         self._settings = RuleSettings(lr_scaling)
         self._rates_follow = False
-        # Whether an unscaled module is being evaluated.
+        # True while an unscaled module is evaluated.
         self._is_plain = False
 
     @property

@@ -90,7 +90,7 @@ class LateAgreement:
 
     def __init__(self) -> None:
         self._num_steps: int | None = None
-        # Whether ranks continue to meet.
+        # True while ranks continue to meet.
         self.is_open = False
 
     @property

@@ -63,10 +63,10 @@ class CalledLoop(Loop):
         self._log_dir = log_dir
         self._loggers = checked_loggers(loggers)
         self._writer: Any = None
-        # Whether the module has been called in training since the last step.
+        # True if the module has been called in training since the last step.
         self._is_in_batch = False
-        # Whether only calls in evaluation mode have recorded gradients since the last step, and
-        # whether a step has followed such calls: fine-tuning in the mode of loading.
+        # True if only calls in evaluation mode have recorded gradients since the last step, and if
+        # a step has followed such calls: fine-tuning in the mode of loading.
         self._has_evaluated = self._trains_in_evaluation = False
         # Optimizer steps before the first call. One or two may create the optimizer's state.
         self._num_idle_steps = 0

@@ -29,11 +29,11 @@ class Loop(abc.ABC):
     # Names of the methods that a batch calls, and the one that a training batch calls.
     steps: tuple[str, ...]
     training_step: str
-    # Whether the loss is computed after that call instead of within it.
+    # True if the loss is computed after that call instead of within it.
     has_loss_outside: bool = False
     # The total number of optimizer steps, if the loop knows it.
     num_steps: int | None = None
-    # Whether the loop trains, so that an evaluation is part of a training.
+    # True if the loop trains, so that an evaluation is part of a training.
     is_fitting: bool = True
 
     def begin_batch(self) -> None:  # noqa: B027

@@ -33,7 +33,7 @@ from lightning_unitscale.monitor.torch_state import OPERATORS, PLAIN_TYPES, unse
 
 @dataclass(eq=False)
 class GradientPath:
-    """How a gradient comes to a tensor that takes no part in the backward pass."""
+    """The path of a gradient to a tensor that takes no part in the backward pass."""
 
     tensor: Tensor  # what stands for it in the second graph
     version: int  # how often it had been written into then

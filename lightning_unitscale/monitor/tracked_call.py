@@ -90,7 +90,7 @@ class InUnits:
 
 @dataclass(frozen=True)
 class Made:
-    """How a tensor was made, as an FX node has it, with rows in place of tensors."""
+    """The call that made a tensor, as an FX node has it, with rows in place of tensors."""
 
     op: str  # "call_function" or "call_method"
     target: Any
@@ -104,7 +104,7 @@ class Made:
 
 
 class Use(NamedTuple):
-    """What a caller does with a function."""
+    """The use that a caller makes of a function."""
 
     instruction: str
     variables: tuple[str, ...]

@@ -63,7 +63,7 @@ class WatchedCall:
         # in which it computes them again.
         self.checkpoints: dict[int | None, deque[tuple[TensorRow, str]]] = defaultdict(deque)
         self.gradients = Gradients(measuring)
-        # Whether gradients, and what checkpoints compute again for them, are measured.
+        # True while gradients, and recomputed results of checkpoints, are measured.
         self.is_open = True
         self._start_names = start_names
         self._measuring = measuring
@@ -299,7 +299,7 @@ class WatchedCall:
         elif not caller.checkpoints:
             row.is_constant = True
         elif self._select(row.name, row.module):
-            # Whether it takes part in the backward pass is seen when it is made again.
+            # If it takes part in the backward pass, that is seen when it is made again.
             self._measuring.value(row, tensor)
 
     def _note_again(

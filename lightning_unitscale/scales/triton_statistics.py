@@ -33,8 +33,8 @@ from lightning_unitscale.scales.triton_kernels import joint_rows, partial_rows
 
 NUM_WARPS: Final = 8
 _THREADS: Final = 32 * NUM_WARPS
-# What a thread reads at once; then it needs so few registers that several such programs fit on a
-# multiprocessor, with bytes enough on their way.
+# Bytes that a thread reads at once. It then needs so few registers that several such programs fit
+# on a multiprocessor, with enough bytes in transit.
 _THREAD_BYTES: Final = 16
 _MIN_BLOCKS: Final = 4
 _MAX_PROGRAMS: Final = 1024
@@ -79,7 +79,7 @@ class TritonRows:
         self._counts: Tensor | None = None
         self._slots = 0
         self._used = 0
-        # Whether one program has made the whole row, as it does of the moments of a small tensor.
+        # True if one program has made the whole row, as for the moments of a small tensor.
         self._is_whole = False
         self._number = 0
         self._rows: list[Tensor] = []
@@ -205,11 +205,11 @@ class TritonRows:
 
 @dataclass(frozen=True, eq=False)
 class _Plan:
-    """How tensors of one type, shape and strides are read."""
+    """The way to read tensors of one type, shape and strides."""
 
     # Programs: those that read shares, then those that read samples.
     grid: int
-    # Whether they are copied first.
+    # True if they are copied first.
     is_copied: bool
     # Of the kernel, from the number of elements on.
     arguments: tuple[Any, ...]
