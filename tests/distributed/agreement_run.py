@@ -1,4 +1,4 @@
-"""What ranks agree on: ``python -m tests.distributed.agreement_run FOLDER``, per rank."""
+"""Agree among ranks: ``python -m tests.distributed.agreement_run FOLDER``, per rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What travels through an event file comes out as it went in."""
+"""Data comes out of an event file as it went in."""
 
 import subprocess
 import sys
