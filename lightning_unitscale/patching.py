@@ -144,7 +144,7 @@ class StandIn(abc.ABC):
         # First, because it copies the attributes of the method, which may be a stand-in too.
         functools.update_wrapper(self, method)
         self._method = method
-        # Whether it has been removed. Other code may still refer to it and call it.
+        # True once it has been removed. Other code may still refer to it and call it.
         self.is_removed = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

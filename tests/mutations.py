@@ -840,8 +840,8 @@ MUTATIONS = (
     Mutation(
         "a launch for the copy of a tensor is repeated for the tensor itself",
         "scales/triton_statistics.py",
-        "if plan.is_copied or launch is None or",
-        "if launch is None or",
+        "if plan.is_copied or current_device()",
+        "if current_device()",
         "scales/test_launches.py",
     ),
     Mutation(
@@ -1074,7 +1074,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a rank raises its error alone",
-        "ranks.py",
+        "loops/ranks.py",
         "gathered(problem, group)",
         "[problem]",
         "distributed/test_agreement.py",

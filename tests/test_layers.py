@@ -16,7 +16,6 @@ FOLDERS = (
     "formats.py",
     "patching.py",
     "quantize.py",
-    "ranks.py",
     "scales",
     "functional",
     "tensorboard",

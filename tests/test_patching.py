@@ -148,7 +148,7 @@ def test_one_that_comes_when_another_has_gone() -> None:
 
 @pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
 def test_equal_values_go_in_any_order(order: tuple[int, ...]) -> None:
-    """What stands over an attribute need not be another object than what stands below."""
+    """The value over an attribute may be the same object as the one below."""
     owner = _Owner()
     shadows = [Shadow(owner, "kind", value) for value in (True, True, None)]
     for index in order:

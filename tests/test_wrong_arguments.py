@@ -326,7 +326,7 @@ def test_an_error_names_the_argument_and_its_value(function: str, argument: str)
             pytest.fail(f"{argument}={shown(value)} is taken")
         text = " ".join(str(raised.value).split())
         assert re.search(rf"^{argument}\W.*: .*Expected .+\. .+", text), text
-        # What is wrong of several values may be named alone, and a class by its name.
+        # One wrong value of several may be named alone, and a class by its name.
         values = value if isinstance(value, (list, tuple)) and value else (value,)
         names = [shown(one)[:60] for one in (value, *values)]
         names += [one.__name__ for one in values if isinstance(one, type)]

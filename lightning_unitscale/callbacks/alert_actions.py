@@ -13,7 +13,7 @@ from lightning_unitscale.arguments import shown
 from lightning_unitscale.callbacks.packages import rank_zero_warn
 from lightning_unitscale.formats import NumberFormat
 from lightning_unitscale.loops.loop import Loop
-from lightning_unitscale.ranks import is_distributed
+from lightning_unitscale.loops.ranks import is_distributed
 from lightning_unitscale.scales.alerts import ScaleAlert, alerts_text
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.scales.transfer import HostCopy

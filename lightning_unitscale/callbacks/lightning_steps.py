@@ -31,7 +31,7 @@ from lightning_unitscale.capture.dynamo_capture import is_compiled
 from lightning_unitscale.capture.module_steps import LIGHTNING_STEPS, ModuleSteps, steps_of
 from lightning_unitscale.capture.reached_code import functions_of, names_in
 from lightning_unitscale.loops.attach import Attachment, attach_in_fabric
-from lightning_unitscale.loops.loop import Claim, Loop, LoopCallback, leaving_after, scale_of
+from lightning_unitscale.loops.loop import Claim, Loop, LoopCallback, leaving_after
 from lightning_unitscale.patching import nothing, shadowed
 from lightning_unitscale.rules.unit_weights import zero_gradients
 
@@ -178,11 +178,6 @@ def step_context(trainer: pl.Trainer, name: str) -> AbstractContextManager[None]
 def takes_iterator(module: pl.LightningModule) -> bool:
     """Check whether ``training_step`` reads its own batches, so that it cannot be rehearsed."""
     return is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
-
-
-def loss_scale(trainer: pl.Trainer) -> float:
-    """Return the precision plugin's factor of the loss, 1 without a gradient scaler."""
-    return scale_of(getattr(trainer.precision_plugin, "scaler", None))
 
 
 def _untraced(module: nn.Module) -> Iterator[Any]:

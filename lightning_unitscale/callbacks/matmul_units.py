@@ -17,6 +17,7 @@ from lightning_unitscale.callbacks.explanation import (
 from lightning_unitscale.callbacks.packages import rank_zero_warn
 from lightning_unitscale.callbacks.step_schedules import LateAgreement, RecalibrationSchedule
 from lightning_unitscale.loops.loop import Loop, LoopCallback
+from lightning_unitscale.loops.ranks import any_rank, is_distributed
 from lightning_unitscale.matmuls.coverage import CoverageCounter
 from lightning_unitscale.matmuls.fp8_layers import FP8Linears
 from lightning_unitscale.matmuls.fp8_linear import numerics_of
@@ -27,7 +28,6 @@ from lightning_unitscale.matmuls.scaled_methods import AttachedSession
 from lightning_unitscale.matmuls.session import MatmulSession
 from lightning_unitscale.matmuls.simulate import SimulateFormat
 from lightning_unitscale.matmuls.units import Units
-from lightning_unitscale.ranks import any_rank, is_distributed
 
 # Version of a state. States without a version used unit 1 for tensors of zeros.
 _STATE_VERSION = 1
@@ -42,7 +42,7 @@ class MatmulUnits(LoopCallback):
         simulation: SimulateFormat | None,
         fp8: FP8Linears | None,
     ) -> None:
-        # Whether a training step has been measured, in this fit or before.
+        # True once a training step has been measured, in this fit or before.
         self.is_calibrated = False
         self._events = UnitEvents()
         self._schedule = schedule
@@ -50,13 +50,13 @@ class MatmulUnits(LoopCallback):
         self._fp8 = fp8
         self._option = "simulate" if fp8 is None else "precision='fp8'"
         self.counted = CountedSteps(self._option)
-        # Whether results depend on the units, as for rounded matmuls.
+        # True if results depend on the units, as for rounded matmuls.
         self._changes_numbers = simulation is not None or fp8 is not None
         self._units = Units()
         self._loop: Loop | None = None
         self._attached: AttachedSession | None = None
         self._agreement = LateAgreement()
-        # Whether a training step has begun. Its units stay until it ends.
+        # True while a training step runs. Its units stay until it ends.
         self._is_in_batch = False
         # The current optimizer step, for users.
         self._when = "step 0"

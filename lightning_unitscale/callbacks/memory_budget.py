@@ -29,13 +29,13 @@ from lightning_unitscale.capture.executors import CompileMode
 from lightning_unitscale.capture.module_steps import ModuleSteps
 from lightning_unitscale.capture.step_messages import NO_REASON
 from lightning_unitscale.loops.loop import Claim
+from lightning_unitscale.loops.ranks import failing_together
 from lightning_unitscale.memory.measured_budget import MeasuredPartitioner, Parts
 from lightning_unitscale.memory.plan_report import RematReport, reports_by_part
 from lightning_unitscale.memory.planner import Budget, check_budget
 from lightning_unitscale.memory.profile_report import format_bytes
 from lightning_unitscale.memory.real_memory import PeakMeter, gradient_bytes, optimizer_state_bytes
 from lightning_unitscale.memory.remat_module import StepPartitioner
-from lightning_unitscale.ranks import failing_together
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

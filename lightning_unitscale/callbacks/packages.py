@@ -13,8 +13,8 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
+from lightning_unitscale.loops.ranks import rank
 from lightning_unitscale.patching import base_when_imported
-from lightning_unitscale.ranks import rank
 
 # Packages with a Trainer. One is a copy of the other.
 TRAINER_PACKAGES = ("lightning.pytorch", "pytorch_lightning")

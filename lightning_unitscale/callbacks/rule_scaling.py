@@ -39,8 +39,8 @@ from lightning_unitscale.capture.fsdp_modules import GatherParameters, ShardedMo
 from lightning_unitscale.capture.module_steps import ModuleSteps
 from lightning_unitscale.capture.passes import GraphPass
 from lightning_unitscale.capture.step_messages import CaptureError
+from lightning_unitscale.loops.ranks import gathered
 from lightning_unitscale.patching import shadowed
-from lightning_unitscale.ranks import gathered
 from lightning_unitscale.rules.build_plan import plan_step
 from lightning_unitscale.rules.deploy import PLAN_ATTRIBUTE
 from lightning_unitscale.rules.learning_rates import Method, ParameterInfo, Role
@@ -84,7 +84,7 @@ class RuleScaling:
         self._sharded: ShardedModule | None = None
         self._settings = RuleSettings(lr_scaling)
         self._rates_follow = False
-        # Whether an unscaled module is being evaluated.
+        # True while an unscaled module is evaluated.
         self._is_plain = False
 
     @property

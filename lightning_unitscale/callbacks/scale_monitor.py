@@ -21,8 +21,8 @@ from lightning_unitscale.capture.name_patterns import NamePatterns
 from lightning_unitscale.formats import NumberFormat, get_format
 from lightning_unitscale.loops.loggers import RunWriters
 from lightning_unitscale.loops.loop import Loop
+from lightning_unitscale.loops.ranks import is_distributed
 from lightning_unitscale.monitor.torch_state import is_readable
-from lightning_unitscale.ranks import is_distributed
 from lightning_unitscale.scales.alerts import ScaleAlert
 from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.snapshot import ScaleSnapshot

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_unitscale.arguments import check_count, shown
+from lightning_unitscale.loops.ranks import is_distributed
 from lightning_unitscale.matmuls.measured_operands import is_late_look
-from lightning_unitscale.ranks import is_distributed
 
 # The steps at which "auto" measures first: the scales of a fresh model move most.
 _EARLY_LOOKS = frozenset({8, 16, 32, 64})
@@ -90,7 +90,7 @@ class LateAgreement:
 
     def __init__(self) -> None:
         self._num_steps: int | None = None
-        # Whether ranks continue to meet.
+        # True while ranks continue to meet.
         self.is_open = False
 
     @property

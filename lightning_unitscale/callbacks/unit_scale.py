@@ -175,7 +175,7 @@ class UnitScaleCallback(StepsCallback):
         # The captured steps, and their lines in explain().
         self._steps: ModuleSteps | None = None
         self._what_was_captured = ""
-        # Whether the names that the user gave were found in the first training step.
+        # True once the user's names have been searched for in the first training step.
         self._is_checked = False
         self._module: Callable[[], nn.Module | None] | None = None
 

@@ -26,11 +26,11 @@ from lightning_unitscale.arguments import shown
 from lightning_unitscale.capture.module_steps import LIGHTNING_STEPS
 from lightning_unitscale.loops.loggers import checked_loggers
 from lightning_unitscale.loops.loop import Loop, LoopCallback, StepCaller
+from lightning_unitscale.loops.ranks import rank, world_size
 from lightning_unitscale.matmuls.autograd_nodes import HandedOn
 from lightning_unitscale.matmuls.full_precision import find_loss
 from lightning_unitscale.matmuls.torch_internals import is_recording
 from lightning_unitscale.patching import Replacement, StandIn, shadowed
-from lightning_unitscale.ranks import rank, world_size
 
 _EVALUATION = "evaluation"
 # The loops with a call of their module in progress.
@@ -63,10 +63,10 @@ class CalledLoop(Loop):
         self._log_dir = log_dir
         self._loggers = checked_loggers(loggers)
         self._writer: Any = None
-        # Whether the module has been called in training since the last step.
+        # True if the module has been called in training since the last step.
         self._is_in_batch = False
-        # Whether only calls in evaluation mode have recorded gradients since the last step, and
-        # whether a step has followed such calls: fine-tuning in the mode of loading.
+        # True if only calls in evaluation mode have recorded gradients since the last step, and if
+        # a step has followed such calls: fine-tuning in the mode of loading.
         self._has_evaluated = self._trains_in_evaluation = False
         # Optimizer steps before the first call. One or two may create the optimizer's state.
         self._num_idle_steps = 0

@@ -29,11 +29,11 @@ class Loop(abc.ABC):
     # Names of the methods that a batch calls, and the one that a training batch calls.
     steps: tuple[str, ...]
     training_step: str
-    # Whether the loss is computed after that call instead of within it.
+    # True if the loss is computed after that call instead of within it.
     has_loss_outside: bool = False
     # The total number of optimizer steps, if the loop knows it.
     num_steps: int | None = None
-    # Whether the loop trains, so that an evaluation is part of a training.
+    # True if the loop trains, so that an evaluation is part of a training.
     is_fitting: bool = True
 
     def begin_batch(self) -> None:  # noqa: B027
@@ -92,18 +92,13 @@ class Loop(abc.ABC):
 
     @property
     def loss_scale(self) -> float:
-        """Return the factor of the loss, and so of all gradients."""
-        return scale_of(self.scaler)
+        """Return the factor of the loss, and so of all gradients: 1 without a scaler."""
+        return 1.0 if self.scaler is None else float(self.scaler.get_scale())
 
     @property
     def has_loss_scaler(self) -> bool:
         """Check whether the loss scaler skips steps with infinite gradients."""
         return self.scaler is not None and bool(self.scaler.is_enabled())
-
-
-def scale_of(scaler: Any) -> float:
-    """Return the factor of a ``GradScaler``, 1 without one."""
-    return 1.0 if scaler is None else float(scaler.get_scale())
 
 
 @dataclass(frozen=True)

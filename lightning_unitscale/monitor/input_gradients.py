@@ -28,12 +28,12 @@ from lightning_unitscale.matmuls.calls import leave_graph
 from lightning_unitscale.matmuls.session import run_inside
 from lightning_unitscale.matmuls.sites import frames
 from lightning_unitscale.matmuls.torch_internals import FUNCTION_CALL, graph_task
-from lightning_unitscale.monitor.torch_state import OPERATORS, unseen, version_of
+from lightning_unitscale.monitor.torch_state import OPERATORS, PLAIN_TYPES, unseen, version_of
 
 
 @dataclass(eq=False)
 class GradientPath:
-    """How a gradient comes to a tensor that takes no part in the backward pass."""
+    """The path of a gradient to a tensor that takes no part in the backward pass."""
 
     tensor: Tensor  # what stands for it in the second graph
     version: int  # how often it had been written into then
@@ -246,7 +246,7 @@ class _Value(torch.autograd.Function):
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided
 
 
 @contextlib.contextmanager

@@ -43,7 +43,7 @@ _BACKWARD = frozenset({torch.autograd.backward.__code__, torch.autograd.grad.__c
 
 @dataclass(frozen=True)
 class Caller:
-    """Where in a step a torch function is called."""
+    """The place in a step where a torch function is called."""
 
     path: str  # of the innermost module; empty for the root
     # The reentrant checkpoints around the call, innermost first, by identity.
@@ -178,7 +178,7 @@ def answers(function: Any, word: str) -> bool:
     return word in _ANSWERS or name in {"__float__", "__int__"}
 
 
-# What is known of torch's own functions, which are there as long as torch is.
+# Descriptions of torch's own functions, which exist as long as torch does.
 _DESCRIBED: dict[Any, tuple[str, bool]] = {}
 
 

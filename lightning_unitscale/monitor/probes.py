@@ -52,10 +52,10 @@ class ProbedTensor(NamedTuple):
     held: Held
     # Names of the probed tensors that it is computed from.
     inputs: tuple[str, ...] = ()
-    # Whether a matmul reads it, and makes it.
+    # True if a matmul reads it, and if a matmul makes it.
     is_operand: bool = False
     is_matmul: bool = False
-    # Whether its unit, and that of its gradient, is still to be measured.
+    # True for a unit that is still to be measured: its own, and that of its gradient.
     lacks_unit: tuple[bool, bool] = (False, False)
     # Kind and target of the node of a graph that makes it.
     made_by: tuple[str, Any] | None = None

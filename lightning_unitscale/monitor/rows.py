@@ -50,14 +50,14 @@ class TensorRow:
     name: str
     module: str
     inputs: tuple[TensorRow, ...] = ()
-    # Whether it is shown; otherwise it is only on the way to others.
+    # True if it is shown; otherwise it is only on the way to others.
     is_shown: bool = False
-    # Whether the step starts from it: a parameter, a buffer or a part of the batch.
+    # True if the step starts from it: a parameter, a buffer or a part of the batch.
     is_given: bool = False
-    # Whether a matmul reads it, and makes it.
+    # True if a matmul reads it, and if a matmul makes it.
     is_operand: bool = False
     is_matmul: bool = False
-    # Whether it was made outside of the backward pass: a mask, a table.
+    # True if it was made outside of the backward pass: a mask, a table.
     is_constant: bool = False
     is_hooked: bool = False
     # Statistics of the value, if taken, and of the gradients that have arrived.
@@ -67,7 +67,7 @@ class TensorRow:
     log2_sigma: int = 0
     log2_gamma: int = 0
     log2_counted: int = 0
-    # Whether a matmul of this step has given the unit of the value, and of the gradient; ``None``
+    # True if a matmul of this step has given the unit of the value, and of the gradient; ``None``
     # if no matmul with units reads it.
     has_unit: bool | None = None
     has_gradient_unit: bool | None = None
@@ -102,13 +102,14 @@ class RowsOf:
     """The rows of tensors, by identity, without keeping these."""
 
     def __init__(self) -> None:
-        # torch's own WeakIdKeyDictionary takes several times as long.
+        # torch's own WeakIdKeyDictionary takes several times as long. The entry of a dead tensor
+        # stays until another one has its address: so there are few, however long a call is.
         self._entries: dict[int, _Entry] = {}
 
     def get(self, tensor: Tensor) -> tuple[TensorRow, ...] | None:
         """Return the rows of a tensor; ``None`` if it is not known."""
         entry = self._entries.get(id(tensor))
-        # Another one may have been there before.
+        # A dead tensor may have had the same address.
         return None if entry is None or entry() is None else entry.rows
 
     def __contains__(self, tensor: Tensor) -> bool:
@@ -122,7 +123,7 @@ class RowsOf:
         """Return the tensors that are still there, and their rows."""
         for entry in list(self._entries.values()):
             if (tensor := entry()) is not None:
-                # What only C++ still held becomes Python's again, as in torch.utils.weak.
+                # A tensor that only C++ still held is Python's again, as in torch.utils.weak.
                 getattr(tensor, "_fix_weakref", nothing)()
                 yield tensor, entry.rows
 
@@ -137,7 +138,7 @@ class Measuring:
 
     def __init__(self, layout: RowLayout) -> None:
         self.layout = layout
-        # Whether formats are counted when a tensor is measured, in its unit then. A sampled row
+        # True if formats are counted when a tensor is measured, in its unit then. A sampled row
         # holds for every unit.
         self.counts_stored = not layout.is_sampled
         self._rows = StepRows(layout.measured)

@@ -44,7 +44,6 @@ from lightning_unitscale.patching import shadowed
 
 plain_functions = torch._C.DisableTorchFunction
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
-_is_in_transform = torch._C._are_functorch_transforms_active
 # An operator that is called by its own name: one of aten's, or of the user's.
 OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 # Dynamo's wrapper of a compiled function calls it before and after, whatever happens in between.
@@ -83,7 +82,7 @@ def is_readable(tensor: Tensor) -> bool:
         and tensor.layout is torch.strided
         and not tensor.is_nested
         and not tensor.is_meta
-        and not _is_in_transform()
+        and not is_transforming()
         and not _is_batched(tensor)
         and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
     )

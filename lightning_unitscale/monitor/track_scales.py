@@ -19,7 +19,7 @@ from lightning_unitscale.capture.copy_graphs import rename_node
 from lightning_unitscale.capture.graph_nodes import MODULE, NAME
 from lightning_unitscale.capture.module_steps import ModuleSteps, steps_of
 from lightning_unitscale.matmuls.torch_internals import current_node, is_recording
-from lightning_unitscale.monitor.names import Callers, StartNames
+from lightning_unitscale.monitor.names import Callers, StartNames, full_name
 from lightning_unitscale.monitor.probes import ProbedCall, ScaleProbes, sent_snapshot
 from lightning_unitscale.monitor.rows import TensorRow
 from lightning_unitscale.monitor.scales_graph import (
@@ -298,7 +298,7 @@ def _add_call(graph: ScalesGraph, nodes: dict[Any, fx.Node], made: Made, module:
         node = graph.create_node(made.op, made.target, args, kwargs)
         if made.index is not None:
             nodes[key] = node
-            _describe(node, f"{module}.{made.name}" if module else made.name, module, None)
+            _describe(node, full_name(module, made.name), module, None)
     if made.index is not None:
         node = graph.call_function(operator.getitem, (node, made.index))
     if (made.index or 0) < len(made.variables):

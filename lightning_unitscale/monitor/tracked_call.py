@@ -23,7 +23,14 @@ from lightning_unitscale.capture.graph_recorder import stored_elements
 from lightning_unitscale.capture.name_patterns import own_path
 from lightning_unitscale.functional.scale import plain_tensor
 from lightning_unitscale.monitor.input_gradients import GradientPath, InputGradients
-from lightning_unitscale.monitor.names import ALIASES, Caller, Callers, StartNames, tensors_of
+from lightning_unitscale.monitor.names import (
+    ALIASES,
+    Caller,
+    Callers,
+    StartNames,
+    full_name,
+    tensors_of,
+)
 from lightning_unitscale.monitor.rows import Measuring, RunningFunction, TensorRow
 from lightning_unitscale.monitor.torch_state import is_readable, plain_functions, unseen
 from lightning_unitscale.monitor.watched_call import WatchedCall
@@ -83,7 +90,7 @@ class InUnits:
 
 @dataclass(frozen=True)
 class Made:
-    """How a tensor was made, as an FX node has it, with rows in place of tensors."""
+    """The call that made a tensor, as an FX node has it, with rows in place of tensors."""
 
     op: str  # "call_function" or "call_method"
     target: Any
@@ -97,7 +104,7 @@ class Made:
 
 
 class Use(NamedTuple):
-    """What a caller does with a function."""
+    """The use that a caller makes of a function."""
 
     instruction: str
     variables: tuple[str, ...]
@@ -151,9 +158,8 @@ class TrackedCall(WatchedCall):
         with plain_functions():
             if word == "setitem":
                 results = [arguments[0]]
-                name = self._unique(f"{caller.path}.setitem" if caller.path else "setitem")
-                inputs = tuple(dict.fromkeys(self._inputs(arguments, word)))
-                self._note(arguments[0], name, word, inputs, caller)
+                name = self._unique(full_name(caller.path, word))
+                self._note(arguments[0], name, word, self._inputs(arguments, word), caller)
             if beside is not None:
                 self.inputs.follow(beside, arguments, tensors_in(result))
             new = set(self.made[known:]) - self.how_made.keys()

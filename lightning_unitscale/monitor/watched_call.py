@@ -63,7 +63,7 @@ class WatchedCall:
         # in which it computes them again.
         self.checkpoints: dict[int | None, deque[tuple[TensorRow, str]]] = defaultdict(deque)
         self.gradients = Gradients(measuring)
-        # Whether gradients, and what checkpoints compute again for them, are measured.
+        # True while gradients, and recomputed results of checkpoints, are measured.
         self.is_open = True
         self._start_names = start_names
         self._measuring = measuring
@@ -163,8 +163,8 @@ class WatchedCall:
                     rows[0].log2_sigma = 0
                     self._count_again(rows[0], tensor)
             named = {row.name for row in self.given}
-            for path, parameter in module.named_parameters():
-                fqn = own_path(path)
+            for name, parameter in module.named_parameters():
+                fqn = own_path(name)
                 if fqn not in named and parameter.requires_grad and is_readable(parameter):
                     path = fqn.rpartition(".")[0]
                     if self._select(fqn, path):
@@ -299,7 +299,7 @@ class WatchedCall:
         elif not caller.checkpoints:
             row.is_constant = True
         elif self._select(row.name, row.module):
-            # Whether it takes part in the backward pass is seen when it is made again.
+            # If it takes part in the backward pass, that is seen when it is made again.
             self._measuring.value(row, tensor)
 
     def _note_again(

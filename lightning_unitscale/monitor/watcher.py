@@ -127,7 +127,7 @@ class _WatchMode(TorchFunctionMode):
     def __init__(self, call: WatchedCall) -> None:
         super().__init__()
         self.call = call
-        # Whether the call still runs, and not only checkpoints that compute parts of it again.
+        # True while the call runs; later, checkpoints may compute parts of it again.
         self.is_running = True
 
     def __torch_function__(

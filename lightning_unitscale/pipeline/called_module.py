@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 from typing_extensions import override
 
 from lightning_unitscale.capture.graph_nodes import requires_grad, returned_loss
+from lightning_unitscale.loops.ranks import broadcast
 from lightning_unitscale.patching import nothing, shadowed
 from lightning_unitscale.pipeline.captured_program import (
     LOGS,
@@ -49,7 +50,6 @@ from lightning_unitscale.pipeline.rank_metrics import (
     SharedMetrics,
     detached,
 )
-from lightning_unitscale.ranks import broadcast
 
 # A call of ``self.log`` or ``self.log_dict``: method, positional and keyword arguments.
 Logged = tuple[str, tuple[Any, ...], dict[str, Any]]

@@ -21,11 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import RandomSampler
 from typing_extensions import override
 
+from lightning_unitscale.loops.ranks import broadcast, gathered
 from lightning_unitscale.patching import Replacement, shadowed
 from lightning_unitscale.pipeline.cuts import SplitPolicy
 from lightning_unitscale.pipeline.schedules import Schedule
 from lightning_unitscale.pipeline.stage_owners import Ownership
-from lightning_unitscale.ranks import broadcast, gathered
 
 # Bytes per message: enough to hide the latency, few compared with the gradients.
 _BUCKET_BYTES = 25 * 2**20

@@ -20,11 +20,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_unitscale.capture.module_steps import steps_of
+from lightning_unitscale.loops.ranks import any_rank
 from lightning_unitscale.matmuls.scaled_methods import run_in_session
 from lightning_unitscale.pipeline.data_parallel import GridStrategy
 from lightning_unitscale.pipeline.pipelined_method import NotPipelinedError, PipelinedEvaluation
 from lightning_unitscale.pipeline.rank_parameters import Owners, Watch
-from lightning_unitscale.ranks import any_rank
 
 # The hooks that run before the batches of a validation.
 _HOOKS = (

@@ -25,9 +25,9 @@ from lightning_unitscale.capture.executors import execute_with
 from lightning_unitscale.capture.graph_nodes import ELSEWHERE, tensor_name
 from lightning_unitscale.capture.graph_recorder import tap_gradient
 from lightning_unitscale.capture.passes import GraphPass, Phase, StepGraph
+from lightning_unitscale.loops.ranks import gathered_on
 from lightning_unitscale.pipeline.pipe import Pipe
 from lightning_unitscale.pipeline.stage import StageModule
-from lightning_unitscale.ranks import gathered_on
 
 
 class ObservedStages:

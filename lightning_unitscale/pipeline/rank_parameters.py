@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map, tree_map_only
 
+from lightning_unitscale.loops.ranks import broadcast_tensor, gathered, gathered_on, hand_out
 from lightning_unitscale.pipeline.data_parallel import Replicas
 from lightning_unitscale.pipeline.program import named_tensors
 from lightning_unitscale.pipeline.stage_owners import Ownership, hand_out_gradient
-from lightning_unitscale.ranks import broadcast_tensor, gathered, gathered_on, hand_out
 
 # Functions that need no values of the tensor.
 _DESCRIBES = frozenset(

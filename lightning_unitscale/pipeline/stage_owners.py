@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_unitscale.loops.ranks import hand_out
 from lightning_unitscale.pipeline.balance import BalancedSplit
 from lightning_unitscale.pipeline.pipe import Pipe
 from lightning_unitscale.pipeline.program import named_tensors
-from lightning_unitscale.ranks import hand_out
 
 # Stages of a tensor, by its name.
 _Stages = dict[str, frozenset[int]]

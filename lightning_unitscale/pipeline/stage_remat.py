@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from lightning_unitscale.capture.copy_graphs import add_placeholder, copy_graph_module
 from lightning_unitscale.capture.executors import GraphRewriter, execute_with
 from lightning_unitscale.capture.module_steps import ModuleSteps
+from lightning_unitscale.loops.ranks import failing_together
 from lightning_unitscale.memory.partitioner import RematPartitioner
 from lightning_unitscale.memory.plan_report import RematReport
 from lightning_unitscale.memory.planner import Budget, Planner, RematPlan, limit_of
@@ -33,7 +34,6 @@ from lightning_unitscale.memory.remat_module import Granted
 from lightning_unitscale.pipeline.data_parallel import GridStrategy
 from lightning_unitscale.pipeline.engine import PipelineRunner
 from lightning_unitscale.pipeline.stage import StageModule
-from lightning_unitscale.ranks import failing_together
 
 _NUM_PLANS = 40
 

@@ -1,1 +1,1 @@
-"""What is measured of a tensor, and what is wrong with it."""
+"""Measure tensors, and find violations in the measurements."""

@@ -22,7 +22,7 @@ _ORDINAL = re.compile(r"(@\d+)?$|_\d+(@\d+)?$")
 
 @dataclass(frozen=True)
 class TensorScale:
-    """How large a tensor was.
+    """The scale of a tensor at one step.
 
     Attributes:
         tensor: Its name.

@@ -36,7 +36,7 @@ def stream_of(device: torch.device) -> int:
 
 
 class RepeatedLaunch:
-    """A compiled kernel, launched without a look at its arguments."""
+    """A compiled kernel, launched without checks of its arguments."""
 
     __slots__ = ("_function", "_metadata", "_run")
 
@@ -59,7 +59,7 @@ def repeated_launch(compiled: Any) -> RepeatedLaunch | None:
 
 
 def can_repeat() -> bool:
-    """Return whether launches can be repeated: no profiler is to hear of each."""
+    """Return whether launches can be repeated: no profiler has hooks that each must call."""
     import triton
 
     if not triton.__version__.startswith(_CHECKED):

@@ -42,7 +42,7 @@ FORMAT_KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Which columns a statistics row has, in which order.
+    """The columns of a statistics row, in their order.
 
     The moments come first: ``numel`` (all elements), ``zeros``, ``nans``, ``infs``, then of the
     finite elements ``sum``, ``abs_sum``, ``square_sum``, ``abs_max`` and ``abs_min`` (smallest

@@ -45,7 +45,7 @@ class SeparateRows:
 
 @dataclass(eq=False, slots=True)
 class TakenRow:
-    """Where the row of a tensor is: its place among the rows of its device and stream."""
+    """The place of a tensor's row among the rows of its device and stream."""
 
     rows: Any
     index: int

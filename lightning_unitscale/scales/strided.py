@@ -1,4 +1,4 @@
-"""Which elements of a tensor its sample has: every so many-th in the order of memory.
+"""Choose the elements of a tensor's sample: every so many-th in the order of memory.
 
 A stride that shares a factor with the length of a row would see some channels only, since lengths
 are mostly multiples of a power of two. A stride near a multiple of that length, or near a simple

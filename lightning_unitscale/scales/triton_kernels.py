@@ -74,7 +74,7 @@ def partial_rows(
     THREADS: tl.constexpr,  # threads of a program
     SAMPLE: tl.constexpr,  # elements of a sample that a program reads
 ) -> None:
-    """What each program finds in its share, or in its part of the sample."""
+    """Measure each program's share of a tensor, or its part of the sample."""
     program = tl.program_id(0)
     if LONG:
         program = program.to(tl.int64)
@@ -222,7 +222,7 @@ def _offset(
     stride2: tl.tensor,
     stride3: tl.tensor,
 ) -> tl.tensor:
-    """Where the element of a position lies; divisions by sizes of 1 are gone when compiled."""
+    """Return the offset of the element at a position. Sizes of 1 compile to no division."""
     rest = index // size3
     offset = index % size3 * stride3 + rest % size2 * stride2
     rest = rest // size2
@@ -242,7 +242,7 @@ def wide(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _exponent_counts(x: tl.tensor) -> tl.tensor:
-    """Numbers of elements in the bins of ``_exponent_bins`` in statistics.py."""
+    """Count elements by exponent, as ``exponent_counts`` in torch_rows.py."""
     magnitude = tl.abs(x)
     if x.dtype == tl.float64:
         exponent = ((magnitude.to(tl.int64, bitcast=True) >> 52) - 1023).to(tl.int32)

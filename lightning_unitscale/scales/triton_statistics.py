@@ -33,8 +33,8 @@ from lightning_unitscale.scales.triton_kernels import joint_rows, partial_rows
 
 NUM_WARPS: Final = 8
 _THREADS: Final = 32 * NUM_WARPS
-# What a thread reads at once; then it needs so few registers that several such programs fit on a
-# multiprocessor, with bytes enough on their way.
+# Bytes that a thread reads at once. It then needs so few registers that several such programs fit
+# on a multiprocessor, with enough bytes in transit.
 _THREAD_BYTES: Final = 16
 _MIN_BLOCKS: Final = 4
 _MAX_PROGRAMS: Final = 1024
@@ -79,7 +79,7 @@ class TritonRows:
         self._counts: Tensor | None = None
         self._slots = 0
         self._used = 0
-        # Whether one program has made the whole row, as it does of the moments of a small tensor.
+        # True if one program has made the whole row, as for the moments of a small tensor.
         self._is_whole = False
         self._number = 0
         self._rows: list[Tensor] = []
@@ -99,18 +99,15 @@ class TritonRows:
         if plan.is_copied:
             part = (part if part.dtype in _TYPES else part.float()).contiguous()
         parts, exponents, counts = self._memory(plan.grid)
-        where = self._used, self._slots, self._sample_slots
-        is_aligned = part.data_ptr() % _ALIGNMENT == 0
+        pointer = part.data_ptr()
         with torch.cuda.device_of(part):
-            launch = plan.launches.get(is_aligned)
-            if launch is not None and self._can_repeat:
-                numbers = part.data_ptr(), *self._pointers, *where, *plan.arguments
-                launch(plan.grid, stream_of(self._device), *numbers)
-            else:
+            stream = stream_of(self._device)
+            if not (self._can_repeat and self._launch_again(plan, pointer, stream)):
+                where = self._used, self._slots, self._sample_slots
                 launched = partial_rows[(plan.grid,)](
                     part, parts, exponents, counts, *where, *plan.arguments, num_warps=NUM_WARPS
                 )
-                plan.launches[is_aligned] = repeated_launch(launched)
+                plan.launches[pointer % _ALIGNMENT == 0] = repeated_launch(launched)
         self._used += 1
         self._is_whole = self._slots == 1 and elements.repeats == 1 and self._sample_size is None
         if self._used == self._num_waiting:
@@ -127,10 +124,19 @@ class TritonRows:
         if tensor.layout is not torch.strided or tensor.is_neg() or not tensor.numel():
             return None
         plan = self._plan_of(tensor)
-        pointer = tensor.data_ptr()
-        launch = plan.launches.get(pointer % _ALIGNMENT == 0)
-        if plan.is_copied or launch is None or current_device() != self._device.index:
+        if plan.is_copied or current_device() != self._device.index:
             return None
+        if not self._launch_again(plan, tensor.data_ptr(), stream):
+            return None
+        self._used += 1
+        self._number += 1
+        return self._number - 1
+
+    def _launch_again(self, plan: _Plan, pointer: int, stream: int) -> bool:
+        """Repeat an earlier launch for a tensor at an address, if there was one."""
+        launch = plan.launches.get(pointer % _ALIGNMENT == 0)
+        if launch is None:
+            return False
         launch(
             plan.grid,
             stream,
@@ -141,9 +147,7 @@ class TritonRows:
             self._sample_slots,
             *plan.arguments,
         )
-        self._used += 1
-        self._number += 1
-        return self._number - 1
+        return True
 
     def _plan_of(self, tensor: Tensor) -> _Plan:
         index = self._device.index
@@ -201,11 +205,11 @@ class TritonRows:
 
 @dataclass(frozen=True, eq=False)
 class _Plan:
-    """How tensors of one type, shape and strides are read."""
+    """The way to read tensors of one type, shape and strides."""
 
     # Programs: those that read shares, then those that read samples.
     grid: int
-    # Whether they are copied first.
+    # True if they are copied first.
     is_copied: bool
     # Of the kernel, from the number of elements on.
     arguments: tuple[Any, ...]

@@ -1,4 +1,4 @@
-"""What is wrong in a snapshot: NaN, infinities, and formats that lose elements.
+"""Find violations in a snapshot: NaN, infinities, and formats that lose elements.
 
 A violation is about the stored tensor, since formats are; without unit scaling that is the tensor.
 """
@@ -38,7 +38,7 @@ _VERBS: Final[dict[Kind, str]] = {
 
 @dataclass(frozen=True)
 class Threshold:
-    """Which fraction of a tensor's elements may be lost to one format in one way."""
+    """The fraction of a tensor's elements that may be lost to one format in one way."""
 
     format: NumberFormat
     kind: Kind

@@ -38,9 +38,9 @@ class ScaleHistory:
 
     names: tuple[str, ...]
     modules: tuple[str, ...]
-    # Whether a tensor is not computed from others: parameters and inputs of the step.
+    # True if a tensor is not computed from others: parameters and inputs of the step.
     sources: tuple[bool, ...]
-    # Whether a matmul reads the tensor; backward, its gradient.
+    # True if a matmul reads the tensor; backward, its gradient.
     operands: tuple[bool, ...]
     steps: npt.NDArray[np.int64]
     # Of the stored tensors, (T, N); ``-inf`` for a tensor of zeros, NaN for an absent one.

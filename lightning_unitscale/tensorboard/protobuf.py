@@ -88,9 +88,11 @@ def annotated_graph(snapshot: ScaleSnapshot) -> GraphDef:
     steps of four, so "Color by: Device" colours by scale.
     """
     paths: dict[str, str] = {}
+    taken: set[str] = set()
     for name, module in _pairs(snapshot):
-        path, taken = node_path(name, module), set(paths.values())
+        path = node_path(name, module)
         paths[name] = path if path not in taken else f"{path}_of_{len(paths)}"
+        taken.add(paths[name])
     scales = {
         direction: list(
             zip(

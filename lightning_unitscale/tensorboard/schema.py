@@ -149,17 +149,9 @@ class ExponentCounts:
     num_sampled: int
     log2_unit: int = 0  # stored exponents are lower by it
 
-    def to_vector(self) -> npt.NDArray[np.floating[Any]]:
-        """Return the number sampled, unit, first exponent, and counts up to the last non-zero one.
-
-        Most tensors use about thirty exponents, so this is a tenth of all counts.
-        """
-        (vector,) = exponent_vectors(self.counts[None], [self.num_sampled], [self.log2_unit])
-        return vector
-
     @classmethod
     def from_vector(cls, vector: npt.ArrayLike) -> ExponentCounts:
-        """Create counts from the result of :meth:`to_vector`."""
+        """Create counts from a vector of :func:`exponent_vectors`."""
         values = np.asarray(vector, dtype=np.float32)
         start = int(values[2]) - MIN_EXPONENT if values.ndim == 1 and values.size >= 3 else -1
         if start < 0 or start + values.size - 3 > NUM_EXPONENTS:
@@ -175,7 +167,11 @@ class ExponentCounts:
 def exponent_vectors(
     counts: npt.NDArray[np.floating[Any]], num_sampled: npt.ArrayLike, log2_units: npt.ArrayLike
 ) -> list[npt.NDArray[np.floating[Any]]]:
-    """:meth:`ExponentCounts.to_vector` of many tensors, from counts of shape ``(tensors, 279)``."""
+    """Return a vector for each of several tensors, from counts of shape ``(tensors, 279)``.
+
+    It has the number sampled, the unit, the first exponent, and counts up to the last non-zero one.
+    Most tensors use about thirty exponents, so this is a tenth of all counts.
+    """
     present = counts > 0
     is_any = present.any(axis=1)
     starts = np.where(is_any, present.argmax(axis=1), 0)

@@ -62,7 +62,6 @@ SCALES_URL: Final = f"http://localhost:6006/#{PLUGIN_NAME}"
 TensorBoardTabs: TypeAlias = Literal["scales", "operands", "all"]
 TABS: Final[tuple[TensorBoardTabs, ...]] = get_args(TensorBoardTabs)
 
-Array = npt.NDArray[np.floating[Any]]
 # After this many samples the writer keeps every second one, after twice as many every fourth, and
 # so on. TensorBoard itself keeps 2,000 points of the Scales dashboard, 1,000 scalars and 50
 # histograms. Larger data is thinned earlier to limit the file's size.

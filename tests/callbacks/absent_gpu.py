@@ -41,7 +41,7 @@ class FromOutside(TorchDispatchMode):
 
 
 class Gpu(FromOutside):
-    """What the device is asked for, step by step.
+    """A record of the requests to the device, step by step.
 
     Attributes:
         waits: Functions of the package in which the host waits, in each step.

@@ -21,7 +21,7 @@ class _Late(pl.LightningModule):
         super().__init__()
         torch.manual_seed(3)
         self.layers()
-        # What a step multiplies by: a tensor, since a number would be compiled in.
+        # A step's factor: a tensor, since a number would be compiled in.
         self.register_buffer("is_late", torch.zeros(()))
         self.losses: list[float] = []
 

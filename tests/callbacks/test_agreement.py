@@ -1,4 +1,4 @@
-"""What the monitor shows of matmuls, in any place, is what ``explain()`` says of them."""
+"""The monitor shows of matmuls, in any place, the same as ``explain()``."""
 
 from __future__ import annotations
 
@@ -332,7 +332,7 @@ def _settings(precision: str) -> dict[str, Any]:
 
 
 class Shown(NamedTuple):
-    """What one place shows of a tensor: log2 of the RMS, true and as it is stored.
+    """The scale of a tensor that one place shows: log2 of the RMS, true and as it is stored.
 
     Where it shows the unit as well, that has to be as in ``explain()``.
     """

@@ -1,4 +1,4 @@
-"""What the monitor finds wrong in a training, and what it does then."""
+"""The monitor reports violations in a training, and acts on them."""
 
 from __future__ import annotations
 

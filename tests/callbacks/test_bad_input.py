@@ -44,7 +44,7 @@ def _fit(module: Any, *callbacks: pl.Callback, **options: Any) -> None:
 
 
 def _is_in_the_form(message: str) -> bool:
-    """What is wrong; what was expected; what to change."""
+    """The problem; the expected value; the change to make."""
     return re.search(r".+: .+. Expected .+\. .+\.$", message) is not None
 
 
@@ -80,7 +80,7 @@ def test_a_module_that_is_compiled_already(how: str) -> None:
         assert not isinstance(vars(module).get("training_step"), SessionMethod)
     assert_same_bits(*weights)
     coverage = unit_scale_of(callbacks).coverage
-    # What a compiled graph runs reaches the dispatcher, or is counted as what it is.
+    # Matmuls of a compiled graph reach the dispatcher, or are counted as compiled.
     assert coverage.counts
     assert has_torchs_own_kernels()
 

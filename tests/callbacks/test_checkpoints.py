@@ -18,7 +18,7 @@ from lightning_unitscale import Rules, UnitScaleCallback
 from tests.callbacks.rule_runs import Classifier, fit, loader, trainer_with, unit_scale, weights
 from tests.helpers import assert_same_bits
 
-# What Lightning says of other callbacks that were there when the checkpoint was written.
+# Lightning's warning about other callbacks when the checkpoint was written.
 pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 
 

@@ -1,4 +1,4 @@
-"""What a user is told of the matmuls that ran in units, in a format, or as they are."""
+"""Reports of the matmuls that ran in units, in a format, or as they are."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ CASES = [
 
 
 def _shown(trained: Run) -> list[Any]:
-    """What callbacks say of a training."""
+    """The reports of callbacks on a training."""
     shown: list[Any] = []
     for callback in trained.trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, UnitScaleCallback):

@@ -1,4 +1,4 @@
-"""What the callbacks say of themselves: in a repr, as text, in a notebook."""
+"""Callbacks describe themselves: in a repr, as text, in a notebook."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is trained with ``precision="fp8"`` is evaluated as its checkpoint is, or in FP8."""
+"""A model trained with ``precision="fp8"`` is evaluated as its checkpoint is, or in FP8."""
 
 from __future__ import annotations
 

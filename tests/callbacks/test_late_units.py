@@ -120,13 +120,13 @@ def test_formats_lose_no_first_gradient(name: str, how: str, format: str) -> Non
     ("options", "num_exact"),
     [
         ({"simulate": "fp8"}, 1),
-        # What a tensor loses is measured in its unit before it is cast.
+        # The loss of a tensor to a format is measured in its unit, before the cast.
         ({"precision": "fp8"}, 2),
     ],
     ids=["simulated", "fp8"],
 )
 def test_a_gradient_without_a_unit_is_not_rounded(options: Any, num_exact: int) -> None:
-    """What its layer reads, and what arrives there, does not depend on other layers."""
+    """The operands of its layer, and the gradient there, do not depend on other layers."""
 
     class Alone(Annealed):
         def loss(self, x: Tensor, step: int) -> Tensor:

@@ -106,7 +106,7 @@ def assert_same_snapshots(checked, plain, tolerance):
     for one, other in zip(ours, theirs, strict=True):
         assert "blocks.1.act.relu" in one.names
         assert set(one.names) == set(other.names)
-        # What the graph computes comes in the order in which it is computed.
+        # The tensors of the graph come in the order in which it computes them.
         given = {name for name in other.names if name.startswith("input.") or name in plain.weights}
         made = [name for name in other.names if name not in given]
         assert [name for name in one.names if name in made] == made

@@ -116,7 +116,7 @@ def test_a_step(options: dict[str, Any], at_first: set[str], at_looks: set[str])
     ids=["units", "simulated", "fp8"],
 )
 def test_late_units(options: dict[str, Any], at_first: set[str], num_parts: int) -> None:
-    """What was zero at first is measured in each step; its numbers are read a step later."""
+    """Tensors that were zero at first are measured in each step, and read a step later."""
     callback, late, seen = UnitScaleCallback(recalibrate=None, **options), 3, []
 
     def note(step: int) -> None:
@@ -258,7 +258,7 @@ def test_a_captured_step(options: dict[str, Any], at_looks: list[str]) -> None:
             **QUIET,
         )
         trainer.fit(module, Batches(gpu))
-    # What monitors scales at the end of an epoch sees its last step.
+    # A callback that monitors scales at the end of an epoch sees its last step.
     assert seen.steps == [NUM_STEPS - 1]
     assert gpu.waits[0]  # its units are measured
     expected = [[] if step % LOOK_EVERY else at_looks for step in range(1, NUM_STEPS)]

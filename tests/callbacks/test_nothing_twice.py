@@ -170,7 +170,7 @@ class Freezing(Regression):
 def test_a_step_on_which_dynamo_fails() -> None:
     with pytest.warns(UserWarning, match=r"fails on `self.first.weight.requires_grad_\(batch"):
         _, callbacks = assert_same_run(Freezing, lambda: [UnitScaleCallback(remat="min_cut")])
-    # What the step calls is captured all the same.
+    # The functions that the step calls are captured all the same.
     assert matmuls_run(callbacks) > 0
     explained = unit_scale_of(callbacks).explain()
     assert "graph break" in explained and "test_nothing_twice.py" in explained

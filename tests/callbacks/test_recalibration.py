@@ -42,7 +42,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def variants(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each graph that ran carried probes; without those that were measured as captured."""
+    """Record if each graph that ran carried probes, but not of those measured as captured."""
     seen: list[bool] = []
     initialize, call = Variant.__init__, Variant.__call__
     observed: dict[int, bool] = {}
@@ -223,7 +223,7 @@ def test_accumulated_batches_are_one_look() -> None:
 
 @BOTH_WAYS
 def test_a_batch_of_another_scale_asks_for_no_units(captured: dict[str, Any]) -> None:
-    """What accumulated batches read is one tensor, whose units fit as long as its RMS stays."""
+    """Accumulated batches read one tensor, whose units fit as long as its RMS stays."""
 
     def in_turns(self: Any, batch: Any, batch_idx: int) -> Any:
         x, y = batch
@@ -288,7 +288,7 @@ def test_a_rate_that_a_step_reads_is_no_compilation(captures: list[str]) -> None
 
 
 def test_operands_are_at_unit_scale() -> None:
-    """What the callback is for, as the monitor sees it."""
+    """The purpose of the callback, as the monitor sees it."""
 
     def tiny(generator: Any) -> Any:
         x = torch.randn(6, generator=generator)

@@ -37,7 +37,7 @@ def test_a_run_leaves_the_module_as_it_was(stage: str) -> None:
     # Two batches: the first one is measured.
     getattr(trainer, stage)(module, *[loader(8)] * (1 + (stage == "fit")))
     assert_restored(module, before)
-    # What ran can still be explained.
+    # The steps that ran can still be explained.
     step = {"fit": "training"}.get(stage, stage.replace("validate", "validation")) + "_step"
     text = unit_scale_of(callbacks).explain()
     assert re.search(

@@ -1,4 +1,4 @@
-"""What the scale monitor shows of a model that is scaled by rules is what that model computes."""
+"""The scale monitor shows the tensors that a model scaled by rules computes."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ class WithoutLoss(Classifier):
 
 @pytest.fixture(scope="module")
 def expected() -> Gradients:
-    """What a fit without anything before it sees."""
+    """The state that a fit sees without anything before it."""
     seen = Gradients()
     fit(seeded(), unit_scale("u-mup"), seen)
     return seen
@@ -271,7 +271,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(method: str, checks: int, tmp_path: P
 
 @pytest.fixture(scope="module")
 def two_epochs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    """What two epochs leave behind, and the folder with a checkpoint of each."""
+    """The state after two epochs, and the folder with a checkpoint of each."""
     folder = tmp_path_factory.mktemp("epochs")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)

@@ -41,7 +41,7 @@ class Restless(Classifier):
 
 
 class Hidden(Classifier):
-    """What reads its parameters is never captured."""
+    """A model whose parameters are read by code that is never captured."""
 
     @torch.compiler.disable
     def forward(self, x: Any) -> Any:

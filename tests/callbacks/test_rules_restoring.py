@@ -1,4 +1,4 @@
-"""What is refused is refused before anything is changed, and what was changed is put back."""
+"""Options are refused before anything is changed, and changes are undone."""
 
 from __future__ import annotations
 

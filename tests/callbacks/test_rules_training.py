@@ -312,7 +312,7 @@ def test_evaluation_is_the_function_of_training_at_every_length_and_batch_size()
     whole = torch.cat(trainer.predict(module, torch.utils.data.DataLoader(tokens, 20)))
     expected = F.cross_entropy(whole[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
     assert validated == pytest.approx(float(expected), rel=1e-5)
-    # What has been said does not depend on what is to come, nor on who else is asked.
+    # The output so far does not depend on later tokens, nor on the rest of the batch.
     for length in (5, 9):
         short = torch.utils.data.DataLoader(tokens[:, :length].clone(), 3)
         found = torch.cat(trainer_with(unit_scale("u-mup")).predict(module, short))

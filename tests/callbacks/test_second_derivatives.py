@@ -77,7 +77,7 @@ def test_steps_before_the_first_penalty_are_the_bits() -> None:
 
 
 class Curved(Smooth):
-    """What second-order optimizers ask for."""
+    """A backward pass that records a graph, as second-order optimizers need it."""
 
     def backward(self, loss: Any) -> None:
         loss.backward(create_graph=True)

@@ -20,7 +20,7 @@ def _module() -> Regression:
 
 
 class _Roundings(pl.Callback):
-    """What was rounded to which format, and in which step."""
+    """The tensors that were rounded, with their format and step."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.seen: set[tuple[str, str, int]] = set()
@@ -67,7 +67,7 @@ def test_units_are_measured_before_a_matmul_rounds_its_operands() -> None:
     for callback in (plain, simulated):
         run(_module, [callback], max_steps=1)
     assert plain.gauge and set(simulated.gauge) == set(plain.gauge)
-    # What the first matmul reads was not rounded by anybody; later ones read what others made.
+    # The first matmul reads unrounded operands; later ones read results of rounded ones.
     for name in ("first.linear:input", "first.linear:weight", "second.linear:weight"):
         assert simulated.gauge[name] == plain.gauge[name]
     for name, pair in plain.gauge.items():

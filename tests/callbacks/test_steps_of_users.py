@@ -35,7 +35,7 @@ from tests.callbacks.runs import (
 )
 from tests.helpers import assert_same_bits
 
-# What a step may return.
+# The results that a step may return.
 
 
 def _dict(self: Any, batch: Any, batch_idx: int) -> Any:
@@ -212,7 +212,7 @@ def test_logging(captured: bool) -> None:
 
 
 def _log_and_go_on(self: Any, batch: Any, batch_idx: int) -> Any:
-    """What was logged is written into, and the dictionary gets the loss."""
+    """Write into logged values, and return the loss in a logged dictionary."""
     loss = self.loss(batch)
     average = batch[0].mean(0)
     self.log("average", average[0])
@@ -235,7 +235,7 @@ def test_a_step_that_goes_on_with_what_it_has_logged(captured: bool) -> None:
     assert "loss" not in found.metrics
 
 
-# What a step leaves on the module.
+# The attributes that a step leaves on the module.
 
 
 class Keeping(Regression):
@@ -282,7 +282,7 @@ def test_what_a_step_keeps(captured: bool) -> None:
     assert found.module.count == 9
 
 
-# What changes from step to step must not have the step captured at every one of them.
+# A value that changes with each step must not have each step captured.
 
 
 class NumGraphs(pl.Callback):

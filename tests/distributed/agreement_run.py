@@ -1,4 +1,4 @@
-"""What ranks agree on: ``python -m tests.distributed.agreement_run FOLDER``, per rank."""
+"""Agree among ranks: ``python -m tests.distributed.agreement_run FOLDER``, per rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_unitscale.ranks import (
+from lightning_unitscale.loops.ranks import (
     any_rank,
     broadcast,
     differing_ranks,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_unitscale import ranks
+from lightning_unitscale.loops import ranks
 from tests.distributed.launch import run_ranks
 
 NUM_RANKS = 3

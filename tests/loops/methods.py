@@ -1,4 +1,4 @@
-"""What a training is done with."""
+"""The methods of a training."""
 
 from __future__ import annotations
 

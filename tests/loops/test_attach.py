@@ -278,7 +278,7 @@ def test_a_compiled_module(compiled: Callable[[nn.Module], nn.Module]) -> None:
         assert vars(model).keys() == before.keys()
     assert_same_bits(*results)
     units, monitor = callbacks
-    # What a compiler that is not Inductor makes of the matmuls is reached in eager.
+    # Matmuls of a compiler other than Inductor are reached in eager.
     assert units.coverage.num_in_units == units.coverage.num_matmuls == 5
     assert [snapshot.step for snapshot in monitor.snapshots] == [0, 1, 2]
 

@@ -1,4 +1,4 @@
-"""What a loop calls, and whose steps: other methods than forward, closures, other optimizers."""
+"""Calls and steps of a loop: other methods than forward, closures, other optimizers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.loops.methods import METHODS
 
 
 class LossNet(Net):
-    """What the loop calls is no ``forward``."""
+    """The loop calls no ``forward``."""
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(self(x), y) + F.cross_entropy(self.down(x.repeat(1, 2)), y)

@@ -204,7 +204,7 @@ def test_fabric(order: tuple[int, int]) -> None:
         assert "mark_forward_method" not in vars(wrappers[index])
     for model, fingerprint in zip(models, before, strict=True):
         changed = difference(fingerprint, _fingerprint(model))
-        # What Fabric has put on it is Fabric's.
+        # Attributes that Fabric has set are Fabric's.
         assert not [name for name in changed if "forward" in name or "hook" in name]
 
 
@@ -257,7 +257,7 @@ def test_hugging_face(where: str, error: type[BaseException], tmp_path: Path) ->
         with pytest.raises(error):
             trainer.train()
         changed = difference(before, _fingerprint(model))
-        # What Accelerate has put on the model is there without callbacks as well.
+        # Accelerate sets its attributes on the model without callbacks as well.
         assert "forward" not in vars(model)
         is_failing = False
         trainer.train()

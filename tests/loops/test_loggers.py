@@ -1,4 +1,4 @@
-"""What each logger has of the scales, read back from what it has written."""
+"""Each logger has the scales, read back from its files."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def plain_loop(log: Callable[[float, int], None], *loggers: Any) -> ScaleMonitor
 
 @pytest.mark.parametrize("names_step", [False, True])
 def test_a_wandb_run_keeps_its_axis(names_step: bool, tmp_path: Path) -> None:
-    """What is logged is part of the user's rows: their number and their axis are as without."""
+    """Logs are part of the user's rows: their number and their axis are as without."""
     wandb = pytest.importorskip("wandb")
     run = wandb.init(project="plain", dir=tmp_path)
     losses = []

@@ -30,7 +30,7 @@ def train(loop: str, method: str, name: str, folder: Path) -> Outcome:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """What a method gives in a loop, which trains once."""
+    """Return the outcome of a method in a loop, trained once for each model."""
     known: dict[tuple[str, str, str], Outcome] = {}
 
     def of(loop: str, method: str, name: str) -> Outcome:

@@ -1,4 +1,4 @@
-"""What the user has compiled is measured where it begins and ends, and is not compiled again."""
+"""Code that the user has compiled is measured where it begins and ends, and not recompiled."""
 
 from __future__ import annotations
 

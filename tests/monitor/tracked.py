@@ -1,4 +1,4 @@
-"""What the tests of tracking share: modules of functions, and what was found, by name."""
+"""Helpers of the tests of tracking: modules of functions, and the found metrics by name."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What is read out of rows: moments, fractions at any scale, merging across micro-batches."""
+"""Statistics are read from rows: moments, fractions at any scale, merging across micro-batches."""
 
 import json
 import math

@@ -68,7 +68,7 @@ def test_triton_rows_spill_nothing(
     assert ".ftz" not in made.ptx  # subnormals are kept
     # Room for three programs on a multiprocessor, if the tensor has no gaps.
     assert not is_plain or made.registers <= 80
-    # What lies together is read 16 bytes at a time.
+    # Adjacent elements are read 16 bytes at a time.
     wide = "ld.global.v2.b64" if dtype == "fp64" else "ld.global.v4.b32"
     assert not is_plain or wide in made.ptx
     # Counts of exponents are added up in shared memory, as integers; nothing else is atomic.

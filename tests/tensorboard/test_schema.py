@@ -1,4 +1,4 @@
-"""What travels through an event file comes out as it went in."""
+"""Data comes out of an event file as it went in."""
 
 import subprocess
 import sys
@@ -16,6 +16,7 @@ from lightning_unitscale.tensorboard.schema import (
     Series,
     TensorSet,
     content,
+    exponent_vectors,
     parse_content,
 )
 
@@ -74,7 +75,7 @@ def test_content_of_another_kind(data):
 def test_exponent_counts(bins):
     counts = np.zeros(279)
     counts[list(bins)] = np.arange(len(bins)) + 1
-    vector = ExponentCounts(counts, 16_384, log2_unit=-7).to_vector()
+    (vector,) = exponent_vectors(counts[None], [16_384], [-7])
     assert vector.size == 3 + (max(bins) - min(bins) + 1 if bins else 0)
     found = ExponentCounts.from_vector(vector)
     assert found.num_sampled == 16_384 and found.log2_unit == -7

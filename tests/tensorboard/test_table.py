@@ -35,7 +35,7 @@ def test_the_summary(is_read_back, tmp_path):
     expected = {
         "1 of 4 operands and 0 of 2 gradients within 2x of RMS 1, 1 and 0 within 4x": PLAIN,
         "4 of 4 operands and 2 of 2 gradients within 2x of RMS 1": SCALED,
-        # What is not finite is not near 1.
+        # Tensors that are not finite are not near 1.
         "2 of 4 operands and 1 of 2 gradients within 2x of RMS 1, 2 and 1 within 4x": with_nan(
             SCALED, 1, 4
         ),

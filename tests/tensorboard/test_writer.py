@@ -1,4 +1,4 @@
-"""What is written into a real event file, read back with TensorBoard's own reader."""
+"""The contents of a real event file, read back with TensorBoard's own reader."""
 
 import math
 import re
@@ -116,7 +116,7 @@ STOCK = (
     "~scales/loss",
 )
 GRADIENT = f"{STOCK[1]}.grad"
-# What a matmul reads; a gradient of zeros has no logarithm to draw, and an absent one nothing.
+# Operands of matmuls; a gradient of zeros has no logarithm to draw, and an absent one nothing.
 SHOWN = {
     "scales": set(),
     "operands": {STOCK[0], STOCK[2], GRADIENT},
