@@ -21,7 +21,8 @@ MAX_FUNCTION_LINES = 60
 
 
 @cache
-def _parsed(text: str) -> ast.Module:
+def parsed(text: str) -> ast.Module:
+    """Return the tree of a file's text."""
     return ast.parse(text)
 
 
@@ -38,7 +39,7 @@ def name_of(path: Path, root: Path = ROOT) -> str:
 def imports(path: Path, root: Path = ROOT) -> Iterator[tuple[int, str]]:
     """Yield (line, absolute dotted name) of every import, also of nested ones."""
     package = [PACKAGE, *path.relative_to(root / PACKAGE).parent.parts]
-    for node in ast.walk(_parsed(path.read_text())):
+    for node in ast.walk(parsed(path.read_text())):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -77,7 +78,7 @@ def large_classes(root: Path = ROOT) -> dict[str, int]:
     """Return the classes with more than `MAX_METHODS` methods, and the number of methods."""
     found = {}
     for path in files(root):
-        for node in ast.walk(_parsed(path.read_text())):
+        for node in ast.walk(parsed(path.read_text())):
             if isinstance(node, ast.ClassDef):
                 methods = sum(isinstance(item, ast.FunctionDef) for item in node.body)
                 if methods > MAX_METHODS:
@@ -89,7 +90,7 @@ def long_functions(root: Path = ROOT) -> dict[str, int]:
     """Return the functions with more than `MAX_FUNCTION_LINES`, docstrings excluded."""
     found = {}
     for path in files(root):
-        for node in ast.walk(_parsed(path.read_text())):
+        for node in ast.walk(parsed(path.read_text())):
             if isinstance(node, ast.FunctionDef):
                 first = node.body[1] if ast.get_docstring(node) and len(node.body) > 1 else node
                 lines = (node.end_lineno or 0) - first.lineno + 1
@@ -104,12 +105,16 @@ def repeated_names(root: Path = ROOT) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count > 1}
 
 
+def folders(root: Path = ROOT) -> set[Path]:
+    """Return the folders of the package that contain files."""
+    return {path.parent for path in files(root)} - {root / PACKAGE}
+
+
 def figures(root: Path = ROOT) -> dict[str, int]:
     """Return the package's figures by name."""
     lines = [len(path.read_text().splitlines()) for path in files(root)]
-    folders = {path.parent for path in files(root)} - {root / PACKAGE}
     return {
-        "folders": len(folders),
+        "folders": len(folders(root)),
         "files": len(lines),
         "lines": sum(lines),
         "lines of the longest file": max(lines),
@@ -121,16 +126,16 @@ def figures(root: Path = ROOT) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    folder = next((Path(word) for word in sys.argv[1:] if not word.startswith("-")), ROOT)
-    measured = figures(folder)
+    tree = next((Path(word) for word in sys.argv[1:] if not word.startswith("-")), ROOT)
+    measured = figures(tree)
     if "--json" in sys.argv:
         print(json.dumps(measured, indent=2))
     else:
         print(tabulate(measured.items()))
         for title, found in (
-            ("circles", circles(folder)),
-            ("classes", large_classes(folder)),
-            ("functions", long_functions(folder)),
-            ("names", repeated_names(folder)),
+            ("circles", circles(tree)),
+            ("classes", large_classes(tree)),
+            ("functions", long_functions(tree)),
+            ("names", repeated_names(tree)),
         ):
             print(f"\n{title}: {json.dumps(found, indent=1)}")

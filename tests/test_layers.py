@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.structure import PACKAGE, ROOT, circles, file_of, files, imports, name_of
+from tests.structure import PACKAGE, ROOT, circles, file_of, files, imports, name_of, parsed
 
 # Folders and top-level files. A file may import from its own folder and from earlier entries.
 FOLDERS = (
@@ -102,7 +102,7 @@ def _place(name: str) -> int:
 
 def _private_torch_names(path: Path) -> Iterator[tuple[int, str]]:
     names = list(imports(path, ROOT))
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path.read_text())):
         if isinstance(node, ast.Attribute):
             dotted = ast.unparse(node)
             if dotted.startswith("torch.") and dotted.replace(".", "").isidentifier():

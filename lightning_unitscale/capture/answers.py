@@ -14,7 +14,8 @@ Torch 2.11 treats everything that it traces as exported. From 2.12 on, and here,
 
 Private names used here were checked on torch 2.13 and 2.11: ``ConvertFrame``, which is called once
 for each function to capture, and the ``_box`` of what it calls; ``tracing_state_functions``, ``tx``
-in the handler that answers whether anything is compiled, and ``SpeculationLogDivergence``.
+in the handler that answers whether anything is compiled, and ``SpeculationLogDivergence``. The
+lines in ``real_stack`` of Dynamo's errors were checked on 2.13.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from torch._dynamo.exc import InternalTorchDynamoError, TorchRuntimeError, Unsup
 from torch._dynamo.symbolic_convert import SpeculationLogDivergence
 from torch._dynamo.variables import torch as torch_variables
 
-from lightning_unitscale.capture.breaks import frames_of, short_reason
+from lightning_unitscale.capture.breaks import frames_of
 from lightning_unitscale.compiling import is_exporting
 from lightning_unitscale.patching import shadowed, shadowed_here
 
@@ -51,8 +52,8 @@ _FAILURES = (InternalTorchDynamoError, TorchRuntimeError, Unsupported)
 
 # The innermost functions that asked, as (file, function), since helpers often ask for others.
 _Asker = tuple[tuple[str, str], ...]
-# The end of a trace: (file, line) of the functions around, outermost first, and the reason.
-_Place = tuple[tuple[tuple[str, int], ...], str]
+# The end of a trace: (file, line) of the functions around, outermost first.
+_Place = tuple[tuple[str, int], ...]
 
 
 class _Told(threading.local):
@@ -113,7 +114,6 @@ def _tell_until_traced(trace: Callable[[], _Traced]) -> _Traced:
     """Trace, and while that fails answer yes to another asker and trace again."""
     ended: _Place | None = None
     tried: set[_Asker] = set()
-    asked: tuple[_Asker, ...] = ()
     last: _Asker | None = None
     is_strict = False
     while True:
@@ -131,14 +131,7 @@ def _tell_until_traced(trace: Callable[[], _Traced]) -> _Traced:
         except _FAILURES as error:
             is_strict = True
             place = _place_of(error)
-            # The errors of fake tensors have no frames: then the next asker shows that it got on.
-            is_further = ended is None or (
-                _is_further(place, ended)
-                if place[0] or ended[0]
-                else bool(_TOLD.no) and _TOLD.no[-1] not in (*asked, *tried)
-            )
-            asked = tuple(_TOLD.no)
-            if is_further:
+            if ended is None or _is_further(place, ended):
                 ended = place
             elif last is not None:
                 _TOLD.yes.discard(last)
@@ -150,18 +143,18 @@ def _tell_until_traced(trace: Callable[[], _Traced]) -> _Traced:
 
 
 def _place_of(error: BaseException) -> _Place:
-    frames = frames_of(error)
-    lines = tuple((frame.filename, frame.lineno or 0) for frame in frames)
-    return lines, short_reason(str(error))
+    # The message of an export's error of fake tensors does not have the lines.
+    frames = getattr(error, "real_stack", None) or frames_of(error)
+    return tuple((frame.filename, frame.lineno or 0) for frame in frames)
 
 
 def _is_further(place: _Place, before: _Place) -> bool:
     """Check whether a trace that ended at ``place`` got past the one that ended at ``before``."""
-    for (file, line), (file_before, line_before) in zip(place[0], before[0], strict=False):
+    for (file, line), (file_before, line_before) in zip(place, before, strict=False):
         if (file, line) != (file_before, line_before):
             return file == file_before and line > line_before
     # Within the same call, a trace is further if it ends outside of the code that failed before.
-    return len(place[0]) < len(before[0])
+    return len(place) < len(before)
 
 
 class _Answers(dict[Any, Any]):

@@ -31,15 +31,13 @@ from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.utils import graph_break_reasons
 from torch._guards import CompileContext
 
-from lightning_unitscale.capture.answers import plain_answers
 from lightning_unitscale.capture.breaks import frames_of, without_dynamos_texts
 from lightning_unitscale.capture.copy_graphs import copy_graph_module
 from lightning_unitscale.capture.patches import (
-    absent_packages,
     passed_over,
+    plain_libraries,
     plain_numbers,
     plain_optimizers,
-    quiet_libraries,
 )
 from lightning_unitscale.patching import shadowed_here
 
@@ -213,10 +211,8 @@ def capture_settings(*, passes_over: bool = False) -> Iterator[None]:
     ``nn.GRU``.
     """
     with (
-        absent_packages(),
         without_dynamos_texts(),
-        plain_answers(),
-        quiet_libraries(),
+        plain_libraries(),
         plain_numbers(),
         plain_optimizers(),
         passed_over() if passes_over else contextlib.nullcontext(),

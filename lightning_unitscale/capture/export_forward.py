@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,12 +18,12 @@ from torch._dynamo import functional_export
 from torch.export._trace import _export_to_torch_ir
 
 from lightning_unitscale.capture.aliasing import make_out_of_place
-from lightning_unitscale.capture.answers import plain_answers, trace_one_graph
+from lightning_unitscale.capture.answers import trace_one_graph
 from lightning_unitscale.capture.breaks import is_of_dynamo, reason_raised, wants_dynamos_texts
 from lightning_unitscale.capture.decompose import expand_composites
 from lightning_unitscale.capture.dynamo_capture import CapturedGraph
 from lightning_unitscale.capture.graph_nodes import Names
-from lightning_unitscale.capture.patches import absent_packages, quiet_libraries
+from lightning_unitscale.capture.patches import plain_libraries
 from lightning_unitscale.capture.rollback import restoring_numbers
 from lightning_unitscale.capture.step_messages import CaptureError
 from lightning_unitscale.patching import shadowed
@@ -46,20 +46,7 @@ def export_forward(
         return exported
 
     try:
-        if plain:
-            with _as_if_plain():
-                try:
-                    graph_module = trace_one_graph(trace)
-                except Exception as error:
-                    if not is_of_dynamo(error):
-                        raise
-                    # A library's setup in a module's first call may be what breaks the graph:
-                    # transformers installs hooks then, under a lock.
-                    with restoring_numbers(module), torch.no_grad():
-                        module(*args, **kwargs)
-                    graph_module = trace_one_graph(trace)
-        else:
-            graph_module = trace()
+        graph_module = _trace_as_if_plain(trace, module, args, kwargs) if plain else trace()
     except Exception as error:
         raise CaptureError.of(
             f"{type(module).__name__}.forward", [reason_raised(error)], manner=" as one graph"
@@ -69,6 +56,26 @@ def export_forward(
         expand_composites(graph_module)
     make_out_of_place(graph_module.graph)
     return graph_module
+
+
+def _trace_as_if_plain(
+    trace: Callable[[], fx.GraphModule],
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> fx.GraphModule:
+    """Trace a call, and if that fails trace it again after a call."""
+    with _as_if_plain():
+        try:
+            return trace_one_graph(trace)
+        except Exception as error:
+            if not is_of_dynamo(error):
+                raise
+        # A library's setup in a module's first call may be what breaks the graph: transformers
+        # installs hooks then, under a lock.
+        with restoring_numbers(module), torch.no_grad():
+            module(*args, **kwargs)
+        return trace_one_graph(trace)
 
 
 @contextlib.contextmanager
@@ -87,13 +94,7 @@ def _as_if_plain() -> Iterator[None]:
             yield
 
     not_exporting = shadowed(functional_export, **{_STATE: compiling})
-    with (
-        not_exporting,
-        plain_answers(),
-        quiet_libraries(),
-        absent_packages(),
-        warnings.catch_warnings(),
-    ):
+    with not_exporting, plain_libraries(), warnings.catch_warnings():
         # transformers' collector of hidden states, which is set and reset in every call.
         collector = r"(?s)While compiling, we found certain side effects.*_active_collector"
         warnings.filterwarnings("ignore", collector)

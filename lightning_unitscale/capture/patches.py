@@ -85,7 +85,7 @@ from torch._dynamo.variables.misc import (
 from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 
-from lightning_unitscale.capture.answers import insist_on_one_graph
+from lightning_unitscale.capture.answers import insist_on_one_graph, plain_answers
 from lightning_unitscale.capture.breaks import frames_of, is_installed_file, short_reason
 from lightning_unitscale.patching import nothing, shadowed_here
 
@@ -305,6 +305,13 @@ def absent_packages() -> Iterator[None]:
             raise_observed_exception(type(error), tx, args=list(error.args))
 
     with shadowed_here(SkipFunctionVariable, call_function=call_or_raise):
+        yield
+
+
+@contextlib.contextmanager
+def plain_libraries() -> Iterator[None]:
+    """Trace the code of libraries as it runs uncaptured, in as few graphs as possible."""
+    with plain_answers(), quiet_libraries(), absent_packages():
         yield
 
 

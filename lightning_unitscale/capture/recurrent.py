@@ -11,30 +11,27 @@ decompositions, ``torch._C._AutoDispatchBelowAutograd`` and ``OpOverload._schema
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._decomp import decompositions
 
+from lightning_unitscale.patching import shadowed
+
 _LSTM = torch.ops.aten.mkldnn_rnn_layer.default
 # The index of the result that only the backward kernel reads.
 _WORKSPACE = 3
 
 
-@contextlib.contextmanager
-def recurrent_dropout() -> Iterator[None]:
-    """Apply dropout between traced recurrent layers."""
-    whole = decompositions._rnn_helper
-    decompositions._rnn_helper = functools.partial(_layer_by_layer, whole)
-    try:
-        yield
-    finally:
-        decompositions._rnn_helper = whole
+def recurrent_dropout() -> AbstractContextManager[None]:
+    """Return a context in which traced recurrent layers apply dropout between them."""
+    layers = functools.partial(_layer_by_layer, decompositions._rnn_helper)
+    return shadowed(decompositions, _rnn_helper=layers)
 
 
 def _layer_by_layer(

@@ -50,11 +50,8 @@ def restoring(module: nn.Module, *, parameters: bool = True) -> Iterator[None]:
 def restoring_numbers(module: nn.Module) -> Iterator[None]:
     """Undo the effects of a call on random numbers and buffers, but keep its setup."""
     with contextlib.ExitStack() as undo:
-        for restore in _random_restorers(module):
+        for restore in chain(_random_restorers(module), *map(restorers_of, module.buffers())):
             undo.callback(restore)
-        for buffer in module.buffers():
-            for restore in restorers_of(buffer):
-                undo.callback(restore)
         yield
 
 

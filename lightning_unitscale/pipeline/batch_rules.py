@@ -19,9 +19,9 @@ _SUMS = frozenset(
     {"add", "iadd", "radd", "sub", "isub", "rsub", "subtract", "where", "stack", "cat", "concat",
      "hstack"}
 )  # fmt: skip
-_MATMULS = frozenset({"mul", "imul", "rmul", "multiply"})
+_PRODUCTS = frozenset({"mul", "imul", "rmul", "multiply"})
 _QUOTIENTS = frozenset({"div", "truediv", "itruediv", "divide", "true_divide"})
-ARITHMETIC = _SUMS | _MATMULS | _QUOTIENTS | {"pow", "ipow", "rpow"}
+ARITHMETIC = _SUMS | _PRODUCTS | _QUOTIENTS | {"pow", "ipow", "rpow"}
 # Linear in their only tensor operand, whatever the other arguments.
 _LINEAR = frozenset(
     {"neg", "negative", "positive", "pos", "to", "float", "double", "half", "bfloat16", "type",
@@ -147,7 +147,7 @@ def of_reduced(operation: Operation, term_powers: dict[tuple[str, str], int]) ->
             return Mean()
         return operation.coupled("adds a number that depends on the size of the batch")
     power = operation.factors()
-    if name in _MATMULS and len(means) == 1 and power is not None:
+    if name in _PRODUCTS and len(means) == 1 and power is not None:
         return Mean(power + sum(fact.power for fact in facts if isinstance(fact, (Mean, Same))))
     is_quotient = name in _QUOTIENTS and "rounding_mode" not in operation.node.kwargs
     if is_quotient and len(means) == 1 and power is not None:
@@ -227,17 +227,17 @@ def of_rows(operation: Operation, dim: int, result: Tensor) -> Fact:
 
 def _power_of_rows(operation: Operation, powers: list[int], same: int) -> int | None:
     name = operation.name
-    if name in _MATMULS | _QUOTIENTS:
+    if name in _PRODUCTS | _QUOTIENTS:
         numbers = operation.factors()
         if numbers is None:
             return None
-        matmul = sum(powers) + same + numbers
-        if name in _MATMULS:
-            return matmul
+        product = sum(powers) + same + numbers
+        if name in _PRODUCTS:
+            return product
         first = operation.node.args[0]
         fact = operation.facts.get(first) if isinstance(first, fx.Node) else None
-        # ``matmul`` also covers the dividend.
-        return (2 * fact.power if isinstance(fact, (Rows, Same)) else 0) - matmul
+        # ``product`` also covers the dividend.
+        return (2 * fact.power if isinstance(fact, (Rows, Same)) else 0) - product
     if name in _LINEAR and len(powers) == 1:
         return powers[0]
     return 0 if not any(powers) and not same else None

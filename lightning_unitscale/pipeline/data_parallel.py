@@ -23,7 +23,6 @@ from typing_extensions import override
 
 from lightning_unitscale.loops.ranks import broadcast, gathered
 from lightning_unitscale.patching import Replacement, shadowed
-from lightning_unitscale.pipeline.cuts import SplitPolicy
 from lightning_unitscale.pipeline.schedules import Schedule
 from lightning_unitscale.pipeline.stage_owners import Ownership
 
@@ -146,8 +145,6 @@ class GridStrategy(DDPStrategy):
     schedule: Schedule
     num_microbatches: int
     free_unowned: bool
-    # The policy that cuts the first graph if the code has no cuts.
-    policy: SplitPolicy
     ownership: Ownership
     _grid: Grid | None = None
     _is_accumulating = False

@@ -204,8 +204,7 @@ class PipelinedMethod:
         if is_first and replicas.rank > 0:
             ownership.adopt(replicas.of_first(None))
         if not num_marks(step.program):
-            is_settled = ownership.is_settled
-            cut_by(step.program, ownership.policy() if is_settled else strategy.policy)
+            cut_by(step.program, ownership.policy())
         pipe = build_pipe(step.program, self.module)
         if is_first:
             check_same_cuts(pipe, group)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_unitscale.loops.ranks import hand_out
 from lightning_unitscale.pipeline.balance import BalancedSplit
+from lightning_unitscale.pipeline.cuts import SplitPolicy
 from lightning_unitscale.pipeline.pipe import Pipe
 from lightning_unitscale.pipeline.program import named_tensors
 
@@ -28,10 +29,16 @@ class Ownership:
     """The owners of a module's parameters and of the buffers that its steps change."""
 
     def __init__(
-        self, module: nn.Module, num_ranks: int, rank_of: Callable[[int], int], num_shares: int = 1
+        self,
+        module: nn.Module,
+        num_ranks: int,
+        rank_of: Callable[[int], int],
+        first_policy: SplitPolicy,
+        num_shares: int = 1,
     ) -> None:
         self._num_ranks = num_ranks
         self.rank_of = rank_of
+        self._first_policy = first_policy  # cuts the first graph
         self._num_shares = num_shares
         # The pipeline that steps each owned parameter. Empty if all pipelines step all parameters.
         self.steppers: dict[str, int] = {}
@@ -88,9 +95,10 @@ class Ownership:
             if name in owned and isinstance(tensor, nn.Parameter)
         }
 
-    def policy(self) -> BalancedSplit:
-        """Return the split policy of later graphs."""
-        assert self._num_stages is not None
+    def policy(self) -> SplitPolicy:
+        """Return the split policy of the next graph. Later graphs are cut by the owners."""
+        if self._num_stages is None:
+            return self._first_policy
         stages = {id(self._tensors[name]): stages for name, stages in self._stages.items()}
         return BalancedSplit(self._num_stages, stages_of=stages)
 

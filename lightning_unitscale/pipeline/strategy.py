@@ -101,7 +101,6 @@ class PipelineStrategy(SavingStrategy):
     _step: PipelinedStep | PipelinedForward | None = None
     # Whether existing gradients are the mean over the pipelines.
     _has_means = False
-    policy: SplitPolicy  # where a step is cut, for one run
 
     def __init__(
         self,
@@ -281,15 +280,15 @@ class PipelineStrategy(SavingStrategy):
         num_stages = int(per_rank) * num_ranks
         self.schedule.check(num_stages, num_ranks, self.num_microbatches)
         rank_of = partial(self.schedule.rank_of, num_ranks=num_ranks)
-        self.policy = balanced_split(
+        policy: SplitPolicy = balanced_split(
             num_stages, rank_of=rank_of, num_microbatches=self.num_microbatches
         )
         if isinstance(self.split, Mapping):
             self._changes.enter_context(marked(module, self.split))
         elif not isinstance(self.split, str):
-            self.policy = self.split
+            policy = self.split
         num_shares = self.data_parallel if self.shard_optimizer else 1
-        self.ownership = Ownership(module, num_ranks, rank_of, num_shares)
+        self.ownership = Ownership(module, num_ranks, rank_of, policy, num_shares)
         self._evaluations = {}
         self._steps_done, self._is_training = 0, trains
         if not trains:
@@ -346,7 +345,6 @@ class PipelineStrategy(SavingStrategy):
     def _release(self) -> None:
         self._is_training = False
         step, self._step, self._evaluations = self._step, None, {}
-        vars(self).pop("policy", None)
         if self._watch is not None:
             self._watch.end()
             self._watch = None

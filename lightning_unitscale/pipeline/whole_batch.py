@@ -108,9 +108,9 @@ class WholeBatch:
 
 def _times(graph: fx.Graph, node: fx.Node, factor: float, user: fx.Node) -> fx.Node:
     with graph.inserting_before(user):
-        matmul = graph.call_function(operator.mul, (node, factor))
-    matmul.meta[INTERNAL] = True
-    return matmul
+        product = graph.call_function(operator.mul, (node, factor))
+    product.meta[INTERNAL] = True
+    return product
 
 
 def _remove(graph: fx.Graph, node: fx.Node) -> None:

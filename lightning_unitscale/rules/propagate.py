@@ -167,7 +167,7 @@ class Scales:
             return rms, "made by the step itself"
         tensors = [source for _, source in float_arguments(node)]
         if op_name(node) in TIMES and len(tensors) == 2:
-            return self._matmul(node, tensors[0], tensors[1])
+            return self._product(node, tensors[0], tensors[1])
         if added_tensors(node) is not None:
             self._combined.add(node)
             return self._sum(tensors)
@@ -190,7 +190,7 @@ class Scales:
         assert factor is not None
         return (rms if is_homogeneous else 1.0) / factor, rule.reference
 
-    def _matmul(self, node: fx.Node, first: fx.Node, second: fx.Node) -> tuple[float | None, str]:
+    def _product(self, node: fx.Node, first: fx.Node, second: fx.Node) -> tuple[float | None, str]:
         for scale, data in ((first, second), (second, first)):
             # Rows of an embedding, with a number for each, are not a scale.
             is_smaller = numel(scale) <= numel(data)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+import networkx as nx
 from networkx.algorithms.traversal.breadth_first_search import generic_bfs_edges
 from torch import fx
 
@@ -47,9 +48,10 @@ class Residual:
 def find_residuals(flow: Flow) -> dict[fx.Node, Residual]:
     """Find every residual add of a step.
 
-    An add is residual when one operand, or its origin before matmuls, is an ancestor of the other,
-    with a matmul in between. An add inside a hand-written activation is not residual. The search
-    stops at the ancestor, so its time over a chain of blocks is linear in the number of nodes.
+    An add is residual when one operand, or its origin before products with numbers, is an ancestor
+    of the other, with a matmul in between. An add inside a hand-written activation is not residual.
+    The search stops at the ancestor, so its time over a chain of blocks is linear in the number of
+    nodes.
     """
     residuals: dict[fx.Node, Residual] = {}
     lengths: Counter[int] = Counter()  # of streams
@@ -163,23 +165,24 @@ def _stem(flow: Flow, node: fx.Node) -> fx.Node:
 
 def _branch_nodes(flow: Flow, branch: fx.Node, root: fx.Node) -> frozenset[fx.Node] | None:
     """Return the nodes on the paths from ``root`` to ``branch``, if one of them is a matmul."""
-    start = flow.order(root)
-    # Views of the graph would count their nodes in each search, which is quadratic in all.
-    edges = generic_bfs_edges(
-        flow.graph,
-        branch,
-        lambda node: (one for one in flow.graph.predecessors(node) if flow.order(one) >= start),
-    )
-    sources = {branch, *(source for _, source in edges)}
-    if branch is root or root not in sources:
+    graph, start = flow.graph, flow.order(root)
+    before = _reached(graph, branch, graph.predecessors, lambda node: flow.order(node) >= start)
+    if root not in before:
         return None
-    edges = generic_bfs_edges(
-        flow.graph,
-        root,
-        lambda node: (one for one in flow.graph.successors(node) if one in sources),
-    )
-    nodes = {node for _, node in edges}
+    nodes = _reached(graph, root, graph.successors, {branch, *before}.__contains__)
     return frozenset(nodes) if any(matmul_of(node) for node in nodes) else None
+
+
+def _reached(
+    graph: nx.DiGraph,
+    start: fx.Node,
+    neighbors: Callable[[fx.Node], Iterable[fx.Node]],
+    is_among: Callable[[fx.Node], bool],
+) -> set[fx.Node]:
+    """Return the nodes that a search from ``start`` reaches, without ``start`` itself."""
+    # A view of the graph would count its nodes in each search, which is quadratic in all.
+    edges = generic_bfs_edges(graph, start, lambda node: filter(is_among, neighbors(node)))
+    return {node for _, node in edges}
 
 
 def _previous(flow: Flow, skip: fx.Node, residuals: dict[fx.Node, Residual]) -> fx.Node | None:

@@ -236,17 +236,17 @@ def _apply(
     args, kwargs = node.args, {**node.kwargs, **dict(decision.kwargs)}
     for argument in decision.arguments:
         source = argument_at(node, argument.path)
-        matmul = scaled.get((source, argument.factor))
-        if matmul is None:
+        product = scaled.get((source, argument.factor))
+        if product is None:
             with graph.inserting_before(node):
-                matmul = graph.call_function(torch.mul, (source, argument.factor))
-            _describe(matmul, source, node, f"{tensor_name(source)}:unit")
-            matmul.meta[FACTOR] = argument.factor
-            matmul.meta[INTERNAL] = True
+                product = graph.call_function(torch.mul, (source, argument.factor))
+            _describe(product, source, node, f"{tensor_name(source)}:unit")
+            product.meta[FACTOR] = argument.factor
+            product.meta[INTERNAL] = True
             if source not in mutated:
-                scaled[source, argument.factor] = matmul
+                scaled[source, argument.factor] = product
         # One use of a tensor that the node may read several times.
-        args, kwargs = changed_arguments(args, kwargs, argument.path, matmul)
+        args, kwargs = changed_arguments(args, kwargs, argument.path, product)
     node.args, node.kwargs = args, kwargs
     if decision.output != 1.0:
         with graph.inserting_after(node):

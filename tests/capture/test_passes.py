@@ -46,11 +46,11 @@ class MultiplyLinears(GraphPass):
                     continue
                 inside = region.thread(factor)
                 with region.graph.inserting_after(node):
-                    matmul = region.graph.call_function(torch.mul, (node, inside))
+                    scaled = region.graph.call_function(torch.mul, (node, inside))
                 node.replace_all_uses_with(
-                    matmul, delete_user_cb=lambda user, new=matmul: user != new
+                    scaled, delete_user_cb=lambda user, new=scaled: user != new
                 )
-                matmul.meta.update(node.meta)
+                scaled.meta.update(node.meta)
                 count += 1
         output = graph.graph.output_node()
         with graph.graph.inserting_before(output):

@@ -109,6 +109,20 @@ def test_code_that_dynamo_would_fail_on_is_told_the_truth(
     assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
 
 
+class UnsupportedTwice(Unsupported):
+    """Fails in two places, each of which needs another answer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x if _by_a_helper() else _fails_without_numbers(x)
+        return super().forward(h)
+
+
+def test_the_trace_of_one_graph_gets_past_every_failure() -> None:
+    module, x = UnsupportedTwice(), torch.randn(2, 3)
+    exported = export_forward(module, (x,), {}, plain=True)
+    assert torch.equal(exported(x), module(x))
+
+
 KEPT: ContextVar[int] = ContextVar("kept")
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_unitscale.pipeline.balance import balanced_split
 from lightning_unitscale.pipeline.data_parallel import Replicas
 from lightning_unitscale.pipeline.rank_parameters import FreedParameter, FreedStorage, Owners
 from lightning_unitscale.pipeline.stage_owners import Ownership
@@ -132,7 +133,7 @@ def test_gradients_are_clipped_by_the_norm_of_all(monkeypatch: pytest.MonkeyPatc
         gradients = [torch.randn_like(one) for one in module.parameters()]
         for one, gradient in zip(module.parameters(), gradients, strict=True):
             one.grad = gradient.clone()
-        ownership = Ownership(module, 1, lambda stage: 0)
+        ownership = Ownership(module, 1, lambda stage: 0, balanced_split(1))
         ownership.adopt((1, dict.fromkeys(("weight", "bias"), frozenset({0}))))
         owners = Owners(module, ownership, None, Replicas(None, 0, 1))
         owners.clip_norm(module.parameters(), 0.5)

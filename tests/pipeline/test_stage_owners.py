@@ -43,7 +43,7 @@ def _cut(module: nn.Module, at: int = 1, size: int = 8) -> Pipe:
 
 
 def _first(module: nn.Module) -> Ownership:
-    owners = Ownership(module, 2, lambda stage: stage)
+    owners = Ownership(module, 2, lambda stage: stage, balanced_split(2))
     assert not owners.is_settled
     owners.note(_cut(module))
     return owners
@@ -94,7 +94,7 @@ def test_pipelines_share_the_steps() -> None:
     module = Layers()
     module.ties = True
     module.layers[4].requires_grad_(False)
-    owners = Ownership(module, 2, lambda stage: stage, num_shares=2)
+    owners = Ownership(module, 2, lambda stage: stage, balanced_split(2), num_shares=2)
     owners.note(_cut(module, at=3))
     before = dict(owners.steppers)
     parameters = dict(module.named_parameters())
