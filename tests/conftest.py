@@ -121,6 +121,10 @@ def _own_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
     os.environ.update(environment)
+    # Accelerate keeps what its first object was told, e.g. that models are compiled.
+    if (accelerate := sys.modules.get("accelerate.state")) is not None:
+        accelerate.AcceleratorState._reset_state(reset_partial_state=True)
+        accelerate.GradientState._reset_state()
     # Trainer(deterministic=True) leaves it on, and max_unpool2d would then raise.
     torch.use_deterministic_algorithms(False)
     # Dynamo counts recompilations per function, over all tests that call it.

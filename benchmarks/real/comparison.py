@@ -24,9 +24,9 @@ class Compared:
         first_step: Seconds of the first step.
         later_steps: Median seconds of the others.
         peak_bytes: Memory that training took.
-        num_products: Products of a step, forward and backward.
+        num_matmuls: Matmuls of a step, forward and backward.
         num_in_units: Those that ran in units, rounded or not.
-        flops_in_units: Their share of the products' floating-point operations.
+        flops_in_units: Their share of the matmuls' floating-point operations.
         reasons: Why others ran plain, with their share.
         loss_gap: By how much losses (or what is logged, if the module returns none) differ at most,
             relative to plain.
@@ -41,7 +41,7 @@ class Compared:
     first_step: float = 0.0
     later_steps: float = 0.0
     peak_bytes: int = 0
-    num_products: int | None = None
+    num_matmuls: int | None = None
     num_in_units: int | None = None
     flops_in_units: float | None = None
     reasons: dict[str, float] = field(default_factory=dict)
@@ -58,7 +58,7 @@ def compared(plain: Run, ours: Run | Failure) -> Compared:
     counted: dict[str, Any] = {}
     if (coverage := ours.coverage) is not None:
         counted = {
-            "num_products": coverage.num_products,
+            "num_matmuls": coverage.num_products,
             "num_in_units": coverage.num_in_units,
             "flops_in_units": coverage.fraction_of_flops("units", "format"),
             "reasons": dict(coverage.reasons),
