@@ -73,9 +73,11 @@ def check_instance(
 ) -> None:
     """Refuse an argument of another type."""
     if not isinstance(value, kinds):
+        kind = type(value).__name__
+        article = "an" if kind[:1].lower() in "aeiou" else "a"
         raise TypeError(
-            f"{name}={shown(value)}: it is {_with_article(type(value).__name__)}. Expected "
-            f"{expected}. {sentence(advice)}"
+            f"{name}={shown(value)}: it is {article} {kind}. Expected {expected}. "
+            f"{sentence(advice)}"
         )
 
 
@@ -92,7 +94,7 @@ def checked_folder(name: str, value: Any) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         why = "" if os.access(folder, os.W_OK | os.X_OK) else "permission denied"
     except (OSError, ValueError) as error:  # ValueError for a zero byte in the path
-        why = _reason(error)
+        why = str(getattr(error, "strerror", None) or error).lower()
     if not os.fspath(value):
         why = "the path is empty"
     if why:
@@ -119,14 +121,6 @@ def check_file(name: str, value: Any) -> None:
             f"{name}={shown(os.fspath(value))}: this file cannot be written ({why}). Expected a "
             "file in a folder that exists. Pass another path."
         )
-
-
-def _reason(error: Exception) -> str:
-    return str(getattr(error, "strerror", None) or error).lower()
-
-
-def _with_article(name: str) -> str:
-    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
 
 
 def is_same(value: object, default: object) -> bool:

@@ -1,4 +1,4 @@
-"""Check whether a compiler or an export traces the current thread.
+"""Check whether a compiler or an export traces the current thread, and define operators for it.
 
 torch's own functions describe the process: while one thread compiles,
 ``torch.compiler.is_compiling`` and ``torch.compiler.is_exporting`` hold for every other thread too.
@@ -9,8 +9,25 @@ export as well. Both names, and the flag of exports, were checked on torch 2.13.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch._guards import CompileContext, TracingContext
+
+_LIBRARY = torch.library.Library("lightning_unitscale", "FRAGMENT")
+
+
+def define_operator(
+    schema: str, run: Callable[..., Any], fake: Callable[..., Any], *tags: torch.Tag
+) -> torch._ops.OpOverload:
+    """Define an operator on all devices, which compilers, fake tensors and modes see as one."""
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema, tags=tags)
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"lightning_unitscale::{name}", fake, lib=_LIBRARY)
+    operator: torch._ops.OpOverload = getattr(torch.ops.lightning_unitscale, name).default
+    return operator
 
 
 def is_compiling() -> bool:

@@ -52,34 +52,23 @@ class Shadow:
     def remove(self) -> None:
         """Restore the attribute below. May be called more than once."""
         with _CHANGING:
-            later = self._taken_out()
-            if later is None:
+            key = id(self._owner), self._name
+            refs = _SHADOWS.get(key, ())
+            own = next((ref for ref in refs if ref() is self), None)
+            if own is None:
                 return
+            _forget(key, own)
+            later = filter(None, (ref() for ref in refs[refs.index(own) + 1 :]))
             above = next((shadow for shadow in later if shadow._below is self._value), None)
             if above is not None:
-                above._skip(self)
+                above._below = self._below
+                if isinstance(above._value, StandIn) and isinstance(self._value, StandIn):
+                    above._value.skip(self._value)
             # Otherwise other code has replaced or removed this value.
             elif vars(self._owner).get(self._name, _MISSING) is self._value:
                 self._put(self._below)
         if isinstance(self._value, StandIn):
             self._value.is_removed = True
-
-    def _taken_out(self) -> list[Shadow] | None:
-        """Remove this from its list. Return those added later, or ``None`` if it was not there."""
-        key = id(self._owner), self._name
-        refs = _SHADOWS.get(key, ())
-        own = next((ref for ref in refs if ref() is self), None)
-        if own is None:
-            return None
-        _forget(key, own)
-        later = (ref() for ref in refs[refs.index(own) + 1 :])
-        return [shadow for shadow in later if shadow is not None]
-
-    def _skip(self, removed: Shadow) -> None:
-        """Skip another one, which is removed, and cover the attribute below it."""
-        self._below = removed._below
-        if isinstance(self._value, StandIn) and isinstance(removed._value, StandIn):
-            self._value.skip(removed._value)
 
     def _put(self, value: Any) -> None:
         owner, name = self._owner, self._name

@@ -92,11 +92,6 @@ def _bce_with_logits(arguments: Mapping[str, Any]) -> Factors:
     return _factors(arguments, input=square)
 
 
-def _bce(arguments: Mapping[str, Any]) -> Factors:
-    # (p - y) / (p (1 - p)) at p = 1/2, where an untrained classifier is.
-    return _factors(arguments, input=4.0)
-
-
 def _kl_div(arguments: Mapping[str, Any]) -> Factors:
     shape = shape_of(arguments["input"])
     classes = specialized(shape[-1]) if shape else 1
@@ -115,10 +110,6 @@ def _of_difference(
         return _factors(arguments, input=square, target=square)
 
     return factors
-
-
-def _huber(rms: float, arguments: Mapping[str, Any]) -> float:
-    return _clipped(rms, float(arguments.get("delta", 1.0)))
 
 
 def _smooth_l1(rms: float, arguments: Mapping[str, Any]) -> float:
@@ -164,7 +155,10 @@ _MSE_LOSS = register_rule(
 _loss = partial(scaled_op, kind="loss", aliases=None)
 nll_loss = _loss(F.nll_loss, _nll, reference="one element in num_classes has a gradient")
 binary_cross_entropy = _loss(
-    F.binary_cross_entropy, _bce, reference="the derivative 2 at a probability of 1/2"
+    F.binary_cross_entropy,
+    # (p - y) / (p (1 - p)) at p = 1/2, where an untrained classifier is.
+    lambda arguments: _factors(arguments, input=4.0),
+    reference="the derivative 2 at a probability of 1/2",
 )
 binary_cross_entropy_with_logits = _loss(
     F.binary_cross_entropy_with_logits,
@@ -182,7 +176,7 @@ smooth_l1_loss = _loss(
 )
 huber_loss = _loss(
     F.huber_loss,
-    _of_difference(_huber),
+    _of_difference(lambda rms, arguments: _clipped(rms, float(arguments.get("delta", 1.0)))),
     reference="E of a normal difference, clipped at delta, squared, by quadrature",
 )
 gaussian_nll_loss = _loss(

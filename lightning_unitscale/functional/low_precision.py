@@ -27,6 +27,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lightning_unitscale.compiling import define_operator
 from lightning_unitscale.functional.scale import Factor
 from lightning_unitscale.scales.step_rows import has_triton
 
@@ -158,22 +159,11 @@ def fp8_matrices(
         cast = to_fp8(matrix, factor, dtype)
         return [cast] * rows + [cast.t()] * turned
     is_tensor = isinstance(factor, Tensor)
-    return torch.ops.lightning_unitscale.fp8_matrices(
+    return _MATRICES(
         matrix, [factor] if is_tensor else [], 1.0 if is_tensor else factor, dtype, rows, turned
     )
 
 
-_LIBRARY = torch.library.Library("lightning_unitscale", "FRAGMENT")
-# An operator, so that fake tensors and modes see one.
-_LIBRARY.define(
-    "fp8_matrices(Tensor matrix, Tensor[] factor, float number, ScalarType dtype, bool rows, "
-    "bool turned) -> Tensor[]",
-    # It reads any strides, so Inductor need not copy its input.
-    tags=(torch.Tag.flexible_layout,),
-)
-
-
-@torch.library.impl("lightning_unitscale::fp8_matrices", ("cpu", "cuda"), lib=_LIBRARY)
 def _fp8_matrices(
     matrix: Tensor,
     factor: Sequence[Tensor],
@@ -196,7 +186,6 @@ def _fp8_matrices(
     return matrices
 
 
-@torch.library.register_fake("lightning_unitscale::fp8_matrices", lib=_LIBRARY)
 def _empty_matrices(
     matrix: Tensor,
     factor: Sequence[Tensor],
@@ -213,10 +202,16 @@ def _empty_matrices(
     ]
 
 
-_LIBRARY.define("fp8_turned(Tensor matrix) -> Tensor", tags=(torch.Tag.flexible_layout,))
+# It reads any strides, so Inductor need not copy its input.
+_MATRICES = define_operator(
+    "fp8_matrices(Tensor matrix, Tensor[] factor, float number, ScalarType dtype, bool rows, "
+    "bool turned) -> Tensor[]",
+    _fp8_matrices,
+    _empty_matrices,
+    torch.Tag.flexible_layout,
+)
 
 
-@torch.library.impl("lightning_unitscale::fp8_turned", ("cpu", "cuda"), lib=_LIBRARY)
 def _fp8_turned(matrix: Tensor) -> Tensor:
     """Transpose an FP8 matrix into contiguous rows."""
     # An operator, since Inductor would fuse it into a kernel over the rows of the matrix, which
@@ -225,14 +220,17 @@ def _fp8_turned(matrix: Tensor) -> Tensor:
         return matrix.t().contiguous()
     from lightning_unitscale.functional.triton_cast import turn_matrix
 
-    turned = _empty_turned(matrix)
+    turned = matrix.new_empty(matrix.shape[::-1])
     turn_matrix(matrix, turned)
     return turned
 
 
-@torch.library.register_fake("lightning_unitscale::fp8_turned", lib=_LIBRARY)
-def _empty_turned(matrix: Tensor) -> Tensor:
-    return matrix.new_empty(matrix.shape[::-1])
+define_operator(
+    "fp8_turned(Tensor matrix) -> Tensor",
+    _fp8_turned,
+    lambda matrix: matrix.new_empty(matrix.shape[::-1]),
+    torch.Tag.flexible_layout,
+)
 
 
 class _FP8Linear(torch.autograd.Function):

@@ -42,9 +42,8 @@ def is_transforming() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
-def outside_transforms() -> contextlib.AbstractContextManager[Any]:
-    """Return a context without the ``torch.func`` transforms that run the calling code."""
-    return temporarily_clear_interpreter_stack()
+# A context without the ``torch.func`` transforms that run the calling code.
+outside_transforms = temporarily_clear_interpreter_stack
 
 
 @contextlib.contextmanager
@@ -60,7 +59,11 @@ def leaving_transforms() -> Iterator[None]:
         yield
     except BaseException:
         if not is_dual:
-            _leave_dual_level()
+            # There may be a level of forward-mode differentiation, which only a try shows. Levels
+            # do not nest, so entering fails within one.
+            with contextlib.suppress(RuntimeError):
+                torch._C._enter_dual_level()
+            torch._C._exit_dual_level(level=0)
         raise
     finally:
         if functorch.get_dynamic_layer_stack_depth() > depth:
@@ -69,14 +72,6 @@ def leaving_transforms() -> Iterator[None]:
             autograd._saved_tensors_hooks_enable()
         else:
             autograd._saved_tensors_hooks_disable(message)
-
-
-def _leave_dual_level() -> None:
-    """Leave the level of forward-mode differentiation if there is one, which only a try shows."""
-    with contextlib.suppress(RuntimeError):
-        # Levels do not nest, so entering fails within one.
-        torch._C._enter_dual_level()
-    torch._C._exit_dual_level(level=0)
 
 
 def plain_tensor(tensor: Tensor) -> Tensor:

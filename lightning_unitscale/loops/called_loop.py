@@ -28,7 +28,7 @@ from lightning_unitscale.loops.loggers import checked_loggers
 from lightning_unitscale.loops.loop import Loop, LoopCallback, StepCaller
 from lightning_unitscale.loops.ranks import rank, world_size
 from lightning_unitscale.matmuls.autograd_nodes import HandedOn
-from lightning_unitscale.matmuls.full_precision import find_loss
+from lightning_unitscale.matmuls.module_matmuls import find_loss
 from lightning_unitscale.matmuls.torch_internals import is_recording
 from lightning_unitscale.patching import Replacement, StandIn, shadowed
 

@@ -125,9 +125,10 @@ class _Finishing:
                 site = matmul.forward
             looked_at.append(FoundMatmul(node, index, site, reads))
         for look in looks_of(self._graph, looked_at, is_backward=is_backward):
-            number = GRAPHS[self._index].add_look(look.matmuls)
+            looks = GRAPHS[self._index].looks
             with self._graph.inserting_before(look.before):
-                new(_OURS.look.default, look.tensors, order, self._index, number)
+                new(_OURS.look.default, look.tensors, order, self._index, len(looks))
+            looks.append(tuple(look.matmuls))
 
     def _find_factors(self, first: fx.Node, device: torch.device, is_backward: bool) -> None:
         if self._scaling.parts is not None:

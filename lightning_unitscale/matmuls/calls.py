@@ -174,8 +174,11 @@ def sources_of(rule: MatmulRule, call: Call, operands: Sequence[Tensor]) -> Sour
         return (None, *range(1, len(operands)))
     needs = [index for index in call.matmul.rule.backward_order if read[index][3]] or [0, 1]
     index = needs[(call.num_visits - 1) % len(needs)]
-    pair = _order_of(index, is_turned(*read[index][:2]))
-    saved = pair[0] if pair[1] is None else pair[1]
+    # ``g b^T`` for the first and ``a^T g`` for the second. For a column-major operand autograd
+    # computes the transposed gradient, which makes the gradient column-major as well.
+    saved, pair = (1, (None, 1)) if index == 0 else (0, (0, None))
+    if is_turned(*read[index][:2]):
+        pair = pair[::-1]
     preferred = [candidate for candidate in candidates if saved in candidate]
     return pair if pair in candidates else (preferred or candidates)[0]
 
@@ -194,15 +197,6 @@ def _sources_by_shape(
         (None, 0): a == result[::-1] and b == first,
     }
     return tuple(sources for sources, fits in possible.items() if fits)
-
-
-def _order_of(index: int, is_turned: bool) -> Sources:
-    """Return the sources of the matmul in which autograd computes an operand's gradient."""
-    # ``g b^T`` for the first and ``a^T g`` for the second. For a column-major operand autograd
-    # computes the transposed gradient, which makes the gradient column-major as well.
-    if index == 0:
-        return (1, None) if is_turned else (None, 1)
-    return (None, 0) if is_turned else (0, None)
 
 
 # Limits on the calls of a thread and the threads that wait for a backward pass.

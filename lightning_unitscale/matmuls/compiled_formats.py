@@ -8,7 +8,6 @@ its units, its step and its random numbers.
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections import defaultdict
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from lightning_unitscale.capture.graph_nodes import first_operation
 from lightning_unitscale.capture.operators import MatmulRule
+from lightning_unitscale.compiling import define_operator
 from lightning_unitscale.matmuls.calls import CALLS, Call, record
 from lightning_unitscale.matmuls.compiled_fp8 import (
     OUTSIDE,
@@ -36,7 +36,6 @@ from lightning_unitscale.matmuls.compiled_fp8 import (
 from lightning_unitscale.matmuls.compiled_runs import GraphMatmul, GraphRun, GraphRuns
 from lightning_unitscale.matmuls.compiler_internals import (
     GraphPass,
-    define_operator,
     guard_by,
     note_strides,
 )
@@ -66,8 +65,7 @@ _OURS = torch.ops.lightning_unitscale
 class Changing:
     """A stand-in for a tensor or a number among the arguments of a matmul."""
 
-    index: int  # among the tensors, or among the numbers that change with the shapes
-    is_tensor: bool  # which of the two
+    index: int  # among the tensors, and the numbers that follow them
 
 
 @dataclass(eq=False)
@@ -86,14 +84,11 @@ class RoundedMatmul(GraphMatmul):
         self, tensors: Sequence[Tensor], sizes: Sequence[int]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of one run."""
-
-        def filled(leaf: Any) -> Any:
-            if not isinstance(leaf, Changing):
-                return leaf
-            return (tensors if leaf.is_tensor else sizes)[leaf.index]
-
-        args, kwargs = pytree.tree_map(filled, (self.args, self.kwargs))
-        return tuple(args), dict(kwargs)
+        values = (*tensors, *sizes)
+        args, kwargs = pytree.tree_map_only(
+            Changing, lambda leaf: values[leaf.index], (self.args, self.kwargs)
+        )
+        return args, kwargs
 
     def listed(self, result: Any) -> list[Tensor]:
         """Return the tensors of its result."""
@@ -126,7 +121,7 @@ class RoundedGraph(GraphRuns):
 
     def begin(self, inputs: Sequence[Tensor]) -> int:
         """Begin a run, and return its number; ``_NOBODY`` if it belongs to no session."""
-        self.callers.note(is_backward=False)
+        self.note_caller(is_backward=False)
         run = self.begin_run()
         if run is None:
             return _NOBODY
@@ -156,7 +151,7 @@ class RoundedGraph(GraphRuns):
         """Run a matmul."""
         matmul = self.matmuls[index]
         if matmul.is_backward:
-            self.callers.note(is_backward=True)
+            self.note_caller(is_backward=True)
         args, kwargs = matmul.arguments(tensors, sizes)
         # Within one autograd node, another tensor may use the memory of a gradient by now.
         forget_copy()
@@ -204,12 +199,6 @@ class RoundedGraph(GraphRuns):
 GRAPHS: list[RoundedGraph] = []
 
 
-def _matmul_flops(
-    tensors: Any, sizes: Any, run: Any, graph: int, matmul: int, *, out_val: Any
-) -> int:
-    return GRAPHS[graph].matmuls[matmul].flops
-
-
 def _fake_matmul(
     tensors: Sequence[Tensor], sizes: Sequence[int], run: Tensor, graph: int, matmul: int
 ) -> list[Tensor]:
@@ -222,12 +211,14 @@ define_operator(
     "begin(Tensor[] inputs, int graph) -> Tensor",
     lambda inputs, graph: torch.tensor(GRAPHS[graph].begin(inputs), dtype=torch.int64),
     lambda inputs, graph: torch.empty((), dtype=torch.int64),
+    torch.Tag.cudagraph_unsafe,
     torch.Tag.flexible_layout,
 )
 define_operator(
     "fp8_numbers(Tensor run, Device device, int graph) -> Tensor[]",
     lambda run, device, graph: GRAPHS[graph].numbers(int(run), device),
     lambda run, device, graph: empty_numbers(len(GRAPHS[graph].modes), device),
+    torch.Tag.cudagraph_unsafe,
     torch.Tag.flexible_layout,
 )
 define_operator(
@@ -235,10 +226,13 @@ define_operator(
     lambda tensors, sizes, run, graph, matmul: GRAPHS[graph].run(matmul, int(run), tensors, sizes),
     _fake_matmul,
     # BLAS may sum in another order for another stride.
+    torch.Tag.cudagraph_unsafe,
     torch.Tag.needs_exact_strides,
 )
 # For a plan, recomputing it costs as much as the matmul itself.
-register_flop_formula(torch.ops.lightning_unitscale.matmul)(_matmul_flops)
+register_flop_formula(_OURS.matmul)(
+    lambda tensors, sizes, run, graph, matmul, out_val: GRAPHS[graph].matmuls[matmul].flops
+)
 
 
 def _round(graph: fx.Graph) -> None:
@@ -265,8 +259,11 @@ class FormatsInGraph:
 
     def run(self) -> None:
         """Rewrite the graph."""
-        found = [(node, rule) for node in self._graph.nodes if (rule := rule_of(node)) is not None]
-        found = [(node, rule) for node, rule in found if _can_move(node)]
+        found = [
+            (node, rule)
+            for node in self._graph.nodes
+            if (rule := rule_of(node)) is not None and _can_move(node)
+        ]
         if not found:
             return
         matmuls = self._compiled.matmuls
@@ -317,7 +314,10 @@ class FormatsInGraph:
         if not isinstance(value, Tensor):
             results = tuple(k for k, item in enumerate(value) if isinstance(item, Tensor))
         matmul = self._matmuls.describe(node, rule, len(self._compiled.matmuls))
-        args, kwargs = _template(node)
+        tensors, sizes = _reads(node)
+        args, kwargs = fx.map_arg(
+            (node.args, node.kwargs), lambda read: Changing([*tensors, *sizes].index(read))
+        )
         operation: Any = node.target
         matmul = RoundedMatmul(
             **vars(matmul), operator=operation, args=args, kwargs=kwargs, results=results
@@ -340,13 +340,9 @@ class FormatsInGraph:
                 break
 
     def _replace(self, index: int, node: fx.Node, matmul: RoundedMatmul, begin: fx.Node) -> None:
-        leaves = pytree.tree_leaves((node.args, node.kwargs))
-        nodes = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
-        tensors = [leaf for leaf in nodes if isinstance(value_of(leaf), Tensor)]
-        sizes = [leaf for leaf in nodes if not isinstance(value_of(leaf), Tensor)]
         with self._graph.inserting_before(node):
             new = self._graph.call_function(
-                _OURS.matmul.default, (tensors, sizes, begin, self._index, index)
+                _OURS.matmul.default, (*_reads(node), begin, self._index, index)
             )
             new.meta = dict(node.meta)
             new.meta["val"] = matmul.listed(value_of(node))
@@ -371,8 +367,7 @@ class FormatsInGraph:
 
 def _can_move(node: fx.Node) -> bool:
     """Check whether an operator can take a matmul's arguments and return its results."""
-    leaves = pytree.tree_leaves((node.args, node.kwargs))
-    values = [value_of(leaf) for leaf in leaves if isinstance(leaf, fx.Node)]
+    values = map(value_of, node.all_input_nodes)
     if not all(isinstance(value, (Tensor, int, torch.SymInt)) for value in values):
         return False
     if isinstance(value_of(node), Tensor):
@@ -383,15 +378,8 @@ def _can_move(node: fx.Node) -> bool:
     )
 
 
-def _template(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a node, with its tensors and changing numbers numbered."""
-    tensors, sizes = itertools.count(), itertools.count()
-
-    def numbered(leaf: Any) -> Any:
-        if not isinstance(leaf, fx.Node):
-            return leaf
-        is_tensor = isinstance(value_of(leaf), Tensor)
-        return Changing(next(tensors if is_tensor else sizes), is_tensor)
-
-    args, kwargs = pytree.tree_map(numbered, (node.args, node.kwargs))
-    return tuple(args), dict(kwargs)
+def _reads(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Return the tensors and the numbers that a node reads."""
+    reads = node.all_input_nodes
+    tensors = [read for read in reads if isinstance(value_of(read), Tensor)]
+    return tensors, [read for read in reads if read not in tensors]

@@ -248,7 +248,8 @@ class FP8Layers(NewNodes):
         if scaling == "dynamic":
             factor = self._to_largest(source, dtype)
         else:
-            factor = self._element(forward, which)
+            row = self.new(_ATEN.select.int, self.numbers[forward], 0, which)
+            factor = self.new(_ATEN.select.int, row, 0, 0)
         value, nodes = value_of(source), list[fx.Node]()
 
         def then(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -296,10 +297,6 @@ class FP8Layers(NewNodes):
         factors = [self._casts[forward, which].factor for which in sources]
         factor = self.new(_ATEN.mul.Tensor, *factors)
         return self.new(_ATEN.view.default, self.new(_ATEN.reciprocal.default, factor), [1, 1])
-
-    def _element(self, forward: int, row: int) -> fx.Node:
-        chosen = self.new(_ATEN.select.int, self.numbers[forward], 0, row)
-        return self.new(_ATEN.select.int, chosen, 0, 0)
 
     def _numbers(self, forward: int, row: int) -> fx.Node:
         # Inductor would take a 0-d tensor within a larger one for all of its memory.

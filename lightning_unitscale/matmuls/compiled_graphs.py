@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from lightning_unitscale.capture.operators import COMPILED_BEFORE
+from lightning_unitscale.compiling import define_operator
 from lightning_unitscale.functional.scale import LARGEST_LOG2
 from lightning_unitscale.matmuls.calls import slot_of
 from lightning_unitscale.matmuls.compiled_runs import GraphMatmul, GraphRun, GraphRuns
-from lightning_unitscale.matmuls.compiler_internals import define_operator
 from lightning_unitscale.matmuls.coverage import Kind
 from lightning_unitscale.matmuls.measurement import FORWARD, Extent, Site
 from lightning_unitscale.matmuls.session import MatmulSession
@@ -226,11 +226,6 @@ class CompiledGraph(GraphRuns):
         of_number = {matmul.number: part for matmul, part in zip(between, parts, strict=True)}
         return [of_number[number] for number in matmuls]
 
-    def add_look(self, matmuls: Sequence[LookedAt]) -> int:
-        """Add matmuls to measure together, and return the number of the measurement."""
-        self.looks.append(tuple(matmuls))
-        return len(self.looks) - 1
-
     def look(self, tensors: Sequence[Tensor], index: int) -> None:
         """Count matmuls, and measure their operands and addends."""
         run = self._now.run
@@ -285,7 +280,7 @@ GRAPHS: list[CompiledGraph] = []
 
 
 def _factors(index: int, device: torch.device, is_backward: bool) -> Tensor:
-    GRAPHS[index].callers.note(is_backward=is_backward)
+    GRAPHS[index].note_caller(is_backward=is_backward)
     # Inductor may reuse the memory of an operator's result after its last read.
     return GRAPHS[index].factors(device, is_backward=is_backward).clone()
 
@@ -293,7 +288,7 @@ def _factors(index: int, device: torch.device, is_backward: bool) -> Tensor:
 def _parts(
     factors: Tensor, gradient: Tensor | None, index: int, matmuls: list[int]
 ) -> list[Tensor]:
-    GRAPHS[index].callers.note(is_backward=gradient is not None)
+    GRAPHS[index].note_caller(is_backward=gradient is not None)
     return GRAPHS[index].parts(factors, matmuls)
 
 
@@ -301,7 +296,7 @@ def _order(index: int, device: torch.device, is_backward: bool) -> Tensor:
     graph = GRAPHS[index]
     # Matmuls may be measured before any of them reads a factor.
     graph.resume() if is_backward else graph.begin("compiled_order")
-    graph.callers.note(is_backward=is_backward)
+    graph.note_caller(is_backward=is_backward)
     return torch.zeros(1, device=device)
 
 
@@ -309,23 +304,27 @@ define_operator(
     "compiled_factors(int graph, Device device, bool is_backward) -> Tensor",
     _factors,
     lambda graph, device, is_backward: torch.empty(GRAPHS[graph].num_factors, device=device),
+    torch.Tag.cudagraph_unsafe,
 )
 define_operator(
     # It does not read the gradient, which only assigns it to the backward pass.
     "parts_of_factors(Tensor factors, Tensor? gradient, int graph, int[] matmuls) -> Tensor[]",
     _parts,
     lambda factors, gradient, graph, matmuls: GRAPHS[graph].parts(factors, matmuls),
+    torch.Tag.cudagraph_unsafe,
     torch.Tag.flexible_layout,
 )
 define_operator(
     "compiled_order(int graph, Device device, bool is_backward) -> Tensor",
     _order,
     lambda graph, device, is_backward: torch.empty(1, device=device),
+    torch.Tag.cudagraph_unsafe,
 )
 define_operator(
     # It writes nothing. The declared mutation keeps Inductor from removing the call.
     "look(Tensor[] tensors, Tensor(a!) order, int graph, int look) -> ()",
     lambda tensors, order, graph, look: GRAPHS[graph].look(tensors, look),
     nothing,
+    torch.Tag.cudagraph_unsafe,
     torch.Tag.flexible_layout,
 )

@@ -77,10 +77,18 @@ class GraphRuns:
     """The runs of a compiled graph, its callers and the places of its matmuls."""
 
     def __init__(self, root: str) -> None:
-        self.callers = Callers()
         self._places: dict[int, Place] = {}
         self._root = root
         self._of_node: dict[NodeKey, GraphRun] = {}
+        # Whether the callers of the forward and of the backward graph are registered.
+        self._are_known = [False, False]
+
+    def note_caller(self, *, is_backward: bool) -> None:
+        """Register the calling graph as one of ours."""
+        if not self._are_known[is_backward]:
+            # Another thread may run the graph meanwhile, so register it before setting the flag.
+            _mark_caller()
+            self._are_known[is_backward] = True
 
     def add_place(self, matmul: GraphMatmul) -> None:
         """Record the place of a forward matmul."""
@@ -153,20 +161,6 @@ def caller() -> str | None:
     if frame.f_code is found[1]:
         return "compiler"
     return "ours" if id(frame.f_locals["self"]) in _OURS else "another"
-
-
-class Callers:
-    """The forward and the backward graph that call the operators of a compiled step."""
-
-    def __init__(self) -> None:
-        self._are_known = [False, False]
-
-    def note(self, *, is_backward: bool) -> None:
-        """Register the calling graph as one of ours."""
-        if not self._are_known[is_backward]:
-            # Another thread may run the graph meanwhile, so register it before setting the flag.
-            _mark_caller()
-            self._are_known[is_backward] = True
 
 
 def _mark_caller() -> None:

@@ -81,17 +81,6 @@ def pass_by_overrides(code_globals: dict[str, Any]) -> None:
         code_globals["extern_kernels"] = _PastDispatcher(functions)
 
 
-_LIBRARY = torch.library.Library("lightning_unitscale", "FRAGMENT")
-
-
-def define_operator(schema: str, run: Kernel, fake: Kernel, *tags: torch.Tag) -> None:
-    """Define an operator for compiled graphs, on all devices and in no CUDA graph."""
-    name = schema.partition("(")[0]
-    _LIBRARY.define(schema, tags=(torch.Tag.cudagraph_unsafe, *tags))
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"lightning_unitscale::{name}", fake, lib=_LIBRARY)
-
-
 # The user's value of each setting. In torch 2.13 a setting belongs to a Python context. A pass
 # cannot hold the values, because torch copies it with its settings.
 _BEFORE: ContextVar[Mapping[str, Any]] = ContextVar(

@@ -283,7 +283,9 @@ class LostFormats:
     def _lost(self, name: str, coverage: Coverage) -> list[MatmulCount]:
         had_format, known = self._had_format[name], self._known[name]
         expected = _EXPECTED
-        if _share_of_layers(coverage) >= ENOUGH:
+        layers = [count for count in coverage.counts if count.outside not in _EXPECTED]
+        flops = _flops_by(layers, lambda count: count.kind == "format")
+        if flops[True] / (flops.total() or 1) >= ENOUGH:
             expected |= _EXPECTED_IF_SMALL
         return [
             count
@@ -293,13 +295,6 @@ class LostFormats:
             and (count.module, count.outside) not in known
             and (count.module in had_format or count.outside not in expected)
         ]
-
-
-def _share_of_layers(coverage: Coverage) -> float:
-    """Return the format's share of the matmuls that can run in it."""
-    counts = [count for count in coverage.counts if count.outside not in _EXPECTED]
-    flops = _flops_by(counts, lambda count: count.kind == "format")
-    return float(flops[True] / (flops.total() or 1))
 
 
 def _text(lost: Sequence[MatmulCount], coverage: Coverage) -> str:

@@ -196,13 +196,10 @@ class FP8Matmuls(Numerics):
 
         def arrived() -> Unrepresentable:
             numbers = copy.numbers().tolist()
+            read = [(*names, row) for (*names, _), row in zip(rows, numbers, strict=True)]
             # A tensor of zeros tells nothing about the format.
-            seen = {name for (_, name, _), row in zip(rows, numbers, strict=True) if row[0] > 0.0}
-            self._config.unseen -= seen
-            return unrepresentable_among(
-                (direction, name, row)
-                for (direction, name, _), row in zip(rows, numbers, strict=True)
-            )
+            self._config.unseen -= {name for _, name, row in read if row[0] > 0.0}
+            return unrepresentable_among(read)
 
         return arrived
 

@@ -33,13 +33,6 @@ class GaugePair:
         """Return the exponent of the unit of an operand or of a gradient."""
         return self.log2_sigma + self.log2_gamma
 
-    @staticmethod
-    def of_rms(value: float, gradient: float) -> GaugePair:
-        """Return the powers of two nearest to the RMS of a tensor and of its gradient."""
-        return GaugePair(
-            nearest_exponent(value, MAX_LOG2_SIGMA), nearest_exponent(gradient, MAX_LOG2_GAMMA)
-        )
-
 
 _UNIT = GaugePair()
 
@@ -99,7 +92,10 @@ class Gauge(Mapping[str, GaugePair]):
         """Return the powers of two nearest to the RMS of values and of gradients, by name."""
         return Gauge(
             {
-                name: GaugePair.of_rms(forward.get(name, 0.0), backward.get(name, 0.0))
+                name: GaugePair(
+                    nearest_exponent(forward.get(name, 0.0), MAX_LOG2_SIGMA),
+                    nearest_exponent(backward.get(name, 0.0), MAX_LOG2_GAMMA),
+                )
                 for name in (*forward, *backward)
             }
         )

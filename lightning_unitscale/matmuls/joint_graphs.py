@@ -48,7 +48,7 @@ class NewNodes:
 
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph
-        self._fake_mode = fake_mode_in(graph)
+        self._fake_mode = fake_mode_of([value_of(n) for n in graph.nodes if "val" in n.meta])
 
     def new(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Add a node."""
@@ -167,11 +167,6 @@ def _source(nodes: list[fx.Node], saved: list[Any]) -> int | None:
 def tangents_of(graph: fx.Graph) -> list[fx.Node]:
     """Return the gradients that arrive at a step. The graph of a forward pass has none."""
     return [n for n in graph.nodes if n.op == "placeholder" and n.name.startswith("tangents")]
-
-
-def fake_mode_in(graph: fx.Graph) -> Any:
-    """Return the mode of a graph's fake tensors."""
-    return fake_mode_of([value_of(node) for node in graph.nodes if "val" in node.meta])
 
 
 def arguments_of(node: fx.Node) -> Any:

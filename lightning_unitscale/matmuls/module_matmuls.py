@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
 from lightning_unitscale.capture.captured_copy import MATMULS, matmuls_of
@@ -25,13 +25,6 @@ from lightning_unitscale.matmuls.coverage import (
 )
 from lightning_unitscale.matmuls.fp8_layers import FP8Linears
 from lightning_unitscale.matmuls.fp8_linear import numerics_of
-from lightning_unitscale.matmuls.full_precision import (
-    find_loss,
-    full_precision,
-    in_full_precision,
-    runs_in_fp16,
-    warning_where_fp16_is_cast_to,
-)
 from lightning_unitscale.matmuls.gauge import Gauge
 from lightning_unitscale.matmuls.measurement import Measurement
 from lightning_unitscale.matmuls.scaled_methods import AttachedSession, SessionMethod
@@ -51,8 +44,17 @@ def units_of_example(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[s
     # because gradients that FP16 rounds to zero measure as zero.
     units, measurement = _measure(module, args, kwargs, is_wide=False)
     if runs_in_fp16(module):
-        with warning_where_fp16_is_cast_to(f"{type(module).__name__}.forward"):
+        try:
             _, wide = _measure(module, args, kwargs, is_wide=True)
+        except RuntimeError as error:
+            warnings.warn(
+                f"{type(module).__name__}.forward: it runs in FP16 and not in FP32 "
+                f"({str(error).splitlines()[0]}), so units are measured in FP16, where small "
+                "gradients are zero. Expected a step without casts to torch.float16 of its "
+                "own. Use tensor.to(other.dtype) for them.",
+                stacklevel=4,
+            )
+        else:
             # Matmuls that occur only in FP16 keep their FP16 measurements.
             measurement = replace(
                 measurement,
@@ -83,7 +85,7 @@ def _measure(
         ):
             given = detached_copy((args, dict(kwargs)))
             if is_wide:
-                given = in_full_precision(given)
+                given = tree_map_only(Tensor, _widened, given)
             output = trial(*given[0], **given[1])
             loss = find_loss(output)
             if loss is not None:
@@ -92,6 +94,56 @@ def _measure(
         return units, units.send()()
     finally:
         attached.detach()
+
+
+def find_loss(output: object) -> Tensor | None:
+    """Return the scalar loss in a step's output, if there is one."""
+    candidates: list[object] = [output, getattr(output, "loss", None)]
+    if isinstance(output, Mapping):
+        candidates.append(output.get("loss"))
+    if isinstance(output, (tuple, list)) and output:
+        candidates.append(output[0])
+    for candidate in candidates:
+        if isinstance(candidate, Tensor) and candidate.numel() == 1 and candidate.requires_grad:
+            return candidate
+    return None
+
+
+def runs_in_fp16(module: nn.Module) -> bool:
+    """Check whether a module has FP16 parameters or autocast casts to FP16 now."""
+    parameters = list(module.parameters())
+    if any(param.dtype == torch.float16 for param in parameters):
+        return True
+    return any(
+        torch.is_autocast_enabled(device_type)
+        and torch.get_autocast_dtype(device_type) == torch.float16
+        for device_type in {param.device.type for param in parameters}
+    )
+
+
+@contextlib.contextmanager
+def full_precision(trial: nn.Module) -> Iterator[None]:
+    """Cast a copy of a module from FP16 to FP32, and turn autocast off within this context."""
+    tensors = [*trial.parameters(), *trial.buffers()]
+    for tensor in tensors:
+        if tensor.dtype == torch.float16:
+            tensor.data = tensor.data.float()
+    # Steps may cast to an attribute that is FP16, such as a LightningModule's ``dtype``.
+    for attributes in map(vars, trial.modules()):
+        named = [name for name, value in attributes.items() if value is torch.float16]
+        attributes.update(dict.fromkeys(named, torch.float32))
+    default = torch.get_default_dtype()
+    with contextlib.ExitStack() as stack:
+        for device_type in {tensor.device.type for tensor in tensors}:
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+        stack.callback(torch.set_default_dtype, default)
+        if default == torch.float16:
+            torch.set_default_dtype(torch.float32)
+        yield
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype == torch.float16 else tensor
 
 
 class _ForwardMethod(SessionMethod):
@@ -109,7 +161,14 @@ class ModuleMatmuls(AttachedSession):
 
     method_type = _ForwardMethod
 
-    def __init__(self, module: nn.Module, formats: Sequence[Format], *, has_units: bool) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        formats: Sequence[Format],
+        *,
+        has_units: bool,
+        before: Units | None = None,
+    ) -> None:
         self.formats = tuple(formats)  # to which its matmuls are rounded, or in which they run
         self._coverage = Coverage()
         self._num_calls = self._counted_call = 0
@@ -120,6 +179,11 @@ class ModuleMatmuls(AttachedSession):
         numerics = numerics_of(formats, measures_range=False)
         super().__init__(module, ["forward"], Units(is_used=has_units), numerics)
         vars(module)[MATMULS] = self
+        if before is not None:
+            before.settle()
+            self.session.units.step = before.step
+            if before.is_used:
+                self.session.units.restore(before.gauge, before.plain, before.lacking)
 
     @staticmethod
     def add(
@@ -131,16 +195,17 @@ class ModuleMatmuls(AttachedSession):
             return ModuleMatmuls(module, formats, has_units=has_new_units)
         before.detach()
         units = before.session.units
-        has_units = units.is_used or has_new_units
-        new = ModuleMatmuls(module, (*before.formats, *formats), has_units=has_units)
-        if not has_new_units:
-            new._go_on_from(units)
-        return new
+        return ModuleMatmuls(
+            module,
+            (*before.formats, *formats),
+            has_units=units.is_used or has_new_units,
+            before=None if has_new_units else units,
+        )
 
     def attach_again(self) -> None:
         """Attach again after :meth:`detach`, with another ``forward``."""
-        new = ModuleMatmuls(self._module, self.formats, has_units=self.session.units.is_used)
-        new._go_on_from(self.session.units)
+        units = self.session.units
+        ModuleMatmuls(self._module, self.formats, has_units=units.is_used, before=units)
 
     @property
     def gauge(self) -> Gauge:
@@ -250,10 +315,9 @@ class ModuleMatmuls(AttachedSession):
         before = copy.deepcopy(self._shadows["forward"].below, memo)
         if before is not None:
             vars(module)["forward"] = before
-        formats = copy.deepcopy(self.formats, memo)
-        new = ModuleMatmuls(module, formats, has_units=self.session.units.is_used)
-        memo[id(self)] = new
-        new._go_on_from(self.session.units)
+        formats, units = copy.deepcopy(self.formats, memo), self.session.units
+        memo[id(self)] = ModuleMatmuls(module, formats, has_units=units.is_used, before=units)
+        new: ModuleMatmuls = memo[id(self)]
         return new
 
     def __reduce__(self) -> Any:
@@ -262,9 +326,3 @@ class ModuleMatmuls(AttachedSession):
             "module cannot be pickled. Expected an untransformed module. Save its state_dict() "
             "instead, or pickle the original module."
         )
-
-    def _go_on_from(self, units: Units) -> None:
-        units.settle()
-        self.session.units.step = units.step
-        if units.is_used:
-            self.session.units.restore(units.gauge, units.plain, units.lacking)

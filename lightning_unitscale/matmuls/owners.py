@@ -9,6 +9,7 @@ import functools
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
+from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,7 +27,12 @@ from lightning_unitscale.matmuls.autograd_nodes import thread_number
 from lightning_unitscale.matmuls.calls import Call, call_of, maker_of
 from lightning_unitscale.matmuls.session import LOCAL, SESSION, MatmulSession
 from lightning_unitscale.matmuls.sites import frames, recomputed_checkpoint
-from lightning_unitscale.matmuls.torch_internals import FUNCTION_CALL, current_node, graph_task
+from lightning_unitscale.matmuls.torch_internals import (
+    FUNCTION_CALL,
+    MODULE_CALLS,
+    current_node,
+    graph_task,
+)
 
 # Sessions that are open, by identity.
 OPEN: dict[int, weakref.ref[MatmulSession]] = {}
@@ -92,9 +98,20 @@ def _session_of_loss(operands: Sequence[Any]) -> MatmulSession | None:
     read: Any = operands
     if not torch.is_grad_enabled():
         read = [frame.f_locals["args"] for frame in frames() if frame.f_code is FUNCTION_CALL]
-    if not needs_gradient(read) or session.sites.is_in_other_model():
+    if not needs_gradient(read) or any(_calls_other_model(frame, session) for frame in frames()):
         return None
     return session
+
+
+def _calls_other_model(frame: FrameType, session: MatmulSession) -> bool:
+    """Check for the call of a model that neither contains the session's root nor belongs to it."""
+    caller = frame.f_locals["self"] if id(frame.f_code) in MODULE_CALLS else None
+    if caller is None or session.sites.path_of(id(caller)) is not None:
+        return False
+    root = session.sites.module
+    # A module without parameters is a loss of the loop.
+    has_parameters = next(caller.parameters(), None) is not None
+    return has_parameters and not any(child is root for child in caller.modules())
 
 
 def needs_gradient(values: Any) -> bool:

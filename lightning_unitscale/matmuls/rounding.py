@@ -25,10 +25,9 @@ from lightning_unitscale.scales.transfer import HostCopy, numbers_on
 # Share of the nonzero elements that may become zero without a report, beyond three times the share
 # of normal numbers: E4M3FN makes one of a thousand zero, E2M1FN one of five. In healthy trainings,
 # E4M3FN makes 5 % of attention's gradients zero.
-MAX_SILENT = 0.1
-_OF_NORMAL = 3
 # An operand is reported at the first share, and once more at the second.
-_MAX_SHARES = (MAX_SILENT, MAX_FLUSHED)
+_MAX_SHARES = (0.1, MAX_FLUSHED)
+_OF_NORMAL = 3
 # So few elements are not reported, since one is a large share of a small tensor.
 _FEW = 2
 
@@ -182,7 +181,9 @@ def _rounded(
     format = _format_of(config, is_gradient)
     key = None
     if config.rounding == "stochastic":
-        key = rounding_key(config.seed, step, name, tensor.device)
+        # The same for all of an operand in a step.
+        text = f"{config.seed}/{step}/{name}".encode()
+        key = numbers_on(tensor.device, [zlib.crc32(text), zlib.adler32(text)], torch.int64)
     factor = grid_factor(config.moving_grid, name, step)
     wide = tensor.detach().float() * (factor * 2.0**-unit)
     # Divide in FP32, where the quotient of an FP8 number is off by one rounding at most.
@@ -192,12 +193,6 @@ def _rounded(
 
 def _format_of(config: SimulateFormat, is_gradient: bool) -> NumberFormat:
     return config.gradient_format if is_gradient else config.operand_format
-
-
-def rounding_key(seed: int, step: int, name: str, device: torch.device) -> Tensor:
-    """Return the key of a stochastic rounding, the same for all of an operand in a step."""
-    text = f"{seed}/{step}/{name}".encode()
-    return numbers_on(device, [zlib.crc32(text), zlib.adler32(text)], torch.int64)
 
 
 def grid_factor(grid: MovingGrid | None, name: str, call: int) -> float:

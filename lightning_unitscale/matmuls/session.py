@@ -253,7 +253,11 @@ class MatmulSession:
         elif is_kept:
             forward.backward[id(rule), sources] = gamma, matmul
         if torch.is_grad_enabled():
-            derived = self.sites.derive(site, matmul.slot, tuple(map(str, range(len(operands)))))
+            # In a double backward it acts as a forward matmul, with a site of its own.
+            name, roles = f"{site.name}:{matmul.slot}", tuple(map(str, range(len(operands))))
+            if (derived := self.units.sites.get(name)) is None:
+                derived = Site(name, site.module, roles)
+                self.units.add_site(derived)
             remember(self.ref, replace(matmul, site=derived), operands, extents)
         return matmul
 

@@ -118,12 +118,8 @@ class SimulateFormat:
         self.patterns = NamePatterns(include, exclude)
         self.seed = seed  # of stochastic rounding
 
-    @property
-    def rounding_text(self) -> str:
-        """Return the way of rounding, in words."""
-        return self.rounding if self.moving_grid is None else f"{self.rounding}, moving grid"
-
     def summary(self) -> str:
         """Describe the formats and the rounding."""
         formats = f"Operands rounded to {self.operand_format}, gradients to {self.gradient_format}"
-        return f"{formats} ({self.rounding_text})"
+        grid = "" if self.moving_grid is None else ", moving grid"
+        return f"{formats} ({self.rounding}{grid})"

@@ -157,14 +157,6 @@ class Sites:
         # A checkpoint's body continues the count from its first run.
         return self._starts.get(run.checkpoint, {}).get(key, 0) if run.checkpoint else 0
 
-    def derive(self, site: Site, slot: str, roles: tuple[str, ...]) -> Site:
-        """Return the site of a backward matmul that acts as a forward one in a double backward."""
-        derived = self._units.sites.get(f"{site.name}:{slot}")
-        if derived is None:
-            derived = Site(f"{site.name}:{slot}", site.module, roles)
-            self._units.add_site(derived)
-        return derived
-
     def has_run(self, checkpoint: object) -> bool:
         """Check whether a checkpoint's body ran matmuls of this session."""
         return checkpoint in self._starts
@@ -172,18 +164,6 @@ class Sites:
     def owns_caller(self) -> bool:
         """Check whether a module of this session is on the stack of the current node."""
         return any(self._path_in(frame) is not None for frame in frames())
-
-    def is_in_other_model(self) -> bool:
-        """Check whether the stack has a model that neither contains the root nor belongs to it."""
-        for frame in frames():
-            if id(frame.f_code) in MODULE_CALLS and self._path_in(frame) is None:
-                caller = frame.f_locals["self"]
-                root = self._module()
-                has_root = any(child is root for child in caller.modules())
-                # A module without parameters is a loss of the loop.
-                if not has_root and next(caller.parameters(), None) is not None:
-                    return True
-        return False
 
     def run_of(self, node: Any, frame: FrameType | None = None) -> Run | None:
         """Return the place of the calling forward matmul, or ``None`` for a backward matmul."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from lightning_unitscale.capture.aliasing import aliased_by_mutation, returned_alone
+from lightning_unitscale.capture.copy_graphs import fake_mode_of
 from lightning_unitscale.capture.dynamo_capture import GraphInput
 from lightning_unitscale.capture.graph_nodes import (
     ELSEWHERE,
@@ -31,7 +33,7 @@ from lightning_unitscale.capture.graph_recorder import (
 from lightning_unitscale.capture.passes import GraphPass, Phase, Region, StepGraph
 from lightning_unitscale.capture.regions import MATMULS, Place, Places
 from lightning_unitscale.matmuls.gauge import ONE, Gauge, Unit
-from lightning_unitscale.matmuls.held import GAUGE, HELD, FactorNodes, Held
+from lightning_unitscale.matmuls.held import GAUGE, HELD, Held
 from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.reduce import absent_rows, completed_rows, merge_rows, shift_rows
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
@@ -199,6 +201,8 @@ class ScaleProbes(GraphPass):
         differentiable = [
             requires_grad(node) and node not in mutated and not _is_gathered(node) for node in nodes
         ]
+        # Probes of inputs go before it and after the states, which are inputs themselves.
+        anchors = {id(region): first_operation(region.graph) for region in places.regions}
         # Those of a sample hold for every power of two.
         counted = () if self.layout.is_sampled else tensors
         factors_of = _count_factors(graph, counted, gauge_in_force)
@@ -213,8 +217,6 @@ class ScaleProbes(GraphPass):
                 tensor, slot, lambda gradient: row_of(gradient, factor), detach=detach
             )
 
-        # Probes of inputs go before it and after the states, which are inputs themselves.
-        anchors = {id(region): first_operation(region.graph) for region in places.regions}
         # The graph around a checkpoint may write into its results: the rule is for that graph.
         alone = returned_alone(graph.graph)
         recorder = CallRecorder(
@@ -282,17 +284,31 @@ def _count_factors(
 ) -> FactorsOf:
     """Return the powers of two that turn each tensor into the stored one, for exact counts."""
     pairs = [(tensor.held.sigma, tensor.held.gamma) for tensor in tensors]
-    units = [unit for pair in pairs for unit in pair if unit != ONE]
+    units = list(dict.fromkeys(unit for pair in pairs for unit in pair if unit != ONE))
     if not units:
         return lambda index, region: (None, None)
-    nodes = FactorNodes(graph, "count_factors", units, gauge)
+
+    def supply() -> Tensor:
+        powers = [2.0 ** -unit.exponent(gauge()) for unit in units]
+        # An evaluation may come first, and training cannot save inference tensors.
+        with torch.inference_mode(False):
+            return numbers_on(graph.device, powers, torch.float32)
+
+    vector = graph.add_state("count_factors", supply, supply())
+    with fake_mode_of(graph.graph):
+        example = vector.meta["example_value"][0]
+    with graph.graph.inserting_before(first_operation(graph.graph)):
+        nodes = {
+            unit: graph.graph.call_function(operator.getitem, (vector, row))
+            for row, unit in enumerate(units)
+        }
 
     def factors_of(index: int, region: Region) -> tuple[fx.Node | None, fx.Node | None]:
-        forward, backward = pairs[index]
-        return (
-            None if forward == ONE else nodes(region, forward),
-            None if backward == ONE else nodes(region, backward),
+        # A checkpoint gets each factor as an argument.
+        forward, backward = (
+            None if unit == ONE else region.thread(nodes[unit], example) for unit in pairs[index]
         )
+        return forward, backward
 
     return factors_of
 

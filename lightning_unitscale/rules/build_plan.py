@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch.nn.parameter import is_lazy
 
 from lightning_unitscale.capture.captured_step import CapturedStep
-from lightning_unitscale.capture.compiled_graph import CompiledGraph, Interpreter, NotOneGraphError
+from lightning_unitscale.capture.compiled_graph import Interpreter, NotOneGraphError
 from lightning_unitscale.capture.graph_matmuls import matmul_of
 from lightning_unitscale.capture.graph_nodes import (
     changed_arguments,
@@ -75,11 +75,11 @@ def _give_shapes(step: CapturedStep, args: tuple[Any, ...], kwargs: Mapping[str,
     if any(map(is_lazy, step.owner.module.parameters())):
         copied_args, copied_kwargs = detached_copy((args, dict(kwargs)))
         with torch.no_grad():
-            step.rehearse(_run_unchanged, *copied_args, **copied_kwargs)
-
-
-def _run_unchanged(graph: CompiledGraph, inputs: tuple[Any, ...]) -> Any:
-    return graph.interpret(lambda graph_module: graph_module.forward, inputs)
+            step.rehearse(
+                lambda graph, inputs: graph.interpret(lambda module: module.forward, inputs),
+                *copied_args,
+                **copied_kwargs,
+            )
 
 
 def _plan_once(

@@ -39,7 +39,7 @@ UseKind = Literal["weight", "embedding", "sum", "bias", "norm", "scale", "other"
 # The role that decides for a weight that has several ("A tied weight" in
 # docs/explanation/rules.md). A hidden layer diverges above its own rate. A readout stops learning
 # below its own as it gets wider. An embedding tolerates that rate.
-_ORDER = (Role.HIDDEN, Role.READOUT, Role.EMBEDDING, Role.INPUT, Role.NORM, Role.BIAS)
+_ORDER = (Role.OTHER, Role.HIDDEN, Role.READOUT, Role.EMBEDDING, Role.INPUT, Role.NORM, Role.BIAS)
 _ROLES = {"embedding": Role.EMBEDDING, "sum": Role.EMBEDDING, "bias": Role.BIAS}
 _ROLES |= {"norm": Role.NORM, "scale": Role.NORM, "other": Role.OTHER}
 # Maximum number of operations named in the reason for leaving a parameter unscaled.
@@ -112,7 +112,10 @@ def _with_averages(
 
 def plan_parameters(structure: Structure, *, init_weights: bool) -> dict[str, ParameterPlan]:
     """Plan each parameter by its role. It is rescaled only if rules rewrite every use of it."""
-    depths = _depths(structure.residuals)
+    # The number of branches of the innermost stream that a node is in.
+    depths: dict[fx.Node, int] = {}
+    for residual in sorted(structure.residuals.values(), key=lambda each: -len(each.nodes)):
+        depths |= dict.fromkeys(residual.nodes, residual.length)
     plans = {}
     for fqn, uses in structure.uses.items():
         action, reason = _action(uses, init_weights=init_weights)
@@ -294,15 +297,6 @@ def _readouts(flow: Flow, residuals: Mapping[fx.Node, Residual]) -> Iterator[fx.
             yield node
 
 
-def _depths(residuals: Mapping[fx.Node, Residual]) -> dict[fx.Node, int]:
-    """Return the number of branches of the innermost stream that each node is in."""
-    depths: dict[fx.Node, int] = {}
-    for residual in sorted(residuals.values(), key=lambda residual: -len(residual.nodes)):
-        for node in residual.nodes:
-            depths[node] = residual.length
-    return depths
-
-
 def _info(
     structure: Structure, fqn: str, uses: Sequence[Use], depths: Mapping[fx.Node, int]
 ) -> ParameterInfo:
@@ -312,8 +306,6 @@ def _info(
     assert tensor is not None
     roles = [_role(structure, use) for use in uses]
     role = next((role for role in _ORDER if role in roles), Role.OTHER)
-    if Role.OTHER in roles:
-        role = Role.OTHER
     weights = [use for use in uses if use.kind == "weight"]
     # Sizes are those of the use that decides the role.
     weights.sort(key=lambda use: roles[uses.index(use)] is not role)

@@ -146,28 +146,24 @@ class ScaledStep:
             self._parts.append((group, parts, [dict(part) for part in parts]))
 
     def _join(self) -> None:
-        """Give the user's groups the values that the optimizer wrote into their parts."""
+        """Give the user's groups the values that the optimizer wrote into all their parts alike."""
         split, self._parts = self._parts, []
         for group, parts, built in split:
-            self._write_back(group, parts, built)
-
-    def _write_back(self, group: Group, parts: list[Group], built: list[Group]) -> None:
-        """Copy values that were written into all parts of a group alike."""
-        written = {
-            name
-            for part, before in zip(parts, built, strict=True)
-            for name, value in part.items()
-            if not _is_same(before.get(name, _MISSING), value)
-        }
-        for name in sorted(written):
-            first, *others = (part.get(name, _MISSING) for part in parts)
-            if name in _SCALED or not all(_is_same(first, value) for value in others):
-                raise RuntimeError(
-                    f"optimizer={self._name}(...): its step writes {name!r} into its groups, by "
-                    "each parameter's own settings. Expected one value for a group. Use another "
-                    "optimizer, or pass lr_scaling=None and choose the rates yourself."
-                )
-            group[name] = first
+            written = {
+                name
+                for part, before in zip(parts, built, strict=True)
+                for name, value in part.items()
+                if not _is_same(before.get(name, _MISSING), value)
+            }
+            for name in sorted(written):
+                first, *others = (part.get(name, _MISSING) for part in parts)
+                if name in _SCALED or not all(_is_same(first, value) for value in others):
+                    raise RuntimeError(
+                        f"optimizer={self._name}(...): its step writes {name!r} into its groups, "
+                        "by each parameter's own settings. Expected one value for a group. Use "
+                        "another optimizer, or pass lr_scaling=None and choose the rates yourself."
+                    )
+                group[name] = first
 
     def _factors_of(self, group: Group, index: int) -> list[RateFactors]:
         """Return factors on the settings of each parameter. A new group is checked first."""

@@ -17,9 +17,7 @@ from lightning_unitscale.capture.autograd_graph import after_backward, autograd_
 from lightning_unitscale.capture.graph_nodes import tensors_in
 from lightning_unitscale.capture.graph_recorder import stored_elements
 from lightning_unitscale.capture.passes import GraphPass, Phase, StepGraph
-from lightning_unitscale.matmuls.measured_operands import (
-    root_mean_square,
-)
+from lightning_unitscale.matmuls.measured_operands import root_mean_square
 from lightning_unitscale.rules.learning_rates import Role
 from lightning_unitscale.rules.plan import ParameterPlan
 from lightning_unitscale.scales.transfer import HostCopy, numbers_on
@@ -126,7 +124,6 @@ class ParameterGradients(GraphPass):
 
     A gradient has no factor until it is first nonzero. :meth:`scale_new` sets it then, before an
     optimizer has seen the gradient.
-    then, before an optimizer has seen anything of it.
     """
 
     name = "parameter gradients at RMS 1"

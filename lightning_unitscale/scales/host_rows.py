@@ -75,7 +75,8 @@ class HostRows:
         self._counted: list[tuple[list[int], FloatArray]] = []
         self._rare: list[tuple[int, Tensor]] = []
         self._number = 0
-        self._flat = _Flat()
+        # New memory for each part would take longer than what is done to it.
+        self._part = torch.empty(_LIGHT_PART, dtype=torch.float32, device="cpu")
 
     def add(self, tensor: Tensor) -> int:
         """Measure a real floating-point tensor on the CPU; returns the place of its row."""
@@ -93,7 +94,7 @@ class HostRows:
             if is_small:
                 samples.room(length).copy_(stored.reshape(-1))
             else:
-                moments = _light_moments(stored, stride, samples.room(length), self._flat)
+                moments = _light_moments(stored, stride, samples.room(length), self._part)
             if is_small or moments is not None:
                 samples.keep(number, numel, elements.repeats, length, moments)
                 return number
@@ -242,34 +243,18 @@ def _parts(tensor: Tensor, size: int) -> Iterator[Tensor]:
             yield tensor[begin : begin + rows]
 
 
-class _Flat:
-    """Parts of tensors as FP32 elements in one dimension, copied into memory that is kept.
-
-    New memory for each would take longer than what is done to it.
-    """
-
-    def __init__(self) -> None:
-        self._memory: Tensor | None = None
-
-    def __call__(self, part: Tensor) -> Tensor:
-        """Return a part's elements, good until the next call."""
-        if part.dtype is torch.float32 and part.is_contiguous():
-            return part.view(-1)
-        if self._memory is None:
-            self._memory = torch.empty(_LIGHT_PART, dtype=torch.float32, device="cpu")
-        flat = self._memory[: part.numel()]
-        flat.view(part.shape).copy_(part)
-        return flat
-
-
-def _light_moments(tensor: Tensor, stride: int, sample: Tensor, flat: _Flat) -> _Moments | None:
+def _light_moments(tensor: Tensor, stride: int, sample: Tensor, memory: Tensor) -> _Moments | None:
     """Return moments of FP32 or narrower elements, and take a sample of magnitudes on the way."""
     largest = total = squares = 0.0
     begin = taken = 0
     if tensor.is_contiguous():
         tensor = tensor.view(-1)
     for part in _parts(tensor, _LIGHT_PART):
-        wide = flat(part)
+        if part.dtype is torch.float32 and part.is_contiguous():
+            wide = part.view(-1)
+        else:
+            wide = memory[: part.numel()]
+            wide.view(part.shape).copy_(part)
         low, high = torch.aminmax(wide)
         amax = max(-low.item(), high.item())
         if not amax < math.inf:  # NaN is not

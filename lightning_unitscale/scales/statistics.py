@@ -16,6 +16,7 @@ from typing import Final
 import torch
 from torch import Tensor, fx
 
+from lightning_unitscale.compiling import define_operator
 from lightning_unitscale.scales.host_rows import host_row
 from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.reduce import completed_rows
@@ -38,22 +39,6 @@ def statistics_row(tensor: Tensor, layout: RowLayout, *, factor: Tensor | None =
     return row if measured is layout else completed_rows(row[None].cpu(), layout)[0].to(row.device)
 
 
-_LIBRARY = torch.library.Library("lightning_unitscale", "FRAGMENT")
-# Any strides will do: without the tag Inductor writes a tensor twice that it would have fused, once
-# for this operator and once for everybody else.
-_LIBRARY.define(
-    "statistics_row(Tensor tensor, Tensor? factor, str layout) -> Tensor",
-    tags=(torch.Tag.flexible_layout,),
-)
-ROW_OPERATOR = torch.ops.lightning_unitscale.statistics_row.default
-_LIBRARY.define(
-    "statistics_rows(Tensor[] tensors, str layout) -> Tensor",
-    tags=(torch.Tag.flexible_layout,),
-)
-JOINT_ROWS_OPERATOR = torch.ops.lightning_unitscale.statistics_rows.default
-
-
-@torch.library.impl(_LIBRARY, "statistics_row", "CompositeExplicitAutograd")
 def _row(tensor: Tensor, factor: Tensor | None, key: str) -> Tensor:
     layout, device = RowLayout.from_key(key), tensor.device.type
     counts_all = not layout.is_sampled and (layout.histogram or bool(layout.formats))
@@ -66,7 +51,6 @@ def _row(tensor: Tensor, factor: Tensor | None, key: str) -> Tensor:
     return functional_row(tensor, layout, factor=factor)
 
 
-@torch.library.impl(_LIBRARY, "statistics_rows", "CompositeExplicitAutograd")
 def _joint_rows(tensors: Sequence[Tensor], key: str) -> Tensor:
     rows = new_rows(RowLayout.from_key(key), tensors[0].device)
     for tensor in tensors:
@@ -74,15 +58,24 @@ def _joint_rows(tensors: Sequence[Tensor], key: str) -> Tensor:
     return rows.finish()
 
 
-@torch.library.register_fake("lightning_unitscale::statistics_rows", lib=_LIBRARY)
-def _fake_rows(tensors: Sequence[Tensor], key: str) -> Tensor:
-    shape = (len(tensors), RowLayout.from_key(key).num_columns)
-    return tensors[0].new_empty(shape, dtype=torch.float64)
+def _empty(like: Tensor, key: str, *shape: int) -> Tensor:
+    return like.new_empty((*shape, RowLayout.from_key(key).num_columns), dtype=torch.float64)
 
 
-@torch.library.register_fake("lightning_unitscale::statistics_row", lib=_LIBRARY)
-def _fake_row(tensor: Tensor, factor: Tensor | None, key: str) -> Tensor:
-    return tensor.new_empty(RowLayout.from_key(key).num_columns, dtype=torch.float64)
+# Any strides will do: without the tag Inductor writes a tensor twice that it would have fused, once
+# for this operator and once for everybody else.
+ROW_OPERATOR = define_operator(
+    "statistics_row(Tensor tensor, Tensor? factor, str layout) -> Tensor",
+    _row,
+    lambda tensor, factor, key: _empty(tensor, key),
+    torch.Tag.flexible_layout,
+)
+JOINT_ROWS_OPERATOR = define_operator(
+    "statistics_rows(Tensor[] tensors, str layout) -> Tensor",
+    _joint_rows,
+    lambda tensors, key: _empty(tensors[0], key, len(tensors)),
+    torch.Tag.flexible_layout,
+)
 
 
 def join_rows(graph_module: fx.GraphModule) -> None:
@@ -100,13 +93,13 @@ def join_rows(graph_module: fx.GraphModule) -> None:
         is_read = any(source in waiting for source in node.all_input_nodes)
         size = _bytes(node) if _makes_light_row(node) else None
         is_full = len(waiting) == _MOST_TENSORS or num_bytes + (size or 0) > _MOST_BYTES
-        if waiting and (is_read or is_full or _may_write(node) or node.op == "output"):
+        is_other = size is not None and any(
+            _value(row).device != _value(node).device for row in waiting[:1]
+        )
+        if is_read or is_full or is_other or _may_write(node) or node.op == "output":
             _join(graph, waiting)
             waiting, num_bytes = [], 0
         if size is not None:
-            if waiting and _value(waiting[0]).device != _value(node).device:
-                _join(graph, waiting)
-                waiting, num_bytes = [], 0
             waiting.append(node)
             num_bytes += size
     # Inductor looks for what it has compiled before by the code.
@@ -139,7 +132,7 @@ def _may_write(node: fx.Node) -> bool:
 
 
 def _join(graph: fx.Graph, rows: Sequence[fx.Node]) -> None:
-    if len(rows) == 1:
+    if len(rows) < 2:
         return
     key = rows[0].args[2]
     with graph.inserting_before(rows[-1]):

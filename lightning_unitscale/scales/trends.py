@@ -52,37 +52,34 @@ class AmaxTrends:
     def __init__(self, formats: Sequence[NumberFormat], horizon: int) -> None:
         self._formats = tuple(formats)
         self._horizon = horizon
-        self._samples: deque[ScaleSnapshot] = deque(maxlen=NUM_SAMPLES)
-        # Of each sample log2 of the largest magnitudes and of the divisors, gradients last.
-        self._values: deque[FloatArray] = deque(maxlen=NUM_SAMPLES)
-        self._units: deque[npt.NDArray[np.int64]] = deque(maxlen=NUM_SAMPLES)
+        # Of each sample also log2 of the largest magnitudes and of the divisors, gradients last.
+        self._samples: deque[tuple[ScaleSnapshot, FloatArray, npt.NDArray[np.int64]]]
+        self._samples = deque(maxlen=NUM_SAMPLES)
 
     def add(self, snapshot: ScaleSnapshot, num_merged: int = 1) -> tuple[ScaleAlert, ...]:
         """Take in a snapshot."""
-        last = self._samples[-1] if self._samples else snapshot
+        last = self._samples[-1][0] if self._samples else snapshot
         if snapshot.names != last.names or snapshot.step <= last.step:
             # Other tensors, or a second fit: what was before says nothing.
             self._samples.clear()
-            self._values.clear()
-            self._units.clear()
-        self._samples.append(snapshot)
-        self._values.append(np.concatenate(list(map(snapshot.log2_amax, DIRECTIONS))))
-        self._units.append(np.concatenate(list(map(snapshot.log2_divisors, DIRECTIONS))))
+        values = np.concatenate(list(map(snapshot.log2_amax, DIRECTIONS)))
+        units = np.concatenate(list(map(snapshot.log2_divisors, DIRECTIONS)))
+        self._samples.append((snapshot, values, units))
         if len(self._samples) < NUM_SAMPLES:
             return ()
         return tuple(self._leaving(snapshot, num_merged))
 
     def _leaving(self, snapshot: ScaleSnapshot, num_merged: int) -> list[ScaleAlert]:
-        steps = np.array([sample.step for sample in self._samples], dtype=np.float64)
+        steps = np.array([sample.step for sample, *_ in self._samples], dtype=np.float64)
         # Of values and then of gradients, as all that follows from them.
-        values = np.stack(self._values)
+        values = np.stack([values for _, values, _ in self._samples])
         slopes, ends, errors = fitted_lines(steps, values)
         late, _, _ = fitted_lines(steps[NUM_SAMPLES // 2 :], values[NUM_SAMPLES // 2 :])
         rates = np.minimum(slopes, late)
         span = steps[-1] - steps[0]
         horizon = min(float(self._horizon), _LONGEST_FORECAST * span)
         rise = slopes * span
-        units = np.stack(self._units)
+        units = np.stack([units for *_, units in self._samples])
         judged = [judged_now(snapshot, direction, num_merged) for direction in DIRECTIONS]
         is_judged = np.concatenate(judged) & (units == units[-1]).all(axis=0)
         with np.errstate(invalid="ignore"):

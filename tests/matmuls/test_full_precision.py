@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_unitscale.matmuls.full_precision import full_precision, runs_in_fp16
+from lightning_unitscale.matmuls.module_matmuls import full_precision, runs_in_fp16
 from lightning_unitscale.transforms import lossless_unit_scale
 from tests.helpers import assert_same_bits
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_unitscale.matmuls.full_precision import find_loss
 from lightning_unitscale.matmuls.measured_operands import root_mean_square
 from lightning_unitscale.matmuls.measurement import (
     FORWARD,
@@ -16,6 +15,7 @@ from lightning_unitscale.matmuls.measurement import (
     Measurement,
     Site,
 )
+from lightning_unitscale.matmuls.module_matmuls import find_loss
 from lightning_unitscale.transforms import lossless_unit_scale
 from tests.helpers import assert_same_bits, run
 
