@@ -48,7 +48,7 @@ from lightning_unitscale.memory.real_memory import PeakMeter, storage_bytes
 from lightning_unitscale.profiler import profile_graph
 from lightning_unitscale.remat import remat
 from lightning_unitscale.scales.layout import RowLayout
-from lightning_unitscale.scales.step_rows import new_rows
+from lightning_unitscale.scales.statistics import new_rows
 from lightning_unitscale.transforms import compile as compile_graphs
 from lightning_unitscale.transforms import lossless_unit_scale, unit_scale
 

@@ -26,8 +26,7 @@ def define_operator(
     _LIBRARY.define(schema, tags=tags)
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"lightning_unitscale::{name}", fake, lib=_LIBRARY)
-    operator: torch._ops.OpOverload = getattr(torch.ops.lightning_unitscale, name).default
-    return operator
+    return getattr(torch.ops.lightning_unitscale, name).default
 
 
 def is_compiling() -> bool:

@@ -17,8 +17,8 @@ from lightning_unitscale.matmuls.coverage import (
     lacking_line,
     listed,
 )
-from lightning_unitscale.matmuls.fp8_layers import WIDE_GRADIENT
 from lightning_unitscale.matmuls.gauge import Gauge, GaugePair
+from lightning_unitscale.matmuls.matmul_formats import WIDE_GRADIENT
 from lightning_unitscale.matmuls.measured_operands import Unrepresentable
 from lightning_unitscale.matmuls.session import MatmulSession
 from lightning_unitscale.tensorboard.table import STEP_ITSELF

@@ -19,14 +19,13 @@ from lightning_unitscale.callbacks.step_schedules import LateAgreement, Recalibr
 from lightning_unitscale.loops.loop import Loop, LoopCallback
 from lightning_unitscale.loops.ranks import any_rank, is_distributed
 from lightning_unitscale.matmuls.coverage import CoverageCounter
-from lightning_unitscale.matmuls.fp8_layers import FP8Linears
 from lightning_unitscale.matmuls.fp8_linear import numerics_of
 from lightning_unitscale.matmuls.gauge import Gauge, GaugePair
+from lightning_unitscale.matmuls.matmul_formats import FP8Linears, SimulateFormat
 from lightning_unitscale.matmuls.measured_operands import Unrepresentable
 from lightning_unitscale.matmuls.measurement import Measurement
 from lightning_unitscale.matmuls.scaled_methods import AttachedSession
 from lightning_unitscale.matmuls.session import MatmulSession
-from lightning_unitscale.matmuls.simulate import SimulateFormat
 from lightning_unitscale.matmuls.units import Units
 
 # Version of a state. States without a version used unit 1 for tensors of zeros.

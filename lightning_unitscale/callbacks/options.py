@@ -20,8 +20,13 @@ from lightning_unitscale.capture.executors import CompileMode
 from lightning_unitscale.capture.name_patterns import EXCLUDED
 from lightning_unitscale.formats import NumberFormat
 from lightning_unitscale.functional.low_precision import DEFAULT_GRADIENT, GradientFormat
-from lightning_unitscale.matmuls.fp8_layers import EXCLUDED_BY_DEFAULT, FP8Linears
-from lightning_unitscale.matmuls.simulate import Grid, SimulateFormat, format_pair
+from lightning_unitscale.matmuls.matmul_formats import (
+    EXCLUDED_BY_DEFAULT,
+    FP8Linears,
+    Grid,
+    SimulateFormat,
+    format_pair,
+)
 from lightning_unitscale.quantize import Rounding
 from lightning_unitscale.rules.plan import RuleOptions
 

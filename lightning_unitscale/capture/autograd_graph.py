@@ -6,6 +6,7 @@ and FSDP end their backward passes as well.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
@@ -13,15 +14,15 @@ from torch.autograd import Variable
 
 
 def autograd_operations(roots: Iterable[Any], stop: Container[Any] = ()) -> Iterator[Any]:
-    """Yield the operations of autograd's graph below some roots, each once."""
-    pending = [
+    """Yield the operations of autograd's graph below some roots, each once, the nearest first."""
+    pending = deque(
         operation
         for operation in dict.fromkeys(roots)
         if operation is not None and operation not in stop
-    ]
+    )
     seen = set(pending)
     while pending:
-        operation = pending.pop()
+        operation = pending.popleft()
         yield operation
         for source, _ in operation.next_functions:
             if source is not None and source not in seen and source not in stop:

@@ -207,13 +207,23 @@ def _check_power(rule: ScaleRule, scale_power: ScalePower) -> None:
         )
 
 
-_OPTIONS: dict[str, tuple[Any, str]] = {
-    "constraint": ("to_output_scale", "How to make the factors of output and gradients agree."),
-    "mult": (1.0, "Factor on the first argument."),
+# Default, description, and which rules have it.
+_OPTIONS: dict[str, tuple[Any, str, Callable[[ScaleRule], bool]]] = {
+    "constraint": (
+        "to_output_scale",
+        "How to make the factors of output and gradients agree.",
+        lambda rule: rule.kind not in ("loss", "normalization"),
+    ),
+    "mult": (
+        1.0,
+        "Factor on the first argument.",
+        lambda rule: rule.kind in ("loss", "activation"),
+    ),
     "scale_power": (
         DEFAULT_POWER,
         "Powers of the number of terms in the sums that make the output, the gradient of the "
         "input, and those of the weights.",
+        lambda rule: rule.kind == "linear" and {"weight", "bias"} <= set(rule.weights),
     ),
 }
 
@@ -265,7 +275,7 @@ def scaled_op(
     )
     names = () if aliases is None else (rule.name, *aliases.split())
     register_rule(rule, function, names=names)
-    options = [option for option in _OPTIONS if _has_option(rule, option)]
+    options = [option for option, (_, _, has_it) in _OPTIONS.items() if has_it(rule)]
     required = [
         parameter.name
         for parameter in of_torch
@@ -295,14 +305,6 @@ def scaled_op(
     op.__doc__ = _docstring(rule, options)
     op.__signature__ = signature  # type: ignore[attr-defined]
     return op
-
-
-def _has_option(rule: ScaleRule, option: str) -> bool:
-    if option == "constraint":
-        return rule.kind not in ("loss", "normalization")
-    if option == "mult":
-        return rule.kind in ("loss", "activation")
-    return rule.kind == "linear" and {"weight", "bias"} <= set(rule.weights)
 
 
 def _parameters(function: Callable[..., Any], text: str | None) -> list[inspect.Parameter]:

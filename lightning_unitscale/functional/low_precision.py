@@ -29,7 +29,7 @@ from torch import Tensor
 
 from lightning_unitscale.compiling import define_operator
 from lightning_unitscale.functional.scale import Factor
-from lightning_unitscale.scales.step_rows import has_triton
+from lightning_unitscale.scales.statistics import has_triton
 
 # Dimensions of the operands must be multiples of this, except the number of rows of the first.
 MULTIPLE = 16

@@ -19,7 +19,6 @@ import ctypes
 import itertools
 import sys
 import threading
-from collections import deque
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any, Generic, TypeVar
@@ -71,8 +70,7 @@ def calling_thread() -> int:
 
 def identity_of(node: Any) -> int:
     """Return the unique number of an autograd node."""
-    number: int = node.metadata.setdefault(_IDENTITY, next(_IDENTITIES))
-    return number
+    return node.metadata.setdefault(_IDENTITY, next(_IDENTITIES))
 
 
 def latest_key(read: Iterable[Tensor]) -> NodeKey | None:
@@ -106,20 +104,7 @@ def keys_of(node: Any) -> Iterator[NodeKey]:
 
 def leaf_of(node: Any) -> Tensor | None:
     """Return the leaf whose gradient a node accumulates, or ``None`` for other nodes."""
-    is_leaf = type(node) is _LEAF_NODE
-    return node.variable if is_leaf else None
-
-
-def upstream(node: Any, most: int) -> Iterator[Any]:
-    """Yield a node and those that it depends on, the nearest first."""
-    found, waiting = {node}, deque([node])
-    while waiting:
-        reader = waiting.popleft()
-        yield reader
-        for source, _ in reader.next_functions:
-            if source is not None and source not in found and len(found) < most:
-                found.add(source)
-                waiting.append(source)
+    return node.variable if type(node) is _LEAF_NODE else None
 
 
 _CAN_FORGET = hasattr(torch._C, "_remove_obj_from_tls")
@@ -161,8 +146,7 @@ class HandedOn(Generic[T]):
         """Return the value."""
         if not torch._C._is_key_in_tls(self._key):
             return self._default
-        value: T = torch._C._get_obj_in_tls(self._key)
-        return value
+        return torch._C._get_obj_in_tls(self._key)
 
     def set(self, value: T) -> None:
         """Set the value, or remove it if it is the default and torch can remove values."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from lightning_unitscale.capture.autograd_graph import autograd_operations
 from lightning_unitscale.capture.operators import MatmulRule, Sources, is_turned
 from lightning_unitscale.matmuls.autograd_nodes import (
     NodeKey,
@@ -26,7 +28,6 @@ from lightning_unitscale.matmuls.autograd_nodes import (
     leaf_of,
     note_thread,
     thread_number,
-    upstream,
 )
 from lightning_unitscale.matmuls.execute import Matmul
 from lightning_unitscale.matmuls.measurement import Extent, Extents, Site
@@ -126,8 +127,7 @@ def call_of(node: Any) -> tuple[weakref.ref[Any], Call] | None:
             CALLS.pop(key, None)
             return recorded
     # Another thread may have run the node meanwhile.
-    recorded = metadata.get(_CALL)
-    return recorded
+    return metadata.get(_CALL)
 
 
 def record(key: NodeKey | int, session: weakref.ref[Any], call: Call) -> None:
@@ -276,7 +276,7 @@ def maker_of(node: Any) -> Any:
     makers = {thread: session for thread, session in makers.items() if session is not None}
     if not makers:
         return None
-    for source in upstream(node, _MAX_NODES):
+    for source in itertools.islice(autograd_operations([node]), _MAX_NODES):
         if (recorded := call_of(source)) is not None:
             session = makers.get(recorded[1].thread)
             if session is not None and session is recorded[0]():

@@ -23,7 +23,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 from lightning_unitscale.functional.low_precision import GRADIENTS, MULTIPLE, OPERAND, joins_bias
 from lightning_unitscale.matmuls.compiled_runs import GraphMatmul
 from lightning_unitscale.matmuls.compiler_internals import note_strides
-from lightning_unitscale.matmuls.fp8_layers import TensorKind
 from lightning_unitscale.matmuls.fp8_linear import LAYER_OPERATORS, Mode, fp8_of
 from lightning_unitscale.matmuls.joint_graphs import (
     ARRANGED,
@@ -34,6 +33,7 @@ from lightning_unitscale.matmuls.joint_graphs import (
     NewNodes,
     value_of,
 )
+from lightning_unitscale.matmuls.matmul_formats import TensorKind
 from lightning_unitscale.matmuls.measurement import Site
 from lightning_unitscale.matmuls.session import MatmulSession
 from lightning_unitscale.scales.transfer import numbers_on

@@ -12,7 +12,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 from lightning_unitscale.capture.name_patterns import NOT_INCLUDED
-from lightning_unitscale.matmuls.fp8_layers import EXCLUDED_BY_DEFAULT, NO_LINEAR
+from lightning_unitscale.matmuls.matmul_formats import EXCLUDED_BY_DEFAULT, NO_LINEAR
 
 Kind = Literal["units", "format", "plain", "left out"]
 # The reasons of a site's unscaled matmuls by slot, and the slot of this one.

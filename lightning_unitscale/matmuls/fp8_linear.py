@@ -32,7 +32,12 @@ from lightning_unitscale.functional.low_precision import (
 from lightning_unitscale.functional.scale import Factor
 from lightning_unitscale.matmuls.calls import show
 from lightning_unitscale.matmuls.execute import Matmul
-from lightning_unitscale.matmuls.fp8_layers import NO_LINEAR, FP8Linears, TensorKind
+from lightning_unitscale.matmuls.matmul_formats import (
+    NO_LINEAR,
+    FP8Linears,
+    SimulateFormat,
+    TensorKind,
+)
 from lightning_unitscale.matmuls.measured_operands import (
     Direction,
     Unrepresentable,
@@ -48,7 +53,6 @@ from lightning_unitscale.matmuls.rounding import (
     grid_factor,
 )
 from lightning_unitscale.matmuls.session import LOCAL, SESSION, MatmulSession
-from lightning_unitscale.matmuls.simulate import SimulateFormat
 from lightning_unitscale.matmuls.sites import frames
 from lightning_unitscale.matmuls.torch_internals import (
     MODULE_CALL,
@@ -268,13 +272,9 @@ def _reads_weight(matmul: Matmul, operand: Tensor) -> bool:
     """Check whether the second operand of a matmul is the weight of a linear layer."""
     if matmul.reads_weight is not None:
         return matmul.reads_weight
-    return is_weight(matmul.site.name, operand, _calling_layer()) or is_parameter(operand)
-
-
-def _calling_layer() -> nn.Module | None:
-    """Return the innermost module on the stack."""
     call = next((frame for frame in frames() if frame.f_code is MODULE_CALL), None)
-    return None if call is None else call.f_locals["self"]
+    layer = None if call is None else call.f_locals["self"]
+    return is_weight(matmul.site.name, operand, layer) or is_parameter(operand)
 
 
 def is_weight(name: str, weight: Tensor, layer: nn.Module | None) -> bool:

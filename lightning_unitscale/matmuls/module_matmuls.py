@@ -23,12 +23,11 @@ from lightning_unitscale.matmuls.coverage import (
     LostFormats,
     lacking_line,
 )
-from lightning_unitscale.matmuls.fp8_layers import FP8Linears
 from lightning_unitscale.matmuls.fp8_linear import numerics_of
 from lightning_unitscale.matmuls.gauge import Gauge
+from lightning_unitscale.matmuls.matmul_formats import FP8Linears, SimulateFormat
 from lightning_unitscale.matmuls.measurement import Measurement
 from lightning_unitscale.matmuls.scaled_methods import AttachedSession, SessionMethod
-from lightning_unitscale.matmuls.simulate import SimulateFormat
 from lightning_unitscale.matmuls.torch_internals import current_node
 from lightning_unitscale.matmuls.units import Units
 
@@ -309,16 +308,14 @@ class ModuleMatmuls(AttachedSession):
         """Return the matmuls of the copied module, with the same units."""
         module = copy.deepcopy(self._module, memo)
         if id(self) in memo:
-            known: ModuleMatmuls = memo[id(self)]
-            return known
+            return memo[id(self)]
         # The module's copy may still be an empty object.
         before = copy.deepcopy(self._shadows["forward"].below, memo)
         if before is not None:
             vars(module)["forward"] = before
         formats, units = copy.deepcopy(self.formats, memo), self.session.units
         memo[id(self)] = ModuleMatmuls(module, formats, has_units=units.is_used, before=units)
-        new: ModuleMatmuls = memo[id(self)]
-        return new
+        return memo[id(self)]
 
     def __reduce__(self) -> Any:
         raise TypeError(

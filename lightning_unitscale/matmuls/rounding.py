@@ -15,9 +15,9 @@ from torch import Tensor
 from lightning_unitscale.formats import NumberFormat
 from lightning_unitscale.matmuls.coverage import first_of, percent
 from lightning_unitscale.matmuls.execute import Matmul, run_scaled
+from lightning_unitscale.matmuls.matmul_formats import MovingGrid, SimulateFormat
 from lightning_unitscale.matmuls.measured_operands import MAX_FLUSHED, Unrepresentable
 from lightning_unitscale.matmuls.measurement import Site
-from lightning_unitscale.matmuls.simulate import MovingGrid, SimulateFormat
 from lightning_unitscale.matmuls.torch_internals import Kernel
 from lightning_unitscale.quantize import rounded
 from lightning_unitscale.scales.transfer import HostCopy, numbers_on

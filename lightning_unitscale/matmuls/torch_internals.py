@@ -108,8 +108,7 @@ def last_sequence_number() -> int:
 
 def sequence_number(node: Any) -> int:
     """Return the number of an autograd node on the thread that created it."""
-    number: int = node._sequence_nr()
-    return number
+    return node._sequence_nr()
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,7 +29,7 @@ from lightning_unitscale.monitor.torch_state import (
 )
 from lightning_unitscale.patching import nothing
 from lightning_unitscale.scales.layout import RowLayout
-from lightning_unitscale.scales.step_rows import ReadRows, StepRows, TakenRow
+from lightning_unitscale.scales.statistics import ReadRows, StepRows, TakenRow
 
 # Operations that a matmul's operand may have come through from an argument, and its result to what
 # the function returns: casts, views, copies, paddings, factors and biases.

@@ -42,7 +42,7 @@ from lightning_unitscale.monitor.torch_state import (
     takes_part,
     version_of,
 )
-from lightning_unitscale.scales.step_rows import TakenRow
+from lightning_unitscale.scales.statistics import TakenRow
 
 _WHOLE_MODULE = frozenset({"forward", "call", "call_impl", "wrapped_call_impl", "inner"})
 

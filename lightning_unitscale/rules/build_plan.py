@@ -57,10 +57,25 @@ def plan_step(
     is one graph, nothing else of it runs.
     """
     _give_shapes(step, args, kwargs)
+    grad = torch.enable_grad if backward else contextlib.nullcontext
     for _ in range(_MAX_ATTEMPTS):
-        plan = _plan_once(step, args, kwargs, options, prior, init_weights, backward, joint)
-        if plan is not None:
-            return prior.updated(plan)
+        recorder = Recorder()
+        with grad():
+            rehearse(step, recorder, args, kwargs)
+        flow = recorder.result()
+        _reject_new_parameters(step, flow)
+        structure = _structure_of(flow, prior)
+        parameters = {**plan_parameters(structure, init_weights=init_weights), **prior.parameters}
+        most_calls = _MANY_TIMES * (recorder.num_calls + 1)
+        run = _ScaledRun(structure, parameters, options, prior, joint, step.title, most_calls)
+        with grad():
+            rehearse(step, run, args, kwargs)
+        # The second run may not have been the recorded one.
+        if not run.saw_new_graph:
+            decisions = run.decider.decisions
+            plans = _with_output_scales(structure, parameters, decisions)
+            by_key = {key(step.name, name): decision for name, decision in decisions.items()}
+            return prior.updated(RulePlan(by_key, plans, _unseen(step, plans)))
     reason = f"it ran other graphs in each of {_MAX_ATTEMPTS} runs on the same batch"
     raise CaptureError.by_rules(
         step.title,
@@ -80,37 +95,6 @@ def _give_shapes(step: CapturedStep, args: tuple[Any, ...], kwargs: Mapping[str,
                 *copied_args,
                 **copied_kwargs,
             )
-
-
-def _plan_once(
-    step: CapturedStep,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    options: RuleOptions,
-    prior: RulePlan,
-    init_weights: bool,
-    backward: bool,
-    joint: Joint | None,
-) -> RulePlan | None:
-    """Make a plan, or return ``None`` if the second run was not the recorded one."""
-    recorder = Recorder()
-    grad = torch.enable_grad if backward else contextlib.nullcontext
-    with grad():
-        rehearse(step, recorder, args, kwargs)
-    flow = recorder.result()
-    _reject_new_parameters(step, flow)
-    structure = _structure_of(flow, prior)
-    parameters = {**plan_parameters(structure, init_weights=init_weights), **prior.parameters}
-    most_calls = _MANY_TIMES * (recorder.num_calls + 1)
-    scaled_run = _ScaledRun(structure, parameters, options, prior, joint, step.title, most_calls)
-    decisions = scaled_run.decider.decisions
-    with grad():
-        rehearse(step, scaled_run, args, kwargs)
-    if scaled_run.saw_new_graph:
-        return None
-    plans = _with_output_scales(structure, parameters, decisions)
-    by_key = {key(step.name, name): decision for name, decision in decisions.items()}
-    return RulePlan(by_key, plans, _unseen(step, plans))
 
 
 def _reject_new_parameters(step: CapturedStep, flow: Flow) -> None:

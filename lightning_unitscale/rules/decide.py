@@ -217,28 +217,22 @@ class Decider:
 
     def _other(self, node: fx.Node) -> Decision:
         rule = rule_of(node)
+        first: Path = (0,) if node.args else ("input",)
         if rule is not None and rule.kind == "loss":
-            return self._loss(node)
+            mult = self.options.loss_mult if op_name(node) == "cross_entropy" else 1.0
+            arguments = (Argument(first, mult),) if mult != 1.0 else ()
+            return _decision(node, "loss", "its value is the unscaled loss", arguments=arguments)
         mult = self._activation_mult(node)
         rms, reason = self.scales.follow(node, mult)
         if rms is None:
             return _decision(node, "kept", reason)
-        arguments: tuple[Argument, ...] = ()
-        if mult != 1.0:
-            path: Path = (0,) if node.args else ("input",)
-            arguments = (Argument(path, mult),)
+        arguments = (Argument(first, mult),) if mult != 1.0 else ()
         origin: Origin = "kept"
         if rule is not None and rule.kind == "activation":
             origin = "derived"
         elif rule is not None and (rule.kind == "normalization" or rule.name in EMBEDDINGS):
             origin = "rule"
         return _decision(node, origin, reason, arguments=arguments)
-
-    def _loss(self, node: fx.Node) -> Decision:
-        arguments: tuple[Argument, ...] = ()
-        if self.options.loss_mult != 1.0 and op_name(node) == "cross_entropy":
-            arguments = (Argument((0,) if node.args else ("input",), self.options.loss_mult),)
-        return _decision(node, "loss", "its value is the unscaled loss", arguments=arguments)
 
     def _adds_data(self, matmul: Matmul) -> bool:
         if not any(op in op_name(matmul.node) for op in ("addmm", "baddbmm", "addbmm", "addmv")):

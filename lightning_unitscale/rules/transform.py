@@ -89,22 +89,18 @@ def unit_scale(
     )
     check_flag("init_weights", init_weights)
     reject_compiled(module)
-    _reject_scaled(module)
+    steps = steps_of(module)
+    if steps is not None and any(isinstance(each, RuleRewrite) for each in steps.passes):
+        raise ValueError(
+            f"module={type(module).__name__}: it is unit-scaled by rules already. Expected an "
+            "unscaled module. Pass the module that it was made from."
+        )
     rules = RuleRewrite(options, replace)
     gradients = ParameterGradients(ends_backward=True)
     new, step = captured_forward(module, _OWNER, rules, gradients)
     step.before_call = _FirstCall(rules, gradients, init_weights)
     ModuleMatmuls.add(new, has_new_units=True)
     return new
-
-
-def _reject_scaled(module: nn.Module) -> None:
-    steps = steps_of(module)
-    if steps is not None and any(isinstance(p, RuleRewrite) for p in steps.passes):
-        raise ValueError(
-            f"module={type(module).__name__}: it is unit-scaled by rules already. Expected an "
-            "unscaled module. Pass the module that it was made from."
-        )
 
 
 @dataclass(eq=False)

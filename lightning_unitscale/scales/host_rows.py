@@ -89,7 +89,11 @@ class HostRows:
             stride = 1 if numel <= self._sample_size else elements.stride(self._sample_size)
             length = -(-numel // stride)
             is_small = numel <= min(_SMALL, self._sample_size)
-            samples = self._samples_with_room(is_small, length)
+            samples = self._samples.get(is_small)
+            if samples is None:
+                samples = self._samples[is_small] = _Samples(self._buffer_size)
+            elif samples.used + length > self._buffer_size:
+                self._count(samples)
             moments = None
             if is_small:
                 samples.room(length).copy_(stored.reshape(-1))
@@ -111,14 +115,6 @@ class HostRows:
         for number, row in self._rare:
             rows[number] = row.numpy()
         return torch.from_numpy(rows)
-
-    def _samples_with_room(self, is_small: bool, length: int) -> _Samples:
-        samples = self._samples.get(is_small)
-        if samples is None:
-            samples = self._samples[is_small] = _Samples(self._buffer_size)
-        elif samples.used + length > self._buffer_size:
-            self._count(samples)
-        return samples
 
     def _count(self, samples: _Samples) -> None:
         if samples.used:

@@ -13,20 +13,19 @@ checked on torch 2.11 and 2.13. Triton and Inductor call them as well.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 
 _CHECKED: Final = ("3.6.", "3.7.")
 
 
-def _stream(index: int) -> int:
-    stream: int = torch.cuda.current_stream(index).cuda_stream
-    return stream
-
-
 # Address of the current stream of a CUDA device, and the index of the current device.
-current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _stream)
+current_stream: Callable[[int], int] = getattr(
+    torch._C,
+    "_cuda_getCurrentRawStream",
+    lambda index: torch.cuda.current_stream(index).cuda_stream,
+)
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
@@ -35,18 +34,9 @@ def stream_of(device: torch.device) -> int:
     return current_stream(device.index) if device.type == "cuda" else 0
 
 
-class RepeatedLaunch:
-    """A compiled kernel, launched without checks of its arguments."""
-
-    __slots__ = ("_function", "_metadata", "_run")
-
-    def __init__(self, compiled: Any) -> None:
-        self._run: Callable[..., Any] = compiled.run
-        self._function, self._metadata = compiled.function, compiled.packed_metadata
-
-    def __call__(self, grid: int, stream: int, *arguments: Any) -> None:
-        """Launch it on a stream of the current device, with all arguments in their order."""
-        self._run(grid, 1, 1, stream, self._function, self._metadata, None, None, None, *arguments)
+# A compiled kernel, launched without checks: takes the grid, a stream of the current device, and
+# all arguments in their order.
+RepeatedLaunch: TypeAlias = Callable[..., None]
 
 
 def repeated_launch(compiled: Any) -> RepeatedLaunch | None:
@@ -55,7 +45,10 @@ def repeated_launch(compiled: Any) -> RepeatedLaunch | None:
     names = ("run", "function", "packed_metadata")
     if not can_repeat() or not all(hasattr(compiled, name) for name in names):
         return None
-    return RepeatedLaunch(compiled)
+    run, function, metadata = (getattr(compiled, name) for name in names)
+    return lambda grid, stream, *arguments: run(
+        grid, 1, 1, stream, function, metadata, None, None, None, *arguments
+    )
 
 
 def can_repeat() -> bool:

@@ -26,10 +26,9 @@ from lightning_unitscale.functional.low_precision import (
     GradientFormat,
     Scaling,
 )
-from lightning_unitscale.matmuls.fp8_layers import FP8Linears
 from lightning_unitscale.matmuls.gauge import Gauge
+from lightning_unitscale.matmuls.matmul_formats import FP8_FORMATS, FP8Linears, Grid, SimulateFormat
 from lightning_unitscale.matmuls.module_matmuls import Format, ModuleMatmuls
-from lightning_unitscale.matmuls.simulate import FP8_FORMATS, Grid, SimulateFormat
 from lightning_unitscale.quantize import FormatLike, Rounding
 
 

@@ -23,12 +23,11 @@ from lightning_unitscale import UnitScaleCallback
 from lightning_unitscale.callbacks.options import Simulate
 from lightning_unitscale.matmuls.compiler_internals import compiled_parts, is_by_inductor
 from lightning_unitscale.matmuls.coverage import Coverage, CoverageCounter
-from lightning_unitscale.matmuls.fp8_layers import FP8Linears
 from lightning_unitscale.matmuls.fp8_linear import FP8Matmuls
 from lightning_unitscale.matmuls.gauge import Gauge, GaugePair
+from lightning_unitscale.matmuls.matmul_formats import FP8Linears, SimulateFormat
 from lightning_unitscale.matmuls.rounding import Numerics, SimulatedMatmuls
 from lightning_unitscale.matmuls.scaled_methods import AttachedSession
-from lightning_unitscale.matmuls.simulate import SimulateFormat
 from lightning_unitscale.matmuls.units import Units
 from tests.helpers import assert_same_bits
 

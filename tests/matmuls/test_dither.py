@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from lightning_unitscale.capture.captured_copy import captured_forward
 from lightning_unitscale.capture.module_steps import steps_of
+from lightning_unitscale.matmuls.matmul_formats import MovingGrid
 from lightning_unitscale.matmuls.rounding import grid_factor
-from lightning_unitscale.matmuls.simulate import MovingGrid
 from lightning_unitscale.quantize import quantize
 from lightning_unitscale.transforms import fp8_linears, lossless_unit_scale, simulate_format
 from tests.helpers import assert_same_bits

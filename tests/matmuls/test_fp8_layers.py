@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_unitscale.capture.captured_copy import captured_forward, matmuls_of
 from lightning_unitscale.capture.module_steps import steps_of
-from lightning_unitscale.matmuls import fp8_layers as fp8
-from lightning_unitscale.matmuls.fp8_layers import FP8Linears
+from lightning_unitscale.matmuls import matmul_formats as fp8
+from lightning_unitscale.matmuls.matmul_formats import FP8Linears
 from lightning_unitscale.matmuls.measured_operands import Unrepresentable
 from lightning_unitscale.transforms import (
     fp8_linears,

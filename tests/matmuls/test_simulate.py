@@ -16,7 +16,7 @@ from benchmarks.executed_matmuls import below_all_kernels
 from lightning_unitscale.capture.captured_copy import captured_forward
 from lightning_unitscale.capture.module_steps import steps_of
 from lightning_unitscale.formats import E4M3FN, E5M2, NumberFormat
-from lightning_unitscale.matmuls.simulate import SimulateFormat
+from lightning_unitscale.matmuls.matmul_formats import SimulateFormat
 from lightning_unitscale.quantize import quantize
 from lightning_unitscale.transforms import lossless_unit_scale, simulate_format, simulate_fp8
 from tests.helpers import assert_same_bits, run

@@ -21,8 +21,7 @@ from lightning_unitscale.scales.layout import (
     RowLayout,
 )
 from lightning_unitscale.scales.reduce import merge_rows
-from lightning_unitscale.scales.statistics import statistics_row
-from lightning_unitscale.scales.step_rows import StepRows
+from lightning_unitscale.scales.statistics import StepRows, statistics_row
 from lightning_unitscale.scales.strided import sample_stride
 from lightning_unitscale.scales.torch_rows import functional_row
 from tests.helpers import CalledOperators
