@@ -315,9 +315,9 @@ class FormatsInGraph:
             results = tuple(k for k, item in enumerate(value) if isinstance(item, Tensor))
         matmul = self._matmuls.describe(node, rule, len(self._compiled.matmuls))
         tensors, sizes = _reads(node)
-        args, kwargs = fx.map_arg(
-            (node.args, node.kwargs), lambda read: Changing([*tensors, *sizes].index(read))
-        )
+        changing: dict[fx.Node, Any]
+        changing = {read: Changing(index) for index, read in enumerate([*tensors, *sizes])}
+        args, kwargs = fx.map_arg((node.args, node.kwargs), changing.__getitem__)
         operation: Any = node.target
         matmul = RoundedMatmul(
             **vars(matmul), operator=operation, args=args, kwargs=kwargs, results=results

@@ -28,7 +28,7 @@ from lightning_unitscale.matmuls.compiler_internals import (
     is_by_inductor,
     keeping_whole,
 )
-from lightning_unitscale.matmuls.held import GAUGE, HELD, held_units
+from lightning_unitscale.matmuls.gauge import GAUGE, HELD, held_units
 from lightning_unitscale.matmuls.joint_graphs import MATMUL
 from lightning_unitscale.matmuls.joint_units import UnitsInGraph
 from lightning_unitscale.matmuls.kernels import close_session, install_passes, open_session

@@ -32,8 +32,7 @@ from lightning_unitscale.capture.graph_recorder import (
 )
 from lightning_unitscale.capture.passes import GraphPass, Phase, Region, StepGraph
 from lightning_unitscale.capture.regions import MATMULS, Place, Places
-from lightning_unitscale.matmuls.gauge import ONE, Gauge, Unit
-from lightning_unitscale.matmuls.held import GAUGE, HELD, Held
+from lightning_unitscale.matmuls.gauge import GAUGE, HELD, ONE, Gauge, Held, Unit
 from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.reduce import absent_rows, completed_rows, merge_rows, shift_rows
 from lightning_unitscale.scales.snapshot import ScaleSnapshot

@@ -17,8 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_unitscale.capture.graph_recorder import local_part, stored_elements
 from lightning_unitscale.matmuls.calls import RanMatmul
-from lightning_unitscale.matmuls.gauge import Unit
-from lightning_unitscale.matmuls.held import Held
+from lightning_unitscale.matmuls.gauge import Held, Unit
 from lightning_unitscale.matmuls.torch_internals import sequence_number
 from lightning_unitscale.monitor.probes import ProbedTensor
 from lightning_unitscale.monitor.torch_state import (

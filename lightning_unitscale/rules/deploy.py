@@ -15,7 +15,7 @@ from lightning_unitscale.capture.export_forward import export_forward
 from lightning_unitscale.capture.graph_nodes import NAME, tensor_name
 from lightning_unitscale.capture.module_steps import ModuleSteps, steps_of
 from lightning_unitscale.capture.passes import StepGraph
-from lightning_unitscale.matmuls.held import FACTOR
+from lightning_unitscale.matmuls.gauge import FACTOR
 from lightning_unitscale.rules.flow import handed_on
 from lightning_unitscale.rules.plan import RulePlan, key
 from lightning_unitscale.rules.rewrite import RuleRewrite

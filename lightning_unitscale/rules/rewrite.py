@@ -27,7 +27,7 @@ from lightning_unitscale.capture.graph_nodes import (
     tensor_name,
 )
 from lightning_unitscale.capture.passes import GraphPass, Phase, Region, StepGraph
-from lightning_unitscale.matmuls.held import FACTOR, UNSCALED
+from lightning_unitscale.matmuls.gauge import FACTOR, UNSCALED
 from lightning_unitscale.rules.build_plan import plan_graph
 from lightning_unitscale.rules.decide import ATTENTION
 from lightning_unitscale.rules.flow import (
