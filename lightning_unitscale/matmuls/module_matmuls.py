@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from lightning_unitscale.capture.captured_copy import MATMULS, matmuls_of
+from lightning_unitscale.capture.graph_nodes import tensors_in
 from lightning_unitscale.capture.module_steps import steps_of
 from lightning_unitscale.capture.rollback import detached_copy, restoring
 from lightning_unitscale.matmuls.coverage import (
@@ -269,10 +270,8 @@ class ModuleMatmuls(AttachedSession):
     @override
     def after_call(self, result: Any) -> None:
         """Warn of a call that ran unscaled, and keep the session for the backward pass."""
-        for leaf in tree_leaves(result):
-            node: Any = leaf.grad_fn if isinstance(leaf, Tensor) else None
-            if node is not None:
-                node.metadata[_KEPT] = self.session
+        for node in filter(None, (tensor.grad_fn for tensor in tensors_in(result))):
+            node.metadata[_KEPT] = self.session
         self._has_returned = True
         self._warn_of_lost_formats()
         # An evaluation without rounding has the same results scaled and unscaled.

@@ -14,14 +14,13 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._pytree import tree_leaves
 
+from lightning_unitscale.capture.graph_nodes import tensors_in
 from lightning_unitscale.capture.operators import MatmulRule
 from lightning_unitscale.matmuls.autograd_nodes import thread_number
 from lightning_unitscale.matmuls.calls import Call, call_of, maker_of
@@ -116,7 +115,7 @@ def _calls_other_model(frame: FrameType, session: MatmulSession) -> bool:
 
 def needs_gradient(values: Any) -> bool:
     """Check whether any tensor among nested values needs a gradient."""
-    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(values))
+    return any(tensor.requires_grad for tensor in tensors_in(values))
 
 
 def waiting_session() -> MatmulSession | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -239,6 +240,11 @@ class Flow:
     def readers(self, node: fx.Node) -> list[fx.Node]:
         """Return the operations that read a node's result, in any graph."""
         return list(self.graph.successors(self.resolve(node)))
+
+    def before(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
+        """Return nodes, and all that their results depend on."""
+        layers = nx.bfs_layers(self.graph.reverse(copy=False), [*nodes])
+        return set(itertools.chain.from_iterable(layers))
 
     def is_learned(self, node: fx.Node) -> bool:
         """Check whether a tensor depends on a parameter, with or without a gradient."""

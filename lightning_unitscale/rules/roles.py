@@ -276,25 +276,11 @@ def _is_data(flow: Flow, matmul: Matmul, path: Path) -> bool:
 
 
 def _readouts(flow: Flow, residuals: Mapping[fx.Node, Residual]) -> Iterator[fx.Node]:
-    losses = set(_losses(flow))
+    matmuls = {node: matmul for node in flow.nodes if (matmul := matmul_of(node)) is not None}
+    read = {source for node in matmuls for source in flow.sources(node)}
     in_branch: set[fx.Node] = set().union(*(residual.nodes for residual in residuals.values()))
-    to_loss: set[fx.Node] = set()
-    to_matmul: set[fx.Node] = set()
-    for node in reversed(flow.nodes):
-        readers = flow.readers(node)
-        if node in losses or any(reader in to_loss for reader in readers):
-            to_loss.add(node)
-        if any(r in to_matmul or matmul_of(r) is not None for r in readers):
-            to_matmul.add(node)
-        matmul = matmul_of(node)
-        if (
-            matmul is not None
-            and node in to_loss
-            and node not in to_matmul
-            and node not in in_branch
-            and _has_weight(flow, matmul)
-        ):
-            yield node
+    found = flow.before(_losses(flow)) - flow.before(read) - in_branch
+    return (node for node in found & matmuls.keys() if _has_weight(flow, matmuls[node]))
 
 
 def _info(

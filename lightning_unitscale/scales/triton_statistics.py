@@ -74,9 +74,7 @@ class TritonRows:
         self._sample_programs = -(-(self._sample_size or 0) // _SAMPLE_BLOCK)
         self._sample_slots = max(self._sample_programs, 1)
         # The second kernel has read what is in these before the next tensor's programs write.
-        self._parts: Tensor | None = None
-        self._exponents: Tensor | None = None
-        self._counts: Tensor | None = None
+        self._shared: tuple[Tensor, ...] = ()
         self._slots = 0
         self._used = 0
         # True if one program has made the whole row, as for the moments of a small tensor.
@@ -98,14 +96,13 @@ class TritonRows:
         part = elements.tensor
         if plan.is_copied:
             part = (part if part.dtype in _TYPES else part.float()).contiguous()
-        parts, exponents, counts = self._memory(plan.grid)
-        pointer = part.data_ptr()
+        memory, pointer = self._memory(plan.grid), part.data_ptr()
         with torch.cuda.device_of(part):
             stream = stream_of(self._device)
             if not (self._can_repeat and self._launch_again(plan, pointer, stream)):
                 where = self._used, self._slots, self._sample_slots
                 launched = partial_rows[(plan.grid,)](
-                    part, parts, exponents, counts, *where, *plan.arguments, num_warps=NUM_WARPS
+                    part, *memory, *where, *plan.arguments, num_warps=NUM_WARPS
                 )
                 plan.launches[pointer % _ALIGNMENT == 0] = repeated_launch(launched)
         self._used += 1
@@ -160,28 +157,29 @@ class TritonRows:
             return self._rows[0]
         return torch.cat(self._rows) if self._rows else empty_rows(0, self._layout, self._device)
 
-    def _memory(self, num_programs: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _memory(self, num_programs: int) -> tuple[Tensor, ...]:
         """Return memory for parts of rows, for their exponents and for numbers of parts."""
-        if self._num_waiting > 1:
-            num_programs = _MAX_PROGRAMS + self._sample_programs
-        if self._parts is None or self._exponents is None or self._counts is None:
+        if not self._shared:
+            if self._num_waiting > 1:
+                num_programs = _MAX_PROGRAMS + self._sample_programs
             self._slots = num_programs
-            waiting, device = self._num_waiting, self._device
-            shape = (waiting, num_programs, len(MOMENT_COLUMNS))
-            self._parts = torch.empty(shape, dtype=torch.float64, device=device)
-            shape = (waiting, self._sample_slots, 1 + NUM_EXPONENTS)
-            self._exponents = torch.empty(shape, dtype=torch.int32, device=device)
-            self._counts = torch.empty((waiting, 3), dtype=torch.int64, device=device)
-            memory = (self._parts, self._exponents, self._counts)
-            self._pointers = tuple(one.data_ptr() for one in memory)
-        return self._parts, self._exponents, self._counts
+            self._shared = tuple(
+                torch.empty((self._num_waiting, *shape), dtype=dtype, device=self._device)
+                for shape, dtype in (
+                    ((num_programs, len(MOMENT_COLUMNS)), torch.float64),
+                    ((self._sample_slots, 1 + NUM_EXPONENTS), torch.int32),
+                    ((3,), torch.int64),
+                )
+            )
+            self._pointers = tuple(one.data_ptr() for one in self._shared)
+        return self._shared
 
     def _join(self) -> None:
         """Make rows of the parts of those that wait."""
         if not self._used:
             return
-        if self._is_whole and self._parts is not None:
-            self._rows.append(self._parts[:, 0])
+        if self._is_whole:
+            self._rows.append(self._shared[0][:, 0])
             self._used = 0
             return
         columns, is_sampled = self._layout.num_columns, self._sample_size is not None
@@ -195,9 +193,7 @@ class TritonRows:
                 pointers = *self._pointers, rows.data_ptr()
                 launch(self._used, stream_of(self._device), *pointers, *numbers)
             else:
-                launched = joint_rows[(self._used,)](
-                    self._parts, self._exponents, self._counts, rows, *numbers
-                )
+                launched = joint_rows[(self._used,)](*self._shared, rows, *numbers)
                 _JOINT_LAUNCHES[key] = repeated_launch(launched)
         self._rows.append(rows)
         self._used = 0
