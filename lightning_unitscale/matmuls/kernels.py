@@ -105,6 +105,11 @@ def _end(key: int, session: weakref.ref[MatmulSession]) -> None:
         _keys.clear()
 
 
+def num_overridden() -> int:
+    """Return the number of dispatch keys whose kernels are overridden now."""
+    return len(_keys)
+
+
 def _overrides(key: str) -> KernelOverrides:
     overrides = KernelOverrides(key)
     INSTALLED.callback(overrides.remove)
