@@ -173,7 +173,7 @@ def _fp8_matrices(
     turned: bool,
 ) -> list[Tensor]:
     scale = factor[0] if factor else number
-    matrices = _empty_matrices(matrix, factor, number, dtype, rows, turned)
+    matrices = _empty_matrices(matrix, dtype, rows, turned)
     if matrix.is_cuda:
         from lightning_unitscale.functional.triton_cast import cast_matrix
 
@@ -186,14 +186,7 @@ def _fp8_matrices(
     return matrices
 
 
-def _empty_matrices(
-    matrix: Tensor,
-    factor: Sequence[Tensor],
-    number: float,
-    dtype: torch.dtype,
-    rows: bool,
-    turned: bool,
-) -> list[Tensor]:
+def _empty_matrices(matrix: Tensor, dtype: torch.dtype, rows: bool, turned: bool) -> list[Tensor]:
     height, width = matrix.shape
     shapes = [(height, width)] * rows + [(width, height)] * turned
     return [
@@ -207,7 +200,7 @@ _MATRICES = define_operator(
     "fp8_matrices(Tensor matrix, Tensor[] factor, float number, ScalarType dtype, bool rows, "
     "bool turned) -> Tensor[]",
     _fp8_matrices,
-    _empty_matrices,
+    lambda matrix, _, __, dtype, rows, turned: _empty_matrices(matrix, dtype, rows, turned),
     torch.Tag.flexible_layout,
 )
 

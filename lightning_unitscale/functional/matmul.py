@@ -42,7 +42,7 @@ _REFERENCE = "Unit Scaling (arXiv 2303.11257), table of ops, matmul; any index s
 
 
 def _contraction(
-    terms: float, index_space: float, operands: Mapping[str, Any], mult: float = 1.0
+    terms: float, index_space: float, operands: Mapping[str, Any], mult: float
 ) -> Factors:
     """Return the factors of a matmul."""
     squares = {
@@ -52,45 +52,11 @@ def _contraction(
     return unit_factors(mult**2 * terms, **squares)
 
 
-def _matmul_of(left: str, right: str) -> Any:
-    def factors(arguments: Mapping[str, Any]) -> Factors:
-        a, b = arguments[left], arguments[right]
-        inner = shape_of(a)[-1]
-        space = inner * _matmul_numel(shape_of(a), shape_of(b))
-        return _contraction(inner, space, {left: a, right: b}, arguments.get("mult", 1.0))
-
-    return factors
-
-
 def _matmul_numel(left: tuple[int, ...], right: tuple[int, ...]) -> float:
     """Return the number of elements of a matmul, with its batch dimensions broadcast."""
     rows = left[-2] if len(left) > 1 else 1
     columns = right[-1] if len(right) > 1 else 1
     return product(broadcast(left[:-2], right[:-2])) * rows * columns
-
-
-def _added_product_of(left: str, right: str, *, is_summed_over_batch: bool = False) -> Any:
-    def factors(arguments: Mapping[str, Any]) -> Factors:
-        a, b, addend = arguments[left], arguments[right], arguments["input"]
-        mult = arguments.get("mult", 1.0)
-        alpha, beta = float(arguments.get("alpha", 1)), float(arguments.get("beta", 1))
-        a_shape, b_shape = shape_of(a), shape_of(b)
-        terms = float(a_shape[-1])
-        out = _matmul_numel(a_shape, b_shape)
-        index_space = terms * out
-        if is_summed_over_batch:
-            terms, out = terms * a_shape[0], out / max(a_shape[0], 1)
-        # A bias is 0 at the start, and small compared to the matmul later. A whole tensor is not.
-        is_bias = numel_of(addend) != out or len(b_shape) < 2
-        square = alpha**2 * terms + (0.0 if is_bias else (beta * mult) ** 2)
-        squares = {
-            "input": (beta * mult) ** 2 * out / max(numel_of(addend), 1),
-            left: alpha**2 * index_space / max(numel_of(a), 1),
-            right: alpha**2 * index_space / max(numel_of(b), 1),
-        }
-        return unit_factors(square, **squares)
-
-    return factors
 
 
 def _product_of(
@@ -182,9 +148,15 @@ _product = partial(scaled_op, kind="linear", reference=_REFERENCE)
 
 
 def _of_two(function: Callable[..., Any], left: str, right: str, aliases: str = "") -> Any:
+    def factors(arguments: Mapping[str, Any]) -> Factors:
+        a, b = arguments[left], arguments[right]
+        inner = shape_of(a)[-1]
+        space = inner * _matmul_numel(shape_of(a), shape_of(b))
+        return _contraction(inner, space, {left: a, right: b}, arguments.get("mult", 1.0))
+
     return _product(
         function,
-        _matmul_of(left, right),
+        factors,
         parameters=f"{left}, {right}",
         operands=f"{left} {right}",
         aliases=aliases,
@@ -225,7 +197,26 @@ _ADDED = f"{_REFERENCE}; a whole tensor that is added counts as one more term, a
 
 
 def _added_to(function: Callable[..., Any], left: str, right: str) -> Any:
-    factors = _added_product_of(left, right, is_summed_over_batch=function is torch.addbmm)
+    def factors(arguments: Mapping[str, Any]) -> Factors:
+        a, b, addend = arguments[left], arguments[right], arguments["input"]
+        mult = arguments.get("mult", 1.0)
+        alpha, beta = float(arguments.get("alpha", 1)), float(arguments.get("beta", 1))
+        a_shape, b_shape = shape_of(a), shape_of(b)
+        terms = float(a_shape[-1])
+        out = _matmul_numel(a_shape, b_shape)
+        index_space = terms * out
+        if function is torch.addbmm:  # it also sums over the batch
+            terms, out = terms * a_shape[0], out / max(a_shape[0], 1)
+        # A bias is 0 at the start, and small compared to the matmul later. A whole tensor is not.
+        is_bias = numel_of(addend) != out or len(b_shape) < 2
+        square = alpha**2 * terms + (0.0 if is_bias else (beta * mult) ** 2)
+        squares = {
+            "input": (beta * mult) ** 2 * out / max(numel_of(addend), 1),
+            left: alpha**2 * index_space / max(numel_of(a), 1),
+            right: alpha**2 * index_space / max(numel_of(b), 1),
+        }
+        return unit_factors(square, **squares)
+
     return _product(
         function,
         factors,
