@@ -134,11 +134,7 @@ glu = scaled_op(F.glu, _glu, "activation", "E x^2 sigmoid(y)^2, by quadrature")
 
 
 def silu_glu(
-    input: Tensor,
-    gate: Tensor,
-    *,
-    mult: float = 1.0,
-    constraint: str | None = "to_output_scale",
+    input: Tensor, gate: Tensor, *, mult: float = 1.0, constraint: str | None = "to_output_scale"
 ) -> Tensor:
     """Return the unit-scaled gated linear unit, ``input * silu(mult * gate)``.
 

@@ -29,10 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_unitscale.functional.call import positive, scaled_call, scaled_op
-from lightning_unitscale.functional.moments import (
-    causal_softmax_moments,
-    softmax_moments,
-)
+from lightning_unitscale.functional.moments import causal_softmax_moments, softmax_moments
 from lightning_unitscale.functional.rules import (
     Factors,
     ScaleRule,

@@ -145,12 +145,7 @@ def to_fp8(tensor: Tensor, factor: Factor, dtype: torch.dtype) -> Tensor:
 
 
 def fp8_matrices(
-    matrix: Tensor,
-    factor: Factor,
-    dtype: torch.dtype,
-    *,
-    rows: bool = True,
-    turned: bool = False,
+    matrix: Tensor, factor: Factor, dtype: torch.dtype, *, rows: bool = True, turned: bool = False
 ) -> list[Tensor]:
     """Return a matrix cast as by :func:`to_fp8`, and its transpose, each if it is wanted."""
     # On CUDA one kernel makes both in one read, as :func:`scaled_matmul` needs them: in rows,
@@ -267,11 +262,7 @@ class _FP8Linear(torch.autograd.Function):
         )
         needs_input, needs_weight = turned_weight is not None, turned_rows is not None
         gradients8 = fp8_matrices(
-            gradient,
-            of_gradient,
-            ctx.gradient,
-            rows=needs_input,
-            turned=needs_weight,
+            gradient, of_gradient, ctx.gradient, rows=needs_input, turned=needs_weight
         )
         grad_rows = grad_weight = None
         if needs_input:

@@ -175,10 +175,7 @@ inner = _product(
     operands="input other",
 )
 outer = _product(
-    torch.outer,
-    _product_of("input", "vec2", lambda *_: 1),
-    parameters="input, vec2",
-    aliases="ger",
+    torch.outer, _product_of("input", "vec2", lambda *_: 1), parameters="input, vec2", aliases="ger"
 )
 tensordot = _product(torch.tensordot, _product_of("a", "b", _contracted), operands="a b")
 einsum = _product(torch.einsum, _einsum, parameters="equation, *operands", operands="operands")
@@ -327,11 +324,7 @@ embedding_bag = scaled_op(
 
 
 def linear_readout(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    constraint: str | None = None,
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, *, constraint: str | None = None
 ) -> Tensor:
     """Apply a network's unit-scaled output layer, whose factor is ``1 / in_features``.
 

@@ -69,10 +69,7 @@ _CALL = "lightning_unitscale.call"
 
 
 def remember(
-    session: weakref.ref[Any],
-    matmul: Matmul,
-    operands: Sequence[Tensor],
-    extents: Extents,
+    session: weakref.ref[Any], matmul: Matmul, operands: Sequence[Tensor], extents: Extents
 ) -> None:
     """Record a matmul that is about to run, for its backward matmuls."""
     key = node_key(operands)

@@ -34,11 +34,7 @@ from lightning_unitscale.matmuls.compiled_fp8 import (
     numbers_of,
 )
 from lightning_unitscale.matmuls.compiled_runs import GraphMatmul, GraphRun, GraphRuns
-from lightning_unitscale.matmuls.compiler_internals import (
-    GraphPass,
-    guard_by,
-    note_strides,
-)
+from lightning_unitscale.matmuls.compiler_internals import GraphPass, guard_by, note_strides
 from lightning_unitscale.matmuls.execute import forget_copy
 from lightning_unitscale.matmuls.fp8_linear import Mode, is_weight
 from lightning_unitscale.matmuls.joint_graphs import (
@@ -162,11 +158,7 @@ class RoundedGraph(GraphRuns):
             forget_copy()
 
     def _run(
-        self,
-        matmul: RoundedMatmul,
-        run: int,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, matmul: RoundedMatmul, run: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if not matmul.rule.multiplies(args, kwargs):
             return run_inside(matmul.operator, *args, **kwargs)

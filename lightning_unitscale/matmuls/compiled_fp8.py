@@ -70,9 +70,7 @@ class Layer:
 
 
 def layer_of(
-    forward: GraphMatmul,
-    node: fx.Node,
-    backward: Sequence[tuple[GraphMatmul, fx.Node]],
+    forward: GraphMatmul, node: fx.Node, backward: Sequence[tuple[GraphMatmul, fx.Node]]
 ) -> Layer | None:
     """Return the layer of a forward matmul of a weight; ``None`` if kernels have to run it."""
     if any(

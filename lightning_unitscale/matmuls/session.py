@@ -70,11 +70,7 @@ class MatmulSession:
     """The matmuls of one module's steps, with their units."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        boundary: CodeType,
-        units: Units,
-        numerics: Sequence[Numerics] = (),
+        self, module: nn.Module, boundary: CodeType, units: Units, numerics: Sequence[Numerics] = ()
     ) -> None:
         self.ref = weakref.ref(self)  # always the same object, so ``is`` compares sessions
         self.units = units
@@ -169,13 +165,7 @@ class MatmulSession:
             show(site, operands)
         return self.execute(matmul, original, args, kwargs)
 
-    def execute(
-        self,
-        matmul: Matmul,
-        original: Kernel,
-        args: _Args,
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def execute(self, matmul: Matmul, original: Kernel, args: _Args, kwargs: dict[str, Any]) -> Any:
         """Run a matmul in a format, scaled or unscaled, and count it."""
         kind: Kind
         reason = outside = ""
@@ -217,11 +207,7 @@ class MatmulSession:
         return matmul, extents
 
     def backward_matmul(
-        self,
-        rule: MatmulRule,
-        args: _Args,
-        call: Call,
-        sources: Sources,
+        self, rule: MatmulRule, args: _Args, call: Call, sources: Sources
     ) -> Matmul:
         """Return a backward matmul of a call, ready to run."""
         forward, site = call.matmul, call.matmul.site

@@ -33,11 +33,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C._dynamo.eval_frame import (
-    _FrameAction,
-    _FrameExecStrategy,
-    set_code_exec_strategy,
-)
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._guards import detect_fake_mode
 from torch.autograd import graph as autograd_graph
 from torch.utils import checkpoint as checkpoints

@@ -149,9 +149,7 @@ def _unseen(step: CapturedStep, plans: Mapping[str, ParameterPlan]) -> dict[str,
 
 
 def _with_output_scales(
-    structure: Structure,
-    parameters: Mapping[str, ParameterPlan],
-    decisions: Mapping[str, Decision],
+    structure: Structure, parameters: Mapping[str, ParameterPlan], decisions: Mapping[str, Decision]
 ) -> dict[str, ParameterPlan]:
     """Record for each bias the factor on its matmul."""
     plans = dict(parameters)
@@ -328,10 +326,7 @@ class _ScaledRun:
 
 
 def rehearse(
-    step: CapturedStep,
-    interpreter: Interpreter,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    step: CapturedStep, interpreter: Interpreter, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
     """Run a step with its graphs in ``interpreter``, and undo its effects.
 

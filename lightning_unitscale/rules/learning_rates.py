@@ -113,11 +113,7 @@ def check_group(optimizer: Optimizer, group: Mapping[str, Any], method: Method) 
 
 
 def rate_factors(
-    info: ParameterInfo,
-    method: Method,
-    family: Family,
-    *,
-    is_decoupled: bool = True,
+    info: ParameterInfo, method: Method, family: Family, *, is_decoupled: bool = True
 ) -> RateFactors:
     """Return factors on the optimizer settings of one parameter.
 

@@ -30,12 +30,7 @@ from lightning_unitscale.capture.passes import GraphPass, Phase, Region, StepGra
 from lightning_unitscale.matmuls.gauge import FACTOR, UNSCALED
 from lightning_unitscale.rules.build_plan import plan_graph
 from lightning_unitscale.rules.decide import ATTENTION
-from lightning_unitscale.rules.flow import (
-    added_tensors,
-    is_operation,
-    parameter_path,
-    reads_of,
-)
+from lightning_unitscale.rules.flow import added_tensors, is_operation, parameter_path, reads_of
 from lightning_unitscale.rules.plan import Decision, RuleOptions, RulePlan
 from lightning_unitscale.rules.propagate import HANDS_ON
 

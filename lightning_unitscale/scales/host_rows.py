@@ -22,12 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_unitscale.scales.layout import (
-    MIN_EXPONENT,
-    MOMENT_COLUMNS,
-    MOMENTS,
-    RowLayout,
-)
+from lightning_unitscale.scales.layout import MIN_EXPONENT, MOMENT_COLUMNS, MOMENTS, RowLayout
 from lightning_unitscale.scales.strided import Elements
 from lightning_unitscale.scales.tensor_statistics import FloatArray
 from lightning_unitscale.scales.torch_rows import functional_row

@@ -113,10 +113,7 @@ class ScaleSnapshot:
             return None
         unit = int(self.log2_divisors(direction)[position])
         return TensorStatistics(
-            row,
-            self.layout,
-            log2_factor=-unit if stored else 0,
-            log2_factor_of_counts=-unit,
+            row, self.layout, log2_factor=-unit if stored else 0, log2_factor_of_counts=-unit
         )
 
     def log2_units(self, direction: Direction) -> npt.NDArray[np.int64]:

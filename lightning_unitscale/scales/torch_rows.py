@@ -12,12 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_unitscale.scales.layout import (
-    MAX_EXPONENT,
-    MIN_EXPONENT,
-    NUM_EXPONENTS,
-    RowLayout,
-)
+from lightning_unitscale.scales.layout import MAX_EXPONENT, MIN_EXPONENT, NUM_EXPONENTS, RowLayout
 from lightning_unitscale.scales.reduce import empty_rows, row_dtype
 from lightning_unitscale.scales.strided import Elements
 

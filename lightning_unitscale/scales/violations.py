@@ -143,10 +143,7 @@ class AlertMaker:
 
 
 def first_nonfinite(
-    snapshot: ScaleSnapshot,
-    *,
-    known_infinite: Collection[str] = (),
-    gradients: bool = True,
+    snapshot: ScaleSnapshot, *, known_infinite: Collection[str] = (), gradients: bool = True
 ) -> ScaleAlert | None:
     """Return the first tensor of a step that holds a NaN or an infinity.
 

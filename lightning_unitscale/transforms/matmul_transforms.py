@@ -14,18 +14,9 @@ from typing import Any, get_args
 from torch import nn
 
 from lightning_unitscale.arguments import check_choice, check_depth
-from lightning_unitscale.capture.captured_copy import (
-    capture,
-    explain_forward,
-    matmuls_of,
-    own_copy,
-)
+from lightning_unitscale.capture.captured_copy import capture, explain_forward, matmuls_of, own_copy
 from lightning_unitscale.capture.executors import CompileMode
-from lightning_unitscale.functional.low_precision import (
-    DEFAULT_GRADIENT,
-    GradientFormat,
-    Scaling,
-)
+from lightning_unitscale.functional.low_precision import DEFAULT_GRADIENT, GradientFormat, Scaling
 from lightning_unitscale.matmuls.gauge import Gauge
 from lightning_unitscale.matmuls.matmul_formats import FP8_FORMATS, FP8Linears, Grid, SimulateFormat
 from lightning_unitscale.matmuls.module_matmuls import Format, ModuleMatmuls
