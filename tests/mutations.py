@@ -72,8 +72,8 @@ MUTATIONS = (
     Mutation(
         "gradient units enter factors with the wrong sign",
         "matmuls/gauge.py",
-        "+ gauge.pair(self.gradient).log2_gamma",
-        "- gauge.pair(self.gradient).log2_gamma",
+        "+ gradient.log2_gamma",
+        "- gradient.log2_gamma",
         "matmuls/test_gauge.py",
     ),
     Mutation(
@@ -861,7 +861,7 @@ MUTATIONS = (
     Mutation(
         "what goes from between two stand-ins is called by the upper one, and put back by it",
         "patching.py",
-        "                above._skip(self)",
+        "                above._below = self._below",
         "                pass",
         "test_patching.py",
     ),
