@@ -45,7 +45,11 @@ def scaled_call(
 ) -> Any:
     """Call ``function`` such that its output and the gradients of its arguments are at RMS 1."""
     mult = positive(f"{rule.name}: mult", mult)
-    _check_power(rule, scale_power)
+    if len(scale_power) != 3 or not all([-math.inf < power < math.inf for power in scale_power]):
+        raise ValueError(
+            f"{rule.name}: scale_power={scale_power!r}: expected three numbers, the powers for the "
+            "output, the gradient of the input, and the gradients of weight and bias."
+        )
     arguments, factors, tensors = _prepared(rule, function, args, kwargs or {}, mult)
     output, gradients = _constrained(rule, factors, constraint, scale_power)
     scaled = {name: _enter(tensor, gradients[name]) for name, tensor in tensors.items()}
@@ -197,14 +201,6 @@ def positive(name: str, factor: float) -> float:
             "number."
         )
     return factor
-
-
-def _check_power(rule: ScaleRule, scale_power: ScalePower) -> None:
-    if len(scale_power) != 3 or not all([-math.inf < power < math.inf for power in scale_power]):
-        raise ValueError(
-            f"{rule.name}: scale_power={scale_power!r}: expected three numbers, the powers for the "
-            "output, the gradient of the input, and the gradients of weight and bias."
-        )
 
 
 # Default, description, and which rules have it.

@@ -25,10 +25,11 @@ from lightning_unitscale.capture.operators import MatmulRule
 from lightning_unitscale.matmuls.autograd_nodes import thread_number
 from lightning_unitscale.matmuls.calls import Call, call_of, maker_of
 from lightning_unitscale.matmuls.session import LOCAL, SESSION, MatmulSession
-from lightning_unitscale.matmuls.sites import frames, recomputed_checkpoint
+from lightning_unitscale.matmuls.sites import frames
 from lightning_unitscale.matmuls.torch_internals import (
     FUNCTION_CALL,
     MODULE_CALLS,
+    checkpoint_of,
     current_node,
     graph_task,
 )
@@ -50,7 +51,7 @@ def asking_session(node: Any) -> tuple[MatmulSession | None, Call | None]:
         return session, None
     # A node without a matmul may have triggered the recomputation of a checkpoint.
     sessions = [session for ref in list(OPEN.values()) if (session := ref()) is not None]
-    checkpoint = recomputed_checkpoint()
+    checkpoint = next(filter(None, map(checkpoint_of, frames())), None)
     owners = [session for session in sessions if session.sites.has_run(checkpoint)]
     if not owners:
         # All matmuls of the checkpoint may belong to nested checkpoints.

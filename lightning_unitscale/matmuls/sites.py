@@ -52,11 +52,6 @@ def function_arguments() -> Iterator[Tensor]:
         frame = frame.f_back
 
 
-def recomputed_checkpoint() -> Any:
-    """Return the checkpoint that is being recomputed on the stack, or ``None``."""
-    return next(filter(None, map(checkpoint_of, frames())), None)
-
-
 class Run(NamedTuple):
     """The place of a running forward matmul."""
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,10 +47,10 @@ def rule_of(node: fx.Node) -> ScaleRule | None:
     return rule_of_function(node.target if alias is None else alias)
 
 
-_FILLED = {"zeros": 0.0, "new_zeros": 0.0, "zeros_like": 0.0, "zero": 0.0}
-_FILLED |= {"ones": 1.0, "new_ones": 1.0, "ones_like": 1.0}
+_MADE_RMS = {"zeros": 0.0, "new_zeros": 0.0, "zeros_like": 0.0, "zero": 0.0}
+_MADE_RMS |= {"ones": 1.0, "new_ones": 1.0, "ones_like": 1.0}
 # Standard normal numbers, and numbers between 0 and 1.
-_NOISE = {"randn": 1.0, "randn_like": 1.0, "rand": 3**-0.5, "rand_like": 3**-0.5}
+_MADE_RMS |= {"randn": 1.0, "randn_like": 1.0, "rand": 3**-0.5, "rand_like": 3**-0.5}
 _LARGEST_CONSTANT = 1e3
 _FULL = frozenset({"full", "new_full", "full_like"})
 
@@ -78,7 +77,7 @@ def made_rms(node: fx.Node) -> float | None:
         # A larger value is a mask, not a scale.
         is_scale = isinstance(value, (int, float)) and abs(value) < _LARGEST_CONSTANT
         return abs(float(value)) if is_scale else None  # type: ignore[arg-type]
-    return {**_FILLED, **_NOISE}.get(name)
+    return _MADE_RMS.get(name)
 
 
 # Operations that return the elements of one tensor, or some of them, or several times over. None of
@@ -240,11 +239,6 @@ class Flow:
     def readers(self, node: fx.Node) -> list[fx.Node]:
         """Return the operations that read a node's result, in any graph."""
         return list(self.graph.successors(self.resolve(node)))
-
-    def before(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
-        """Return nodes, and all that their results depend on."""
-        layers = nx.bfs_layers(self.graph.reverse(copy=False), [*nodes])
-        return set(itertools.chain.from_iterable(layers))
 
     def is_learned(self, node: fx.Node) -> bool:
         """Check whether a tensor depends on a parameter, with or without a gradient."""

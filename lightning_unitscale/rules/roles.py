@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import networkx as nx
 from torch import fx
 
 from lightning_unitscale.capture.graph_matmuls import Matmul, matmul_of
@@ -279,7 +281,12 @@ def _readouts(flow: Flow, residuals: Mapping[fx.Node, Residual]) -> Iterator[fx.
     matmuls = {node: matmul for node in flow.nodes if (matmul := matmul_of(node)) is not None}
     read = {source for node in matmuls for source in flow.sources(node)}
     in_branch: set[fx.Node] = set().union(*(residual.nodes for residual in residuals.values()))
-    found = flow.before(_losses(flow)) - flow.before(read) - in_branch
+
+    def before(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+        layers = nx.bfs_layers(flow.graph.reverse(copy=False), [*nodes])
+        return set(itertools.chain.from_iterable(layers))
+
+    found = before(_losses(flow)) - before(read) - in_branch
     return (node for node in found & matmuls.keys() if _has_weight(flow, matmuls[node]))
 
 

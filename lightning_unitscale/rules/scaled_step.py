@@ -54,9 +54,7 @@ def scale_learning_rates(
     """
     advice = "pass 'match' to keep each parameter's relative updates"
     check_choice("lr_scaling", method, METHODS, "unknown method", advice)
-    step = ScaledStep(optimizer, infos, method)
-    step.attach(optimizer)
-    return step
+    return ScaledStep(optimizer, infos, method)
 
 
 class ScaledStep:
@@ -77,9 +75,6 @@ class ScaledStep:
         self._peak_rates: list[float] = []
         for group in optimizer.param_groups:
             self._adopt(group)
-
-    def attach(self, optimizer: Optimizer) -> None:
-        """Hook into the steps of the optimizer, in place of an earlier ScaledStep."""
         attached = vars(optimizer).get(_ATTRIBUTE)
         if attached is not None:
             attached.remove()

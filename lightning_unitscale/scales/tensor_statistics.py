@@ -30,50 +30,20 @@ MEASURED: Final = (
 )  # fmt: skip
 
 
-def fraction_from_counts(
-    exponent_counts: npt.ArrayLike,
-    sampled: npt.ArrayLike,
-    format: str | NumberFormat,
-    kind: Kind,
-    shift: int = 0,
-) -> FloatArray:
-    """Fraction of the elements that a cast of ``tensor * 2**shift`` would treat in one way.
+def kind_weights(format: NumberFormat, kind: Kind, shift: int) -> FloatArray:
+    """Share of every binade, shifted, that a cast treats in one way: shape ``(279,)``.
 
     Inside one binade the elements are taken as evenly spread. That leaves the flushed fraction
     exact but for elements that equal the threshold itself; the overflowing fraction is approximate
     within the binade of the format's maximum, the subnormal one within the binade just below the
     smallest normal number, whose upper end rounds up to it.
     """
-    counts = np.asarray(exponent_counts, dtype=np.float64)
-    if counts.shape[-1:] != (NUM_EXPONENTS,):
-        raise ValueError(
-            f"exponent_counts of shape {counts.shape}: wrong number of exponents. Expected the "
-            f"last dimension to be {NUM_EXPONENTS}. Pass counts from a statistics row."
-        )
-    resolved = get_format(format)
-    _check_kind(kind)
-    weights = kind_weights(resolved, kind, shift)
-    number = np.asarray(sampled, dtype=np.float64)
-    result = np.full(np.broadcast_shapes(counts.shape[:-1], number.shape), np.nan)
-    np.divide(counts @ weights, number, out=result, where=number > 0)
-    return result
-
-
-def kind_weights(format: NumberFormat, kind: Kind, shift: int) -> FloatArray:
-    """Share of every binade, shifted, that a cast treats in one way: shape ``(279,)``."""
     low, high = {
         "overflow": (format.overflow_threshold, math.inf),
         "subnormal": (format.flush_threshold, format.subnormal_threshold),
         "flushed": (0.0, format.flush_threshold),
     }[kind]
     return _share_below(high, shift) - _share_below(low, shift)
-
-
-def _check_kind(kind: Kind) -> None:
-    if kind not in FORMAT_KINDS:
-        raise ValueError(
-            f"kind={kind!r}: unknown. Expected one of {', '.join(FORMAT_KINDS)}. Correct it."
-        )
 
 
 def _share_below(threshold: float, shift: int) -> FloatArray:
@@ -158,11 +128,13 @@ class TensorStatistics:
         """Fraction of the elements that a cast to ``format`` overflows, denormalizes or flushes.
 
         For a format of the layout at the scale at which its elements were counted, exact or the
-        estimate of a sampled layout; otherwise from the exponent counts, see
-        ``fraction_from_counts``.
+        estimate of a sampled layout; otherwise from the exponent counts, see ``kind_weights``.
         """
         resolved = get_format(format)
-        _check_kind(kind)
+        if kind not in FORMAT_KINDS:
+            raise ValueError(
+                f"kind={kind!r}: unknown. Expected one of {', '.join(FORMAT_KINDS)}. Correct it."
+            )
         counted = resolved in self.layout.formats
         if counted and self.log2_factor == self.log2_factor_of_counts:
             return self._value(f"{resolved.name}.{kind}") / self.numel if self.numel else math.nan
@@ -173,9 +145,8 @@ class TensorStatistics:
                 "there are no exponent counts to tell from. Expected a monitored format or a "
                 "layout with histogram=True. Turn histograms on."
             )
-        return float(
-            fraction_from_counts(counts, self.num_sampled, resolved, kind, self.log2_factor)
-        )
+        lost = float(counts @ kind_weights(resolved, kind, self.log2_factor))
+        return lost / self.num_sampled if self.num_sampled else math.nan
 
     def scaled(self, log2_factor: int) -> TensorStatistics:
         """Statistics of ``2**log2_factor`` times this tensor."""

@@ -24,6 +24,7 @@ of the line's.
 from __future__ import annotations
 
 import math
+import operator
 from collections import deque
 from collections.abc import Sequence
 from typing import Final
@@ -89,13 +90,20 @@ class AmaxTrends:
         alerts = []
         makers = [AlertMaker(snapshot, direction) for direction in DIRECTIONS]
         for index in np.flatnonzero(rising & is_judged):
-            left, item = self._next_limit(values[-1, index], ends[index], rates[index])
-            if item is None or left > horizon:
+            value, rate = values[-1, index], rates[index]
+            limits = [(math.log2(item.overflow_threshold), item) for item in self._formats]
+            inside = [(limit, item) for limit, item in limits if value <= limit]
+            if not inside:
+                continue
+            # The format that it leaves first.
+            limit, item = min(inside, key=operator.itemgetter(0))
+            left = (limit - ends[index]) / rate
+            if left > horizon:
                 continue
             left = max(math.ceil(left), 1)
             text = (
-                f"has a largest magnitude of 2^{values[-1, index]:.1f} that doubles every "
-                f"{1 / rates[index]:.3g} steps: it leaves {item.name} in about {left} steps"
+                f"has a largest magnitude of 2^{value:.1f} that doubles every "
+                f"{1 / rate:.3g} steps: it leaves {item.name} in about {left} steps"
             )
             alerts.append(
                 makers[index // len(snapshot)].alert(
@@ -108,17 +116,6 @@ class AmaxTrends:
                 )
             )
         return alerts
-
-    def _next_limit(
-        self, value: float, end: float, rate: float
-    ) -> tuple[float, NumberFormat | None]:
-        """Return in how many steps a tensor leaves a format first, and which."""
-        limits = [(math.log2(item.overflow_threshold), item) for item in self._formats]
-        inside = [(limit, item) for limit, item in limits if value <= limit]
-        if not inside:
-            return math.inf, None
-        limit, first = min(inside, key=lambda pair: pair[0])
-        return (limit - end) / rate, first
 
 
 def fitted_lines(

@@ -5,7 +5,8 @@ import re
 import numpy as np
 import pytest
 
-from lightning_unitscale.scales.tensor_statistics import fraction_from_counts
+from lightning_unitscale.formats import get_format
+from lightning_unitscale.scales.tensor_statistics import kind_weights
 from lightning_unitscale.tensorboard.responses import SHOWN_FORMATS
 from lightning_unitscale.tensorboard.run_report import BAD, STOPS, ZERO, write_report
 from tests.browser.conftest import STEPS
@@ -150,8 +151,8 @@ def test_the_shift_slider_moves_fractions_and_bands(dashboard):
         if shift:  # unshifted, the monitored formats' shares are those counted on the device
             for name in FORMATS:
                 for kind, value in table(dashboard)[name].items():
-                    expected = fraction_from_counts(counts, 400, name, kind, shift)
-                    assert value == pytest.approx(float(expected), abs=1e-6), (name, kind, shift)
+                    expected = counts @ kind_weights(get_format(name), kind, shift) / 400
+                    assert value == pytest.approx(expected, abs=1e-6), (name, kind, shift)
         places.append(dashboard.browser.evaluate(band))
         assert bars(dashboard)  # the tensor stays where it is
     assert places[0] > places[1] > places[2]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_unitscale.formats import BF16, E4M3FN, E5M2, FP16, NumberFormat
-from lightning_unitscale.scales.layout import FORMAT_KINDS, NUM_EXPONENTS, RowLayout
+from lightning_unitscale.formats import BF16, E4M3FN, E5M2, FP16, NumberFormat, get_format
+from lightning_unitscale.scales.layout import FORMAT_KINDS, RowLayout
 from lightning_unitscale.scales.reduce import (
     absent_rows,
     empty_rows,
@@ -19,7 +19,7 @@ from lightning_unitscale.scales.reduce import (
 )
 from lightning_unitscale.scales.snapshot import ScaleSnapshot, TensorStatistics, merged_by_name
 from lightning_unitscale.scales.statistics import statistics_row
-from lightning_unitscale.scales.tensor_statistics import MEASURED, fraction_from_counts
+from lightning_unitscale.scales.tensor_statistics import MEASURED, kind_weights
 
 LAYOUT = RowLayout(sample_size=None)
 DTYPES = {
@@ -133,23 +133,15 @@ def test_fractions_of_any_format_at_any_shift(item, shift):
 def test_fractions_are_exact_at_powers_of_two():
     tensor = torch.exp2(torch.arange(-40.0, 40.0)) * 1.5
     counts = read(tensor).exponent_counts
-    inside = fraction_from_counts(counts, 80, "E8M7", "overflow")
-    assert inside == 0
+
+    def lost(format, kind, shift=0):
+        return counts @ kind_weights(format, kind, shift)
+
+    assert lost(get_format("E8M7"), "overflow") == 0
     # 2**-25 * 1.5 rounds to the smallest subnormal, 2**-26 * 1.5 to zero.
-    assert fraction_from_counts(counts, 80, FP16, "flushed") * 80 == 15
-    assert fraction_from_counts(counts, 80, FP16, "flushed", shift=3) * 80 == 12
-    over = fraction_from_counts(counts, 80, FP16, "overflow", shift=-8)
-    assert over * 80 == pytest.approx(40 - 16 - 8, abs=1e-3)
-
-
-def test_fractions_of_many_tensors_at_once():
-    counts = np.zeros((2, 3, NUM_EXPONENTS))
-    counts[1, 2, 0] = 4
-    sampled = np.full((2, 3), 8.0)
-    sampled[0, 0] = 0
-    fractions = fraction_from_counts(counts, sampled, FP16, "flushed")
-    assert fractions.shape == (2, 3)
-    assert math.isnan(fractions[0, 0]) and fractions[1, 2] == 0.5 and fractions[1, 1] == 0
+    assert lost(FP16, "flushed") == 15
+    assert lost(FP16, "flushed", shift=3) == 12
+    assert lost(FP16, "overflow", shift=-8) == pytest.approx(40 - 16 - 8, abs=1e-3)
 
 
 def test_fraction_misuse():
@@ -159,11 +151,8 @@ def test_fraction_misuse():
         found.fraction(BF16, "overflow")
     with pytest.raises(ValueError, match="no exponent counts"):
         found.scaled(2).fraction(FP16, "overflow")
-    for call in (found.fraction, lambda *a: fraction_from_counts(np.zeros(279), 1, *a)):
-        with pytest.raises(ValueError, match="kind='underflow': unknown"):
-            call(FP16, "underflow")
-    with pytest.raises(ValueError, match="wrong number of exponents"):
-        fraction_from_counts(np.zeros(5), 1, FP16, "overflow")
+    with pytest.raises(ValueError, match="kind='underflow': unknown"):
+        found.fraction(FP16, "underflow")
 
 
 def test_snapshot_by_name_and_direction():
