@@ -128,13 +128,6 @@ def _counts_references() -> bool:
 _COUNTS_REFERENCES = _counts_references()
 
 
-def _stash(key: str, value: object) -> None:
-    if not _COUNTS_REFERENCES:
-        # torch releases a reference that it never took, so the value would be freed early.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
-    torch._C._stash_obj_in_tls(key, value)
-
-
 class HandedOn(Generic[T]):
     """A thread-local value that the threads of its backward passes share."""
 
@@ -154,7 +147,10 @@ class HandedOn(Generic[T]):
             if torch._C._is_key_in_tls(self._key):
                 torch._C._remove_obj_from_tls(self._key)
             return
-        _stash(self._key, value)
+        if not _COUNTS_REFERENCES:
+            # torch releases a reference that it never took, so the value would be freed early.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+        torch._C._stash_obj_in_tls(self._key, value)
 
     @contextlib.contextmanager
     def being(self, value: T) -> Iterator[None]:

@@ -203,10 +203,14 @@ class CompiledGraph(GraphRuns):
 
     def factors(self, device: torch.device, *, is_backward: bool) -> Tensor:
         """Return all factors of the run that begins, FP32 of shape ``(factors,)``."""
-        if not is_backward:
-            return self.begin("compiled_factors").on(device)
-        run = self.resume()
-        return _Factors([0] * self.num_factors if run is None else run.exponents).on(device)
+        self.note_caller(is_backward=is_backward)
+        if is_backward:
+            run = self.resume()
+            factors = _Factors([0] * self.num_factors if run is None else run.exponents)
+        else:
+            factors = self.begin("compiled_factors")
+        # Inductor may reuse the memory of an operator's result after its last read.
+        return factors.on(device).clone()
 
     def parts(self, factors: Tensor, matmuls: Sequence[int]) -> list[Tensor]:
         """Return the factors of some matmuls, each in its own memory."""
@@ -279,12 +283,6 @@ class CompiledGraph(GraphRuns):
 GRAPHS: list[CompiledGraph] = []
 
 
-def _factors(index: int, device: torch.device, is_backward: bool) -> Tensor:
-    GRAPHS[index].note_caller(is_backward=is_backward)
-    # Inductor may reuse the memory of an operator's result after its last read.
-    return GRAPHS[index].factors(device, is_backward=is_backward).clone()
-
-
 def _parts(
     factors: Tensor, gradient: Tensor | None, index: int, matmuls: list[int]
 ) -> list[Tensor]:
@@ -302,7 +300,7 @@ def _order(index: int, device: torch.device, is_backward: bool) -> Tensor:
 
 define_operator(
     "compiled_factors(int graph, Device device, bool is_backward) -> Tensor",
-    _factors,
+    lambda graph, device, is_backward: GRAPHS[graph].factors(device, is_backward=is_backward),
     lambda graph, device, is_backward: torch.empty(GRAPHS[graph].num_factors, device=device),
     torch.Tag.cudagraph_unsafe,
 )
