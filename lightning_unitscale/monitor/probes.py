@@ -40,8 +40,6 @@ from lightning_unitscale.scales.statistics import statistics_row
 from lightning_unitscale.scales.transfer import HostCopy, numbers_on
 
 Select = Callable[[fx.Node], bool]
-# Gives a position among the probed tensors, and the region of the tensor, its two factors.
-FactorsOf = Callable[[int, Region], tuple[fx.Node | None, fx.Node | None]]
 _UNIT_GAUGE = Gauge()
 
 
@@ -204,7 +202,7 @@ class ScaleProbes(GraphPass):
         anchors = {id(region): first_operation(region.graph) for region in places.regions}
         # Those of a sample hold for every power of two.
         counted = () if self.layout.is_sampled else tensors
-        factors_of = _count_factors(graph, counted, gauge_in_force)
+        factor_of = _count_factors(graph, counted, gauge_in_force)
         layout = self.layout.measured
 
         # A node's arguments cannot hold a layout, so functions close over it.
@@ -228,7 +226,8 @@ class ScaleProbes(GraphPass):
         for index, (region, node) in enumerate(selected):
             inner = region.graph
             slot = recorder.slot(index, region) if differentiable[index] else None
-            forward, backward = factors_of(index, region)
+            held = tensors[index].held
+            forward, backward = factor_of(region, held.sigma), factor_of(region, held.gamma)
             is_input = node.op == "placeholder"
             anchor, readers = anchors[id(region)], list(node.users)
             with inner.inserting_before(anchor) if is_input else inner.inserting_after(node):
@@ -280,12 +279,12 @@ def _is_gathered(node: fx.Node) -> bool:
 
 def _count_factors(
     graph: StepGraph, tensors: Sequence[ProbedTensor], gauge: Callable[[], Gauge]
-) -> FactorsOf:
-    """Return the powers of two that turn each tensor into the stored one, for exact counts."""
-    pairs = [(tensor.held.sigma, tensor.held.gamma) for tensor in tensors]
-    units = list(dict.fromkeys(unit for pair in pairs for unit in pair if unit != ONE))
+) -> Callable[[Region, Unit], fx.Node | None]:
+    """Return what gives a unit's inverse in a region, for exact counts of stored tensors."""
+    held = [unit for tensor in tensors for unit in (tensor.held.sigma, tensor.held.gamma)]
+    units = list(dict.fromkeys(unit for unit in held if unit != ONE))
     if not units:
-        return lambda index, region: (None, None)
+        return lambda region, unit: None
 
     def supply() -> Tensor:
         powers = [2.0 ** -unit.exponent(gauge()) for unit in units]
@@ -302,14 +301,11 @@ def _count_factors(
             for row, unit in enumerate(units)
         }
 
-    def factors_of(index: int, region: Region) -> tuple[fx.Node | None, fx.Node | None]:
+    def factor_of(region: Region, unit: Unit) -> fx.Node | None:
         # A checkpoint gets each factor as an argument.
-        forward, backward = (
-            None if unit == ONE else region.thread(nodes[unit], example) for unit in pairs[index]
-        )
-        return forward, backward
+        return region.thread(nodes[unit], example) if unit in nodes else None
 
-    return factors_of
+    return factor_of
 
 
 def sent_snapshot(
