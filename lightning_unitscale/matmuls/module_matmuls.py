@@ -270,7 +270,8 @@ class ModuleMatmuls(AttachedSession):
     @override
     def after_call(self, result: Any) -> None:
         """Warn of a call that ran unscaled, and keep the session for the backward pass."""
-        for node in filter(None, (tensor.grad_fn for tensor in tensors_in(result))):
+        nodes: Any = (tensor.grad_fn for tensor in tensors_in(result))
+        for node in filter(None, nodes):
             node.metadata[_KEPT] = self.session
         self._has_returned = True
         self._warn_of_lost_formats()
