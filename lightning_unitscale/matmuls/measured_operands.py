@@ -98,17 +98,14 @@ def unrepresentable_among(rows: Iterable[StoredRow]) -> Unrepresentable:
             continue
         matmul = name.partition(":")[0]
         what = name.rpartition(":")[2] if direction == "forward" else "gradient"
-        pairs = zip(shares[::2], shares[1::2], FORMATS[direction], strict=False)
-        *narrow, (beyond, flushed, widest) = pairs
-        if beyond > 0.0:
-            matmuls[matmul] = _beyond(beyond, what, widest)
-        elif flushed > MAX_FLUSHED:
-            matmuls.setdefault(matmul, _flushed(flushed, what, widest))
-        for beyond, flushed, format in narrow:
+        *narrow, widest = zip(shares[::2], shares[1::2], FORMATS[direction], strict=False)
+        losses = [(matmuls, widest), *((gradients, each) for each in narrow)]
+        for reasons, (beyond, flushed, format) in losses:
             if beyond > 0.0:
-                gradients[matmul] = _beyond(beyond, what, format)
+                reasons[matmul] = f"{beyond:.2g} of its {what} is beyond {format}'s range"
             elif flushed > MAX_FLUSHED:
-                gradients.setdefault(matmul, _flushed(flushed, what, format))
+                reason = f"{flushed:.0%} of its {what} would be zero in {format}"
+                reasons.setdefault(matmul, reason)
     return Unrepresentable(matmuls, gradients)
 
 
@@ -130,11 +127,3 @@ def stored_shares(tensor: Tensor, direction: Direction) -> Tensor:
         shares += [beyond, flushed]
     nothing = torch.zeros_like(shares[0])
     return torch.stack([*shares, *[nothing] * (NUM_SHARES - len(shares))])
-
-
-def _beyond(share: float, what: str, format: NumberFormat) -> str:
-    return f"{share:.2g} of its {what} is beyond {format}'s range"
-
-
-def _flushed(share: float, what: str, format: NumberFormat) -> str:
-    return f"{share:.0%} of its {what} would be zero in {format}"
