@@ -81,10 +81,10 @@ class RoundedMatmul(GraphMatmul):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of one run."""
         values = (*tensors, *sizes)
-        args, kwargs = pytree.tree_map_only(
-            Changing, lambda leaf: values[leaf.index], (self.args, self.kwargs)
+        return pytree.tree_map(
+            lambda leaf: values[leaf.index] if isinstance(leaf, Changing) else leaf,
+            (self.args, self.kwargs),
         )
-        return args, kwargs
 
     def listed(self, result: Any) -> list[Tensor]:
         """Return the tensors of its result."""
