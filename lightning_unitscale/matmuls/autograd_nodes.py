@@ -20,7 +20,7 @@ import itertools
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any, Generic, TypeVar
 
@@ -150,6 +150,11 @@ def _stash(key: str, value: object) -> None:
     torch._C._stash_obj_in_tls(key, value)
 
 
+# Every matmul reads such a value.
+_is_key_in_tls: Callable[[str], bool] = torch._C._is_key_in_tls
+_get_obj_in_tls: Callable[[str], Any] = torch._C._get_obj_in_tls
+
+
 class HandedOn(Generic[T]):
     """A thread-local value that the threads of its backward passes share."""
 
@@ -159,10 +164,7 @@ class HandedOn(Generic[T]):
 
     def get(self) -> T:
         """Return the value."""
-        if not torch._C._is_key_in_tls(self._key):
-            return self._default
-        value: T = torch._C._get_obj_in_tls(self._key)
-        return value
+        return _get_obj_in_tls(self._key) if _is_key_in_tls(self._key) else self._default
 
     def set(self, value: T) -> None:
         """Set the value, or remove it if it is the default and torch can remove values."""
