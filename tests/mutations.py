@@ -367,13 +367,6 @@ MUTATIONS = (
         "matmuls/test_unread_operands.py -k empty_matrices",
     ),
     Mutation(
-        "a backward matmul keeps the units of earlier steps",
-        "matmuls/steady.py",
-        "or gamma != site.log2_gamma or site.matmul is not forward",
-        "",
-        "matmuls/test_steady.py",
-    ),
-    Mutation(
         "a saved operand is taken for the gradient",
         "matmuls/steady.py",
         "held != (two if saved else one) or other in (one, two)",

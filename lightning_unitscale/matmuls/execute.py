@@ -66,11 +66,8 @@ class Matmul:
     # The backward matmuls of a forward one and the gradient's unit behind them, by rule and
     # sources.
     backward: dict[tuple[int, Sources], tuple[int, Matmul]] = field(default_factory=dict)
-    # The same by the number of a visit: rule, place and index of the saved operand, gradient's
-    # unit, matmul (``steady.py``).
-    visits: dict[int, tuple[MatmulRule, int, int | None, int | None, Matmul]] = field(
-        default_factory=dict
-    )
+    # The same by the number of a visit: rule, place and index of the saved operand, and matmul.
+    visits: dict[int, tuple[MatmulRule, int, int | None, Matmul]] = field(default_factory=dict)
 
     log2_units: tuple[int, ...] = field(init=False)  # as ``known``, with 0 for ``None``
     # For each scaled operand: position, exponent of the factor, and whether it is a gradient.

@@ -34,9 +34,7 @@ def note_visit(call: Call, rule: MatmulRule, sources: Sources, matmul: Matmul) -
     if is_pair(rule) and len(call.operands) == 2 and sources.count(None) == 1:
         place = 1 if sources[0] is None else 0
         saved = sources[place]
-        gamma = matmul.known[1 - place]
-        visit = rule, place, saved, gamma, matmul
-        call.matmul.visits[call.num_visits] = visit
+        call.matmul.visits[call.num_visits] = rule, place, saved, matmul
 
 
 def steady_matmul(rule: MatmulRule, first: Tensor, second: Tensor) -> Matmul | None:
@@ -51,9 +49,10 @@ def steady_matmul(rule: MatmulRule, first: Tensor, second: Tensor) -> Matmul | N
     visit = forward.visits.get(call.num_visits + 1)
     if visit is None or session.counter is not None or torch.is_grad_enabled():
         return None
-    known_rule, place, saved, gamma, matmul = visit
+    known_rule, place, saved, matmul = visit
     site, units = forward.site, session.units
-    if known_rule is not rule or gamma != site.log2_gamma or site.matmul is not forward:
+    # Another unit of an operand or of the gradient makes the session prepare another forward one.
+    if known_rule is not rule or site.matmul is not forward:
         return None
     if site.plain or units.is_looking or not units.is_used:
         return None

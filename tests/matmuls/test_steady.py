@@ -60,6 +60,8 @@ def train(*callbacks: Any, batch_sizes: tuple[int, ...] = (8,)) -> list[Tensor]:
     with attach(model, optimizer, callbacks):
         for step in range(NUM_STEPS):
             Alternating.order = step % 2
+            # Then its gradient is not computed, and that of the input is the first of its node.
+            model.layers[1].weight.requires_grad_(step % 4 != 3)
             optimizer.zero_grad()
             loss = model(torch.randn(batch_sizes[step % len(batch_sizes)], 8))
             loss.backward(retain_graph=step % 3 == 2)
@@ -104,8 +106,8 @@ def test_the_same_matmuls_in_the_same_units(
     assert_same_bits(train(UnitScaleCallback(), batch_sizes=batch_sizes), plain)
     assert found.names == known.names
     assert known.num_short == 0
-    # Two for each layer and each later pass; the rest have operands at one address.
-    assert found.num_short >= 3 * 2 * (NUM_STEPS - 2)
+    # Most of the layers' backward matmuls in all but the first steps.
+    assert found.num_short >= 2 * 2 * (NUM_STEPS - 2)
 
 
 def test_new_units_are_found_by_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
