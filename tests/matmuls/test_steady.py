@@ -60,10 +60,11 @@ def train(*callbacks: Any, batch_sizes: tuple[int, ...] = (8,)) -> list[Tensor]:
     with attach(model, optimizer, callbacks):
         for step in range(NUM_STEPS):
             Alternating.order = step % 2
-            # Then its gradient is not computed, and that of the input is the first of its node.
+            # Without one of two gradients the other one is the first of its node.
             model.layers[1].weight.requires_grad_(step % 4 != 3)
             optimizer.zero_grad()
-            loss = model(torch.randn(batch_sizes[step % len(batch_sizes)], 8))
+            x = torch.randn(batch_sizes[step % len(batch_sizes)], 8)
+            loss = model(x.requires_grad_(step % 4 != 3))
             loss.backward(retain_graph=step % 3 == 2)
             if step % 3 == 2:
                 loss.backward()
