@@ -2,8 +2,8 @@
 
 The step is one of a GPT of width 16 with 8 layers. Its plain time is taken off, and what is left is
 divided by the number of matmuls. Beside it stands a plain linear layer of width 16 that is summed
-and differentiated. Seconds are those of this process on a CPU, so that other processes count for
-little.
+and differentiated. Each step has a process of its own, since an attached default method makes plain
+steps of its process slower. Seconds are CPU time, so that other processes count for little.
 
 Run: ``python benchmarks/host_time.py``
 """
@@ -13,18 +13,20 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
+from collections.abc import Callable
+from operator import truediv
 
 import torch
 import torch.nn.functional as F
 from demo_step import DemoLoss, demo_batch, training_step
-from measure import RESULTS, interleaved, machine
+from measure import RESULTS, in_processes, machine, serve
 from tabulate import tabulate
 
 from lightning_unitscale import UnitScaleCallback, attach
 
 WIDTH = 16
 REPEATS = 20
+NUM_MATMULS = 115
 
 
 def _linear() -> None:
@@ -35,33 +37,45 @@ def _linear() -> None:
 _INPUT, _WEIGHT = torch.randn(WIDTH, WIDTH), torch.randn(WIDTH, WIDTH, requires_grad=True)
 
 
+def _plain() -> Callable[[], object]:
+    return training_step(DemoLoss(WIDTH, depth=8, num_heads=2), demo_batch(2, 8))
+
+
+def _default() -> Callable[[], object]:
+    module, callback = DemoLoss(WIDTH, depth=8, num_heads=2), UnitScaleCallback()
+    attach(module, callbacks=callback)
+    step = training_step(module, demo_batch(2, 8))
+    step()
+    assert callback.coverage.num_in_units == NUM_MATMULS
+    return step
+
+
+STEPS: dict[str, Callable[[], Callable[[], object]]] = {
+    "plain": _plain,
+    "default": _default,
+    "linear": lambda: _linear,
+}
+
+
 def main() -> None:
     """Measure in turn, print a table, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--warmup", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--warmup", type=int, default=20)
+    parser.add_argument("--serve", choices=STEPS, help="run one step for each line of the input")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    batch = demo_batch(2, 8)
-    callback = UnitScaleCallback()
-    scaled = DemoLoss(WIDTH, depth=8, num_heads=2)
-    with attach(scaled, callbacks=callback):
-        steps = {
-            "plain": training_step(DemoLoss(WIDTH, depth=8, num_heads=2), batch),
-            "default": training_step(scaled, batch),
-            "linear": _linear,
-        }
-        steps["default"]()
-        seconds = interleaved(
-            steps, rounds=options.rounds, warmup=options.warmup, clock=time.process_time
-        )
-        number = callback.coverage.num_matmuls
+    if options.serve:
+        serve(STEPS[options.serve](), warmup=options.warmup)
+        return
+    seconds = in_processes(__file__, list(STEPS), rounds=options.rounds)
     rounds = zip(seconds["plain"], seconds["default"], seconds["linear"], strict=True)
-    each = [((ours - plain) / number, linear / REPEATS) for plain, ours, linear in rounds]
+    each = [((ours - plain) / NUM_MATMULS, linear / REPEATS) for plain, ours, linear in rounds]
     row = {
-        "matmuls": number,
+        "matmuls": NUM_MATMULS,
         "plain, ms": 1e3 * statistics.median(seconds["plain"]),
         "default, ms": 1e3 * statistics.median(seconds["default"]),
+        "step ratio": statistics.median(map(truediv, seconds["default"], seconds["plain"])),
         "us per matmul": 1e6 * statistics.median(own for own, _ in each),
         "us per linear": 1e6 * statistics.median(linear for _, linear in each),
         "ratio": statistics.median(own / linear for own, linear in each),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
 import platform
 import random
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from operator import truediv
 from pathlib import Path
@@ -50,6 +53,61 @@ def interleaved(
     gc.unfreeze()
     gc.enable()
     return samples
+
+
+def in_processes(script: str, names: Sequence[str], *, rounds: int) -> dict[str, list[float]]:
+    """Seconds of steps in every round, of which each runs in a process of its own.
+
+    While the default method is attached to one module, torch's matmuls of all modules take a way
+    through Python. A plain step in the same process is slower than a user's plain step.
+
+    Args:
+        script: The file whose ``main`` calls :func:`serve` if it is given ``--serve NAME``.
+        names: Of the steps.
+        rounds: How many times each runs, in turn.
+    """
+    dice = random.Random(0)
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    with contextlib.ExitStack() as stack:
+        served = {name: stack.enter_context(_process(script, name)) for name in names}
+        for _ in range(rounds):
+            for name in dice.sample(list(names), len(names)):
+                stdin, stdout = served[name].stdin, served[name].stdout
+                assert stdin is not None and stdout is not None
+                print(file=stdin, flush=True)
+                samples[name].append(float(stdout.readline()))
+    return samples
+
+
+@contextlib.contextmanager
+def _process(script: str, name: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, script, "--serve", name]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdout.readline()  # its step is warm
+            yield process
+        finally:
+            process.stdin.close()
+
+
+def serve(
+    step: Callable[[], object], *, warmup: int, clock: Callable[[], float] = time.process_time
+) -> None:
+    """Run a step for each line of the standard input, and print its seconds."""
+    to, sys.stdout = sys.stdout, sys.stderr
+    for _ in range(warmup):
+        step()
+    gc.disable()
+    gc.collect()
+    gc.freeze()
+    print(file=to, flush=True)
+    for _ in sys.stdin:
+        start = clock()
+        step()
+        print(clock() - start, file=to, flush=True)
+        gc.collect()
 
 
 def interleaved_medians(

@@ -361,10 +361,17 @@ MUTATIONS = (
     ),
     Mutation(
         "matrices that an empty one is multiplied by are measured",
-        "capture/operators.py",
-        "            if args[position].numel() == 0:",
-        "            if False:",
+        "matmuls/execute.py",
+        "least = least and tensor.numel()",
+        "least = 1",
         "matmuls/test_unread_operands.py -k empty_matrices",
+    ),
+    Mutation(
+        "a saved operand is taken for the gradient",
+        "matmuls/steady.py",
+        "held != (two if saved else one) or other in (one, two)",
+        "False",
+        "matmuls/test_steady.py",
     ),
     Mutation(
         "what lies beyond the last group is measured",

@@ -99,11 +99,12 @@ class MatmulRule:
 
     def multiplies(self, args: Arguments, kwargs: Mapping[str, Any]) -> bool:
         """Check that a call reads two operands, which a sum and empty matrices do not."""
-        for position in self.operands:
-            if args[position].numel() == 0:
-                return False
-        is_nothing = bool(self.addends) and kwargs.get("alpha", 1) == 0
-        return len(self.operands) > 1 and not is_nothing
+        are_full = all(operand.numel() for operand in self.operands_in(args))
+        return are_full and len(self.operands) > 1 and not self.is_no_matmul(kwargs)
+
+    def is_no_matmul(self, kwargs: Mapping[str, Any]) -> bool:
+        """Check whether a call multiplies its matmul by zero and leaves the addend."""
+        return bool(self.addends) and kwargs.get("alpha", 1) == 0
 
     def name_in(self, args: Arguments) -> tuple[str, tuple[str, ...]]:
         """Return the displayed name of a call, and the roles of all of its operands."""
@@ -200,10 +201,12 @@ def _word(word: str, *roles: str) -> Word:
 
 
 def _linear_or(weight: int, word: str, *roles: str) -> Word:
+    linear, other = ("linear", ("input", "weight")), (word, roles)
+
     def of_call(args: Arguments) -> tuple[str, tuple[str, ...]]:
-        shape, strides = args[weight].shape, args[weight].stride()
         # F.linear multiplies by its transposed weight. A user's own matrix usually has rows.
-        return ("linear", ("input", "weight")) if is_turned(shape, strides) else (word, roles)
+        rows, columns = args[weight].stride()
+        return linear if rows == 1 and columns == args[weight].shape[0] else other
 
     return of_call
 

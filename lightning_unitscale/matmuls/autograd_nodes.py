@@ -19,7 +19,7 @@ import ctypes
 import itertools
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any, Generic, TypeVar
 
@@ -128,6 +128,11 @@ def _counts_references() -> bool:
 _COUNTS_REFERENCES = _counts_references()
 
 
+# Every matmul reads such a value.
+_is_key_in_tls: Callable[[str], bool] = torch._C._is_key_in_tls
+_get_obj_in_tls: Callable[[str], Any] = torch._C._get_obj_in_tls
+
+
 class HandedOn(Generic[T]):
     """A thread-local value that the threads of its backward passes share."""
 
@@ -137,9 +142,7 @@ class HandedOn(Generic[T]):
 
     def get(self) -> T:
         """Return the value."""
-        if not torch._C._is_key_in_tls(self._key):
-            return self._default
-        return torch._C._get_obj_in_tls(self._key)
+        return _get_obj_in_tls(self._key) if _is_key_in_tls(self._key) else self._default
 
     def set(self, value: T) -> None:
         """Set the value, or remove it if it is the default and torch can remove values."""

@@ -118,7 +118,7 @@ def call_of(node: Any) -> tuple[weakref.ref[Any], Call] | None:
     if recorded is not None:
         session = recorded[0]()
         return recorded if session is None or session.is_open else None
-    for key in keys_of(node):
+    for key in keys_of(node) if CALLS else ():
         if (recorded := CALLS.get(key)) is not None:
             metadata[_CALL] = recorded
             CALLS.pop(key, None)
@@ -144,9 +144,9 @@ def forget(session: weakref.ref[Any]) -> None:
 def may_belong_to(rule: MatmulRule, call: Call) -> bool:
     """Check whether a matmul may be one of the backward matmuls of a call."""
     # A user's autograd function may run any matmul in its backward pass.
-    if not rule.sources:
-        return len(rule.operands) <= len(call.operands)
-    return all(k is None or k < len(call.operands) for k in rule.sources)
+    if rule.sources:
+        return all(k is None or k < len(call.operands) for k in rule.sources)
+    return len(rule.operands) <= len(call.operands)
 
 
 def sources_of(rule: MatmulRule, call: Call, operands: Sequence[Tensor]) -> Sources:
@@ -156,19 +156,20 @@ def sources_of(rule: MatmulRule, call: Call, operands: Sequence[Tensor]) -> Sour
     if rule.sources:
         return rule.sources
     read = call.operands
-    candidates: Sequence[Sources] = ()
-    if len(operands) == 2 == len(read) and not call.matmul.rule.sources:
-        first, second = operands
-        candidates = _sources_by_shape(read[0][0], read[1][0], first.shape, second.shape)
-        if len(candidates) == 1:
-            return candidates[0]
-    pointers = {pointer: index for index, (_, _, pointer, _) in enumerate(read) if pointer}
-    known = tuple(pointers.get(tensor.data_ptr()) for tensor in operands)
-    is_plausible = sum(index is None for index in known) == 1
-    if is_plausible and (known in candidates or not candidates):
-        return known
-    if not candidates:
-        return (None, *range(1, len(operands)))
+    if len(operands) != 2 or len(read) != 2 or call.matmul.rule.sources:
+        pointers = {pointer: index for index, (_, _, pointer, _) in enumerate(read) if pointer}
+        found = tuple(pointers.get(tensor.data_ptr()) for tensor in operands)
+        return found if found.count(None) == 1 else (None, *range(1, len(operands)))
+    (shape, _, one, _), (other, _, two, _) = read
+    first, second = operands
+    a, b = first.data_ptr(), second.data_ptr()
+    known = (
+        1 if a == two else 0 if a == one else None,
+        1 if b == two else 0 if b == one else None,
+    )
+    chosen, candidates = _chosen(shape, other, first.shape, second.shape, known)
+    if chosen is not None:
+        return chosen
     needs = [index for index in call.matmul.rule.backward_order if read[index][3]] or [0, 1]
     index = needs[(call.num_visits - 1) % len(needs)]
     # ``g b^T`` for the first and ``a^T g`` for the second. For a column-major operand autograd
@@ -181,6 +182,22 @@ def sources_of(rule: MatmulRule, call: Call, operands: Sequence[Tensor]) -> Sour
 
 
 @functools.lru_cache(maxsize=2**12)
+def _chosen(
+    first: tuple[int, ...],
+    second: tuple[int, ...],
+    a: tuple[int, ...],
+    b: tuple[int, ...],
+    known: Sources,
+) -> tuple[Sources | None, tuple[Sources, ...]]:
+    """Return the sources of two matrices by their shapes and addresses, and the candidates."""
+    candidates = _sources_by_shape(first, second, a, b)
+    if len(candidates) == 1:
+        return candidates[0], candidates
+    if known.count(None) == 1 and (known in candidates or not candidates):
+        return known, candidates
+    return None if candidates else (None, 1), candidates
+
+
 def _sources_by_shape(
     first: tuple[int, ...], second: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...]
 ) -> tuple[Sources, ...]:

@@ -147,6 +147,8 @@ def _moved(path: str, root: str, new_root: str) -> str:
 
 def is_ours(frame: FrameType | None) -> bool:
     """Check whether a kernel's caller is the code of one of our graphs."""
+    if not _CODE:
+        return False
     if frame is not None and frame.f_code is OPERATOR_CALL:
         frame = frame.f_back
     return frame is not None and id(frame.f_code) in _CODE

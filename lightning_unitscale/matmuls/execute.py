@@ -26,14 +26,26 @@ from lightning_unitscale.matmuls.torch_internals import Kernel, current_node, ov
 
 _HAS_MKL = torch.backends.mkl.is_available()
 _FLOATS = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
+_STRIDED = torch.strided
+# A kernel with a factor and the addend that it does not read; both ``None`` for a matmul that is
+# added, whose own kernel takes the factor.
+_WithFactor = tuple[Kernel | None, Tensor | None]
 
 
 def are_real(tensors: Sequence[Any]) -> bool:
     """Check whether all tensors are dense and real floating-point."""
+    return least_size(tensors) is not None
+
+
+def least_size(tensors: Sequence[Any]) -> int | None:
+    """Return the size of the smallest tensor; ``None`` if not all are dense and real."""
+    # Every matmul calls this.
+    least = 1
     for tensor in tensors:
-        if tensor is None or tensor.dtype not in _FLOATS or tensor.layout is not torch.strided:
-            return False
-    return True
+        if tensor is None or tensor.dtype not in _FLOATS or tensor.layout is not _STRIDED:
+            return None
+        least = least and tensor.numel()
+    return least
 
 
 @dataclass(slots=True)
@@ -54,11 +66,17 @@ class Matmul:
     # The backward matmuls of a forward one and the gradient's unit behind them, by rule and
     # sources.
     backward: dict[tuple[int, Sources], tuple[int, Matmul]] = field(default_factory=dict)
+    # The same by the number of a visit: rule, place and index of the saved operand, and matmul.
+    visits: dict[int, tuple[MatmulRule, int, int | None, Matmul]] = field(default_factory=dict)
 
     log2_units: tuple[int, ...] = field(init=False)  # as ``known``, with 0 for ``None``
-    # For each divided operand: position, exponent of the unit, and whether it is a gradient.
+    # For each scaled operand: position, exponent of the factor, and whether it is a gradient.
     scaled: tuple[tuple[int, int, bool], ...] = field(init=False)
     exponents: tuple[int, ...] = field(init=False)  # of the factors of its rule
+    # The factor of its result that BLAS may apply; 1 if there is none or its operator takes none.
+    factor: float = field(init=False)
+    # How BLAS applies it, by the operands' type and device; ``None`` if it must not.
+    with_factor: dict[tuple[torch.dtype, int], _WithFactor | None] = field(init=False)
 
     def __post_init__(self) -> None:
         self.take(self.known)
@@ -68,8 +86,10 @@ class Matmul:
         self.known = known
         self.log2_units = tuple(unit or 0 for unit in known)
         rows = zip(self.rule.operands, self.log2_units, self.is_gradient, strict=True)
-        self.scaled = tuple(row for row in rows if row[1])
+        self.scaled = tuple((at, -unit, is_one) for at, unit, is_one in rows if unit)
         self.exponents = self.rule.exponents(self.log2_units)
+        common = -self.exponents[len(known)] if self.rule.with_factor else 0
+        self.factor, self.with_factor = 2.0**common, {}
 
     def places(self) -> Iterator[tuple[int, int, bool, str]]:
         """Yield each operand's position, unit, whether it is a gradient, and name."""
@@ -84,13 +104,13 @@ def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
 
 @functools.lru_cache(maxsize=2**12)
 def _copy_strides(
-    shape: tuple[int, ...], strides: tuple[int, ...], line: int
+    shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int
 ) -> tuple[bool, tuple[int, ...] | None]:
-    """Return the strides of a copy whose source begins at a cache line."""
+    """Return whether torch keeps the strides, and those of a copy that begins at a cache line."""
     is_kept = (torch.empty_strided(shape, strides, device="meta") * 2.0).stride() == strides
     if 0 in strides or 0 < _span(shape, strides) < math.prod(shape):
         return is_kept, None
-    return is_kept, placed_strides(shape, strides, line)[0]
+    return is_kept, placed_strides(shape, strides, LINE_BYTES // itemsize)[0]
 
 
 def scaled_copy(tensor: Tensor, exponent: int) -> Tensor:
@@ -100,10 +120,9 @@ def scaled_copy(tensor: Tensor, exponent: int) -> Tensor:
     # New memory begins at a cache line.
     offset = tensor.data_ptr() % LINE_BYTES
     if offset == 0:
-        line = LINE_BYTES // tensor.element_size()
-        is_kept, strides = _copy_strides(tensor.shape, tensor.stride(), line)
+        is_kept, strides = _copy_strides(tensor.shape, tensor.stride(), tensor.element_size())
         if is_kept:
-            return torch.mul(tensor, factor)
+            return tensor.mul(factor)
         if strides is not None:
             return torch.mul(tensor, factor, out=tensor.new_empty_strided(tensor.shape, strides))
     if 0 in tensor.stride():
@@ -125,14 +144,13 @@ _LAST: dict[int, tuple[Any, int, Tensor, Tensor]] = {}
 def shared_copy(tensor: Tensor, exponent: int) -> Tensor:
     """Return :func:`scaled_copy` of a gradient, or a view of the copy made just before."""
     # Within one autograd node nothing can have changed the gradient meanwhile.
-    node, thread = current_node(), get_ident()
-    line = LINE_BYTES // tensor.element_size()
-    is_shared = node is not None and _copy_strides(tensor.shape, tensor.stride(), line)[0]
+    node, thread, shape, strides = current_node(), get_ident(), tensor.shape, tensor.stride()
+    is_shared = node is not None and _copy_strides(shape, strides, tensor.element_size())[0]
     if is_shared and (last := _LAST.pop(thread, None)) is not None:
         last_node, last_exponent, source, copy = last
         is_same = last_node is node and last_exponent == exponent
         if is_same and source.data_ptr() == tensor.data_ptr() and source.numel() == tensor.numel():
-            return copy.as_strided(tensor.shape, tensor.stride(), copy.storage_offset())
+            return copy.as_strided(shape, strides, copy.storage_offset())
     copy = scaled_copy(tensor, exponent)
     if is_shared:
         _LAST[thread] = node, exponent, tensor, copy
@@ -146,27 +164,29 @@ def forget_copy() -> None:
 
 def run_in_units(matmul: Matmul, original: Kernel, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Run a matmul on operands divided by their units, and multiply its results by them."""
-    for position, unit, is_gradient in matmul.scaled:
+    for at, exponent, is_gradient in matmul.scaled:
         # Two consecutive backward matmuls read the same gradient.
         copy_of = shared_copy if is_gradient else scaled_copy
-        args[position] = copy_of(args[position], -unit)
+        args[at] = copy_of(args[at], exponent)
     return run_scaled(matmul, original, args, kwargs)
 
 
 def run_scaled(matmul: Matmul, original: Kernel, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Run a matmul on scaled operands, and multiply its results by their units."""
-    rule, units, exponents = matmul.rule, matmul.log2_units, matmul.exponents
-    common = -exponents[len(units)]
-    if common and rule.with_factor and _takes_factor(args[rule.operands[0]]):
-        first, second = rule.operands_in(args)
-        if rule.operands[0] > 0:
-            # The addend comes first and has its own factor, beta.
-            kwargs = {**kwargs, "alpha": kwargs.get("alpha", 1) * 2.0**common}
-            return original(args[0], first, second, **kwargs)
-        # With beta=0 the addend is not read.
-        run = overridden_kernel(rule.with_factor, first.device.type)
-        nothing = _nothing(first.dim(), first.dtype, first.device)
-        return run(nothing, first, second, beta=0, alpha=2.0**common)
+    rule, factor = matmul.rule, matmul.factor
+    if factor != 1.0:
+        first = args[rule.operands[0]]
+        key = first.dtype, first.get_device()
+        if key not in matmul.with_factor:
+            matmul.with_factor[key] = _with_factor(rule, first)
+        if (known := matmul.with_factor[key]) is not None:
+            run, nothing = known
+            if run is None:
+                # The addend has its own factor, beta.
+                kwargs = {**kwargs, "alpha": kwargs.get("alpha", 1) * factor}
+                return original(*args, **kwargs)
+            return run(nothing, *rule.operands_in(args), beta=0, alpha=factor)
+    units, exponents = matmul.log2_units, matmul.exponents
     for position, index in rule.taking_factors(args):
         if exponents[index]:
             args[position] = scaled_copy(args[position], exponents[index])
@@ -186,6 +206,16 @@ def run_scaled(matmul: Matmul, original: Kernel, args: list[Any], kwargs: dict[s
 def _nothing(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return an addend that is never read."""
     return torch.zeros((1,) * dim, dtype=dtype, device=device)
+
+
+def _with_factor(rule: MatmulRule, operand: Tensor) -> _WithFactor | None:
+    if not _takes_factor(operand):
+        return None
+    if rule.operands[0] > 0:
+        return None, None
+    # With beta=0 the addend is not read.
+    run = overridden_kernel(rule.with_factor, operand.device.type)
+    return run, _nothing(operand.dim(), operand.dtype, operand.device)
 
 
 def _takes_factor(operand: Tensor) -> bool:

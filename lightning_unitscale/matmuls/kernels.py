@@ -8,6 +8,7 @@ about 2 us more.
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from contextvars import ContextVar
 from dataclasses import replace
@@ -25,6 +26,7 @@ from lightning_unitscale.capture.operators import (
 from lightning_unitscale.matmuls import aot_pass, compiled_formats, joint_units
 from lightning_unitscale.matmuls.calls import forget, forget_made, leave
 from lightning_unitscale.matmuls.compiled_runs import OWN_CALLERS, caller, is_ours
+from lightning_unitscale.matmuls.execute import run_in_units
 from lightning_unitscale.matmuls.fp8_linear import layer_kernel
 from lightning_unitscale.matmuls.owners import (
     INSTALLED,
@@ -35,7 +37,9 @@ from lightning_unitscale.matmuls.owners import (
     waiting_session,
 )
 from lightning_unitscale.matmuls.session import LOCAL, SESSION, MatmulSession, run_inside
+from lightning_unitscale.matmuls.steady import is_pair, steady_matmul
 from lightning_unitscale.matmuls.torch_internals import (
+    ENGINE,
     Kernel,
     KernelOverrides,
     calling_frame,
@@ -133,12 +137,25 @@ def _override_matmuls(overrides: KernelOverrides) -> None:
 
 def matmul_kernel(rule: MatmulRule, original: Kernel) -> Kernel:
     """Make a kernel that passes a rule's matmuls to the sessions that own them."""
+    has_two = is_pair(rule)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        frame = calling_frame()
-        if LOCAL.is_inside or is_ours(frame):
+        local = LOCAL
+        if local.is_inside:
             return original(*args, **kwargs)
-        session, node, call = owner_of(rule, args)
+        frame = sys._getframe().f_back
+        if frame is None or frame.f_code is ENGINE:
+            frame = None
+            if has_two and not kwargs and (matmul := steady_matmul(rule, *args)) is not None:
+                local.is_inside = True
+                try:
+                    with plain_functions():
+                        return run_in_units(matmul, original, list(args), kwargs)
+                finally:
+                    local.is_inside = False
+        elif is_ours(frame):
+            return original(*args, **kwargs)
+        session, node, call = owner_of(rule, args, frame)
         if session is None and node is None and (waiting := waiting_session()) is not None:
             operands = rule.operands_in(args)
             leave(operands)
@@ -188,7 +205,7 @@ def writing_kernel(rule: MatmulRule, unreached: UnreachedRule, original: Kernel)
         frame = calling_frame()
         if LOCAL.is_inside or is_ours(frame):
             return original(*args, **kwargs)
-        session, node, call = owner_of(rule, args)
+        session, node, call = owner_of(rule, args, frame)
         if session is None:
             return original(*args, **kwargs)
         if caller() is not None:

@@ -26,6 +26,7 @@ from lightning_unitscale.matmuls.autograd_nodes import thread_number
 from lightning_unitscale.matmuls.calls import Call, call_of, maker_of
 from lightning_unitscale.matmuls.session import LOCAL, SESSION, MatmulSession
 from lightning_unitscale.matmuls.sites import frames
+from lightning_unitscale.matmuls.steady import LATEST
 from lightning_unitscale.matmuls.torch_internals import (
     FUNCTION_CALL,
     MODULE_CALLS,
@@ -38,16 +39,19 @@ from lightning_unitscale.matmuls.torch_internals import (
 OPEN: dict[int, weakref.ref[MatmulSession]] = {}
 # Undoes their changes to torch; closed with the last session.
 INSTALLED = ExitStack()
-# The session of the last matmul in each backward pass, which may run on several threads.
-_LATEST: dict[int, weakref.ref[MatmulSession]] = {}
 _MAX_LATEST = 2**8
 
 
-def asking_session(node: Any) -> tuple[MatmulSession | None, Call | None]:
-    """Return the session of a matmul in an autograd node, and the node's forward matmul."""
+def asking_session(
+    node: Any, *, is_called: bool = True
+) -> tuple[MatmulSession | None, Call | None]:
+    """Return the session of a matmul in an autograd node, and the node's forward matmul.
+
+    Only Python code within the node, by which it ``is_called``, can recompute a checkpoint.
+    """
     if (recorded := call_of(node)) is not None:
         return recorded[0](), recorded[1]
-    if (session := SESSION.get()) is not None:
+    if (session := SESSION.get()) is not None or not is_called:
         return session, None
     # A node without a matmul may have triggered the recomputation of a checkpoint.
     sessions = [session for ref in list(OPEN.values()) if (session := ref()) is not None]
@@ -59,19 +63,22 @@ def asking_session(node: Any) -> tuple[MatmulSession | None, Call | None]:
     return next(iter(owners), None), None
 
 
-def owner_of(rule: MatmulRule, args: Any) -> tuple[MatmulSession | None, Any, Call | None]:
+def owner_of(
+    rule: MatmulRule, args: Any, frame: FrameType | None
+) -> tuple[MatmulSession | None, Any, Call | None]:
     """Return the session of a matmul, its autograd node, and the node's forward matmul."""
     if (node := current_node()) is not None:
-        session, call = asking_session(node)
+        session, call = asking_session(node, is_called=frame is not None)
         if session is None and call is None:
             session = maker_of(node)
-        _note_latest(session)
+        if session is None or LATEST.get(graph_task()) is not session.ref:
+            _note_latest(session)
         return session, node, call
     if (session := SESSION.get()) is not None:
         return session, None, None
     if graph_task() >= 0:
         # No node runs a hook, so assign it to the session of the last matmul.
-        ref = _LATEST.get(graph_task())
+        ref = LATEST.get(graph_task())
         return None if ref is None else ref(), None, None
     if LOCAL.after_call is not None:
         return _session_of_loss(rule.operands_in(args)), None, None
@@ -81,11 +88,11 @@ def owner_of(rule: MatmulRule, args: Any) -> tuple[MatmulSession | None, Any, Ca
 def _note_latest(session: MatmulSession | None) -> None:
     task = graph_task()
     if session is None:
-        _LATEST.pop(task, None)
-    elif _LATEST.get(task) is not session.ref:
-        if task not in _LATEST and len(_LATEST) >= _MAX_LATEST:
-            del _LATEST[next(iter(_LATEST))]
-        _LATEST[task] = session.ref
+        LATEST.pop(task, None)
+    else:
+        if task not in LATEST and len(LATEST) >= _MAX_LATEST:
+            del LATEST[next(iter(LATEST))]
+        LATEST[task] = session.ref
 
 
 def _session_of_loss(operands: Sequence[Any]) -> MatmulSession | None:
@@ -154,7 +161,7 @@ _SUSPENDED: WeakKeyDictionary[Optimizer, weakref.ref[MatmulSession] | None] = We
 def _suspend(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     session = SESSION.get()
     SESSION.set(None)
-    _LATEST.pop(graph_task(), None)  # a hook of the backward pass may call the optimizer
+    LATEST.pop(graph_task(), None)  # a hook of the backward pass may call the optimizer
     _SUSPENDED[optimizer] = None if session is None else session.ref
     if session is None:
         return None

@@ -32,11 +32,12 @@ from lightning_unitscale.matmuls.calls import (
     sources_of,
 )
 from lightning_unitscale.matmuls.coverage import NO_UNIT, CoverageCounter, Kind
-from lightning_unitscale.matmuls.execute import Matmul, are_real, forget_copy, run_in_units
+from lightning_unitscale.matmuls.execute import Matmul, forget_copy, least_size, run_in_units
 from lightning_unitscale.matmuls.measured_operands import Unrepresentable
 from lightning_unitscale.matmuls.measurement import FORWARD, Extent, Extents, Measurement, Site
 from lightning_unitscale.matmuls.rounding import Numerics
 from lightning_unitscale.matmuls.sites import LOSS, Run, Sites
+from lightning_unitscale.matmuls.steady import note_visit
 from lightning_unitscale.matmuls.torch_internals import Kernel, graph_task
 from lightning_unitscale.matmuls.units import Units
 
@@ -137,7 +138,8 @@ class MatmulSession:
             run = self.sites.forward_run(frame)
         else:
             run = LOSS if graph_task() < 0 else None
-        if not are_real(operands):
+        size = least_size(operands)
+        if size is None:
             result = run_inside(original, *args, **kwargs)
             is_complex = any(operand.is_complex() for operand in operands)
             if self.counter is not None and is_complex and run is not None:
@@ -145,9 +147,10 @@ class MatmulSession:
                 reason = "complex numbers"
                 self.counter.add_with_gradients(run.path, "plain", reason, flops, operands)
             return result
+        multiplies = size > 0 and len(operands) > 1 and not (kwargs and rule.is_no_matmul(kwargs))
         if run is None and call is not None and may_belong_to(rule, call):
             call.num_visits += 1
-            if not rule.multiplies(args, kwargs):
+            if not multiplies:
                 return run_inside(original, *args, **kwargs)
             matmul = self.backward_matmul(rule, args, call, sources_of(rule, call, operands))
         else:
@@ -155,8 +158,8 @@ class MatmulSession:
             suffix = f"@{caller}" if run is None else ""
             word, roles = rule.name_in(args)
             site = self.sites.find(word + suffix, roles, run or Run("", self.sites.episode))
-            if not rule.multiplies(args, kwargs):
-                if run is not None and any(operand.numel() == 0 for operand in operands):
+            if not multiplies:
+                if run is not None and size == 0:
                     self.units.lack(site, (*site.operand_names, site.name))
                 return run_inside(original, *args, **kwargs)
             matmul, extents = self.forward_matmul(rule, site, args)
@@ -167,12 +170,13 @@ class MatmulSession:
 
     def execute(self, matmul: Matmul, original: Kernel, args: _Args, kwargs: dict[str, Any]) -> Any:
         """Run a matmul in a format, scaled or unscaled, and count it."""
-        kind: Kind
+        kind: Kind = "units"
         reason = outside = ""
         numerics: Numerics | None = None
         if self.numerics:
             numerics, outside = _format_for(self.numerics, matmul, args, kwargs)
-        LOCAL.is_inside = True
+        local = LOCAL
+        local.is_inside = True
         try:
             if numerics is not None:
                 kind, result = "format", numerics.run(matmul, original, list(args), kwargs)
@@ -181,9 +185,9 @@ class MatmulSession:
             elif (slots := matmul.site.plain) and (why := slots.get(matmul.slot, "")):
                 kind, reason, result = "plain", why, original(*args, **kwargs)
             else:
-                kind, result = "units", run_in_units(matmul, original, list(args), kwargs)
+                result = run_in_units(matmul, original, list(args), kwargs)
         finally:
-            LOCAL.is_inside = False
+            local.is_inside = False
         if self.counter is not None:
             flops, site = matmul.rule.flops(args, result), matmul.site
             self.counter.add(site.module, kind, reason, flops, (site.plain, matmul.slot), outside)
@@ -216,6 +220,7 @@ class MatmulSession:
         if is_kept and (kept := forward.backward.get((id(rule), sources))) is not None:
             kept_gamma, matmul = kept
             if kept_gamma == gamma:
+                note_visit(call, rule, sources, matmul)
                 return matmul
         operands = rule.operands_in(args)
         matmul = Matmul(

@@ -31,6 +31,9 @@ from lightning_unitscale.matmuls.torch_internals import (
 )
 from lightning_unitscale.matmuls.units import Units
 
+# By identity, as in MODULE_CALLS.
+_CHECKPOINT, _ENGINE = id(CHECKPOINT), id(ENGINE)
+
 
 def frames() -> Iterator[FrameType]:
     """Yield the frames from the caller outwards, up to the engine that runs the current node.
@@ -85,7 +88,8 @@ class Sites:
     def __init__(self, module: nn.Module, boundary: CodeType, units: Units) -> None:
         # Weak, because an autograd graph keeps its session alive and must not keep the module.
         self._module = weakref.ref(module)
-        self._boundary = boundary
+        self._boundary = boundary  # the module's method, whose calls are the outermost
+        self._boundary_id = id(boundary)
         self._units = units
         self._paths: dict[int, str] = {}
         # The module of a checkpoint, by its body. A recomputation has only the body on the stack.
@@ -110,17 +114,19 @@ class Sites:
 
     def find(self, word: str, roles: tuple[str, ...], run: Run) -> Site:
         """Return the site of the matmul that is about to run."""
-        key = run.path, word
-        index = _occurrence(run.result, *key) if run.result else None
+        path, episode, _, result = run
+        key = path, word
+        index = _occurrence(result, *key) if result else None
         if index is None:
-            count = key, run.episode
+            count = key, episode
             index = self._counts.get(count)
             if index is None:
                 index = self._index(key, run)
             self._counts[count] = index + 1
             if (checkpoint := checkpoint_under_way()) is not None:
                 self._starts.setdefault(checkpoint, {}).setdefault(key, index)
-        return self._site(key, roles, index)
+        sites = self._places[key]
+        return sites[index] if index < len(sites) else self._site(key, roles, index)
 
     def _site(self, key: tuple[str, str], roles: tuple[str, ...], index: int) -> Site:
         sites = self._places[key]
@@ -192,17 +198,17 @@ class Sites:
         # Every matmul calls this, so avoid the generator of frames().
         frame = sys._getframe(1) if frame is None else frame
         while frame is not None and path is None:
-            code = frame.f_code
-            if id(code) in MODULE_CALLS:
+            number = id(frame.f_code)
+            if number in MODULE_CALLS:
                 module = id(frame.f_locals["self"])
                 path = self._paths.get(module) or self.path_of(module)
-            elif id(code) in LINES and (names := names_of_line(frame)) is not None:
+            elif number in LINES and (names := names_of_line(frame)) is not None:
                 path, result = names
-            elif code is self._boundary:
+            elif number == self._boundary_id:
                 path = ""
-            elif code is CHECKPOINT:
+            elif number == _CHECKPOINT:
                 bodies.append(checkpointed_body(frame))
-            elif code is ENGINE:
+            elif number == _ENGINE:
                 break
             frame = frame.f_back
         for body in bodies:
