@@ -74,7 +74,6 @@ TORCH_ADAPTERS = (
     "capture/export_forward.py",
     "capture/fake_device.py",
     "capture/patches.py",
-    "capture/recurrent.py",
     "compiling.py",
     "functional/low_precision.py",
     "functional/scale.py",

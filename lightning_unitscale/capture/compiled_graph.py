@@ -27,18 +27,11 @@ from lightning_unitscale.capture.dynamo_capture import CapturedGraph
 from lightning_unitscale.capture.executors import Executor
 from lightning_unitscale.capture.graph_nodes import Names
 from lightning_unitscale.capture.module_state import ModuleState
-from lightning_unitscale.capture.passes import (
-    GraphPass,
-    PassRecord,
-    Phase,
-    StepGraph,
-    run_passes,
-)
+from lightning_unitscale.capture.passes import GraphPass, PassRecord, Phase, StepGraph, run_passes
 from lightning_unitscale.capture.recaptures import Recaptures
 from lightning_unitscale.capture.regions import MATMULS, Places
 from lightning_unitscale.capture.rollback import restorers_of
 from lightning_unitscale.capture.side_effects import Postponed
-from lightning_unitscale.capture.user_checkpoints import refuse_checkpoints
 from lightning_unitscale.functional.scale import outside_transforms
 from lightning_unitscale.patching import shadowed
 
@@ -189,7 +182,7 @@ class CompiledGraph:
         find_effects(self.base.graph)  # for all copies of it
         self.inputs = captured.inputs
         if step.owner.partition_fn is not None and executor == "aot_eager":
-            refuse_checkpoints(self.base, self.inputs)
+            executors.refuse_checkpoints(self.base, self.inputs)
         self._variants: dict[bool, Variant] = {}
         self._interpreted: dict[bool, StepGraph] = {}
         self.num_rewrites = 0

@@ -35,7 +35,7 @@ from lightning_unitscale.capture.module_steps import steps_of
 from lightning_unitscale.matmuls.scaled_methods import begin_microbatch
 from lightning_unitscale.memory.remat_module import Granted, StepPartitioner
 from lightning_unitscale.patching import nothing
-from lightning_unitscale.pipeline.batch_facts import Fact, joined
+from lightning_unitscale.pipeline.batch_rules import Fact
 from lightning_unitscale.pipeline.batchwise import compare_graphs
 from lightning_unitscale.pipeline.captured_program import (
     LOGS,
@@ -56,7 +56,7 @@ from lightning_unitscale.pipeline.pipe import build_pipe
 from lightning_unitscale.pipeline.program import split_evenly
 from lightning_unitscale.pipeline.stage_owners import SharedGradients
 from lightning_unitscale.pipeline.stage_remat import remat_stages
-from lightning_unitscale.pipeline.whole_batch import WholeBatch
+from lightning_unitscale.pipeline.whole_batch import WholeBatch, joined
 
 _NAME = "training_step"
 # Limit on graphs for batches of one size. Each has to be captured and cut.

@@ -28,8 +28,7 @@ from lightning_unitscale.capture.graph_nodes import (
     tensor_name,
 )
 from lightning_unitscale.capture.passes import StepGraph
-from lightning_unitscale.pipeline.batch_facts import Coupled, Fact, Mean, Rows
-from lightning_unitscale.pipeline.batch_rules import Operation
+from lightning_unitscale.pipeline.batch_rules import Coupled, Fact, Mean, Operation, Rows, Same
 from lightning_unitscale.pipeline.batchwise import BatchFacts, CountedMean, compare_graph_modules
 from lightning_unitscale.pipeline.captured_program import capture_program, static_shapes
 from lightning_unitscale.pipeline.dataflow import find_sources
@@ -208,6 +207,37 @@ def values_of_batch(
             outputs.append(copies[want])
     graph.output(tuple(outputs))
     return fx.GraphModule(graph_module, graph)
+
+
+def joined(values: Sequence[Any], fact: Fact | None) -> Any:
+    """Join the values of the microbatches into the value of the batch."""
+    first, count = values[0], len(values)
+    if not isinstance(first, Tensor) or count == 1:
+        return first
+    if isinstance(fact, Same):
+        return _times_power(first, count, fact.power)
+    if isinstance(fact, Rows):
+        return _times_power(_in_order(values, fact), count, fact.power)
+    if isinstance(fact, Mean) or not first.ndim:
+        is_whole = not (first.is_floating_point() or first.is_complex())
+        power = fact.power if isinstance(fact, Mean) else int(is_whole)
+        stacked = torch.stack(list(values))
+        if is_whole and power == 1:
+            return stacked.sum(0)
+        return _times_power((stacked.double() if is_whole else stacked).mean(0), count, power)
+    return torch.cat(list(values))
+
+
+def _times_power(value: Tensor, count: int, power: int) -> Tensor:
+    # Without a power integers stay integers.
+    return value * float(count) ** power if power else value
+
+
+def _in_order(values: Sequence[Tensor], rows: Rows) -> Tensor:
+    if rows.blocks <= 1:
+        return torch.cat(list(values), rows.dim)
+    split = [value.unflatten(rows.dim, (rows.blocks, -1)) for value in values]
+    return torch.cat(split, rows.dim + 1).flatten(rows.dim, rows.dim + 1)
 
 
 @dataclass(frozen=True)
