@@ -208,7 +208,7 @@ class CapturedStep(StepState):
         except GraphReached as reached:
             if breaks := graph_breaks_since(num_breaks):
                 raise NotOneGraphError(*breaks) from None
-            return GraphCall(self, reached.graph, reached.inputs)
+            return GraphCall(self, *reached.args)
         raise NotOneGraphError(NO_REASON)
 
     def _trace_anew(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -282,7 +282,7 @@ class CapturedStep(StepState):
             # Under such a mode Dynamo skips a step, and forever unless it is reset.
             capture.forget(self.captured)
         breaks = self.note_breaks_since(num_breaks)
-        if result is not None or not self.postponed.is_empty:
+        if result is not None or self.postponed.calls:
             # Otherwise the step would have skipped this batch.
             warn_if_nothing_ran(self)
         warn_of_saving(self, breaks)

@@ -306,12 +306,7 @@ class NotOneGraphError(Exception):
 
 
 class GraphReached(BaseException):
-    """Signal raised in place of a graph's run. No user's ``except Exception`` catches it."""
-
-    def __init__(self, graph: CompiledGraph, inputs: tuple[Any, ...]) -> None:
-        super().__init__()
-        self.graph = graph
-        self.inputs = inputs
+    """Signal in place of the run of a graph on inputs. No ``except Exception`` catches it."""
 
 
 def stop_at_graph(graph: CompiledGraph, inputs: tuple[Any, ...]) -> Any:

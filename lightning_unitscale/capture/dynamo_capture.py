@@ -37,7 +37,6 @@ from lightning_unitscale.capture.patches import (
     passed_over,
     plain_libraries,
     plain_numbers,
-    plain_optimizers,
 )
 from lightning_unitscale.patching import shadowed_here
 
@@ -214,7 +213,6 @@ def capture_settings(*, passes_over: bool = False) -> Iterator[None]:
         without_dynamos_texts(),
         plain_libraries(),
         plain_numbers(),
-        plain_optimizers(),
         passed_over() if passes_over else contextlib.nullcontext(),
         torch._dynamo.config.patch(
             optimize_ddp=False,

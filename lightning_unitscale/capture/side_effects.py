@@ -34,20 +34,15 @@ class Postponed:
     def __init__(self, module: nn.Module, step: Callable[..., Any], names: Sequence[str]) -> None:
         self._module = module
         self._step = step
-        self._calls: list[_Call] = []
+        self.calls: list[_Call] = []
         # Kept, since Dynamo guards on them.
         self._methods = {
-            name: _Recorder(name, self._calls).record
+            name: _Recorder(name, self.calls).record
             for name in names
             if callable(getattr(module, name, None))
         }
         self._lists: dict[str, _Recorder] = {}
         self._names_of_lists: frozenset[str] = frozenset()
-
-    @property
-    def is_empty(self) -> bool:
-        """Check whether there is nothing to do."""
-        return not self._calls
 
     @property
     def names(self) -> frozenset[str]:
@@ -62,7 +57,7 @@ class Postponed:
         if names != self._names_of_lists:
             self._names_of_lists = names
             self._lists = {
-                name: self._lists.get(name) or _Recorder(name, self._calls)
+                name: self._lists.get(name) or _Recorder(name, self.calls)
                 for name in sorted(only_appended_to(self._module, self._step, names))
             }
         with shadowed(self._module, **self._methods, **self._lists):
@@ -70,7 +65,7 @@ class Postponed:
 
     def replay(self) -> None:
         """Make the recorded calls and appends in their order."""
-        calls = list(self._calls)
+        calls = list(self.calls)
         self.discard()
         for name, args, kwargs in calls:
             target = getattr(self._module, name)
@@ -78,7 +73,7 @@ class Postponed:
 
     def discard(self) -> None:
         """Forget the records: the step was a rehearsal, or failed."""
-        self._calls.clear()
+        self.calls.clear()
 
 
 # Name of a method, or of a list that its argument is appended to.

@@ -321,10 +321,6 @@ class CalledSteps(ModuleSteps):
 class _ReachedError(BaseException):
     """Signal that a step has called a module. A step could catch an ``Exception``."""
 
-    def __init__(self, path: str, call: Arguments) -> None:
-        self.path = path
-        self.call = call
-
 
 def with_most_parameters(module: nn.Module) -> list[str]:
     """Return the paths of modules with more than half of the parameters, outermost first."""
@@ -359,7 +355,8 @@ def first_called(
                 )
             run()
     except _ReachedError as reached:
-        return reached.path, reached.call
+        path, arguments = reached.args
+        return path, arguments
     return None
 
 

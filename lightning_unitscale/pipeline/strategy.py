@@ -297,7 +297,6 @@ class PipelineStrategy(SavingStrategy):
             self._step = PipelinedForward(self, self._plain_parameters)
         else:
             self._step = PipelinedStep(self, self._own_first)
-            self._step.attach()
 
     def _run_pipelined(self, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self._step, PipelinedStep):
