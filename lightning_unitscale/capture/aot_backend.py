@@ -23,12 +23,12 @@ in Python (``__torch_function__``), the checks of the first call raise an error.
 passed as ordinary tensors.
 
 Private names used here were checked on torch 2.13 and 2.11: Inductor's ``custom_partitioner_fn``,
-functorch's ``backward_pass_autocast``, and the switches of the two caches of compiled graphs;
-``OpOverload.py_kernels``, ``OpOverload._dispatch_cache``, ``OpOverload._op_dk`` and
-``OpOverload._schema``, ``torch._C.DispatchKey``, ``TorchDispatchMode``;
-``torch._C._AutoDispatchBelowAutograd``; ``_rnn_helper``, ``upsample_compute_output_size``,
-``suggest_memory_format`` and ``compute_elementwise_output_logical_to_physical_perm`` of torch's
-decompositions; ``_disabled_torch_dispatch_impl``.
+and the switches of the two caches of compiled graphs; ``OpOverload.py_kernels``,
+``OpOverload._dispatch_cache``, ``OpOverload._op_dk`` and ``OpOverload._schema``,
+``torch._C.DispatchKey``, ``TorchDispatchMode``; ``torch._C._AutoDispatchBelowAutograd``;
+``_rnn_helper``, ``upsample_compute_output_size``, ``suggest_memory_format`` and
+``compute_elementwise_output_logical_to_physical_perm`` of torch's decompositions;
+``_disabled_torch_dispatch_impl``.
 """
 
 from __future__ import annotations
@@ -74,13 +74,6 @@ def partitioned_by(partition_fn: Any) -> Iterator[None]:
         ),
     ):
         yield
-
-
-def traced_backward(*, is_autocast: bool) -> contextlib.AbstractContextManager[None]:
-    """Return the settings under which AOTAutograd traces a backward pass."""
-    from torch._functorch import config
-
-    return config.patch(backward_pass_autocast="same_as_forward" if is_autocast else "off")
 
 
 aten = torch.ops.aten

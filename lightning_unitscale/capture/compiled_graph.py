@@ -25,11 +25,11 @@ from lightning_unitscale.capture.copy_graphs import copy_graph_module
 from lightning_unitscale.capture.decompose import expand_composites
 from lightning_unitscale.capture.dynamo_capture import CapturedGraph
 from lightning_unitscale.capture.executors import Executor
+from lightning_unitscale.capture.graph_matmuls import MATMULS, Places
 from lightning_unitscale.capture.graph_nodes import Names
 from lightning_unitscale.capture.module_state import ModuleState
 from lightning_unitscale.capture.passes import GraphPass, PassRecord, Phase, StepGraph, run_passes
 from lightning_unitscale.capture.recaptures import Recaptures
-from lightning_unitscale.capture.regions import MATMULS, Places
 from lightning_unitscale.capture.rollback import restorers_of
 from lightning_unitscale.capture.side_effects import Postponed
 from lightning_unitscale.functional.scale import outside_transforms
@@ -141,7 +141,9 @@ class _GraphOfEachModule:
         # They would be activations, which would stay alive.
         self._captured = replace(captured, example_inputs=())
         self._executor = executor
-        self._position = captured.first_parameter()
+        # The input that distinguishes modules that run the same code.
+        positions = (i for i, described in enumerate(captured.inputs) if described.fqn is not None)
+        self._position = next(positions, None)
         self._first = CompiledGraph(step, captured, executor)
         self._by_roots = {tuple(captured.roots().values()): self._first}
         self._by_parameter: dict[int, CompiledGraph] = {}

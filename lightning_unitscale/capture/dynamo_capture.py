@@ -92,11 +92,6 @@ class CapturedGraph:
                 roots.setdefault(root, graph_input.fqn[: -len(local)].rstrip("."))
         return roots
 
-    def first_parameter(self) -> int | None:
-        """Return the position of an input that distinguishes modules that run the same code."""
-        positions = (i for i, graph_input in enumerate(self.inputs) if graph_input.fqn is not None)
-        return next(positions, None)
-
     def for_module_of(self, inputs: Sequence[Any], module: nn.Module) -> CapturedGraph:
         """Return this graph for a call with the parameters among ``inputs``."""
         fqns = _fqns(module)

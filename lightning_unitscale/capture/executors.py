@@ -1,7 +1,7 @@
 """Run a rewritten graph: op by op, by AOTAutograd's graphs op by op, or by Inductor.
 
 Private names used here were checked on torch 2.13 and 2.11: ``boxed_nop``, ``compile_fx``,
-``compile_fx_inner``, ``list_mode_options``.
+``compile_fx_inner``, ``list_mode_options``, functorch's ``backward_pass_autocast``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
+from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from lightning_unitscale.capture.aliasing import is_random, memory_roots, written_arguments
@@ -23,7 +24,6 @@ from lightning_unitscale.capture.aot_backend import (
     partitioned_by,
     plain_kernels,
     recurrent_dropout,
-    traced_backward,
 )
 from lightning_unitscale.capture.copy_graphs import compiled_forward, is_checkpoint
 from lightning_unitscale.capture.dynamo_capture import GraphInput
@@ -67,7 +67,8 @@ def execute_with(
         _restore_checkpointing(graph_module)
         return compiled_forward(graph_module)
     drop_inference_mode(graph_module)
-    backward = traced_backward(is_autocast=backward_is_autocast)
+    backward_autocast = "same_as_forward" if backward_is_autocast else "off"
+    backward = functorch_config.patch(backward_pass_autocast=backward_autocast)
     if executor == "aot_eager":
         partition_fn = partition_fn or min_cut_rematerialization_partition
         # Boxed inputs let each saved tensor be freed after its last reader.
@@ -145,26 +146,25 @@ def _restore_checkpointing(graph_module: fx.GraphModule) -> None:
             body = getattr(graph_module, str(node.args[0].target))
             _restore_checkpointing(body)
             # The function itself, since a lazy graph module may compile its code once more.
-            forward, written = compiled_forward(body), _written_inputs(body.graph)
+            forward = compiled_forward(body)
+            # The inputs that the body writes into by a method, such as a buffer that counts.
+            written = frozenset(
+                index
+                for index, given in enumerate(body.graph.find_nodes(op="placeholder"))
+                for user in given.users
+                if user.op == "call_method"
+                and user.args[0] is given
+                and str(user.target).endswith("_")
+            )
             node.target = functools.partial(_checkpoint, forward=forward, written=written)
             node.target.__name__ = "checkpoint"
-
-
-def _written_inputs(graph: fx.Graph) -> frozenset[int]:
-    """Return the inputs that a graph writes into by a method, such as a buffer that counts."""
-    return frozenset(
-        index
-        for index, node in enumerate(graph.find_nodes(op="placeholder"))
-        for user in node.users
-        if user.op == "call_method" and user.args[0] is node and str(user.target).endswith("_")
-    )
 
 
 def _checkpoint(
     body: fx.GraphModule,
     *args: Any,
     forward: Callable[..., Any],
-    written: frozenset[int] = frozenset(),
+    written: frozenset[int],
     **kwargs: Any,
 ) -> Any:
     kwargs.pop("use_reentrant", None)

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, fx
 
 from lightning_unitscale.capture.copy_graphs import fake_mode_of
-from lightning_unitscale.capture.graph_matmuls import Matmul, Operand, matmul_of
+from lightning_unitscale.capture.graph_matmuls import Matmul, Operand, Places, matmul_of
 from lightning_unitscale.capture.graph_nodes import is_whole_view, tensor_name
 from lightning_unitscale.capture.passes import Region, StepGraph
-from lightning_unitscale.capture.regions import Places
 from lightning_unitscale.matmuls.gauge import ONE, Gauge, Unit
 from lightning_unitscale.scales.transfer import numbers_on
 

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from lightning_unitscale.capture.aliasing import aliased_by_mutation, returned_alone
 from lightning_unitscale.capture.dynamo_capture import GraphInput
+from lightning_unitscale.capture.graph_matmuls import MATMULS, Place, Places
 from lightning_unitscale.capture.graph_nodes import (
     ELSEWHERE,
     INPUT,
@@ -29,7 +30,6 @@ from lightning_unitscale.capture.graph_recorder import (
     tap_gradient,
 )
 from lightning_unitscale.capture.passes import GraphPass, Phase, Region, StepGraph
-from lightning_unitscale.capture.regions import MATMULS, Place, Places
 from lightning_unitscale.matmuls.gauge import ONE, Gauge, Unit
 from lightning_unitscale.matmuls.held import GAUGE, HELD, FactorNodes, Held
 from lightning_unitscale.scales.layout import RowLayout
