@@ -247,8 +247,7 @@ class PipelineStrategy(SavingStrategy):
         if self._has_means:
             assert self._owners is not None
             self._owners.average_gradients()
-        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
-        return closure_loss
+        return self.precision_plugin.post_backward(closure_loss, module)
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
