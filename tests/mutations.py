@@ -474,8 +474,8 @@ MUTATIONS = (
     Mutation(
         "a step runs captured though a hook takes part in its backward pass",
         "capture/fallback.py",
-        "            if count != self._num_hooks:",
-        "            if False:",
+        "looks and self._num_hooks != RemovableHandle.next_id:",
+        "False:",
         "callbacks/test_fallbacks.py -k GradientNoise",
     ),
     Mutation(
@@ -1350,8 +1350,8 @@ MUTATIONS = (
     Mutation(
         "a mean over tokens divides by those of its microbatch",
         "pipeline/whole_batch.py",
-        "    return total / count\n\n\n_COUNTED",
-        "    return function(**kwargs)\n\n\n_COUNTED",
+        "    return total / count\n",
+        "    return function(**kwargs)\n",
         "pipeline/test_batchwise.py::test_the_loss_and_the_gradients_of_the_batch[tokens-4]",
     ),
     Mutation(
@@ -1392,7 +1392,7 @@ MUTATIONS = (
     Mutation(
         "the joint step forgets accumulation",
         "pipeline/called_module.py",
-        " / self._graph.runner.num_accumulated).backward()",
+        " / runner.num_accumulated).backward()",
         ").backward()",
         "pipeline/test_around.py::test_the_training_of_one_device[tokens]",
     ),
@@ -1503,9 +1503,9 @@ MUTATIONS = (
     ),
     Mutation(
         "under autocast a captured step's backward pass is traced within it",
-        "capture/aot_backend.py",
-        'backward_pass_autocast="same_as_forward" if is_autocast else "off"',
-        'backward_pass_autocast="same_as_forward"',
+        "capture/executors.py",
+        '"same_as_forward" if backward_is_autocast else "off"',
+        '"same_as_forward"',
         "memory/test_plain_bits.py -k Inverse",
     ),
     Mutation(
