@@ -273,11 +273,7 @@ class PipelinedStep(PipelinedMethod):
         if not self.steps.observed:
             return graph.runner.step_flat(inputs, replaced=planned)
         graph.observed = observed = graph.observed or ObservedStages(
-            graph.runner.pipe,
-            graph.step.step_graph,
-            self.steps.passes,
-            self.strategy.ownership.rank_of,
-            self.strategy.grid.pipeline,
+            graph.runner, graph.step.step_graph, self.steps.passes, self.strategy.ownership.rank_of
         )
         observed.begin()
         outputs = graph.runner.step_flat(inputs, replaced=observed.run)
@@ -285,7 +281,7 @@ class PipelinedStep(PipelinedMethod):
         return outputs
 
     def _planned(self, graph: PipelinedGraph, microbatch: list[Any]) -> Replaced:
-        """Return the stages within the memory budget, or ``None`` without a budget."""
+        """Return the stages within the memory budget, none without a budget."""
         if graph.planned is None and isinstance(self.steps.partition_fn, StepPartitioner):
             graph.planned = remat_stages(
                 graph.runner, microbatch, self.steps, self.strategy, self._granted

@@ -22,14 +22,12 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from graphlib import TopologicalSorter
 
 import torch
 from torch import Tensor, fx
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from lightning_unitscale.capture.autograd_graph import autograd_operations
 from lightning_unitscale.capture.graph_nodes import op_name
 
 _RUN_WHOLE = frozenset({"checkpoint", "register_hook"})
@@ -118,12 +116,18 @@ def _start_from(part: WeightGradients, node: Node, gradients: Sequence[Tensor | 
 
 def _in_order(roots: Iterable[Node]) -> dict[Node, list[Node]]:
     """Return the targets of each node's gradients, with each node before its targets."""
-    targets = {
-        node: [target for target, _ in node.next_functions if target is not None]
-        for node in autograd_operations(roots)
-    }
-    targets_first = tuple(TopologicalSorter(targets).static_order())
-    return {node: targets[node] for node in reversed(targets_first)}
+    targets: dict[Node, list[Node]] = {}
+    finished: list[Node] = []
+    pending = [(root, False) for root in roots]
+    while pending:
+        node, is_finished = pending.pop()
+        if is_finished:
+            finished.append(node)
+        elif node not in targets:
+            targets[node] = [target for target, _ in node.next_functions if target is not None]
+            pending.append((node, True))
+            pending += [(target, False) for target in targets[node]]
+    return {node: targets[node] for node in reversed(finished)}
 
 
 def _parameters(

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_unitscale.capture.compiled_graph import Variant
 from lightning_unitscale.capture.copy_graphs import add_placeholder, copy_graph_module
 from lightning_unitscale.capture.executors import GraphRewriter, execute_with
-from lightning_unitscale.capture.graph_nodes import ELSEWHERE, tensor_name
+from lightning_unitscale.capture.graph_nodes import ELSEWHERE, replace_other_uses, tensor_name
 from lightning_unitscale.capture.graph_recorder import tap_gradient
 from lightning_unitscale.capture.module_steps import ModuleSteps
 from lightning_unitscale.capture.passes import GraphPass, Phase, StepGraph
@@ -45,7 +45,6 @@ from lightning_unitscale.memory.real_memory import (
 from lightning_unitscale.memory.remat_module import Granted
 from lightning_unitscale.pipeline.data_parallel import GridStrategy
 from lightning_unitscale.pipeline.engine import PipelineRunner, Replaced
-from lightning_unitscale.pipeline.pipe import Pipe
 from lightning_unitscale.pipeline.stage import StageModule
 
 _NUM_PLANS = 40
@@ -56,16 +55,15 @@ class ObservedStages:
 
     def __init__(
         self,
-        pipe: Pipe,
+        runner: PipelineRunner,
         step_graph: StepGraph,
         passes: Sequence[GraphPass],
         rank_of: Callable[[int], int],
-        group: dist.ProcessGroup | None,
     ) -> None:
+        pipe = runner.pipe
         self._passes = [graph_pass for graph_pass in passes if graph_pass.phase is Phase.OBSERVE]
         self._rank_of = rank_of
-        self._group = group
-        self._rank = dist.get_rank(group)
+        self._group = runner.group
         wanted = frozenset[str]().union(
             *(graph_pass.before_cut(step_graph) for graph_pass in self._passes)
         )
@@ -79,7 +77,7 @@ class ObservedStages:
         self.run: dict[int, Callable[..., Any]] = {}
         seen: set[str] = set()
         for index, stage in enumerate(pipe.stages):
-            if rank_of(index) == self._rank:
+            if index in runner.stage_indices:
                 self.run[index] = self._observed(index, stage, step_graph, seen)
             seen |= {tensor_name(node) for node in stage.graph.nodes if _is_read(node)}
 
@@ -145,7 +143,7 @@ def _keep_gradient(graph: fx.Graph, node: fx.Node, parts: list[Tensor | None]) -
         kept = graph.call_function(keep, (node,))
     kept.meta.update(node.meta)
     node.meta[ELSEWHERE] = kept.meta[ELSEWHERE] = True
-    node.replace_all_uses_with(kept, delete_user_cb=lambda user: user is not kept)
+    replace_other_uses(node, kept)
 
 
 def _is_read(node: fx.Node) -> bool:
