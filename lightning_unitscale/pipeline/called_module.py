@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -76,33 +76,31 @@ class StepCall:
             yield
 
 
+@dataclass
 class JointStep:
     """The step on the rank of the last stage, run on the outputs of all microbatches."""
 
-    def __init__(
-        self, graph: PipelinedGraph, run: Callable[[list[Any]], tuple[Any, list[Logged]]]
-    ) -> None:
-        self._graph = graph
-        # Runs the step, and returns its result and its calls of the log methods.
-        self._run_step = run
-        self._outputs: dict[int, list[Any]] = {}
-        # The detached result of the step, and its calls of the log methods.
-        self.result: Any = None
-        self.logged: list[Logged] = []
-        # Positions of the outputs that the loss depends on.
-        self.used: tuple[int, ...] = ()
-        # The error of the user's code.
-        self.failed: Exception | None = None
+    graph: PipelinedGraph
+    # Runs the step, and returns its result and its calls of the log methods.
+    run: Callable[[list[Any]], tuple[Any, list[Logged]]]
+    outputs: dict[int, list[Any]] = field(default_factory=dict)
+    # The detached result of the step, and its calls of the log methods.
+    result: Any = None
+    logged: list[Logged] = field(default_factory=list)
+    # Positions of the outputs that the loss depends on.
+    used: tuple[int, ...] = ()
+    # The error of the user's code.
+    failed: Exception | None = None
 
     def finish(self, index: int, outputs: Sequence[Any]) -> Tensor:
         """Add the outputs of a microbatch, and return the tensor that starts its backward pass."""
         leaves = tree_map_only(
             Tensor, lambda value: value.detach().requires_grad_(value.requires_grad), list(outputs)
         )
-        self._outputs[index] = leaves
-        if len(self._outputs) == self._graph.runner.num_microbatches:
+        self.outputs[index] = leaves
+        if len(self.outputs) == self.graph.runner.num_microbatches:
             try:
-                self._run()
+                self._finish_all()
             except Exception as error:
                 self.failed = error
                 raise
@@ -112,9 +110,9 @@ class JointStep:
             [leaf for leaf, _ in needed], *(output for _, output in needed)
         )
 
-    def _run(self) -> None:
-        parts = [self._outputs[index] for index in sorted(self._outputs)]
-        result, self.logged = self._run_step(self._graph.joined(parts))
+    def _finish_all(self) -> None:
+        parts = [self.outputs[index] for index in sorted(self.outputs)]
+        result, self.logged = self.run(self.graph.joined(parts))
         loss = returned_loss(result)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise RuntimeError(
@@ -122,7 +120,7 @@ class JointStep:
                 "gradient, or a dict with the key 'loss'."
             )
         # The caller's autocast applies to forward passes only.
-        runner = self._graph.runner
+        runner = self.graph.runner
         with torch.autocast(runner.device.type, enabled=False):
             (loss / runner.num_accumulated).backward()
         self.used = tuple(
@@ -250,11 +248,8 @@ class PipelinedForward:
         tensors = [*self.module.parameters(), *self.module.buffers()]
         before = [tensor._version for tensor in tensors]
         with self._metrics.unchanged(), shadowed(self.module, **dict.fromkeys(LOGS, nothing)):
-            found = first_called(
-                self.module,
-                self._candidates,
-                lambda: self.module.training_step(*call.args, **call.kwargs),
-            )
+            run = partial(self.module.training_step, *call.args, **call.kwargs)
+            found = first_called(self.module, self._candidates, run)
         if found is None:
             raise RuntimeError(
                 f"{self._name} calls no module that has most of its parameters. With "
