@@ -452,21 +452,21 @@ MUTATIONS = (
     ),
     Mutation(
         "a step that is captured at times is given up",
-        "capture/recaptures.py",
+        "capture/module_state.py",
         "4 * self._num_captures <= 3 * self._num_calls",
         "False",
         "callbacks/test_recaptures.py -k at_times",
     ),
     Mutation(
         "Dynamo runs a step as it is that rules have scaled, beyond its limit",
-        "capture/recaptures.py",
+        "capture/module_state.py",
         "        if most < max(",
         "        if True or most < max(",
         "callbacks/test_recaptures.py -k never_lost",
     ),
     Mutation(
         "a step is cut into any number of graphs",
-        "capture/recaptures.py",
+        "capture/module_state.py",
         "if self.num_graphs < MANY_GRAPHS:",
         "if True:",
         "callbacks/test_recaptures.py -k many_graphs",
@@ -1187,7 +1187,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what the first call has removed still breaks the graph",
-        "capture/recaptures.py",
+        "capture/module_state.py",
         "self.is_due = True",
         "self.is_due = False",
         "capture/test_second_capture.py",
@@ -1517,7 +1517,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a step that stays in parts is not judged by its budget",
-        "capture/recaptures.py",
+        "capture/module_state.py",
         "if not self.is_due:\n            getattr",
         "if False:\n            getattr",
         "capture/test_second_capture.py",

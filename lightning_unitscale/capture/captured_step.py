@@ -36,9 +36,8 @@ from lightning_unitscale.capture.compiled_graph import (
 from lightning_unitscale.capture.executors import Executor
 from lightning_unitscale.capture.fallback import Fallback, StaysPlain
 from lightning_unitscale.capture.graph_nodes import Names
-from lightning_unitscale.capture.module_state import ModuleState
+from lightning_unitscale.capture.module_state import ModuleState, SecondCapture
 from lightning_unitscale.capture.patches import kept_whole, opened_layers
-from lightning_unitscale.capture.recaptures import SecondCapture
 from lightning_unitscale.capture.side_effects import UntracedCalls, plain_forward
 from lightning_unitscale.compiling import is_compiling, is_exporting
 from lightning_unitscale.functional.scale import is_transforming

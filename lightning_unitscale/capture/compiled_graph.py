@@ -27,9 +27,8 @@ from lightning_unitscale.capture.dynamo_capture import CapturedGraph
 from lightning_unitscale.capture.executors import Executor
 from lightning_unitscale.capture.graph_matmuls import MATMULS, Places
 from lightning_unitscale.capture.graph_nodes import Names
-from lightning_unitscale.capture.module_state import ModuleState
+from lightning_unitscale.capture.module_state import ModuleState, Recaptures
 from lightning_unitscale.capture.passes import GraphPass, PassRecord, Phase, StepGraph, run_passes
-from lightning_unitscale.capture.recaptures import Recaptures
 from lightning_unitscale.capture.rollback import restorers_of
 from lightning_unitscale.capture.side_effects import Postponed
 from lightning_unitscale.functional.scale import outside_transforms

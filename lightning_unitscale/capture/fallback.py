@@ -39,8 +39,8 @@ from lightning_unitscale.capture.compiled_graph import StepState
 from lightning_unitscale.capture.dynamo_capture import around_captures, original_error
 from lightning_unitscale.capture.executors import CheckpointNotKept, Executor
 from lightning_unitscale.capture.graph_nodes import returned_loss
-from lightning_unitscale.capture.reached_code import find_recorded_pass
 from lightning_unitscale.capture.rollback import undoers
+from lightning_unitscale.capture.side_effects import find_recorded_pass
 from lightning_unitscale.capture.step_messages import CaptureError, warn_of_staying_plain
 from lightning_unitscale.patching import nothing, shadowed
 
