@@ -459,21 +459,21 @@ MUTATIONS = (
     ),
     Mutation(
         "a step that is captured at times is given up",
-        "capture/recaptures.py",
+        "capture/module_state.py",
         "4 * self._num_captures <= 3 * self._num_calls",
         "False",
         "callbacks/test_recaptures.py -k at_times",
     ),
     Mutation(
         "Dynamo runs a step as it is that rules have scaled, beyond its limit",
-        "capture/recaptures.py",
+        "capture/module_state.py",
         "        if most < max(",
         "        if True or most < max(",
         "callbacks/test_recaptures.py -k never_lost",
     ),
     Mutation(
         "a step is cut into any number of graphs",
-        "capture/recaptures.py",
+        "capture/module_state.py",
         "if self.num_graphs < MANY_GRAPHS:",
         "if True:",
         "callbacks/test_recaptures.py -k many_graphs",
@@ -481,8 +481,8 @@ MUTATIONS = (
     Mutation(
         "a step runs captured though a hook takes part in its backward pass",
         "capture/fallback.py",
-        "            if count != self._num_hooks:",
-        "            if False:",
+        "looks and self._num_hooks != RemovableHandle.next_id:",
+        "False:",
         "callbacks/test_fallbacks.py -k GradientNoise",
     ),
     Mutation(
@@ -1194,7 +1194,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what the first call has removed still breaks the graph",
-        "capture/recaptures.py",
+        "capture/module_state.py",
         "self.is_due = True",
         "self.is_due = False",
         "capture/test_second_capture.py",
@@ -1357,8 +1357,8 @@ MUTATIONS = (
     Mutation(
         "a mean over tokens divides by those of its microbatch",
         "pipeline/whole_batch.py",
-        "    return total / count\n\n\n_COUNTED",
-        "    return function(**kwargs)\n\n\n_COUNTED",
+        "    return total / count\n",
+        "    return function(**kwargs)\n",
         "pipeline/test_batchwise.py::test_the_loss_and_the_gradients_of_the_batch[tokens-4]",
     ),
     Mutation(
@@ -1399,7 +1399,7 @@ MUTATIONS = (
     Mutation(
         "the joint step forgets accumulation",
         "pipeline/called_module.py",
-        " / self._graph.runner.num_accumulated).backward()",
+        " / runner.num_accumulated).backward()",
         ").backward()",
         "pipeline/test_around.py::test_the_training_of_one_device[tokens]",
     ),
@@ -1510,9 +1510,9 @@ MUTATIONS = (
     ),
     Mutation(
         "under autocast a captured step's backward pass is traced within it",
-        "capture/aot_backend.py",
-        'backward_pass_autocast="same_as_forward" if is_autocast else "off"',
-        'backward_pass_autocast="same_as_forward"',
+        "capture/executors.py",
+        '"same_as_forward" if backward_is_autocast else "off"',
+        '"same_as_forward"',
         "memory/test_plain_bits.py -k Inverse",
     ),
     Mutation(
@@ -1524,7 +1524,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a step that stays in parts is not judged by its budget",
-        "capture/recaptures.py",
+        "capture/module_state.py",
         "if not self.is_due:\n            getattr",
         "if False:\n            getattr",
         "capture/test_second_capture.py",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_unitscale.callbacks.packages import is_overridden
 from lightning_unitscale.capture.fallback import RECORDED
 from lightning_unitscale.capture.module_steps import ModuleSteps
-from lightning_unitscale.capture.reached_code import find_recorded_pass
+from lightning_unitscale.capture.side_effects import find_recorded_pass
 from lightning_unitscale.patching import Replacement, shadowed
 
 if TYPE_CHECKING:

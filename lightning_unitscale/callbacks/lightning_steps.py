@@ -29,7 +29,7 @@ from lightning_unitscale.callbacks.packages import (
 from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.dynamo_capture import is_compiled
 from lightning_unitscale.capture.module_steps import LIGHTNING_STEPS, ModuleSteps, steps_of
-from lightning_unitscale.capture.reached_code import functions_of, names_in
+from lightning_unitscale.capture.side_effects import functions_of, names_in
 from lightning_unitscale.loops.attach import Attachment, attach_in_fabric
 from lightning_unitscale.loops.loop import Claim, Loop, LoopCallback, leaving_after
 from lightning_unitscale.patching import nothing, shadowed

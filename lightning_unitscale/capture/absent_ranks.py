@@ -54,6 +54,7 @@ def fake_process_group(world_size: int, *, device: str = "cpu") -> Iterator[None
         >>> profile.num_ranks, profile.parameter_bytes, profile.gradient_bytes
         (8, 2080, 2080)
     """
+    from torch.distributed.tensor import _dispatch, _random
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
@@ -65,7 +66,12 @@ def fake_process_group(world_size: int, *, device: str = "cpu") -> Iterator[None
         raise ValueError(f"`world_size={world_size}`: no rank. Expected a positive number.")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
-        with _streams_of(torch.device(device)), _without_random_states():
+        with (
+            _streams_of(torch.device(device)),
+            # Distributed tensors draw random numbers without a state that ranks share.
+            shadowed(_random, _rng_tracker=None),
+            shadowed(_dispatch, is_rng_supported_mesh=lambda mesh: False),
+        ):
             yield
     finally:
         dist.destroy_process_group()
@@ -90,16 +96,6 @@ def _streams_of(device: torch.device) -> Iterator[None]:
         ),
         _NewOnDevice(device),
     ):
-        yield
-
-
-@contextlib.contextmanager
-def _without_random_states() -> Iterator[None]:
-    """Let distributed tensors draw random numbers without a state that ranks share."""
-    from torch.distributed.tensor import _dispatch, _random
-
-    unsupported = {"is_rng_supported_mesh": lambda mesh: False}
-    with shadowed(_random, _rng_tracker=None), shadowed(_dispatch, **unsupported):
         yield
 
 

@@ -130,7 +130,9 @@ def _tell_until_traced(trace: Callable[[], _Traced]) -> _Traced:
             is_strict = True
         except _FAILURES as error:
             is_strict = True
-            place = _place_of(error)
+            # The message of an export's error of fake tensors does not have the lines.
+            frames = getattr(error, "real_stack", None) or frames_of(error)
+            place = tuple((frame.filename, frame.lineno or 0) for frame in frames)
             if ended is None or _is_further(place, ended):
                 ended = place
             elif last is not None:
@@ -140,12 +142,6 @@ def _tell_until_traced(trace: Callable[[], _Traced]) -> _Traced:
                 raise
             tried.add(last)
             _TOLD.yes.add(last)
-
-
-def _place_of(error: BaseException) -> _Place:
-    # The message of an export's error of fake tensors does not have the lines.
-    frames = getattr(error, "real_stack", None) or frames_of(error)
-    return tuple((frame.filename, frame.lineno or 0) for frame in frames)
 
 
 def _is_further(place: _Place, before: _Place) -> bool:

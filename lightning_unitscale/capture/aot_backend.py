@@ -13,15 +13,20 @@ autocast, such as a Trainer's, runs without it.
 autocast, so in BF16. A captured graph has the kernel as one operation and runs it outside of
 autocast. So our own operator runs it within.
 
+Two bugs of torch in recurrent layers are fixed here. Its decomposition of stacked layers never
+applies dropout between them: it compares their number with a layer's index the wrong way around.
+And oneDNN's LSTM returns the workspace that its backward kernel reads only in grad mode, which is
+off while a graph runs (pytorch issue 158007).
+
 AOTAutograd calls its graph with the inputs unchanged. If the class of an input overrides operations
 in Python (``__torch_function__``), the checks of the first call raise an error. So such inputs are
 passed as ordinary tensors.
 
 Private names used here were checked on torch 2.13 and 2.11: Inductor's ``custom_partitioner_fn``,
-functorch's ``backward_pass_autocast``, and the switches of the two caches of compiled graphs;
-``OpOverload.py_kernels``, ``OpOverload._dispatch_cache``, ``OpOverload._op_dk`` and
-``OpOverload._schema``, ``torch._C.DispatchKey``, ``TorchDispatchMode``;
-``upsample_compute_output_size``, ``suggest_memory_format`` and
+and the switches of the two caches of compiled graphs; ``OpOverload.py_kernels``,
+``OpOverload._dispatch_cache``, ``OpOverload._op_dk`` and ``OpOverload._schema``,
+``torch._C.DispatchKey``, ``TorchDispatchMode``; ``torch._C._AutoDispatchBelowAutograd``;
+``_rnn_helper``, ``upsample_compute_output_size``, ``suggest_memory_format`` and
 ``compute_elementwise_output_logical_to_physical_perm`` of torch's decompositions;
 ``_disabled_torch_dispatch_impl``.
 """
@@ -31,11 +36,13 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from operator import getitem
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._C import DispatchKey
+from torch._decomp import decompositions
 from torch._decomp.decompositions import upsample_compute_output_size
 from torch._ops import OpOverload
 from torch._prims_common import (
@@ -45,7 +52,7 @@ from torch._prims_common import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_unitscale.capture.recurrent import recurrent_dropout
+from lightning_unitscale.patching import shadowed
 
 
 @contextlib.contextmanager
@@ -67,13 +74,6 @@ def partitioned_by(partition_fn: Any) -> Iterator[None]:
         ),
     ):
         yield
-
-
-def traced_backward(*, is_autocast: bool) -> contextlib.AbstractContextManager[None]:
-    """Return the settings under which AOTAutograd traces a backward pass."""
-    from torch._functorch import config
-
-    return config.patch(backward_pass_autocast="same_as_forward" if is_autocast else "off")
 
 
 aten = torch.ops.aten
@@ -183,6 +183,68 @@ def _with_python_kernel(
         if before is not None:
             kernels[key] = before
         operator._dispatch_cache.clear()
+
+
+_LSTM = aten.mkldnn_rnn_layer.default
+# The index of the result that only the backward kernel reads.
+_WORKSPACE = 3
+
+
+def recurrent_dropout() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which traced recurrent layers apply dropout between them."""
+    layers = functools.partial(_layer_by_layer, decompositions._rnn_helper)
+    return shadowed(decompositions, _rnn_helper=layers)
+
+
+def _layer_by_layer(
+    run: Callable[..., Any],
+    input: Tensor,
+    hidden: Sequence[Any],
+    params: Sequence[Any],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+    layer_fn: Callable[..., Any],
+) -> tuple[Tensor, list[Any]]:
+    """Run stacked layers one by one, with dropout between them."""
+    output = input.transpose(0, 1) if batch_first else input
+    finals: list[Any] = []
+    directions = 2 if bidirectional else 1
+    for start in range(0, num_layers * directions, directions):
+        if start and train and dropout:
+            output = torch.dropout(output, dropout, train=True)
+        layer = slice(start, start + directions)
+        options = (has_biases, 1, 0.0, train, bidirectional, False, layer_fn)
+        output, final = run(output, hidden[layer], params[layer], *options)
+        finals += final
+    return output.transpose(0, 1) if batch_first else output, finals
+
+
+def keep_workspaces(graph: fx.Graph) -> None:
+    """Let the LSTMs of a graph return the workspaces that its backward pass reads."""
+    for node in graph.find_nodes(op="call_function", target=getitem):
+        layer, index = node.args
+        if index == _WORKSPACE and layer.target is _LSTM:
+            layer.target = _lstm_with_workspace()
+
+
+@functools.cache
+def _lstm_with_workspace() -> Any:
+    """Return the operator. It is made when it is first needed, since that is slow."""
+    schema = str(_LSTM._schema).partition("(")[2]
+
+    @torch.library.custom_op(
+        "lightning_unitscale::lstm_with_workspace", mutates_args=(), schema=f"({schema}"
+    )
+    def run(*args: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():
+            return _LSTM(*args)
+
+    run.register_fake(_LSTM)
+    return torch.ops.lightning_unitscale.lstm_with_workspace.default
 
 
 class Writes(TorchDispatchMode):

@@ -231,11 +231,11 @@ def _one_line(text: str, frames: Sequence[Any]) -> str:
 
 def _users_line(frames: Sequence[Any]) -> Any:
     """Return the innermost line of the user's own code, if there is one."""
-    return next((frame for frame in reversed(frames) if _is_users(frame.filename)), None)
-
-
-def _is_users(file: str) -> bool:
-    return not is_installed_file(file) and not file.startswith((_OWN_PACKAGE, "<frozen"))
+    for frame in reversed(frames):
+        file = frame.filename
+        if not is_installed_file(file) and not file.startswith((_OWN_PACKAGE, "<frozen")):
+            return frame
+    return None
 
 
 def _is_in_between(file: str) -> bool:

@@ -14,6 +14,7 @@ import torch
 from typing_extensions import override
 
 from lightning_unitscale.capture import dynamo_capture as capture
+from lightning_unitscale.capture import step_messages as messages
 from lightning_unitscale.capture.breaks import (
     graph_breaks_since,
     is_of_dynamo,
@@ -35,20 +36,9 @@ from lightning_unitscale.capture.compiled_graph import (
 from lightning_unitscale.capture.executors import Executor
 from lightning_unitscale.capture.fallback import Fallback, StaysPlain
 from lightning_unitscale.capture.graph_nodes import Names
-from lightning_unitscale.capture.module_state import ModuleState
+from lightning_unitscale.capture.module_state import ModuleState, SecondCapture
 from lightning_unitscale.capture.patches import kept_whole, opened_layers
-from lightning_unitscale.capture.recaptures import SecondCapture
 from lightning_unitscale.capture.side_effects import UntracedCalls, plain_forward
-from lightning_unitscale.capture.step_messages import (
-    NO_REASON,
-    CaptureProgress,
-    capture_ended,
-    not_captured,
-    warn_if_nothing_ran,
-    warn_of_captures,
-    warn_of_saving,
-    warn_once,
-)
 from lightning_unitscale.compiling import is_compiling, is_exporting
 from lightning_unitscale.functional.scale import is_transforming
 from lightning_unitscale.patching import nothing, shadowed
@@ -116,7 +106,7 @@ class CapturedStep(StepState):
         # Called with the step and the arguments of a call, or with those of a rehearsal.
         self.before_call: Callable[..., None] | None = None
         self.before_rehearsal: Callable[..., None] | None = None
-        self.progress = CaptureProgress(self.title, lambda line: owner.say(line))
+        self.progress = messages.CaptureProgress(self.title, lambda line: owner.say(line))
         self.fallback = Fallback(self, self.progress.capturing)
         self.second_capture = SecondCapture(owner)
         self._function = _TracedFunction(self)
@@ -208,8 +198,8 @@ class CapturedStep(StepState):
         except GraphReached as reached:
             if breaks := graph_breaks_since(num_breaks):
                 raise NotOneGraphError(*breaks) from None
-            return GraphCall(self, reached.graph, reached.inputs)
-        raise NotOneGraphError(NO_REASON)
+            return GraphCall(self, *reached.args)
+        raise NotOneGraphError(messages.NO_REASON)
 
     def _trace_anew(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Trace a call as if nothing was captured, and forget it. Raise if it is not one graph."""
@@ -268,13 +258,13 @@ class CapturedStep(StepState):
         except StaysPlain as reason:
             if self.is_rehearsing:
                 self.forget_after(reason)
-                raise capture_ended(self, str(reason)) from None
+                raise messages.capture_ended(self, str(reason)) from None
             return self.fallback.run_plain(str(reason), args, kwargs)
         except Exception as error:
             inner = self.forget_after(error)
             if is_of_dynamo(inner):
                 cause = inner if wants_dynamos_texts() else None
-                raise not_captured(self, inner) from cause
+                raise messages.not_captured(self, inner) from cause
             if inner is error:
                 raise
             raise inner from None
@@ -282,15 +272,15 @@ class CapturedStep(StepState):
             # Under such a mode Dynamo skips a step, and forever unless it is reset.
             capture.forget(self.captured)
         breaks = self.note_breaks_since(num_breaks)
-        if result is not None or not self.postponed.is_empty:
+        if result is not None or self.postponed.calls:
             # Otherwise the step would have skipped this batch.
-            warn_if_nothing_ran(self)
-        warn_of_saving(self, breaks)
+            messages.warn_if_nothing_ran(self)
+        messages.warn_of_saving(self, breaks)
         self.fallback.note_call(result, *args, **kwargs)
         if self.interpreter is None:
             too_many = self.recaptures.after_call(has_captured=len(self.graphs) > num_graphs)
             if too_many is not None and self.owner.changes_function:
-                warn_of_captures(self, too_many)
+                messages.warn_of_captures(self, too_many)
             elif too_many is not None and torch.is_grad_enabled():
                 self.fallback.stay_plain(too_many)
             planning = getattr(self.owner.partition_fn, "planning_seconds", 0.0)
@@ -312,7 +302,7 @@ class CapturedStep(StepState):
         self.fallback.refuse_under_rules(
             "it runs within a torch.func transform", "No graph is captured there", _DEPLOY
         )
-        warn_once(
+        messages.warn_once(
             self,
             f"{self.title}: called within a torch.func transform, where no graph is captured. "
             "So this call runs as it is, neither rewritten nor observed. Call it outside of one, "

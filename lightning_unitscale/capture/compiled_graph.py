@@ -25,20 +25,12 @@ from lightning_unitscale.capture.copy_graphs import copy_graph_module
 from lightning_unitscale.capture.decompose import expand_composites
 from lightning_unitscale.capture.dynamo_capture import CapturedGraph
 from lightning_unitscale.capture.executors import Executor
+from lightning_unitscale.capture.graph_matmuls import MATMULS, Places
 from lightning_unitscale.capture.graph_nodes import Names
-from lightning_unitscale.capture.module_state import ModuleState
-from lightning_unitscale.capture.passes import (
-    GraphPass,
-    PassRecord,
-    Phase,
-    StepGraph,
-    run_passes,
-)
-from lightning_unitscale.capture.recaptures import Recaptures
-from lightning_unitscale.capture.regions import MATMULS, Places
+from lightning_unitscale.capture.module_state import ModuleState, Recaptures
+from lightning_unitscale.capture.passes import GraphPass, PassRecord, Phase, StepGraph, run_passes
 from lightning_unitscale.capture.rollback import restorers_of
 from lightning_unitscale.capture.side_effects import Postponed
-from lightning_unitscale.capture.user_checkpoints import refuse_checkpoints
 from lightning_unitscale.functional.scale import outside_transforms
 from lightning_unitscale.patching import shadowed
 
@@ -148,7 +140,9 @@ class _GraphOfEachModule:
         # They would be activations, which would stay alive.
         self._captured = replace(captured, example_inputs=())
         self._executor = executor
-        self._position = captured.first_parameter()
+        # The input that distinguishes modules that run the same code.
+        positions = (i for i, described in enumerate(captured.inputs) if described.fqn is not None)
+        self._position = next(positions, None)
         self._first = CompiledGraph(step, captured, executor)
         self._by_roots = {tuple(captured.roots().values()): self._first}
         self._by_parameter: dict[int, CompiledGraph] = {}
@@ -189,7 +183,7 @@ class CompiledGraph:
         find_effects(self.base.graph)  # for all copies of it
         self.inputs = captured.inputs
         if step.owner.partition_fn is not None and executor == "aot_eager":
-            refuse_checkpoints(self.base, self.inputs)
+            executors.refuse_checkpoints(self.base, self.inputs)
         self._variants: dict[bool, Variant] = {}
         self._interpreted: dict[bool, StepGraph] = {}
         self.num_rewrites = 0
@@ -313,12 +307,7 @@ class NotOneGraphError(Exception):
 
 
 class GraphReached(BaseException):
-    """Signal raised in place of a graph's run. No user's ``except Exception`` catches it."""
-
-    def __init__(self, graph: CompiledGraph, inputs: tuple[Any, ...]) -> None:
-        super().__init__()
-        self.graph = graph
-        self.inputs = inputs
+    """Signal in place of the run of a graph on inputs. No ``except Exception`` catches it."""
 
 
 def stop_at_graph(graph: CompiledGraph, inputs: tuple[Any, ...]) -> Any:

@@ -15,6 +15,7 @@ import inspect
 import math
 import operator
 import types
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -254,7 +255,7 @@ class _Recorder(TorchFunctionMode):
         self._values: dict[fx.Node, Tensor] = {}
         # Tensors are known by identity, so they must outlive the recording.
         self._alive: list[Tensor] = []
-        self._count: dict[str, int] = {}
+        self._count: Counter[str] = Counter()
 
     def value_of(self, argument: Any) -> Any:
         """Return the example value of a node argument, and remember it as that node's."""
@@ -316,9 +317,9 @@ class _Recorder(TorchFunctionMode):
             if key in self.origin.meta:
                 node.meta[key] = self.origin.meta[key]
         base = f"{tensor_name(self.origin)}.{op_name(node)}"
-        self._count[base] = self._count.get(base, 0) + 1
         count = self._count[base]
-        node.meta[NAME] = base if count == 1 else f"{base}_{count - 1}"
+        self._count[base] += 1
+        node.meta[NAME] = f"{base}_{count}" if count else base
 
     def _remember(self, tensor: Tensor, node: fx.Node) -> None:
         self._nodes[id(tensor)] = node

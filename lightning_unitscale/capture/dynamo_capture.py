@@ -37,7 +37,6 @@ from lightning_unitscale.capture.patches import (
     passed_over,
     plain_libraries,
     plain_numbers,
-    plain_optimizers,
 )
 from lightning_unitscale.patching import shadowed_here
 
@@ -92,11 +91,6 @@ class CapturedGraph:
                 root = graph_input.source[: graph_input.source.index("]") + 1]
                 roots.setdefault(root, graph_input.fqn[: -len(local)].rstrip("."))
         return roots
-
-    def first_parameter(self) -> int | None:
-        """Return the position of an input that distinguishes modules that run the same code."""
-        positions = (i for i, graph_input in enumerate(self.inputs) if graph_input.fqn is not None)
-        return next(positions, None)
 
     def for_module_of(self, inputs: Sequence[Any], module: nn.Module) -> CapturedGraph:
         """Return this graph for a call with the parameters among ``inputs``."""
@@ -214,7 +208,6 @@ def capture_settings(*, passes_over: bool = False) -> Iterator[None]:
         without_dynamos_texts(),
         plain_libraries(),
         plain_numbers(),
-        plain_optimizers(),
         passed_over() if passes_over else contextlib.nullcontext(),
         torch._dynamo.config.patch(
             optimize_ddp=False,

@@ -1,7 +1,7 @@
 """Run a rewritten graph: op by op, by AOTAutograd's graphs op by op, or by Inductor.
 
 Private names used here were checked on torch 2.13 and 2.11: ``boxed_nop``, ``compile_fx``,
-``compile_fx_inner``, ``list_mode_options``.
+``compile_fx_inner``, ``list_mode_options``, functorch's ``backward_pass_autocast``.
 """
 
 from __future__ import annotations
@@ -14,17 +14,21 @@ import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
+from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
+from lightning_unitscale.capture.aliasing import is_random, memory_roots, written_arguments
 from lightning_unitscale.capture.aot_backend import (
+    keep_workspaces,
     on_plain_tensors,
     partitioned_by,
     plain_kernels,
-    traced_backward,
+    recurrent_dropout,
 )
 from lightning_unitscale.capture.copy_graphs import compiled_forward, is_checkpoint
+from lightning_unitscale.capture.dynamo_capture import GraphInput
+from lightning_unitscale.capture.graph_nodes import line_of, op_name, requires_grad
 from lightning_unitscale.capture.patches import drop_inference_mode
-from lightning_unitscale.capture.recurrent import keep_workspaces, recurrent_dropout
 from lightning_unitscale.scales.statistics import join_rows
 
 Executor = Literal["eager", "aot_eager", "inductor"]
@@ -63,7 +67,8 @@ def execute_with(
         _restore_checkpointing(graph_module)
         return compiled_forward(graph_module)
     drop_inference_mode(graph_module)
-    backward = traced_backward(is_autocast=backward_is_autocast)
+    backward_autocast = "same_as_forward" if backward_is_autocast else "off"
+    backward = functorch_config.patch(backward_pass_autocast=backward_autocast)
     if executor == "aot_eager":
         partition_fn = partition_fn or min_cut_rematerialization_partition
         # Boxed inputs let each saved tensor be freed after its last reader.
@@ -141,26 +146,25 @@ def _restore_checkpointing(graph_module: fx.GraphModule) -> None:
             body = getattr(graph_module, str(node.args[0].target))
             _restore_checkpointing(body)
             # The function itself, since a lazy graph module may compile its code once more.
-            forward, written = compiled_forward(body), _written_inputs(body.graph)
+            forward = compiled_forward(body)
+            # The inputs that the body writes into by a method, such as a buffer that counts.
+            written = frozenset(
+                index
+                for index, given in enumerate(body.graph.find_nodes(op="placeholder"))
+                for user in given.users
+                if user.op == "call_method"
+                and user.args[0] is given
+                and str(user.target).endswith("_")
+            )
             node.target = functools.partial(_checkpoint, forward=forward, written=written)
             node.target.__name__ = "checkpoint"
-
-
-def _written_inputs(graph: fx.Graph) -> frozenset[int]:
-    """Return the inputs that a graph writes into by a method, such as a buffer that counts."""
-    return frozenset(
-        index
-        for index, node in enumerate(graph.find_nodes(op="placeholder"))
-        for user in node.users
-        if user.op == "call_method" and user.args[0] is node and str(user.target).endswith("_")
-    )
 
 
 def _checkpoint(
     body: fx.GraphModule,
     *args: Any,
     forward: Callable[..., Any],
-    written: frozenset[int] = frozenset(),
+    written: frozenset[int],
     **kwargs: Any,
 ) -> Any:
     kwargs.pop("use_reentrant", None)
@@ -172,3 +176,57 @@ def _checkpoint(
 
     others = [value for index, value in enumerate(args) if index not in written]
     return torch.utils.checkpoint.checkpoint(run, *others, use_reentrant=False, **kwargs)
+
+
+class CheckpointNotKept(Exception):
+    """Error about a user's checkpoint that would mean something else in a plan."""
+
+
+def refuse_checkpoints(graph_module: fx.GraphModule, inputs: Sequence[GraphInput]) -> None:
+    """Refuse a graph with a checkpoint whose meaning in torch a plan does not keep.
+
+    A plan recomputes what a checkpoint would, and keeps no other effect of torch's there. Torch
+    gives no gradient to a reentrant checkpoint whose inputs need none, updates BatchNorm's
+    statistics twice, and draws new random numbers if their state is not kept.
+    """
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    own = {
+        node
+        for node, described in zip(placeholders, inputs, strict=True)
+        if described.kind in ("parameter", "buffer")
+    }
+    for node in graph_module.graph.nodes:
+        if is_checkpoint(node) and (reason := _why_not_kept(graph_module, node, own)):
+            line = line_of(node)
+            where = f" at {line[0]}:{line[1]}" if line else ""
+            raise CheckpointNotKept(f"the checkpoint{where} {reason}")
+
+
+def _why_not_kept(graph_module: fx.GraphModule, node: fx.Node, own: set[fx.Node]) -> str:
+    body: Any = node.args[0]
+    region = getattr(graph_module, str(body.target)).graph
+    given = [argument for argument in node.all_input_nodes if argument not in own | {body}]
+    if node.kwargs.get("use_reentrant") and not any(map(requires_grad, given)):
+        return "is reentrant and none of its inputs needs a gradient, so torch gives it none"
+    roots = memory_roots(region)
+    writes = (
+        target
+        for one in region.nodes
+        for target in written_arguments(one)
+        if roots[target].op == "placeholder"
+    )
+    if next(writes, None) is not None or any(map(_updates_statistics, region.nodes)):
+        return "writes into a buffer, which torch does a second time when it runs again"
+    if node.kwargs.get("preserve_rng_state", True) is False and any(map(is_random, region.nodes)):
+        return "draws random numbers with preserve_rng_state=False, others when it runs again"
+    return ""
+
+
+def _updates_statistics(node: fx.Node) -> bool:
+    """Check whether a normalization updates running statistics, which its schema omits."""
+    if op_name(node) not in ("batch_norm", "instance_norm"):
+        return False
+    names = ("input", "running_mean", "running_var", "weight", "bias", "training")
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    trains = given.get("training", given.get("use_input_stats", op_name(node) == "instance_norm"))
+    return given.get("running_mean") is not None and bool(trains)

@@ -1,17 +1,31 @@
-"""Run a step as the user wrote it if it cannot run captured. A failed call is undone first."""
+"""Run a step as the user wrote it if it cannot run captured. A failed call is undone first.
+
+A captured graph is one node of autograd's graph. Hooks of modules inside it never see a gradient.
+Hooks of parameters run in another order, because all gradients arrive at once. The node cannot be
+differentiated a second time. So a step runs uncaptured if a backward hook is registered, or when a
+backward pass is recorded.
+
+Private names used here were checked on torch 2.13 and 2.11: ``_engine_run_backward``, by which
+``torch.autograd`` runs all backward passes, ``RemovableHandle.next_id``, and the dictionaries of
+hooks of modules, of parameters and of all modules.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import graph as autograd_graph
+from torch.nn.modules import module as module_hooks
 from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
 
 from lightning_unitscale.capture.absent_ranks import is_sharded
 from lightning_unitscale.capture.breaks import (
@@ -23,18 +37,12 @@ from lightning_unitscale.capture.breaks import (
 )
 from lightning_unitscale.capture.compiled_graph import StepState
 from lightning_unitscale.capture.dynamo_capture import around_captures, original_error
-from lightning_unitscale.capture.executors import Executor
+from lightning_unitscale.capture.executors import CheckpointNotKept, Executor
 from lightning_unitscale.capture.graph_nodes import returned_loss
-from lightning_unitscale.capture.reached_code import find_recorded_pass
 from lightning_unitscale.capture.rollback import undoers
+from lightning_unitscale.capture.side_effects import find_recorded_pass
 from lightning_unitscale.capture.step_messages import CaptureError, warn_of_staying_plain
-from lightning_unitscale.capture.user_checkpoints import CheckpointNotKept
-from lightning_unitscale.capture.user_hooks import (
-    find_backward_hook,
-    noticing_recorded_passes,
-    num_registered,
-)
-from lightning_unitscale.patching import nothing
+from lightning_unitscale.patching import nothing, shadowed
 
 RECORDED = "it takes gradients of gradients (create_graph=True)"
 
@@ -71,12 +79,11 @@ class Fallback:
         if self._step.interpreter is not None:
             return False
         looks = self._is_possible and executor != "eager" and torch.is_grad_enabled()
-        if self.reason is None and looks:
-            count = num_registered()
-            if count != self._num_hooks:
-                self._num_hooks = count
-                if (hook := find_backward_hook(self._step.owner.module)) is not None:
-                    self.stay_plain(f"{hook}, which a graph runs in another order or not at all")
+        # ``next_id`` grows whenever a hook is registered on anything.
+        if self.reason is None and looks and self._num_hooks != RemovableHandle.next_id:
+            self._num_hooks = RemovableHandle.next_id
+            if (hook := find_backward_hook(self._step.owner.module)) is not None:
+                self.stay_plain(f"{hook}, which a graph runs in another order or not at all")
         return self.reason is not None
 
     def await_rules(self, awaits: bool) -> None:
@@ -262,3 +269,65 @@ def _is_same(after: Any, before: Any) -> bool:
     if after != before:
         return False
     return not isinstance(total, Tensor) or torch.equal(total.nan_to_num(), expected.nan_to_num())
+
+
+_OF_MODULES = {"_backward_hooks": "backward hook", "_backward_pre_hooks": "backward pre-hook"}
+_OF_PARAMETERS = {
+    "_backward_hooks": "gradient hook",
+    "_post_accumulate_grad_hooks": "post-accumulate-grad hook",
+}
+_OWN_PACKAGE = __name__.partition(".")[0]
+
+
+def find_backward_hook(module: nn.Module) -> str | None:
+    """Name a hook that takes part in a module's backward passes, or return ``None``."""
+    for name, kind in _OF_MODULES.items():
+        if (hook := _first(getattr(module_hooks, f"_global{name}"))) is not None:
+            return f"all modules have a {kind}, {_named(hook)}"
+    for path, owner in module.named_modules():
+        for name, kind in _OF_MODULES.items():
+            if (hook := _first(getattr(owner, name, None))) is not None:
+                return f"{path or type(owner).__name__} has a {kind}, {_named(hook)}"
+    for path, parameter in module.named_parameters():
+        for name, kind in _OF_PARAMETERS.items():
+            if (hook := _first(getattr(parameter, name, None))) is not None:
+                return f"{path} has a {kind}, {_named(hook)}"
+    return None
+
+
+def _first(hooks: Mapping[int, Any] | None) -> Any:
+    """Return the first hook that is not this package's own."""
+    for hook in (hooks or {}).values():
+        name = getattr(hook, "__module__", None) or type(hook).__module__
+        if str(name).partition(".")[0] != _OWN_PACKAGE:
+            return hook
+    return None
+
+
+def _named(hook: Any) -> str:
+    """Return the hook's name and where it was written."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    name = getattr(hook, "__qualname__", type(hook).__qualname__)
+    code = getattr(inspect.unwrap(hook), "__code__", None)
+    return name if code is None else f"{name} at {code.co_filename}:{code.co_firstlineno}"
+
+
+@contextlib.contextmanager
+def noticing_recorded_passes(notice: Callable[[], None]) -> Iterator[None]:
+    """Call ``notice`` before each backward pass with ``create_graph=True``."""
+    run = autograd_graph._engine_run_backward
+    # Both run in the middle of a step, whose functions Dynamo captures as it meets them.
+    notice = torch.compiler.disable(notice)
+
+    @functools.partial(torch.compiler.disable, recursive=False)
+    @functools.wraps(run)
+    def notice_and_run(
+        outputs: Any, grad_outputs: Any, keeps_graph: Any, creates_graph: Any, *args: Any, **kw: Any
+    ) -> Any:
+        if creates_graph:
+            notice()
+        return run(outputs, grad_outputs, keeps_graph, creates_graph, *args, **kw)
+
+    with shadowed(torch.autograd, _engine_run_backward=notice_and_run):
+        yield

@@ -126,11 +126,7 @@ class Names:
         self._assign(graph_module, frame, roots, Counter())
 
     def _assign(
-        self,
-        graph_module: fx.GraphModule,
-        frame: int,
-        roots: Mapping[str, str],
-        seen: Counter[str],
+        self, graph_module: fx.GraphModule, frame: int, roots: Mapping[str, str], seen: Counter[str]
     ) -> None:
         depth = 0
         for node in graph_module.graph.nodes:

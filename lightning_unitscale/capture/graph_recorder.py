@@ -28,9 +28,7 @@ class GraphInterpreter(fx.Interpreter):
     """Interpreter of a captured graph and its checkpoints, node by node. It recomputes nothing."""
 
     def __init__(
-        self,
-        graph_module: fx.GraphModule,
-        visit: Callable[[GraphInterpreter, fx.Node], Any],
+        self, graph_module: fx.GraphModule, visit: Callable[[GraphInterpreter, fx.Node], Any]
     ) -> None:
         super().__init__(graph_module)
         self._visit = visit

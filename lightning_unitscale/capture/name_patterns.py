@@ -32,9 +32,7 @@ class NamePatterns:
     """Globs to include and to exclude, such as ``"blocks.0.*"``."""
 
     def __init__(
-        self,
-        include: str | Sequence[str] | None = None,
-        exclude: str | Sequence[str] | None = None,
+        self, include: str | Sequence[str] | None = None, exclude: str | Sequence[str] | None = None
     ) -> None:
         self.include = _patterns("include", include)
         self.exclude = _patterns("exclude", exclude)

@@ -259,22 +259,14 @@ _SDPA = "_scaled_dot_product"
 
 RULES: tuple[MatmulRule, ...] = (
     _matmul(
-        "mm",
-        _linear_or(1, "matmul", "input", "other"),
-        with_factor="addmm",
-        backward_order=(1, 0),
+        "mm", _linear_or(1, "matmul", "input", "other"), with_factor="addmm", backward_order=(1, 0)
     ),
     _matmul("bmm", _MATMUL, with_factor="baddbmm", backward_order=(1, 0)),
     _matmul("mv", _MATMUL),
     _matmul("dot", _MATMUL),
     _matmul("vdot", _MATMUL),
     _matmul("addmm", _linear_or(2, "addmm", "mat1", "mat2"), is_added=True, with_factor="addmm"),
-    _matmul(
-        "baddbmm",
-        _word("baddbmm", "batch1", "batch2"),
-        is_added=True,
-        with_factor="baddbmm",
-    ),
+    _matmul("baddbmm", _word("baddbmm", "batch1", "batch2"), is_added=True, with_factor="baddbmm"),
     _matmul("addbmm", _word("addbmm", "batch1", "batch2"), is_added=True),
     _matmul("addmv", _word("addmv", "mat", "vec"), is_added=True),
     MatmulRule("convolution", (0, 1), _BOTH, _convolution_word, convolution_flops, addends=(2,)),

@@ -21,9 +21,6 @@ from lightning_unitscale.capture.aliasing import make_out_of_place
 from lightning_unitscale.capture.copy_graphs import add_placeholder, fake_like, is_checkpoint
 from lightning_unitscale.capture.graph_nodes import INTERNAL
 
-# Runs a graph: the user's outputs for the user's inputs.
-Run = Callable[[Sequence[Any]], Sequence[Any]]
-
 
 class Phase(enum.IntEnum):
     """Time when a pass runs: a later phase sees the results of the earlier ones.

@@ -16,7 +16,7 @@
   the function has run. The function can run untraced then, too, and the functions that it calls are
   captured as after a graph break. A user's error (shapes that do not fit) is then raised as without
   Dynamo.
-* Optimizers (:func:`plain_optimizers`). When traced code reads ``param_groups`` (the learning rate,
+* Optimizers. When traced code reads ``param_groups`` (the learning rate,
   to log or to set it), Dynamo sets ``capturable=True`` in each group. On a GPU the update then uses
   another algorithm, with other last bits. On a CPU it refuses to run. No optimizer's step is traced
   here, so this preparation is not needed.
@@ -92,12 +92,13 @@ from lightning_unitscale.patching import nothing, shadowed_here
 
 @contextlib.contextmanager
 def plain_numbers() -> Iterator[None]:
-    """Run NumPy and generators untraced, and keep updates in one piece."""
+    """Run NumPy and generators untraced, and keep updates and optimizers as they are."""
     with (
         shadowed_here(VariableBuilder, wrap_numpy_ndarray=_as_number),
         shadowed_here(NumpyVariable, is_python_constant=_is_constant),
         shadowed_here(RandomVariable, is_supported_random_obj=lambda _: False),
         shadowed_here(RandomClassVariable, call_function=_refuse_generator),
+        shadowed_here(OptimizerVariable, _set_capturable=nothing),
         shadowed_here(TorchInGraphFunctionVariable, _get_handlers=_handlers_of_whole_functions),
         torch._dynamo.config.patch(trace_numpy=False, enable_dynamo_decompositions=False),
     ):
@@ -258,13 +259,6 @@ def kept_whole(functions: Sequence[Callable[..., Any]]) -> Iterator[None]:
     finally:
         for function in added:
             _allowed_callable_ids.remove(id(function))
-
-
-@contextlib.contextmanager
-def plain_optimizers() -> Iterator[None]:
-    """Stop Dynamo from changing an optimizer that traced code reads."""
-    with shadowed_here(OptimizerVariable, _set_capturable=nothing):
-        yield
 
 
 # torch's setting holds for all threads: its old value, and an item for each user of this one.

@@ -46,10 +46,7 @@ class CaptureError(RuntimeError):
     @classmethod
     def by_rules(cls, title: str, reason: str, need: str, advice: str) -> CaptureError:
         """Return the error about a step that rules cannot scale in this call."""
-        return cls(
-            f"{title} cannot be unit-scaled by rules: {reason}. {need}. {advice}.",
-            reason,
-        )
+        return cls(f"{title} cannot be unit-scaled by rules: {reason}. {need}. {advice}.", reason)
 
 
 def warn_once(step: StepState, text: str) -> None:

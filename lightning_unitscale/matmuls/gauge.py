@@ -11,10 +11,9 @@ from typing import Any
 from tabulate import tabulate
 from torch import fx
 
-from lightning_unitscale.capture.graph_matmuls import matmul_of
+from lightning_unitscale.capture.graph_matmuls import Places, matmul_of
 from lightning_unitscale.capture.graph_nodes import is_whole_view, tensor_name
 from lightning_unitscale.capture.passes import StepGraph
-from lightning_unitscale.capture.regions import Places
 
 # A matmul's factor combines two sigmas, or a sigma and a gamma. Within these bounds each factor and
 # its inverse are normal FP32 numbers, so multiplying by them is exact.

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from lightning_unitscale.capture.aliasing import aliased_by_mutation, returned_alone
 from lightning_unitscale.capture.copy_graphs import fake_mode_of
 from lightning_unitscale.capture.dynamo_capture import GraphInput
+from lightning_unitscale.capture.graph_matmuls import MATMULS, Place, Places
 from lightning_unitscale.capture.graph_nodes import (
     ELSEWHERE,
     INPUT,
@@ -31,7 +32,6 @@ from lightning_unitscale.capture.graph_recorder import (
     tap_gradient,
 )
 from lightning_unitscale.capture.passes import GraphPass, Phase, Region, StepGraph
-from lightning_unitscale.capture.regions import MATMULS, Place, Places
 from lightning_unitscale.matmuls.gauge import GAUGE, HELD, ONE, Gauge, Held, Unit
 from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.reduce import absent_rows, completed_rows, merge_rows, shift_rows

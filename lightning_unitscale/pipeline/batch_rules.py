@@ -1,4 +1,9 @@
-"""Derive the relation of a result to the batch from the relations of its operands."""
+"""Derive the relation of a result to the batch from the relations of its operands.
+
+A step is captured twice: for a microbatch and for the whole batch. Sizes and numbers that differ
+between the two graphs depend on the batch. Each tensor then has one of four relations to the batch,
+which ``batchwise.py`` finds.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,6 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from lightning_unitscale.capture.graph_nodes import example_tensor, line_of, op_name, tensor_name
-from lightning_unitscale.pipeline.batch_facts import Coupled, Fact, Mean, Rows, Same, power_of
 
 _SUMS = frozenset(
     {"add", "iadd", "radd", "sub", "isub", "rsub", "subtract", "where", "stack", "cat", "concat",
@@ -57,6 +61,43 @@ _ELEMENTWISE_LOSSES = frozenset(
     {"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "kl_div",
      "binary_cross_entropy_with_logits", "poisson_nll_loss", "soft_margin_loss"}
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Same:
+    """The value of any microbatch, times ``count ** power``."""
+
+    power: int = 0
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of all samples in the order of the batch, times ``count ** power``."""
+
+    dim: int
+    # How many times the samples repeat, as in ``torch.cat([first, second])``. It is 0 for a tensor
+    # that is the same for all samples.
+    blocks: int = 1
+    power: int = 0
+
+
+@dataclass(frozen=True)
+class Mean:
+    """The mean of the values of the microbatches, times ``count ** power``."""
+
+    # 0 for a mean over samples, 1 for a sum.
+    power: int = 0
+
+
+@dataclass(frozen=True)
+class Coupled:
+    """A value of the batch that does not follow from those of the microbatches."""
+
+    # The operation that couples the samples, and why.
+    reason: str
+
+
+Fact = Same | Rows | Mean | Coupled
 
 
 @dataclass(frozen=True)
@@ -108,6 +149,18 @@ class Operation:
         """Return the power of the number of microbatches in the constant factors."""
         powers = [power_of(a, b, self.count) for a, b in self.numbers()]
         return None if None in powers else sum(power for power in powers if power)
+
+
+def power_of(part: Any, whole: Any, count: int) -> int | None:
+    """Return ``k`` if a number of the batch is ``count ** k`` times one of a microbatch."""
+    if type(part) is not type(whole):
+        return None
+    if part == whole or (part != part and whole != whole):  # NaN also counts as a constant
+        return 0
+    if not isinstance(part, (int, float)) or not part:
+        return None
+    powers = (power for power in (1, -1, 2, -2))
+    return next((k for k in powers if math.isclose(whole / part, float(count) ** k)), None)
 
 
 def argument_of(node: fx.Node, name: str, position: int, default: Any = None) -> Any:

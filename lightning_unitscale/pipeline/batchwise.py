@@ -21,11 +21,15 @@ from lightning_unitscale.capture.aliasing import memory_roots, written_arguments
 from lightning_unitscale.capture.compiled_graph import GraphCall
 from lightning_unitscale.capture.copy_graphs import is_checkpoint
 from lightning_unitscale.capture.graph_nodes import example_tensor, op_name, tensor_name
-from lightning_unitscale.pipeline.batch_facts import Coupled, Fact, Mean, Rows, Same, batch_dims
 from lightning_unitscale.pipeline.batch_rules import (
     ARITHMETIC,
     COUNTED,
+    Coupled,
+    Fact,
+    Mean,
     Operation,
+    Rows,
+    Same,
     argument_of,
     of_reduced,
     of_reduction,
@@ -270,6 +274,16 @@ def _pairs(part: fx.Graph, whole: fx.Graph) -> list[tuple[fx.Node, fx.Node]] | s
 
 def _attribute(graph_module: fx.GraphModule, node: Any) -> Any:
     return attrgetter(str(node.target))(graph_module)
+
+
+def batch_dims(part: Tensor, whole: Tensor, count: int) -> list[int] | None:
+    """Return the dimensions of the samples, or ``None`` if another dimension's size differs."""
+    if part.ndim != whole.ndim:
+        return None
+    dims = [dim for dim in range(part.ndim) if part.shape[dim] != whole.shape[dim]]
+    if any(whole.shape[dim] != count * part.shape[dim] for dim in dims):
+        return None
+    return dims
 
 
 def _of_attribute(

@@ -13,7 +13,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,35 +76,31 @@ class StepCall:
             yield
 
 
-# Runs the step, and returns its result and its calls of the log methods.
-Around = Callable[[PipelinedGraph, StepCall, list[Any]], tuple[Any, list[Logged]]]
-
-
+@dataclass
 class JointStep:
     """The step on the rank of the last stage, run on the outputs of all microbatches."""
 
-    def __init__(self, graph: PipelinedGraph, call: StepCall, around: Around) -> None:
-        self._graph = graph
-        self._call = call
-        self._around = around
-        self._outputs: dict[int, list[Any]] = {}
-        # The detached result of the step, and its calls of the log methods.
-        self.result: Any = None
-        self.logged: list[Logged] = []
-        # Positions of the outputs that the loss depends on.
-        self.used: tuple[int, ...] = ()
-        # The error of the user's code.
-        self.failed: Exception | None = None
+    graph: PipelinedGraph
+    # Runs the step, and returns its result and its calls of the log methods.
+    run: Callable[[list[Any]], tuple[Any, list[Logged]]]
+    outputs: dict[int, list[Any]] = field(default_factory=dict)
+    # The detached result of the step, and its calls of the log methods.
+    result: Any = None
+    logged: list[Logged] = field(default_factory=list)
+    # Positions of the outputs that the loss depends on.
+    used: tuple[int, ...] = ()
+    # The error of the user's code.
+    failed: Exception | None = None
 
     def finish(self, index: int, outputs: Sequence[Any]) -> Tensor:
         """Add the outputs of a microbatch, and return the tensor that starts its backward pass."""
         leaves = tree_map_only(
             Tensor, lambda value: value.detach().requires_grad_(value.requires_grad), list(outputs)
         )
-        self._outputs[index] = leaves
-        if len(self._outputs) == self._graph.runner.num_microbatches:
+        self.outputs[index] = leaves
+        if len(self.outputs) == self.graph.runner.num_microbatches:
             try:
-                self._run()
+                self._finish_all()
             except Exception as error:
                 self.failed = error
                 raise
@@ -113,10 +110,9 @@ class JointStep:
             [leaf for leaf, _ in needed], *(output for _, output in needed)
         )
 
-    def _run(self) -> None:
-        parts = [self._outputs[index] for index in sorted(self._outputs)]
-        with self._call.seeded():
-            result, self.logged = self._around(self._graph, self._call, self._graph.joined(parts))
+    def _finish_all(self) -> None:
+        parts = [self.outputs[index] for index in sorted(self.outputs)]
+        result, self.logged = self.run(self.graph.joined(parts))
         loss = returned_loss(result)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise RuntimeError(
@@ -124,8 +120,9 @@ class JointStep:
                 "gradient, or a dict with the key 'loss'."
             )
         # The caller's autocast applies to forward passes only.
-        with torch.autocast(self._call.device.type, enabled=False):
-            (loss / self._graph.runner.num_accumulated).backward()
+        runner = self.graph.runner
+        with torch.autocast(runner.device.type, enabled=False):
+            (loss / runner.num_accumulated).backward()
         self.used = tuple(
             place
             for place, leaves in enumerate(zip(*parts, strict=True))
@@ -189,7 +186,7 @@ class PipelinedForward:
         with static_shapes():
             graph, inputs = self._captured(call)
             counted = self._metrics.states()
-            joint = JointStep(graph, call, self._around)
+            joint = JointStep(graph, partial(self._around, graph, call))
             try:
                 graph.runner.step_flat(inputs, joint.finish)
             except RuntimeError:
@@ -197,9 +194,7 @@ class PipelinedForward:
                 if joint.failed is not None:
                     raise joint.failed from None
                 raise
-        outside = self._used_outside() if graph.runner.is_last else []
-        changes = self._metrics.changes(counted) if graph.runner.is_last else {}
-        return self._share(graph, joint, outside, changes)
+        return self._share(graph, joint, counted)
 
     def _captured(self, call: StepCall) -> tuple[PipelinedGraph, list[list[Any]]]:
         """Return the pipeline of the module that the step calls, and its inputs."""
@@ -253,11 +248,8 @@ class PipelinedForward:
         tensors = [*self.module.parameters(), *self.module.buffers()]
         before = [tensor._version for tensor in tensors]
         with self._metrics.unchanged(), shadowed(self.module, **dict.fromkeys(LOGS, nothing)):
-            found = first_called(
-                self.module,
-                self._candidates,
-                lambda: self.module.training_step(*call.args, **call.kwargs),
-            )
+            run = partial(self.module.training_step, *call.args, **call.kwargs)
+            found = first_called(self.module, self._candidates, run)
         if found is None:
             raise RuntimeError(
                 f"{self._name} calls no module that has most of its parameters. With "
@@ -298,23 +290,19 @@ class PipelinedForward:
                     f"{self._name} calls {self.called} more than once. With capture='forward' a "
                     "step can call it once. Put both calls into one forward."
                 )
-            return self._replayed(graph, call.arguments, values, args, kwargs)
+            return self._replayed(graph, call.arguments, values, (args, kwargs))
 
         logs = {method: recorder(method) for method in LOGS}
-        with shadowed(self.module, **logs), shadowed(self._called, forward=once):
+        replaced = shadowed(self._called, forward=once)
+        with call.seeded(), shadowed(self.module, **logs), replaced:
             result = self.module.training_step(*call.args, **call.kwargs)
         return result, logged
 
     def _replayed(
-        self,
-        graph: PipelinedGraph,
-        before: Arguments,
-        values: list[Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, graph: PipelinedGraph, before: Arguments, values: list[Any], given: Arguments
     ) -> Any:
         """Return the result of ``forward`` for the results of its graph."""
-        if not _equal(before, (args, kwargs)):
+        if not _equal(before, given):
             raise RuntimeError(
                 f"{self._name} calls {self.called} with other arguments the second time. With "
                 "capture='forward' the step runs twice, with the same random numbers of torch. Use "
@@ -326,10 +314,10 @@ class PipelinedForward:
         below, above = vars(self._called), vars(self.module)
         forward = below.pop("forward")
         logs = {name: above.pop(name) for name in LOGS if name in above}
-        (whole,) = split_evenly((args, kwargs), 1)
+        ((args, kwargs),) = split_evenly(given, 1)
         try:
             with self._plain():
-                return step.rehearse(graph.replaying(values), *whole[0], **whole[1])
+                return step.rehearse(graph.replaying(values), *args, **kwargs)
         finally:
             below["forward"] = forward
             above.update(logs)
@@ -349,14 +337,12 @@ class PipelinedForward:
         return [name for name in used if name not in owned]
 
     def _share(
-        self,
-        graph: PipelinedGraph,
-        joint: JointStep,
-        outside: list[str],
-        changes: dict[str, MetricState],
+        self, graph: PipelinedGraph, joint: JointStep, counted: dict[str, MetricState]
     ) -> Any:
         """Share the result of the batch and the metrics with all ranks, and log it there."""
         runner = graph.runner
+        outside = self._used_outside() if runner.is_last else []
+        changes = self._metrics.changes(counted) if runner.is_last else {}
         own = (joint.result, joint.logged, outside, joint.used, changes)
         result, logged, outside, used, changes = broadcast(own, runner.last_rank, self._group)
         if not runner.is_last:

@@ -25,11 +25,10 @@ from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_map_o
 from typing_extensions import override
 
 from lightning_unitscale.capture.aliasing import memory_roots, written_arguments
-from lightning_unitscale.capture.captured_copy import reject_compiled
+from lightning_unitscale.capture.captured_copy import export_forward, reject_compiled
 from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.compiled_graph import GraphCall
 from lightning_unitscale.capture.copy_graphs import copy_graph_module, fake_mode_of
-from lightning_unitscale.capture.export_forward import export_forward
 from lightning_unitscale.capture.graph_nodes import (
     MODULE,
     NAME,
@@ -321,10 +320,6 @@ class CalledSteps(ModuleSteps):
 class _ReachedError(BaseException):
     """Signal that a step has called a module. A step could catch an ``Exception``."""
 
-    def __init__(self, path: str, call: Arguments) -> None:
-        self.path = path
-        self.call = call
-
 
 def with_most_parameters(module: nn.Module) -> list[str]:
     """Return the paths of modules with more than half of the parameters, outermost first."""
@@ -359,7 +354,8 @@ def first_called(
                 )
             run()
     except _ReachedError as reached:
-        return reached.path, reached.call
+        path, arguments = reached.args
+        return path, arguments
     return None
 
 

@@ -49,8 +49,6 @@ class Replicas:
 
         A missing gradient counts as zero if another pipeline has one.
         """
-        if self.count == 1:
-            return
         for stepper, bucket in _buckets(self._present(parameters, steppers), steppers):
             gradients = [
                 torch.zeros_like(param) if param.grad is None else param.grad for param in bucket

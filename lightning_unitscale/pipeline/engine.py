@@ -114,16 +114,15 @@ class PipelineRunner:
             ValueError: If the batch is not ``num_microbatches`` times what was captured, or the
                 pipeline has no loss.
         """
-        if self.is_last and self.num_microbatches > 1 and not self._has_warned:
+        reason = self.pipe.batch_loss.reason
+        if reason and self.is_last and self.num_microbatches > 1 and not self._has_warned:
             self._has_warned = True
-            if reason := self.pipe.batch_loss.reason:
-                warnings.warn(
-                    f"PipelineRunner: the mean of the losses of {self.num_microbatches} "
-                    f"microbatches, which is trained, is not the loss of the batch: {reason}. "
-                    "Reduce the loss by a mean over samples or over targets that count, or train "
-                    "with PipelineStrategy.",
-                    stacklevel=2,
-                )
+            warnings.warn(
+                f"PipelineRunner: the mean of the losses of {self.num_microbatches} microbatches, "
+                f"which is trained, is not the loss of the batch: {reason}. Reduce the loss by a "
+                "mean over samples or over targets that count, or train with PipelineStrategy.",
+                stacklevel=2,
+            )
         return self.step_flat(split_batch(self.pipe.program, args, kwargs, self.num_microbatches))
 
     def eval(self, *args: Any, **kwargs: Any) -> list[Any] | None:

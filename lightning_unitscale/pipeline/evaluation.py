@@ -8,7 +8,7 @@ every rank, but needs fewer weights.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -65,18 +65,15 @@ class EvaluatingStrategy(GridStrategy):
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         self._end_watch()
-        run, context = super().validation_step, self.precision_plugin.val_step_context
-        return self._evaluate("validation_step", run, context, args, kwargs)
+        return self._evaluate("validation_step", args, kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        context = self.precision_plugin.test_step_context
-        return self._evaluate("test_step", super().test_step, context, args, kwargs)
+        return self._evaluate("test_step", args, kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        context = self.precision_plugin.predict_step_context
-        return self._evaluate("predict_step", super().predict_step, context, args, kwargs)
+        return self._evaluate("predict_step", args, kwargs)
 
     def before_validation(self) -> None:
         """Gather the weights if every rank needs all of them. Runs before all hooks."""
@@ -146,21 +143,16 @@ class EvaluatingStrategy(GridStrategy):
         # to balance the stages.
         return not self._is_training or self.ownership.is_settled
 
-    def _evaluate(
-        self,
-        name: str,
-        run_whole: Callable[..., Any],
-        context: Callable[[], AbstractContextManager[Any]],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def _evaluate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a step through the stages, or whole by the method of the base class."""
         if self._is_pipelined(name):
             step = self._evaluations.get(name) or PipelinedEvaluation(
                 name, self, self.num_eval_microbatches
             )
             self._evaluations[name] = step
             try:
-                with context(), self._plain_parameters():
+                context = f"{name.replace('validation', 'val')}_context"
+                with getattr(self.precision_plugin, context)(), self._plain_parameters():
                     return run_in_session(self.own_module, name, step, *args, **kwargs)
             except NotPipelinedError as error:
                 if self.evaluation == "pipeline":
@@ -174,7 +166,7 @@ class EvaluatingStrategy(GridStrategy):
             # All ranks of the pipeline reach this line, since they captured the same step.
             self._evaluations[name] = None
         self._bring_weights()
-        return run_whole(*args, **kwargs)
+        return getattr(super(), name)(*args, **kwargs)
 
 
 class SavingStrategy(EvaluatingStrategy):

@@ -35,7 +35,7 @@ from lightning_unitscale.capture.module_steps import steps_of
 from lightning_unitscale.matmuls.scaled_methods import begin_microbatch
 from lightning_unitscale.memory.remat_module import Granted, StepPartitioner
 from lightning_unitscale.patching import nothing
-from lightning_unitscale.pipeline.batch_facts import Fact, joined
+from lightning_unitscale.pipeline.batch_rules import Fact
 from lightning_unitscale.pipeline.batchwise import compare_graphs
 from lightning_unitscale.pipeline.captured_program import (
     LOGS,
@@ -51,12 +51,11 @@ from lightning_unitscale.pipeline.checks import check_same_cuts
 from lightning_unitscale.pipeline.cuts import cut_by, num_marks
 from lightning_unitscale.pipeline.data_parallel import GridStrategy
 from lightning_unitscale.pipeline.engine import PipelineRunner, Replaced
-from lightning_unitscale.pipeline.observed import ObservedStages
 from lightning_unitscale.pipeline.pipe import build_pipe
 from lightning_unitscale.pipeline.program import split_evenly
 from lightning_unitscale.pipeline.stage_owners import SharedGradients
-from lightning_unitscale.pipeline.stage_remat import remat_stages
-from lightning_unitscale.pipeline.whole_batch import WholeBatch
+from lightning_unitscale.pipeline.stage_variants import ObservedStages, remat_stages
+from lightning_unitscale.pipeline.whole_batch import WholeBatch, joined
 
 _NAME = "training_step"
 # Limit on graphs for batches of one size. Each has to be captured and cut.
@@ -143,26 +142,20 @@ class PipelinedMethod:
 
         No part of the method has run yet.
         """
-        calls: list[GraphCall] = []
-        for arguments in parts:
-            calls.append(self._graph_call(arguments))
-            if calls[-1].graph is not calls[0].graph:
-                raise self._not_one_graph("it is another one for the next microbatch")
-        return calls, calls[0] if len(calls) == 1 else self._graph_call(whole)
-
-    def _graph_call(self, arguments: Arguments) -> GraphCall:
-        args, kwargs = arguments
+        step, calls = self.steps.steps[self.name], list[GraphCall]()
         try:
-            return self.steps.steps[self.name].graph_call(*args, **kwargs)
+            for args, kwargs in parts:
+                calls.append(step.graph_call(*args, **kwargs))
+                if calls[-1].graph is not calls[0].graph:
+                    raise NotOneGraphError("it is another one for the next microbatch")
+            args, kwargs = whole
+            return calls, calls[0] if len(calls) == 1 else step.graph_call(*args, **kwargs)
         except NotOneGraphError as error:
-            raise self._not_one_graph(str(error)) from None
-
-    def _not_one_graph(self, reasons: str) -> NotPipelinedError:
-        return NotPipelinedError(
-            f"{type(self.module).__name__}.{self.name} is not one graph for every microbatch "
-            f"({reasons}). A pipeline is cut from one graph of tensor operations. Keep branches on "
-            "values, counters, printing and third-party calls out of it."
-        )
+            raise NotPipelinedError(
+                f"{type(self.module).__name__}.{self.name} is not one graph for every microbatch "
+                f"({error}). A pipeline is cut from one graph of tensor operations. Keep branches "
+                "on values, counters, printing and third-party calls out of it."
+            ) from None
 
     def pipelined(
         self,
@@ -234,9 +227,6 @@ class PipelinedStep(PipelinedMethod):
         super().__init__(_NAME, strategy, defer=LOGS)
         self._cut_context = cut_context
         self._granted: dict[int, Granted] = {}
-
-    def attach(self) -> None:
-        """Replace the module's step by the captured one."""
         self.steps.attach(type(self).__name__)
 
     def detach(self) -> None:
@@ -283,11 +273,7 @@ class PipelinedStep(PipelinedMethod):
         if not self.steps.observed:
             return graph.runner.step_flat(inputs, replaced=planned)
         graph.observed = observed = graph.observed or ObservedStages(
-            graph.runner.pipe,
-            graph.step.step_graph,
-            self.steps.passes,
-            self.strategy.ownership.rank_of,
-            self.strategy.grid.pipeline,
+            graph.runner, graph.step.step_graph, self.steps.passes, self.strategy.ownership.rank_of
         )
         observed.begin()
         outputs = graph.runner.step_flat(inputs, replaced=observed.run)
@@ -295,7 +281,7 @@ class PipelinedStep(PipelinedMethod):
         return outputs
 
     def _planned(self, graph: PipelinedGraph, microbatch: list[Any]) -> Replaced:
-        """Return the stages within the memory budget, or ``None`` without a budget."""
+        """Return the stages within the memory budget, none without a budget."""
         if graph.planned is None and isinstance(self.steps.partition_fn, StepPartitioner):
             graph.planned = remat_stages(
                 graph.runner, microbatch, self.steps, self.strategy, self._granted

@@ -247,8 +247,7 @@ class PipelineStrategy(SavingStrategy):
         if self._has_means:
             assert self._owners is not None
             self._owners.average_gradients()
-        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
-        return closure_loss
+        return self.precision_plugin.post_backward(closure_loss, module)
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -297,7 +296,6 @@ class PipelineStrategy(SavingStrategy):
             self._step = PipelinedForward(self, self._plain_parameters)
         else:
             self._step = PipelinedStep(self, self._own_first)
-            self._step.attach()
 
     def _run_pipelined(self, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self._step, PipelinedStep):

@@ -28,8 +28,7 @@ from lightning_unitscale.capture.graph_nodes import (
     tensor_name,
 )
 from lightning_unitscale.capture.passes import StepGraph
-from lightning_unitscale.pipeline.batch_facts import Coupled, Fact, Mean, Rows
-from lightning_unitscale.pipeline.batch_rules import Operation
+from lightning_unitscale.pipeline.batch_rules import Coupled, Fact, Mean, Operation, Rows, Same
 from lightning_unitscale.pipeline.batchwise import BatchFacts, CountedMean, compare_graph_modules
 from lightning_unitscale.pipeline.captured_program import capture_program, static_shapes
 from lightning_unitscale.pipeline.dataflow import find_sources
@@ -127,11 +126,10 @@ def _divide_by(
     loss: fx.Node, count: fx.Node, of_loss: Sequence[fx.Node], mean: CountedMean
 ) -> None:
     """Make a mean over classes divide by ``count`` instead of the microbatch's own number."""
-    function = _COUNTED.get(loss.target)
-    if function is not None:
+    if loss.target in (F.cross_entropy, F.nll_loss):
         given = Operation(loss, loss, {}, 1).bound()
         assert given is not None
-        loss.target, loss.args, loss.kwargs = function, (count,), given
+        loss.target, loss.args, loss.kwargs = counted, (loss.target.__name__, count), given
         return
     # Rules may have replaced the function by another one with the same loss.
     with loss.graph.inserting_after(loss):
@@ -140,29 +138,15 @@ def _divide_by(
     replace_other_uses(loss, weighted)
 
 
-def counted_cross_entropy(count: Tensor, **kwargs: Any) -> Tensor:
+def counted(name: str, count: Tensor, **kwargs: Any) -> Tensor:
     """Return the sum of the losses of a microbatch's targets, divided by ``count``."""
-    return _counted(F.cross_entropy, count, kwargs)
-
-
-def counted_nll_loss(count: Tensor, **kwargs: Any) -> Tensor:
-    """Return the sum of the losses of a microbatch's targets, divided by ``count``."""
-    return _counted(F.nll_loss, count, kwargs)
-
-
-def _counted(function: Callable[..., Tensor], count: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
-    total = function(**{**kwargs, "reduction": "sum"})
+    function = getattr(F, name)
+    total: Tensor = function(**{**kwargs, "reduction": "sum"})
     if total.dtype in {torch.float16, torch.bfloat16}:
         # A sum of many losses overflows or loses precision in these types.
-        losses = function(**{**kwargs, "reduction": "none"})
+        losses: Tensor = function(**{**kwargs, "reduction": "none"})
         return (losses.float().sum() / count).to(losses.dtype)
     return total / count
-
-
-_COUNTED: Mapping[Any, Callable[..., Tensor]] = {
-    F.cross_entropy: counted_cross_entropy,
-    F.nll_loss: counted_nll_loss,
-}
 
 
 def _reweighted(
@@ -208,6 +192,33 @@ def values_of_batch(
             outputs.append(copies[want])
     graph.output(tuple(outputs))
     return fx.GraphModule(graph_module, graph)
+
+
+def joined(values: Sequence[Any], fact: Fact | None) -> Any:
+    """Join the values of the microbatches into the value of the batch."""
+    first, count = values[0], len(values)
+    if not isinstance(first, Tensor) or count == 1:
+        return first
+    if isinstance(fact, Same):
+        return _times_power(first, count, fact.power)
+    if isinstance(fact, Rows):
+        # Blocks of each microbatch alternate in the batch.
+        blocks = [value.unflatten(fact.dim, (max(fact.blocks, 1), -1)) for value in values]
+        ordered = torch.cat(blocks, fact.dim + 1).flatten(fact.dim, fact.dim + 1)
+        return _times_power(ordered, count, fact.power)
+    if isinstance(fact, Mean) or not first.ndim:
+        is_whole = not (first.is_floating_point() or first.is_complex())
+        power = fact.power if isinstance(fact, Mean) else int(is_whole)
+        stacked = torch.stack(list(values))
+        if is_whole and power == 1:
+            return stacked.sum(0)
+        return _times_power((stacked.double() if is_whole else stacked).mean(0), count, power)
+    return torch.cat(list(values))
+
+
+def _times_power(value: Tensor, count: int, power: int) -> Tensor:
+    # Without a power integers stay integers.
+    return value * float(count) ** power if power else value
 
 
 @dataclass(frozen=True)

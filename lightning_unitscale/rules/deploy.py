@@ -10,8 +10,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_unitscale.arguments import check_flag, check_instance
-from lightning_unitscale.capture.captured_copy import matmuls_of
-from lightning_unitscale.capture.export_forward import export_forward
+from lightning_unitscale.capture.captured_copy import export_forward, matmuls_of
 from lightning_unitscale.capture.graph_nodes import NAME, tensor_name
 from lightning_unitscale.capture.module_steps import ModuleSteps, steps_of
 from lightning_unitscale.capture.passes import StepGraph

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from lightning_unitscale.capture.copy_graphs import is_checkpoint
+from lightning_unitscale.capture.graph_matmuls import Places
 from lightning_unitscale.capture.graph_nodes import (
     INPUT,
     WHOLE_VIEWS,
@@ -23,7 +24,6 @@ from lightning_unitscale.capture.graph_nodes import (
     tensor_name,
 )
 from lightning_unitscale.capture.passes import StepGraph
-from lightning_unitscale.capture.regions import Places
 from lightning_unitscale.functional.rules import (
     ScaleRule,
     hint_of,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_unitscale import RematCallback, UnitScaleCallback
 from lightning_unitscale.capture import dynamo_capture as capture
-from lightning_unitscale.capture import recaptures
+from lightning_unitscale.capture import module_state
 from lightning_unitscale.capture.module_steps import steps_of
 from tests.callbacks.modules import Regression
 from tests.callbacks.runs import loader, run
@@ -101,7 +101,7 @@ def assert_equal_runs(found: Any, expected: Any) -> None:
 def test_a_step_that_is_captured_at_each_call_goes_on_as_it_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(recaptures, "MANY_CAPTURES", 3)
+    monkeypatch.setattr(module_state, "MANY_CAPTURES", 3)
     expected, _ = trained(ByText)
     found, (warning,) = trained(ByText, RematCallback("min_cut"))
     assert_equal_runs(found, expected)
@@ -111,7 +111,7 @@ def test_a_step_that_is_captured_at_each_call_goes_on_as_it_is(
 
 
 def test_a_step_that_is_captured_at_times_stays_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recaptures, "MANY_CAPTURES", 3)
+    monkeypatch.setattr(module_state, "MANY_CAPTURES", 3)
     expected, _ = trained(ByTextAtTimes)
     found, said = trained(ByTextAtTimes, RematCallback("min_cut"))
     assert_equal_runs(found, expected)
@@ -134,7 +134,7 @@ def test_a_step_in_many_graphs_goes_on_as_it_is(
     kind: Any, limits: Any, reason: str, callback: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, limit in limits.items():
-        monkeypatch.setattr(recaptures, name, limit)
+        monkeypatch.setattr(module_state, name, limit)
     expected, _ = trained(kind)
     found, (warning,) = trained(kind, callback())
     assert_equal_runs(found, expected)
@@ -155,7 +155,7 @@ def test_rules_refuse_a_first_step_beyond_dynamos_limit(monkeypatch: pytest.Monk
 def test_rules_are_never_lost_to_dynamos_limit(
     method: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recaptures, "MANY_CAPTURES", 3)
+    monkeypatch.setattr(module_state, "MANY_CAPTURES", 3)
     expected, (warning,) = trained(ByText, UnitScaleCallback(method))
     assert "ByText.training_step: it was captured anew in 4 of its first 5 calls" in warning
     monkeypatch.setattr(capture, "RECOMPILE_LIMIT", 4)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_unitscale.capture.module_steps import ModuleSteps
-from lightning_unitscale.capture.reached_code import only_appended_to
+from lightning_unitscale.capture.side_effects import only_appended_to
 from tests.helpers import assert_same_bits
 
 NUM_CALLS = 5

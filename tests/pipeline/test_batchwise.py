@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_unitscale.capture.module_steps import ModuleSteps
-from lightning_unitscale.pipeline.batch_facts import Coupled, Mean, Rows, Same, joined
+from lightning_unitscale.pipeline.batch_rules import Coupled, Mean, Rows, Same
 from lightning_unitscale.pipeline.batchwise import compare_graphs
 from lightning_unitscale.pipeline.captured_program import (
     loss_position,
@@ -18,7 +18,7 @@ from lightning_unitscale.pipeline.captured_program import (
     static_shapes,
 )
 from lightning_unitscale.pipeline.program import split_evenly
-from lightning_unitscale.pipeline.whole_batch import WholeBatch
+from lightning_unitscale.pipeline.whole_batch import WholeBatch, joined
 from tests.pipeline.batch_losses import CLASSES, COUPLED, FOLLOW, Losing, batch
 
 STEP = "training_step"

@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lightning_unitscale.pipeline.batch_facts import joined
 from lightning_unitscale.pipeline.program import split_evenly
+from lightning_unitscale.pipeline.whole_batch import joined
 from lightning_unitscale.strategies import PipelineStrategy
 from tests.distributed.launch import codes_of_ranks, run_ranks
 from tests.pipeline.pipeline_run import Groups, Recorder, _points

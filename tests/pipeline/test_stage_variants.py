@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from lightning_unitscale.pipeline import SplitPoint, pipeline
 from lightning_unitscale.pipeline.checks import check_schedule
 from lightning_unitscale.pipeline.schedules import find_schedule
 from lightning_unitscale.pipeline.stage import StageModule
-from lightning_unitscale.pipeline.stage_remat import StagePartitioner, StageRun, planned_stage
+from lightning_unitscale.pipeline.stage_variants import StagePartitioner, planned_stage
 
 NUM_MICROBATCHES, ROWS, WIDTH = 4, 64, 16
 
@@ -34,7 +36,7 @@ def _stage() -> StageModule:
 
 def _planned(
     stage: StageModule, budget: Budget, in_flight: int, granted: Granted | None = None
-) -> tuple[StageRun, RematReport]:
+) -> tuple[Callable[..., Any], RematReport]:
     reports: list[RematReport] = []
     partitioner = StagePartitioner(
         budget,
@@ -74,7 +76,7 @@ def test_the_bits_of_the_stage(budget: Budget) -> None:
     planned, report = _planned(stage, budget, NUM_MICROBATCHES)
     assert sum(report.recomputed.values()) > 0
 
-    def run(of: StageRun | StageModule) -> list[Tensor]:
+    def run(of: Callable[..., Any]) -> list[Tensor]:
         torch.manual_seed(1)
         inputs = [torch.randn(ROWS, WIDTH, requires_grad=True) for _ in range(NUM_MICROBATCHES)]
         outputs = [of(one)[0] for one in inputs]
