@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import sys
+import operator
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -29,8 +30,8 @@ from lightning_unitscale.loops.loop import Loop, LoopCallback, StepCaller
 from lightning_unitscale.loops.ranks import rank, world_size
 from lightning_unitscale.matmuls.autograd_nodes import HandedOn
 from lightning_unitscale.matmuls.full_precision import find_loss
-from lightning_unitscale.matmuls.torch_internals import is_recording
-from lightning_unitscale.patching import Replacement, StandIn, shadowed
+from lightning_unitscale.monitor.watcher import CalledMethod
+from lightning_unitscale.patching import Replacement, shadowed
 
 _EVALUATION = "evaluation"
 # The loops with a call of their module in progress.
@@ -245,9 +246,9 @@ class OptimizerSteps:
         self._given = None if optimizer is None else stepping_optimizers(optimizer)
         # Where a parameter was found last: its group and index, its owner in the module, its name.
         # This saves a search through thousands of parameters in every step.
-        self._found: weakref.WeakKeyDictionary[Any, tuple[int, int, nn.Module, str]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._found: WeakKeyDictionary[Any, tuple[int, int, nn.Module, str]] = WeakKeyDictionary()
+        # The parameters of each optimizer in which none of the module was found.
+        self._apart: WeakKeyDictionary[Any, list[weakref.ref[Any]]] = WeakKeyDictionary()
 
     def end_with(self, optimizer: Any) -> bool:
         """Check whether a step of an optimizer ends a training step."""
@@ -263,6 +264,11 @@ class OptimizerSteps:
             with contextlib.suppress(IndexError, KeyError):
                 if owner._parameters[name] is groups[group]["params"][index]:
                     return True
+        # By identity, since tensors compare by element. A dead reference is never made again.
+        refs = [weakref.ref(parameter) for group in groups for parameter in group["params"]]
+        known = self._apart.get(optimizer, ())
+        if len(refs) == len(known) and all(map(operator.is_, refs, known)):
+            return False
         places = {
             id(parameter): (owner, name)
             for owner in self._module.modules()
@@ -273,6 +279,7 @@ class OptimizerSteps:
                 if (place := places.get(id(parameter))) is not None:
                     self._found[optimizer] = group, index, *place
                     return True
+        self._apart[optimizer] = refs
         return False
 
     def hook(self, before: Callable[..., None], after: Callable[..., None]) -> ExitStack:
@@ -315,22 +322,8 @@ class OptimizerSteps:
         return handles
 
 
-class _Forward(StandIn):
+class _Forward(CalledMethod):
     """A stand-in for a called method of an attached module, such as its ``forward``."""
-
-    def __init__(self, method: Any, loop: Loop, run: StepCaller) -> None:
-        super().__init__(method)
-        self.loop = loop
-        self._run = run
-
-    @override
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        if is_recording():
-            return self._method(*args, **kwargs)
-        called = self.called_by(sys._getframe(1).f_back)
-        if not isinstance(called, _Forward):
-            return called(*args, **kwargs)
-        return self._run(called._method, args, kwargs)
 
 
 def called(module: nn.Module) -> str:
@@ -365,4 +358,5 @@ def attachment_of(module: nn.Module) -> Loop | None:
     forward = vars(module).get(called(module))
     if not isinstance(forward, _Forward) or forward.is_removed:
         return None
-    return forward.loop
+    loop: Loop = forward.owner
+    return loop

@@ -20,6 +20,7 @@ from lightning_unitscale.matmuls.calls import RanMatmul
 from lightning_unitscale.matmuls.gauge import Unit
 from lightning_unitscale.matmuls.held import Held
 from lightning_unitscale.matmuls.torch_internals import sequence_number
+from lightning_unitscale.monitor.names import Caller
 from lightning_unitscale.monitor.probes import ProbedTensor
 from lightning_unitscale.monitor.torch_state import (
     PLAIN_TYPES,
@@ -270,7 +271,7 @@ class Gradients:
 
 
 class RunningFunction:
-    """Finds out which arguments of a function, while it runs, matmuls read, and in which units.
+    """A function that a step calls, and its arguments that matmuls read, with their units.
 
     Between a function that a step calls and the matmul that the dispatcher runs for it, torch may
     cast its arguments (autocast does, and keeps the cast weight for the next call), turn, expand,
@@ -278,7 +279,14 @@ class RunningFunction:
     autograd graph leads back to the argument; without one its size tells which argument it is.
     """
 
-    def __init__(self, arguments: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        word: str,
+        caller: Caller,
+        inputs: tuple[TensorRow, ...],
+        arguments: Sequence[Tensor] = (),
+    ) -> None:
+        self.word, self.caller, self.inputs = word, caller, inputs
         # An argument, its unit and its name in the gauge, in the order in which matmuls read them.
         self.units: list[tuple[Tensor, Log2Unit, str]] = []
         self._given = arguments

@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import operator
-import sys
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -18,8 +17,8 @@ from lightning_unitscale.capture.captured_copy import TRACKER, own_copy, set_exp
 from lightning_unitscale.capture.copy_graphs import rename_node
 from lightning_unitscale.capture.graph_nodes import MODULE, NAME
 from lightning_unitscale.capture.module_steps import ModuleSteps, steps_of
-from lightning_unitscale.matmuls.torch_internals import current_node, is_recording
-from lightning_unitscale.monitor.names import Callers, StartNames, full_name
+from lightning_unitscale.matmuls.torch_internals import current_node
+from lightning_unitscale.monitor.names import full_name
 from lightning_unitscale.monitor.probes import ProbedCall, ScaleProbes, sent_snapshot
 from lightning_unitscale.monitor.rows import TensorRow
 from lightning_unitscale.monitor.scales_graph import (
@@ -31,8 +30,8 @@ from lightning_unitscale.monitor.scales_graph import (
     ScalesGraph,
 )
 from lightning_unitscale.monitor.tracked_call import ExactMoments, Made, State, TrackedCall
-from lightning_unitscale.monitor.watcher import StepWatcher
-from lightning_unitscale.patching import Shadow, StandIn
+from lightning_unitscale.monitor.watcher import CalledMethod, StepWatcher
+from lightning_unitscale.patching import Shadow
 from lightning_unitscale.scales.layout import MOMENTS
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 
@@ -126,21 +125,8 @@ class CapturedScales(ScaleProbes):
         return new
 
 
-class _TrackedForward(StandIn):
+class _TrackedForward(CalledMethod):
     """Stands in for the ``forward`` of a tracked module."""
-
-    def __init__(self, owner: ScaleTracker, method: Any) -> None:
-        super().__init__(method)
-        self.owner = owner
-
-    @override
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        if is_recording():
-            return self._method(*args, **kwargs)
-        called = self.called_by(sys._getframe(1).f_back)
-        if not isinstance(called, _TrackedForward):
-            return called(*args, **kwargs)
-        return called.owner.track(called._method, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self.owner, memo).method
@@ -149,15 +135,16 @@ class _TrackedForward(StandIn):
 class ScaleTracker(StepWatcher):
     """Watches every call of a module's ``forward``."""
 
+    call_type = TrackedCall
+
     def __init__(self, module: nn.Module) -> None:
         super().__init__(MOMENTS, lambda *_: True)
         self._measuring = ExactMoments()
         self._module = module
         self._complete: TrackedCall | None = None
-        self._latest: TrackedCall | None = None
         # A module may call itself.
         self._is_running = False
-        self.method = _TrackedForward(self, module.forward)
+        self.method = _TrackedForward(module.forward, self, self.track)
         self._shadow = Shadow(module, "forward", self.method)
         vars(module).update({TRACKER: self, "scales_graph": self.scales_graph})
 
@@ -174,7 +161,8 @@ class ScaleTracker(StepWatcher):
             result = self.run(self._module, method, args, kwargs)
         finally:
             self._is_running = False
-        self._complete = self._latest
+        if self._calls:  # nothing is watched below ``torch.func``
+            self._complete = cast(TrackedCall, self._calls[-1])
         return result
 
     def scales_graph(self) -> ScalesGraph:
@@ -190,11 +178,6 @@ class ScaleTracker(StepWatcher):
         self.clear()
         self._shadow.remove()
         vars(self._module).pop(TRACKER, None)
-
-    @override
-    def _new_call(self, callers: Callers, names: StartNames) -> TrackedCall:
-        self._latest = TrackedCall(callers, names, self._measuring)
-        return self._latest
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ScaleTracker:
         module = copy.deepcopy(self._module, memo)

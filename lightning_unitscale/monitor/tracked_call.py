@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
@@ -26,8 +26,6 @@ from lightning_unitscale.monitor.input_gradients import GradientPath, InputGradi
 from lightning_unitscale.monitor.names import (
     ALIASES,
     Caller,
-    Callers,
-    StartNames,
     full_name,
     tensors_of,
 )
@@ -103,18 +101,15 @@ class Made:
     index: int | None = None
 
 
-class Use(NamedTuple):
-    """The use that a caller makes of a function."""
-
-    instruction: str
-    variables: tuple[str, ...]
+# The instruction by which a caller uses a function, and the variables that get its results.
+_Use: TypeAlias = tuple[str, tuple[str, ...]]
 
 
 class TrackedCall(WatchedCall):
     """Makes a row of every tensor that a call of a step computes."""
 
-    def __init__(self, callers: Callers, start_names: StartNames, measuring: Measuring) -> None:
-        super().__init__(callers, start_names, measuring, lambda *_: True, {})
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.inputs = InputGradients(self.gradients.leaf_node)
         self.how_made: dict[TensorRow, Made] = {}
         self.in_units: dict[TensorRow, InUnits] = {}
@@ -159,7 +154,8 @@ class TrackedCall(WatchedCall):
             if word == "setitem":
                 results = [arguments[0]]
                 name = self._unique(full_name(caller.path, word))
-                self._note(arguments[0], name, word, self._inputs(arguments, word), caller)
+                running = RunningFunction(word, caller, self._inputs(arguments, word))
+                self._note(arguments[0], name, running)
             if beside is not None:
                 self.inputs.follow(beside, arguments, tensors_in(result))
             new = set(self.made[known:]) - self.how_made.keys()
@@ -203,38 +199,27 @@ class TrackedCall(WatchedCall):
                     self._attach(tensor)
 
     @override
-    def _note(
-        self,
-        tensor: Tensor,
-        name: str,
-        word: str,
-        inputs: tuple[TensorRow, ...],
-        caller: Caller,
-        running: RunningFunction | None = None,
-    ) -> None:
-        if running is not None:
-            found = [(each, self._only_row(one), unit) for one, unit, each in running.units]
-        row = self._row(name, caller.path, inputs)
+    def _note(self, tensor: Tensor, name: str, running: RunningFunction) -> None:
+        found = [(each, self._only_row(one), unit) for one, unit, each in running.units]
+        row = self._row(name, running.caller.path, running.inputs)
         self._rows_of[tensor] = (row,)
-        gamma = None if running is None else running.gamma_of(tensor)
+        gamma = running.gamma_of(tensor)
         if gamma is not None:
             operands = {each: one for each, one, unit in found if one and unit is not None}
             if len(operands) == len(found) == 2:
                 units = tuple(unit for _, _, unit in found if unit is not None)
                 self.in_units[row] = InUnits(operands, units, gamma[0] or 0)
-        if word not in ALIASES and is_readable(tensor):
-            self._keep(caller, row, word)
         if is_readable(tensor):
+            for checkpoint in running.caller.checkpoints if running.word not in ALIASES else ():
+                self.checkpoints[checkpoint].append((row, running.word))
             self._show(row, tensor)
 
     @override
-    def _hand_back(
-        self, tensor: Tensor, name: str, inputs: tuple[TensorRow, ...], caller: Caller
-    ) -> None:
+    def _hand_back(self, tensor: Tensor, name: str, running: RunningFunction) -> None:
         source = self._only_row(tensor)
         if source is None:
             return
-        row = self._row(name, caller.path, inputs)
+        row = self._row(name, running.caller.path, running.inputs)
         row.is_hooked = True
         self.same_as[row] = self.same_as.get(source, source)
         self._rows_of[tensor] = (row,)
@@ -314,23 +299,24 @@ class _Attach(torch.autograd.Function):
 
 
 def _how_made(
-    function: Any, word: str, args: tuple[Any, ...], kwargs: dict[str, Any], use: Use
+    function: Any, word: str, args: tuple[Any, ...], kwargs: dict[str, Any], use: _Use
 ) -> Made:
     """Describe a call of a torch function; operators and methods are those that the caller has."""
+    instruction, variables = use
     name = getattr(function, "__name__", word)
     if name == "__get__":
-        return Made("call_function", getattr, (*args[:1], word), {}, use.variables)
+        return Made("call_function", getattr, (*args[:1], word), {}, variables)
     if getattr(Tensor, name, None) is not function:
-        return Made("call_function", function, args, kwargs, use.variables)
-    if name[:2] == "__" or not use.instruction.startswith("CALL"):
+        return Made("call_function", function, args, kwargs, variables)
+    if name[:2] == "__" or not instruction.startswith("CALL"):
         target = getattr(operator, word, None) or getattr(operator, f"{word}_", None)
         if target is not None:
             args = args[::-1] if name.startswith("__r") and len(args) == 2 else args
-            return Made("call_function", target, args, kwargs, use.variables)
-    return Made("call_method", name, args, kwargs, use.variables)
+            return Made("call_function", target, args, kwargs, variables)
+    return Made("call_method", name, args, kwargs, variables)
 
 
-def _use_of(function: Any, frame: FrameType | None, top: CodeType) -> Use:
+def _use_of(function: Any, frame: FrameType | None, top: CodeType) -> _Use:
     """Find out what a caller, below the code that calls the step, does with a torch function.
 
     As Dynamo names the nodes of a graph, variables are the first ones, also of a caller to whom the
@@ -343,9 +329,9 @@ def _use_of(function: Any, frame: FrameType | None, top: CodeType) -> Use:
             instruction, following, variables = _instructions(code).get(frame.f_lasti, ("", "", ()))
             first = first or instruction
             if following != "RETURN_VALUE":
-                return Use(first, variables)
+                return first, variables
         frame = frame.f_back
-    return Use(first, ())
+    return first, ()
 
 
 @functools.lru_cache(maxsize=1024)
