@@ -425,7 +425,7 @@ MUTATIONS = (
     Mutation(
         "settings follow the rules of a model that they cannot scale",
         "callbacks/rule_scaling.py",
-        "                self._settings.restore()\n                step.fallback",
+        "                self.settings.restore()\n                step.fallback",
         "                step.fallback",
         "callbacks/test_rules_plain.py",
     ),
@@ -811,7 +811,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the step after the first is not sampled",
-        "callbacks/step_schedules.py",
+        "callbacks/monitored_steps.py",
         "in (0, 1)",
         "in (0,)",
         "callbacks/test_sampling.py",
@@ -951,7 +951,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a hook of the class runs as one of an instance",
-        "callbacks/conflicts.py",
+        "callbacks/lightning_steps.py",
         "if args and isinstance(args[0], kind):",
         "if True:",
         "callbacks/test_combinations.py -k class",

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_unitscale.callbacks.captured_run import capture_run
 from lightning_unitscale.callbacks.distributed import (
     refuse_distributed_tensors,
     refuse_sharded_parameters,
@@ -87,7 +86,6 @@ class RematCallback(StepsCallback):
         self.compile = compile
         self.measured_peak_bytes: int | None = None
         self._steps: ModuleSteps | None = None
-        self._captured = ExitStack()
         self._partitioner: StepPartitioner | MeasuredPartitioner | None = None
         self._meter: PeakMeter | None = None
         self._gradients_seen = 0
@@ -114,9 +112,8 @@ class RematCallback(StepsCallback):
 
     @override
     def claims(self) -> Sequence[Claim]:
-        mode = mode_of(self.compile)
-        compiled = () if mode is None else (compile_claim(repr(self), mode),)
-        return (*super().claims(), budget_claim(repr(self)), *compiled)
+        compiling = compile_claims(repr(self), self.compile)
+        return (*super().claims(), budget_claim(repr(self)), *compiling)
 
     @override
     def captures_steps(self, trainer: pl.Trainer) -> bool:
@@ -131,14 +128,7 @@ class RematCallback(StepsCallback):
         self.measured_peak_bytes = None
         self._gradients_seen = 0
         self._partitioner = _partitioner(trainer, pl_module, self.budget, compile=self.compile)
-        self._steps = capture_run(
-            trainer,
-            pl_module,
-            self,
-            self._partitioner,
-            compile=self.compile,
-            leaving=self._captured,
-        )
+        self._steps = self._capture(trainer, pl_module, self._partitioner)
 
     @override
     def on_train_batch_start(
@@ -292,9 +282,10 @@ def budget_claim(setting: str) -> Claim:
     return Claim("the memory budget of a step", setting)
 
 
-def compile_claim(setting: str, mode: CompileMode) -> Claim:
-    """Return the claim to the Inductor mode of the graphs that callbacks share."""
-    return Claim("the mode in which Inductor compiles", setting, mode)
+def compile_claims(setting: str, compile: bool | CompileMode) -> tuple[Claim, ...]:
+    """Return the claim to the Inductor mode of the graphs that callbacks share, if there is one."""
+    mode = mode_of(compile)
+    return () if mode is None else (Claim("the mode in which Inductor compiles", setting, mode),)
 
 
 def _is_profiled(trainer: pl.Trainer) -> bool:

@@ -82,7 +82,7 @@ class RuleScaling:
         self._trainer: pl.Trainer | None = None
         self._steps: ModuleSteps | None = None
         self._sharded: ShardedModule | None = None
-        self._settings = RuleSettings(lr_scaling)
+        self.settings = RuleSettings(lr_scaling)
         self._rates_follow = False
         # True while an unscaled module is evaluated.
         self._is_plain = False
@@ -122,7 +122,7 @@ class RuleScaling:
         if self._steps is not None:
             self._steps.sharded = None
         self._trainer = self._steps = None
-        self._settings.restore()
+        self.settings.restore()
         self.gradients.remove()
         self._rates_follow = False
         self._is_plain = False
@@ -161,10 +161,6 @@ class RuleScaling:
             seen = rehearsed(trainer, batch) if is_training else batch
             arguments = step_arguments(module, name, seen, *indices)
             self._plan_step(trainer, step, arguments, train=is_training)
-
-    def start_fit(self, trainer: pl.Trainer) -> None:
-        """Adapt clipping and the loss scale to gradients at unit scale."""
-        self._settings.start(trainer)
 
     def _plan_step(
         self, trainer: pl.Trainer, step: CapturedStep, arguments: tuple[Any, ...], *, train: bool
@@ -215,7 +211,7 @@ class RuleScaling:
             except CaptureError as error:
                 if not may_refuse:
                     raise
-                self._settings.restore()
+                self.settings.restore()
                 step.fallback.stay_plain(error.reason)
                 return
             # Measurements differ between ranks, but the model must not.
@@ -232,7 +228,13 @@ class RuleScaling:
             if not self._rates_follow:
                 if sharded is not None:
                     sharded.shard()
-                self._follow_rates(trainer, module)
+                self._rates_follow = True
+                infos: dict[Tensor, ParameterInfo] = {
+                    parameter: self.plan.parameters[fqn].info
+                    for fqn, parameter in module.named_parameters()
+                    if fqn in self.plan.parameters
+                }
+                self.settings.follow_rates(trainer, infos)
 
     def before_optimizer_step(self, trainer: pl.Trainer, optimizer: Optimizer) -> None:
         """Scale gradients without a factor to RMS 1. In the first step none has a factor."""
@@ -279,7 +281,7 @@ class RuleScaling:
                 "on the data are measured again. Pass ckpt_path to the Trainer to restore those "
                 "of the checkpoint."
             )
-            if self._settings.lr_scaling == "match":
+            if self.settings.lr_scaling == "match":
                 rank_zero_warn(
                     f"lr_scaling='match': the RMS that the weights of {type(module).__name__} had "
                     "as an unscaled model is not known, so their learning rates are not scaled. "
@@ -307,15 +309,6 @@ class RuleScaling:
                 "checkpoint that they come from. Pass it as ckpt_path to the Trainer."
             )
         return False
-
-    def _follow_rates(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self._rates_follow = True
-        infos: dict[Tensor, ParameterInfo] = {
-            parameter: self.plan.parameters[fqn].info
-            for fqn, parameter in module.named_parameters()
-            if fqn in self.plan.parameters
-        }
-        self._settings.follow_rates(trainer, infos)
 
 
 def rules_of(

@@ -14,9 +14,8 @@ from lightning_unitscale.callbacks.alert_actions import OnViolation, ScaleAlerts
 from lightning_unitscale.callbacks.distributed import joint_snapshot, pipeline_of
 from lightning_unitscale.callbacks.lightning_loop import LightningLoop
 from lightning_unitscale.callbacks.lightning_steps import StepsCallback, captures_steps, enter
-from lightning_unitscale.callbacks.monitored_steps import ProbedSteps, WatchedSteps
+from lightning_unitscale.callbacks.monitored_steps import ProbedSteps, Sampling, WatchedSteps
 from lightning_unitscale.callbacks.packages import rank_zero_info, rank_zero_warn
-from lightning_unitscale.callbacks.step_schedules import Sampling
 from lightning_unitscale.capture.name_patterns import NamePatterns
 from lightning_unitscale.formats import NumberFormat, get_format
 from lightning_unitscale.loops.loggers import RunWriters
@@ -29,10 +28,7 @@ from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.scales.snapshot_rows import summarize, write_csv, write_json_lines
 from lightning_unitscale.scales.violations import Limits
 from lightning_unitscale.tensorboard.table import scale_table
-from lightning_unitscale.tensorboard.writer import (
-    TABS,
-    TensorBoardTabs,
-)
+from lightning_unitscale.tensorboard.writer import TABS, TensorBoardTabs
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -211,7 +207,7 @@ class ScaleMonitor(StepsCallback):
         # A rank of a pipeline has only the tensors of its own stages.
         self._names_all = pipeline_of(trainer) is None
         if captures_steps(trainer):
-            self._begin(loop, ProbedSteps(trainer, pl_module, self, self._layout, self._patterns))
+            self.start(loop, ProbedSteps(trainer, pl_module, self, self._layout, self._patterns))
         else:
             self.start(loop)
         quiet = trainer.fast_dev_run or trainer.barebones  # type: ignore[attr-defined]
@@ -222,12 +218,10 @@ class ScaleMonitor(StepsCallback):
             )
 
     @override
-    def start(self, loop: Loop) -> None:
+    def start(self, loop: Loop, steps: ProbedSteps | None = None) -> None:
         self.leave()
-        self._begin(loop, WatchedSteps(loop, self._layout, self._patterns))
-
-    def _begin(self, loop: Loop, steps: WatchedSteps | ProbedSteps) -> None:
-        self._loop, self._steps = loop, steps
+        self._loop = loop
+        self._steps = steps or WatchedSteps(loop, self._layout, self._patterns)
         self._alerts.start()
         self._start, self._sampled_step, self._is_sampling = None, -1, False
 
@@ -265,13 +259,23 @@ class ScaleMonitor(StepsCallback):
     def end_batch(self) -> None:
         loop, steps = self._running()
         self._judge_sent()
-        if self._is_sampling:
-            steps.end_batch()
-            self._num_batches += 1
+        if not self._is_sampling:
+            return
+        steps.end_batch()
+        self._num_batches += 1
         # Accumulated batches are one sample, which is complete when the optimizer has stepped.
-        if self._is_sampling and loop.has_stepped:
-            self._is_sampling = False
-            self._take(loop, steps)
+        if not loop.has_stepped:
+            return
+        self._is_sampling = False
+        sent = steps.take(self._sampled_step, grad_scale=self._loss_scale)
+        for text in self._patterns.take_unmatched() if self._names_all else ():
+            rank_zero_warn(f"ScaleMonitor: {text}")
+        if sent is None:
+            return
+        self._sent = sent, self._num_batches * loop.num_parts
+        # Ranks wait for each other anyway, and other devices need no copy.
+        if is_distributed() or loop.device.type != "cuda":
+            self._judge_sent()
 
     @override
     def finish(self) -> None:
@@ -313,17 +317,6 @@ class ScaleMonitor(StepsCallback):
         assert self._loop is not None
         assert self._steps is not None
         return self._loop, self._steps
-
-    def _take(self, loop: Loop, steps: WatchedSteps | ProbedSteps) -> None:
-        sent = steps.take(self._sampled_step, grad_scale=self._loss_scale)
-        for text in self._patterns.take_unmatched() if self._names_all else ():
-            rank_zero_warn(f"ScaleMonitor: {text}")
-        if sent is None:
-            return
-        self._sent = sent, self._num_batches * loop.num_parts
-        # Ranks wait for each other anyway, and other devices need no copy.
-        if is_distributed() or loop.device.type != "cuda":
-            self._judge_sent()
 
     def _judge_sent(self, *, is_over: bool = False) -> None:
         """Show and check the sample in transit, if there is one."""

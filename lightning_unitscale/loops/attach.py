@@ -73,15 +73,7 @@ def attach(
         ...         optimizer.step()
         ...         optimizer.zero_grad()
     """
-    return Attachment(
-        module,
-        optimizer,
-        callbacks,
-        methods=methods,
-        log_dir=log_dir,
-        loggers=loggers,
-        scaler=scaler,
-    )
+    return Attachment(module, optimizer, callbacks, methods, log_dir, loggers, scaler)
 
 
 class Attachment(CalledLoop):
@@ -96,7 +88,6 @@ class Attachment(CalledLoop):
         module: nn.Module,
         optimizer: Any,
         callbacks: LoopCallback | Iterable[LoopCallback],
-        *,
         methods: str | Iterable[str] = (),
         log_dir: str | Path | None = None,
         loggers: Any = (),

@@ -29,7 +29,13 @@ from lightning_unitscale.monitor.scales_graph import (
     Metrics,
     ScalesGraph,
 )
-from lightning_unitscale.monitor.tracked_call import ExactMoments, Made, State, TrackedCall
+from lightning_unitscale.monitor.tracked_call import (
+    ExactMoments,
+    Made,
+    State,
+    TrackedCall,
+    state_of,
+)
 from lightning_unitscale.monitor.watcher import CalledMethod, StepWatcher
 from lightning_unitscale.patching import Shadow
 from lightning_unitscale.scales.layout import MOMENTS
@@ -118,7 +124,7 @@ class CapturedScales(ScaleProbes):
         if not self._complete:
             return ScalesGraph()
         snapshot = sent_snapshot(0, self._complete, MOMENTS, 1.0)()
-        return _graph_of_probes(snapshot, State.of(self._module), self._complete)
+        return _graph_of_probes(snapshot, state_of(self._module), self._complete)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CapturedScales:
         new = memo[id(self)] = CapturedScales(copy.deepcopy(self._module, memo))
@@ -312,7 +318,8 @@ def _add_in_units(
         backward = unit - total - gamma if readers == 1 else None
         _describe(scaled[operand], name, row.module, _scaled(metrics[operand], -unit, backward))
     stored = _add_call(graph, scaled, made, row.module)
-    _describe(stored, f"{matmul.name}:stored", row.module, _scaled(metrics[row], -total, -gamma))
+    name = f"{next(iter(matmul.operands)).partition(':')[0]}:stored"
+    _describe(stored, name, row.module, _scaled(metrics[row], -total, -gamma))
     return scale(stored, total)
 
 
@@ -338,13 +345,13 @@ def _add_input(
     graph: ScalesGraph, name: str, module: str, metrics: Metrics | None, state: State
 ) -> fx.Node:
     """Add what a step starts from, named as Dynamo does, which puts its own signs around it."""
-    clean = name.removeprefix("input.")
-    if name in state.kinds:
+    clean, (kind, is_trained) = name.removeprefix("input."), state.get(name, ("", False))
+    if kind:
         *modules, own = name.split(".")
-        clean = "_".join(("self", *(f"modules_{one}" for one in modules), state.kinds[name], own))
+        clean = "_".join(("self", *(f"modules_{one}" for one in modules), kind, own))
     node = graph.placeholder(f"l_{clean}_")
     node.target = f"L_{clean}_"
-    _describe(node, name, module, metrics, clean, name in state.trained)
+    _describe(node, name, module, metrics, clean, is_trained)
     return node
 
 
@@ -356,16 +363,14 @@ def _describe(
     clean: str = "",
     trained: bool = False,
 ) -> None:
-    node.meta.update(
-        {
-            METRICS: metrics,
-            FLOAT_TENSOR: metrics is not None,
-            CLEAN_NAME: clean or node.name.strip("_"),
-            TRAINED: trained,
-            NAME: name,
-            MODULE: module,
-        }
-    )
+    node.meta |= {
+        METRICS: metrics,
+        FLOAT_TENSOR: metrics is not None,
+        CLEAN_NAME: clean or node.name.strip("_"),
+        TRAINED: trained,
+        NAME: name,
+        MODULE: module,
+    }
 
 
 def _finish(graph: ScalesGraph, outputs: Iterable[fx.Node]) -> None:

@@ -23,12 +23,7 @@ from lightning_unitscale.capture.graph_recorder import stored_elements
 from lightning_unitscale.capture.name_patterns import own_path
 from lightning_unitscale.functional.scale import plain_tensor
 from lightning_unitscale.monitor.input_gradients import GradientPath, InputGradients
-from lightning_unitscale.monitor.names import (
-    ALIASES,
-    Caller,
-    full_name,
-    tensors_of,
-)
+from lightning_unitscale.monitor.names import ALIASES, Caller, full_name, tensors_of
 from lightning_unitscale.monitor.rows import Measuring, RunningFunction, TensorRow
 from lightning_unitscale.monitor.torch_state import is_readable, plain_functions, unseen
 from lightning_unitscale.monitor.watched_call import WatchedCall
@@ -53,22 +48,16 @@ class ExactMoments(Measuring):
         row.backward = [self.of(gradient, 0)]
 
 
-@dataclass(frozen=True)
-class State:
-    """The parameters and buffers of a module."""
+# By the name of a parameter or buffer: "parameters" or "buffers", and whether it is trained.
+State: TypeAlias = dict[str, tuple[str, bool]]
 
-    # "parameters" or "buffers", by name.
-    kinds: dict[str, str]
-    trained: frozenset[str]
 
-    @staticmethod
-    def of(module: nn.Module) -> State:
-        """Return the state of a module."""
-        kinds = {own_path(name): "buffers" for name, _ in module.named_buffers()}
-        parameters = {own_path(name): one for name, one in module.named_parameters()}
-        kinds |= dict.fromkeys(parameters, "parameters")
-        trained = (name for name, one in parameters.items() if one.requires_grad)
-        return State(kinds, frozenset(trained))
+def state_of(module: nn.Module) -> State:
+    """Return the state of a module."""
+    state: State = {own_path(name): ("buffers", False) for name, _ in module.named_buffers()}
+    for name, parameter in module.named_parameters():
+        state[own_path(name)] = "parameters", parameter.requires_grad
+    return state
 
 
 @dataclass(frozen=True)
@@ -79,11 +68,6 @@ class InUnits:
     operands: dict[str, TensorRow]
     log2_units: tuple[int, ...]
     log2_gamma: int
-
-    @property
-    def name(self) -> str:
-        """Its name in the gauge."""
-        return next(iter(self.operands)).partition(":")[0]
 
 
 @dataclass(frozen=True)
@@ -116,7 +100,7 @@ class TrackedCall(WatchedCall):
         self.outputs: list[TensorRow] = []
         # For an argument that a function returns unchanged: the row of that argument.
         self.same_as: dict[TensorRow, TensorRow] = {}
-        self.state = State({}, frozenset())
+        self.state: State = {}
         self._paths: dict[TensorRow, GradientPath] = {}
 
     def rows_of(self, row: TensorRow) -> tuple[Any, Any]:
@@ -189,7 +173,7 @@ class TrackedCall(WatchedCall):
     def finish(self, module: nn.Module, output: Any) -> None:
         returned = [tensor for _, tensor in tensors_of(output)]
         super().finish(module, returned)
-        self.state = State.of(module)
+        self.state = state_of(module)
         with plain_functions():
             self._begin_paths(returned)
             self.outputs = [row for one in returned if (row := self._only_row(one)) is not None]
