@@ -77,24 +77,6 @@ def falling_back_in_backward(
     return shadowed(module, backward=Replacement(run, backward))
 
 
-def _logging_calls(module: nn.Module, trainer: pl.Trainer) -> Iterator[tuple[Any, str]]:
-    """Yield pairs of an object and the name of its method that logs.
-
-    Only loggers the module refers to. ``logger.experiment`` is read only if the module does, since
-    reading it creates files.
-    """
-    kind: Any = type(module)
-    names = _names_in_code(kind)
-    if not names & _LOGGERS:
-        return
-    for logger in trainer.loggers:
-        experiments = [getattr(logger, "experiment", None)] if "experiment" in names else []
-        for target in (logger, *experiments):
-            if hasattr(target, "__dict__"):
-                kind = type(target)
-                yield from ((target, name) for name in _methods(kind))
-
-
 @functools.cache
 def _names_in_code(kind: type) -> frozenset[str]:
     """Return the names in the code of the methods of a user's class and its bases."""
@@ -104,7 +86,7 @@ def _names_in_code(kind: type) -> frozenset[str]:
 
 
 @functools.cache
-def _methods(kind: type) -> tuple[str, ...]:
+def _log_methods(kind: type) -> tuple[str, ...]:
     return tuple(
         name
         for name in dir(kind)
@@ -117,7 +99,15 @@ def untraced_calls(module: nn.Module) -> Iterator[Any]:
     trainer: Any = getattr(module, "_trainer", None)
     if trainer is None:
         return
-    yield from _logging_calls(module, trainer)
+    kind: Any = type(module)
+    names = _names_in_code(kind)
+    for logger in trainer.loggers if names & _LOGGERS else ():
+        # The experiment is read only if the module does, since reading it creates files.
+        experiments = [getattr(logger, "experiment", None)] if "experiment" in names else []
+        for target in (logger, *experiments):
+            if hasattr(target, "__dict__"):
+                kind = type(target)
+                yield from ((target, name) for name in _log_methods(kind))
     yield from ((optimizer, "step") for optimizer in _own_optimizers(module))
     if module.automatic_optimization or not trainer.training:
         return

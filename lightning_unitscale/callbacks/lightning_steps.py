@@ -147,11 +147,6 @@ def step_context(trainer: pl.Trainer, name: str) -> AbstractContextManager[None]
     return context
 
 
-def takes_iterator(module: pl.LightningModule) -> bool:
-    """Check whether ``training_step`` reads its own batches, so that it cannot be rehearsed."""
-    return is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
-
-
 def existing_steps(module: pl.LightningModule) -> list[str]:
     """Return the names of the steps that a module has."""
     # The default predict_step calls forward, which is worth capturing as well.
@@ -334,14 +329,7 @@ class StepsCallback(Callback, LoopCallback):
         self.begin_batch(batch, batch_idx)
 
     @override
-    def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
+    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
         self.end_batch()
 
     on_validation_batch_start = _batch_start("validation_step")
@@ -356,9 +344,7 @@ class StepsCallback(Callback, LoopCallback):
         self.end()
 
     @override
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, *_: Any, **__: Any) -> None:
         self.end()
 
     def end(self) -> None:

@@ -47,20 +47,15 @@ class RecalibrationSchedule:
                 f"recalibrate={shown(recalibrate)}: no such interval. Expected 'auto', None or a "
                 "positive number of optimizer steps. Pass recalibrate='auto'."
             )
-        self._recalibrate = recalibrate
-
-    @property
-    def is_automatic(self) -> bool:
-        """Check whether only units that no longer fit change."""
-        return self._recalibrate == "auto"
+        self.recalibrate = recalibrate
 
     def looks_at(self, step: int) -> bool:
         """Check whether units are measured again at a step."""
-        if self._recalibrate is None or step <= 0:
+        if self.recalibrate is None or step <= 0:
             return False
-        if self._recalibrate == "auto":
+        if self.recalibrate == "auto":
             return step in _EARLY_LOOKS or step % _LOOK_EVERY == 0
-        return step % int(self._recalibrate) == 0
+        return step % int(self.recalibrate) == 0
 
 
 class LateAgreement:
@@ -312,7 +307,8 @@ class MatmulUnits(LoopCallback):
             return
         # Tensors without a unit get one, even if the other units stay.
         self._events.late_units(session.adopt(measurement.beyond(units.gauge)), when)
-        if measurement.outside or not self._schedule.is_automatic:
+        # Automatically, units change only if some no longer fit.
+        if measurement.outside or self._schedule.recalibrate != "auto":
             old = units.gauge
             session.adopt(measurement)
             self._events.new_units(units.gauge.num_changed(old), when, measurement.outside)

@@ -336,20 +336,17 @@ def step_partitioner(
     weak_trainer = weakref.ref(trainer)
 
     def around() -> tuple[int, int]:
-        trainer = weak_trainer()
-        return (0, 0) if trainer is None else _trainer_bytes(trainer)
+        # Bytes besides the module's: in a whole step, and in its forward pass only.
+        if (trainer := weak_trainer()) is None:
+            return 0, 0
+        gradients = gradient_bytes(trainer.lightning_module)
+        always = optimizer_state_bytes(trainer.optimizers) + _bucket_bytes(trainer)
+        if trainer.accumulate_grad_batches > 1:
+            return always + gradients, 0
+        # Lightning drops the last step's gradients between the forward and the backward pass.
+        return always, gradients
 
     return StepPartitioner(budget, module, around)
-
-
-def _trainer_bytes(trainer: pl.Trainer) -> tuple[int, int]:
-    """Return the bytes besides the module's: in a whole step, and in its forward pass only."""
-    gradients = gradient_bytes(trainer.lightning_module)
-    always = optimizer_state_bytes(trainer.optimizers) + _bucket_bytes(trainer)
-    if trainer.accumulate_grad_batches > 1:
-        return always + gradients, 0
-    # Lightning drops the last step's gradients between the forward and the backward pass.
-    return always, gradients
 
 
 def _bucket_bytes(trainer: pl.Trainer) -> int:

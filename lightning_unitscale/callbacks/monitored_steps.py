@@ -7,7 +7,7 @@ rewritten graph is shown. Otherwise the step runs as it is written.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import functools
 from dataclasses import dataclass
 from types import CodeType
 from typing import TYPE_CHECKING, Any
@@ -98,7 +98,8 @@ class WatchedSteps(StepWatcher):
         """Watch the next batch if it is sampled."""
         self.end_batch()
         if is_sampled:
-            self._sampled.enter_context(self._loop.running_steps_by(self._watched))
+            watched = functools.partial(self.run, self._loop.module)
+            self._sampled.enter_context(self._loop.running_steps_by(watched))
 
     def end_batch(self) -> None:
         """Stop watching a sampled batch."""
@@ -109,9 +110,6 @@ class WatchedSteps(StepWatcher):
         """Restore the module."""
         self.end_batch()
         self.clear()
-
-    def _watched(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        return self.run(self._loop.module, step, args, kwargs)
 
 
 class ProbedSteps(ScaleProbes):

@@ -23,12 +23,12 @@ from lightning_unitscale.callbacks.lightning_steps import (
     starting_batch,
     step_arguments,
     step_context,
-    takes_iterator,
 )
 from lightning_unitscale.callbacks.memory_budget import RematCallback
 from lightning_unitscale.callbacks.options import Rules
 from lightning_unitscale.callbacks.packages import (
     is_lightning,
+    is_param_in_hook_signature,
     misconfigured,
     rank_zero_info,
     rank_zero_warn,
@@ -87,11 +87,6 @@ class RuleScaling:
         # True while an unscaled module is evaluated.
         self._is_plain = False
 
-    @property
-    def plan(self) -> RulePlan:
-        """Return the decisions so far."""
-        return self.rules.plan
-
     def passes_for(
         self,
         trainer: pl.Trainer,
@@ -104,7 +99,7 @@ class RuleScaling:
         is_sharded = is_lightning(trainer.strategy, "ModelParallelStrategy")
         self._check_sharding(trainer, is_sharded=is_sharded, is_compiled=is_compiled)
         refuse_rate_search(trainer)
-        if is_other or not self.plan.steps():
+        if is_other or not self.rules.plan.steps():
             self.rules.plan = vars(module).get(PLAN_ATTRIBUTE, RulePlan())
             self.gradients.clear()
         self._sharded = ShardedModule(module) if is_sharded else None
@@ -173,20 +168,20 @@ class RuleScaling:
         cannot be captured trains the unscaled model, with a warning.
         """
         module = trainer.lightning_module
-        is_trained = _TRAINING in self.plan.steps()
+        is_trained = _TRAINING in self.rules.plan.steps()
         is_awaited = not train and not is_trained and trainer.state.fn == "fit"
         sharded = step.owner.sharded
         is_cut = pipeline_of(trainer) is not None or sharded is not None
         step.fallback.await_rules(is_awaited and not is_cut)
-        if step.name not in self.plan.steps() and not self._is_plain and not is_awaited:
-            if takes_iterator(module):
+        if step.name not in self.rules.plan.steps() and not self._is_plain and not is_awaited:
+            if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
                 raise misconfigured(
                     f"method: {type(module).__name__}.training_step takes dataloader_iter, so it "
                     "cannot be rehearsed on one batch. Expected a step that takes a batch. Use "
                     "method='lossless', or let the step take the batch."
                 )
             # Plans of an earlier evaluation are useless for training, because it has no gradients.
-            earlier = RulePlan() if train else self.plan
+            earlier = RulePlan() if train else self.rules.plan
             shapes = rehearsing(trainer) if train else nullcontext()
             may_refuse = train and not is_trained and not is_cut
             try:
@@ -222,7 +217,7 @@ class RuleScaling:
                 return
             self.rules.plan = plan
             step.invalidate()
-            vars(module)[PLAN_ATTRIBUTE] = self.plan
+            vars(module)[PLAN_ATTRIBUTE] = self.rules.plan
         if train:
             self.gradients.start(trainer.accumulate_grad_batches)
             if not self._rates_follow:
@@ -230,9 +225,9 @@ class RuleScaling:
                     sharded.shard()
                 self._rates_follow = True
                 infos: dict[Tensor, ParameterInfo] = {
-                    parameter: self.plan.parameters[fqn].info
+                    parameter: self.rules.plan.parameters[fqn].info
                     for fqn, parameter in module.named_parameters()
-                    if fqn in self.plan.parameters
+                    if fqn in self.rules.plan.parameters
                 }
                 self.settings.follow_rates(trainer, infos)
 
@@ -254,7 +249,7 @@ class RuleScaling:
         """Return the state for a checkpoint, so that nothing is planned or measured twice."""
         self.gradients.settle()
         return {
-            "plan": self.plan.state(),
+            "plan": self.rules.plan.state(),
             "log2_gradients": dict(self.gradients.log2_factors),
             "measures_late": self.gradients.measures_late,
             "num_accumulated": self.gradients.num_accumulated,
@@ -268,7 +263,7 @@ class RuleScaling:
         # Earlier versions trained with a factor of 1 for gradients that were zero.
         self.gradients.measures_late = state.get("measures_late", False)
         if module is not None:
-            vars(module)[PLAN_ATTRIBUTE] = self.plan
+            vars(module)[PLAN_ATTRIBUTE] = self.rules.plan
 
     def _with_weights(self, module: pl.LightningModule, plan: RulePlan) -> RulePlan:
         """Return the plan of a module that is trained for the first time, and set its weights."""

@@ -342,7 +342,7 @@ class UnitScaleCallback(StepsCallback):
         return state
 
     def _mark(self, checkpoint: dict[str, Any]) -> None:
-        if self._rules is not None and self._rules.plan.steps():
+        if self._rules is not None and self._rules.rules.plan.steps():
             mark(checkpoint, self._method_name)
 
     @override

@@ -219,20 +219,15 @@ def attach_in_fabric(callback: LoopCallback, fabric: Any, module: Any) -> Attach
     if not isinstance(attachment, Attachment):
         scaler = getattr(fabric.strategy.precision, "scaler", None)
         attachment = Attachment(inner, None, (), loggers=fabric.loggers, scaler=scaler)
-        marking = _following(attachment, module.mark_forward_method)
-        attachment.keep(shadowed(module, mark_forward_method=marking))
+        made, mark = attachment, module.mark_forward_method
+
+        def mark_and_follow(method: Any) -> None:
+            name = getattr(method, "__name__", method)
+            # A step of a LightningModule is marked and followed already.
+            if name == "forward" or name not in made.steps:
+                mark(method)
+                made.follow(name)
+
+        made.keep(shadowed(module, mark_forward_method=Replacement(mark, mark_and_follow)))
     attachment.add(callback)
     return attachment
-
-
-def _following(attachment: Attachment, mark: Any) -> Replacement:
-    """Follow a method that is marked as a forward method."""
-
-    def run(method: Any) -> None:
-        name = getattr(method, "__name__", method)
-        # A step of a LightningModule is marked and followed already.
-        if name == "forward" or name not in attachment.steps:
-            mark(method)
-            attachment.follow(name)
-
-    return Replacement(mark, run)

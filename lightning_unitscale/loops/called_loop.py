@@ -291,15 +291,14 @@ class OptimizerSteps:
                 closure = args[0] if args else kwargs.get("closure")
                 method(optimizer, has_closure=callable(closure))
 
-        # Torch passes the arguments of the step, the optimizer first. The user's compiled step must
-        # not include this.
-        @torch.compiler.disable
-        def pre_hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            call(0, optimizer, args[1:], kwargs)
+        def step_hook(which: int) -> Callable[..., None]:
+            # Torch passes the arguments of the step, the optimizer first. The user's compiled step
+            # must not include this.
+            @torch.compiler.disable
+            def run(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                call(which, optimizer, args[1:], kwargs)
 
-        @torch.compiler.disable
-        def post_hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            call(1, optimizer, args[1:], kwargs)
+            return run
 
         def hooked(optimizer: Any, step: Callable[..., Any]) -> Replacement:
             def run(*args: Any, **kwargs: Any) -> Any:
@@ -311,8 +310,8 @@ class OptimizerSteps:
             return Replacement(step, run)
 
         handles = ExitStack()
-        handles.callback(register_optimizer_step_pre_hook(pre_hook).remove)
-        handles.callback(register_optimizer_step_post_hook(post_hook).remove)
+        handles.callback(register_optimizer_step_pre_hook(step_hook(0)).remove)
+        handles.callback(register_optimizer_step_post_hook(step_hook(1)).remove)
         for optimizer in self._given or ():
             if not isinstance(optimizer, Optimizer):  # it has no hooks
                 step = hooked(optimizer, optimizer.step)

@@ -148,15 +148,6 @@ _ANSWERS = frozenset(
 _TENSOR_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
 
 
-def word_of(function: Any) -> str:
-    """Torch's own word for a function: ``linear``, ``add``, ``getitem``."""
-    try:
-        operator = _OPERATORS.get(function)
-    except TypeError:  # not hashable, so none of torch's
-        operator = None
-    return operator or function_name(function)
-
-
 def full_name(path: str, word: str) -> str:
     """Return the name of what a function makes in a module, but for its ordinal."""
     return f"{path}.{word}" if path else word
@@ -167,17 +158,20 @@ _DESCRIBED: dict[Any, tuple[str, bool]] = {}
 
 
 def described(function: Any) -> tuple[str, bool]:
-    """Return ``word_of`` a function, and whether it only reads or sets a property of a tensor."""
+    """Return torch's word for a function, and whether it only reads or sets a tensor's property."""
     try:
         return _DESCRIBED[function]
-    except (KeyError, TypeError):  # not hashable, so none of torch's
-        word, name = word_of(function), getattr(function, "__name__", "")
-        # ``x.float()`` makes a tensor, ``float(x)`` does not.
-        is_answer = word in _ANSWERS or name in {"__float__", "__int__"}
-        found = word, word not in _TENSOR_ATTRIBUTES if name == "__get__" else is_answer
-        if _lasts(function):
-            _DESCRIBED[function] = found
-        return found
+    except KeyError:
+        operator = _OPERATORS.get(function)
+    except TypeError:  # not hashable, so none of torch's
+        operator = None
+    word, name = operator or function_name(function), getattr(function, "__name__", "")
+    # ``x.float()`` makes a tensor, ``float(x)`` does not.
+    is_answer = word in _ANSWERS or name in {"__float__", "__int__"}
+    found = word, word not in _TENSOR_ATTRIBUTES if name == "__get__" else is_answer
+    if _lasts(function):
+        _DESCRIBED[function] = found
+    return found
 
 
 def _lasts(function: Any) -> bool:

@@ -167,7 +167,11 @@ class Measuring:
             elements = stored_elements(tensor)
             factor = None
             if log2_unit and self.counts_stored:
-                factor = self._factor(elements.device, log2_unit)
+                key = elements.device, log2_unit
+                if key not in self._factors:
+                    # Not torch.tensor, whose copy to the device would wait for it.
+                    self._factors[key] = torch.full((), 2.0**-log2_unit, device=elements.device)
+                factor = self._factors[key]
             return self._rows.add(elements, factor)
 
     def clear(self) -> None:
@@ -178,13 +182,6 @@ class Measuring:
         """Send for all rows since the last time; what is returned waits for them."""
         with unseen(), torch.inference_mode():
             return self._rows.send()
-
-    def _factor(self, device: torch.device, log2_unit: int) -> Tensor:
-        if (device, log2_unit) not in self._factors:
-            # Not torch.tensor, whose copy to the device would wait for it.
-            factor = torch.full((), 2.0**-log2_unit, device=device)
-            self._factors[device, log2_unit] = factor
-        return self._factors[device, log2_unit]
 
 
 class _GradientHook:

@@ -23,8 +23,8 @@ from lightning_unitscale.monitor.names import (
     Caller,
     Callers,
     StartNames,
+    described,
     full_name,
-    word_of,
 )
 from lightning_unitscale.monitor.probes import ProbedTensor
 from lightning_unitscale.monitor.rows import (
@@ -140,7 +140,7 @@ class WatchedCall:
         if caller is None or caller.again is not None:
             return
         # Dynamo's own name for a whole module means nothing to people.
-        word = word_of(scope.get("fn"))
+        word, _ = described(scope.get("fn"))
         word = "compiled" if word in _WHOLE_MODULE else word
         arguments = _tensors_in((*scope.get("args", ()), *scope.get("kwargs", {}).values()))
         with plain_functions():
@@ -185,11 +185,6 @@ class WatchedCall:
             for row in inputs
             if row.is_shown and row.forward is not None
         ]
-
-    @property
-    def log2_units(self) -> dict[str, int]:
-        """Unit in which a matmul has stored each value, by the name that it was made with."""
-        return {row.made_as: row.log2_sigma for row in (*self.given, *self.made)}
 
     def _inputs(self, arguments: Sequence[Tensor], word: str) -> tuple[TensorRow, ...]:
         """Rows of the arguments of a function; missing ones are made."""

@@ -66,7 +66,7 @@ class StepWatcher:
     sees the functions that a call uses, and hooks on autograd nodes see the gradients.
     """
 
-    call_type = WatchedCall
+    call_type: type[WatchedCall] = WatchedCall
 
     def __init__(
         self,
@@ -78,6 +78,7 @@ class StepWatcher:
         self._ignored = ignored
         self._measuring = Measuring(layout)
         self._calls: list[WatchedCall] = []
+        # The unit in which a matmul has stored each value, by the name that it was made with.
         self._units: dict[str, int] = {}
 
     def run(
@@ -125,7 +126,8 @@ class StepWatcher:
         self.close()
         calls, self._calls = self._calls, []
         for call in calls:
-            self._units.update(call.log2_units)
+            rows = (*call.given, *call.made)
+            self._units.update((row.made_as, row.log2_sigma) for row in rows)
         found = [measured for call in calls for measured in call.measured()]
         sent = self._measuring.send()
         if not found:
