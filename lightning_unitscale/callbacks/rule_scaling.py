@@ -223,13 +223,7 @@ class RuleScaling:
             if not self._rates_follow:
                 if sharded is not None:
                     sharded.shard()
-                self._rates_follow = True
-                infos: dict[Tensor, ParameterInfo] = {
-                    parameter: self.rules.plan.parameters[fqn].info
-                    for fqn, parameter in module.named_parameters()
-                    if fqn in self.rules.plan.parameters
-                }
-                self.settings.follow_rates(trainer, infos)
+                self._follow_rates(trainer, module)
 
     def before_optimizer_step(self, trainer: pl.Trainer, optimizer: Optimizer) -> None:
         """Scale gradients without a factor to RMS 1. In the first step none has a factor."""
@@ -304,6 +298,15 @@ class RuleScaling:
                 "checkpoint that they come from. Pass it as ckpt_path to the Trainer."
             )
         return False
+
+    def _follow_rates(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self._rates_follow = True
+        infos: dict[Tensor, ParameterInfo] = {
+            parameter: self.rules.plan.parameters[fqn].info
+            for fqn, parameter in module.named_parameters()
+            if fqn in self.rules.plan.parameters
+        }
+        self.settings.follow_rates(trainer, infos)
 
 
 def rules_of(
