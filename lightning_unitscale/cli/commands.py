@@ -85,9 +85,9 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.path.insert(0, os.getcwd())
     try:
         if words[:1] == ["profile"]:
-            ProfileCLI(words[1:]).profile()
+            ProfileCLI(words[1:], run=False).profile()
         elif words[:1] == ["explain-pipeline"]:
-            ExplainPipelineCLI(words[1:]).explain()
+            ExplainPipelineCLI(words[1:], run=False).explain()
         else:
             UnitScaleCLI(args=words if shows_traceback or args is not None else None)
     except Exception as error:
@@ -222,9 +222,6 @@ class ProfileCLI(UnitScaleCLI):
     numbers of devices and nodes count. The devices need not exist here. Nothing is trained, logged
     or saved.
     """
-
-    def __init__(self, args: ArgsType = None) -> None:
-        super().__init__(args, run=False)
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:

@@ -39,8 +39,6 @@ from lightning_unitscale.scales.statistics import statistics_row
 from lightning_unitscale.scales.transfer import HostCopy, numbers_on
 
 Select = Callable[[fx.Node], bool]
-# Gives a position among the probed tensors, and the region of the tensor, its two factors.
-FactorsOf = Callable[[int, Region], tuple[fx.Node | None, fx.Node | None]]
 _UNIT_GAUGE = Gauge()
 
 
@@ -185,9 +183,10 @@ class ScaleProbes(GraphPass):
         differentiable = [
             requires_grad(node) and node not in mutated and not _is_gathered(node) for node in nodes
         ]
-        # Those of a sample hold for every power of two.
+        # The counts of a sample hold for every power of two.
         counted = () if self.layout.is_sampled else tensors
-        factors_of = _count_factors(graph, counted, gauge_in_force)
+        units = [unit for each in counted for unit in (each.held.sigma, each.held.gamma)]
+        factor_of = _count_factors(graph, [unit for unit in units if unit != ONE], gauge_in_force)
         layout = self.layout.measured
 
         # A node's arguments cannot hold a layout, so functions close over it.
@@ -213,7 +212,8 @@ class ScaleProbes(GraphPass):
         for index, (region, node) in enumerate(selected):
             inner = region.graph
             slot = recorder.slot(index, region) if differentiable[index] else None
-            forward, backward = factors_of(index, region)
+            held = tensors[index].held
+            forward, backward = factor_of(region, held.sigma), factor_of(region, held.gamma)
             is_input = node.op == "placeholder"
             anchor, readers = anchors[id(region)], list(node.users)
             with inner.inserting_before(anchor) if is_input else inner.inserting_after(node):
@@ -264,23 +264,11 @@ def _is_gathered(node: fx.Node) -> bool:
 
 
 def _count_factors(
-    graph: StepGraph, tensors: Sequence[ProbedTensor], gauge: Callable[[], Gauge]
-) -> FactorsOf:
-    """Return the powers of two that turn each tensor into the stored one, for exact counts."""
-    pairs = [(tensor.held.sigma, tensor.held.gamma) for tensor in tensors]
-    units = [unit for pair in pairs for unit in pair if unit != ONE]
-    if not units:
-        return lambda index, region: (None, None)
-    nodes = FactorNodes(graph, "count_factors", units, gauge)
-
-    def factors_of(index: int, region: Region) -> tuple[fx.Node | None, fx.Node | None]:
-        forward, backward = pairs[index]
-        return (
-            None if forward == ONE else nodes(region, forward),
-            None if backward == ONE else nodes(region, backward),
-        )
-
-    return factors_of
+    graph: StepGraph, units: Sequence[Unit], gauge: Callable[[], Gauge]
+) -> Callable[[Region, Unit], fx.Node | None]:
+    """Return the powers of two that turn tensors into the stored ones, for exact counts."""
+    nodes = FactorNodes(graph, "count_factors", units, gauge) if units else None
+    return lambda region, unit: nodes(region, unit) if nodes and unit != ONE else None
 
 
 def sent_snapshot(

@@ -214,14 +214,9 @@ class Gradients:
 
     def __init__(self, measuring: Measuring) -> None:
         self._measuring = measuring
-        self._hooks: list[RemovableHandle] = []
+        self.hooks: list[RemovableHandle] = []
         # A parameter does not keep its node alive, only the graphs that have read it do.
         self._leaf_nodes: dict[int, Any] = {}
-
-    @property
-    def are_measured(self) -> bool:
-        """Return whether any gradient will be measured."""
-        return bool(self._hooks)
 
     def begin(self, parameters: Iterable[Tensor]) -> None:
         """Make the autograd nodes of parameters, as a step would when it reads them.
@@ -249,13 +244,13 @@ class Gradients:
             node = self.leaf_node(tensor)
 
         hook = _GradientHook(self._measuring, row, index, before)
-        self._hooks.append(node.register_prehook(hook))
+        self.hooks.append(node.register_prehook(hook))
 
     def close(self) -> None:
         """Stop measuring gradients."""
-        for handle in self._hooks:
+        for handle in self.hooks:
             handle.remove()
-        self._hooks.clear()
+        self.hooks.clear()
         self._leaf_nodes.clear()
 
     def leaf_node(self, leaf: Tensor) -> Any:

@@ -158,7 +158,7 @@ class ScaleTracker(StepWatcher):
         """Run ``forward`` and watch it; the last call that returns counts."""
         complete = self._complete
         # A checkpoint around the module computes it again, within the same step.
-        is_again = complete is not None and complete.gradients.are_measured
+        is_again = complete is not None and complete.gradients.hooks
         if self._is_running or (is_again and current_node() is not None):
             return method(*args, **kwargs)
         self.clear()
