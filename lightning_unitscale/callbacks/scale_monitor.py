@@ -179,8 +179,7 @@ class ScaleMonitor(StepsCallback):
         Raises:
             RuntimeError: If no step has been sampled yet.
         """
-        self._check_sampled("to_csv", path)
-        write_csv(self.snapshots, path)
+        self._write("to_csv", write_csv, path)
 
     def to_json_lines(self, path: str | Path) -> None:
         """Write the snapshots as JSON lines, with one row per step, tensor and direction.
@@ -188,15 +187,15 @@ class ScaleMonitor(StepsCallback):
         Raises:
             RuntimeError: If no step has been sampled yet.
         """
-        self._check_sampled("to_json_lines", path)
-        write_json_lines(self.snapshots, path)
+        self._write("to_json_lines", write_json_lines, path)
 
-    def _check_sampled(self, method: str, path: str | Path) -> None:
+    def _write(self, method: str, write: Callable[..., None], path: str | Path) -> None:
         if not self.snapshots:
             raise RuntimeError(
                 f"{method}: path={str(path)!r}: no step has been sampled yet, so there is nothing "
                 "to write. Expected a training before. Call it after fit()."
             )
+        write(self.snapshots, path)
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -321,10 +321,6 @@ class OptimizerSteps:
         return handles
 
 
-class _Forward(CalledMethod):
-    """A stand-in for a called method of an attached module, such as its ``forward``."""
-
-
 def called(module: nn.Module) -> str:
     """Return the attribute that a call of a module runs. ``compile()`` changes it."""
     return "forward" if module._compiled_call_impl is None else "_compiled_call_impl"
@@ -348,14 +344,13 @@ def called_methods(module: nn.Module, methods: str | Iterable[str]) -> tuple[str
 def through(loop: Loop, run: StepCaller) -> AbstractContextManager[None]:
     """Run the calls of a loop's module by ``run`` within this context."""
     module = loop.module
-    methods = {name: _Forward(getattr(module, name), loop, run) for name in loop.steps}
+    methods = {name: CalledMethod(getattr(module, name), loop, run) for name in loop.steps}
     return shadowed(module, **methods)
 
 
 def attachment_of(module: nn.Module) -> Loop | None:
     """Return the loop of the callbacks that are attached to a module."""
     forward = vars(module).get(called(module))
-    if not isinstance(forward, _Forward) or forward.is_removed:
+    if not isinstance(forward, CalledMethod) or forward.is_removed:
         return None
-    loop: Loop = forward.owner
-    return loop
+    return forward.owner if isinstance(forward.owner, Loop) else None  # else it is only tracked
