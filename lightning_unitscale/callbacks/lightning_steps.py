@@ -8,7 +8,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from types import FrameType, FunctionType
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -171,21 +171,6 @@ def check_callbacks(callbacks: Iterable[Any]) -> None:
         raise misconfigured(text)
 
 
-def check_list_in(frame: FrameType | None, callback: Any) -> None:
-    """Check the lists of callbacks in a frame that contain this callback."""
-    for value in () if frame is None else frame.f_locals.values():
-        if isinstance(value, list) and any(item is callback for item in value):
-            check_callbacks(value)
-
-
-def guard_hooks(kind: type) -> None:
-    """Make the first hooks of a class raise if the class was given instead of an instance."""
-    for name, refuses in _GUARDED.items():
-        hook = inspect.getattr_static(kind, name, None)
-        if isinstance(hook, FunctionType):
-            setattr(kind, name, _of_instances(kind, hook, refuses=refuses))
-
-
 def _of_instances(kind: type, hook: FunctionType, *, refuses: bool) -> Callable[..., Any]:
     @functools.wraps(hook)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -240,7 +225,11 @@ class StepsCallback(Callback, LoopCallback):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        guard_hooks(cls)
+        # The first hooks raise if the class was given instead of an instance.
+        for name, refuses in _GUARDED.items():
+            hook = inspect.getattr_static(cls, name, None)
+            if isinstance(hook, FunctionType):
+                setattr(cls, name, _of_instances(cls, hook, refuses=refuses))
 
     def _remember(self, arguments: Mapping[str, Any]) -> None:
         """Keep the arguments of ``__init__`` for ``repr``. Call it first, with ``locals()``."""
@@ -260,9 +249,10 @@ class StepsCallback(Callback, LoopCallback):
     def state_key(self) -> str:
         """Return the key of the callback's state in a checkpoint."""
         # Lightning compares keys when a Trainer is created. For two equal callbacks it would only
-        # report that keys must be unique.
-        if self._loop is None:
-            check_list_in(sys._getframe(1), self)
+        # report that keys must be unique. So the list that it checks is checked here first.
+        for value in sys._getframe(1).f_locals.values() if self._loop is None else ():
+            if isinstance(value, list) and any(item is self for item in value):
+                check_callbacks(value)
         return super().state_key
 
     @override
