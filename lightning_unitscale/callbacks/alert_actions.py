@@ -134,8 +134,8 @@ class ScaleAlerts:
         self._told: dict[tuple[str, ...], int] = {}
         self._known_infinite: set[str] = set()
         self._loss_watch = LossWatch()
-        # The alert of a step that was not sampled. The next one should be, whatever the schedule.
-        self.bad_loss: ScaleAlert | None = None
+        # The loss of a step that was not sampled. The next one should be, whatever the schedule.
+        self.bad_losses: list[ScaleAlert] = []
         # Number of violations in the last snapshot, reported or not. Trends do not count.
         self.num_violations = 0
 
@@ -150,14 +150,8 @@ class ScaleAlerts:
         if _NONFINITE in self._told:
             return  # where it comes from is known
         if bad is not None:
-            self.bad_loss = ScaleAlert(
-                "loss",
-                bad,
-                "loss",
-                "",
-                "forward",
-                "is NaN or infinite; the step was not sampled, so the next one is",
-            )
+            text = "is NaN or infinite; the step was not sampled, so the next one is"
+            self.bad_losses = [ScaleAlert("loss", bad, "loss", "", "forward", text)]
 
     def judge(
         self,
@@ -179,7 +173,7 @@ class ScaleAlerts:
         alerts += [fit for fit in fits if not (has_loss_scaler and _is_too_large(fit))]
         self.num_violations = sum(alert.kind != "trend" for alert in alerts)
         news = [alert for alert in alerts if self._key(alert) not in self._told]
-        new = [*self._take_bad_loss(), *news]
+        new, self.bad_losses = [*self.bad_losses, *news], []
         told = {key: age + 1 for key, age in self._told.items() if age + 1 < _REARMED_AFTER}
         self._told = told | dict.fromkeys(map(self._key, alerts), 0)
         self.alerts = [*self.alerts, *new][-_KEPT:]
@@ -187,7 +181,7 @@ class ScaleAlerts:
 
     def finish(self) -> tuple[ScaleAlert, ...]:
         """Return the alerts that no sampled step followed, at the end of a fit."""
-        new = tuple(self._take_bad_loss())
+        new, self.bad_losses = tuple(self.bad_losses), []
         self.alerts += new
         return new
 
@@ -211,10 +205,6 @@ class ScaleAlerts:
             # One NaN causes all others: the next step reads it from the parameters.
             return _NONFINITE
         return alert.kind, alert.tensor, alert.direction, alert.format
-
-    def _take_bad_loss(self) -> list[ScaleAlert]:
-        taken, self.bad_loss = self.bad_loss, None
-        return [] if taken is None else [taken]
 
 
 def _check_reaction(on_violation: object) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -64,10 +64,10 @@ def captures_steps(trainer: pl.Trainer) -> bool:
 
 def enter(trainer: pl.Trainer, owner: pl.Callback) -> None:
     """Begin a callback's setup: leave an earlier run, and leave this one after any error."""
-    check_callbacks(all_callbacks(trainer))
+    callbacks = all_callbacks(trainer)
+    check_callbacks(callbacks)
     if isinstance(owner, StepsCallback):
         owner.end()
-        callbacks = all_callbacks(trainer)
         earlier = callbacks[: callbacks.index(owner)] if owner in callbacks else []
         owner.guards = contextlib.ExitStack()
         owner.guards.enter_context(leaving_after(earlier, owner.end, always=False))
@@ -114,10 +114,9 @@ def step_arguments(
     return tuple(arguments)
 
 
-@contextlib.contextmanager
 def starting_batch(
     module: pl.LightningModule, step: CapturedStep, batch_idx: int, dataloader_idx: int = 0
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Run the module's hook for the batch before a rehearsal of the step in this context.
 
     Lightning calls the callbacks before the module, whose ``on_train_batch_start`` may set values
@@ -131,11 +130,7 @@ def starting_batch(
         with shadowed(module, log=nothing, log_dict=nothing):
             getattr(module, name)(*arguments)
 
-    step.before_rehearsal = start if is_overridden(name, module) else None
-    try:
-        yield
-    finally:
-        step.before_rehearsal = None
+    return shadowed(step, before_rehearsal=start if is_overridden(name, module) else None)
 
 
 def step_context(trainer: pl.Trainer, name: str) -> AbstractContextManager[None]:

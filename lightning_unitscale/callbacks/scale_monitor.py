@@ -237,7 +237,7 @@ class ScaleMonitor(StepsCallback):
             self._num_batches = 0
         # Accumulated batches are one sample: an unforeseen one is not begun in the middle.
         is_wanted = self._sampling.wants(step, self._start, is_last=loop.is_last_step)
-        if self._alerts.bad_loss is not None and self._sent is None:
+        if self._alerts.bad_losses and self._sent is None:
             is_wanted |= self._sampling.covers(step)
         self._is_sampling = is_continued or (is_new and is_wanted)
         self._sampled_step = step

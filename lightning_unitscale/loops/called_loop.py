@@ -7,8 +7,8 @@ import itertools
 import operator
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -105,14 +105,9 @@ class CalledLoop(Loop):
             self._writer = SummaryWriter(str(self._log_dir))
         return (*self._loggers, self._writer)
 
-    @contextmanager
     @override
-    def running_steps_by(self, call: StepCaller) -> Iterator[None]:
-        self._call = call
-        try:
-            yield
-        finally:
-            self._call = None
+    def running_steps_by(self, call: StepCaller) -> AbstractContextManager[None]:
+        return shadowed(self, _call=call)
 
     @override
     def stop(self) -> None:

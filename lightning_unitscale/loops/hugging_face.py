@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from os import PathLike
@@ -185,13 +186,8 @@ def _trained(model: Any, optimizer: Any) -> Any:
 def _trainer() -> Trainer | None:
     """Return the Trainer that calls a callback."""
     kind = import_module("transformers").Trainer
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        trainer = frame.f_locals.get("self")
-        if isinstance(trainer, kind):
-            return trainer
-    return None
+    callers = (frame.f_locals.get("self") for frame, _ in traceback.walk_stack(sys._getframe()))
+    return next((caller for caller in callers if isinstance(caller, kind)), None)
 
 
 def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:

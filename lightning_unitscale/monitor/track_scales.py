@@ -37,7 +37,7 @@ from lightning_unitscale.monitor.tracked_call import (
     state_of,
 )
 from lightning_unitscale.monitor.watcher import CalledMethod, StepWatcher
-from lightning_unitscale.patching import Shadow
+from lightning_unitscale.patching import Shadow, shadowed
 from lightning_unitscale.scales.layout import MOMENTS
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 
@@ -162,11 +162,8 @@ class ScaleTracker(StepWatcher):
         if self._is_running or (is_again and current_node() is not None):
             return method(*args, **kwargs)
         self.clear()
-        self._is_running = True
-        try:
+        with shadowed(self, _is_running=True):
             result = self.run(self._module, method, args, kwargs)
-        finally:
-            self._is_running = False
         if self._calls:  # nothing is watched below ``torch.func``
             self._complete = cast(TrackedCall, self._calls[-1])
         return result
