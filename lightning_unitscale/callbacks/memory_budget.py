@@ -127,28 +127,8 @@ class RematCallback(StepsCallback):
         enter(trainer, self)
         self.measured_peak_bytes = None
         self._gradients_seen = 0
-        self._partitioner = self._new_partitioner(trainer, pl_module)
+        self._partitioner = _partitioner(trainer, pl_module, self.budget, self.compile)
         self._steps = self._capture(trainer, pl_module, self._partitioner)
-
-    def _new_partitioner(
-        self, trainer: pl.Trainer, module: pl.LightningModule
-    ) -> StepPartitioner | MeasuredPartitioner:
-        budget = self.budget
-        refuse_distributed_tensors(trainer, f"budget={budget!r}")
-        if not is_lightning(trainer.strategy, "ModelParallelStrategy"):
-            return step_partitioner(trainer, module, budget)
-        if self.compile:
-            raise misconfigured(
-                "compile=True: with ModelParallelStrategy a step is measured graph by graph, so "
-                "they run op by op. Expected compile=False for RematCallback. Leave it out."
-            )
-        if _is_profiled(trainer):
-            raise misconfigured(
-                f"budget={budget!r}: with ModelParallelStrategy a step is measured, on a CPU by "
-                "torch's profiler, which can run only once at a time. Expected a Trainer without "
-                "PyTorchProfiler. Leave it out."
-            )
-        return MeasuredPartitioner(budget)
 
     @override
     def on_train_batch_start(
@@ -317,6 +297,26 @@ def _is_profiled(trainer: pl.Trainer) -> bool:
 def _waits(partitioner: StepPartitioner | MeasuredPartitioner | None) -> bool:
     """Check whether captured graphs wait for a measured step to be planned."""
     return isinstance(partitioner, MeasuredPartitioner) and bool(partitioner.graphs)
+
+
+def _partitioner(
+    trainer: pl.Trainer, module: pl.LightningModule, budget: Budget, compile: bool | CompileMode
+) -> StepPartitioner | MeasuredPartitioner:
+    refuse_distributed_tensors(trainer, f"budget={budget!r}")
+    if not is_lightning(trainer.strategy, "ModelParallelStrategy"):
+        return step_partitioner(trainer, module, budget)
+    if compile:
+        raise misconfigured(
+            "compile=True: with ModelParallelStrategy a step is measured graph by graph, so "
+            "they run op by op. Expected compile=False for RematCallback. Leave it out."
+        )
+    if _is_profiled(trainer):
+        raise misconfigured(
+            f"budget={budget!r}: with ModelParallelStrategy a step is measured, on a CPU by "
+            "torch's profiler, which can run only once at a time. Expected a Trainer without "
+            "PyTorchProfiler. Leave it out."
+        )
+    return MeasuredPartitioner(budget)
 
 
 def step_partitioner(
