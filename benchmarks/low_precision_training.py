@@ -45,7 +45,7 @@ from benchmarks.demo_step import VOCABULARY
 from benchmarks.measure import RESULTS, machine
 from examples.gpt import GPT
 from examples.text import TextDataModule
-from lightning_unitscale.callbacks.step_schedules import RecalibrationSchedule
+from lightning_unitscale.callbacks.matmul_units import RecalibrationSchedule
 from lightning_unitscale.capture.captured_copy import matmuls_of
 from lightning_unitscale.capture.module_steps import steps_of
 from lightning_unitscale.capture.name_patterns import NamePatterns

@@ -134,14 +134,10 @@ class ScaleAlerts:
         self._told: dict[tuple[str, ...], int] = {}
         self._known_infinite: set[str] = set()
         self._loss_watch = LossWatch()
-        self._bad_loss: ScaleAlert | None = None
+        # The loss of a step that was not sampled. The next one should be, whatever the schedule.
+        self.bad_losses: list[ScaleAlert] = []
         # Number of violations in the last snapshot, reported or not. Trends do not count.
         self.num_violations = 0
-
-    @property
-    def wants_sample(self) -> bool:
-        """Check whether the next step should be sampled, whatever the schedule."""
-        return self._bad_loss is not None
 
     def see_loss(self, step: int, loss: Tensor) -> None:
         """Check the loss of an unsampled step, where that costs nothing.
@@ -154,14 +150,8 @@ class ScaleAlerts:
         if _NONFINITE in self._told:
             return  # where it comes from is known
         if bad is not None:
-            self._bad_loss = ScaleAlert(
-                "loss",
-                bad,
-                "loss",
-                "",
-                "forward",
-                "is NaN or infinite; the step was not sampled, so the next one is",
-            )
+            text = "is NaN or infinite; the step was not sampled, so the next one is"
+            self.bad_losses = [ScaleAlert("loss", bad, "loss", "", "forward", text)]
 
     def judge(
         self,
@@ -183,14 +173,15 @@ class ScaleAlerts:
         alerts += [fit for fit in fits if not (has_loss_scaler and _is_too_large(fit))]
         self.num_violations = sum(alert.kind != "trend" for alert in alerts)
         news = [alert for alert in alerts if self._key(alert) not in self._told]
-        new = [*self._take_bad_loss(), *news]
-        self._age(alerts)
+        new, self.bad_losses = [*self.bad_losses, *news], []
+        told = {key: age + 1 for key, age in self._told.items() if age + 1 < _REARMED_AFTER}
+        self._told = told | dict.fromkeys(map(self._key, alerts), 0)
         self.alerts = [*self.alerts, *new][-_KEPT:]
         return tuple(new)
 
     def finish(self) -> tuple[ScaleAlert, ...]:
         """Return the alerts that no sampled step followed, at the end of a fit."""
-        new = tuple(self._take_bad_loss())
+        new, self.bad_losses = tuple(self.bad_losses), []
         self.alerts += new
         return new
 
@@ -209,20 +200,11 @@ class ScaleAlerts:
         if is_violated and self._on_violation == "stop":
             loop.stop()
 
-    def _age(self, alerts: Sequence[ScaleAlert]) -> None:
-        present = {self._key(alert) for alert in alerts}
-        told = {key: age + 1 for key, age in self._told.items() if age + 1 < _REARMED_AFTER}
-        self._told = {**told, **dict.fromkeys(present, 0)}
-
     def _key(self, alert: ScaleAlert) -> tuple[str, ...]:
         if alert.kind == "nonfinite":
             # One NaN causes all others: the next step reads it from the parameters.
             return _NONFINITE
         return alert.kind, alert.tensor, alert.direction, alert.format
-
-    def _take_bad_loss(self) -> list[ScaleAlert]:
-        taken, self._bad_loss = self._bad_loss, None
-        return [] if taken is None else [taken]
 
 
 def _check_reaction(on_violation: object) -> None:

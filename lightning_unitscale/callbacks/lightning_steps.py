@@ -6,20 +6,22 @@ import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_unitscale.arguments import is_same
-from lightning_unitscale.callbacks.conflicts import check_callbacks, check_list_in, guard_hooks
+from lightning_unitscale.callbacks.around_steps import (
+    falling_back_in_backward,
+    keep_plain_where_recorded,
+    untraced_calls,
+)
 from lightning_unitscale.callbacks.distributed import pipeline_of
-from lightning_unitscale.callbacks.fallbacks import falling_back_in_backward
+from lightning_unitscale.callbacks.options import mode_of
 from lightning_unitscale.callbacks.packages import (
-    PACKAGES,
     Callback,
     is_overridden,
     is_param_in_hook_signature,
@@ -28,56 +30,26 @@ from lightning_unitscale.callbacks.packages import (
 )
 from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.dynamo_capture import is_compiled
+from lightning_unitscale.capture.executors import CompileMode
 from lightning_unitscale.capture.module_steps import LIGHTNING_STEPS, ModuleSteps, steps_of
-from lightning_unitscale.capture.side_effects import functions_of, names_in
+from lightning_unitscale.capture.passes import GraphPass
 from lightning_unitscale.loops.attach import Attachment, attach_in_fabric
-from lightning_unitscale.loops.loop import Claim, Loop, LoopCallback, leaving_after
+from lightning_unitscale.loops.loop import (
+    Claim,
+    Loop,
+    LoopCallback,
+    class_given,
+    leaving_after,
+    why_not_together,
+)
 from lightning_unitscale.patching import nothing, shadowed
-from lightning_unitscale.rules.unit_weights import zero_gradients
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-
-_LOGGER = frozenset({"logger", "loggers"})
-_EXPERIMENT = frozenset({"experiment"})
-# Prefixes of log methods: of loggers, TensorBoard's writer and a W&B run.
-_PREFIXES = ("log", "add_")
-
-
-def logging_calls(module: nn.Module, trainer: pl.Trainer) -> Iterator[tuple[Any, str]]:
-    """Yield pairs of an object and the name of its method that logs.
-
-    Only loggers the module refers to. ``logger.experiment`` is read only if the module does, since
-    reading it creates files.
-    """
-    kind: Any = type(module)
-    names = _names_in_code(kind)
-    if not names & _LOGGER:
-        return
-    for logger in trainer.loggers:
-        experiments = [getattr(logger, "experiment", None)] if names & _EXPERIMENT else []
-        for target in (logger, *experiments):
-            if hasattr(target, "__dict__"):
-                kind = type(target)
-                yield from ((target, name) for name in _methods(kind))
-
-
-@functools.cache
-def _names_in_code(kind: type) -> frozenset[str]:
-    """Return the names in the code of the methods of a user's class and its bases."""
-    own = (base for base in kind.__mro__ if base.__module__.partition(".")[0] not in PACKAGES)
-    functions = (function for base in own for function in functions_of(base))
-    return frozenset(name for function in functions for name in names_in(function))
-
-
-@functools.cache
-def _methods(kind: type) -> tuple[str, ...]:
-    return tuple(
-        name
-        for name in dir(kind)
-        if name.startswith(_PREFIXES) and inspect.isfunction(inspect.getattr_static(kind, name))
-    )
+# The first hook that a Trainer or Fabric calls raises the error. Hooks for an exception must not
+# hide that exception.
+_GUARDED = {"setup": True, "on_after_setup": True, "on_exception": False}
 
 
 def captures_steps(trainer: pl.Trainer) -> bool:
@@ -92,10 +64,10 @@ def captures_steps(trainer: pl.Trainer) -> bool:
 
 def enter(trainer: pl.Trainer, owner: pl.Callback) -> None:
     """Begin a callback's setup: leave an earlier run, and leave this one after any error."""
-    check_callbacks(all_callbacks(trainer))
+    callbacks = all_callbacks(trainer)
+    check_callbacks(callbacks)
     if isinstance(owner, StepsCallback):
         owner.end()
-        callbacks = all_callbacks(trainer)
         earlier = callbacks[: callbacks.index(owner)] if owner in callbacks else []
         owner.guards = contextlib.ExitStack()
         owner.guards.enter_context(leaving_after(earlier, owner.end, always=False))
@@ -118,7 +90,7 @@ def attach_steps(
     steps = steps_of(module)
     if steps is None:
         steps = ModuleSteps(
-            module, existing_steps(module), defer=("log", "log_dict"), untraced=_untraced
+            module, existing_steps(module), defer=("log", "log_dict"), untraced=untraced_calls
         )
         steps.say = rank_zero_info
         steps.attach(name)
@@ -142,10 +114,9 @@ def step_arguments(
     return tuple(arguments)
 
 
-@contextlib.contextmanager
 def starting_batch(
     module: pl.LightningModule, step: CapturedStep, batch_idx: int, dataloader_idx: int = 0
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Run the module's hook for the batch before a rehearsal of the step in this context.
 
     Lightning calls the callbacks before the module, whose ``on_train_batch_start`` may set values
@@ -159,11 +130,7 @@ def starting_batch(
         with shadowed(module, log=nothing, log_dict=nothing):
             getattr(module, name)(*arguments)
 
-    step.before_rehearsal = start if is_overridden(name, module) else None
-    try:
-        yield
-    finally:
-        step.before_rehearsal = None
+    return shadowed(step, before_rehearsal=start if is_overridden(name, module) else None)
 
 
 def step_context(trainer: pl.Trainer, name: str) -> AbstractContextManager[None]:
@@ -173,41 +140,6 @@ def step_context(trainer: pl.Trainer, name: str) -> AbstractContextManager[None]
         trainer.precision_plugin, f"{short}_step_context"
     )()
     return context
-
-
-def takes_iterator(module: pl.LightningModule) -> bool:
-    """Check whether ``training_step`` reads its own batches, so that it cannot be rehearsed."""
-    return is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
-
-
-def _untraced(module: nn.Module) -> Iterator[Any]:
-    """Yield calls of a step outside its model: of loggers, and of manual optimization."""
-    trainer: Any = getattr(module, "_trainer", None)
-    if trainer is None:
-        return
-    yield from logging_calls(module, trainer)
-    yield from ((optimizer, "step") for optimizer in _own_optimizers(module))
-    if module.automatic_optimization or not trainer.training:
-        return
-    yield module, "manual_backward", zero_gradients
-    for name in ("clip_gradients", "toggle_optimizer", "untoggle_optimizer"):
-        yield module, name
-    # The wrapped optimizers that self.optimizers() returns, and the unwrapped ones.
-    optimizers = (*trainer.strategy._lightning_optimizers, *trainer.strategy.optimizers)
-    schedulers = (config.scheduler for config in trainer.strategy.lr_scheduler_configs)
-    yield from ((stepped, "step") for stepped in (*optimizers, *schedulers))
-
-
-def _own_optimizers(module: nn.Module) -> Iterator[Optimizer]:
-    """Yield optimizers that are attributes of the module, alone or in a container."""
-    for value in vars(module).values():
-        if isinstance(value, dict):
-            items: Iterable[Any] = value.values()
-        else:
-            items = value if isinstance(value, (list, tuple)) else (value,)
-        # Only the first item is checked, so that a list of a million samples costs nothing.
-        if isinstance(next(iter(items), None), Optimizer):
-            yield from (item for item in items if isinstance(item, Optimizer))
 
 
 def existing_steps(module: pl.LightningModule) -> list[str]:
@@ -225,6 +157,25 @@ def all_callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
     """Return the callbacks of a Trainer."""
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return callbacks
+
+
+def check_callbacks(callbacks: Iterable[Any]) -> None:
+    """Refuse callbacks that conflict."""
+    text = why_not_together(callbacks)
+    if text is not None:
+        raise misconfigured(text)
+
+
+def _of_instances(kind: type, hook: FunctionType, *, refuses: bool) -> Callable[..., Any]:
+    @functools.wraps(hook)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], kind):
+            return hook(*args, **kwargs)
+        if refuses:
+            raise misconfigured(class_given(kind))
+        return None
+
+    return run
 
 
 def _batch_start(name: str) -> Callable[..., None]:
@@ -256,15 +207,24 @@ def _batch_end(
 class StepsCallback(Callback, LoopCallback):
     """The base of the callbacks: hooks around batches and at the end of a run."""
 
+    compile: bool | CompileMode = False
     attachments: tuple[Attachment, ...] = ()  # in Lightning Fabric, one for each set-up module
     guards: contextlib.ExitStack | None = None  # leaves the run of a Trainer after an error
 
     _loop: Loop | None = None
     _arguments: Mapping[str, Any] = {}
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._captured = contextlib.ExitStack()  # leaves the captured steps
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        guard_hooks(cls)
+        # The first hooks raise if the class was given instead of an instance.
+        for name, refuses in _GUARDED.items():
+            hook = inspect.getattr_static(cls, name, None)
+            if isinstance(hook, FunctionType):
+                setattr(cls, name, _of_instances(cls, hook, refuses=refuses))
 
     def _remember(self, arguments: Mapping[str, Any]) -> None:
         """Keep the arguments of ``__init__`` for ``repr``. Call it first, with ``locals()``."""
@@ -284,9 +244,10 @@ class StepsCallback(Callback, LoopCallback):
     def state_key(self) -> str:
         """Return the key of the callback's state in a checkpoint."""
         # Lightning compares keys when a Trainer is created. For two equal callbacks it would only
-        # report that keys must be unique.
-        if self._loop is None:
-            check_list_in(sys._getframe(1), self)
+        # report that keys must be unique. So the list that it checks is checked here first.
+        for value in sys._getframe(1).f_locals.values() if self._loop is None else ():
+            if isinstance(value, list) and any(item is self for item in value):
+                check_callbacks(value)
         return super().state_key
 
     @override
@@ -324,6 +285,26 @@ class StepsCallback(Callback, LoopCallback):
         """
         return False
 
+    def _capture(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        partitioner: Any,
+        passes: Sequence[GraphPass] = (),
+    ) -> ModuleSteps:
+        """Capture the steps of a module, within a budget or with Inductor if requested."""
+        steps = attach_steps(trainer, module, self)
+        self._captured.callback(steps.detach, type(self).__name__, *passes)
+        if partitioner is not None:
+            steps.partition_by(partitioner)
+            self._captured.callback(steps.partition_by, None)
+        if self.compile:
+            steps.use_executor("inductor", mode_of(self.compile))
+        keep_plain_where_recorded(steps, module)
+        for graph_pass in passes:
+            steps.add_pass(graph_pass)
+        return steps
+
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -333,14 +314,7 @@ class StepsCallback(Callback, LoopCallback):
         self.begin_batch(batch, batch_idx)
 
     @override
-    def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
+    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
         self.end_batch()
 
     on_validation_batch_start = _batch_start("validation_step")
@@ -355,9 +329,7 @@ class StepsCallback(Callback, LoopCallback):
         self.end()
 
     @override
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, *_: Any, **__: Any) -> None:
         self.end()
 
     def end(self) -> None:

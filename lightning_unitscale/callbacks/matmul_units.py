@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from typing_extensions import override
 
+from lightning_unitscale.arguments import shown
 from lightning_unitscale.callbacks.distributed import joint_late, joint_measured, joint_reasons
 from lightning_unitscale.callbacks.explanation import (
     CountedSteps,
@@ -15,14 +16,13 @@ from lightning_unitscale.callbacks.explanation import (
     units_table,
 )
 from lightning_unitscale.callbacks.packages import rank_zero_warn
-from lightning_unitscale.callbacks.step_schedules import LateAgreement, RecalibrationSchedule
 from lightning_unitscale.loops.loop import Loop, LoopCallback
 from lightning_unitscale.loops.ranks import any_rank, is_distributed
 from lightning_unitscale.matmuls.coverage import CoverageCounter
 from lightning_unitscale.matmuls.fp8_linear import numerics_of
 from lightning_unitscale.matmuls.gauge import Gauge, GaugePair
 from lightning_unitscale.matmuls.matmul_formats import FP8Linears, SimulateFormat
-from lightning_unitscale.matmuls.measured_operands import Unrepresentable
+from lightning_unitscale.matmuls.measured_operands import Unrepresentable, is_late_look
 from lightning_unitscale.matmuls.measurement import Measurement
 from lightning_unitscale.matmuls.scaled_methods import AttachedSession
 from lightning_unitscale.matmuls.session import MatmulSession
@@ -30,6 +30,63 @@ from lightning_unitscale.matmuls.units import Units
 
 # Version of a state. States without a version used unit 1 for tensors of zeros.
 _STATE_VERSION = 1
+# The steps at which "auto" measures first: the scales of a fresh model move most.
+_EARLY_LOOKS = frozenset({8, 16, 32, 64})
+_LOOK_EVERY = 128
+
+
+class RecalibrationSchedule:
+    """The optimizer steps at which units are recalibrated."""
+
+    def __init__(self, recalibrate: Literal["auto"] | int | None) -> None:
+        is_number = isinstance(recalibrate, int) and not isinstance(recalibrate, bool)
+        is_word = recalibrate is None or (isinstance(recalibrate, str) and recalibrate == "auto")
+        if not (is_word or (is_number and recalibrate > 0)):  # type: ignore[operator]
+            raise ValueError(
+                f"recalibrate={shown(recalibrate)}: no such interval. Expected 'auto', None or a "
+                "positive number of optimizer steps. Pass recalibrate='auto'."
+            )
+        self.recalibrate = recalibrate
+
+    def looks_at(self, step: int) -> bool:
+        """Check whether units are measured again at a step."""
+        if self.recalibrate is None or step <= 0:
+            return False
+        if self.recalibrate == "auto":
+            return step in _EARLY_LOOKS or step % _LOOK_EVERY == 0
+        return step % int(self.recalibrate) == 0
+
+
+class LateAgreement:
+    """The optimizer steps at which ranks agree on the units of tensors that were zero at first.
+
+    Each rank counts the same steps. Ranks meet at steps 1, 2, 4, 8 and every 8th, while any rank
+    lacks a unit. The count restarts when a training begins, and after all units are measured again.
+    """
+
+    def __init__(self) -> None:
+        self._num_steps: int | None = None
+        # True while ranks continue to meet.
+        self.is_open = False
+
+    @property
+    def is_awaited(self) -> bool:
+        """Check whether units wait until ranks meet."""
+        return self.is_open and is_distributed()
+
+    def start(self) -> None:
+        """Begin to meet, if ranks have never met."""
+        if self._num_steps is None:
+            self.begin()
+
+    def begin(self) -> None:
+        """Begin to meet."""
+        self._num_steps, self.is_open = 0, True
+
+    def meets(self) -> bool:
+        """Count an optimizer step, and return whether ranks meet after it."""
+        self._num_steps = (self._num_steps or 0) + 1
+        return self.is_open and is_late_look(self._num_steps)
 
 
 class MatmulUnits(LoopCallback):
@@ -249,7 +306,8 @@ class MatmulUnits(LoopCallback):
             return
         # Tensors without a unit get one, even if the other units stay.
         self._events.late_units(session.adopt(measurement.beyond(units.gauge)), when)
-        if measurement.outside or not self._schedule.is_automatic:
+        # Automatically, units change only if some no longer fit.
+        if measurement.outside or self._schedule.recalibrate != "auto":
             old = units.gauge
             session.adopt(measurement)
             self._events.new_units(units.gauge.num_changed(old), when, measurement.outside)

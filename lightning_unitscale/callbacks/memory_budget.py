@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_unitscale.callbacks.captured_run import capture_run
 from lightning_unitscale.callbacks.distributed import (
     refuse_distributed_tensors,
     refuse_sharded_parameters,
@@ -87,7 +86,6 @@ class RematCallback(StepsCallback):
         self.compile = compile
         self.measured_peak_bytes: int | None = None
         self._steps: ModuleSteps | None = None
-        self._captured = ExitStack()
         self._partitioner: StepPartitioner | MeasuredPartitioner | None = None
         self._meter: PeakMeter | None = None
         self._gradients_seen = 0
@@ -114,9 +112,8 @@ class RematCallback(StepsCallback):
 
     @override
     def claims(self) -> Sequence[Claim]:
-        mode = mode_of(self.compile)
-        compiled = () if mode is None else (compile_claim(repr(self), mode),)
-        return (*super().claims(), budget_claim(repr(self)), *compiled)
+        compiling = compile_claims(repr(self), self.compile)
+        return (*super().claims(), budget_claim(repr(self)), *compiling)
 
     @override
     def captures_steps(self, trainer: pl.Trainer) -> bool:
@@ -130,15 +127,8 @@ class RematCallback(StepsCallback):
         enter(trainer, self)
         self.measured_peak_bytes = None
         self._gradients_seen = 0
-        self._partitioner = _partitioner(trainer, pl_module, self.budget, compile=self.compile)
-        self._steps = capture_run(
-            trainer,
-            pl_module,
-            self,
-            self._partitioner,
-            compile=self.compile,
-            leaving=self._captured,
-        )
+        self._partitioner = _partitioner(trainer, pl_module, self.budget, self.compile)
+        self._steps = self._capture(trainer, pl_module, self._partitioner)
 
     @override
     def on_train_batch_start(
@@ -292,9 +282,10 @@ def budget_claim(setting: str) -> Claim:
     return Claim("the memory budget of a step", setting)
 
 
-def compile_claim(setting: str, mode: CompileMode) -> Claim:
-    """Return the claim to the Inductor mode of the graphs that callbacks share."""
-    return Claim("the mode in which Inductor compiles", setting, mode)
+def compile_claims(setting: str, compile: bool | CompileMode) -> tuple[Claim, ...]:
+    """Return the claim to the Inductor mode of the graphs that callbacks share, if there is one."""
+    mode = mode_of(compile)
+    return () if mode is None else (Claim("the mode in which Inductor compiles", setting, mode),)
 
 
 def _is_profiled(trainer: pl.Trainer) -> bool:
@@ -309,19 +300,15 @@ def _waits(partitioner: StepPartitioner | MeasuredPartitioner | None) -> bool:
 
 
 def _partitioner(
-    trainer: pl.Trainer,
-    module: pl.LightningModule,
-    budget: Budget,
-    *,
-    compile: bool | CompileMode,
+    trainer: pl.Trainer, module: pl.LightningModule, budget: Budget, compile: bool | CompileMode
 ) -> StepPartitioner | MeasuredPartitioner:
     refuse_distributed_tensors(trainer, f"budget={budget!r}")
     if not is_lightning(trainer.strategy, "ModelParallelStrategy"):
         return step_partitioner(trainer, module, budget)
     if compile:
         raise misconfigured(
-            "compile=True: with ModelParallelStrategy a step is measured graph by graph, so they "
-            "run op by op. Expected compile=False for RematCallback. Leave it out."
+            "compile=True: with ModelParallelStrategy a step is measured graph by graph, so "
+            "they run op by op. Expected compile=False for RematCallback. Leave it out."
         )
     if _is_profiled(trainer):
         raise misconfigured(
@@ -345,20 +332,17 @@ def step_partitioner(
     weak_trainer = weakref.ref(trainer)
 
     def around() -> tuple[int, int]:
-        trainer = weak_trainer()
-        return (0, 0) if trainer is None else _trainer_bytes(trainer)
+        # Bytes besides the module's: in a whole step, and in its forward pass only.
+        if (trainer := weak_trainer()) is None:
+            return 0, 0
+        gradients = gradient_bytes(trainer.lightning_module)
+        always = optimizer_state_bytes(trainer.optimizers) + _bucket_bytes(trainer)
+        if trainer.accumulate_grad_batches > 1:
+            return always + gradients, 0
+        # Lightning drops the last step's gradients between the forward and the backward pass.
+        return always, gradients
 
     return StepPartitioner(budget, module, around)
-
-
-def _trainer_bytes(trainer: pl.Trainer) -> tuple[int, int]:
-    """Return the bytes besides the module's: in a whole step, and in its forward pass only."""
-    gradients = gradient_bytes(trainer.lightning_module)
-    always = optimizer_state_bytes(trainer.optimizers) + _bucket_bytes(trainer)
-    if trainer.accumulate_grad_batches > 1:
-        return always + gradients, 0
-    # Lightning drops the last step's gradients between the forward and the backward pass.
-    return always, gradients
 
 
 def _bucket_bytes(trainer: pl.Trainer) -> int:

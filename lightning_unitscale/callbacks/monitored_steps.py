@@ -1,4 +1,4 @@
-"""Measure the training steps of ``ScaleMonitor``: watch them run, or probe their graphs.
+"""Choose and measure the training steps of ``ScaleMonitor``: watch them run, or probe their graphs.
 
 If another callback or the strategy runs captured graphs, a pass adds probes to them, so the
 rewritten graph is shown. Otherwise the step runs as it is written.
@@ -7,13 +7,15 @@ rewritten graph is shown. Otherwise the step runs as it is written.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import functools
+from dataclasses import dataclass
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
 from torch.optim import Optimizer
 
+from lightning_unitscale.arguments import check_count, shown
 from lightning_unitscale.callbacks.lightning_steps import attach_steps
 from lightning_unitscale.callbacks.packages import trainer_packages
 from lightning_unitscale.capture.graph_matmuls import matmul_of
@@ -27,6 +29,50 @@ from lightning_unitscale.scales.layout import RowLayout
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """A schedule of samples."""
+
+    every_n_steps: int
+    first_step: int = 0
+    last_step: int | None = None
+
+    def __post_init__(self) -> None:
+        check_count("every_n_steps", self.every_n_steps)
+        if not _is_step(self.first_step):
+            raise ValueError(
+                f"first_step={shown(self.first_step)}: not an optimizer step. Expected a "
+                "whole number from 0. Leave it out to sample from the first step on."
+            )
+        if self.last_step is None:
+            return
+        if not _is_step(self.last_step) or self.last_step < self.first_step:
+            raise ValueError(
+                f"last_step={shown(self.last_step)}: not a step from first_step={self.first_step} "
+                "on. Expected a whole number of at least that, or None. Leave it out to sample to "
+                "the end."
+            )
+
+    def covers(self, step: int) -> bool:
+        """Check whether a step is within the window."""
+        return self.first_step <= step and (self.last_step is None or step <= self.last_step)
+
+    def wants(self, step: int, start: int, *, is_last: bool) -> bool:
+        """Check whether a step is sampled.
+
+        Every n-th step, both ends of the window or of the training, and the second step, which is
+        the first one that runs in measured units.
+        """
+        if not self.covers(step):
+            return False
+        is_second = step - max(start, self.first_step) in (0, 1)
+        return step % self.every_n_steps == 0 or is_second or is_last or step == self.last_step
+
+
+def _is_step(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _ignored() -> frozenset[CodeType]:
@@ -52,7 +98,8 @@ class WatchedSteps(StepWatcher):
         """Watch the next batch if it is sampled."""
         self.end_batch()
         if is_sampled:
-            self._sampled.enter_context(self._loop.running_steps_by(self._watched))
+            watched = functools.partial(self.run, self._loop.module)
+            self._sampled.enter_context(self._loop.running_steps_by(watched))
 
     def end_batch(self) -> None:
         """Stop watching a sampled batch."""
@@ -63,9 +110,6 @@ class WatchedSteps(StepWatcher):
         """Restore the module."""
         self.end_batch()
         self.clear()
-
-    def _watched(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        return self.run(self._loop.module, step, args, kwargs)
 
 
 class ProbedSteps(ScaleProbes):

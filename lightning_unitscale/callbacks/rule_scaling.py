@@ -23,12 +23,12 @@ from lightning_unitscale.callbacks.lightning_steps import (
     starting_batch,
     step_arguments,
     step_context,
-    takes_iterator,
 )
 from lightning_unitscale.callbacks.memory_budget import RematCallback
 from lightning_unitscale.callbacks.options import Rules
 from lightning_unitscale.callbacks.packages import (
     is_lightning,
+    is_param_in_hook_signature,
     misconfigured,
     rank_zero_info,
     rank_zero_warn,
@@ -82,15 +82,10 @@ class RuleScaling:
         self._trainer: pl.Trainer | None = None
         self._steps: ModuleSteps | None = None
         self._sharded: ShardedModule | None = None
-        self._settings = RuleSettings(lr_scaling)
+        self.settings = RuleSettings(lr_scaling)
         self._rates_follow = False
         # True while an unscaled module is evaluated.
         self._is_plain = False
-
-    @property
-    def plan(self) -> RulePlan:
-        """Return the decisions so far."""
-        return self.rules.plan
 
     def passes_for(
         self,
@@ -104,7 +99,7 @@ class RuleScaling:
         is_sharded = is_lightning(trainer.strategy, "ModelParallelStrategy")
         self._check_sharding(trainer, is_sharded=is_sharded, is_compiled=is_compiled)
         refuse_rate_search(trainer)
-        if is_other or not self.plan.steps():
+        if is_other or not self.rules.plan.steps():
             self.rules.plan = vars(module).get(PLAN_ATTRIBUTE, RulePlan())
             self.gradients.clear()
         self._sharded = ShardedModule(module) if is_sharded else None
@@ -122,7 +117,7 @@ class RuleScaling:
         if self._steps is not None:
             self._steps.sharded = None
         self._trainer = self._steps = None
-        self._settings.restore()
+        self.settings.restore()
         self.gradients.remove()
         self._rates_follow = False
         self._is_plain = False
@@ -162,10 +157,6 @@ class RuleScaling:
             arguments = step_arguments(module, name, seen, *indices)
             self._plan_step(trainer, step, arguments, train=is_training)
 
-    def start_fit(self, trainer: pl.Trainer) -> None:
-        """Adapt clipping and the loss scale to gradients at unit scale."""
-        self._settings.start(trainer)
-
     def _plan_step(
         self, trainer: pl.Trainer, step: CapturedStep, arguments: tuple[Any, ...], *, train: bool
     ) -> None:
@@ -177,20 +168,20 @@ class RuleScaling:
         cannot be captured trains the unscaled model, with a warning.
         """
         module = trainer.lightning_module
-        is_trained = _TRAINING in self.plan.steps()
+        is_trained = _TRAINING in self.rules.plan.steps()
         is_awaited = not train and not is_trained and trainer.state.fn == "fit"
         sharded = step.owner.sharded
         is_cut = pipeline_of(trainer) is not None or sharded is not None
         step.fallback.await_rules(is_awaited and not is_cut)
-        if step.name not in self.plan.steps() and not self._is_plain and not is_awaited:
-            if takes_iterator(module):
+        if step.name not in self.rules.plan.steps() and not self._is_plain and not is_awaited:
+            if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
                 raise misconfigured(
                     f"method: {type(module).__name__}.training_step takes dataloader_iter, so it "
                     "cannot be rehearsed on one batch. Expected a step that takes a batch. Use "
                     "method='lossless', or let the step take the batch."
                 )
             # Plans of an earlier evaluation are useless for training, because it has no gradients.
-            earlier = RulePlan() if train else self.plan
+            earlier = RulePlan() if train else self.rules.plan
             shapes = rehearsing(trainer) if train else nullcontext()
             may_refuse = train and not is_trained and not is_cut
             try:
@@ -215,7 +206,7 @@ class RuleScaling:
             except CaptureError as error:
                 if not may_refuse:
                     raise
-                self._settings.restore()
+                self.settings.restore()
                 step.fallback.stay_plain(error.reason)
                 return
             # Measurements differ between ranks, but the model must not.
@@ -226,7 +217,7 @@ class RuleScaling:
                 return
             self.rules.plan = plan
             step.invalidate()
-            vars(module)[PLAN_ATTRIBUTE] = self.plan
+            vars(module)[PLAN_ATTRIBUTE] = self.rules.plan
         if train:
             self.gradients.start(trainer.accumulate_grad_batches)
             if not self._rates_follow:
@@ -252,7 +243,7 @@ class RuleScaling:
         """Return the state for a checkpoint, so that nothing is planned or measured twice."""
         self.gradients.settle()
         return {
-            "plan": self.plan.state(),
+            "plan": self.rules.plan.state(),
             "log2_gradients": dict(self.gradients.log2_factors),
             "measures_late": self.gradients.measures_late,
             "num_accumulated": self.gradients.num_accumulated,
@@ -266,7 +257,7 @@ class RuleScaling:
         # Earlier versions trained with a factor of 1 for gradients that were zero.
         self.gradients.measures_late = state.get("measures_late", False)
         if module is not None:
-            vars(module)[PLAN_ATTRIBUTE] = self.plan
+            vars(module)[PLAN_ATTRIBUTE] = self.rules.plan
 
     def _with_weights(self, module: pl.LightningModule, plan: RulePlan) -> RulePlan:
         """Return the plan of a module that is trained for the first time, and set its weights."""
@@ -279,7 +270,7 @@ class RuleScaling:
                 "on the data are measured again. Pass ckpt_path to the Trainer to restore those "
                 "of the checkpoint."
             )
-            if self._settings.lr_scaling == "match":
+            if self.settings.lr_scaling == "match":
                 rank_zero_warn(
                     f"lr_scaling='match': the RMS that the weights of {type(module).__name__} had "
                     "as an unscaled model is not known, so their learning rates are not scaled. "
@@ -311,11 +302,11 @@ class RuleScaling:
     def _follow_rates(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self._rates_follow = True
         infos: dict[Tensor, ParameterInfo] = {
-            parameter: self.plan.parameters[fqn].info
+            parameter: self.rules.plan.parameters[fqn].info
             for fqn, parameter in module.named_parameters()
-            if fqn in self.plan.parameters
+            if fqn in self.rules.plan.parameters
         }
-        self._settings.follow_rates(trainer, infos)
+        self.settings.follow_rates(trainer, infos)
 
 
 def rules_of(

@@ -14,9 +14,8 @@ from lightning_unitscale.callbacks.alert_actions import OnViolation, ScaleAlerts
 from lightning_unitscale.callbacks.distributed import joint_snapshot, pipeline_of
 from lightning_unitscale.callbacks.lightning_loop import LightningLoop
 from lightning_unitscale.callbacks.lightning_steps import StepsCallback, captures_steps, enter
-from lightning_unitscale.callbacks.monitored_steps import ProbedSteps, WatchedSteps
+from lightning_unitscale.callbacks.monitored_steps import ProbedSteps, Sampling, WatchedSteps
 from lightning_unitscale.callbacks.packages import rank_zero_info, rank_zero_warn
-from lightning_unitscale.callbacks.step_schedules import Sampling
 from lightning_unitscale.capture.name_patterns import NamePatterns
 from lightning_unitscale.formats import NumberFormat, get_format
 from lightning_unitscale.loops.loggers import RunWriters
@@ -29,10 +28,7 @@ from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.scales.snapshot_rows import summarize, write_csv, write_json_lines
 from lightning_unitscale.scales.violations import Limits
 from lightning_unitscale.tensorboard.table import scale_table
-from lightning_unitscale.tensorboard.writer import (
-    TABS,
-    TensorBoardTabs,
-)
+from lightning_unitscale.tensorboard.writer import TABS, TensorBoardTabs
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -183,8 +179,7 @@ class ScaleMonitor(StepsCallback):
         Raises:
             RuntimeError: If no step has been sampled yet.
         """
-        self._check_sampled("to_csv", path)
-        write_csv(self.snapshots, path)
+        self._write("to_csv", write_csv, path)
 
     def to_json_lines(self, path: str | Path) -> None:
         """Write the snapshots as JSON lines, with one row per step, tensor and direction.
@@ -192,15 +187,15 @@ class ScaleMonitor(StepsCallback):
         Raises:
             RuntimeError: If no step has been sampled yet.
         """
-        self._check_sampled("to_json_lines", path)
-        write_json_lines(self.snapshots, path)
+        self._write("to_json_lines", write_json_lines, path)
 
-    def _check_sampled(self, method: str, path: str | Path) -> None:
+    def _write(self, method: str, write: Callable[..., None], path: str | Path) -> None:
         if not self.snapshots:
             raise RuntimeError(
                 f"{method}: path={str(path)!r}: no step has been sampled yet, so there is nothing "
                 "to write. Expected a training before. Call it after fit()."
             )
+        write(self.snapshots, path)
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -211,7 +206,7 @@ class ScaleMonitor(StepsCallback):
         # A rank of a pipeline has only the tensors of its own stages.
         self._names_all = pipeline_of(trainer) is None
         if captures_steps(trainer):
-            self._begin(loop, ProbedSteps(trainer, pl_module, self, self._layout, self._patterns))
+            self.start(loop, ProbedSteps(trainer, pl_module, self, self._layout, self._patterns))
         else:
             self.start(loop)
         quiet = trainer.fast_dev_run or trainer.barebones  # type: ignore[attr-defined]
@@ -222,12 +217,10 @@ class ScaleMonitor(StepsCallback):
             )
 
     @override
-    def start(self, loop: Loop) -> None:
+    def start(self, loop: Loop, steps: ProbedSteps | None = None) -> None:
         self.leave()
-        self._begin(loop, WatchedSteps(loop, self._layout, self._patterns))
-
-    def _begin(self, loop: Loop, steps: WatchedSteps | ProbedSteps) -> None:
-        self._loop, self._steps = loop, steps
+        self._loop = loop
+        self._steps = steps or WatchedSteps(loop, self._layout, self._patterns)
         self._alerts.start()
         self._start, self._sampled_step, self._is_sampling = None, -1, False
 
@@ -243,8 +236,9 @@ class ScaleMonitor(StepsCallback):
             steps.clear()
             self._num_batches = 0
         # Accumulated batches are one sample: an unforeseen one is not begun in the middle.
-        is_wanted = self._alerts.wants_sample and self._sent is None and self._sampling.covers(step)
-        is_wanted |= self._sampling.wants(step, self._start, is_last=loop.is_last_step)
+        is_wanted = self._sampling.wants(step, self._start, is_last=loop.is_last_step)
+        if self._alerts.bad_losses and self._sent is None:
+            is_wanted |= self._sampling.covers(step)
         self._is_sampling = is_continued or (is_new and is_wanted)
         self._sampled_step = step
         steps.begin_batch(self._is_sampling)
@@ -265,13 +259,23 @@ class ScaleMonitor(StepsCallback):
     def end_batch(self) -> None:
         loop, steps = self._running()
         self._judge_sent()
-        if self._is_sampling:
-            steps.end_batch()
-            self._num_batches += 1
+        if not self._is_sampling:
+            return
+        steps.end_batch()
+        self._num_batches += 1
         # Accumulated batches are one sample, which is complete when the optimizer has stepped.
-        if self._is_sampling and loop.has_stepped:
-            self._is_sampling = False
-            self._take(loop, steps)
+        if not loop.has_stepped:
+            return
+        self._is_sampling = False
+        sent = steps.take(self._sampled_step, grad_scale=self._loss_scale)
+        for text in self._patterns.take_unmatched() if self._names_all else ():
+            rank_zero_warn(f"ScaleMonitor: {text}")
+        if sent is None:
+            return
+        self._sent = sent, self._num_batches * loop.num_parts
+        # Ranks wait for each other anyway, and other devices need no copy.
+        if is_distributed() or loop.device.type != "cuda":
+            self._judge_sent()
 
     @override
     def finish(self) -> None:
@@ -313,17 +317,6 @@ class ScaleMonitor(StepsCallback):
         assert self._loop is not None
         assert self._steps is not None
         return self._loop, self._steps
-
-    def _take(self, loop: Loop, steps: WatchedSteps | ProbedSteps) -> None:
-        sent = steps.take(self._sampled_step, grad_scale=self._loss_scale)
-        for text in self._patterns.take_unmatched() if self._names_all else ():
-            rank_zero_warn(f"ScaleMonitor: {text}")
-        if sent is None:
-            return
-        self._sent = sent, self._num_batches * loop.num_parts
-        # Ranks wait for each other anyway, and other devices need no copy.
-        if is_distributed() or loop.device.type != "cuda":
-            self._judge_sent()
 
     def _judge_sent(self, *, is_over: bool = False) -> None:
         """Show and check the sample in transit, if there is one."""

@@ -12,20 +12,15 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_unitscale.arguments import check_depth
-from lightning_unitscale.callbacks.captured_run import capture_run
-from lightning_unitscale.callbacks.checkpoints import (
-    checking_checkpoints,
-    keep_marking,
-    mark,
-)
+from lightning_unitscale.callbacks.checkpoints import checking_checkpoints, keep_marking, mark
 from lightning_unitscale.callbacks.distributed import refuse_distributed_tensors
 from lightning_unitscale.callbacks.explanation import Explanation
 from lightning_unitscale.callbacks.lightning_loop import LightningLoop
 from lightning_unitscale.callbacks.lightning_steps import StepsCallback, captures_steps, enter
-from lightning_unitscale.callbacks.matmul_units import MatmulUnits
+from lightning_unitscale.callbacks.matmul_units import MatmulUnits, RecalibrationSchedule
 from lightning_unitscale.callbacks.memory_budget import (
     budget_claim,
-    compile_claim,
+    compile_claims,
     step_partitioner,
 )
 from lightning_unitscale.callbacks.options import (
@@ -37,11 +32,9 @@ from lightning_unitscale.callbacks.options import (
     as_method,
     as_simulate,
     check_compile,
-    mode_of,
 )
 from lightning_unitscale.callbacks.packages import rank_zero_warn
 from lightning_unitscale.callbacks.rule_scaling import rules_of
-from lightning_unitscale.callbacks.step_schedules import RecalibrationSchedule
 from lightning_unitscale.callbacks.trainer_settings import (
     check_fp8,
     check_fp8_device,
@@ -163,6 +156,7 @@ class UnitScaleCallback(StepsCallback):
             init_weights=init_weights,
             on_unknown=on_unknown,
         )
+        self._method_name = self.method.method if isinstance(self.method, Rules) else LOSSLESS
         self._fp8 = self._simulation = None
         if self.precision is not None:
             self._fp8 = self.precision.linears(is_lossless=self._rules is None)
@@ -171,7 +165,6 @@ class UnitScaleCallback(StepsCallback):
         schedule = RecalibrationSchedule(recalibrate)
         self._matmuls = MatmulUnits(schedule, self._simulation, self._fp8)
         self._checkpoints = ExitStack()
-        self._captured = ExitStack()
         # The captured steps, and their lines in explain().
         self._steps: ModuleSteps | None = None
         self._what_was_captured = ""
@@ -224,16 +217,8 @@ class UnitScaleCallback(StepsCallback):
 
     @override
     def claims(self) -> Sequence[Claim]:
-        mode = mode_of(self.compile)
-        return (
-            *super().claims(),
-            *(() if self.remat is None else (budget_claim(f"{self!r}"),)),
-            *(() if mode is None else (compile_claim(f"{self!r}", mode),)),
-        )
-
-    @property
-    def _method_name(self) -> str:
-        return self.method.method if isinstance(self.method, Rules) else LOSSLESS
+        budgets = () if self.remat is None else (budget_claim(repr(self)),)
+        return (*super().claims(), *budgets, *compile_claims(repr(self), self.compile))
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -255,16 +240,10 @@ class UnitScaleCallback(StepsCallback):
                 passes = self._rules.passes_for(
                     trainer, pl_module, is_other=is_other, is_compiled=bool(self.compile)
                 )
-            remat = self.remat
-            self._steps = capture_run(
-                trainer,
-                pl_module,
-                self,
-                None if remat is None else step_partitioner(trainer, pl_module, remat),
-                compile=self.compile,
-                passes=passes,
-                leaving=self._captured,
-            )
+            partitioner = None
+            if self.remat is not None:
+                partitioner = step_partitioner(trainer, pl_module, self.remat)
+            self._steps = self._capture(trainer, pl_module, partitioner, passes)
             if self._rules is not None:
                 self._rules.attach(trainer, self._steps, self._captured)
         self._matmuls.attach(loop, is_other=is_other)
@@ -306,9 +285,14 @@ class UnitScaleCallback(StepsCallback):
     @override
     def end_batch(self) -> None:
         self._matmuls.end_batch()
-        if not self._is_checked:
-            self._warn_of_unmatched()
-            self._is_checked = True
+        if self._is_checked:
+            return
+        unmatched = [] if self._rules is None else self._rules.rules.unmatched()
+        if self.precision is not None and self._fp8 is not None:
+            unmatched += self.precision.unmatched(self._fp8)
+        for text in unmatched:
+            rank_zero_warn(f"UnitScaleCallback: {text}")
+        self._is_checked = True
 
     @override
     def begin_evaluation(self, name: str, batch: Any = None, *indices: int) -> None:
@@ -337,7 +321,7 @@ class UnitScaleCallback(StepsCallback):
         report_unprotected(pl_module)
         warn_of_zero_eps(trainer.optimizers)
         if self._rules is not None:
-            self._rules.start_fit(trainer)
+            self._rules.settings.start(trainer)
 
     @override
     def on_before_optimizer_step(
@@ -358,7 +342,7 @@ class UnitScaleCallback(StepsCallback):
         return state
 
     def _mark(self, checkpoint: dict[str, Any]) -> None:
-        if self._rules is not None and self._rules.plan.steps():
+        if self._rules is not None and self._rules.rules.plan.steps():
             mark(checkpoint, self._method_name)
 
     @override
@@ -377,10 +361,3 @@ class UnitScaleCallback(StepsCallback):
     def _moving_grid(self) -> MovingGrid | None:
         rounding = self._fp8 or self._simulation
         return None if rounding is None else rounding.moving_grid
-
-    def _warn_of_unmatched(self) -> None:
-        unmatched = [] if self._rules is None else self._rules.rules.unmatched()
-        if self.precision is not None and self._fp8 is not None:
-            unmatched += self.precision.unmatched(self._fp8)
-        for text in unmatched:
-            rank_zero_warn(f"UnitScaleCallback: {text}")

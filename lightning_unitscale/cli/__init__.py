@@ -1,4 +1,4 @@
-"""The command line: its commands, its errors, and the devices of a profiled strategy."""
+"""The command line: its commands, and the devices of a profiled strategy."""
 
 from lightning_unitscale.cli.commands import UnitScaleCLI, main, tensorboard_command
 

@@ -1,13 +1,17 @@
 """Run the command line: `lightning-unitscale fit --config run.yaml`, a CLI with a report."""
 
 import os
+import re
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 from typing_extensions import override
@@ -16,7 +20,8 @@ from lightning_unitscale import __version__
 from lightning_unitscale.arguments import check_count, check_file
 from lightning_unitscale.callbacks import ScaleMonitor
 from lightning_unitscale.callbacks.lightning_steps import step_arguments
-from lightning_unitscale.cli.errors import argument_error, is_answer
+from lightning_unitscale.capture.fallback import Refusal
+from lightning_unitscale.capture.step_messages import CaptureError
 from lightning_unitscale.cli.profiled import ProfiledJob, profiled_job
 from lightning_unitscale.memory.profile_report import check_sort_by
 from lightning_unitscale.patching import nothing
@@ -28,6 +33,9 @@ from lightning_unitscale.tensorboard.run_report import main as report_command
 # The exit status after Ctrl-C.
 _EXIT_INTERRUPTED = 130
 _TRACEBACK = "--traceback"
+_PACKAGE = Path(__file__).resolve().parent.parent
+# The form of argument errors: "argument=value: what is wrong. Expected ...".
+_ARGUMENT_ERROR = re.compile(r"^[\s-]*(\w+=.*: .*[Ee]xpected .*)", re.MULTILINE)
 
 _COMMANDS = {
     "fit": "train, then show the scale of every tensor and the validation loss",
@@ -77,39 +85,47 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.path.insert(0, os.getcwd())
     try:
         if words[:1] == ["profile"]:
-            ProfileCLI(words[1:]).profile()
+            ProfileCLI(words[1:], run=False).profile()
         elif words[:1] == ["explain-pipeline"]:
-            ExplainPipelineCLI(words[1:]).explain()
+            ExplainPipelineCLI(words[1:], run=False).explain()
         else:
             UnitScaleCLI(args=words if shows_traceback or args is not None else None)
     except Exception as error:
-        if shows_traceback or not is_answer(error, plans=words[0] in _PLANNING):
+        if shows_traceback or not _is_answer(error, plans=words[0] in _PLANNING):
             raise
         raise SystemExit(f"lightning-unitscale: {error} ({_TRACEBACK} shows where)") from None
     except KeyboardInterrupt:  # before or after the training, which handles Ctrl-C itself
         raise SystemExit(_EXIT_INTERRUPTED) from None
 
 
+def _is_answer(error: Exception, *, plans: bool) -> bool:
+    """Check whether an error answers the user: the request is wrong or impossible."""
+    if isinstance(error, (CaptureError, Refusal)):
+        return True
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames or not Path(frames[-1].filename).resolve().is_relative_to(_PACKAGE):
+        return False  # an error of the user's code or of a library
+    if isinstance(error, (ValueError, TypeError)):
+        return _ARGUMENT_ERROR.search(str(error)) is not None
+    kinds = (MisconfigurationException, RuntimeError) if plans else MisconfigurationException
+    return isinstance(error, kinds)
+
+
 def _help() -> str:
     """Return the commands of all parsers. Each parser has only its own."""
     width = max(map(len, _COMMANDS))
-    lines = [f"  {name:{width}}  {what}" for name, what in _COMMANDS.items()]
-    return "\n".join(
-        [
-            _USAGE,
-            "",
-            "Unit scaling for PyTorch Lightning, from YAML: COMMAND --config FILE",
-            "",
-            "commands (each with --help):",
-            *lines,
-            "",
-            "options:",
-            f"  {'--help':{width}}  show this page",
-            f"  {'--version':{width}}  {__version__}",
-            f"  {_TRACEBACK:{width}}  with a command: also show the traceback of errors in the "
-            "request",
-        ]
-    )
+    commands = "\n".join(f"  {name:{width}}  {what}" for name, what in _COMMANDS.items())
+    return f"""{_USAGE}
+
+Unit scaling for PyTorch Lightning, from YAML: COMMAND --config FILE
+
+commands (each with --help):
+{commands}
+
+options:
+  {"--help":{width}}  show this page
+  {"--version":{width}}  {__version__}
+  {_TRACEBACK:{width}}  with a command: also show the traceback of errors in the request"""
 
 
 class UnitScaleCLI(LightningCLI):
@@ -147,8 +163,8 @@ class UnitScaleCLI(LightningCLI):
         except (TypeError, ValueError) as error:
             # For an optional type, jsonargparse replaces the constructor's message by a list of the
             # possible types.
-            if (complaint := argument_error(error)) is not None:
-                raise type(error)(complaint) from None
+            if (complaint := _ARGUMENT_ERROR.search(str(error))) is not None:
+                raise type(error)(complaint[1]) from None
             cause: BaseException = error
             while cause.__cause__ is not None and "Union subtypes" in str(cause):
                 cause = cause.__cause__
@@ -176,12 +192,9 @@ class UnitScaleCLI(LightningCLI):
         self._print_report(table)
 
     def _scale_table(self) -> str:
-        if not self.trainer.is_global_zero:
-            return ""
-        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
-            if isinstance(callback, ScaleMonitor):
-                return callback.table()
-        return ""
+        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        monitors = (callback for callback in callbacks if isinstance(callback, ScaleMonitor))
+        return next((monitor.table() for monitor in monitors), "")
 
     def _unigram_entropy_nats(self) -> float | None:
         return getattr(self.datamodule, "unigram_entropy_nats", None)
@@ -209,9 +222,6 @@ class ProfileCLI(UnitScaleCLI):
     numbers of devices and nodes count. The devices need not exist here. Nothing is trained, logged
     or saved.
     """
-
-    def __init__(self, args: ArgsType = None) -> None:
-        super().__init__(args, run=False)
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -262,34 +272,31 @@ class ProfileCLI(UnitScaleCLI):
 
     def profile(self) -> None:
         """Profile the first training batch, and print its costs."""
-        with self._job.ranks(self.trainer, self.model, self._device):
-            self._profile()
-
-    def _profile(self) -> None:
         model, context = self.model, self.trainer.precision_plugin.forward_context
-        batch = self._first_batch()
-        # Outside a loop of the trainer there is no place to log to.
-        for name in ("log", "log_dict"):
-            model.__dict__[name] = nothing
-        profile = profile_graph(
-            model,
-            *step_arguments(model, "training_step", batch, 0),
-            device=self._device,
-            optimizer=self._optimizer(),
-            method="training_step",
-            context=context,
-        )
-        print(f"{profile.module_table(depth=2)}\n")
-        print(profile.table(self.config.sort_by, self.config.limit))
-        print(f"\n{profile.totals()}")
-        if remark := self._job.remark(profile):
-            print(remark)
-        if (budget := self.config.budget_bytes) is not None:
-            print(f"Largest batch within {budget} bytes: {profile.max_batch_size(budget)}")
-        if self.config.json is not None:
-            profile.save(self.config.json)
-        if self.config.plot is not None:
-            profile.plot(self.config.plot)
+        with self._job.ranks(self.trainer, model, self._device):
+            batch = self._first_batch()
+            # Outside a loop of the trainer there is no place to log to.
+            for name in ("log", "log_dict"):
+                model.__dict__[name] = nothing
+            profile = profile_graph(
+                model,
+                *step_arguments(model, "training_step", batch, 0),
+                device=self._device,
+                optimizer=self._optimizer(),
+                method="training_step",
+                context=context,
+            )
+            print(f"{profile.module_table(depth=2)}\n")
+            print(profile.table(self.config.sort_by, self.config.limit))
+            print(f"\n{profile.totals()}")
+            if remark := self._job.remark(profile):
+                print(remark)
+            if (budget := self.config.budget_bytes) is not None:
+                print(f"Largest batch within {budget} bytes: {profile.max_batch_size(budget)}")
+            if self.config.json is not None:
+                profile.save(self.config.json)
+            if self.config.plot is not None:
+                profile.plot(self.config.plot)
 
     def _first_batch(self) -> Any:
         data, model = self.datamodule, self.model

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from torch import nn
@@ -74,15 +73,7 @@ def attach(
         ...         optimizer.step()
         ...         optimizer.zero_grad()
     """
-    return Attachment(
-        module,
-        optimizer,
-        callbacks,
-        methods=methods,
-        log_dir=log_dir,
-        loggers=loggers,
-        scaler=scaler,
-    )
+    return Attachment(module, optimizer, callbacks, methods, log_dir, loggers, scaler)
 
 
 class Attachment(CalledLoop):
@@ -97,7 +88,6 @@ class Attachment(CalledLoop):
         module: nn.Module,
         optimizer: Any,
         callbacks: LoopCallback | Iterable[LoopCallback],
-        *,
         methods: str | Iterable[str] = (),
         log_dir: str | Path | None = None,
         loggers: Any = (),
@@ -142,12 +132,7 @@ class Attachment(CalledLoop):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         if kind is None:
             self.detach()
         else:
@@ -234,20 +219,15 @@ def attach_in_fabric(callback: LoopCallback, fabric: Any, module: Any) -> Attach
     if not isinstance(attachment, Attachment):
         scaler = getattr(fabric.strategy.precision, "scaler", None)
         attachment = Attachment(inner, None, (), loggers=fabric.loggers, scaler=scaler)
-        marking = _following(attachment, module.mark_forward_method)
-        attachment.keep(shadowed(module, mark_forward_method=marking))
+        made, mark = attachment, module.mark_forward_method
+
+        def mark_and_follow(method: Any) -> None:
+            name = getattr(method, "__name__", method)
+            # A step of a LightningModule is marked and followed already.
+            if name == "forward" or name not in made.steps:
+                mark(method)
+                made.follow(name)
+
+        made.keep(shadowed(module, mark_forward_method=Replacement(mark, mark_and_follow)))
     attachment.add(callback)
     return attachment
-
-
-def _following(attachment: Attachment, mark: Any) -> Replacement:
-    """Follow a method that is marked as a forward method."""
-
-    def run(method: Any) -> None:
-        name = getattr(method, "__name__", method)
-        # A step of a LightningModule is marked and followed already.
-        if name == "forward" or name not in attachment.steps:
-            mark(method)
-            attachment.follow(name)
-
-    return Replacement(mark, run)

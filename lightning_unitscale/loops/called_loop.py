@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import sys
+import operator
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -29,8 +30,8 @@ from lightning_unitscale.loops.loop import Loop, LoopCallback, StepCaller
 from lightning_unitscale.loops.ranks import rank, world_size
 from lightning_unitscale.matmuls.autograd_nodes import HandedOn
 from lightning_unitscale.matmuls.module_matmuls import find_loss
-from lightning_unitscale.matmuls.torch_internals import is_recording
-from lightning_unitscale.patching import Replacement, StandIn, shadowed
+from lightning_unitscale.monitor.watcher import CalledMethod
+from lightning_unitscale.patching import Replacement, shadowed
 
 _EVALUATION = "evaluation"
 # The loops with a call of their module in progress.
@@ -104,14 +105,9 @@ class CalledLoop(Loop):
             self._writer = SummaryWriter(str(self._log_dir))
         return (*self._loggers, self._writer)
 
-    @contextmanager
     @override
-    def running_steps_by(self, call: StepCaller) -> Iterator[None]:
-        self._call = call
-        try:
-            yield
-        finally:
-            self._call = None
+    def running_steps_by(self, call: StepCaller) -> AbstractContextManager[None]:
+        return shadowed(self, _call=call)
 
     @override
     def stop(self) -> None:
@@ -245,9 +241,9 @@ class OptimizerSteps:
         self._given = None if optimizer is None else stepping_optimizers(optimizer)
         # Where a parameter was found last: its group and index, its owner in the module, its name.
         # This saves a search through thousands of parameters in every step.
-        self._found: weakref.WeakKeyDictionary[Any, tuple[int, int, nn.Module, str]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._found: WeakKeyDictionary[Any, tuple[int, int, nn.Module, str]] = WeakKeyDictionary()
+        # The parameters of each optimizer in which none of the module was found.
+        self._apart: WeakKeyDictionary[Any, list[weakref.ref[Any]]] = WeakKeyDictionary()
 
     def end_with(self, optimizer: Any) -> bool:
         """Check whether a step of an optimizer ends a training step."""
@@ -263,6 +259,11 @@ class OptimizerSteps:
             with contextlib.suppress(IndexError, KeyError):
                 if owner._parameters[name] is groups[group]["params"][index]:
                     return True
+        # By identity, since tensors compare by element. A dead reference is never made again.
+        refs = [weakref.ref(parameter) for group in groups for parameter in group["params"]]
+        known = self._apart.get(optimizer, ())
+        if len(refs) == len(known) and all(map(operator.is_, refs, known)):
+            return False
         places = {
             id(parameter): (owner, name)
             for owner in self._module.modules()
@@ -273,6 +274,7 @@ class OptimizerSteps:
                 if (place := places.get(id(parameter))) is not None:
                     self._found[optimizer] = group, index, *place
                     return True
+        self._apart[optimizer] = refs
         return False
 
     def hook(self, before: Callable[..., None], after: Callable[..., None]) -> ExitStack:
@@ -284,15 +286,14 @@ class OptimizerSteps:
                 closure = args[0] if args else kwargs.get("closure")
                 method(optimizer, has_closure=callable(closure))
 
-        # Torch passes the arguments of the step, the optimizer first. The user's compiled step must
-        # not include this.
-        @torch.compiler.disable
-        def pre_hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            call(0, optimizer, args[1:], kwargs)
+        def step_hook(which: int) -> Callable[..., None]:
+            # Torch passes the arguments of the step, the optimizer first. The user's compiled step
+            # must not include this.
+            @torch.compiler.disable
+            def run(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                call(which, optimizer, args[1:], kwargs)
 
-        @torch.compiler.disable
-        def post_hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            call(1, optimizer, args[1:], kwargs)
+            return run
 
         def hooked(optimizer: Any, step: Callable[..., Any]) -> Replacement:
             def run(*args: Any, **kwargs: Any) -> Any:
@@ -304,8 +305,8 @@ class OptimizerSteps:
             return Replacement(step, run)
 
         handles = ExitStack()
-        handles.callback(register_optimizer_step_pre_hook(pre_hook).remove)
-        handles.callback(register_optimizer_step_post_hook(post_hook).remove)
+        handles.callback(register_optimizer_step_pre_hook(step_hook(0)).remove)
+        handles.callback(register_optimizer_step_post_hook(step_hook(1)).remove)
         for optimizer in self._given or ():
             if not isinstance(optimizer, Optimizer):  # it has no hooks
                 step = hooked(optimizer, optimizer.step)
@@ -313,24 +314,6 @@ class OptimizerSteps:
         # Close the hooks of a loop that is gone with its module without detach().
         weakref.finalize(before.__self__, handles.close).atexit = False  # type: ignore[attr-defined]
         return handles
-
-
-class _Forward(StandIn):
-    """A stand-in for a called method of an attached module, such as its ``forward``."""
-
-    def __init__(self, method: Any, loop: Loop, run: StepCaller) -> None:
-        super().__init__(method)
-        self.loop = loop
-        self._run = run
-
-    @override
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        if is_recording():
-            return self._method(*args, **kwargs)
-        called = self.called_by(sys._getframe(1).f_back)
-        if not isinstance(called, _Forward):
-            return called(*args, **kwargs)
-        return self._run(called._method, args, kwargs)
 
 
 def called(module: nn.Module) -> str:
@@ -356,13 +339,13 @@ def called_methods(module: nn.Module, methods: str | Iterable[str]) -> tuple[str
 def through(loop: Loop, run: StepCaller) -> AbstractContextManager[None]:
     """Run the calls of a loop's module by ``run`` within this context."""
     module = loop.module
-    methods = {name: _Forward(getattr(module, name), loop, run) for name in loop.steps}
+    methods = {name: CalledMethod(getattr(module, name), loop, run) for name in loop.steps}
     return shadowed(module, **methods)
 
 
 def attachment_of(module: nn.Module) -> Loop | None:
     """Return the loop of the callbacks that are attached to a module."""
     forward = vars(module).get(called(module))
-    if not isinstance(forward, _Forward) or forward.is_removed:
+    if not isinstance(forward, CalledMethod) or forward.is_removed:
         return None
-    return forward.loop
+    return forward.owner if isinstance(forward.owner, Loop) else None  # else it is only tracked

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from os import PathLike
@@ -78,9 +79,7 @@ class HFCallback(TrainerCallback):
         self._training: Shadow | None = None
 
     @override
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_init_end(self, *_: Any, **__: Any) -> None:
         trainer = _trainer()
         if trainer is not None:
             train = Replacement(trainer.train, functools.partial(self._train, trainer.train))
@@ -128,9 +127,7 @@ class HFCallback(TrainerCallback):
             torch.save(self.attachment.state_dict(), folder / _STATE)
 
     @override
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         self._detach()
 
     def _train(self, train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -175,7 +172,10 @@ def _log(package: Any, values: Mapping[str, Any], step: int) -> None:
 def _trained(model: Any, optimizer: Any) -> Any:
     """Return the module with the optimizer's parameters. Some packages pass its container."""
     if isinstance(model, nn.Module):
-        return _compiled(model)
+        # The Trainer calls a compiled model instead of the model.
+        trainer = _trainer()
+        wrapped: Any = None if trainer is None else trainer.model_wrapped
+        return wrapped if hasattr(wrapped, "_orig_mod") else model
     params = {id(param) for group in optimizer.param_groups for param in group["params"]}
     for value in getattr(model, "__dict__", {}).values():
         if isinstance(value, nn.Module) and not params.isdisjoint(map(id, value.parameters())):
@@ -183,23 +183,11 @@ def _trained(model: Any, optimizer: Any) -> Any:
     return model
 
 
-def _compiled(model: nn.Module) -> nn.Module:
-    """Return the compiled model that the Trainer calls instead of the model."""
-    trainer = _trainer()
-    wrapped: Any = None if trainer is None else trainer.model_wrapped
-    return wrapped if hasattr(wrapped, "_orig_mod") else model
-
-
 def _trainer() -> Trainer | None:
     """Return the Trainer that calls a callback."""
     kind = import_module("transformers").Trainer
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        trainer = frame.f_locals.get("self")
-        if isinstance(trainer, kind):
-            return trainer
-    return None
+    callers = (frame.f_locals.get("self") for frame, _ in traceback.walk_stack(sys._getframe()))
+    return next((caller for caller in callers if isinstance(caller, kind)), None)
 
 
 def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:

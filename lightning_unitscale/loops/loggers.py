@@ -43,6 +43,7 @@ class NumberWriter:
 
     def __init__(self, log: Log) -> None:
         self._log = log
+        self._thinning = Thinning(_TABLES)
 
     def write(self, snapshot: ScaleSnapshot, summary: ScaleSummary, *, complete: bool) -> None:
         """Write a snapshot at its step."""
@@ -53,6 +54,11 @@ class NumberWriter:
 
     def finish(self, snapshot: ScaleSnapshot) -> None:
         """Write the omitted parts of the last snapshot."""
+        if self._thinning.left_out(snapshot.step):
+            self._write_table(snapshot)
+
+    def _write_table(self, snapshot: ScaleSnapshot) -> None:
+        """Write the table of a snapshot, if the logger supports tables."""
 
 
 # Writers of the snapshots of a run.
@@ -77,7 +83,6 @@ class WandbWriter(TextWriter):
     def __init__(self, log: Log, package: str = "wandb") -> None:
         super().__init__(log)
         self._package = package
-        self._thinning = Thinning(_TABLES)
 
     @override
     def write(self, snapshot: ScaleSnapshot, summary: ScaleSummary, *, complete: bool) -> None:
@@ -92,9 +97,8 @@ class WandbWriter(TextWriter):
         self._log(values, snapshot.step)
 
     @override
-    def finish(self, snapshot: ScaleSnapshot) -> None:
-        if self._thinning.left_out(snapshot.step):
-            self._log({"scales/table": self._table(snapshot)}, snapshot.step)
+    def _write_table(self, snapshot: ScaleSnapshot) -> None:
+        self._log({"scales/table": self._table(snapshot)}, snapshot.step)
 
     def _table(self, snapshot: ScaleSnapshot) -> Any:
         formats = snapshot.layout.formats
@@ -111,7 +115,6 @@ class MlflowWriter(NumberWriter):
         super().__init__(log)
         self._client = client
         self._run_id = run_id
-        self._thinning = Thinning(_TABLES)
         self._alerts: list[str] = []
 
     @override
@@ -129,10 +132,6 @@ class MlflowWriter(NumberWriter):
         self._client.log_text(self._run_id, "\n".join(self._alerts), "scales/alerts.txt")
 
     @override
-    def finish(self, snapshot: ScaleSnapshot) -> None:
-        if self._thinning.left_out(snapshot.step):
-            self._write_table(snapshot)
-
     def _write_table(self, snapshot: ScaleSnapshot) -> None:
         self._client.log_text(self._run_id, scale_table(snapshot), "scales/table.txt")
 

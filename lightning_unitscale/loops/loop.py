@@ -176,11 +176,8 @@ def why_not_together(callbacks: Iterable[Any]) -> str | None:
     for callback in own:
         for claim in callback.claims():
             claims[claim.subject].append((callback, claim))
-    for subject, made in claims.items():
-        text = _why_not(subject, made)
-        if text is not None:
-            return text
-    return None
+    texts = (_why_not(subject, made) for subject, made in claims.items())
+    return next(filter(None, texts), None)
 
 
 def _why_not(subject: str, made: Sequence[tuple[LoopCallback, Claim]]) -> str | None:

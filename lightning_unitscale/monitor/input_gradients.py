@@ -130,7 +130,8 @@ class InputGradients:
             if twin is None or not twin.requires_grad:
                 # A result without a derivative, such as an index, loses none.
                 if twin is None and (tensor.is_floating_point() or tensor.is_complex()):
-                    beside.lose()
+                    for parent in beside.parents:
+                        parent.lose()
                 continue
             path = GradientPath(twin, version_of(tensor), beside.parents)
             if tensor.requires_grad:
@@ -226,11 +227,6 @@ class _Beside:
             raise ValueError("one result was computed from another")
         for tensor in (*self.results, *self.twins.values()):
             leave_graph(tensor.grad_fn)
-
-    def lose(self) -> None:
-        """Note that the gradients of what it reads will not be known."""
-        for path in self.parents:
-            path.lose()
 
 
 class _Value(torch.autograd.Function):

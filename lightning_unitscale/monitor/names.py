@@ -79,11 +79,17 @@ class Callers:
                 if path is None:
                     path = self._paths.get(id(frame.f_locals["self"]))
             elif code is self.top:
-                return self._caller(path or "", tuple(checkpoints))
+                path = path or ""
+                if checkpoints:
+                    return Caller(path, tuple(checkpoints))
+                caller = self._callers.get(path)
+                if caller is None:
+                    caller = self._callers[path] = Caller(path)
+                return caller
             elif code is _CHECKPOINT:
-                checkpoints.append(_context(frame))
+                checkpoints.append(id(frame.f_locals["ctx"]))
             elif code is _CHECKPOINT_AGAIN:
-                return Caller(path or "", tuple(checkpoints), _context(frame))
+                return Caller(path or "", tuple(checkpoints), id(frame.f_locals["ctx"]))
             elif code in _BACKWARD:
                 # Autograd functions in Python, and checkpoints that keep their first results.
                 return None
@@ -91,19 +97,6 @@ class Callers:
                 return None
             frame = frame.f_back
         return None
-
-    def _caller(self, path: str, checkpoints: tuple[int, ...]) -> Caller:
-        if checkpoints:
-            return Caller(path, checkpoints)
-        caller = self._callers.get(path)
-        if caller is None:
-            caller = self._callers[path] = Caller(path)
-        return caller
-
-
-def _context(frame: FrameType) -> int:
-    context: Any = frame.f_locals["ctx"]
-    return id(context)
 
 
 def _is_below_closure(frame: FrameType | None, outer: FrameType) -> bool:
@@ -155,27 +148,9 @@ _ANSWERS = frozenset(
 _TENSOR_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
 
 
-def word_of(function: Any) -> str:
-    """Torch's own word for a function: ``linear``, ``add``, ``getitem``."""
-    try:
-        operator = _OPERATORS.get(function)
-    except TypeError:  # not hashable, so none of torch's
-        operator = None
-    return operator or function_name(function)
-
-
 def full_name(path: str, word: str) -> str:
     """Return the name of what a function makes in a module, but for its ordinal."""
     return f"{path}.{word}" if path else word
-
-
-def answers(function: Any, word: str) -> bool:
-    """Return whether a function only reads or sets a property of a tensor."""
-    name = getattr(function, "__name__", "")
-    if name == "__get__":
-        return word not in _TENSOR_ATTRIBUTES
-    # ``x.float()`` makes one, ``float(x)`` does not.
-    return word in _ANSWERS or name in {"__float__", "__int__"}
 
 
 # Descriptions of torch's own functions, which exist as long as torch does.
@@ -183,15 +158,20 @@ _DESCRIBED: dict[Any, tuple[str, bool]] = {}
 
 
 def described(function: Any) -> tuple[str, bool]:
-    """Return ``word_of`` and ``answers`` of a function."""
+    """Return torch's word for a function, and whether it only reads or sets a tensor's property."""
     try:
         return _DESCRIBED[function]
-    except (KeyError, TypeError):  # not hashable, so none of torch's
-        word = word_of(function)
-        found = word, answers(function, word)
-        if _lasts(function):
-            _DESCRIBED[function] = found
-        return found
+    except KeyError:
+        operator = _OPERATORS.get(function)
+    except TypeError:  # not hashable, so none of torch's
+        operator = None
+    word, name = operator or function_name(function), getattr(function, "__name__", "")
+    # ``x.float()`` makes a tensor, ``float(x)`` does not.
+    is_answer = word in _ANSWERS or name in {"__float__", "__int__"}
+    found = word, word not in _TENSOR_ATTRIBUTES if name == "__get__" else is_answer
+    if _lasts(function):
+        _DESCRIBED[function] = found
+    return found
 
 
 def _lasts(function: Any) -> bool:

@@ -78,42 +78,28 @@ class ProbedCall:
     gauge: Gauge
 
 
+@dataclass(frozen=True)
 class CutGraph:
-    """The tensors of a graph that was cut, of which each rank of several records its own."""
+    """The tensors of a graph that was cut, by name; each rank of several records its own."""
 
-    def __init__(
-        self,
-        tensors: Sequence[ProbedTensor],
-        gauge: Callable[[], Gauge],
-        layout: RowLayout,
-        device: torch.device,
-    ) -> None:
-        self.names = frozenset(tensor.name for tensor in tensors)
-        self._tensors = tuple(tensors)
-        self._gauge = gauge
-        self._layout = layout
-        self._device = device
-
-    def joined(self, other: CutGraph) -> CutGraph:
-        """Return the cut graph with the tensors of both."""
-        tensors = {tensor.name: tensor for tensor in (*self._tensors, *other._tensors)}
-        return CutGraph(tuple(tensors.values()), other._gauge, self._layout, self._device)
+    tensors: dict[str, ProbedTensor]
+    gauge: Callable[[], Gauge]
+    layout: RowLayout
+    device: torch.device
 
     def absent(self) -> ProbedCall:
         """Return a call in which every tensor was absent: put first, it gives their order."""
-        rows = absent_rows(len(self._tensors), self._layout.measured, self._device)
-        return ProbedCall(self._tensors, CallRecord.of_rows(rows), self._gauge())
+        rows = absent_rows(len(self.tensors), self.layout.measured, self.device)
+        return ProbedCall(tuple(self.tensors.values()), CallRecord.of_rows(rows), self.gauge())
 
     def shared(self, name: str, value: Tensor, gradient: Tensor | None) -> ProbedCall:
         """Return a call of one tensor whose gradient several parts of the graph contribute to."""
-        (tensor,) = (tensor for tensor in self._tensors if tensor.name == name)
-        gauge = self._gauge()
+        tensor, gauge, layout = self.tensors[name], self.gauge(), self.layout.measured
 
         def row(of: Tensor, unit: Unit) -> Tensor:
-            exponent = 0 if self._layout.is_sampled else unit.exponent(gauge)
+            exponent = 0 if self.layout.is_sampled else unit.exponent(gauge)
             # As for the others, formats are counted of what is stored.
             (factor,) = numbers_on(of.device, [2.0**-exponent], torch.float32)
-            layout = self._layout.measured
             return statistics_row(of.detach(), layout, factor=factor if exponent else None)
 
         forward = row(value, tensor.held.sigma)[None]
@@ -143,13 +129,13 @@ class ScaleProbes(GraphPass):
     def before_cut(self, graph: StepGraph) -> frozenset[str]:
         """Have every snapshot list all tensors of this graph, recorded on this rank or not."""
         places = Places(graph)
-        tensors, gauge = self._tensors(graph, places, self._selected(places))
-        cut = CutGraph(tensors, gauge, self.layout, graph.device)
-        if graph.step in self._cut:
+        found, gauge = self._tensors(graph, places, self._selected(places))
+        tensors = {tensor.name: tensor for tensor in found}
+        if (earlier := self._cut.get(graph.step)) is not None:
             # The step was recaptured: the graphs of earlier batches may run again.
-            cut = self._cut[graph.step].joined(cut)
-        self._cut[graph.step] = cut
-        return cut.names
+            tensors = earlier.tensors | tensors
+        self._cut[graph.step] = CutGraph(tensors, gauge, self.layout, graph.device)
+        return frozenset(tensors)
 
     def observe_part(self, graph: StepGraph) -> None:
         """Insert the probes of a part."""
@@ -160,7 +146,7 @@ class ScaleProbes(GraphPass):
     def see_shared(self, name: str, value: Tensor, gradient: Tensor | None) -> None:
         """Record a parameter that several parts of a cut graph use."""
         for cut in self._cut.values():
-            if name in cut.names:
+            if name in cut.tensors:
                 self._calls.append(cut.shared(name, value, gradient))
 
     def _selected(self, places: Places) -> list[Place]:
@@ -256,7 +242,7 @@ class ScaleProbes(GraphPass):
         """Send for what was recorded since the last call; what is returned waits for it."""
         calls, self._calls = self._calls, []
         # A rank that recorded nothing has to join in with the others.
-        calls = [*(cut.absent() for cut in self._cut.values() if cut.names), *calls]
+        calls = [*(cut.absent() for cut in self._cut.values() if cut.tensors), *calls]
         if not calls:
             return None
         return sent_snapshot(step, calls, self.layout, grad_scale)

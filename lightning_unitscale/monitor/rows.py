@@ -19,6 +19,7 @@ from lightning_unitscale.capture.graph_recorder import local_part, stored_elemen
 from lightning_unitscale.matmuls.calls import RanMatmul
 from lightning_unitscale.matmuls.gauge import Held, Unit
 from lightning_unitscale.matmuls.torch_internals import sequence_number
+from lightning_unitscale.monitor.names import Caller
 from lightning_unitscale.monitor.probes import ProbedTensor
 from lightning_unitscale.monitor.torch_state import (
     PLAIN_TYPES,
@@ -165,7 +166,11 @@ class Measuring:
             elements = stored_elements(tensor)
             factor = None
             if log2_unit and self.counts_stored:
-                factor = self._factor(elements.device, log2_unit)
+                key = elements.device, log2_unit
+                if key not in self._factors:
+                    # Not torch.tensor, whose copy to the device would wait for it.
+                    self._factors[key] = torch.full((), 2.0**-log2_unit, device=elements.device)
+                factor = self._factors[key]
             return self._rows.add(elements, factor)
 
     def clear(self) -> None:
@@ -176,13 +181,6 @@ class Measuring:
         """Send for all rows since the last time; what is returned waits for them."""
         with unseen(), torch.inference_mode():
             return self._rows.send()
-
-    def _factor(self, device: torch.device, log2_unit: int) -> Tensor:
-        if (device, log2_unit) not in self._factors:
-            # Not torch.tensor, whose copy to the device would wait for it.
-            factor = torch.full((), 2.0**-log2_unit, device=device)
-            self._factors[device, log2_unit] = factor
-        return self._factors[device, log2_unit]
 
 
 class _GradientHook:
@@ -215,14 +213,9 @@ class Gradients:
 
     def __init__(self, measuring: Measuring) -> None:
         self._measuring = measuring
-        self._hooks: list[RemovableHandle] = []
+        self.hooks: list[RemovableHandle] = []
         # A parameter does not keep its node alive, only the graphs that have read it do.
         self._leaf_nodes: dict[int, Any] = {}
-
-    @property
-    def are_measured(self) -> bool:
-        """Return whether any gradient will be measured."""
-        return bool(self._hooks)
 
     def begin(self, parameters: Iterable[Tensor]) -> None:
         """Make the autograd nodes of parameters, as a step would when it reads them.
@@ -250,13 +243,13 @@ class Gradients:
             node = self.leaf_node(tensor)
 
         hook = _GradientHook(self._measuring, row, index, before)
-        self._hooks.append(node.register_prehook(hook))
+        self.hooks.append(node.register_prehook(hook))
 
     def close(self) -> None:
         """Stop measuring gradients."""
-        for handle in self._hooks:
+        for handle in self.hooks:
             handle.remove()
-        self._hooks.clear()
+        self.hooks.clear()
         self._leaf_nodes.clear()
 
     def leaf_node(self, leaf: Tensor) -> Any:
@@ -269,7 +262,7 @@ class Gradients:
 
 
 class RunningFunction:
-    """Finds out which arguments of a function, while it runs, matmuls read, and in which units.
+    """A function that a step calls, and its arguments that matmuls read, with their units.
 
     Between a function that a step calls and the matmul that the dispatcher runs for it, torch may
     cast its arguments (autocast does, and keeps the cast weight for the next call), turn, expand,
@@ -277,7 +270,14 @@ class RunningFunction:
     autograd graph leads back to the argument; without one its size tells which argument it is.
     """
 
-    def __init__(self, arguments: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        word: str,
+        caller: Caller,
+        inputs: tuple[TensorRow, ...],
+        arguments: Sequence[Tensor] = (),
+    ) -> None:
+        self.word, self.caller, self.inputs = word, caller, inputs
         # An argument, its unit and its name in the gauge, in the order in which matmuls read them.
         self.units: list[tuple[Tensor, Log2Unit, str]] = []
         self._given = arguments

@@ -190,10 +190,7 @@ class ScalesGraph(fx.Graph):
         )
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> ScalesGraph:
-        new = type(self)()
-        copies: dict[fx.Node, fx.Node] = {}
-        for node in self.nodes:
-            copies[node] = new.node_copy(node, lambda old: copies[old])
+        new = _without(self, lambda node: (False, None))
         if memo is not None:
             memo[id(self)] = new
         return new

@@ -35,11 +35,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from lightning_unitscale.capture.breaks import is_watched
 from lightning_unitscale.capture.graph_recorder import local_part
 from lightning_unitscale.functional.scale import is_transforming
-from lightning_unitscale.matmuls.torch_internals import (
-    RunAgain,
-    is_recording,
-    last_sequence_number,
-)
+from lightning_unitscale.matmuls.torch_internals import RunAgain, is_recording, last_sequence_number
 from lightning_unitscale.patching import shadowed
 
 plain_functions = torch._C.DisableTorchFunction

@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import operator
-import sys
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -18,8 +17,8 @@ from lightning_unitscale.capture.captured_copy import TRACKER, own_copy, set_exp
 from lightning_unitscale.capture.copy_graphs import rename_node
 from lightning_unitscale.capture.graph_nodes import MODULE, NAME
 from lightning_unitscale.capture.module_steps import ModuleSteps, steps_of
-from lightning_unitscale.matmuls.torch_internals import current_node, is_recording
-from lightning_unitscale.monitor.names import Callers, StartNames, full_name
+from lightning_unitscale.matmuls.torch_internals import current_node
+from lightning_unitscale.monitor.names import full_name
 from lightning_unitscale.monitor.probes import ProbedCall, ScaleProbes, sent_snapshot
 from lightning_unitscale.monitor.rows import TensorRow
 from lightning_unitscale.monitor.scales_graph import (
@@ -30,9 +29,15 @@ from lightning_unitscale.monitor.scales_graph import (
     Metrics,
     ScalesGraph,
 )
-from lightning_unitscale.monitor.tracked_call import ExactMoments, Made, State, TrackedCall
-from lightning_unitscale.monitor.watcher import StepWatcher
-from lightning_unitscale.patching import Shadow, StandIn
+from lightning_unitscale.monitor.tracked_call import (
+    ExactMoments,
+    Made,
+    State,
+    TrackedCall,
+    state_of,
+)
+from lightning_unitscale.monitor.watcher import CalledMethod, StepWatcher
+from lightning_unitscale.patching import Shadow, shadowed
 from lightning_unitscale.scales.layout import MOMENTS
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 
@@ -119,28 +124,15 @@ class CapturedScales(ScaleProbes):
         if not self._complete:
             return ScalesGraph()
         snapshot = sent_snapshot(0, self._complete, MOMENTS, 1.0)()
-        return _graph_of_probes(snapshot, State.of(self._module), self._complete)
+        return _graph_of_probes(snapshot, state_of(self._module), self._complete)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CapturedScales:
         new = memo[id(self)] = CapturedScales(copy.deepcopy(self._module, memo))
         return new
 
 
-class _TrackedForward(StandIn):
+class _TrackedForward(CalledMethod):
     """Stands in for the ``forward`` of a tracked module."""
-
-    def __init__(self, owner: ScaleTracker, method: Any) -> None:
-        super().__init__(method)
-        self.owner = owner
-
-    @override
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        if is_recording():
-            return self._method(*args, **kwargs)
-        called = self.called_by(sys._getframe(1).f_back)
-        if not isinstance(called, _TrackedForward):
-            return called(*args, **kwargs)
-        return called.owner.track(called._method, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self.owner, memo).method
@@ -149,15 +141,16 @@ class _TrackedForward(StandIn):
 class ScaleTracker(StepWatcher):
     """Watches every call of a module's ``forward``."""
 
+    call_type = TrackedCall
+
     def __init__(self, module: nn.Module) -> None:
         super().__init__(MOMENTS, lambda *_: True)
         self._measuring = ExactMoments()
         self._module = module
         self._complete: TrackedCall | None = None
-        self._latest: TrackedCall | None = None
         # A module may call itself.
         self._is_running = False
-        self.method = _TrackedForward(self, module.forward)
+        self.method = _TrackedForward(module.forward, self, self.track)
         self._shadow = Shadow(module, "forward", self.method)
         vars(module).update({TRACKER: self, "scales_graph": self.scales_graph})
 
@@ -165,16 +158,14 @@ class ScaleTracker(StepWatcher):
         """Run ``forward`` and watch it; the last call that returns counts."""
         complete = self._complete
         # A checkpoint around the module computes it again, within the same step.
-        is_again = complete is not None and complete.gradients.are_measured
+        is_again = complete is not None and complete.gradients.hooks
         if self._is_running or (is_again and current_node() is not None):
             return method(*args, **kwargs)
         self.clear()
-        self._is_running = True
-        try:
+        with shadowed(self, _is_running=True):
             result = self.run(self._module, method, args, kwargs)
-        finally:
-            self._is_running = False
-        self._complete = self._latest
+        if self._calls:  # nothing is watched below ``torch.func``
+            self._complete = cast(TrackedCall, self._calls[-1])
         return result
 
     def scales_graph(self) -> ScalesGraph:
@@ -190,11 +181,6 @@ class ScaleTracker(StepWatcher):
         self.clear()
         self._shadow.remove()
         vars(self._module).pop(TRACKER, None)
-
-    @override
-    def _new_call(self, callers: Callers, names: StartNames) -> TrackedCall:
-        self._latest = TrackedCall(callers, names, self._measuring)
-        return self._latest
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ScaleTracker:
         module = copy.deepcopy(self._module, memo)
@@ -329,7 +315,8 @@ def _add_in_units(
         backward = unit - total - gamma if readers == 1 else None
         _describe(scaled[operand], name, row.module, _scaled(metrics[operand], -unit, backward))
     stored = _add_call(graph, scaled, made, row.module)
-    _describe(stored, f"{matmul.name}:stored", row.module, _scaled(metrics[row], -total, -gamma))
+    name = f"{next(iter(matmul.operands)).partition(':')[0]}:stored"
+    _describe(stored, name, row.module, _scaled(metrics[row], -total, -gamma))
     return scale(stored, total)
 
 
@@ -355,13 +342,13 @@ def _add_input(
     graph: ScalesGraph, name: str, module: str, metrics: Metrics | None, state: State
 ) -> fx.Node:
     """Add what a step starts from, named as Dynamo does, which puts its own signs around it."""
-    clean = name.removeprefix("input.")
-    if name in state.kinds:
+    clean, (kind, is_trained) = name.removeprefix("input."), state.get(name, ("", False))
+    if kind:
         *modules, own = name.split(".")
-        clean = "_".join(("self", *(f"modules_{one}" for one in modules), state.kinds[name], own))
+        clean = "_".join(("self", *(f"modules_{one}" for one in modules), kind, own))
     node = graph.placeholder(f"l_{clean}_")
     node.target = f"L_{clean}_"
-    _describe(node, name, module, metrics, clean, name in state.trained)
+    _describe(node, name, module, metrics, clean, is_trained)
     return node
 
 
@@ -373,16 +360,14 @@ def _describe(
     clean: str = "",
     trained: bool = False,
 ) -> None:
-    node.meta.update(
-        {
-            METRICS: metrics,
-            FLOAT_TENSOR: metrics is not None,
-            CLEAN_NAME: clean or node.name.strip("_"),
-            TRAINED: trained,
-            NAME: name,
-            MODULE: module,
-        }
-    )
+    node.meta |= {
+        METRICS: metrics,
+        FLOAT_TENSOR: metrics is not None,
+        CLEAN_NAME: clean or node.name.strip("_"),
+        TRAINED: trained,
+        NAME: name,
+        MODULE: module,
+    }
 
 
 def _finish(graph: ScalesGraph, outputs: Iterable[fx.Node]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
@@ -23,14 +23,7 @@ from lightning_unitscale.capture.graph_recorder import stored_elements
 from lightning_unitscale.capture.name_patterns import own_path
 from lightning_unitscale.functional.scale import plain_tensor
 from lightning_unitscale.monitor.input_gradients import GradientPath, InputGradients
-from lightning_unitscale.monitor.names import (
-    ALIASES,
-    Caller,
-    Callers,
-    StartNames,
-    full_name,
-    tensors_of,
-)
+from lightning_unitscale.monitor.names import ALIASES, Caller, full_name, tensors_of
 from lightning_unitscale.monitor.rows import Measuring, RunningFunction, TensorRow
 from lightning_unitscale.monitor.torch_state import is_readable, plain_functions, unseen
 from lightning_unitscale.monitor.watched_call import WatchedCall
@@ -55,22 +48,16 @@ class ExactMoments(Measuring):
         row.backward = [self.of(gradient, 0)]
 
 
-@dataclass(frozen=True)
-class State:
-    """The parameters and buffers of a module."""
+# By the name of a parameter or buffer: "parameters" or "buffers", and whether it is trained.
+State: TypeAlias = dict[str, tuple[str, bool]]
 
-    # "parameters" or "buffers", by name.
-    kinds: dict[str, str]
-    trained: frozenset[str]
 
-    @staticmethod
-    def of(module: nn.Module) -> State:
-        """Return the state of a module."""
-        kinds = {own_path(name): "buffers" for name, _ in module.named_buffers()}
-        parameters = {own_path(name): one for name, one in module.named_parameters()}
-        kinds |= dict.fromkeys(parameters, "parameters")
-        trained = (name for name, one in parameters.items() if one.requires_grad)
-        return State(kinds, frozenset(trained))
+def state_of(module: nn.Module) -> State:
+    """Return the state of a module."""
+    state: State = {own_path(name): ("buffers", False) for name, _ in module.named_buffers()}
+    for name, parameter in module.named_parameters():
+        state[own_path(name)] = "parameters", parameter.requires_grad
+    return state
 
 
 @dataclass(frozen=True)
@@ -81,11 +68,6 @@ class InUnits:
     operands: dict[str, TensorRow]
     log2_units: tuple[int, ...]
     log2_gamma: int
-
-    @property
-    def name(self) -> str:
-        """Its name in the gauge."""
-        return next(iter(self.operands)).partition(":")[0]
 
 
 @dataclass(frozen=True)
@@ -103,25 +85,22 @@ class Made:
     index: int | None = None
 
 
-class Use(NamedTuple):
-    """The use that a caller makes of a function."""
-
-    instruction: str
-    variables: tuple[str, ...]
+# The instruction by which a caller uses a function, and the variables that get its results.
+_Use: TypeAlias = tuple[str, tuple[str, ...]]
 
 
 class TrackedCall(WatchedCall):
     """Makes a row of every tensor that a call of a step computes."""
 
-    def __init__(self, callers: Callers, start_names: StartNames, measuring: Measuring) -> None:
-        super().__init__(callers, start_names, measuring, lambda *_: True, {})
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.inputs = InputGradients(self.gradients.leaf_node)
         self.how_made: dict[TensorRow, Made] = {}
         self.in_units: dict[TensorRow, InUnits] = {}
         self.outputs: list[TensorRow] = []
         # For an argument that a function returns unchanged: the row of that argument.
         self.same_as: dict[TensorRow, TensorRow] = {}
-        self.state = State({}, frozenset())
+        self.state: State = {}
         self._paths: dict[TensorRow, GradientPath] = {}
 
     def rows_of(self, row: TensorRow) -> tuple[Any, Any]:
@@ -159,7 +138,8 @@ class TrackedCall(WatchedCall):
             if word == "setitem":
                 results = [arguments[0]]
                 name = self._unique(full_name(caller.path, word))
-                self._note(arguments[0], name, word, self._inputs(arguments, word), caller)
+                running = RunningFunction(word, caller, self._inputs(arguments, word))
+                self._note(arguments[0], name, running)
             if beside is not None:
                 self.inputs.follow(beside, arguments, tensors_in(result))
             new = set(self.made[known:]) - self.how_made.keys()
@@ -193,7 +173,7 @@ class TrackedCall(WatchedCall):
     def finish(self, module: nn.Module, output: Any) -> None:
         returned = [tensor for _, tensor in tensors_of(output)]
         super().finish(module, returned)
-        self.state = State.of(module)
+        self.state = state_of(module)
         with plain_functions():
             self._begin_paths(returned)
             self.outputs = [row for one in returned if (row := self._only_row(one)) is not None]
@@ -203,38 +183,27 @@ class TrackedCall(WatchedCall):
                     self._attach(tensor)
 
     @override
-    def _note(
-        self,
-        tensor: Tensor,
-        name: str,
-        word: str,
-        inputs: tuple[TensorRow, ...],
-        caller: Caller,
-        running: RunningFunction | None = None,
-    ) -> None:
-        if running is not None:
-            found = [(each, self._only_row(one), unit) for one, unit, each in running.units]
-        row = self._row(name, caller.path, inputs)
+    def _note(self, tensor: Tensor, name: str, running: RunningFunction) -> None:
+        found = [(each, self._only_row(one), unit) for one, unit, each in running.units]
+        row = self._row(name, running.caller.path, running.inputs)
         self._rows_of[tensor] = (row,)
-        gamma = None if running is None else running.gamma_of(tensor)
+        gamma = running.gamma_of(tensor)
         if gamma is not None:
             operands = {each: one for each, one, unit in found if one and unit is not None}
             if len(operands) == len(found) == 2:
                 units = tuple(unit for _, _, unit in found if unit is not None)
                 self.in_units[row] = InUnits(operands, units, gamma[0] or 0)
-        if word not in ALIASES and is_readable(tensor):
-            self._keep(caller, row, word)
         if is_readable(tensor):
+            for checkpoint in running.caller.checkpoints if running.word not in ALIASES else ():
+                self.checkpoints[checkpoint].append((row, running.word))
             self._show(row, tensor)
 
     @override
-    def _hand_back(
-        self, tensor: Tensor, name: str, inputs: tuple[TensorRow, ...], caller: Caller
-    ) -> None:
+    def _hand_back(self, tensor: Tensor, name: str, running: RunningFunction) -> None:
         source = self._only_row(tensor)
         if source is None:
             return
-        row = self._row(name, caller.path, inputs)
+        row = self._row(name, running.caller.path, running.inputs)
         row.is_hooked = True
         self.same_as[row] = self.same_as.get(source, source)
         self._rows_of[tensor] = (row,)
@@ -314,23 +283,24 @@ class _Attach(torch.autograd.Function):
 
 
 def _how_made(
-    function: Any, word: str, args: tuple[Any, ...], kwargs: dict[str, Any], use: Use
+    function: Any, word: str, args: tuple[Any, ...], kwargs: dict[str, Any], use: _Use
 ) -> Made:
     """Describe a call of a torch function; operators and methods are those that the caller has."""
+    instruction, variables = use
     name = getattr(function, "__name__", word)
     if name == "__get__":
-        return Made("call_function", getattr, (*args[:1], word), {}, use.variables)
+        return Made("call_function", getattr, (*args[:1], word), {}, variables)
     if getattr(Tensor, name, None) is not function:
-        return Made("call_function", function, args, kwargs, use.variables)
-    if name[:2] == "__" or not use.instruction.startswith("CALL"):
+        return Made("call_function", function, args, kwargs, variables)
+    if name[:2] == "__" or not instruction.startswith("CALL"):
         target = getattr(operator, word, None) or getattr(operator, f"{word}_", None)
         if target is not None:
             args = args[::-1] if name.startswith("__r") and len(args) == 2 else args
-            return Made("call_function", target, args, kwargs, use.variables)
-    return Made("call_method", name, args, kwargs, use.variables)
+            return Made("call_function", target, args, kwargs, variables)
+    return Made("call_method", name, args, kwargs, variables)
 
 
-def _use_of(function: Any, frame: FrameType | None, top: CodeType) -> Use:
+def _use_of(function: Any, frame: FrameType | None, top: CodeType) -> _Use:
     """Find out what a caller, below the code that calls the step, does with a torch function.
 
     As Dynamo names the nodes of a graph, variables are the first ones, also of a caller to whom the
@@ -343,9 +313,9 @@ def _use_of(function: Any, frame: FrameType | None, top: CodeType) -> Use:
             instruction, following, variables = _instructions(code).get(frame.f_lasti, ("", "", ()))
             first = first or instruction
             if following != "RETURN_VALUE":
-                return Use(first, variables)
+                return first, variables
         frame = frame.f_back
-    return Use(first, ())
+    return first, ()
 
 
 @functools.lru_cache(maxsize=1024)

@@ -23,8 +23,8 @@ from lightning_unitscale.monitor.names import (
     Caller,
     Callers,
     StartNames,
+    described,
     full_name,
-    word_of,
 )
 from lightning_unitscale.monitor.probes import ProbedTensor
 from lightning_unitscale.monitor.rows import (
@@ -70,7 +70,7 @@ class WatchedCall:
         self._select = select
         self._units = units
         self._running: RunningFunction | None = None
-        self._compiled: list[tuple[range, str, tuple[TensorRow, ...], Caller]] = []
+        self._compiled: list[tuple[range, RunningFunction]] = []
         # The tensors that the call starts from, and those that it makes, in order.
         self.given: list[TensorRow] = []
         self.made: list[TensorRow] = []
@@ -101,7 +101,7 @@ class WatchedCall:
             if operands:
                 self._mark_operands(operands, word)
             versions = {id(tensor): version_of(tensor) for tensor in arguments}
-            running = RunningFunction(operands or arguments)
+            running = RunningFunction(word, caller, inputs, operands or arguments)
         outer, self._running = self._running, running
         try:
             result = function(*args, **kwargs)
@@ -119,9 +119,9 @@ class WatchedCall:
                 if not isinstance(result, Tensor):
                     name = self._unique(full_name(caller.path, "getitem"))
                 if versions.get(id(tensor), -1) == version_of(tensor):
-                    self._hand_back(tensor, name, inputs, caller)
+                    self._hand_back(tensor, name, running)
                 elif self._is_made(tensor):
-                    self._note(tensor, name, word, inputs, caller, running)
+                    self._note(tensor, name, running)
         return result
 
     def pass_by(self, arguments: Sequence[Any]) -> None:
@@ -140,18 +140,17 @@ class WatchedCall:
         if caller is None or caller.again is not None:
             return
         # Dynamo's own name for a whole module means nothing to people.
-        word = word_of(scope.get("fn"))
+        word, _ = described(scope.get("fn"))
         word = "compiled" if word in _WHOLE_MODULE else word
         arguments = _tensors_in((*scope.get("args", ()), *scope.get("kwargs", {}).values()))
         with plain_functions():
-            inputs = self._inputs(arguments, word)
+            running = RunningFunction(word, caller, self._inputs(arguments, word))
             arguments_seen = {id(tensor) for tensor in arguments}
             if "result" not in scope:  # its node will tell when it is read
-                self._compiled.append((nodes, word, inputs, caller))
+                self._compiled.append((nodes, running))
             for tensor in _tensors_in((scope.get("result"),)):
                 if id(tensor) not in arguments_seen:
-                    name = self._unique(full_name(caller.path, word))
-                    self._note(tensor, name, word, inputs, caller)
+                    self._note(tensor, self._unique(full_name(caller.path, word)), running)
 
     def finish(self, module: nn.Module, output: Any) -> None:
         """Note what was not seen: results of the step itself, parameters read by compiled code."""
@@ -186,11 +185,6 @@ class WatchedCall:
             for row in inputs
             if row.is_shown and row.forward is not None
         ]
-
-    @property
-    def log2_units(self) -> dict[str, int]:
-        """Unit in which a matmul has stored each value, by the name that it was made with."""
-        return {row.made_as: row.log2_sigma for row in (*self.given, *self.made)}
 
     def _inputs(self, arguments: Sequence[Tensor], word: str) -> tuple[TensorRow, ...]:
         """Rows of the arguments of a function; missing ones are made."""
@@ -234,10 +228,10 @@ class WatchedCall:
             return self._inputs((base,), "")
         if tensor.grad_fn is None:
             return ()
-        for nodes, word, inputs, caller in self._compiled:
+        for nodes, running in self._compiled:
             if sequence_number(tensor.grad_fn) in nodes:
-                name = self._unique(full_name(caller.path, word))
-                self._note(tensor, name, word, inputs, caller)
+                name = self._unique(full_name(running.caller.path, running.word))
+                self._note(tensor, name, running)
                 return self._rows(tensor) or ()
         caller = self.callers.find(sys._getframe().f_back) or Caller("")
         return (self._unseen_row(tensor, caller.path, ()),)
@@ -263,9 +257,7 @@ class WatchedCall:
             self._show(row, tensor)
         return row
 
-    def _hand_back(
-        self, tensor: Tensor, name: str, inputs: tuple[TensorRow, ...], caller: Caller
-    ) -> None:
+    def _hand_back(self, tensor: Tensor, name: str, running: RunningFunction) -> None:
         """Note a result that is an argument, as it was."""
 
     def _is_made(self, tensor: Tensor) -> bool:
@@ -273,27 +265,20 @@ class WatchedCall:
         rows = self._rows(tensor)
         return not rows or tensor.grad_fn is not None or not any(row.is_given for row in rows)
 
-    def _note(
-        self,
-        tensor: Tensor,
-        name: str,
-        word: str,
-        inputs: tuple[TensorRow, ...],
-        caller: Caller,
-        running: RunningFunction | None = None,
-    ) -> None:
+    def _note(self, tensor: Tensor, name: str, running: RunningFunction) -> None:
         """Make the row of a result."""
+        word, caller, inputs = running.word, running.caller, running.inputs
         if word in ALIASES or not is_readable(tensor):
             self._rows_of[tensor] = inputs
             return
         row = self._row(name, caller.path, inputs)
         self._rows_of[tensor] = (row,)
-        gamma = None if running is None else running.gamma_of(tensor)
+        gamma = running.gamma_of(tensor)
         row.is_matmul = word in MATMUL_WORDS or gamma is not None
         if gamma is not None:
             row.log2_gamma, row.has_gradient_unit = gamma[0] or 0, gamma[0] is not None
-        if caller.checkpoints:
-            self._keep(caller, row, word)
+        for checkpoint in caller.checkpoints:
+            self.checkpoints[checkpoint].append((row, word))
         if takes_part(tensor):
             self._show(row, tensor)
         elif not caller.checkpoints:
@@ -319,14 +304,11 @@ class WatchedCall:
                 if not rows or rows[0][1] != word:
                     continue  # it was not there before
                 row, _ = rows.popleft()
-                self._keep(caller, row, word)
+                for checkpoint in caller.checkpoints:
+                    self.checkpoints[checkpoint].append((row, word))
                 if takes_part(tensor) and row.forward is not None:
                     row.is_shown = True
                     self.gradients.measure(row, tensor)
-
-    def _keep(self, caller: Caller, row: TensorRow, word: str) -> None:
-        for checkpoint in caller.checkpoints:
-            self.checkpoints[checkpoint].append((row, word))
 
     def _row(
         self, name: str, module: str, inputs: tuple[TensorRow, ...], *, is_given: bool = False

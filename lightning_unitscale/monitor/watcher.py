@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator
@@ -14,10 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, has_torch_function
+from typing_extensions import override
 
 from lightning_unitscale.capture.decompose import open_function
 from lightning_unitscale.matmuls.calls import watching
 from lightning_unitscale.matmuls.gauge import Gauge
+from lightning_unitscale.matmuls.torch_internals import is_recording
 from lightning_unitscale.monitor.names import Callers, StartNames, described
 from lightning_unitscale.monitor.probes import snapshot_of
 from lightning_unitscale.monitor.rows import Measuring
@@ -29,6 +30,7 @@ from lightning_unitscale.monitor.torch_state import (
     running_again_by,
 )
 from lightning_unitscale.monitor.watched_call import WatchedCall
+from lightning_unitscale.patching import StandIn
 from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 
@@ -39,12 +41,32 @@ _OPENED = {
 }
 
 
+class CalledMethod(StandIn):
+    """A stand-in for a method of a module, whose calls its owner runs."""
+
+    def __init__(self, method: Any, owner: Any, run: Callable[..., Any]) -> None:
+        super().__init__(method)
+        self.owner = owner
+        self._run = run
+
+    @override
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        if is_recording():
+            return self._method(*args, **kwargs)
+        called = self.called_by(sys._getframe(1).f_back)
+        if not isinstance(called, type(self)):
+            return called(*args, **kwargs)
+        return self._run(called._method, args, kwargs)
+
+
 class StepWatcher:
     """Watches the calls of a step that it runs, and makes snapshots of them.
 
     Nothing is captured and nothing is attached to the module: a torch function mode of this thread
     sees the functions that a call uses, and hooks on autograd nodes see the gradients.
     """
+
+    call_type: type[WatchedCall] = WatchedCall
 
     def __init__(
         self,
@@ -56,6 +78,7 @@ class StepWatcher:
         self._ignored = ignored
         self._measuring = Measuring(layout)
         self._calls: list[WatchedCall] = []
+        # The unit in which a matmul has stored each value, by the name that it was made with.
         self._units: dict[str, int] = {}
 
     def run(
@@ -73,21 +96,19 @@ class StepWatcher:
             return step(*args, **kwargs)
         callers = Callers(module, StepWatcher.run.__code__, self._ignored)
         parameters = list(module.named_parameters())
-        call = self._new_call(callers, StartNames(module, step, args, kwargs, parameters))
+        names = StartNames(module, step, args, kwargs, parameters)
+        call = self.call_type(callers, names, self._measuring, self._select, self._units)
         self._calls.append(call)
         call.gradients.begin(parameter for _, parameter in parameters)
         mode = _WatchMode(call)
         with watching(call.see):
             try:
-                with _watching(mode), mode:
+                with mode.watching(), mode:
                     result = step(*args, **kwargs)
             finally:
                 mode.is_running = False
             call.finish(module, result)
         return result
-
-    def _new_call(self, callers: Callers, names: StartNames) -> WatchedCall:
-        return WatchedCall(callers, names, self._measuring, self._select, self._units)
 
     def close(self) -> None:
         """Stop measuring gradients of the calls so far."""
@@ -105,7 +126,8 @@ class StepWatcher:
         self.close()
         calls, self._calls = self._calls, []
         for call in calls:
-            self._units.update(call.log2_units)
+            rows = (*call.given, *call.made)
+            self._units.update((row.made_as, row.log2_sigma) for row in rows)
         found = [measured for call in calls for measured in call.measured()]
         sent = self._measuring.send()
         if not found:
@@ -150,24 +172,19 @@ class _WatchMode(TorchFunctionMode):
             return func(*args, **kwargs)
         return self.call.run(func, args, kwargs, word, caller)
 
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within this context torch is ready for the mode, where it is in force."""
+        with (
+            outside_of_compiled_code(self, self.call.see_compiled),
+            answering_as_without(self),
+            running_again_by(self._run_again, is_own=self.call.checkpoints.__contains__),
+        ):
+            yield
 
-@contextlib.contextmanager
-def _watching(mode: _WatchMode) -> Iterator[None]:
-    """Within this context torch is ready for a mode, where it is in force."""
-    call = mode.call
-    run_again = functools.partial(_run_again, mode)
-    with (
-        outside_of_compiled_code(mode, call.see_compiled),
-        answering_as_without(mode),
-        running_again_by(run_again, is_own=call.checkpoints.__contains__),
-    ):
-        yield
-
-
-def _run_again(mode: _WatchMode, function: Callable[..., Any], *args: Any) -> Any:
-    """Run what a checkpoint computes again, on any thread, and watch it while its call is open."""
-    if not mode.call.is_open:
-        return function(*args)
-    watching_again = contextlib.nullcontext() if mode.is_running else _watching(mode)
-    with watching_again, in_force(mode):
-        return function(*args)
+    def _run_again(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Run what a checkpoint computes again, on any thread; watch it while its call is open."""
+        if not self.call.is_open:
+            return function(*args)
+        with contextlib.nullcontext() if self.is_running else self.watching(), in_force(self):
+            return function(*args)

@@ -5,6 +5,7 @@ It needs no torch, because the dashboard's server has none. The report uses it t
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -223,23 +224,15 @@ def merge_orders(orders: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
     A name that only a later order has follows its predecessor there.
     """
     merged: list[str] = []
-    seen: set[str] = set()
     for order in orders:
-        if not merged:
-            merged, seen = list(order), set(order)
-            continue
-        added: dict[str | None, list[str]] = {}
-        previous: str | None = None
+        seen, previous = set(merged), ""
+        added: defaultdict[str, list[str]] = defaultdict(list)
         for name in order:
             if name in seen:
                 previous = name
             else:
-                added.setdefault(previous, []).append(name)
-        if added:
-            result = added.get(None, [])
-            for name in merged:
-                result += [name, *added.get(name, [])]
-            merged, seen = result, set(result)
+                added[previous].append(name)
+        merged = [*added[""], *(each for name in merged for each in (name, *added[name]))]
     return tuple(merged)
 
 

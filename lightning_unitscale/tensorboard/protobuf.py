@@ -89,33 +89,29 @@ def annotated_graph(snapshot: ScaleSnapshot) -> GraphDef:
     """
     paths: dict[str, str] = {}
     taken: set[str] = set()
-    for name, module in _pairs(snapshot):
+    named = list(zip(snapshot.names, snapshot.modules, strict=True))
+    for name, module in named:
         path = node_path(name, module)
         paths[name] = path if path not in taken else f"{path}_of_{len(paths)}"
         taken.add(paths[name])
     scales = {
-        direction: list(
-            zip(
-                snapshot.log2_rms(direction).tolist(),
-                snapshot.log2_rms(direction, stored=True).tolist(),
-                strict=True,
-            )
-        )
+        direction: [
+            snapshot.log2_rms(direction, stored=stored).tolist() for stored in (False, True)
+        ]
         for direction in DIRECTIONS
     }
     nodes = []
-    for index, (name, module) in enumerate(_pairs(snapshot)):
+    for index, (name, module) in enumerate(named):
         attributes = {"step": AttrValue(i=snapshot.step)}
-        for direction, pairs in scales.items():
-            text = _scale_text(*pairs[index])
+        for direction, (true, stored) in scales.items():
+            text = _scale_text(true[index], stored[index])
             attributes[direction] = AttrValue(s=text.encode())
-        _, stored = scales["forward"][index]
         nodes.append(
             NodeDef(
                 name=paths[name],
                 op=op_of(name, module),
                 input=[paths[source] for source in snapshot.inputs[index] if source in paths],
-                device=_band(stored),
+                device=_band(scales["forward"][1][index]),
                 attr=attributes,
             )
         )
@@ -129,10 +125,6 @@ def node_path(name: str, module: str) -> str:
     # TensorBoard allows only these characters in a node's name.
     cleaned = "".join(char if char.isalnum() or char in "_./-" else "_" for char in path)
     return cleaned if cleaned[:1].isalnum() else f"n{cleaned}"
-
-
-def _pairs(snapshot: ScaleSnapshot) -> list[tuple[str, str]]:
-    return list(zip(snapshot.names, snapshot.modules, strict=True))
 
 
 def _scale_text(true: float, stored: float) -> str:

@@ -62,14 +62,9 @@ def runs_json(runs: Sequence[ListedRun]) -> bytes:
 
 def alerts_json(alerts: Sequence[ScaleAlert]) -> bytes:
     """Return the alerts, each with a kind, a step, a tensor, a direction and a text."""
+    fields = ("kind", "step", "tensor", "direction")
     shown = [
-        {
-            "kind": alert.kind,
-            "step": alert.step,
-            "tensor": alert.tensor,
-            "direction": alert.direction,
-            "text": str(alert),
-        }
+        {field: getattr(alert, field) for field in fields} | {"text": str(alert)}
         for alert in alerts
     ]
     return json.dumps(shown, separators=(",", ":")).encode()

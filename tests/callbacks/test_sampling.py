@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_unitscale import ScaleMonitor, UnitScaleCallback, attach
-from lightning_unitscale.callbacks.step_schedules import Sampling
+from lightning_unitscale.callbacks.monitored_steps import Sampling
 from tests.callbacks.modules import Regression
 from tests.callbacks.runs import pair, run
 
