@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import operator
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -243,7 +242,6 @@ class OptimizerSteps:
         # This saves a search through thousands of parameters in every step.
         self._found: WeakKeyDictionary[Any, tuple[int, int, nn.Module, str]] = WeakKeyDictionary()
         # The parameters of each optimizer in which none of the module was found.
-        self._apart: WeakKeyDictionary[Any, list[weakref.ref[Any]]] = WeakKeyDictionary()
 
     def end_with(self, optimizer: Any) -> bool:
         """Check whether a step of an optimizer ends a training step."""
@@ -259,11 +257,6 @@ class OptimizerSteps:
             with contextlib.suppress(IndexError, KeyError):
                 if owner._parameters[name] is groups[group]["params"][index]:
                     return True
-        # By identity, since tensors compare by element. A dead reference is never made again.
-        refs = [weakref.ref(parameter) for group in groups for parameter in group["params"]]
-        known = self._apart.get(optimizer, ())
-        if len(refs) == len(known) and all(map(operator.is_, refs, known)):
-            return False
         places = {
             id(parameter): (owner, name)
             for owner in self._module.modules()
@@ -274,7 +267,6 @@ class OptimizerSteps:
                 if (place := places.get(id(parameter))) is not None:
                     self._found[optimizer] = group, index, *place
                     return True
-        self._apart[optimizer] = refs
         return False
 
     def hook(self, before: Callable[..., None], after: Callable[..., None]) -> ExitStack:
