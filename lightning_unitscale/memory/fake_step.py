@@ -31,6 +31,7 @@ from lightning_unitscale.capture.fake_device import (
 )
 from lightning_unitscale.capture.graph_nodes import tensors_in
 from lightning_unitscale.functional.scale import hooks_in_transforms
+from lightning_unitscale.memory.gpus import GPU
 from lightning_unitscale.memory.record_operators import GraphTrace, ModuleTrace, StorageRecorder
 from lightning_unitscale.memory.step_record import StepRecord
 
@@ -93,9 +94,14 @@ class FakeStep:
     """Fake module with its fake inputs and optimizer, and the recording of one step."""
 
     def __init__(
-        self, module: nn.Module, inputs: Any, device: torch.device, optimizer: OptimizerLike | None
+        self,
+        module: nn.Module,
+        inputs: Any,
+        device: torch.device,
+        optimizer: OptimizerLike | None,
+        gpu: GPU | None = None,
     ) -> None:
-        self.recorder = StorageRecorder(device)
+        self.recorder = StorageRecorder(device, gpu)
         if is_sharded(module):
             self.mode = take_over(module, device)
             copies = FakeCopies(self.mode)
@@ -125,7 +131,7 @@ class FakeStep:
             self.mode,
             recorder,
             watching_shards(recorder.resizing, recorder.paused),
-            simulating(recorder.device),
+            simulating(recorder.device, *([recorder.gpu.capability] if recorder.gpu else ())),
             _named_errors(recorder),
         ):
             self._declare(trace)

@@ -46,7 +46,7 @@ class GraphProfile:
     All sizes are bytes of whole storages, each counted once.
 
     Attributes:
-        device: Type of the simulated device.
+        device: Type of the simulated device, ``"cpu"`` or ``"cuda"``.
         batch_size: First dimension of most inputs, or ``None`` without one.
         nodes: Costs of the forward graph's nodes, in their order.
         modules: Costs of the modules, each with its submodules, in the order of definition.
@@ -64,6 +64,8 @@ class GraphProfile:
         phases: Part of the step that each moment of the timeline belongs to.
         num_ranks: Number of ranks that the module is sharded over. Sizes are those of rank 0, which
             has the largest shard.
+        gpu: Name of the simulated GPU, empty for a CPU.
+        library_bytes: Workspaces that cuBLAS and cublasLt keep on a GPU.
         allocator: Bytes that a GPU's caching allocator takes for the step, or ``None`` for a CPU.
         batch_fit: Live bytes as lines over the batch size, after :meth:`fit_batch`.
     """
@@ -83,6 +85,8 @@ class GraphProfile:
     timeline: MemoryTimeline = field(repr=False)
     phases: tuple[Phase, ...] = field(repr=False)
     num_ranks: int = 1
+    gpu: str = ""
+    library_bytes: int = 0
     allocator: AllocatorPeak | None = None
     batch_fit: BatchFit | None = field(default=None, repr=False)
     _profile_at: Callable[[int], GraphProfile] | None = field(
@@ -185,12 +189,13 @@ class GraphProfile:
             (kind, "" if total is None else format_bytes(total), format_bytes(size))
             for kind, size in peak.by_kind.items()
             if (total := getattr(self, names.get(kind, f"{kind}_bytes"), None))
-            or kind != "unsharded"
+            or kind not in ("unsharded", "library")
         ]
         where = f" of {peak.node}" if peak.node else ""
         operator = f" ({peak.operator})" if peak.operator else ""
-        ranks = f"each of {self.num_ranks} {self.device} ranks"
-        device = self.device if self.num_ranks == 1 else ranks
+        device = f"{self.device} ({self.gpu})" if self.gpu else self.device
+        if self.num_ranks > 1:
+            device = f"each of {self.num_ranks} {device} ranks"
         lines = [
             f"Peak {format_bytes(peak.num_bytes)} on {device} in the {peak.phase} pass"
             f"{where}{operator}, batch size {self.batch_size}"
@@ -199,7 +204,7 @@ class GraphProfile:
             reserved, allocated = self.allocator.reserved_bytes, self.allocator.allocated_bytes
             lines.append(
                 f"The caching allocator reserves {format_bytes(reserved)} for it, "
-                f"{format_bytes(allocated)} in blocks, with cuBLAS's workspace"
+                f"{format_bytes(allocated)} in blocks"
             )
         lines += [
             f"Matmuls: {format_flops(self.fwd_flops)}FLOP forward, "
@@ -360,6 +365,8 @@ def make_profile(
         timeline=timeline,
         phases=tuple(call.phase for call in record.operators),
         num_ranks=num_ranks,
+        gpu="" if record.gpu is None else record.gpu.title,
+        library_bytes=by_kind["library"],
         allocator=allocator_peak(record) if record.device == "cuda" else None,
         _profile_at=profile_at,
     )

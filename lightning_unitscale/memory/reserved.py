@@ -25,8 +25,6 @@ _LARGE_SEGMENT_BYTES = 20 * _MIB
 _SEGMENT_ROUNDING = 2 * _MIB
 # Distance between the addresses of segments, so that the parts of two never touch.
 _SEGMENT_DISTANCE = 2**50
-CUBLAS_WORKSPACE_BYTES = 2 * 4096 * 1024 + 8 * 16 * 1024
-"""Allocated before the first matmul of a stream; 32 MiB on Hopper and later."""
 
 
 class Block(NamedTuple):
@@ -115,7 +113,7 @@ class AllocatorPeak:
 def allocator_peak(record: StepRecord) -> AllocatorPeak:
     """Let the caching allocator serve a step: storages from before it, then each operator.
 
-    cuBLAS's workspace exists from the first matmul on, a kernel's workspace while it runs.
+    A kernel's workspace exists while it runs.
     """
     allocator = CachingAllocator()
     blocks: dict[int, Block] = {}
@@ -131,11 +129,7 @@ def allocator_peak(record: StepRecord) -> AllocatorPeak:
 
     ends = record.event_ends()
     serve(record.events[: ends[0]])
-    has_workspace = False
     for call, (start, end) in zip(record.operators, pairwise(ends), strict=True):
-        if call.costs.flops and not has_workspace:
-            has_workspace = True
-            allocator.allocate(CUBLAS_WORKSPACE_BYTES)
         size = call.costs.workspace_bytes
         own = allocator.allocate(size) if size else None
         serve(record.events[start:end])

@@ -16,17 +16,20 @@ from torch import nn
 
 from lightning_unitscale.capture.absent_ranks import local_tensor
 from lightning_unitscale.memory.costs import OperatorCosts
+from lightning_unitscale.memory.gpus import GPU
 
 Phase = Literal["forward", "backward", "optimizer"]
 
 # Purpose of a storage. Unsharded are parameters while a layer needs them whole, and the buffers
-# that they are gathered in. An activation is saved for the backward pass.
+# that they are gathered in. An activation is saved for the backward pass. A library's are
+# workspaces that it keeps.
 Kind = Literal[
-    "parameter", "buffer", "optimizer", "input", "gradient", "unsharded", "activation", "temporary"
-]
+    "parameter", "buffer", "optimizer", "input", "gradient", "unsharded", "library", "activation",
+    "temporary",
+]  # fmt: skip
 KINDS: tuple[Kind, ...] = get_args(Kind)
 # They exist, or are gathered again, with or without the backward pass.
-ALWAYS_THERE = ("parameter", "buffer", "unsharded")
+ALWAYS_THERE = ("parameter", "buffer", "unsharded", "library")
 
 OUTSIDE = -1  # index for no node or no operator
 
@@ -148,6 +151,7 @@ class StepRecord:
     """Whole step: forward, backward and, if there is one, the optimizer."""
 
     device: str  # type of the simulated device. Storages elsewhere are not recorded
+    gpu: GPU | None = None  # the simulated GPU, if it is one
     nodes: list[NodeRecord] = field(default_factory=list)  # the forward graph
     storages: list[StorageLife] = field(default_factory=list)
     operators: list[OperatorCall] = field(default_factory=list)  # in the order of execution
