@@ -60,7 +60,7 @@ class _Inputs(NamedTuple):
         query, key, value = self.query, self.key, self.value
         if not query.dim() == key.dim() == value.dim() == 4:
             return False
-        if not query.dtype == key.dtype == value.dtype or not query.shape[0] == key.shape[0]:
+        if not query.dtype == key.dtype == value.dtype or query.shape[0] != key.shape[0]:
             return False
         if key.shape[0] != value.shape[0] or 0 in (query.shape[-2], key.shape[-2]):
             return False

@@ -75,7 +75,7 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _backward(*args: Any) -> tuple[Any, ...]:
-    """Return the results of ``_cudnn_rnn_backward``: the gradients of all weights are one tensor."""
+    """Return the results of ``_cudnn_rnn_backward``, with one tensor for all weights."""
     input, weights, hidden, cell, mask = args[0], args[1], args[4], args[5], args[21]
     grad_input = torch.empty_like(input, memory_format=torch.contiguous_format)
     grads: list[Tensor] = []
@@ -124,10 +124,10 @@ def _recurrent(mode: int) -> Callable[..., Any]:
 
     def run(input: Tensor, *args: Any) -> Any:
         if isinstance(args[2], (list, tuple)):  # the weights, after the sizes of a packed batch
-            batch_sizes, hx, weights, has_biases, num_layers, dropout, train, both = args
+            batch_sizes, hx, weights, _, num_layers, dropout, train, both = args
             batch_first, sizes = False, [int(size) for size in _values(batch_sizes, input)]
         else:
-            hx, weights, has_biases, num_layers, dropout, train, both, batch_first = args
+            hx, weights, _, num_layers, dropout, train, both, batch_first = args
             sizes = []
         hidden, cell = hx if mode == _LSTM else (hx, None)
         weights = list(weights)

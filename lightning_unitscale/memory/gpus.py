@@ -100,8 +100,8 @@ _LISTED = (
     # Amazon's "EC2 G5 instances": A10G, 24 GB, 600 GB/s. "NVIDIA A10G" data sheet: BF16 70 TFLOPS,
     # 80 SMs; "NVIDIA Ampere GA102" white paper: capability 8.6.
     _gpu("a10g", "A10G 24GB", 24, (8, 6), 80, 600, 70),
-    # "NVIDIA T4" data sheet: 16 GB, 320 GB/s, FP16 65 TFLOPS; "NVIDIA Turing GPU Architecture" white
-    # paper: 40 SMs, capability 7.5. It has no BF16.
+    # "NVIDIA T4" data sheet: 16 GB, 320 GB/s, FP16 65 TFLOPS. "NVIDIA Turing GPU Architecture"
+    # white paper: 40 SMs, capability 7.5. It has no BF16.
     _gpu("t4", "T4 16GB", 16, (7, 5), 40, 320, 65),
 )
 GPUS = {gpu.name: gpu for gpu in _LISTED}
@@ -110,6 +110,8 @@ DEFAULT_GPU = GPUS["h100"]
 """The GPU that ``"cuda"`` stands for on a machine without one."""
 DEVICE_NAMES = ("cpu", "cuda", *(f"cuda:{name}" for name in GPUS))
 """Every device that can be profiled."""
+DEVICE_WORDS = (*DEVICE_NAMES, *GPUS)
+"""What the command line takes: the name of a GPU is enough."""
 _ADVICE = "profile for the more similar one of these, which need not exist"
 
 
@@ -130,6 +132,11 @@ def parse_device(device: str | torch.device) -> tuple[torch.device, GPU | None]:
 def full_name(name: str) -> str:
     """Return a device's name with its type: ``"cuda:h100"`` for ``"h100"``."""
     return f"cuda:{name}" if name in GPUS else name
+
+
+def device_type(device: str) -> str:
+    """Return the type of a device: ``"cuda"`` for ``"cuda:h100"``."""
+    return device.partition(":")[0]
 
 
 def present_gpu() -> GPU:

@@ -193,9 +193,9 @@ class GraphProfile:
         ]
         where = f" of {peak.node}" if peak.node else ""
         operator = f" ({peak.operator})" if peak.operator else ""
-        device = f"{self.device} ({self.gpu})" if self.gpu else self.device
-        if self.num_ranks > 1:
-            device = f"each of {self.num_ranks} {device} ranks"
+        ranks = f"each of {self.num_ranks} {self.device} ranks"
+        device = self.device if self.num_ranks == 1 else ranks
+        device += f" ({self.gpu})" if self.gpu else ""
         lines = [
             f"Peak {format_bytes(peak.num_bytes)} on {device} in the {peak.phase} pass"
             f"{where}{operator}, batch size {self.batch_size}"

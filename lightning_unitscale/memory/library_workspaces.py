@@ -23,10 +23,11 @@ Library = Literal["cublas", "cublaslt"]
 # Operators of torch that call cuBLAS.
 _CUBLAS = by_operator(
     dict.fromkeys(
-        ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "vdot", "_scaled_mm", "_addmm_activation"),
+        ("mm", "addmm", "_addmm_activation", "bmm", "baddbmm", "mv", "addmv", "dot", "vdot",
+         "_scaled_mm"),
         True,
     )
-)
+)  # fmt: skip
 _LT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -110,29 +110,56 @@ class AllocatorPeak:
     allocated_bytes: int
 
 
-def allocator_peak(record: StepRecord) -> AllocatorPeak:
-    """Let the caching allocator serve a step: storages from before it, then each operator.
+def allocator_peak(record: StepRecord, num_steps: int = 3) -> AllocatorPeak:
+    """Let the caching allocator serve some steps, which leave it in parts.
 
-    A kernel's workspace exists while it runs.
+    Before the first one there are parameters, buffers and inputs. The optimizer makes its state in
+    the first step. What a step leaves, such as gradients, is freed before the next one. A kernel's
+    workspace exists while it runs.
     """
     allocator = CachingAllocator()
-    blocks: dict[int, Block] = {}
-    sizes: Counter[int] = Counter()
-
-    def serve(events: Iterable[Event]) -> None:
-        for storage, change, _ in events:
-            if change and storage in blocks:
-                allocator.free(blocks.pop(storage))
-            sizes[storage] += change
-            if change and sizes[storage]:
-                blocks[storage] = allocator.allocate(sizes[storage])
-
     ends = record.event_ends()
-    serve(record.events[: ends[0]])
-    for call, (start, end) in zip(record.operators, pairwise(ends), strict=True):
-        size = call.costs.workspace_bytes
-        own = allocator.allocate(size) if size else None
-        serve(record.events[start:end])
-        if own is not None:
-            allocator.free(own)
+    existing, late = [], []
+    for event in record.events[: ends[0]]:
+        is_late = record.storages[event.storage].kind == "optimizer"
+        (late if is_late else existing).append(event)
+    blocks = _Blocks(allocator)
+    blocks.serve(existing)
+    before = set(blocks.held)
+    for _ in range(num_steps):
+        for call, (start, end) in zip(record.operators, pairwise(ends), strict=True):
+            if late and call.phase == "optimizer":
+                blocks.serve(late)
+                before |= {event.storage for event in late}
+                late = []
+            size = call.costs.workspace_bytes
+            own = allocator.allocate(size) if size else None
+            blocks.serve(record.events[start:end])
+            if own is not None:
+                allocator.free(own)
+        blocks.free_all_but(before)
     return AllocatorPeak(allocator.reserved_bytes, allocator.max_allocated_bytes)
+
+
+class _Blocks:
+    """The blocks of storages."""
+
+    def __init__(self, allocator: CachingAllocator) -> None:
+        self.held: dict[int, Block] = {}
+        self._sizes: Counter[int] = Counter()
+        self._allocator = allocator
+
+    def serve(self, events: Iterable[Event]) -> None:
+        """Allocate and free blocks for events."""
+        for storage, change, _ in events:
+            if change and storage in self.held:
+                self._allocator.free(self.held.pop(storage))
+            self._sizes[storage] += change
+            if change and self._sizes[storage] > 0:
+                self.held[storage] = self._allocator.allocate(self._sizes[storage])
+
+    def free_all_but(self, kept: Container[int]) -> None:
+        """Free what a step has left."""
+        for storage in [storage for storage in self.held if storage not in kept]:
+            self._allocator.free(self.held.pop(storage))
+            self._sizes[storage] = 0
