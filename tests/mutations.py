@@ -1202,8 +1202,8 @@ MUTATIONS = (
     Mutation(
         "a kernel's own memory is left out of the peak",
         "memory/step_record.py",
-        "workspaces = [call.costs.workspace_bytes for call in record.operators]",
-        "workspaces = [0 for _ in record.operators]",
+        "workspaces = tuple(call.costs.workspace_bytes for call in record.operators)",
+        "workspaces = (0,) * len(record.operators)",
         "memory/test_liveness.py",
     ),
     # Pipelines.

@@ -39,6 +39,7 @@ def cpu_workspace_bytes(function: Any, args: Sequence[Any], result: Any) -> int:
 
 
 def bytes_of(tensor: Tensor | None) -> int:
+    """Return the bytes of a tensor's elements."""
     return 0 if tensor is None else prod(map(int, tensor.shape)) * tensor.element_size()
 
 

@@ -7,13 +7,14 @@ which are named at each of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import ceil
+from math import ceil, prod
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from lightning_unitscale.memory import gpu_recurrent
-from lightning_unitscale.memory.cpu_workspace import by_operator, copies_of, copy_of
+from lightning_unitscale.memory.cpu_workspace import by_operator, bytes_of, copies_of, copy_of
 from lightning_unitscale.memory.gpus import GPU
 
 Formula = Callable[[GPU, Sequence[Any], Any], int]
@@ -57,6 +58,51 @@ def _cudnn_backward(gpu: GPU, args: Sequence[Any], result: Any) -> int:
     query = args[1]
     batch, heads, length, depth = map(int, query.shape)
     return 4 * batch * heads * length * (depth + 1)
+
+
+def _convolution(gpu: GPU, args: Sequence[Any], result: Any) -> int:
+    """Count images, weights and result in the layout of tensor cores, with channels last.
+
+    References:
+        NVIDIA, "Convolutional Layers User's Guide", section "Tensor Layouts In Memory: NCHW vs
+        NHWC": with other layouts cuDNN transposes within the call, in its workspace. So it does
+        with FP32, whose convolutions run in TF32 by default (``torch.backends.cudnn.allow_tf32``).
+    """
+    images, weight = args[:2]
+    if not _is_turned(gpu, images, weight, args[8]):
+        return 0
+    return _channels_last(images) + _channels_last(weight) + _channels_last(result)
+
+
+def _convolution_backward(gpu: GPU, args: Sequence[Any], result: Any) -> int:
+    """Count the layouts of :func:`_convolution` for the images' gradient, then for the weights'."""
+    grad, images, weight, mask = args[0], args[1], args[2], args[10]
+    copied = copy_of(grad) if images.is_contiguous() else 0
+    if not _is_turned(gpu, images, weight, args[9]):
+        return copied
+    size = _channels_last(images) + _channels_last(weight) + _channels_last(grad)
+    # The images' gradient is ready before there is one of the weights.
+    first = size - bytes_of(weight) if mask[0] and mask[1] else size
+    return copied + (size if mask[1] else first if mask[0] else 0)
+
+
+def _is_turned(gpu: GPU, images: Tensor, weight: Tensor, groups: int) -> bool:
+    """Check whether a convolution runs on tensor cores and its images have another layout."""
+    if images.dim() != 4 or not images.is_contiguous():
+        return False
+    if groups > 1 and groups == int(images.shape[1]):  # torch's own kernel, conv_depthwise2d
+        return False
+    if images.element_size() >= 4:
+        return gpu.capability >= (8, 0) and torch.backends.cudnn.allow_tf32
+    return gpu.capability >= (7, 0)
+
+
+def _channels_last(tensor: Tensor) -> int:
+    """Return the bytes of a copy whose channels are aligned to 16 bytes."""
+    count, channels, *positions = map(int, tensor.shape)
+    aligned = 16 // tensor.element_size()
+    padded = ceil(channels / aligned) * aligned
+    return count * padded * prod(positions) * tensor.element_size()
 
 
 class _Tiles(NamedTuple):
@@ -142,6 +188,8 @@ _FORMULAS: dict[Any, Formula] = by_operator(
         "_scaled_dot_product_flash_attention_backward": _flash_backward,
         "_scaled_dot_product_cudnn_attention_backward": _cudnn_backward,
         "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+        "convolution": _convolution,
+        "convolution_backward": _convolution_backward,
         "_cudnn_rnn": _plain(gpu_recurrent.forward_workspace),
         "_cudnn_rnn_backward": _plain(gpu_recurrent.backward_workspace),
         "embedding_dense_backward": _embedding_backward,

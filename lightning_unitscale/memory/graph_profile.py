@@ -18,7 +18,7 @@ from torch import nn
 
 from lightning_unitscale.memory import profile_report as report
 from lightning_unitscale.memory.profile_report import format_bytes, format_flops
-from lightning_unitscale.memory.reserved import AllocatorPeak, allocator_peak
+from lightning_unitscale.memory.reserved import AllocatorPeak, serve_steps
 from lightning_unitscale.memory.step_record import (
     ALWAYS_THERE,
     Kind,
@@ -341,7 +341,10 @@ def make_profile(
 ) -> GraphProfile:
     """Return the profile of a recorded step."""
     costs = node_costs(record)
-    timeline, peak = memory_timeline(record)
+    allocator = blocks = None
+    if record.device == "cuda":
+        allocator, blocks = serve_steps(record)
+    timeline, peak = memory_timeline(record, blocks)
     by_kind: Counter[Kind] = Counter()
     for life in record.storages:
         by_kind[life.kind] += life.num_bytes
@@ -367,6 +370,6 @@ def make_profile(
         num_ranks=num_ranks,
         gpu="" if record.gpu is None else record.gpu.title,
         library_bytes=by_kind["library"],
-        allocator=allocator_peak(record) if record.device == "cuda" else None,
+        allocator=allocator,
         _profile_at=profile_at,
     )

@@ -17,6 +17,7 @@ import torch
 
 from lightning_unitscale.memory.cpu_workspace import by_operator
 from lightning_unitscale.memory.gpus import GPU
+from lightning_unitscale.memory.step_record import OUTSIDE, Event, StepRecord, StorageLife
 
 Thread = Literal["main", "backward"]
 Library = Literal["cublas", "cublaslt"]
@@ -45,16 +46,33 @@ class Workspace(NamedTuple):
         return int(kib) * 1024 if kib.isdigit() else gpu.cublaslt_workspace_bytes
 
 
-def workspaces_of(function: Any, args: Sequence[Any], *, in_backward: bool) -> list[Workspace]:
-    """Return the workspaces that one call of an operator needs."""
-    packet = getattr(function, "overloadpacket", function)
-    if packet not in _CUBLAS:
-        return []
-    thread: Thread = "backward" if in_backward else "main"
-    needed = [Workspace(thread, "cublas")]
-    if _goes_through_lt(packet, args):
-        needed.append(Workspace(thread, "cublaslt"))
-    return needed
+class KeptWorkspaces:
+    """The workspaces that a step needs, each with the operator that needs it first."""
+
+    def __init__(self, gpu: GPU | None) -> None:
+        self._gpu = gpu
+        self._first_uses: dict[Workspace, int] = {}
+
+    def note(self, function: Any, args: Sequence[Any], record: StepRecord) -> None:
+        """Note the workspaces of the operator that a record ends with."""
+        packet = getattr(function, "overloadpacket", function)
+        if self._gpu is None or packet not in _CUBLAS:
+            return
+        index = len(record.operators) - 1
+        in_backward = record.operators[index].phase == "backward"
+        thread: Thread = "backward" if in_backward else "main"
+        self._first_uses.setdefault(Workspace(thread, "cublas"), index)
+        if _goes_through_lt(packet, args):
+            self._first_uses.setdefault(Workspace(thread, "cublaslt"), index)
+
+    def add_to(self, record: StepRecord) -> None:
+        """Add them to a record as storages that an earlier step has made."""
+        for workspace, operator in self._first_uses.items():
+            assert self._gpu is not None
+            index, num_bytes = len(record.storages), workspace.num_bytes(self._gpu)
+            record.storages.append(StorageLife(num_bytes, "library"))
+            record.events.append(Event(index, num_bytes, OUTSIDE))
+            record.made_at[index] = operator
 
 
 def _goes_through_lt(packet: Any, args: Sequence[Any]) -> bool:

@@ -37,7 +37,7 @@ from lightning_unitscale.memory.costs import operator_costs
 from lightning_unitscale.memory.gpu_kernels import calls_of
 from lightning_unitscale.memory.gpu_recurrent import CUDNN_OPERATORS
 from lightning_unitscale.memory.gpus import GPU
-from lightning_unitscale.memory.library_workspaces import Workspace, workspaces_of
+from lightning_unitscale.memory.library_workspaces import KeptWorkspaces
 from lightning_unitscale.memory.step_record import (
     OUTSIDE,
     Event,
@@ -85,7 +85,7 @@ class StorageRecorder(DispatchMode):
         self._watchers: dict[int, weakref.ref[Any]] = {}
         self._task = 0
         self._sums_anew: Any = None
-        self._workspaces: dict[Workspace, None] = {}
+        self._kept_workspaces = KeptWorkspaces(gpu)
         self._is_paused = False
 
     def __torch_dispatch__(
@@ -111,9 +111,7 @@ class StorageRecorder(DispatchMode):
         outputs = tensors_in(result)
         costs = operator_costs(func, args, kwargs, result, device=self.device.type, gpu=self.gpu)
         self.record.operators.append(OperatorCall(str(func), self.phase, node, costs))
-        if self.gpu is not None:
-            in_backward = self.phase == "backward"
-            self._workspaces |= dict.fromkeys(workspaces_of(func, args, in_backward=in_backward))
+        self._kept_workspaces.note(func, args, self.record)
         num_storages = len(self._sizes)
         for tensor in outputs:
             index = self.storage_of(tensor, node, len(self.record.operators) - 1)
@@ -257,16 +255,14 @@ class StorageRecorder(DispatchMode):
 
     # -- the end
 
-    def _keep_workspace(self, num_bytes: int) -> None:
-        """Record a storage that a library has kept since an earlier step."""
-        self.record.events.append(Event(len(self.record.storages), num_bytes, OUTSIDE))
-        self.record.storages.append(StorageLife(num_bytes, "library"))
-
     def finished(self) -> StepRecord:
         """Return the record, with events in the order of real tensors."""
-        if self.gpu is not None:
-            for workspace in self._workspaces:  # they exist since an earlier step
-                self._keep_workspace(workspace.num_bytes(self.gpu))
+        self._kept_workspaces.add_to(self.record)
+        states = [
+            index for index, life in enumerate(self.record.storages) if life.kind == "optimizer"
+        ]
+        steps = (i for i, call in enumerate(self.record.operators) if call.phase == "optimizer")
+        self.record.made_at |= dict.fromkeys(states, next(steps, 0))
         # Storages from before the step come first, even if they were seen later.
         events = sorted(self.record.events, key=lambda event: event.operator != OUTSIDE)
         born = {event.storage: order for order, event in enumerate(events) if event.change > 0}

@@ -7,13 +7,19 @@ The rules are those of torch 2.13's ``c10/cuda/CUDACachingAllocator.cpp`` for on
 from __future__ import annotations
 
 import bisect
-from collections import Counter
-from collections.abc import Container, Iterable
+import contextlib
+from collections import Counter, defaultdict
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from lightning_unitscale.memory.step_record import BLOCK_BYTES, Event, StepRecord, allocated_bytes
+from lightning_unitscale.memory.step_record import (
+    BLOCK_BYTES,
+    BlockSizes,
+    StepRecord,
+    allocated_bytes,
+)
 
 _MIB = 2**20
 # Blocks up to this size come from the pool of small ones, whose segments have their own size.
@@ -110,56 +116,73 @@ class AllocatorPeak:
     allocated_bytes: int
 
 
-def allocator_peak(record: StepRecord, num_steps: int = 3) -> AllocatorPeak:
+def serve_steps(record: StepRecord, num_steps: int = 3) -> tuple[AllocatorPeak, BlockSizes]:
     """Let the caching allocator serve some steps, which leave it in parts.
 
-    Before the first one there are parameters, buffers and inputs. The optimizer makes its state in
-    the first step. What a step leaves, such as gradients, is freed before the next one. A kernel's
-    workspace exists while it runs.
+    Before the first one there are parameters, buffers and inputs. The first one makes the
+    optimizer's state and the workspaces of libraries. What a step leaves, such as gradients, is
+    freed before the next one. A kernel's workspace exists while it runs.
+
+    Returns:
+        The peak, and the sizes of the last step's blocks.
     """
-    allocator = CachingAllocator()
     ends = record.event_ends()
-    existing, late = [], []
-    for event in record.events[: ends[0]]:
-        is_late = record.storages[event.storage].kind == "optimizer"
-        (late if is_late else existing).append(event)
-    blocks = _Blocks(allocator)
+    existing: list[int] = []
+    made_at: dict[int, list[int]] = defaultdict(list)
+    for position, event in enumerate(record.events[: ends[0]]):
+        operator = record.made_at.get(event.storage)
+        (existing if operator is None else made_at[operator]).append(position)
+    blocks = _Blocks(record)
     blocks.serve(existing)
-    before = set(blocks.held)
+    kept = {event.storage for event in record.events[: ends[0]]}
     for _ in range(num_steps):
-        for call, (start, end) in zip(record.operators, pairwise(ends), strict=True):
-            if late and call.phase == "optimizer":
-                blocks.serve(late)
-                before |= {event.storage for event in late}
-                late = []
-            size = call.costs.workspace_bytes
-            own = allocator.allocate(size) if size else None
-            blocks.serve(record.events[start:end])
-            if own is not None:
-                allocator.free(own)
-        blocks.free_all_but(before)
-    return AllocatorPeak(allocator.reserved_bytes, allocator.max_allocated_bytes)
+        blocks.free_all_but(kept)
+        for index, (start, end) in enumerate(pairwise(ends)):
+            blocks.serve(made_at.pop(index, ()))
+            with blocks.workspace(index):
+                blocks.serve(range(start, end))
+    allocator = blocks.allocator
+    peak = AllocatorPeak(allocator.reserved_bytes, allocator.max_allocated_bytes)
+    return peak, BlockSizes(tuple(blocks.changes), tuple(blocks.workspaces))
 
 
 class _Blocks:
     """The blocks of storages."""
 
-    def __init__(self, allocator: CachingAllocator) -> None:
-        self.held: dict[int, Block] = {}
+    def __init__(self, record: StepRecord) -> None:
+        self.allocator = CachingAllocator()
+        self.changes = [0] * len(record.events)  # in bytes of blocks, by the position of the event
+        self.workspaces = [0] * len(record.operators)
+        self._record = record
+        self._held: dict[int, Block] = {}
         self._sizes: Counter[int] = Counter()
-        self._allocator = allocator
 
-    def serve(self, events: Iterable[Event]) -> None:
+    def serve(self, positions: Iterable[int]) -> None:
         """Allocate and free blocks for events."""
-        for storage, change, _ in events:
-            if change and storage in self.held:
-                self._allocator.free(self.held.pop(storage))
+        for position in positions:
+            storage, change, _ = self._record.events[position]
+            before = self.allocator.allocated_bytes
+            if change and storage in self._held:
+                self.allocator.free(self._held.pop(storage))
             self._sizes[storage] += change
             if change and self._sizes[storage] > 0:
-                self.held[storage] = self._allocator.allocate(self._sizes[storage])
+                self._held[storage] = self.allocator.allocate(self._sizes[storage])
+            self.changes[position] = self.allocator.allocated_bytes - before
+
+    @contextlib.contextmanager
+    def workspace(self, operator: int) -> Iterator[None]:
+        """Allocate an operator's workspace in this context."""
+        size = self._record.operators[operator].costs.workspace_bytes
+        if not size:
+            yield
+            return
+        block = self.allocator.allocate(size)
+        self.workspaces[operator] = block.size
+        yield
+        self.allocator.free(block)
 
     def free_all_but(self, kept: Container[int]) -> None:
         """Free what a step has left."""
-        for storage in [storage for storage in self.held if storage not in kept]:
-            self._allocator.free(self.held.pop(storage))
+        for storage in [storage for storage in self._held if storage not in kept]:
+            self.allocator.free(self._held.pop(storage))
             self._sizes[storage] = 0
