@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_unitscale.capture.decompose import attention_as_matmuls
 from lightning_unitscale.memory.gpus import GPU
 
 aten = torch.ops.aten
@@ -48,6 +49,13 @@ class _Inputs(NamedTuple):
         """Check whether a fused kernel saves the sums of its rows."""
         qkv = (self.query, self.key, self.value)
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in qkv)
+
+    @property
+    def has_rows(self) -> bool:
+        """Check that numbers of a row are beside each other, also in a mask."""
+        mask = () if self.mask is None else (self.mask,)
+        rows = (self.query, self.key, self.value, *mask)
+        return all(tensor.shape[-1] == 1 or tensor.stride(-1) == 1 for tensor in rows)
 
     @property
     def depths(self) -> tuple[int, int, int]:
@@ -92,13 +100,11 @@ def attention(
         (_can_use_flash, _flash),
         (_can_use_efficient, _efficient),
     ):
-        if inputs.is_fusible and can_run(gpu, inputs):
+        if inputs.is_fusible and inputs.has_rows and can_run(gpu, inputs):
             return run(inputs)
-    mask = attn_mask
-    result: Tensor = aten._scaled_dot_product_attention_math(
-        query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )[0]
-    return result
+    return _matmuls(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -125,11 +131,10 @@ def _prefers_cudnn(gpu: GPU, inputs: _Inputs) -> bool:
         heads <= _MAX_BATCH
         and max(depths) <= _CUDNN_DEPTH
         and not any(depth % _CUDNN_ALIGNMENT for depth in depths)
-        # cuDNN's dropout has a resolution of 1/16.
+        # cuDNN's dropout has a resolution of 1/16. Torch 2.11 did not check it.
         and (16 * inputs.dropout_p).is_integer()
         and num_keys != 1
         and (not inputs.dropout_p or num_queries != 1)
-        and all(tensor.stride(-1) == 1 for tensor in inputs[:3])
         and _takes_mask(inputs)
     )
 
@@ -158,7 +163,7 @@ def _can_use_flash(gpu: GPU, inputs: _Inputs) -> bool:
     is_small = (8, 6) <= gpu.capability <= (8, 9) or gpu.capability[0] == 12
     if is_small and inputs.needs_gradient:
         return depth <= 192 or (not inputs.dropout_p and depth > 224)
-    return all(tensor.stride(-1) == 1 for tensor in inputs[:3])
+    return True
 
 
 def _can_use_efficient(gpu: GPU, inputs: _Inputs) -> bool:
@@ -207,6 +212,13 @@ def _efficient(inputs: _Inputs) -> Tensor:
         query, key, value, bias, inputs.needs_gradient, dropout_p, is_causal, scale=scale
     )[0]
     return result
+
+
+def _dropout(weights: Tensor, p: float, train: bool) -> Tensor:
+    return torch.native_dropout(weights, p, train)[0]
+
+
+_matmuls = attention_as_matmuls(None, _dropout)
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -76,7 +76,7 @@ class StorageRecorder(DispatchMode):
         # Index of the running forward node, and of the last node of the user's code.
         self.node = self.last_node = OUTSIDE
         self.running = ""  # name of the last node that was begun
-        self.record = StepRecord(device.type, gpu)
+        self.record = StepRecord(device.type, gpu=gpu)
         # The present size of each storage, and the task of the backward pass that allocated it.
         self._sizes: list[int] = []
         self._tasks: list[int] = []
@@ -258,11 +258,7 @@ class StorageRecorder(DispatchMode):
     def finished(self) -> StepRecord:
         """Return the record, with events in the order of real tensors."""
         self._kept_workspaces.add_to(self.record)
-        states = [
-            index for index, life in enumerate(self.record.storages) if life.kind == "optimizer"
-        ]
-        steps = (i for i, call in enumerate(self.record.operators) if call.phase == "optimizer")
-        self.record.made_at |= dict.fromkeys(states, next(steps, 0))
+        self.record.note_optimizer()
         # Storages from before the step come first, even if they were seen later.
         events = sorted(self.record.events, key=lambda event: event.operator != OUTSIDE)
         born = {event.storage: order for order, event in enumerate(events) if event.change > 0}

@@ -151,7 +151,6 @@ class StepRecord:
     """Whole step: forward, backward and, if there is one, the optimizer."""
 
     device: str  # type of the simulated device. Storages elsewhere are not recorded
-    gpu: GPU | None = None  # the simulated GPU, if it is one
     nodes: list[NodeRecord] = field(default_factory=list)  # the forward graph
     storages: list[StorageLife] = field(default_factory=list)
     operators: list[OperatorCall] = field(default_factory=list)  # in the order of execution
@@ -162,6 +161,14 @@ class StepRecord:
     # Operators before which the first step made storages that later ones find: an optimizer's state
     # and the workspaces of libraries.
     made_at: dict[int, int] = field(default_factory=dict)
+    gpu: GPU | None = None  # the simulated GPU, if it is one
+
+    def note_optimizer(self) -> None:
+        """Note that the optimizer makes its state at its first operator."""
+        states = (index for index, life in enumerate(self.storages) if life.kind == "optimizer")
+        phases = [call.phase for call in self.operators]
+        if "optimizer" in phases:
+            self.made_at.update(dict.fromkeys(states, phases.index("optimizer")))
 
     def event_ends(self) -> list[int]:
         """Return how many events come before the first operator, and up to each one's end."""

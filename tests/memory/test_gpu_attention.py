@@ -99,6 +99,12 @@ def test_by_mask(gpu: str, shape: tuple[int, ...], dtype: torch.dtype, kernel: s
     assert _kernel(Attention(), *_qkv(BF16), mask, gpu=gpu) == kernel
 
 
+def test_a_mask_whose_rows_are_not_contiguous_takes_matmuls() -> None:
+    mask = torch.ones(1, 32, 32, 4).permute(0, 3, 1, 2)
+    assert _kernel(Attention(), *_qkv(FP32), mask) == "math"
+    assert _kernel(Attention(), *_qkv(FP32), mask.contiguous()) == "efficient"
+
+
 def test_a_bias_that_needs_a_gradient_gets_one_for_each_of_the_batch() -> None:
     bias = torch.ones(1, 4, 32, 32, requires_grad=True)
     assert _kernel(Attention(), *_qkv(FP32), bias) == "efficient"
@@ -140,7 +146,8 @@ def test_kernels_save_a_number_for_each_row() -> None:
         (node,) = profile.nodes
         qkv = 3 * 2 * 4 * 32 * 64 * 2
         rows = 4 * 2 * 4 * 32
-        assert node.saved_bytes == qkv + node.fwd_mem_out + rows
+        random_state = node.saved_bytes - (qkv + node.fwd_mem_out + rows)
+        assert 0 <= random_state <= 24
 
 
 def _workspace(kernel: str, gpu: str, dtype: torch.dtype, depth: int, shared: int = 4) -> int:
