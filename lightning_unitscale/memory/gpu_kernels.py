@@ -31,6 +31,7 @@ def calls_of(gpu: GPU | None) -> Call:
     if gpu is None:
         return call
     kernels: dict[Any, Callable[..., Any]] = {
+        F.linear: _linear,
         F.dropout: _dropout,
         torch.dropout: lambda input, p, train: _dropout(input, p, train),
         F.rms_norm: _rms_norm,
@@ -57,6 +58,14 @@ def _call_on_gpu(
 
 def _widened(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype in _HALF else value
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Add the bias in place after a matmul of a view, as real tensors do and fake ones do not."""
+    if bias is None or input.dim() < 3 or input.is_contiguous():
+        return F.linear(input, weight, bias)
+    result = F.linear(input, weight)
+    return result.add_(bias.to(result.dtype))
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
