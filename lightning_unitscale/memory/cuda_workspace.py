@@ -88,7 +88,7 @@ def _convolution_backward(gpu: GPU, args: Sequence[Any], result: Any) -> int:
 
 def _is_turned(gpu: GPU, images: Tensor, weight: Tensor, groups: int) -> bool:
     """Check whether a convolution runs on tensor cores and its images have another layout."""
-    if images.dim() != 4 or not images.is_contiguous():
+    if images.dim() < 3 or not images.is_contiguous():
         return False
     if groups > 1 and groups == int(images.shape[1]):  # torch's own kernel, conv_depthwise2d
         return False

@@ -20,6 +20,7 @@ from lightning_unitscale.capture.graph_nodes import call
 from lightning_unitscale.memory.gpu_attention import attention
 from lightning_unitscale.memory.gpu_recurrent import RECURRENT
 from lightning_unitscale.memory.gpus import GPU
+from lightning_unitscale.memory.single_kernels import SINGLE_KERNELS
 
 Call = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 aten = torch.ops.aten
@@ -29,7 +30,7 @@ _HALF = (torch.float16, torch.bfloat16)
 def calls_of(gpu: GPU | None) -> Call:
     """Return ``call(function, args, kwargs)``, which calls functions as on a GPU, or on a CPU."""
     if gpu is None:
-        return call
+        return _call_on_cpu
     kernels: dict[Any, Callable[..., Any]] = {
         F.linear: _linear,
         F.dropout: _dropout,
@@ -38,8 +39,13 @@ def calls_of(gpu: GPU | None) -> Call:
         torch.rms_norm: _rms_norm,
         F.scaled_dot_product_attention: partial(attention, gpu),
         **RECURRENT,
+        **SINGLE_KERNELS,
     }
     return partial(_call_on_gpu, kernels)
+
+
+def _call_on_cpu(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return call(SINGLE_KERNELS.get(function, function), args, kwargs)
 
 
 def _call_on_gpu(
