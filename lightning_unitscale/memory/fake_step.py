@@ -155,11 +155,11 @@ class FakeStep:
 
     def _declare(self, trace: ModuleTrace | GraphTrace) -> None:
         """Register the tensors from before the step, and their names."""
-        for path, module in _children_first(self.module):
-            for name, param in module.named_parameters(path, recurse=False):
+        for prefix, module in _children_first(self.module):
+            for name, param in module.named_parameters(prefix, recurse=False):
                 self.recorder.declare(param, "parameter")
                 trace.name_input(param, name)
-            for name, buffer in module.named_buffers(path, recurse=False):
+            for name, buffer in module.named_buffers(prefix, recurse=False):
                 self.recorder.declare(buffer, "buffer")
                 trace.name_input(buffer, name)
         for path, value in tree_flatten_with_path(self.inputs)[0]:

@@ -324,10 +324,20 @@ def fit(batch_sizes: tuple[int, int], first: Sequence[int], second: Sequence[int
 
 def largest_batch(lines: BatchFit, budget_bytes: int, peak_at: Callable[[int], int]) -> int:
     """Return the largest batch whose own profile is within the budget, or 0 if there is none."""
-    size = lines.largest(budget_bytes)
+    size, peak = lines.largest(budget_bytes), 0
     while size > 0 and (peak := peak_at(size)) > budget_bytes:
         # If the step is not linear in the batch, correct by the share of the deviation.
         size = min(size - 1, int(size * budget_bytes / peak))
+    if size == 0 or abs(peak - lines.peak_bytes(size)) <= 1:
+        return size
+    # The blocks of a GPU's allocator grow by leaps, so a larger batch may fit as well.
+    step = max(1, int(size * (budget_bytes - peak) / peak))
+    while peak_at(size + step) <= budget_bytes:
+        size, step = size + step, 2 * step
+    above = size + step
+    while above - size > 1:
+        middle = (size + above) // 2
+        size, above = (middle, above) if peak_at(middle) <= budget_bytes else (size, middle)
     return size
 
 
