@@ -7,8 +7,9 @@ from lightning_unitscale.memory.costs import (
     aten_node_costs,
     default_cost_model,
 )
+from lightning_unitscale.memory.gpus import GPU, GPUS, DeviceType
 from lightning_unitscale.memory.graph_profile import GraphProfile
-from lightning_unitscale.memory.profile_step import DeviceType, MetaInfoProp, profile_graph
+from lightning_unitscale.memory.profile_step import MetaInfoProp, profile_graph
 from lightning_unitscale.memory.reserved import AllocatorPeak
 from lightning_unitscale.memory.step_record import (
     Costs,
@@ -22,6 +23,8 @@ __all__ = [
     "AllocatorPeak",
     "CostModel",
     "Costs",
+    "GPU",
+    "GPUS",
     "DeviceType",
     "GraphProfile",
     "MemoryTimeline",

@@ -218,7 +218,7 @@ class ProfileCLI(UnitScaleCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument(
             "--device",
-            type=Literal[DEVICE_WORDS] | None,  # type: ignore[valid-type]  # a tuple of names
+            type=Literal[DEVICE_WORDS] | None,
             help="Device whose kernels are simulated; by default the trainer's accelerator. "
             "The device need not exist here.",
         )

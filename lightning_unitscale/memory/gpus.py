@@ -7,6 +7,7 @@ is twice the dense rate; the rates here are dense ones with FP32 accumulation.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal, cast, get_args
 
 import torch
 
@@ -108,7 +109,12 @@ GPUS = {gpu.name: gpu for gpu in _LISTED}
 """GPUs by the name that follows ``"cuda:"``."""
 DEFAULT_GPU = GPUS["h100"]
 """The GPU that ``"cuda"`` stands for on a machine without one."""
-DEVICE_NAMES = ("cpu", "cuda", *(f"cuda:{name}" for name in GPUS))
+DeviceType = Literal[
+    "cpu", "cuda", "cuda:h100", "cuda:a100", "cuda:h200", "cuda:b200", "cuda:l40s", "cuda:rtx4090",
+    "cuda:a10g", "cuda:t4",
+]  # fmt: skip
+"""A profiled device, which this machine need not have. ``"cuda"`` is its GPU, else an H100."""
+DEVICE_NAMES: tuple[DeviceType, ...] = get_args(DeviceType)
 """Every device that can be profiled."""
 DEVICE_WORDS = (*DEVICE_NAMES, *GPUS)
 """What the command line takes: the name of a GPU is enough."""
@@ -129,9 +135,9 @@ def parse_device(device: str | torch.device) -> tuple[torch.device, GPU | None]:
     return torch.device("cuda"), GPUS[name] if name else present_gpu()
 
 
-def full_name(name: str) -> str:
+def full_name(name: str) -> DeviceType:
     """Return a device's name with its type: ``"cuda:h100"`` for ``"h100"``."""
-    return f"cuda:{name}" if name in GPUS else name
+    return cast(DeviceType, f"cuda:{name}" if name in GPUS else name)
 
 
 def device_type(device: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -20,15 +20,10 @@ from lightning_unitscale.arguments import (
 from lightning_unitscale.capture.absent_ranks import is_sharded, local_tensor, num_ranks
 from lightning_unitscale.capture.graph_nodes import tensors_in
 from lightning_unitscale.memory.fake_step import FakeStep, OptimizerLike
-from lightning_unitscale.memory.gpus import parse_device
+from lightning_unitscale.memory.gpus import DeviceType, parse_device
 from lightning_unitscale.memory.graph_profile import GraphProfile, make_profile
 from lightning_unitscale.memory.record_operators import GraphTrace, ModuleTrace
 
-DeviceType = Literal[
-    "cpu", "cuda", "cuda:h100", "cuda:a100", "cuda:h200", "cuda:b200", "cuda:l40s", "cuda:rtx4090",
-    "cuda:a10g", "cuda:t4",
-]  # fmt: skip
-"""A profiled device, which this machine need not have. ``"cuda"`` is its GPU, else an H100."""
 COSTS = "node_costs"
 
 

@@ -17,6 +17,7 @@ MIB, GIB = 2**20, 2**30
 
 
 def test_each_device_can_be_written_in_the_type_of_the_argument() -> None:
+    assert get_args(DeviceType) == ("cpu", "cuda", *(f"cuda:{name}" for name in GPUS))
     assert get_args(DeviceType) == DEVICE_NAMES
 
 
