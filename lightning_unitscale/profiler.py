@@ -20,11 +20,11 @@ from lightning_unitscale.memory.step_record import (
 )
 
 __all__ = [
+    "GPU",
+    "GPUS",
     "AllocatorPeak",
     "CostModel",
     "Costs",
-    "GPU",
-    "GPUS",
     "DeviceType",
     "GraphProfile",
     "MemoryTimeline",

@@ -1,13 +1,15 @@
 """Simulate the memory that CUDA's caching allocator takes: segments, cut into blocks.
 
-The rules are those of torch 2.13's ``c10/cuda/CUDACachingAllocator.cpp`` for one stream and without
-``PYTORCH_ALLOC_CONF``.
+The rules are those of torch 2.13's ``c10/cuda/CUDACachingAllocator.cpp`` for one stream. Of
+``PYTORCH_ALLOC_CONF`` only ``expandable_segments:True`` is followed.
 """
 
 from __future__ import annotations
 
 import bisect
 import contextlib
+import os
+import re
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
@@ -46,9 +48,14 @@ class CachingAllocator:
 
     Segments, which it keeps, count as reserved, blocks in use as allocated. A block that is not
     worth cutting is handed out whole, so both exceed the bytes of the tensors.
+
+    Args:
+        expandable: Each pool has one segment that grows, and every block is cut to its size.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, expandable: bool = False) -> None:
+        self.expandable = expandable
+        self._ends = [_SEGMENT_DISTANCE, 0]  # of the segments that grow
         self.reserved_bytes = self.allocated_bytes = self.max_allocated_bytes = 0
         self._num_segments = 0
         # Free blocks of the large and of the small pool, by size and then by address.
@@ -62,9 +69,12 @@ class CachingAllocator:
         is_small = size <= _SMALL_BYTES
         pool = self._free[is_small]
         at = bisect.bisect_left(pool, (size, 0))
-        block = self._take(pool[at]) if at < len(pool) else self._new_segment(size, is_small)
+        if at < len(pool):
+            block = self._take(pool[at])
+        else:
+            block = (self._grown if self.expandable else self._new_segment)(size, is_small)
         rest = block.size - size
-        if rest >= BLOCK_BYTES if is_small else rest > _SMALL_BYTES:
+        if rest >= BLOCK_BYTES if is_small or self.expandable else rest > _SMALL_BYTES:
             self._put(Block(rest, block.address + size, is_small))
             block = block._replace(size=size)
         self.allocated_bytes += block.size
@@ -92,6 +102,17 @@ class CachingAllocator:
         self._num_segments += 1
         return Block(total, self._num_segments * _SEGMENT_DISTANCE, is_small)
 
+    def _grown(self, size: int, is_small: bool) -> Block:
+        """Return the free end of the pool's segment with as many pages as it lacks."""
+        end = self._ends[is_small]
+        tail = self._free_up_to.get(end)
+        free = self._take(tail) if tail else Block(0, end, is_small)
+        page = _SMALL_SEGMENT_BYTES if is_small else _LARGE_SEGMENT_BYTES
+        grown = -(-(size - free.size) // page) * page
+        self.reserved_bytes += grown
+        self._ends[is_small] = end + grown
+        return free._replace(size=free.size + grown)
+
     def _put(self, block: Block) -> None:
         bisect.insort(self._free[block.is_small], block)
         self._free_from[block.address] = self._free_up_to[block.address + block.size] = block
@@ -114,6 +135,13 @@ class AllocatorPeak:
 
     reserved_bytes: int
     allocated_bytes: int
+
+
+def has_expandable_segments() -> bool:
+    """Check whether the environment asks torch for segments that grow."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    settings = ",".join(os.environ.get(name, "") for name in names)
+    return re.search(r"expandable_segments\s*:\s*True", settings) is not None
 
 
 def serve_steps(record: StepRecord, num_steps: int = 3) -> tuple[AllocatorPeak, BlockSizes]:
@@ -150,7 +178,7 @@ class _Blocks:
     """The blocks of storages."""
 
     def __init__(self, record: StepRecord) -> None:
-        self.allocator = CachingAllocator()
+        self.allocator = CachingAllocator(expandable=has_expandable_segments())
         self.changes = [0] * len(record.events)  # in bytes of blocks, by the position of the event
         self.workspaces = [0] * len(record.operators)
         self._record = record

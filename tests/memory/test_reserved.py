@@ -49,6 +49,25 @@ def test_sizes(size: int, block: int, segment: int) -> None:
     assert allocator.allocated_bytes == block
 
 
+def test_segments_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = CachingAllocator(expandable=True)
+    first = allocator.allocate(3 * MIB // 2)
+    assert (first.size, allocator.reserved_bytes) == (3 * MIB // 2, 20 * MIB)
+    second = allocator.allocate(30 * MIB)  # 18.5 MiB were left
+    assert (second.size, allocator.reserved_bytes) == (30 * MIB, 40 * MIB)
+    assert second.address == first.address + first.size
+    assert allocator.allocate(100).size == 512
+    assert allocator.reserved_bytes == 42 * MIB
+    allocator.free(first)
+    assert allocator.allocate(MIB + 1).address == first.address
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:64")
+    profile = _profile("cuda")
+    assert profile.allocator is not None
+    assert profile.peak_bytes == profile.allocator.allocated_bytes
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
+    assert _profile("cuda").peak_bytes >= profile.peak_bytes
+
+
 class Plain:
     """Segments as lists of ``[size, name]``, a free part without a name; all are looked through."""
 
