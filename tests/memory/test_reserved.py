@@ -149,3 +149,9 @@ def test_a_profile_has_it() -> None:
     on_cpu = _profile("cpu")
     assert on_cpu.allocator is None
     assert "caching allocator" not in on_cpu.summary()
+
+
+def test_the_peak_counts_whole_blocks() -> None:
+    given = torch.empty(11 * MIB // 4, device="meta")
+    assert profile_graph(nn.ReLU(), given, device="cuda:h100").peak_bytes == 2 * 12 * MIB
+    assert profile_graph(nn.ReLU(), given, device="cpu").peak_bytes == 2 * 11 * MIB
