@@ -7,8 +7,9 @@ from lightning_unitscale.memory.costs import (
     aten_node_costs,
     default_cost_model,
 )
+from lightning_unitscale.memory.gpus import GPU, GPUS, DeviceType
 from lightning_unitscale.memory.graph_profile import GraphProfile
-from lightning_unitscale.memory.profile_step import DeviceType, MetaInfoProp, profile_graph
+from lightning_unitscale.memory.profile_step import MetaInfoProp, profile_graph
 from lightning_unitscale.memory.reserved import AllocatorPeak
 from lightning_unitscale.memory.step_record import (
     Costs,
@@ -19,6 +20,8 @@ from lightning_unitscale.memory.step_record import (
 )
 
 __all__ = [
+    "GPU",
+    "GPUS",
     "AllocatorPeak",
     "CostModel",
     "Costs",

@@ -1207,10 +1207,31 @@ MUTATIONS = (
         "memory/test_planner.py -k saved_view",
     ),
     Mutation(
+        "a GPU's attention is chosen before autocast has cast",
+        "memory/gpu_attention.py",
+        'if torch.is_autocast_enabled("cpu"):  # the simulated one; see ``simulating``',
+        "if False:",
+        "memory/test_gpu_attention.py -k autocast",
+    ),
+    Mutation(
+        "both threads of a step share one workspace of cuBLAS",
+        "memory/library_workspaces.py",
+        'thread: Thread = "backward" if in_backward else "main"',
+        'thread: Thread = "main"',
+        "memory/test_library_workspaces.py",
+    ),
+    Mutation(
+        "blocks of the caching allocator count as what was asked for",
+        "memory/graph_profile.py",
+        "timeline, peak = memory_timeline(record, blocks)",
+        "timeline, peak = memory_timeline(record)",
+        "memory/test_reserved.py",
+    ),
+    Mutation(
         "a kernel's own memory is left out of the peak",
         "memory/step_record.py",
-        "workspaces = [call.costs.workspace_bytes for call in record.operators]",
-        "workspaces = [0 for _ in record.operators]",
+        "workspaces = tuple(call.costs.workspace_bytes for call in record.operators)",
+        "workspaces = (0,) * len(record.operators)",
         "memory/test_liveness.py",
     ),
     # Pipelines.

@@ -358,8 +358,15 @@ class TestProfile:
         options = ["--trainer.accelerator=gpu", "--trainer.precision=bf16-mixed", "--limit=3"]
         main(["profile", f"--config={UNIT_SCALED}", *tiny, *options])
         printed = capsys.readouterr().out
-        assert " on cuda in the " in printed
+        assert re.search(r" on cuda \(.+\) in the ", printed)
         assert "more nodes)" in printed
+
+    @pytest.mark.parametrize("device", ["t4", "cuda:t4"])
+    def test_a_gpu_has_a_name(
+        self, device: str, tiny: list[str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        main(["profile", f"--config={BASELINE}", *tiny, f"--device={device}", "--limit=3"])
+        assert " on cuda (T4 16GB) in the " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -446,14 +453,14 @@ class TestProfileOfSeveralDevices:
         capsys: pytest.CaptureFixture[str],
     ) -> None:
         ranks, data = 8 * num_nodes, 4 * num_nodes
-        options = ["--json=profile.json", "--budget_bytes=10000000"]
+        options = ["--json=profile.json", "--budget_bytes=100000000"]
         self._profile(
             f"{project}.Sharded", *options, accelerator=accelerator, data=data, num_nodes=num_nodes
         )
         printed = capsys.readouterr().out
-        assert f" on each of {ranks} {device} ranks in the " in printed
+        assert f" on each of {ranks} {device} ranks " in printed
         assert re.search(r"^unsharded +\d", printed, re.MULTILINE)
-        assert re.search(r"Largest batch within 10000000 bytes: \d\d+", printed)
+        assert re.search(r"Largest batch within 100000000 bytes: \d\d+", printed)
         profile = GraphProfile.load("profile.json")
         assert profile.parameter_bytes == profile.gradient_bytes == _BYTES // ranks
         assert profile.batch_size == 4

@@ -96,11 +96,15 @@ def expand_composites(graph_module: fx.GraphModule) -> None:
     ):
         dtype = autocast.get(node)
         if _runs_as_matmuls(node, dtype, kernels.get(node)):
-            _expand(graph_module, node, _attention_as_matmuls(dtype), sizes)
+            _expand(graph_module, node, attention_as_matmuls(dtype), sizes)
     graph_module.recompile()
 
 
-def _attention_as_matmuls(autocast_dtype: torch.dtype | None) -> Callable[..., Tensor]:
+def attention_as_matmuls(
+    autocast_dtype: torch.dtype | None, dropout: Callable[..., Tensor] | None = None
+) -> Callable[..., Tensor]:
+    """Return a function that runs attention by operations of its own, with this dropout."""
+
     def attention(
         query: Tensor,
         key: Tensor,
@@ -139,7 +143,7 @@ def _attention_as_matmuls(autocast_dtype: torch.dtype | None) -> Callable[..., T
             scores = scores + attn_mask
         weights = torch.ops.aten._safe_softmax.default(scores, -1)
         if dropout_p > 0.0:
-            weights = torch.dropout(weights, dropout_p, True)
+            weights = (dropout or torch.dropout)(weights, dropout_p, True)
         return attention_matmul(weights, value).to(dtype)
 
     return attention
@@ -162,7 +166,7 @@ def _runs_as_matmuls(
     node: fx.Node, autocast_dtype: torch.dtype | None, kernels: list[SDPBackend] | None
 ) -> bool:
     """Check whether torch runs attention of these shapes and types as matmuls and a softmax."""
-    bound = inspect.signature(_attention_as_matmuls(None)).bind(*node.args, **node.kwargs)
+    bound = inspect.signature(attention_as_matmuls(None)).bind(*node.args, **node.kwargs)
     bound.apply_defaults()
     given = bound.arguments
     numbers = (given["dropout_p"], given["scale"] or 0.0)

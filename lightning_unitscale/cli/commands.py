@@ -23,10 +23,11 @@ from lightning_unitscale.callbacks.lightning_steps import step_arguments
 from lightning_unitscale.capture.fallback import Refusal
 from lightning_unitscale.capture.step_messages import CaptureError
 from lightning_unitscale.cli.profiled import ProfiledJob, profiled_job
+from lightning_unitscale.memory.gpus import DEVICE_WORDS, device_type, full_name
 from lightning_unitscale.memory.profile_report import check_sort_by
 from lightning_unitscale.patching import nothing
 from lightning_unitscale.pipeline.explain import explain_step
-from lightning_unitscale.profiler import DeviceType, profile_graph
+from lightning_unitscale.profiler import profile_graph
 from lightning_unitscale.tensorboard import writer
 from lightning_unitscale.tensorboard.run_report import main as report_command
 
@@ -227,9 +228,9 @@ class ProfileCLI(UnitScaleCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument(
             "--device",
-            type=Literal["cpu", "cuda"] | None,
-            help="Device type whose kernels are simulated; by default the trainer's accelerator. "
-            "The devices need not exist here.",
+            type=Literal[DEVICE_WORDS] | None,
+            help="Device whose kernels are simulated; by default the trainer's accelerator. "
+            "The device need not exist here.",
         )
         parser.add_argument("--sort_by", default="saved_bytes", help="Column to sort nodes by.")
         parser.add_argument("--limit", type=int, default=20, help="Number of nodes to show.")
@@ -244,8 +245,8 @@ class ProfileCLI(UnitScaleCLI):
     def before_instantiate_classes(self) -> None:
         trainer = self.config.trainer
         gpus = ("gpu", "cuda") if not torch.cuda.is_available() else ("gpu", "cuda", "auto")
-        default: DeviceType = "cuda" if trainer.accelerator in gpus else "cpu"
-        self._device: DeviceType = self.config.device or default
+        default = "cuda" if trainer.accelerator in gpus else "cpu"
+        self._device = full_name(self.config.device or default)
         self._check_options()
         self._job = job = self._profiled_job()
         # The simulated devices need not exist here, and no run happens.
@@ -273,7 +274,7 @@ class ProfileCLI(UnitScaleCLI):
     def profile(self) -> None:
         """Profile the first training batch, and print its costs."""
         model, context = self.model, self.trainer.precision_plugin.forward_context
-        with self._job.ranks(self.trainer, model, self._device):
+        with self._job.ranks(self.trainer, model, device_type(self._device)):
             batch = self._first_batch()
             # Outside a loop of the trainer there is no place to log to.
             for name in ("log", "log_dict"):
@@ -308,7 +309,7 @@ class ProfileCLI(UnitScaleCLI):
             hooks.setup("fit")
         # As in `fit`, so that a schedule can read the length of the run from the trainer.
         self.trainer._data_connector.attach_data(model, datamodule=data)
-        self._job.configure(self.trainer, model, self._device)
+        self._job.configure(self.trainer, model, device_type(self._device))
         loader = (model if data is None else data).train_dataloader()
         return self.trainer.precision_plugin.convert_input(next(iter(loader)))
 

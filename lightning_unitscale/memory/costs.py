@@ -22,7 +22,9 @@ from lightning_unitscale.capture.flops import Formula
 from lightning_unitscale.capture.graph_nodes import tensors_in
 from lightning_unitscale.capture.operators import RULES, UNREACHED
 from lightning_unitscale.functional.rules import hint_of
-from lightning_unitscale.memory.workspace import by_operator, workspace_bytes
+from lightning_unitscale.memory.cpu_workspace import by_operator
+from lightning_unitscale.memory.gpus import GPU
+from lightning_unitscale.memory.workspace import workspace_bytes
 
 aten = torch.ops.aten
 # Assumed for an unknown size, such as a number of rows that depends on values.
@@ -91,12 +93,13 @@ def operator_costs(
     result: Any,
     *,
     device: str = "cpu",
+    gpu: GPU | None = None,
 ) -> OperatorCosts:
     """Return the costs of one call of an ATen operator."""
     return OperatorCosts(
         operator_flops(function, args, kwargs, result),
         _bytes_moved(function, (args, kwargs), result),
-        workspace_bytes(function, args, result, device),
+        workspace_bytes(function, args, result, device, gpu),
     )
 
 

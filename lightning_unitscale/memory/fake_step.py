@@ -31,6 +31,7 @@ from lightning_unitscale.capture.fake_device import (
 )
 from lightning_unitscale.capture.graph_nodes import tensors_in
 from lightning_unitscale.functional.scale import hooks_in_transforms
+from lightning_unitscale.memory.gpus import GPU
 from lightning_unitscale.memory.record_operators import GraphTrace, ModuleTrace, StorageRecorder
 from lightning_unitscale.memory.step_record import StepRecord
 
@@ -93,9 +94,14 @@ class FakeStep:
     """Fake module with its fake inputs and optimizer, and the recording of one step."""
 
     def __init__(
-        self, module: nn.Module, inputs: Any, device: torch.device, optimizer: OptimizerLike | None
+        self,
+        module: nn.Module,
+        inputs: Any,
+        device: torch.device,
+        optimizer: OptimizerLike | None,
+        gpu: GPU | None = None,
     ) -> None:
-        self.recorder = StorageRecorder(device)
+        self.recorder = StorageRecorder(device, gpu)
         if is_sharded(module):
             self.mode = take_over(module, device)
             copies = FakeCopies(self.mode)
@@ -125,7 +131,7 @@ class FakeStep:
             self.mode,
             recorder,
             watching_shards(recorder.resizing, recorder.paused),
-            simulating(recorder.device),
+            simulating(recorder.device, *([recorder.gpu.capability] if recorder.gpu else ())),
             _named_errors(recorder),
         ):
             self._declare(trace)
@@ -149,18 +155,32 @@ class FakeStep:
 
     def _declare(self, trace: ModuleTrace | GraphTrace) -> None:
         """Register the tensors from before the step, and their names."""
-        for name, param in self.module.named_parameters():
-            self.recorder.declare(param, "parameter")
-            trace.name_input(param, name)
-        for name, buffer in self.module.named_buffers():
-            self.recorder.declare(buffer, "buffer")
-            trace.name_input(buffer, name)
+        for prefix, module in _children_first(self.module):
+            for name, param in module.named_parameters(prefix, recurse=False):
+                self.recorder.declare(param, "parameter")
+                trace.name_input(param, name)
+            for name, buffer in module.named_buffers(prefix, recurse=False):
+                self.recorder.declare(buffer, "buffer")
+                trace.name_input(buffer, name)
         for path, value in tree_flatten_with_path(self.inputs)[0]:
             if isinstance(value, Tensor):
                 self.recorder.declare(value, "input")
                 trace.name_input(value, "input" + "".join(map(str, path[1:])))
         for tensor in state_tensors(self.optimizer) if self.optimizer is not None else ():
             self.recorder.declare(tensor, "optimizer")
+
+
+def _children_first(
+    module: nn.Module, path: str = "", seen: set[nn.Module] | None = None
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield modules with their paths in the order in which ``module.to(device)`` moves them."""
+    seen = set() if seen is None else seen
+    if module in seen:
+        return
+    seen.add(module)
+    for name, child in module.named_children():
+        yield from _children_first(child, f"{path}.{name}" if path else name, seen)
+    yield path, module
 
 
 def _fake_copy(module: nn.Module, copies: FakeCopies) -> nn.Module:

@@ -18,7 +18,7 @@ from torch import nn
 
 from lightning_unitscale.memory import profile_report as report
 from lightning_unitscale.memory.profile_report import format_bytes, format_flops
-from lightning_unitscale.memory.reserved import AllocatorPeak, allocator_peak
+from lightning_unitscale.memory.reserved import AllocatorPeak, serve_steps
 from lightning_unitscale.memory.step_record import (
     ALWAYS_THERE,
     Kind,
@@ -46,7 +46,7 @@ class GraphProfile:
     All sizes are bytes of whole storages, each counted once.
 
     Attributes:
-        device: Type of the simulated device.
+        device: Type of the simulated device, ``"cpu"`` or ``"cuda"``.
         batch_size: First dimension of most inputs, or ``None`` without one.
         nodes: Costs of the forward graph's nodes, in their order.
         modules: Costs of the modules, each with its submodules, in the order of definition.
@@ -64,6 +64,8 @@ class GraphProfile:
         phases: Part of the step that each moment of the timeline belongs to.
         num_ranks: Number of ranks that the module is sharded over. Sizes are those of rank 0, which
             has the largest shard.
+        gpu: Name of the simulated GPU, empty for a CPU.
+        library_bytes: Workspaces that cuBLAS and cublasLt keep on a GPU.
         allocator: Bytes that a GPU's caching allocator takes for the step, or ``None`` for a CPU.
         batch_fit: Live bytes as lines over the batch size, after :meth:`fit_batch`.
     """
@@ -83,6 +85,8 @@ class GraphProfile:
     timeline: MemoryTimeline = field(repr=False)
     phases: tuple[Phase, ...] = field(repr=False)
     num_ranks: int = 1
+    gpu: str = ""
+    library_bytes: int = 0
     allocator: AllocatorPeak | None = None
     batch_fit: BatchFit | None = field(default=None, repr=False)
     _profile_at: Callable[[int], GraphProfile] | None = field(
@@ -185,12 +189,13 @@ class GraphProfile:
             (kind, "" if total is None else format_bytes(total), format_bytes(size))
             for kind, size in peak.by_kind.items()
             if (total := getattr(self, names.get(kind, f"{kind}_bytes"), None))
-            or kind != "unsharded"
+            or kind not in ("unsharded", "library")
         ]
         where = f" of {peak.node}" if peak.node else ""
         operator = f" ({peak.operator})" if peak.operator else ""
         ranks = f"each of {self.num_ranks} {self.device} ranks"
         device = self.device if self.num_ranks == 1 else ranks
+        device += f" ({self.gpu})" if self.gpu else ""
         lines = [
             f"Peak {format_bytes(peak.num_bytes)} on {device} in the {peak.phase} pass"
             f"{where}{operator}, batch size {self.batch_size}"
@@ -199,7 +204,7 @@ class GraphProfile:
             reserved, allocated = self.allocator.reserved_bytes, self.allocator.allocated_bytes
             lines.append(
                 f"The caching allocator reserves {format_bytes(reserved)} for it, "
-                f"{format_bytes(allocated)} in blocks, with cuBLAS's workspace"
+                f"{format_bytes(allocated)} in blocks"
             )
         lines += [
             f"Matmuls: {format_flops(self.fwd_flops)}FLOP forward, "
@@ -319,10 +324,20 @@ def fit(batch_sizes: tuple[int, int], first: Sequence[int], second: Sequence[int
 
 def largest_batch(lines: BatchFit, budget_bytes: int, peak_at: Callable[[int], int]) -> int:
     """Return the largest batch whose own profile is within the budget, or 0 if there is none."""
-    size = lines.largest(budget_bytes)
+    size, peak = lines.largest(budget_bytes), 0
     while size > 0 and (peak := peak_at(size)) > budget_bytes:
         # If the step is not linear in the batch, correct by the share of the deviation.
         size = min(size - 1, int(size * budget_bytes / peak))
+    if size == 0 or abs(peak - lines.peak_bytes(size)) <= 1:
+        return size
+    # The blocks of a GPU's allocator grow by leaps, so a larger batch may fit as well.
+    step = max(1, int(size * (budget_bytes - peak) / peak))
+    while peak_at(size + step) <= budget_bytes:
+        size, step = size + step, 2 * step
+    above = size + step
+    while above - size > 1:
+        middle = (size + above) // 2
+        size, above = (middle, above) if peak_at(middle) <= budget_bytes else (size, middle)
     return size
 
 
@@ -336,7 +351,10 @@ def make_profile(
 ) -> GraphProfile:
     """Return the profile of a recorded step."""
     costs = node_costs(record)
-    timeline, peak = memory_timeline(record)
+    allocator = blocks = None
+    if record.device == "cuda":
+        allocator, blocks = serve_steps(record)
+    timeline, peak = memory_timeline(record, blocks)
     by_kind: Counter[Kind] = Counter()
     for life in record.storages:
         by_kind[life.kind] += life.num_bytes
@@ -360,6 +378,8 @@ def make_profile(
         timeline=timeline,
         phases=tuple(call.phase for call in record.operators),
         num_ranks=num_ranks,
-        allocator=allocator_peak(record) if record.device == "cuda" else None,
+        gpu="" if record.gpu is None else record.gpu.title,
+        library_bytes=by_kind["library"],
+        allocator=allocator,
         _profile_at=profile_at,
     )

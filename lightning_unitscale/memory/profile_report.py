@@ -115,8 +115,8 @@ def module_table(modules: Sequence[ModuleCosts], depth: int | None) -> str:
 
 _MIB = 2**20
 _COLORS = {"parameter": "#08306b", "buffer": "#6baed6", "optimizer": "#2166ac", "input": "#b9bcc2",
-           "gradient": "#d95f0e", "unsharded": "#807dba", "activation": "#41ab5d",
-           "temporary": "#fdae61"}  # fmt: skip
+           "gradient": "#d95f0e", "unsharded": "#807dba", "library": "#dd3497",
+           "activation": "#41ab5d", "temporary": "#fdae61"}  # fmt: skip
 
 
 def new_figure(width: float = 7.0, height: float = 4.5) -> tuple[Figure, Axes]:
@@ -157,7 +157,7 @@ def draw(timeline: MemoryTimeline, peak: Peak, phases: Sequence[Phase]) -> Figur
 
 
 T = TypeVar("T")
-VERSION = 4  # of profiles as JSON
+VERSION = 5  # of profiles as JSON
 
 
 def load(text: str, kind: type[T]) -> T:

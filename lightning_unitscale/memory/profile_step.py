@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_map
 
 from lightning_unitscale.arguments import (
     check_callable,
-    check_choice,
     check_instance,
     sentence,
     shown,
@@ -21,11 +20,10 @@ from lightning_unitscale.arguments import (
 from lightning_unitscale.capture.absent_ranks import is_sharded, local_tensor, num_ranks
 from lightning_unitscale.capture.graph_nodes import tensors_in
 from lightning_unitscale.memory.fake_step import FakeStep, OptimizerLike
+from lightning_unitscale.memory.gpus import DeviceType, parse_device
 from lightning_unitscale.memory.graph_profile import GraphProfile, make_profile
 from lightning_unitscale.memory.record_operators import GraphTrace, ModuleTrace
 
-DeviceType = Literal["cpu", "cuda"]
-"""Type of a profiled device, which this machine need not have."""
 COSTS = "node_costs"
 
 
@@ -77,7 +75,7 @@ def profile_graph(
         >>> profile.parameter_bytes
         40
     """
-    target = _checked_device(device)
+    target, gpu = parse_device(device)
     check_instance("module", module, nn.Module, "a torch.nn.Module", "pass the model itself")
     _check_calls(module, optimizer, method, loss, context)
     if method == "forward":
@@ -86,7 +84,7 @@ def profile_graph(
 
     def profile_at(batch_size: int | None) -> GraphProfile:
         inputs = (args, kwargs) if batch_size is None else resized((args, kwargs), batch_size)
-        step = FakeStep(module, inputs, target, optimizer)
+        step = FakeStep(module, inputs, target, optimizer, gpu)
         trace = ModuleTrace(step.module, step.recorder)
         # FSDP gathers the parameters of the module itself in a hook, which only its call runs.
         hooked = method == "forward" and is_sharded(module)
@@ -135,7 +133,7 @@ class MetaInfoProp:
     ) -> None:
         self.graph_module = graph_module
         self.profile: GraphProfile | None = None
-        self._device = _checked_device(device)
+        self._device, self._gpu = parse_device(device)
         self._optimizer = optimizer
 
     def run(self, *inputs: Any, loss: Callable[[Any], Tensor] | None = None) -> GraphProfile:
@@ -151,7 +149,7 @@ class MetaInfoProp:
         Raises:
             RuntimeError: If a node cannot be run without data, naming it.
         """
-        step = FakeStep(self.graph_module, (inputs, {}), self._device, self._optimizer)
+        step = FakeStep(self.graph_module, (inputs, {}), self._device, self._optimizer, self._gpu)
         assert isinstance(step.module, fx.GraphModule)
         trace = GraphTrace(step.module, step.recorder)
         record = step.run(trace, trace.run, loss)
@@ -161,14 +159,6 @@ class MetaInfoProp:
             if node.name in costs:
                 node.meta[COSTS] = costs[node.name]
         return self.profile
-
-
-def _checked_device(device: str | torch.device) -> torch.device:
-    """Return the device of this type, or raise if its kernels are not known."""
-    advice = "profile for the more similar one of the two, which need not exist"
-    named = str(device) if isinstance(device, torch.device) else device
-    check_choice("device", named, get_args(DeviceType), "its kernels are not known", advice)
-    return torch.device(device)
 
 
 def _check_calls(module: nn.Module, optimizer: Any, method: Any, loss: Any, context: Any) -> None:

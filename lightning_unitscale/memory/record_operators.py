@@ -25,7 +25,6 @@ from lightning_unitscale.capture.absent_ranks import is_distributed, local_tenso
 from lightning_unitscale.capture.decompose import open_function
 from lightning_unitscale.capture.fake_device import (
     DispatchMode,
-    calls_of,
     current_autograd_function,
     forgetting_control_flow,
     is_control_flow,
@@ -35,6 +34,10 @@ from lightning_unitscale.capture.fake_device import (
 from lightning_unitscale.capture.graph_nodes import module_path, op_name, tensors_in
 from lightning_unitscale.functional.scale import plain_tensor
 from lightning_unitscale.memory.costs import operator_costs
+from lightning_unitscale.memory.gpu_kernels import calls_of
+from lightning_unitscale.memory.gpu_recurrent import CUDNN_OPERATORS
+from lightning_unitscale.memory.gpus import GPU
+from lightning_unitscale.memory.library_workspaces import KeptWorkspaces
 from lightning_unitscale.memory.step_record import (
     OUTSIDE,
     Event,
@@ -66,14 +69,14 @@ class StorageRecorder(DispatchMode):
     of Python, of autograd's graph and of its engine.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, gpu: GPU | None = None) -> None:
         super().__init__()
-        self.device = device
+        self.device, self.gpu = device, gpu
         self.phase: Phase = "forward"
         # Index of the running forward node, and of the last node of the user's code.
         self.node = self.last_node = OUTSIDE
         self.running = ""  # name of the last node that was begun
-        self.record = StepRecord(device.type)
+        self.record = StepRecord(device.type, gpu=gpu)
         # The present size of each storage, and the task of the backward pass that allocated it.
         self._sizes: list[int] = []
         self._tasks: list[int] = []
@@ -82,6 +85,7 @@ class StorageRecorder(DispatchMode):
         self._watchers: dict[int, weakref.ref[Any]] = {}
         self._task = 0
         self._sums_anew: Any = None
+        self._kept_workspaces = KeptWorkspaces(gpu)
         self._is_paused = False
 
     def __torch_dispatch__(
@@ -102,10 +106,12 @@ class StorageRecorder(DispatchMode):
         inputs = tensors_in((args, kwargs))
         for tensor in inputs:
             self.storage_of(tensor)
-        result = run_operator(func, args, kwargs)
+        run = CUDNN_OPERATORS.get(func.overloadpacket)
+        result = run_operator(func, args, kwargs) if run is None else run(*args)
         outputs = tensors_in(result)
-        costs = operator_costs(func, args, kwargs, result, device=self.device.type)
+        costs = operator_costs(func, args, kwargs, result, device=self.device.type, gpu=self.gpu)
         self.record.operators.append(OperatorCall(str(func), self.phase, node, costs))
+        self._kept_workspaces.note(func, args, self.record)
         num_storages = len(self._sizes)
         for tensor in outputs:
             index = self.storage_of(tensor, node, len(self.record.operators) - 1)
@@ -251,6 +257,8 @@ class StorageRecorder(DispatchMode):
 
     def finished(self) -> StepRecord:
         """Return the record, with events in the order of real tensors."""
+        self._kept_workspaces.add_to(self.record)
+        self.record.note_optimizer()
         # Storages from before the step come first, even if they were seen later.
         events = sorted(self.record.events, key=lambda event: event.operator != OUTSIDE)
         born = {event.storage: order for order, event in enumerate(events) if event.change > 0}
@@ -273,7 +281,7 @@ class ModuleTrace(TorchFunctionMode):
         self._paths = {submodule: path for path, submodule in module.named_modules()}
         self._running: list[str] = []  # paths of the modules whose ``forward`` runs
         self._recorder = recorder
-        self._call = calls_of(recorder.device)
+        self._call = calls_of(recorder.gpu)
         self._names: dict[str, int] = {}
         self._name_of: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of tensors
 
@@ -351,7 +359,7 @@ class GraphTrace(fx.Interpreter):
 
     def watching(self) -> TorchFunctionMode:
         """Call functions as on the device in this context."""
-        return _DeviceCalls(self._recorder.device)
+        return _DeviceCalls(self._recorder.gpu)
 
     def run_node(self, n: fx.Node) -> Any:
         """Run one node and record it."""
@@ -370,9 +378,9 @@ class GraphTrace(fx.Interpreter):
 
 
 class _DeviceCalls(TorchFunctionMode):
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, gpu: GPU | None) -> None:
         super().__init__()
-        self._call = calls_of(device)
+        self._call = calls_of(gpu)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

@@ -1,19 +1,27 @@
 """Simulate the memory that CUDA's caching allocator takes: segments, cut into blocks.
 
-The rules are those of torch 2.13's ``c10/cuda/CUDACachingAllocator.cpp`` for one stream and without
-``PYTORCH_ALLOC_CONF``.
+The rules are those of torch 2.13's ``c10/cuda/CUDACachingAllocator.cpp`` for one stream. Of
+``PYTORCH_ALLOC_CONF`` only ``expandable_segments:True`` is followed.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections import Counter
-from collections.abc import Iterable
+import contextlib
+import os
+import re
+from collections import Counter, defaultdict
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from lightning_unitscale.memory.step_record import BLOCK_BYTES, Event, StepRecord, allocated_bytes
+from lightning_unitscale.memory.step_record import (
+    BLOCK_BYTES,
+    BlockSizes,
+    StepRecord,
+    allocated_bytes,
+)
 
 _MIB = 2**20
 # Blocks up to this size come from the pool of small ones, whose segments have their own size.
@@ -25,8 +33,6 @@ _LARGE_SEGMENT_BYTES = 20 * _MIB
 _SEGMENT_ROUNDING = 2 * _MIB
 # Distance between the addresses of segments, so that the parts of two never touch.
 _SEGMENT_DISTANCE = 2**50
-CUBLAS_WORKSPACE_BYTES = 2 * 4096 * 1024 + 8 * 16 * 1024
-"""Allocated before the first matmul of a stream; 32 MiB on Hopper and later."""
 
 
 class Block(NamedTuple):
@@ -42,9 +48,14 @@ class CachingAllocator:
 
     Segments, which it keeps, count as reserved, blocks in use as allocated. A block that is not
     worth cutting is handed out whole, so both exceed the bytes of the tensors.
+
+    Args:
+        expandable: Each pool has one segment that grows, and every block is cut to its size.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, expandable: bool = False) -> None:
+        self.expandable = expandable
+        self._ends = [_SEGMENT_DISTANCE, 0]  # of the segments that grow
         self.reserved_bytes = self.allocated_bytes = self.max_allocated_bytes = 0
         self._num_segments = 0
         # Free blocks of the large and of the small pool, by size and then by address.
@@ -58,9 +69,12 @@ class CachingAllocator:
         is_small = size <= _SMALL_BYTES
         pool = self._free[is_small]
         at = bisect.bisect_left(pool, (size, 0))
-        block = self._take(pool[at]) if at < len(pool) else self._new_segment(size, is_small)
+        if at < len(pool):
+            block = self._take(pool[at])
+        else:
+            block = (self._grown if self.expandable else self._new_segment)(size, is_small)
         rest = block.size - size
-        if rest >= BLOCK_BYTES if is_small else rest > _SMALL_BYTES:
+        if rest >= BLOCK_BYTES if is_small or self.expandable else rest > _SMALL_BYTES:
             self._put(Block(rest, block.address + size, is_small))
             block = block._replace(size=size)
         self.allocated_bytes += block.size
@@ -88,6 +102,17 @@ class CachingAllocator:
         self._num_segments += 1
         return Block(total, self._num_segments * _SEGMENT_DISTANCE, is_small)
 
+    def _grown(self, size: int, is_small: bool) -> Block:
+        """Return the free end of the pool's segment with as many pages as it lacks."""
+        end = self._ends[is_small]
+        tail = self._free_up_to.get(end)
+        free = self._take(tail) if tail else Block(0, end, is_small)
+        page = _SMALL_SEGMENT_BYTES if is_small else _LARGE_SEGMENT_BYTES
+        grown = -(-(size - free.size) // page) * page
+        self.reserved_bytes += grown
+        self._ends[is_small] = end + grown
+        return free._replace(size=free.size + grown)
+
     def _put(self, block: Block) -> None:
         bisect.insort(self._free[block.is_small], block)
         self._free_from[block.address] = self._free_up_to[block.address + block.size] = block
@@ -112,33 +137,80 @@ class AllocatorPeak:
     allocated_bytes: int
 
 
-def allocator_peak(record: StepRecord) -> AllocatorPeak:
-    """Let the caching allocator serve a step: storages from before it, then each operator.
+def has_expandable_segments() -> bool:
+    """Check whether the environment asks torch for segments that grow."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    settings = ",".join(os.environ.get(name, "") for name in names)
+    return re.search(r"expandable_segments\s*:\s*True", settings) is not None
 
-    cuBLAS's workspace exists from the first matmul on, a kernel's workspace while it runs.
+
+def serve_steps(record: StepRecord, num_steps: int = 3) -> tuple[AllocatorPeak, BlockSizes]:
+    """Let the caching allocator serve some steps, which leave it in parts.
+
+    Before the first one there are parameters, buffers and inputs. The first one makes the
+    optimizer's state and the workspaces of libraries. What a step leaves, such as gradients, is
+    freed before the next one. A kernel's workspace exists while it runs.
+
+    Returns:
+        The peak, and the sizes of the last step's blocks.
     """
-    allocator = CachingAllocator()
-    blocks: dict[int, Block] = {}
-    sizes: Counter[int] = Counter()
-
-    def serve(events: Iterable[Event]) -> None:
-        for storage, change, _ in events:
-            if change and storage in blocks:
-                allocator.free(blocks.pop(storage))
-            sizes[storage] += change
-            if change and sizes[storage]:
-                blocks[storage] = allocator.allocate(sizes[storage])
-
     ends = record.event_ends()
-    serve(record.events[: ends[0]])
-    has_workspace = False
-    for call, (start, end) in zip(record.operators, pairwise(ends), strict=True):
-        if call.costs.flops and not has_workspace:
-            has_workspace = True
-            allocator.allocate(CUBLAS_WORKSPACE_BYTES)
-        size = call.costs.workspace_bytes
-        own = allocator.allocate(size) if size else None
-        serve(record.events[start:end])
-        if own is not None:
-            allocator.free(own)
-    return AllocatorPeak(allocator.reserved_bytes, allocator.max_allocated_bytes)
+    existing: list[int] = []
+    made_at: dict[int, list[int]] = defaultdict(list)
+    for position, event in enumerate(record.events[: ends[0]]):
+        operator = record.made_at.get(event.storage)
+        (existing if operator is None else made_at[operator]).append(position)
+    blocks = _Blocks(record)
+    blocks.serve(existing)
+    kept = {event.storage for event in record.events[: ends[0]]}
+    for _ in range(num_steps):
+        blocks.free_all_but(kept)
+        for index, (start, end) in enumerate(pairwise(ends)):
+            blocks.serve(made_at.pop(index, ()))
+            with blocks.workspace(index):
+                blocks.serve(range(start, end))
+    allocator = blocks.allocator
+    peak = AllocatorPeak(allocator.reserved_bytes, allocator.max_allocated_bytes)
+    return peak, BlockSizes(tuple(blocks.changes), tuple(blocks.workspaces))
+
+
+class _Blocks:
+    """The blocks of storages."""
+
+    def __init__(self, record: StepRecord) -> None:
+        self.allocator = CachingAllocator(expandable=has_expandable_segments())
+        self.changes = [0] * len(record.events)  # in bytes of blocks, by the position of the event
+        self.workspaces = [0] * len(record.operators)
+        self._record = record
+        self._held: dict[int, Block] = {}
+        self._sizes: Counter[int] = Counter()
+
+    def serve(self, positions: Iterable[int]) -> None:
+        """Allocate and free blocks for events."""
+        for position in positions:
+            storage, change, _ = self._record.events[position]
+            before = self.allocator.allocated_bytes
+            if change and storage in self._held:
+                self.allocator.free(self._held.pop(storage))
+            self._sizes[storage] += change
+            if change and self._sizes[storage] > 0:
+                self._held[storage] = self.allocator.allocate(self._sizes[storage])
+            self.changes[position] = self.allocator.allocated_bytes - before
+
+    @contextlib.contextmanager
+    def workspace(self, operator: int) -> Iterator[None]:
+        """Allocate an operator's workspace in this context."""
+        size = self._record.operators[operator].costs.workspace_bytes
+        if not size:
+            yield
+            return
+        block = self.allocator.allocate(size)
+        self.workspaces[operator] = block.size
+        yield
+        self.allocator.free(block)
+
+    def free_all_but(self, kept: Container[int]) -> None:
+        """Free what a step has left."""
+        for storage in [storage for storage in self._held if storage not in kept]:
+            self.allocator.free(self._held.pop(storage))
+            self._sizes[storage] = 0

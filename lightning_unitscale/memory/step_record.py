@@ -16,17 +16,20 @@ from torch import nn
 
 from lightning_unitscale.capture.absent_ranks import local_tensor
 from lightning_unitscale.memory.costs import OperatorCosts
+from lightning_unitscale.memory.gpus import GPU
 
 Phase = Literal["forward", "backward", "optimizer"]
 
 # Purpose of a storage. Unsharded are parameters while a layer needs them whole, and the buffers
-# that they are gathered in. An activation is saved for the backward pass.
+# that they are gathered in. An activation is saved for the backward pass. A library's are
+# workspaces that it keeps.
 Kind = Literal[
-    "parameter", "buffer", "optimizer", "input", "gradient", "unsharded", "activation", "temporary"
-]
+    "parameter", "buffer", "optimizer", "input", "gradient", "unsharded", "library", "activation",
+    "temporary",
+]  # fmt: skip
 KINDS: tuple[Kind, ...] = get_args(Kind)
 # They exist, or are gathered again, with or without the backward pass.
-ALWAYS_THERE = ("parameter", "buffer", "unsharded")
+ALWAYS_THERE = ("parameter", "buffer", "unsharded", "library")
 
 OUTSIDE = -1  # index for no node or no operator
 
@@ -155,6 +158,17 @@ class StepRecord:
     events: list[Event] = field(default_factory=list)
     # Each storage that autograd kept, maybe repeatedly, and the node that saved it, in order.
     saved: list[tuple[int, int]] = field(default_factory=list)
+    # Operators before which the first step made storages that later ones find: an optimizer's state
+    # and the workspaces of libraries.
+    made_at: dict[int, int] = field(default_factory=dict)
+    gpu: GPU | None = None  # the simulated GPU, if it is one
+
+    def note_optimizer(self) -> None:
+        """Note that the optimizer makes its state at its first operator."""
+        states = (index for index, life in enumerate(self.storages) if life.kind == "optimizer")
+        phases = [call.phase for call in self.operators]
+        if "optimizer" in phases:
+            self.made_at.update(dict.fromkeys(states, phases.index("optimizer")))
 
     def event_ends(self) -> list[int]:
         """Return how many events come before the first operator, and up to each one's end."""
@@ -202,22 +216,40 @@ class Peak:
     by_kind: dict[Kind, int]
 
 
-def memory_timeline(record: StepRecord) -> tuple[MemoryTimeline, Peak]:
+class BlockSizes(NamedTuple):
+    """Bytes that an allocator hands out for a step, which exceed those that it is asked for."""
+
+    changes: tuple[int, ...]  # of each event
+    workspaces: tuple[int, ...]  # of each operator
+
+    @staticmethod
+    def asked_for(record: StepRecord) -> BlockSizes:
+        """Return the bytes that a step asks for, rounded to the smallest block of the device."""
+        sizes: Counter[int] = Counter()
+        changes = []
+        for storage, change, _ in record.events:
+            before = allocated_bytes(sizes[storage], record.device)
+            sizes[storage] += change
+            changes.append(allocated_bytes(sizes[storage], record.device) - before)
+        workspaces = tuple(call.costs.workspace_bytes for call in record.operators)
+        return BlockSizes(tuple(changes), workspaces)
+
+
+def memory_timeline(
+    record: StepRecord, blocks: BlockSizes | None = None
+) -> tuple[MemoryTimeline, Peak]:
     """Return the live bytes over the step, each storage once, and their peak."""
+    blocks = blocks or BlockSizes.asked_for(record)
     changes = np.zeros((len(record.events) + 1, len(KINDS)), dtype=np.int64)
-    sizes: Counter[int] = Counter()
-    for position, (storage, change, _) in enumerate(record.events, start=1):
-        before = allocated_bytes(sizes[storage], record.device)
-        sizes[storage] += change
-        kind = KINDS.index(record.storages[storage].kind)
-        changes[position, kind] = allocated_bytes(sizes[storage], record.device) - before
+    for position, (event, change) in enumerate(zip(record.events, blocks.changes, strict=True), 1):
+        changes[position, KINDS.index(record.storages[event.storage].kind)] = change
     by_kind = changes.cumsum(axis=0)
     live = by_kind.sum(axis=1)
     ends = record.event_ends()
     # The last moment within each operator at which the most is alive.
     moments = [end - int(live[start : end + 1][::-1].argmax()) for start, end in pairwise(ends)]
     # A kernel's workspace comes on top of its results.
-    workspaces = [call.costs.workspace_bytes for call in record.operators]
+    workspaces = blocks.workspaces
     tops = live[moments] + np.array(workspaces, dtype=np.int64)
     timeline = MemoryTimeline(
         int(live[ends[0]]),

@@ -16,7 +16,7 @@ from tests.memory.networks import Step
 
 
 def test_an_unknown_device() -> None:
-    with pytest.raises(ValueError, match=r"device='tpu'.*Expected 'cpu' or 'cuda'"):
+    with pytest.raises(ValueError, match=r"device='tpu'.*Expected 'cpu', 'cuda', 'cuda:h100'"):
         profile_graph(nn.Linear(2, 2), torch.ones(1, 2), device="tpu")
     with pytest.raises(ValueError, match=r"device='cuda:1'"):
         MetaInfoProp(torch.fx.symbolic_trace(nn.Linear(2, 2)), device="cuda:1")

@@ -1,0 +1,203 @@
+"""Estimate the memory that a CUDA kernel allocates while it runs.
+
+The formulas come from torch 2.13's sources, and for cuDNN's attention from cudnn-frontend 1.22's,
+which are named at each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import ceil, prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_unitscale.memory import gpu_recurrent
+from lightning_unitscale.memory.cpu_workspace import by_operator, bytes_of, copies_of, copy_of
+from lightning_unitscale.memory.gpus import GPU
+
+Formula = Callable[[GPU, Sequence[Any], Any], int]
+"""Formula for one call, from the GPU, its positional arguments and its result."""
+# EmbeddingBackwardKernel.cu: rows of the gradient that one thread adds, and the number of indices
+# up to which they are not sorted (Embedding.cu).
+_ROWS_PER_THREAD = 10
+_UNSORTED_INDICES = 3072
+
+
+def cuda_workspace_bytes(gpu: GPU, function: Any, args: Sequence[Any], result: Any) -> int:
+    """Return the most bytes alive in one call of an operator beyond its arguments and results."""
+    formula = _FORMULAS.get(getattr(function, "overloadpacket", function))
+    return 0 if formula is None else max(0, int(formula(gpu, args, result)))
+
+
+def _flash_backward(gpu: GPU, args: Sequence[Any], result: Any) -> int:
+    """Count the gradient of the query in FP32, a number per row, and copies for grouped heads.
+
+    References:
+        Dao (2023), "FlashAttention-2", section 3.1.2. Lengths are rounded to the kernel's tiles.
+    """
+    grad, query, key, value = args[:4]
+    batch, heads, length, depth = map(int, query.shape)
+    length = ceil(length / 128) * 128
+    rounded_depth = ceil(depth / 32) * 32
+    shared = 0
+    if int(key.shape[1]) != heads:
+        per_head = batch * heads * int(key.shape[2]) * query.element_size()
+        shared = per_head * (depth + int(value.shape[3]))
+    return 4 * batch * heads * length * (rounded_depth + 1) + shared + _turned(grad)
+
+
+def _cudnn_backward(gpu: GPU, args: Sequence[Any], result: Any) -> int:
+    """Count the gradient of the query in FP32, and a sum per row.
+
+    References:
+        cudnn-frontend, ``node/scaled_dot_product_flash_attention.h``: ``dQ_accum``,
+        ``softmax_sum``. The gradients of grouped heads are added within the kernel.
+    """
+    query = args[1]
+    batch, heads, length, depth = map(int, query.shape)
+    return 4 * batch * heads * length * (depth + 1)
+
+
+def _convolution(gpu: GPU, args: Sequence[Any], result: Any) -> int:
+    """Count images, weights and result in the layout of tensor cores, with channels last.
+
+    References:
+        NVIDIA, "Convolutional Layers User's Guide", section "Tensor Layouts In Memory: NCHW vs
+        NHWC": with other layouts cuDNN transposes within the call, in its workspace. So it does
+        with FP32, whose convolutions run in TF32 by default (``torch.backends.cudnn.allow_tf32``).
+    """
+    images, weight = args[:2]
+    if not _is_turned(gpu, images, weight, args[8]):
+        return 0
+    return _channels_last(images) + _channels_last(weight) + _channels_last(result)
+
+
+def _convolution_backward(gpu: GPU, args: Sequence[Any], result: Any) -> int:
+    """Count the layouts of :func:`_convolution` for the images' gradient, then for the weights'."""
+    grad, images, weight, mask = args[0], args[1], args[2], args[10]
+    copied = copy_of(grad) if images.is_contiguous() else 0
+    if not _is_turned(gpu, images, weight, args[9]):
+        return copied
+    size = _channels_last(images) + _channels_last(weight) + _channels_last(grad)
+    # The images' gradient is ready before there is one of the weights.
+    first = size - bytes_of(weight) if mask[0] and mask[1] else size
+    return copied + (size if mask[1] else first if mask[0] else 0)
+
+
+def _is_turned(gpu: GPU, images: Tensor, weight: Tensor, groups: int) -> bool:
+    """Check whether a convolution runs on tensor cores and its images have another layout."""
+    if images.dim() < 3 or not images.is_contiguous():
+        return False
+    if groups > 1 and groups == int(images.shape[1]):  # torch's own kernel, conv_depthwise2d
+        return False
+    if images.element_size() >= 4:
+        return gpu.capability >= (8, 0) and torch.backends.cudnn.allow_tf32
+    return gpu.capability >= (7, 0)
+
+
+def _channels_last(tensor: Tensor) -> int:
+    """Return the bytes of a copy whose channels are aligned to 16 bytes."""
+    count, channels, *positions = map(int, tensor.shape)
+    aligned = 16 // tensor.element_size()
+    padded = ceil(channels / aligned) * aligned
+    return count * padded * prod(positions) * tensor.element_size()
+
+
+class _Tiles(NamedTuple):
+    """Tiles of a kernel of ``mem_eff_attention/kernels/cutlassB.h``."""
+
+    num_queries: int
+    num_keys: int
+    max_depth: int
+
+
+# In the order in which torch tries them. Those of 128 queries for FP32 need more shared memory than
+# GPUs of capabilities 8.6 and 8.9 have.
+_FP32_TILES = (_Tiles(64, 64, 32), _Tiles(64, 64, 64), _Tiles(128, 64, 128), _Tiles(128, 64, 65536))
+_FP32_SMALL_TILES = (_Tiles(64, 64, 65536),)
+_HALF_TILES = (_Tiles(64, 64, 64), _Tiles(128, 128, 128), _Tiles(128, 64, 65536))
+_HALF_SMALL_TILES = (_Tiles(64, 64, 64), _Tiles(128, 64, 96), _Tiles(64, 64, 65536))
+_LARGE_SHARED_BYTES = 160 * 1024
+
+
+def _efficient_backward(gpu: GPU, args: Sequence[Any], result: Any) -> int:
+    """Count sums of gradient times output, then tiles of the query's gradient in FP32.
+
+    References:
+        torch, ``cuda/attention_backward.cu`` and ``mem_eff_attention/kernel_backward.h``:
+        ``delta``, ``workspace_size``.
+    """
+    grad, query, key, value = args[:4]
+    batch, heads, length, depth = map(int, query.shape)
+    value_depth, is_half = int(value.shape[3]), query.element_size() < 4
+    has_room = gpu.shared_bytes > _LARGE_SHARED_BYTES
+    fp32 = _FP32_TILES if has_room else _FP32_SMALL_TILES
+    half = _HALF_TILES if has_room else _HALF_SMALL_TILES
+    widest = max(depth, value_depth)
+    tiles = next(each for each in (half if is_half else fp32) if widest <= each.max_depth)
+    sums = 4 * batch * heads * length
+    # FP32 kernels get the sums from elementwise operators: a product, its sum, and a copy of it.
+    product = 0 if is_half else 4 * batch * heads * length * value_depth + sums
+    blocks = ceil(length / tiles.num_queries) * ceil(depth / tiles.num_keys)
+    per_head = blocks * (4 * tiles.num_queries * tiles.num_keys + 16)
+    if is_half and tiles.max_depth > tiles.num_queries:
+        splits = _key_splits(batch * heads, int(key.shape[2]), tiles.num_keys)
+        widths = sum(ceil(each / tiles.num_queries) * tiles.num_queries for each in (depth, widest))
+        per_head += 4 * splits * tiles.num_keys * widths
+    return _turned(grad) + max(product, sums + batch * heads * per_head)
+
+
+def _key_splits(num_blocks: int, num_keys: int, tile: int) -> int:
+    splits = ceil(num_keys / tile)
+    if num_blocks >= 256 and num_keys <= 2 * tile:
+        splits = 1
+    return max(1, min(splits, 200 // num_blocks))
+
+
+def _turned(tensor: Tensor) -> int:
+    """Return the bytes of a copy with the heads within each position, or 0 if it is so."""
+    return copy_of(tensor.transpose(1, 2))
+
+
+def _embedding_backward(gpu: GPU, args: Sequence[Any], result: Any) -> int:
+    """Count sorted indices, and sums of the gradients of parts of them in FP32.
+
+    References:
+        torch, ``native/cuda/Embedding.cu`` and ``EmbeddingBackwardKernel.cu``.
+    """
+    grad, indices, num_rows = args[:3]
+    count = int(indices.numel())
+    copies = copy_of(grad)
+    if count <= _UNSORTED_INDICES and args[3] < 0:
+        return copies
+    parts = min(count, int(num_rows)) + count // _ROWS_PER_THREAD
+    # Keys and values, sorted, and as many for cub's radix sort.
+    indices_bytes = 4 * 8 * count
+    return copies + indices_bytes + 4 * parts * int(grad.shape[-1])
+
+
+def _plain(formula: Callable[[Sequence[Any], Any], int]) -> Formula:
+    """Take a formula that does not depend on the GPU."""
+    return lambda gpu, args, result: formula(args, result)
+
+
+_FORMULAS: dict[Any, Formula] = by_operator(
+    {
+        "_scaled_dot_product_flash_attention_backward": _flash_backward,
+        "_scaled_dot_product_cudnn_attention_backward": _cudnn_backward,
+        "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+        "convolution": _convolution,
+        "convolution_backward": _convolution_backward,
+        "_cudnn_rnn": _plain(gpu_recurrent.forward_workspace),
+        "_cudnn_rnn_backward": _plain(gpu_recurrent.backward_workspace),
+        "embedding_dense_backward": _embedding_backward,
+        # SoftMax.cu and layer_norm_kernel.cu read contiguous tensors.
+        **dict.fromkeys(("_softmax", "_log_softmax", "native_layer_norm"), _plain(copies_of(0))),
+        **dict.fromkeys(
+            ("_softmax_backward_data", "_log_softmax_backward_data", "native_layer_norm_backward"),
+            _plain(copies_of(0, 1)),
+        ),
+    }
+)

@@ -1,0 +1,53 @@
+"""Workspaces that cuBLAS and cublasLt keep for each thread."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_unitscale.memory.gpus import GPUS
+from lightning_unitscale.profiler import DeviceType, profile_graph
+
+MIB = 2**20
+HOPPER, AMPERE = 32 * MIB, 8 * MIB + 128 * 1024
+
+
+def _kept(module: nn.Module, *given: Tensor, device: DeviceType = "cuda:h100") -> int:
+    profile = profile_graph(module, *given, device=device)
+    assert profile.peak.by_kind["library"] == profile.library_bytes
+    return profile.library_bytes
+
+
+@pytest.mark.parametrize(("device", "size"), [("cuda:h100", HOPPER), ("cuda:a100", AMPERE)])
+def test_one_for_each_thread_and_one_of_cublaslt(device: DeviceType, size: int) -> None:
+    given = torch.ones(4, 8)
+    plain, biased = nn.Linear(8, 8, bias=False), nn.Linear(8, 8)
+    assert _kept(plain, given, device=device) == 2 * size
+    assert _kept(biased, given, device=device) == 2 * size + MIB
+    assert _kept(nn.ReLU(), given.requires_grad_(), device=device) == 0
+    # Without a gradient there is no backward pass.
+    frozen = nn.Linear(8, 8, bias=False).requires_grad_(False)
+    assert _kept(frozen, torch.ones(4, 8), device=device) == size
+
+
+def test_they_exist_all_through_the_step() -> None:
+    profile = profile_graph(nn.Linear(8, 8), torch.ones(4, 8), device="cuda:h100")
+    library = profile.timeline.live_by_kind["library"]
+    assert set(library) == {profile.library_bytes}
+    assert profile.timeline.before_bytes > profile.library_bytes
+    assert "library" in profile.totals()
+
+
+def test_a_bias_of_a_vector_does_not_go_through_cublaslt() -> None:
+    assert _kept(nn.Linear(8, 1), torch.ones(4, 8)) == 2 * HOPPER
+    assert _kept(nn.Linear(8, 8), torch.ones(4, 8)) == 2 * HOPPER + MIB
+
+
+def test_the_environment_changes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:2:16:8")
+    monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "2048")
+    assert _kept(nn.Linear(8, 8), torch.ones(4, 8)) == 2 * AMPERE + 2 * MIB
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "none")
+    assert GPUS["h100"].cublas_workspace_bytes == HOPPER
+    assert _kept(nn.Linear(8, 8), torch.ones(4, 8)) == 2 * HOPPER + 2 * MIB
