@@ -5,6 +5,7 @@ import copy
 import lightning.pytorch as pl
 import pytest
 import torch
+import torchmetrics
 from torch import nn
 from torch._higher_order_ops.scan import scan
 from torch.utils.data import DataLoader
@@ -181,3 +182,27 @@ def test_what_is_written_before_the_backward_pass_is_not_computed_again(
     _fit(planned, callback)
     assert_same_bits(dict(planned.state_dict()), dict(plain.state_dict()))
     assert callback.reports
+
+
+class _Averaged(_Step):
+    """The sum that its metric keeps comes to require a gradient, and the number of terms does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = torchmetrics.MeanMetric()
+
+    def training_step(self, batch, batch_idx):
+        loss = self(batch).square().mean()
+        self.log("average", self.average(loss), on_step=True)
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore:RematCallback. training_step is captured in")
+def test_what_a_metric_counts() -> None:
+    found = []
+    for callbacks in ([], [RematCallback("min_cut")]):
+        torch.manual_seed(0)
+        module = _Averaged()
+        _fit(module, *callbacks)
+        found.append([module.average.compute(), module.trainer.callback_metrics["average"]])
+    assert_same_bits(found[1], found[0])
