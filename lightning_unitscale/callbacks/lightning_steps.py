@@ -26,6 +26,7 @@ from lightning_unitscale.callbacks.packages import (
     misconfigured,
     rank_zero_info,
 )
+from lightning_unitscale.capture.absent_ranks import is_wrapper
 from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.dynamo_capture import is_compiled
 from lightning_unitscale.capture.module_steps import LIGHTNING_STEPS, ModuleSteps, steps_of
@@ -121,10 +122,21 @@ def attach_steps(
             module, existing_steps(module), defer=("log", "log_dict"), untraced=_untraced
         )
         steps.say = rank_zero_info
+        steps.stays_plain = _why_plain(module)
         steps.attach(name)
         steps.keep(falling_back_in_backward(steps, module))
     steps.attach(name)
     return steps
+
+
+def _why_plain(module: nn.Module) -> str:
+    """Return why no step of a module may be captured, or an empty string."""
+    for fqn, parameter in module.named_parameters():
+        if is_wrapper(parameter):
+            # Fake tensors of the graphs refer to it until the callbacks leave.
+            kind = type(parameter).__name__
+            return f"{fqn} is a {kind}, which a Trainer cannot move while a graph refers to it"
+    return ""
 
 
 def step_arguments(

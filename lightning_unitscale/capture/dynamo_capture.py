@@ -220,7 +220,7 @@ def capture_settings(*, passes_over: bool = False) -> Iterator[None]:
             optimize_ddp=False,
             allow_rnn=True,
             allow_unspec_int_on_nn_module=True,
-            # A call without operations, such as a batch that the step skips, would stop the capture.
+            # A call without operations, as of an empty batch, would end the capture.
             allow_empty_graphs=True,
             # Hooks that are added or removed during training are noticed.
             skip_nnmodule_hook_guards=False,

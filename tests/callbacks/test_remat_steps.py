@@ -185,7 +185,7 @@ def test_what_is_written_before_the_backward_pass_is_not_computed_again(
 
 
 class _Averaged(_Step):
-    """The sum that its metric keeps comes to require a gradient, and the number of terms does not."""
+    """Its metric keeps a sum, which comes to require a gradient, and a number of terms."""
 
     def __init__(self) -> None:
         super().__init__()
