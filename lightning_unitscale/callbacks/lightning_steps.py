@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
 from typing_extensions import override
 
 from lightning_unitscale.arguments import is_same
@@ -28,6 +29,7 @@ from lightning_unitscale.callbacks.packages import (
     misconfigured,
     rank_zero_info,
 )
+from lightning_unitscale.capture.absent_ranks import is_wrapper
 from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.dynamo_capture import is_compiled
 from lightning_unitscale.capture.executors import CompileMode
@@ -93,10 +95,21 @@ def attach_steps(
             module, existing_steps(module), defer=("log", "log_dict"), untraced=untraced_calls
         )
         steps.say = rank_zero_info
+        steps.stays_plain = _why_plain(module)
         steps.attach(name)
         steps.keep(falling_back_in_backward(steps, module))
     steps.attach(name)
     return steps
+
+
+def _why_plain(module: nn.Module) -> str:
+    """Return why no step of a module may be captured, or an empty string."""
+    for fqn, parameter in module.named_parameters():
+        if is_wrapper(parameter):
+            # Fake tensors of the graphs refer to it until the callbacks leave.
+            kind = type(parameter).__name__
+            return f"{fqn} is a {kind}, which a Trainer cannot move while a graph refers to it"
+    return ""
 
 
 def step_arguments(

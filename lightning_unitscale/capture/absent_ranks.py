@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_unitscale.capture.fake_device import SimulatedDevice, is_several_tensors
 from lightning_unitscale.patching import nothing, shadowed
@@ -168,6 +169,19 @@ def local_tensor(tensor: Tensor) -> Tensor:
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         tensor = getattr(tensor, names[0])
     return tensor
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Check for a subclass whose numbers are other tensors, such as a quantized weight."""
+    return is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, _distributed_classes())
+
+
+def wrapped_parts(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors that hold the numbers of a tensor, which is only itself if it is plain."""
+    if not is_wrapper(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    return [part for name in names for part in wrapped_parts(getattr(tensor, name))]
 
 
 def dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:

@@ -213,6 +213,8 @@ def capture_settings(*, passes_over: bool = False) -> Iterator[None]:
             optimize_ddp=False,
             allow_rnn=True,
             allow_unspec_int_on_nn_module=True,
+            # A call without operations, as of an empty batch, would end the capture.
+            allow_empty_graphs=True,
             # Hooks that are added or removed during training are noticed.
             skip_nnmodule_hook_guards=False,
             recompile_limit=RECOMPILE_LIMIT,

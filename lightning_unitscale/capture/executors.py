@@ -75,7 +75,9 @@ def execute_with(
         options = {"fw_compiler": _run_op_by_op, "partition_fn": partition_fn}
         if rewriter is not None:
             options = _rewriting(rewriter, partition_fn)
-        backend = aot_autograd(keep_inference_input_mutations=True, **options)
+        # With writes into inputs in the graph, torch (2.13) exchanges results that are such inputs,
+        # if others are written after it: torchmetrics' MeanMetric returns both.
+        backend = aot_autograd(keep_inference_input_mutations=False, **options)
         # An error in the middle of it would leave gradients off.
         with plain_kernels(), backward, torch.set_grad_enabled(torch.is_grad_enabled()):
             compiled: Callable[..., Any] = backend(graph_module, inputs)

@@ -27,7 +27,7 @@ from torch.nn.modules import module as module_hooks
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from lightning_unitscale.capture.absent_ranks import is_sharded
+from lightning_unitscale.capture.absent_ranks import is_sharded, is_wrapper, wrapped_parts
 from lightning_unitscale.capture.breaks import (
     calling_line,
     graph_breaks_since,
@@ -78,6 +78,8 @@ class Fallback:
         """Check whether a call runs the user's own method, and find hooks of backward passes."""
         if self._step.interpreter is not None:
             return False
+        if self._step.owner.stays_plain and self._is_possible:
+            self.stay_plain(self._step.owner.stays_plain)
         looks = self._is_possible and executor != "eager" and torch.is_grad_enabled()
         # ``next_id`` grows whenever a hook is registered on anything.
         if self.reason is None and looks and self._num_hooks != RemovableHandle.next_id:
@@ -97,6 +99,8 @@ class Fallback:
         if self.reason is not None:
             return
         self.reason = reason
+        if self.awaits_rules:
+            return  # a sanity check is unscaled anyway, and later evaluations are captured again
         warn_of_staying_plain(self._step, reason)
         if torch.is_grad_enabled():
             getattr(self._step.owner.partition_fn, "give_up", nothing)(reason)
@@ -252,23 +256,24 @@ class Trial:
         return True
 
 
-def _state_of(parameter: nn.Parameter) -> Any:
+def _state_of(parameter: Tensor) -> Any:
     """Return a value that changes with a parameter's numbers, also if its version does not."""
     if is_lazy(parameter):
         return None
+    if is_wrapper(parameter):
+        # Its class may not know the sum, and the parts may be of any type.
+        return [_state_of(part) for part in wrapped_parts(parameter)]
     where, numbers = parameter.untyped_storage(), parameter.detach()
     checksum = numbers.sum() if numbers.device.type != "meta" else None
-    return where.data_ptr(), parameter._version, checksum
+    return [where.data_ptr(), parameter._version, checksum]
 
 
 def _is_same(after: Any, before: Any) -> bool:
-    if after is None or before is None:
-        return after is before
-    *after, total = after
-    *before, expected = before
-    if after != before:
-        return False
-    return not isinstance(total, Tensor) or torch.equal(total.nan_to_num(), expected.nan_to_num())
+    if isinstance(after, list) and isinstance(before, list) and len(after) == len(before):
+        return all(map(_is_same, after, before))
+    if not isinstance(after, Tensor) or not isinstance(before, Tensor):
+        return bool(after == before)
+    return torch.equal(after.nan_to_num(), before.nan_to_num())
 
 
 _OF_MODULES = {"_backward_hooks": "backward hook", "_backward_pre_hooks": "backward pre-hook"}

@@ -111,7 +111,7 @@ def keep_old_data(joint_module: fx.GraphModule) -> None:
     graph = joint_module.graph
     for node in graph.find_nodes(op="call_function", target=_SET):
         param = node.args[0]
-        if not isinstance(param, fx.Node) or param.op != "placeholder" or not _is_kept(param):
+        if not isinstance(param, fx.Node) or param.op != "placeholder" or not is_kept(param):
             continue
         readers = [user for user in param.users if user.op != "output" and user.target is not _SET]
         with graph.inserting_before(min(readers)):
@@ -121,10 +121,10 @@ def keep_old_data(joint_module: fx.GraphModule) -> None:
             reader.replace_input_with(param, old)
 
 
-def _is_kept(node: fx.Node) -> bool:
+def is_kept(node: fx.Node) -> bool:
     """Check whether the backward pass reads a node, or a view of it."""
     return any(
-        user.meta.get("partitioner_tag") == "is_backward" or (is_view(user) and _is_kept(user))
+        user.meta.get("partitioner_tag") == "is_backward" or (is_view(user) and is_kept(user))
         for user in node.users
     )
 
@@ -204,7 +204,7 @@ class RematPartitioner(CustomPartitionerFn):
             gm.graph,
             num_fwd_outputs,
             model,
-            mutated_inputs=mutated_inputs(gm),
+            mutated_inputs=[*mutated_inputs(gm), *self.changing_inputs(gm.graph)],
             # Inductor has no kernel that starts from a saved state, except for a user's checkpoint.
             replay_random=not is_fused,
         )
@@ -223,6 +223,10 @@ class RematPartitioner(CustomPartitionerFn):
         graphs = split(gm, plan, reader.nodes, num_fwd_outputs)
         self.planning_seconds += time.perf_counter() - started
         return graphs
+
+    def changing_inputs(self, graph: fx.Graph) -> list[fx.Node]:
+        """Return inputs that code after the graph may change, so nothing is computed again."""
+        return []
 
     def resident_bytes(self, static_bytes: int) -> tuple[int, int]:
         """Return bytes besides a graph's inputs: in the whole step, and in its forward pass."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from lightning_unitscale.arguments import check_callable, check_count, check_file, check_instance
 from lightning_unitscale.capture.breaks import num_graph_breaks
@@ -19,8 +19,9 @@ from lightning_unitscale.capture.dynamo_capture import (
     frame_being_captured,
 )
 from lightning_unitscale.capture.graph_nodes import tensors_in
+from lightning_unitscale.capture.rollback import held_values
 from lightning_unitscale.memory.costs import CostModel
-from lightning_unitscale.memory.partitioner import RematPartitioner, aot_backend
+from lightning_unitscale.memory.partitioner import RematPartitioner, aot_backend, is_kept
 from lightning_unitscale.memory.plan_report import RematReport, plot_front, reports_table
 from lightning_unitscale.memory.planner import (
     Budget,
@@ -244,6 +245,25 @@ class StepPartitioner(RematPartitioner):
         except BudgetError as error:
             self._refuse_parts(error)
             return planner.floor
+
+    def changing_inputs(self, graph: fx.Graph) -> list[fx.Node]:
+        """Return inputs that code after the graph may change, so nothing is computed again."""
+        # The step may update a queue of keys after a graph break, and a hook before the backward
+        # pass. Autograd keeps what it read of them, not the tensors themselves.
+        held = (value for _, value in held_values(self._module))
+        state = storages_of([value for value in held if isinstance(value, Tensor)])
+
+        def may_change(node: fx.Node) -> bool:
+            tensor = self.inputs.get(node.name)
+            if tensor is None or isinstance(tensor, nn.Parameter):
+                return False
+            # A later part may write into a result of this step. If autograd keeps that itself, the
+            # write is an error without a plan as well.
+            return bool(storages_of(tensor).keys() & state.keys()) or (
+                self._has_planned and not is_kept(node)
+            )
+
+        return [node for node in graph.find_nodes(op="placeholder") if may_change(node)]
 
     def resident_bytes(self, static_bytes: int) -> tuple[int, int]:
         """Return the bytes of the module, of earlier graphs of the step, and of others."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn.parameter import is_lazy
 
+from lightning_unitscale.capture.absent_ranks import is_wrapper
 from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.compiled_graph import Interpreter, NotOneGraphError
 from lightning_unitscale.capture.graph_matmuls import matmul_of
@@ -56,6 +57,14 @@ def plan_step(
     second run applies each factor as it is decided, to measure tensors without a rule. If the step
     is one graph, nothing else of it runs.
     """
+    for fqn, parameter in step.owner.module.named_parameters():
+        if is_wrapper(parameter):
+            raise CaptureError.by_rules(
+                step.title,
+                f"{fqn} is a {type(parameter).__name__}, whose numbers are other tensors",
+                "Rules set parameters to RMS 1 in place",
+                "Expected ordinary parameters. Use method='lossless'",
+            )
     _give_shapes(step, args, kwargs)
     grad = torch.enable_grad if backward else contextlib.nullcontext
     for _ in range(_MAX_ATTEMPTS):

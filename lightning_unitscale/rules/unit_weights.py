@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -148,6 +149,8 @@ class ParameterGradients(GraphPass):
     def before_step(self, module: nn.Module) -> None:
         """Put a hook on every parameter, also on one that replaced another."""
         for fqn, parameter in module.named_parameters():
+            if is_lazy(parameter):
+                continue  # a sanity check gives it its shape
             if parameter.requires_grad and parameter not in self._hooks:
                 self._hooks[parameter] = parameter.register_hook(_Factor(self, fqn, parameter))
 

@@ -84,3 +84,26 @@ def regression_with(step: Callable[..., Any], **attributes: Any) -> Callable[[],
     """A module whose ``training_step`` is ``step``, with more attributes on its class."""
     made = type("Stepping", (Regression,), {"training_step": step, **attributes})
     return lambda: made()
+
+
+class Packed(Tensor):
+    """Numbers as other tensors, of a class that can do next to nothing with them."""
+
+    def __new__(cls, codes: Tensor, scale: Tensor) -> Packed:
+        return Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype)  # type: ignore
+
+    def __init__(self, codes: Tensor, scale: Tensor) -> None:
+        self.codes, self.scale = codes, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scale"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts: Any, _: Any, size: Any, stride: Any) -> Packed:
+        return cls(parts["codes"], parts["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
+            return cls(*(func(part) for part in (args[0].codes, args[0].scale)))
+        raise NotImplementedError(func)

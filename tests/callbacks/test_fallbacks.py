@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_unitscale import RematCallback, ScaleMonitor, UnitScaleCallback
-from tests.callbacks.modules import Regression
+from lightning_unitscale.capture.fallback import Trial
+from tests.callbacks.modules import Packed, Regression
 from tests.callbacks.runs import Run, run
 from tests.helpers import assert_same_bits
 
@@ -331,3 +332,32 @@ def test_an_error_of_the_user_is_raised_as_it_is() -> None:
 def test_a_budget_below_the_floor_stays_an_error() -> None:
     with pytest.raises(ValueError, match="smallest achievable peak"):
         run(Regression, [RematCallback(10)])
+
+
+def test_a_call_around_wrapped_numbers_is_undone_unless_it_writes_into_them() -> None:
+    module = nn.Linear(2, 2)
+    module.packed = nn.Parameter(Packed(torch.ones(3), torch.ones(())), requires_grad=False)
+    trial = Trial(module)
+    trial.begin()
+    assert trial.undo()
+    module.packed.codes.data.mul_(2.0)
+    assert not trial.undo()
+
+
+class Quantized(Noted):
+    """It keeps a frozen weight in pieces, which Lightning moves at the end of a run."""
+
+    def install(self) -> None:
+        self.frozen = nn.Parameter(Packed(torch.ones(2), torch.ones(())), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.frozen.scale
+
+
+def test_a_module_that_could_not_be_moved_is_not_captured() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(Quantized, [callback := RematCallback("min_cut")])
+    said = [text for one in caught if "cannot run captured" in (text := str(one.message))]
+    assert len(said) == 1 and "frozen is a Packed, which a Trainer cannot move" in said[0]
+    assert not callback.reports

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_unitscale import RematCallback, UnitScaleCallback
 from lightning_unitscale.capture import dynamo_capture as capture
@@ -162,3 +163,40 @@ def test_rules_are_never_lost_to_dynamos_limit(
     found, _ = trained(ByText, UnitScaleCallback(method))
     assert_equal_runs(found, expected)
     assert found.module.num_graphs == [1] * NUM_STEPS
+
+
+class Skips(Counted):
+    """Skips batches without samples."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if len(batch) == 0 else self.forward(batch).square().mean()
+
+
+class SkipsWithin(Counted):
+    """A function returns early that is captured by itself."""
+
+    def penalty(self, x: Tensor) -> Tensor | None:
+        return None if len(x) == 0 else self.second(self.first(x)).square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.second(self.first(batch)).sum()
+        torch._dynamo.graph_break()
+        penalty = self.penalty(batch)
+        torch._dynamo.graph_break()
+        return loss if penalty is None else loss + penalty
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [lambda: RematCallback("min_cut"), lambda: UnitScaleCallback("u-mup")],
+    ids=["remat", "rules"],
+)
+@pytest.mark.parametrize("kind", [Skips, SkipsWithin])
+def test_a_call_without_operations_ends_no_capture(kind: type[Counted], callback: Any) -> None:
+    """By rules the unscaled model would run with the weights of the scaled one."""
+    data = [torch.randn(n, 6) for n in (4, 0, 4, 5)]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*(is captured in|returned `None`)")
+        found = run(kind, [callback()], data=lambda: DataLoader(data, batch_size=None), max_steps=4)
+    first, _, *others = found.module.num_graphs
+    assert others == [first, first] == 2 * [1 if kind is Skips else 3]

@@ -5,12 +5,14 @@ import copy
 import lightning.pytorch as pl
 import pytest
 import torch
+import torchmetrics
 from torch import nn
 from torch._higher_order_ops.scan import scan
 from torch.utils.data import DataLoader
 
 from lightning_unitscale import RematCallback
 from tests.callbacks.runs import QUIET
+from tests.helpers import assert_same_bits
 
 
 class _Step(pl.LightningModule):
@@ -112,3 +114,95 @@ def test_it_warns_once_of_a_step_in_parts_and_names_the_line() -> None:
     with pytest.warns(UserWarning, match=rf"in 2 parts.*test_remat_steps.py:{line}\.") as warned:
         _fit(_Broken(), RematCallback(1.0))
     assert sum("RematCallback" in str(warning.message) for warning in warned) == 1
+
+
+class _Queue(_Step):
+    """As MoCo keeps its keys: the step replaces some of those that its loss has read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("keys", torch.randn(8, 6))
+        self.register_buffer("place", torch.zeros(1, dtype=torch.long))
+
+    def training_step(self, batch, batch_idx):
+        query = self(batch)
+        loss = (query @ self.keys.clone()).logsumexp(1).mean()
+        place = int(self.place)  # breaks the graph
+        self.keys[:, place : place + 2] = query[:2].detach().T
+        self.place[0] = (place + 2) % 6
+        return loss
+
+
+class _Centre(_Step):
+    """Its centre moves between the step and its backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.ones(8))
+
+    def training_step(self, batch, batch_idx):
+        return (self(batch) * self.centre.exp()).square().mean()
+
+    def on_before_zero_grad(self, optimizer):
+        self.centre.data.mul_(0.5)
+
+
+class _List(_Centre):
+    """The centre is neither a buffer nor an attribute of its own."""
+
+    def training_step(self, batch, batch_idx):
+        self.held = {"centre": [self.centre.clone()]} if batch_idx == 0 else self.held
+        torch._dynamo.graph_break()
+        return (self(batch) * self.held["centre"][0].exp()).square().mean()
+
+    def on_before_zero_grad(self, optimizer):
+        self.held["centre"][0].data.mul_(0.5)
+
+
+class _Residual(_Step):
+    """A later part of the step writes into a result of an earlier one."""
+
+    def training_step(self, batch, batch_idx):
+        hidden = self.first(batch).relu() + 1
+        torch._dynamo.graph_break()
+        branch = self.second(hidden + 1)
+        torch._dynamo.graph_break()
+        hidden += branch.sum()
+        return branch.square().mean() + hidden.mean()
+
+
+@pytest.mark.parametrize("step", [_Queue, _Centre, _List, _Residual])
+@pytest.mark.filterwarnings("ignore:RematCallback. training_step is captured in")
+def test_what_is_written_before_the_backward_pass_is_not_computed_again(
+    step: type[_Step],
+) -> None:
+    plain = step()
+    planned, callback = copy.deepcopy(plain), RematCallback("min_cut")
+    _fit(plain)
+    _fit(planned, callback)
+    assert_same_bits(dict(planned.state_dict()), dict(plain.state_dict()))
+    assert callback.reports
+
+
+class _Averaged(_Step):
+    """Its metric keeps a sum, which comes to require a gradient, and a number of terms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = torchmetrics.MeanMetric()
+
+    def training_step(self, batch, batch_idx):
+        loss = self(batch).square().mean()
+        self.log("average", self.average(loss), on_step=True)
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore:RematCallback. training_step is captured in")
+def test_what_a_metric_counts() -> None:
+    found = []
+    for callbacks in ([], [RematCallback("min_cut")]):
+        torch.manual_seed(0)
+        module = _Averaged()
+        _fit(module, *callbacks)
+        found.append([module.average.compute(), module.trainer.callback_metrics["average"]])
+    assert_same_bits(found[1], found[0])

@@ -10,9 +10,12 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from lightning_unitscale import UnitScaleCallback
-from tests.callbacks.rule_runs import METHODS, Classifier, adamw, fit, loader, weights
+from lightning_unitscale.capture import recaptures
+from tests.callbacks.modules import Packed
+from tests.callbacks.rule_runs import METHODS, WIDTH, Classifier, adamw, fit, loader, weights
 from tests.capture.test_tensor_subclasses import Broken
 from tests.helpers import IS_TORCH_2_11, assert_same_bits
 
@@ -46,6 +49,17 @@ class Hidden(Classifier):
     @torch.compiler.disable
     def forward(self, x: Any) -> Any:
         return super().forward(x)
+
+
+class Quantized(Classifier):
+    """It keeps a frozen weight in pieces, as torchao does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Parameter(Packed(torch.ones(WIDTH), torch.ones(())), requires_grad=False)
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x) * self.frozen.scale
 
 
 def _said(caught: list[warnings.WarningMessage]) -> list[str]:
@@ -99,6 +113,40 @@ def test_a_model_that_rules_have_scaled_never_runs_plain() -> None:
     )
     with pytest.raises(RuntimeError, match=expected):
         fit(LaterBroken(), UnitScaleCallback("u-mup"))
+
+
+def test_numbers_that_rules_cannot_set() -> None:
+    torch.manual_seed(0)
+    module = Quantized()
+    plain = copy.deepcopy(module)
+    _, expected = fit(plain)
+    reason = "frozen is a Packed, whose numbers are other tensors"
+    with pytest.warns(UserWarning, match=rf"{reason}\. .* it is the unscaled model"):
+        _, losses = fit(module, UnitScaleCallback("u-mup"))
+    assert_same_bits(losses, expected)
+
+
+class LazyAndCut(Classifier):
+    """A sanity check gives its first layer a shape, in more graphs than rules allow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.LazyLinear(WIDTH)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().validation_step(batch, batch_idx)
+        torch._dynamo.graph_break()
+        return loss * 2.0
+
+
+def test_a_sanity_check_is_unscaled_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recaptures, "MANY_GRAPHS", 1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        options = {"val": loader(8), "num_sanity_val_steps": 1}
+        fit(LazyAndCut(), callback := UnitScaleCallback("u-mup"), **options)
+    assert not _said(caught)
+    assert "first.weight" in callback.explain()
 
 
 class Clipped(torch.optim.Optimizer):
