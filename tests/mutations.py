@@ -1139,8 +1139,8 @@ MUTATIONS = (
     Mutation(
         "a plan may be over its budget",
         "memory/planner.py",
-        "fitting = [plan for plan in self.candidates if plan.peak_bytes <= limit]",
-        "fitting = [plan for plan in self.candidates]",
+        "fitting = (plan for plan in plans if plan.peak_bytes <= limit)",
+        "fitting = plans",
         "memory/test_planner.py",
     ),
     Mutation(

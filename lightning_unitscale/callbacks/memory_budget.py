@@ -30,9 +30,9 @@ from lightning_unitscale.capture.module_steps import ModuleSteps
 from lightning_unitscale.capture.step_messages import NO_REASON
 from lightning_unitscale.loops.loop import Claim
 from lightning_unitscale.loops.ranks import failing_together
+from lightning_unitscale.memory.budgets import Budget, check_budget
 from lightning_unitscale.memory.measured_budget import MeasuredPartitioner, Parts
 from lightning_unitscale.memory.plan_report import RematReport, reports_by_part
-from lightning_unitscale.memory.planner import Budget, check_budget
 from lightning_unitscale.memory.profile_report import format_bytes
 from lightning_unitscale.memory.real_memory import PeakMeter, gradient_bytes, optimizer_state_bytes
 from lightning_unitscale.memory.remat_module import StepPartitioner
@@ -57,17 +57,17 @@ class RematCallback(StepsCallback):
     Args:
         budget: Limit on all tensor bytes alive at once in a training step: parameters, buffers,
             batch, activations, gradients and the optimizer's state. An int or a string such as
-            ``"600MiB"`` is in bytes. A float in (0, 1] is a fraction of the peak without
-            rematerialization. ``"min_cut"`` keeps as little as possible without running a matmul
-            again.
+            ``"600MiB"`` is in bytes. A float leads linearly from 0, the smallest peak that can be
+            planned (also ``"min"``), to 1, the peak without rematerialization, so it is always met.
+            ``"min_cut"`` keeps as little as possible without running a matmul again.
         compile: Run the captured graphs with Inductor, optionally in a mode of ``torch.compile``.
             Results are then those of ``torch.compile`` up to its rounding, with the random numbers
             of the uncompiled step. The prediction is an estimate, since fused values are not
             stored. Not available under FSDP2.
 
     Raises:
-        ValueError: If the budget is malformed, or too small at the first batch or when it is
-            measured. The message names the smallest achievable peak.
+        ValueError: If the budget is malformed. At the first batch or when it is measured, if it is
+            in bytes and too small. The message names the smallest achievable peak.
         MisconfigurationException: At ``setup``, if the module is compiled already, the callback is
             given twice or with ``UnitScaleCallback(remat=...)``, or the strategy is
             ``FSDPStrategy`` or uses tensor parallelism.

@@ -56,7 +56,7 @@ from lightning_unitscale.loops.loop import Claim, Loop
 from lightning_unitscale.matmuls.coverage import Coverage
 from lightning_unitscale.matmuls.gauge import Gauge
 from lightning_unitscale.matmuls.simulate import MovingGrid
-from lightning_unitscale.memory.planner import check_budget
+from lightning_unitscale.memory.budgets import check_budget
 from lightning_unitscale.patching import nothing
 
 if TYPE_CHECKING:

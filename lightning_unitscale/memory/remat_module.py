@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,11 @@ from lightning_unitscale.capture.dynamo_capture import (
     frame_being_captured,
 )
 from lightning_unitscale.capture.graph_nodes import tensors_in
+from lightning_unitscale.memory.budgets import Budget, BudgetError, check_budget
 from lightning_unitscale.memory.costs import CostModel
 from lightning_unitscale.memory.partitioner import RematPartitioner, aot_backend
 from lightning_unitscale.memory.plan_report import RematReport, plot_front, reports_table
-from lightning_unitscale.memory.planner import (
-    Budget,
-    BudgetError,
-    Planner,
-    RematPlan,
-    check_budget,
-    limit_of,
-)
+from lightning_unitscale.memory.planner import Planner, RematPlan
 from lightning_unitscale.memory.problem import NodeRegion
 from lightning_unitscale.memory.real_memory import gradient_bytes, module_bytes, storages_of
 
@@ -51,14 +45,15 @@ def plan_remat(
     Args:
         function: A module or function that Dynamo captures as one graph.
         *args: Its inputs. It is run once on them, without a backward pass.
-        budget: Bytes (an int, or a string such as ``"600MiB"``), a fraction in (0, 1] of the peak
-            without rematerialization, or ``"min_cut"``.
+        budget: Bytes (an int, or a string such as ``"600MiB"``), or a float from 0 (the smallest
+            peak that can be planned, also ``"min"``) to 1 (the peak without rematerialization),
+            linearly in bytes. Or ``"min_cut"``.
         cost_model: Cost of running an operator. The default is that of the graph's device.
         resident_bytes: Bytes alive besides the graph's inputs, such as the optimizer's state.
         **kwargs: Further inputs.
 
     Raises:
-        ValueError: If the budget is malformed or below the floor.
+        ValueError: If the budget is malformed, or in bytes and below the floor.
         RuntimeError: If there is no gradient to compute, or several graphs.
     """
     budget = check_budget(budget)
@@ -133,24 +128,6 @@ def _planner(
     return Planner(plans[0].problem, resident_bytes=resident_bytes)
 
 
-@dataclass
-class Granted:
-    """The most bytes that a fraction has granted to a graph of a run.
-
-    A smaller last batch may need more than its fraction, because its parameters are no smaller. It
-    gets the bytes that an earlier graph was granted, which the run takes anyway.
-    """
-
-    num_bytes: int = 0
-
-    def limit(self, own: int, floor: Callable[[], int]) -> int:
-        """Return the limit of a graph, and note it for later ones."""
-        if own < self.num_bytes and own < floor():
-            return self.num_bytes
-        self.num_bytes = max(self.num_bytes, own)
-        return own
-
-
 class StepPartitioner(RematPartitioner):
     """Planner of every graph of a module's steps. It keeps the reports, in the order of capture."""
 
@@ -164,7 +141,6 @@ class StepPartitioner(RematPartitioner):
         self.reports: list[RematReport] = []
         self._module = module
         self._around = around
-        self._granted = Granted()
         self._num_planned_steps = 0
         self._puts_off = False
         self._refusal: BudgetError | None = None
@@ -196,7 +172,6 @@ class StepPartitioner(RematPartitioner):
     def forget_plans(self) -> None:
         """Forget the plans of a step that is captured anew."""
         self.reports.clear()
-        self._granted = Granted()
 
     def put_off_refusals(self, puts_off: bool) -> None:
         """Keep the budget as far as the parts of a step allow, or raise an error at once."""
@@ -235,11 +210,6 @@ class StepPartitioner(RematPartitioner):
     def choose(self, planner: Planner) -> RematPlan:
         """Return the plan of one graph."""
         try:
-            if isinstance(self.budget, float):
-                own = limit_of(self.budget, planner.default.peak_bytes)
-                limit = self._granted.limit(own, lambda: planner.floor.peak_bytes)
-                if limit != own:
-                    return planner.plan(limit)
             return super().choose(planner)
         except BudgetError as error:
             self._refuse_parts(error)
@@ -253,7 +223,7 @@ class StepPartitioner(RematPartitioner):
                 BudgetError(
                     f"budget={self.budget!r}: the step breaks into several graphs. They are "
                     "planned one by one, so a limit in bytes cannot be promised for all of them "
-                    "together. Remove the breaks that explain() shows, or pass a fraction such as "
+                    "together. Remove the breaks that explain() shows, or pass a float such as "
                     "budget=0.6, which holds for each graph."
                 )
             )
@@ -305,7 +275,8 @@ def remat(module: nn.Module, budget: Budget) -> nn.Module:
         module: A module, transformed or not, that Dynamo can capture. It is not changed.
         budget: Limit on all tensor bytes alive at once in a step of the module: parameters,
             buffers, inputs, activations and gradients. An int or a string such as ``"600MiB"`` is
-            in bytes. A float in (0, 1] is a fraction of the peak without rematerialization.
+            in bytes. A float leads linearly from 0, the smallest peak that can be planned (also
+            ``"min"``), to 1, the peak without rematerialization, so it is always met.
             ``"min_cut"`` keeps as little as possible without recomputing a matmul.
 
     Returns:
@@ -314,7 +285,7 @@ def remat(module: nn.Module, budget: Budget) -> nn.Module:
 
     Raises:
         ValueError: If the budget is malformed or ``module`` was compiled by the user. At the first
-            call, if the budget is below the floor, which the message names.
+            call, if the budget is in bytes and below the floor, which the message names.
     """
     budget = check_budget(budget)
     new = own_copy(module)
