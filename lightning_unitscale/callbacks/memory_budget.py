@@ -34,7 +34,12 @@ from lightning_unitscale.memory.budgets import Budget, check_budget
 from lightning_unitscale.memory.measured_budget import MeasuredPartitioner, Parts
 from lightning_unitscale.memory.plan_report import RematReport, reports_by_part
 from lightning_unitscale.memory.profile_report import format_bytes
-from lightning_unitscale.memory.real_memory import PeakMeter, gradient_bytes, optimizer_state_bytes
+from lightning_unitscale.memory.real_memory import (
+    PeakMeter,
+    gradient_bytes,
+    optimizer_state_bytes,
+    stepping_bytes,
+)
 from lightning_unitscale.memory.remat_module import StepPartitioner
 
 if TYPE_CHECKING:
@@ -344,21 +349,25 @@ def step_partitioner(
     )
     weak_trainer = weakref.ref(trainer)
 
-    def around() -> tuple[int, int]:
+    def around() -> tuple[int, int, int]:
         trainer = weak_trainer()
-        return (0, 0) if trainer is None else _trainer_bytes(trainer)
+        return (0, 0, 0) if trainer is None else _trainer_bytes(trainer)
 
     return StepPartitioner(budget, module, around)
 
 
-def _trainer_bytes(trainer: pl.Trainer) -> tuple[int, int]:
-    """Return the bytes besides the module's: in a whole step, and in its forward pass only."""
+def _trainer_bytes(trainer: pl.Trainer) -> tuple[int, int, int]:
+    """Return the bytes besides the module's: in a whole step, and in parts of it.
+
+    The parts are its forward pass, and the step of the optimizer.
+    """
     gradients = gradient_bytes(trainer.lightning_module)
     always = optimizer_state_bytes(trainer.optimizers) + _bucket_bytes(trainer)
+    stepping = stepping_bytes(trainer.optimizers)
     if trainer.accumulate_grad_batches > 1:
-        return always + gradients, 0
+        return always + gradients, 0, stepping
     # Lightning drops the last step's gradients between the forward and the backward pass.
-    return always, gradients
+    return always, gradients, gradients + stepping
 
 
 def _bucket_bytes(trainer: pl.Trainer) -> int:

@@ -209,8 +209,13 @@ class RematPartitioner(CustomPartitionerFn):
         static = [placeholders[i].meta.get("val") for i in static_lifetime_input_indices or ()]
         # Only torch.compile's own backends know parameters and buffers. Otherwise all inputs count.
         static_bytes = storage_bytes(static) or input_bytes(problem)
-        resident, forward = self.resident_bytes(static_bytes)
-        planner = Planner(problem, resident_bytes=resident, forward_bytes=forward)
+        resident, forward, stepping = self.resident_bytes(static_bytes)
+        planner = Planner(
+            problem,
+            resident_bytes=resident,
+            forward_bytes=forward,
+            stepping_bytes=stepping,
+        )
         plan = self.choose(planner)
         self.limit_sizes(changing_sizes(gm.graph), lambda: planner.in_problem(plan, reader.read()))
         if self.on_plan is not None:
@@ -220,9 +225,12 @@ class RematPartitioner(CustomPartitionerFn):
         self.planning_seconds += time.perf_counter() - started
         return graphs
 
-    def resident_bytes(self, static_bytes: int) -> tuple[int, int]:
-        """Return bytes besides a graph's inputs: in the whole step, and in its forward pass."""
-        return 0, 0
+    def resident_bytes(self, static_bytes: int) -> tuple[int, int, int]:
+        """Return bytes besides a graph's inputs: in the whole step, and only in parts of it.
+
+        The parts are the forward pass and the step of the optimizer.
+        """
+        return 0, 0, 0
 
     def choose(self, planner: Planner) -> RematPlan:
         """Return the plan of one graph. A subclass may choose another."""

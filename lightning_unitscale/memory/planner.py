@@ -56,7 +56,8 @@ class RematPlan:
             them. ``None`` means all nodes.
         segments: Block of each node, if ``kept`` is given.
         order: The order of the backward pass.
-        timeline: Bytes alive over the step.
+        timeline: Bytes alive over the forward and the backward pass.
+        least_bytes: Bytes alive in the optimizer's step, which no plan changes.
     """
 
     problem: RematProblem
@@ -66,6 +67,7 @@ class RematPlan:
     segments: Sequence[int] | None
     order: BackwardOrder
     timeline: PlanTimeline
+    least_bytes: int = 0
 
     @cached_property
     def again(self) -> Ints:
@@ -94,7 +96,15 @@ class RematPlan:
     @property
     def peak_bytes(self) -> int:
         """Predict the peak of all bytes alive in a step."""
-        return self.timeline.peak_bytes
+        return max(self.timeline.peak_bytes, self.least_bytes)
+
+    @property
+    def peak_at(self) -> str:
+        """Describe where the peak is reached: the pass and the operation."""
+        if self.least_bytes > self.timeline.peak_bytes:
+            return "the optimizer's step"
+        direction, node = self.timeline.peak_at
+        return f"the {direction} pass, at {self.problem.nodes[node].name}"
 
     @cached_property
     def hash(self) -> str:
@@ -151,11 +161,14 @@ class Planner:
         resident_bytes: Bytes alive throughout a step besides the graph's inputs: the optimizer's
             state, gradients of earlier batches.
         forward_bytes: Bytes alive in the forward pass only: gradients of the last step.
+        stepping_bytes: Bytes alive in the optimizer's step besides the resident ones and the
+            graph's inputs: gradients and temporaries. 0 leaves that step out.
     """
 
     problem: RematProblem
     resident_bytes: int = 0
     forward_bytes: int = 0
+    stepping_bytes: int = 0
 
     @cached_property
     def blocks(self) -> Blocks:
@@ -226,10 +239,9 @@ class Planner:
         if limit >= self.default.peak_bytes:
             return _fastest(self.candidates, limit)
         if limit < self.floor.peak_bytes:
-            (direction, node), fixed = self.floor.timeline.peak_at, _fixed_bytes(self)
             where = (
-                f"in the {direction} pass, at {self.problem.nodes[node].name}; "
-                f"{format_bytes(fixed)} of it are parameters, inputs and optimizer state"
+                f"in {self.floor.peak_at}; {format_bytes(_fixed_bytes(self))} of it are "
+                "parameters, inputs and optimizer state"
             )
             raise refusal(limit, self.floor.peak_bytes, self.default.peak_bytes, where)
         return _fastest([*self.tried(_NUM_PLANS), *self._plans_between(limit)], limit)
@@ -301,7 +313,16 @@ class Planner:
             order = backward_order(self.problem, saved, segments=segments, kept=kept)
             beside = self.resident_bytes, self.forward_bytes
             timeline = simulate_plan(self.problem, saved, order, *beside)
-            plan = RematPlan(self.problem, name, saved, kept, segments, order, timeline)
+            plan = RematPlan(
+                self.problem,
+                name,
+                saved,
+                kept,
+                segments,
+                order,
+                timeline,
+                self._least(self.problem),
+            )
             self._plans[key] = plan
         return plan
 
@@ -309,7 +330,12 @@ class Planner:
         """Return the same plan for the same graph with other sizes."""
         beside = self.resident_bytes, self.forward_bytes
         timeline = simulate_plan(problem, plan.saved, plan.order, *beside)
-        return replace(plan, problem=problem, timeline=timeline)
+        return replace(plan, problem=problem, timeline=timeline, least_bytes=self._least(problem))
+
+    def _least(self, problem: RematProblem) -> int:
+        if not self.stepping_bytes:
+            return 0
+        return self.stepping_bytes + self.resident_bytes + input_bytes(problem)
 
     def _of_blocks(self, limit: int) -> RematPlan | None:
         """Return the fastest choice of options whose simulated peak is within the limit."""

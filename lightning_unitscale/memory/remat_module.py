@@ -135,7 +135,7 @@ class StepPartitioner(RematPartitioner):
         self,
         budget: Budget,
         module: nn.Module,
-        around: Callable[[], tuple[int, int]] = lambda: (0, 0),
+        around: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0),
     ) -> None:
         super().__init__(budget, on_plan=self._keep)
         self.reports: list[RematReport] = []
@@ -153,6 +153,15 @@ class StepPartitioner(RematPartitioner):
         # Bytes that earlier graphs of the step were given and keep, by storage.
         self._held: dict[int, int] = {}
         self._has_planned = False
+        self.begin_variant(0)
+
+    def begin_variant(self, number: int) -> None:
+        """Plan a variant of a graph. The first counts, and another one, with probes, runs alone."""
+        self._is_first = number == 0
+        if self._is_first:
+            self._before = self._kept_bytes, self._static_bytes, dict(self._held)
+        else:
+            self._kept_bytes, self._static_bytes, self._held = self._before
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepPartitioner:
         """Return one for the copied module, which its callback does not know."""
@@ -212,10 +221,11 @@ class StepPartitioner(RematPartitioner):
         try:
             return super().choose(planner)
         except BudgetError as error:
-            self._refuse_parts(error)
+            if self._is_first:
+                self._refuse_parts(error)
             return planner.floor
 
-    def resident_bytes(self, static_bytes: int) -> tuple[int, int]:
+    def resident_bytes(self, static_bytes: int) -> tuple[int, int, int]:
         """Return the bytes of the module, of earlier graphs of the step, and of others."""
         breaks = num_graph_breaks() > self._breaks_before
         if isinstance(self.budget, int) and breaks:
@@ -227,7 +237,7 @@ class StepPartitioner(RematPartitioner):
                     "budget=0.6, which holds for each graph."
                 )
             )
-        always, forward = self._around()
+        always, forward, stepping = self._around()
         inputs = storages_of(list(self.inputs.values()))
         own = storages_of([*self._module.parameters(), *self._module.buffers()])
         if inputs:
@@ -240,7 +250,9 @@ class StepPartitioner(RematPartitioner):
             # The gradients of later graphs are alive in its backward pass.
             later = max(0, gradient_bytes(self._module) - self._static_bytes)
             always, forward = always + later, forward - later
-        return always + max(0, module_bytes(self._module) - static_bytes), forward
+        if breaks or self._held:
+            stepping = 0  # the parts of a step are not alive together in the optimizer's
+        return always + max(0, module_bytes(self._module) - static_bytes), forward, stepping
 
     def _refuse_parts(self, error: BudgetError) -> None:
         """Raise the error, or keep the first one of a step that may yet become one graph."""
@@ -249,6 +261,8 @@ class StepPartitioner(RematPartitioner):
         self._refusal = self._refusal or error
 
     def _keep(self, plan: RematPlan) -> None:
+        if not self._is_first:
+            return
         self._kept_bytes += plan.saved_bytes
         problem = plan.problem
         # The step's caller holds its batch. Graphs that saved later inputs hold those.

@@ -61,9 +61,9 @@ class StagePartitioner(RematPartitioner):
         self._sent_bytes = sent_bytes
         self._reports = reports
 
-    def resident_bytes(self, static_bytes: int) -> tuple[int, int]:
+    def resident_bytes(self, static_bytes: int) -> tuple[int, int, int]:
         """Return the bytes that are always alive, without the stage's own parameters."""
-        return self._resident_bytes, 0
+        return self._resident_bytes, 0, 0
 
     def choose(self, planner: Planner) -> RematPlan:
         """Return the fastest plan that keeps the rank within the budget."""

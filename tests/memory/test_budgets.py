@@ -55,7 +55,7 @@ MODELS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "MLP": _mlp,
     "encoder": _encoder,
     "U-Net": lambda: (UNet(), torch.randn(4, 3, 32, 32)),
-    **{name: NETWORKS[name] for name in ("recurrent", "batch_norm")},
+    **{name: NETWORKS[name] for name in ("attention", "batch_norm")},
 }
 
 
