@@ -111,10 +111,10 @@ def _temporary_bytes(optimizer: Optimizer) -> int:
         fake = optimizer_for(optimizer, groups)
         with mode:
             make_state(fake, mode.device)
-            for param in trained:
-                copies.of(param).grad = torch.zeros_like(copies.of(param))
+            gradients = [torch.zeros_like(copies.of(param)) for param in trained]
+            for param, gradient in zip(trained, gradients, strict=True):
+                copies.of(param).grad = gradient
             with recorder, FakeScalars():
-                gradients = [copies.of(param).grad for param in trained]
                 for tensor in (*copies.fakes.values(), *gradients, *state_tensors(fake)):
                     recorder.declare(tensor, "optimizer")
                 fake.step()
