@@ -149,6 +149,7 @@ class RematCallback(StepsCallback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        self._batch = batch, batch_idx
         if self.measured_peak_bytes is not None:
             return
         if self._meter is None:
@@ -177,6 +178,7 @@ class RematCallback(StepsCallback):
         batch: Any,
         batch_idx: int,
     ) -> None:
+        self._batch = None
         self._warn_if_unplanned(pl_module)
         self._warn_of_breaks()
         if self._meter is None:
