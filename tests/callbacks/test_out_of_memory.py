@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,7 +16,7 @@ from lightning_unitscale import RematCallback, ScaleMonitor, UnitScaleCallback
 from lightning_unitscale.capture.module_steps import steps_of
 from tests.callbacks.runs import QUIET, MemoryLogger
 
-CALLBACKS = {
+CALLBACKS: dict[str, Callable[[], list[pl.Callback]]] = {
     "remat": lambda: [RematCallback(1.0)],
     "units": lambda: [UnitScaleCallback()],
     "all": lambda: [RematCallback(1.0), UnitScaleCallback(), ScaleMonitor(every_n_steps=100)],
