@@ -5,7 +5,7 @@ The weights of the model are frozen; each linear layer gets two small factors th
 what the step keeps between its forward and its backward pass, by a budget for all bytes that are
 alive at once. Losses and weights are those of a run without it.
 
-    python examples/lora_llama.py --budget 0.6
+    python examples/lora_llama.py --budget 0.3
 
 A Llama of your own comes by ``LlamaForCausalLM.from_pretrained(...)`` in place of the small one
 here, and ``peft.get_peft_model(...)`` may take the place of ``add_lora``.
@@ -98,7 +98,7 @@ class LoraLlama(pl.LightningModule):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--budget", type=float, default=0.6, help="fraction of the plain peak")
+    parser.add_argument("--budget", type=float, default=0.3, help="0 is least, 1 the plain peak")
     parser.add_argument("--steps", type=int, default=100)
     arguments = parser.parse_args()
     remat = RematCallback(arguments.budget)

@@ -1,5 +1,6 @@
 """Rematerialization: plan a step's forward and backward graph for a budget in bytes."""
 
+from lightning_unitscale.memory.budgets import Budget
 from lightning_unitscale.memory.partitioner import RematPartitioner, aot_backend
 from lightning_unitscale.memory.plan_report import (
     RematReport,
@@ -8,7 +9,7 @@ from lightning_unitscale.memory.plan_report import (
     plot_front,
     plot_timeline,
 )
-from lightning_unitscale.memory.planner import Budget, Planner, RematPlan
+from lightning_unitscale.memory.planner import Planner, RematPlan
 from lightning_unitscale.memory.remat_module import pareto_front, plan_remat, remat
 
 __all__ = [

@@ -18,7 +18,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_unitscale import __version__
 from lightning_unitscale.capture.step_messages import CaptureError
-from lightning_unitscale.cli import UnitScaleCLI, commands, main, tensorboard_command
+from lightning_unitscale.cli import UnitScaleCLI, entry_point, main, tensorboard_command
 from lightning_unitscale.memory.profile_report import format_bytes
 from lightning_unitscale.profiler import GraphProfile
 
@@ -269,7 +269,7 @@ def test_a_strategy_that_is_wrong_is_one_clear_error(
 
 
 def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "find_spec", lambda name: None)
+    monkeypatch.setattr(entry_point, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match=r"jsonargparse.*pip install 'lightning-unitscale\[cli\]'"):
         main(["fit"])
 
@@ -688,7 +688,7 @@ def test_a_step_names_its_arguments_as_it_likes(
     assert "layers.0" in capsys.readouterr().out
 
 
-COMMANDS = ("fit", "validate", "test", "predict", "profile", "explain-pipeline", "report")
+COMMANDS = ("fit", "validate", "test", "predict", "profile", "fit-in", "explain-pipeline", "report")
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,7 +83,7 @@ WRONG: dict[str, tuple[Callable[..., Any], Wrong]] = {
             "recalibrate": COUNTS,
             "simulate": (*FORMATS, ["FP16"], ("FP16", 3), ("FP16", "E9M9"), (4, 3, 2)),
             "precision": (*WORDS, "fp4", FP8),
-            "remat": (0, -1, True, 1.5, NAN, "", "many", "10", "0MiB", *ODD),
+            "remat": (0, -1, True, 1.5, -0.1, NAN, "", "many", "10", "0MiB", *ODD),
             "compile": (None, 0, 1, "yes", *ODD),
             "replace": ({}, *ODD),
             "residual": ((1.0, 1.0), *ODD),
@@ -115,7 +115,7 @@ WRONG: dict[str, tuple[Callable[..., Any], Wrong]] = {
     "RematCallback": (
         lambda **arguments: RematCallback(**{"budget": 0.5, **arguments}),
         {
-            "budget": (None, 0, -1, True, 1.5, NAN, "", "many", "10", *ODD),
+            "budget": (None, 0, -1, True, 1.5, -0.1, NAN, "", "many", "10", *ODD),
             "compile": (None, 0, "fast", *ODD),
         },
     ),

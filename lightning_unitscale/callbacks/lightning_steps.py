@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from typing_extensions import override
 
@@ -22,6 +23,7 @@ from lightning_unitscale.callbacks.around_steps import (
 )
 from lightning_unitscale.callbacks.distributed import pipeline_of
 from lightning_unitscale.callbacks.options import mode_of
+from lightning_unitscale.callbacks.out_of_memory import note_memory
 from lightning_unitscale.callbacks.packages import (
     Callback,
     is_overridden,
@@ -225,6 +227,7 @@ class StepsCallback(Callback, LoopCallback):
     guards: contextlib.ExitStack | None = None  # leaves the run of a Trainer after an error
 
     _loop: Loop | None = None
+    _batch: tuple[Any, int] | None = None  # of the running training step, and its index
     _arguments: Mapping[str, Any] = {}
 
     def __init__(self) -> None:
@@ -322,12 +325,14 @@ class StepsCallback(Callback, LoopCallback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        self._batch = batch, batch_idx
         if self._loop is not None:
             self._loop.begin_batch()
         self.begin_batch(batch, batch_idx)
 
     @override
     def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+        self._batch = None
         self.end_batch()
 
     on_validation_batch_start = _batch_start("validation_step")
@@ -342,11 +347,21 @@ class StepsCallback(Callback, LoopCallback):
         self.end()
 
     @override
-    def on_exception(self, *_: Any, **__: Any) -> None:
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        step, is_entered = self._batch, self.guards is not None
         self.end()
+        if step is None or not is_entered or not isinstance(exception, torch.OutOfMemoryError):
+            return
+        others = (each for each in all_callbacks(trainer) if isinstance(each, StepsCallback))
+        if all(other.guards is None for other in others):  # the module is as it was
+            arguments = step_arguments(pl_module, "training_step", *step)
+            note_memory(exception, trainer, pl_module, arguments)
 
     def end(self) -> None:
         """Leave the run of a Trainer. May be called more than once."""
+        self._batch = None
         guards, self.guards = self.guards, None
         with guards or contextlib.nullcontext():
             self.leave()

@@ -29,11 +29,16 @@ from lightning_unitscale.capture.module_steps import ModuleSteps
 from lightning_unitscale.capture.step_messages import NO_REASON
 from lightning_unitscale.loops.loop import Claim
 from lightning_unitscale.loops.ranks import failing_together
+from lightning_unitscale.memory.budgets import Budget, check_budget
 from lightning_unitscale.memory.measured_budget import MeasuredPartitioner, Parts
 from lightning_unitscale.memory.plan_report import RematReport, reports_by_part
-from lightning_unitscale.memory.planner import Budget, check_budget
 from lightning_unitscale.memory.profile_report import format_bytes
-from lightning_unitscale.memory.real_memory import PeakMeter, gradient_bytes, optimizer_state_bytes
+from lightning_unitscale.memory.real_memory import (
+    PeakMeter,
+    gradient_bytes,
+    optimizer_state_bytes,
+    stepping_bytes,
+)
 from lightning_unitscale.memory.remat_module import StepPartitioner
 
 if TYPE_CHECKING:
@@ -56,17 +61,17 @@ class RematCallback(StepsCallback):
     Args:
         budget: Limit on all tensor bytes alive at once in a training step: parameters, buffers,
             batch, activations, gradients and the optimizer's state. An int or a string such as
-            ``"600MiB"`` is in bytes. A float in (0, 1] is a fraction of the peak without
-            rematerialization. ``"min_cut"`` keeps as little as possible without running a matmul
-            again.
+            ``"600MiB"`` is in bytes. A float leads linearly from 0, the smallest peak that can be
+            planned (also ``"min"``), to 1, the peak without rematerialization, so it is always met.
+            ``"min_cut"`` keeps as little as possible without running a matmul again.
         compile: Run the captured graphs with Inductor, optionally in a mode of ``torch.compile``.
             Results are then those of ``torch.compile`` up to its rounding, with the random numbers
             of the uncompiled step. The prediction is an estimate, since fused values are not
             stored. Not available under FSDP2.
 
     Raises:
-        ValueError: If the budget is malformed, or too small at the first batch or when it is
-            measured. The message names the smallest achievable peak.
+        ValueError: If the budget is malformed. At the first batch or when it is measured, if it is
+            in bytes and too small. The message names the smallest achievable peak.
         MisconfigurationException: At ``setup``, if the module is compiled already, the callback is
             given twice or with ``UnitScaleCallback(remat=...)``, or the strategy is
             ``FSDPStrategy`` or uses tensor parallelism.
@@ -134,6 +139,7 @@ class RematCallback(StepsCallback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        self._batch = batch, batch_idx
         if self.measured_peak_bytes is not None:
             return
         if self._meter is None:
@@ -162,6 +168,7 @@ class RematCallback(StepsCallback):
         batch: Any,
         batch_idx: int,
     ) -> None:
+        self._batch = None
         self._warn_if_unplanned(pl_module)
         self._warn_of_breaks()
         if self._meter is None:
@@ -331,18 +338,25 @@ def step_partitioner(
     )
     weak_trainer = weakref.ref(trainer)
 
-    def around() -> tuple[int, int]:
-        # Bytes besides the module's: in a whole step, and in its forward pass only.
-        if (trainer := weak_trainer()) is None:
-            return 0, 0
-        gradients = gradient_bytes(trainer.lightning_module)
-        always = optimizer_state_bytes(trainer.optimizers) + _bucket_bytes(trainer)
-        if trainer.accumulate_grad_batches > 1:
-            return always + gradients, 0
-        # Lightning drops the last step's gradients between the forward and the backward pass.
-        return always, gradients
+    def around() -> tuple[int, int, int]:
+        trainer = weak_trainer()
+        return (0, 0, 0) if trainer is None else _trainer_bytes(trainer)
 
     return StepPartitioner(budget, module, around)
+
+
+def _trainer_bytes(trainer: pl.Trainer) -> tuple[int, int, int]:
+    """Return the bytes besides the module's: in a whole step, and in parts of it.
+
+    The parts are its forward pass, and the step of the optimizer.
+    """
+    gradients = gradient_bytes(trainer.lightning_module)
+    always = optimizer_state_bytes(trainer.optimizers) + _bucket_bytes(trainer)
+    stepping = stepping_bytes(trainer.optimizers)
+    if trainer.accumulate_grad_batches > 1:
+        return always + gradients, 0, stepping
+    # Lightning drops the last step's gradients between the forward and the backward pass.
+    return always, gradients, gradients + stepping
 
 
 def _bucket_bytes(trainer: pl.Trainer) -> int:

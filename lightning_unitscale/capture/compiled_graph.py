@@ -32,7 +32,7 @@ from lightning_unitscale.capture.passes import GraphPass, PassRecord, Phase, Ste
 from lightning_unitscale.capture.rollback import restorers_of
 from lightning_unitscale.capture.side_effects import Postponed
 from lightning_unitscale.functional.scale import outside_transforms
-from lightning_unitscale.patching import shadowed
+from lightning_unitscale.patching import nothing, shadowed
 
 # Runs a graph in its place, on the inputs of a call.
 Interpreter = Callable[["CompiledGraph", tuple[Any, ...]], Any]
@@ -190,7 +190,9 @@ class CompiledGraph:
         if executor != "eager":
             # Compiling may specialize on shapes. These become guards only while Dynamo collects
             # them. The eager executor specializes on nothing.
-            for observed in step.owner.variants():
+            begin_variant = getattr(step.owner.partition_fn, "begin_variant", nothing)
+            for number, observed in enumerate(step.owner.variants()):
+                begin_variant(number)
                 self._variants[observed] = self._build(observed, captured.example_inputs)
         step.graphs.append(self)
 

@@ -1,27 +1,18 @@
 """Run the command line: `lightning-unitscale fit --config run.yaml`, a CLI with a report."""
 
-import os
-import re
-import sys
-import traceback
-from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 from typing_extensions import override
 
-from lightning_unitscale import __version__
 from lightning_unitscale.arguments import check_count, check_file
 from lightning_unitscale.callbacks import ScaleMonitor
 from lightning_unitscale.callbacks.lightning_steps import step_arguments
-from lightning_unitscale.capture.fallback import Refusal
-from lightning_unitscale.capture.step_messages import CaptureError
+from lightning_unitscale.cli.errors import argument_error
 from lightning_unitscale.cli.profiled import ProfiledJob, profiled_job
 from lightning_unitscale.memory.gpus import DEVICE_WORDS, device_type, full_name
 from lightning_unitscale.memory.profile_report import check_sort_by
@@ -29,104 +20,9 @@ from lightning_unitscale.patching import nothing
 from lightning_unitscale.pipeline.explain import explain_step
 from lightning_unitscale.profiler import profile_graph
 from lightning_unitscale.tensorboard import writer
-from lightning_unitscale.tensorboard.run_report import main as report_command
 
 # The exit status after Ctrl-C.
-_EXIT_INTERRUPTED = 130
-_TRACEBACK = "--traceback"
-_PACKAGE = Path(__file__).resolve().parent.parent
-# The form of argument errors: "argument=value: what is wrong. Expected ...".
-_ARGUMENT_ERROR = re.compile(r"^[\s-]*(\w+=.*: .*[Ee]xpected .*)", re.MULTILINE)
-
-_COMMANDS = {
-    "fit": "train, then show the scale of every tensor and the validation loss",
-    "validate": "evaluate on the validation data",
-    "test": "evaluate on the test data",
-    "predict": "predict on the prediction data",
-    "profile": "predict memory and operations of a training step without running it",
-    "explain-pipeline": "estimate the costs of pipeline stages without running them",
-    "report": "show the scales of finished runs as a picture, a page and a table",
-}
-# These only plan, so their refusals are answers for the user.
-_PLANNING = ("profile", "explain-pipeline")
-_USAGE = f"usage: lightning-unitscale {{{','.join(_COMMANDS)}}} ..."
-
-
-def main(args: Sequence[str] | None = None) -> None:
-    """Run `fit`, `validate`, `test`, `predict`, `profile`, `explain-pipeline` or `report`."""
-    words = list(sys.argv[1:] if args is None else args)
-    shows_traceback = _TRACEBACK in words
-    words = [word for word in words if word != _TRACEBACK]
-    if words in (["--help"], ["-h"]):
-        print(_help())
-        return
-    if words == ["--version"]:
-        print(f"lightning-unitscale {__version__}")
-        return
-    if not words:
-        raise SystemExit(f"{_USAGE}\nlightning-unitscale: no command; try --help")
-    if not words[0].startswith("-") and words[0] not in _COMMANDS:
-        raise SystemExit(
-            f"lightning-unitscale: {words[0]}: no such command. Expected one of "
-            f"{', '.join(_COMMANDS)}. Run one of them with --help to see its options."
-        )
-    if words[:1] == ["report"]:
-        report_command(words[1:])
-        return
-    # All of jsonargparse[signatures]: without one of them Lightning fails late or obscurely.
-    needed = ("jsonargparse", "docstring_parser", "typeshed_client")
-    if missing := [name for name in needed if find_spec(name) is None]:
-        raise SystemExit(
-            f"lightning-unitscale: {', '.join(missing)} not found. The command line needs the "
-            "extra `cli`. Run: pip install 'lightning-unitscale[cli]'"
-        )
-    # A console script has only its own folder on the path. We add the current one, as `python -m`
-    # does, so that a configuration can name classes of its project.
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        if words[:1] == ["profile"]:
-            ProfileCLI(words[1:], run=False).profile()
-        elif words[:1] == ["explain-pipeline"]:
-            ExplainPipelineCLI(words[1:], run=False).explain()
-        else:
-            UnitScaleCLI(args=words if shows_traceback or args is not None else None)
-    except Exception as error:
-        if shows_traceback or not _is_answer(error, plans=words[0] in _PLANNING):
-            raise
-        raise SystemExit(f"lightning-unitscale: {error} ({_TRACEBACK} shows where)") from None
-    except KeyboardInterrupt:  # before or after the training, which handles Ctrl-C itself
-        raise SystemExit(_EXIT_INTERRUPTED) from None
-
-
-def _is_answer(error: Exception, *, plans: bool) -> bool:
-    """Check whether an error answers the user: the request is wrong or impossible."""
-    if isinstance(error, (CaptureError, Refusal)):
-        return True
-    frames = traceback.extract_tb(error.__traceback__)
-    if not frames or not Path(frames[-1].filename).resolve().is_relative_to(_PACKAGE):
-        return False  # an error of the user's code or of a library
-    if isinstance(error, (ValueError, TypeError)):
-        return _ARGUMENT_ERROR.search(str(error)) is not None
-    kinds = (MisconfigurationException, RuntimeError) if plans else MisconfigurationException
-    return isinstance(error, kinds)
-
-
-def _help() -> str:
-    """Return the commands of all parsers. Each parser has only its own."""
-    width = max(map(len, _COMMANDS))
-    commands = "\n".join(f"  {name:{width}}  {what}" for name, what in _COMMANDS.items())
-    return f"""{_USAGE}
-
-Unit scaling for PyTorch Lightning, from YAML: COMMAND --config FILE
-
-commands (each with --help):
-{commands}
-
-options:
-  {"--help":{width}}  show this page
-  {"--version":{width}}  {__version__}
-  {_TRACEBACK:{width}}  with a command: also show the traceback of errors in the request"""
+EXIT_INTERRUPTED = 130
 
 
 class UnitScaleCLI(LightningCLI):
@@ -164,8 +60,8 @@ class UnitScaleCLI(LightningCLI):
         except (TypeError, ValueError) as error:
             # For an optional type, jsonargparse replaces the constructor's message by a list of the
             # possible types.
-            if (complaint := _ARGUMENT_ERROR.search(str(error))) is not None:
-                raise type(error)(complaint[1]) from None
+            if (complaint := argument_error(error)) is not None:
+                raise type(error)(complaint) from None
             cause: BaseException = error
             while cause.__cause__ is not None and "Union subtypes" in str(cause):
                 cause = cause.__cause__
@@ -180,7 +76,7 @@ class UnitScaleCLI(LightningCLI):
             if not self._record.was_interrupted:
                 raise
             self._print_report(self._scale_table())
-            raise SystemExit(_EXIT_INTERRUPTED) from None
+            raise SystemExit(EXIT_INTERRUPTED) from None
 
     def after_fit(self) -> None:
         """Report on the run. Validate its last weights first, if they have not been yet."""

@@ -22,9 +22,10 @@ import numpy as np
 import torch
 from torch import fx, nn
 
+from lightning_unitscale.memory.budgets import Budget, limit_of, refusal
 from lightning_unitscale.memory.partitioner import RematPartitioner, limit_reach
 from lightning_unitscale.memory.plan_report import RematReport, reports_table
-from lightning_unitscale.memory.planner import Budget, Planner, RematPlan, limit_of, refusal
+from lightning_unitscale.memory.planner import Planner, RematPlan
 from lightning_unitscale.memory.problem import Ints, Mask, NodeRegion, RematProblem
 from lightning_unitscale.memory.real_memory import PeakMeter
 from lightning_unitscale.memory.schedule import input_bytes
@@ -239,10 +240,10 @@ class MeasuredPartitioner(RematPartitioner):
             chosen = step.measured
         else:
             default, floor = step.peak_bytes(step.default), step.peak_bytes(step.lowest)
-            limit = limit_of(self.budget, default)
+            limit = limit_of(self.budget, default, lambda: floor)
             if floor > limit:
                 where = "of a step that was measured with the plans that keep the least"
-                raise refusal(self.budget, floor, default, where)
+                raise refusal(limit, floor, default, where)
             chosen = step.fastest(limit)
         peak = step.peak_bytes(chosen)
         for name, choice in chosen.items():

@@ -28,6 +28,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_unitscale.capture.executors import execute_with
 from lightning_unitscale.capture.graph_nodes import tensors_in
+from lightning_unitscale.memory.budgets import Budget, check_budget
 from lightning_unitscale.memory.costs import (
     CostModel,
     assuming_sizes,
@@ -42,13 +43,7 @@ from lightning_unitscale.memory.joint_graph import (
     is_view,
     must_recompute,
 )
-from lightning_unitscale.memory.planner import (
-    PLANNER_VERSION,
-    Budget,
-    Planner,
-    RematPlan,
-    check_budget,
-)
+from lightning_unitscale.memory.planner import PLANNER_VERSION, Planner, RematPlan
 from lightning_unitscale.memory.problem import NodeRegion, recomputed
 from lightning_unitscale.memory.real_memory import storage_bytes
 from lightning_unitscale.memory.schedule import input_bytes, lazy_order
@@ -148,7 +143,8 @@ class RematPartitioner(CustomPartitionerFn):
     :func:`aot_backend`.
 
     Args:
-        budget: Bytes, a fraction of the default plan's peak, ``"min_cut"``, or ``"default"``.
+        budget: Bytes, a float from 0 (the smallest peak, also ``"min"``) to 1 (the default plan's
+            peak), ``"min_cut"``, or ``"default"``.
         cost_model: Cost of running an operator. The default is that of the graph's device.
         on_plan: Called with every plan.
 
@@ -156,8 +152,8 @@ class RematPartitioner(CustomPartitionerFn):
         planning_seconds: Total time of planning so far.
 
     Raises:
-        ValueError: If the budget is malformed. When a graph is partitioned, if it is below the
-            floor.
+        ValueError: If the budget is malformed. When a graph is partitioned, if it is in bytes and
+            below the floor.
     """
 
     def __init__(
@@ -213,8 +209,13 @@ class RematPartitioner(CustomPartitionerFn):
         static = [placeholders[i].meta.get("val") for i in static_lifetime_input_indices or ()]
         # Only torch.compile's own backends know parameters and buffers. Otherwise all inputs count.
         static_bytes = storage_bytes(static) or input_bytes(problem)
-        resident, forward = self.resident_bytes(static_bytes)
-        planner = Planner(problem, resident_bytes=resident, forward_bytes=forward)
+        resident, forward, stepping = self.resident_bytes(static_bytes)
+        planner = Planner(
+            problem,
+            resident_bytes=resident,
+            forward_bytes=forward,
+            stepping_bytes=stepping,
+        )
         plan = self.choose(planner)
         self.limit_sizes(changing_sizes(gm.graph), lambda: planner.in_problem(plan, reader.read()))
         if self.on_plan is not None:
@@ -228,9 +229,12 @@ class RematPartitioner(CustomPartitionerFn):
         """Return inputs that code after the graph may change, so nothing is computed again."""
         return []
 
-    def resident_bytes(self, static_bytes: int) -> tuple[int, int]:
-        """Return bytes besides a graph's inputs: in the whole step, and in its forward pass."""
-        return 0, 0
+    def resident_bytes(self, static_bytes: int) -> tuple[int, int, int]:
+        """Return bytes besides a graph's inputs: in the whole step, and only in parts of it.
+
+        The parts are the forward pass and the step of the optimizer.
+        """
+        return 0, 0, 0
 
     def choose(self, planner: Planner) -> RematPlan:
         """Return the plan of one graph. A subclass may choose another."""

@@ -24,7 +24,7 @@ class RematReport:
         plan_name: Origin of the plan.
         plan_hash: Hash that is equal on all ranks with the same plan.
         peak_bytes: Predicted peak of all bytes alive in a step.
-        peak_at: Pass and node of the peak.
+        peak_at: Pass and node of the peak, or the optimizer's step.
         saved_bytes: Bytes kept for the backward pass, each storage once.
         recomputed: How often each kind of operation is recomputed.
         recomputed_flops: Floating-point operations of their matmuls.
@@ -50,12 +50,11 @@ class RematReport:
         """Return the report of a plan."""
         nodes = plan.problem.nodes
         counts = Counter(nodes[i].kind for i in plan.again.tolist() if nodes[i].seconds > 0)
-        direction, node = plan.timeline.peak_at
         return cls(
             plan.name,
             plan.hash,
             plan.peak_bytes,
-            f"{direction} {nodes[node].name} ({nodes[node].kind})",
+            plan.peak_at,
             plan.saved_bytes,
             dict(sorted(counts.items(), key=lambda item: (-item[1], item[0]))),
             plan.flops,
@@ -68,7 +67,7 @@ class RematReport:
         sizes = ", ".join(map(str, self.sizes))
         rows = [
             ("plan", f"{self.plan_name} {self.plan_hash}"),
-            ("predicted peak", f"{format_bytes(self.peak_bytes)} at {self.peak_at}"),
+            ("predicted peak", f"{format_bytes(self.peak_bytes)} in {self.peak_at}"),
             *([("for sizes", f"{sizes}; others share the plan")] if sizes else []),
             ("saved for backward", format_bytes(self.saved_bytes)),
             (

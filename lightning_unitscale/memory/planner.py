@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,9 +11,8 @@ from functools import cached_property
 import networkx as nx
 import numpy as np
 
-from lightning_unitscale.arguments import shown
-from lightning_unitscale.capture.fallback import Refusal
 from lightning_unitscale.memory.blocks import Blocks, find_blocks, segment_members
+from lightning_unitscale.memory.budgets import Budget, check_budget, limit_of, refusal
 from lightning_unitscale.memory.chain import EndingRuns, Run, choose_options, ending_runs
 from lightning_unitscale.memory.min_cut import CutNetwork, non_dominated
 from lightning_unitscale.memory.problem import (
@@ -34,41 +32,15 @@ from lightning_unitscale.memory.schedule import (
     simulate_plan,
 )
 
-Budget = int | float | str
-"""Bytes (an int, or ``"600MiB"``), a share of the peak without a plan, or ``"min_cut"``."""
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-_QUANTITY = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kKmMgGtT]?[iI]?[bB])\s*")
 # Changes whenever the same problem may get another plan.
-PLANNER_VERSION = 3
+PLANNER_VERSION = 4
 # An operator with more operations per element than this is a matmul, which the classic cut keeps.
 _MATMUL_FLOPS_PER_ELEMENT = 4.0
 _TIGHTENINGS = 6
-
-
-def check_budget(budget: Budget, *, name: str = "budget") -> Budget:
-    """Return ``budget`` as an int of bytes, a float in (0, 1], or ``"min_cut"``."""
-    expected = (
-        "Expected bytes (an int, or a string such as '600MiB' or '2GB'), a fraction in (0, 1] of "
-        "the peak without rematerialization, or 'min_cut'"
-    )
-    if budget == "min_cut" or (isinstance(budget, float) and 0 < budget <= 1):
-        return budget
-    num_bytes = budget
-    if isinstance(budget, str) and (match := _QUANTITY.fullmatch(budget)):
-        num_bytes = int(float(match[1]) * _UNITS[match[2].upper()])
-    if isinstance(num_bytes, bool) or not isinstance(num_bytes, int):
-        raise ValueError(
-            f"{name}={shown(budget)}: not a budget. {expected}. Pass {name}=0.5 to try it."
-        )
-    if num_bytes < 1:
-        raise ValueError(f"{name}={budget!r}: not positive. {expected}. Pass more.")
-    return num_bytes
-
-
-def limit_of(budget: Budget, peak_bytes: int) -> int:
-    """Return a checked budget in bytes. A fraction is of ``peak_bytes``."""
-    return int(budget * peak_bytes if isinstance(budget, float) else budget)
+# Budgets from the floor to the default peak that are planned for any budget between them, and
+# those that are planned between two of them.
+_NUM_PLANS = 20
+_NUM_BETWEEN = 8
 
 
 @dataclass(frozen=True)
@@ -84,7 +56,8 @@ class RematPlan:
             them. ``None`` means all nodes.
         segments: Block of each node, if ``kept`` is given.
         order: The order of the backward pass.
-        timeline: Bytes alive over the step.
+        timeline: Bytes alive over the forward and the backward pass.
+        least_bytes: Bytes alive in the optimizer's step, which no plan changes.
     """
 
     problem: RematProblem
@@ -94,21 +67,26 @@ class RematPlan:
     segments: Sequence[int] | None
     order: BackwardOrder
     timeline: PlanTimeline
+    least_bytes: int = 0
 
     @cached_property
     def again(self) -> Ints:
         """Return the nodes that run a second time, once for each time."""
         return self.order.again(self.problem)
 
-    @property
+    @cached_property
     def seconds(self) -> float:
         """Estimate the time of recomputation."""
-        return float(self.problem.seconds[self.again].sum())
+        return self._again_of(self.problem.seconds)
 
-    @property
+    @cached_property
     def flops(self) -> float:
         """Count the floating-point operations of the recomputed matmuls."""
-        return float(self.problem.flops[self.again].sum())
+        return self._again_of(self.problem.flops)
+
+    def _again_of(self, costs: Floats) -> float:
+        # Summed node by node: equal for plans that differ in the order of recomputation only.
+        return float(np.bincount(self.again, minlength=len(self.problem)) @ costs)
 
     @property
     def saved_bytes(self) -> int:
@@ -118,7 +96,15 @@ class RematPlan:
     @property
     def peak_bytes(self) -> int:
         """Predict the peak of all bytes alive in a step."""
-        return self.timeline.peak_bytes
+        return max(self.timeline.peak_bytes, self.least_bytes)
+
+    @property
+    def peak_at(self) -> str:
+        """Describe where the peak is reached: the pass and the operation."""
+        if self.least_bytes > self.timeline.peak_bytes:
+            return "the optimizer's step"
+        direction, node = self.timeline.peak_at
+        return f"the {direction} pass, at {self.problem.nodes[node].name}"
 
     @cached_property
     def hash(self) -> str:
@@ -175,11 +161,14 @@ class Planner:
         resident_bytes: Bytes alive throughout a step besides the graph's inputs: the optimizer's
             state, gradients of earlier batches.
         forward_bytes: Bytes alive in the forward pass only: gradients of the last step.
+        stepping_bytes: Bytes alive in the optimizer's step besides the resident ones and the
+            graph's inputs: gradients and temporaries. 0 leaves that step out.
     """
 
     problem: RematProblem
     resident_bytes: int = 0
     forward_bytes: int = 0
+    stepping_bytes: int = 0
 
     @cached_property
     def blocks(self) -> Blocks:
@@ -233,31 +222,44 @@ class Planner:
     def plan(self, budget: Budget) -> RematPlan:
         """Return the plan with the least estimated time whose peak is within the budget.
 
+        A larger budget never gets a slower plan, and a smaller one never a plan with a higher peak.
+
         Args:
-            budget: Bytes (an int or a string such as ``"600MiB"``) or a fraction of the default
-                plan's peak, as a limit on all tensor bytes alive at once; or ``"min_cut"``.
+            budget: Limit on all tensor bytes alive at once: bytes (an int or a string such as
+                ``"600MiB"``), or a float from 0 (the floor, also ``"min"``) to 1 (the default
+                plan's peak). Or ``"min_cut"``.
 
         Raises:
-            ValueError: If the budget is malformed, or below the floor.
+            ValueError: If the budget is malformed, or in bytes and below the floor.
         """
         budget = check_budget(budget)
         if budget == "min_cut":
             return self.min_cut
-        limit = limit_of(budget, self.default.peak_bytes)
-        fitting = [plan for plan in self.candidates if plan.peak_bytes <= limit]
-        chosen = self._of_blocks(limit)
-        if chosen is not None:
-            fitting.append(chosen)
-        if not fitting:
-            if self.floor.peak_bytes > limit:
-                (direction, node), fixed = self.floor.timeline.peak_at, _fixed_bytes(self)
-                where = (
-                    f"in the {direction} pass, at {self.problem.nodes[node].name}; "
-                    f"{format_bytes(fixed)} of it are parameters, inputs and optimizer state"
-                )
-                raise refusal(budget, self.floor.peak_bytes, self.default.peak_bytes, where)
-            fitting.append(self.floor)
-        return min(fitting, key=lambda plan: (plan.seconds, plan.peak_bytes))
+        limit = limit_of(budget, self.default.peak_bytes, lambda: self.floor.peak_bytes)
+        if limit >= self.default.peak_bytes:
+            return _fastest(self.candidates, limit)
+        if limit < self.floor.peak_bytes:
+            where = (
+                f"in {self.floor.peak_at}; {format_bytes(_fixed_bytes(self))} of it are "
+                "parameters, inputs and optimizer state"
+            )
+            raise refusal(limit, self.floor.peak_bytes, self.default.peak_bytes, where)
+        return _fastest([*self.tried(_NUM_PLANS), *self._plans_between(limit)], limit)
+
+    def _plans_between(self, limit: int) -> list[RematPlan]:
+        """Return plans for budgets close to a limit that are no better than those far from it.
+
+        A plan that only some limits compare must neither be faster than the plans of all larger
+        limits nor have a lower peak than those of all smaller ones.
+        """
+        limits = self._limits(_NUM_PLANS)
+        index = int(np.searchsorted(limits, limit, side="right"))
+        low, high = limits[index - 1], limits[index]
+        seconds = _fastest(self.tried(_NUM_PLANS), high).seconds
+        steps = range(1, _NUM_BETWEEN)
+        aims = sorted({low + (high - low) * step // _NUM_BETWEEN for step in steps})
+        plans = (plan for aim in aims if (plan := self._of_blocks(aim)))
+        return [plan for plan in plans if plan.peak_bytes >= low and plan.seconds >= seconds]
 
     @cached_property
     def floor(self) -> RematPlan:
@@ -286,10 +288,14 @@ class Planner:
 
     def tried(self, num_plans: int) -> list[RematPlan]:
         """Return all plans that :meth:`front` compares. Those that it drops may keep less."""
-        plans = [*self.candidates, self.floor]
+        limits = self._limits(num_plans)[-2:0:-1]
+        of_blocks = (plan for limit in limits if (plan := self._of_blocks(limit)))
+        return [*self.candidates, self.floor, *of_blocks]
+
+    def _limits(self, num_plans: int) -> list[int]:
+        """Return budgets evenly from the floor to the default plan's peak."""
         top, bottom = self.default.peak_bytes, self.floor.peak_bytes
-        limits = (top - (top - bottom) * step // num_plans for step in range(1, num_plans))
-        return [*plans, *(plan for limit in limits if (plan := self._of_blocks(limit)))]
+        return [top - (top - bottom) * step // num_plans for step in range(num_plans, -1, -1)]
 
     def plan_of(self, name: str, saved: Mask, kept: Mask | None = None) -> RematPlan:
         """Return a plan from its kept nodes, without values that would not be read.
@@ -307,7 +313,16 @@ class Planner:
             order = backward_order(self.problem, saved, segments=segments, kept=kept)
             beside = self.resident_bytes, self.forward_bytes
             timeline = simulate_plan(self.problem, saved, order, *beside)
-            plan = RematPlan(self.problem, name, saved, kept, segments, order, timeline)
+            plan = RematPlan(
+                self.problem,
+                name,
+                saved,
+                kept,
+                segments,
+                order,
+                timeline,
+                self._least(self.problem),
+            )
             self._plans[key] = plan
         return plan
 
@@ -315,7 +330,12 @@ class Planner:
         """Return the same plan for the same graph with other sizes."""
         beside = self.resident_bytes, self.forward_bytes
         timeline = simulate_plan(problem, plan.saved, plan.order, *beside)
-        return replace(plan, problem=problem, timeline=timeline)
+        return replace(plan, problem=problem, timeline=timeline, least_bytes=self._least(problem))
+
+    def _least(self, problem: RematProblem) -> int:
+        if not self.stepping_bytes:
+            return 0
+        return self.stepping_bytes + self.resident_bytes + input_bytes(problem)
 
     def _of_blocks(self, limit: int) -> RematPlan | None:
         """Return the fastest choice of options whose simulated peak is within the limit."""
@@ -333,6 +353,12 @@ class Planner:
             choice = choose_options(self._runs, budget_bytes, forward_bytes=self.forward_bytes)
             self._plans[aim] = None if choice is None else _of_choice(self, choice)
         return self._plans[aim]
+
+
+def _fastest(plans: Sequence[RematPlan], limit: int) -> RematPlan:
+    """Return the fastest of the plans whose peak is within a limit, of equal ones the smallest."""
+    fitting = (plan for plan in plans if plan.peak_bytes <= limit)
+    return min(fitting, key=lambda plan: (plan.seconds, plan.peak_bytes))
 
 
 def _fixed_bytes(planner: Planner) -> int:
@@ -356,23 +382,6 @@ def _of_choice(planner: Planner, choice: Sequence[Run]) -> RematPlan:
         saved[members[list(option.saved)]] = True
         kept[members[[place for place in option.dropped if place >= 0]]] = False
     return planner.plan_of("blocks", saved, None if kept.all() else kept)
-
-
-class BudgetError(Refusal, ValueError):
-    """Error for a budget that no plan of a step keeps."""
-
-
-def refusal(budget: Budget, floor: int, default: int, where: str) -> BudgetError:
-    """Return the error for a budget that no plan meets."""
-    if isinstance(budget, float):
-        given = f"{budget} ({format_bytes(budget * default)})"
-    else:
-        given = format_bytes(int(budget))
-    return BudgetError(
-        f"budget={given} is too small. The smallest achievable peak is {format_bytes(floor)} "
-        f"({floor} bytes), {where}. Without rematerialization it is {format_bytes(default)}. Raise "
-        "the budget, or make the batch, the sequence or the output layer smaller."
-    )
 
 
 def _pruned(problem: RematProblem, saved: Mask) -> Mask:

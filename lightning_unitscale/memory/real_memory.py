@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_unitscale.capture.absent_ranks import dense_parts, local_tensor
-from lightning_unitscale.capture.fake_device import SimulatedDevice
+from lightning_unitscale.capture.fake_device import FakeScalars, SimulatedDevice
 from lightning_unitscale.capture.graph_nodes import tensors_in
 from lightning_unitscale.memory.costs import size_hint
 from lightning_unitscale.memory.fake_step import (
@@ -22,6 +22,8 @@ from lightning_unitscale.memory.fake_step import (
     optimizer_for,
     state_tensors,
 )
+from lightning_unitscale.memory.record_operators import StorageRecorder
+from lightning_unitscale.memory.step_record import memory_timeline
 
 _MARK = "lightning_unitscale.peak_meter"
 
@@ -89,6 +91,37 @@ def _first_state(optimizer: Optimizer) -> int:
         len(params) * storage_bytes(dict(fake.state[copies.of(params[0])]))
         for params in alike.values()
     )
+
+
+def stepping_bytes(optimizers: Iterable[Optimizer]) -> int:
+    """Return the most bytes of temporaries that a step of one of the optimizers makes at once."""
+    return max(map(_temporary_bytes, optimizers), default=0)
+
+
+def _temporary_bytes(optimizer: Optimizer) -> int:
+    """Run the optimizer's step on fake parameters, and return its peak beyond what was there."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    trained = [param for param in params if param.requires_grad]
+    if not trained:
+        return 0
+    mode = SimulatedDevice(torch.device(trained[0].device.type))
+    copies, recorder = FakeCopies(mode), StorageRecorder(mode.device)
+    groups = [[copies.of(param) for param in group["params"]] for group in optimizer.param_groups]
+    try:
+        fake = optimizer_for(optimizer, groups)
+        with mode:
+            make_state(fake, mode.device)
+            gradients = [torch.zeros_like(copies.of(param)) for param in trained]
+            for param, gradient in zip(trained, gradients, strict=True):
+                copies.of(param).grad = gradient
+            with recorder, FakeScalars():
+                for tensor in (*copies.fakes.values(), *gradients, *state_tensors(fake)):
+                    recorder.declare(tensor, "optimizer")
+                fake.step()
+    except Exception:  # a user's class may need, and raise, anything
+        return 0
+    timeline, peak = memory_timeline(recorder.finished())
+    return peak.num_bytes - timeline.before_bytes
 
 
 class PeakMeter:

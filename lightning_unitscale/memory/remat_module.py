@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +20,11 @@ from lightning_unitscale.capture.dynamo_capture import (
 )
 from lightning_unitscale.capture.graph_nodes import tensors_in
 from lightning_unitscale.capture.rollback import held_values
+from lightning_unitscale.memory.budgets import Budget, BudgetError, check_budget
 from lightning_unitscale.memory.costs import CostModel
 from lightning_unitscale.memory.partitioner import RematPartitioner, aot_backend, is_kept
 from lightning_unitscale.memory.plan_report import RematReport, plot_front, reports_table
-from lightning_unitscale.memory.planner import (
-    Budget,
-    BudgetError,
-    Planner,
-    RematPlan,
-    check_budget,
-    limit_of,
-)
+from lightning_unitscale.memory.planner import Planner, RematPlan
 from lightning_unitscale.memory.problem import NodeRegion
 from lightning_unitscale.memory.real_memory import gradient_bytes, module_bytes, storages_of
 
@@ -52,14 +46,15 @@ def plan_remat(
     Args:
         function: A module or function that Dynamo captures as one graph.
         *args: Its inputs. It is run once on them, without a backward pass.
-        budget: Bytes (an int, or a string such as ``"600MiB"``), a fraction in (0, 1] of the peak
-            without rematerialization, or ``"min_cut"``.
+        budget: Bytes (an int, or a string such as ``"600MiB"``), or a float from 0 (the smallest
+            peak that can be planned, also ``"min"``) to 1 (the peak without rematerialization),
+            linearly in bytes. Or ``"min_cut"``.
         cost_model: Cost of running an operator. The default is that of the graph's device.
         resident_bytes: Bytes alive besides the graph's inputs, such as the optimizer's state.
         **kwargs: Further inputs.
 
     Raises:
-        ValueError: If the budget is malformed or below the floor.
+        ValueError: If the budget is malformed, or in bytes and below the floor.
         RuntimeError: If there is no gradient to compute, or several graphs.
     """
     budget = check_budget(budget)
@@ -134,24 +129,6 @@ def _planner(
     return Planner(plans[0].problem, resident_bytes=resident_bytes)
 
 
-@dataclass
-class Granted:
-    """The most bytes that a fraction has granted to a graph of a run.
-
-    A smaller last batch may need more than its fraction, because its parameters are no smaller. It
-    gets the bytes that an earlier graph was granted, which the run takes anyway.
-    """
-
-    num_bytes: int = 0
-
-    def limit(self, own: int, floor: Callable[[], int]) -> int:
-        """Return the limit of a graph, and note it for later ones."""
-        if own < self.num_bytes and own < floor():
-            return self.num_bytes
-        self.num_bytes = max(self.num_bytes, own)
-        return own
-
-
 class StepPartitioner(RematPartitioner):
     """Planner of every graph of a module's steps. It keeps the reports, in the order of capture."""
 
@@ -159,13 +136,12 @@ class StepPartitioner(RematPartitioner):
         self,
         budget: Budget,
         module: nn.Module,
-        around: Callable[[], tuple[int, int]] = lambda: (0, 0),
+        around: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0),
     ) -> None:
         super().__init__(budget, on_plan=self._keep)
         self.reports: list[RematReport] = []
         self._module = module
         self._around = around
-        self._granted = Granted()
         self._num_planned_steps = 0
         self._puts_off = False
         self._refusal: BudgetError | None = None
@@ -178,6 +154,15 @@ class StepPartitioner(RematPartitioner):
         # Bytes that earlier graphs of the step were given and keep, by storage.
         self._held: dict[int, int] = {}
         self._has_planned = False
+        self.begin_variant(0)
+
+    def begin_variant(self, number: int) -> None:
+        """Plan a variant of a graph. The first counts, and another one, with probes, runs alone."""
+        self._is_first = number == 0
+        if self._is_first:
+            self._before = self._kept_bytes, self._static_bytes, dict(self._held)
+        else:
+            self._kept_bytes, self._static_bytes, self._held = self._before
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepPartitioner:
         """Return one for the copied module, which its callback does not know."""
@@ -197,7 +182,6 @@ class StepPartitioner(RematPartitioner):
     def forget_plans(self) -> None:
         """Forget the plans of a step that is captured anew."""
         self.reports.clear()
-        self._granted = Granted()
 
     def put_off_refusals(self, puts_off: bool) -> None:
         """Keep the budget as far as the parts of a step allow, or raise an error at once."""
@@ -236,14 +220,10 @@ class StepPartitioner(RematPartitioner):
     def choose(self, planner: Planner) -> RematPlan:
         """Return the plan of one graph."""
         try:
-            if isinstance(self.budget, float):
-                own = limit_of(self.budget, planner.default.peak_bytes)
-                limit = self._granted.limit(own, lambda: planner.floor.peak_bytes)
-                if limit != own:
-                    return planner.plan(limit)
             return super().choose(planner)
         except BudgetError as error:
-            self._refuse_parts(error)
+            if self._is_first:
+                self._refuse_parts(error)
             return planner.floor
 
     def changing_inputs(self, graph: fx.Graph) -> list[fx.Node]:
@@ -265,7 +245,7 @@ class StepPartitioner(RematPartitioner):
 
         return [node for node in graph.find_nodes(op="placeholder") if may_change(node)]
 
-    def resident_bytes(self, static_bytes: int) -> tuple[int, int]:
+    def resident_bytes(self, static_bytes: int) -> tuple[int, int, int]:
         """Return the bytes of the module, of earlier graphs of the step, and of others."""
         breaks = num_graph_breaks() > self._breaks_before
         if isinstance(self.budget, int) and breaks:
@@ -273,11 +253,11 @@ class StepPartitioner(RematPartitioner):
                 BudgetError(
                     f"budget={self.budget!r}: the step breaks into several graphs. They are "
                     "planned one by one, so a limit in bytes cannot be promised for all of them "
-                    "together. Remove the breaks that explain() shows, or pass a fraction such as "
+                    "together. Remove the breaks that explain() shows, or pass a float such as "
                     "budget=0.6, which holds for each graph."
                 )
             )
-        always, forward = self._around()
+        always, forward, stepping = self._around()
         inputs = storages_of(list(self.inputs.values()))
         own = storages_of([*self._module.parameters(), *self._module.buffers()])
         if inputs:
@@ -290,7 +270,9 @@ class StepPartitioner(RematPartitioner):
             # The gradients of later graphs are alive in its backward pass.
             later = max(0, gradient_bytes(self._module) - self._static_bytes)
             always, forward = always + later, forward - later
-        return always + max(0, module_bytes(self._module) - static_bytes), forward
+        if breaks or self._held:
+            stepping = 0  # the parts of a step are not alive together in the optimizer's
+        return always + max(0, module_bytes(self._module) - static_bytes), forward, stepping
 
     def _refuse_parts(self, error: BudgetError) -> None:
         """Raise the error, or keep the first one of a step that may yet become one graph."""
@@ -299,6 +281,8 @@ class StepPartitioner(RematPartitioner):
         self._refusal = self._refusal or error
 
     def _keep(self, plan: RematPlan) -> None:
+        if not self._is_first:
+            return
         self._kept_bytes += plan.saved_bytes
         problem = plan.problem
         # The step's caller holds its batch. Graphs that saved later inputs hold those.
@@ -325,7 +309,8 @@ def remat(module: nn.Module, budget: Budget) -> nn.Module:
         module: A module, transformed or not, that Dynamo can capture. It is not changed.
         budget: Limit on all tensor bytes alive at once in a step of the module: parameters,
             buffers, inputs, activations and gradients. An int or a string such as ``"600MiB"`` is
-            in bytes. A float in (0, 1] is a fraction of the peak without rematerialization.
+            in bytes. A float leads linearly from 0, the smallest peak that can be planned (also
+            ``"min"``), to 1, the peak without rematerialization, so it is always met.
             ``"min_cut"`` keeps as little as possible without recomputing a matmul.
 
     Returns:
@@ -334,7 +319,7 @@ def remat(module: nn.Module, budget: Budget) -> nn.Module:
 
     Raises:
         ValueError: If the budget is malformed or ``module`` was compiled by the user. At the first
-            call, if the budget is below the floor, which the message names.
+            call, if the budget is in bytes and below the floor, which the message names.
     """
     budget = check_budget(budget)
     new = own_copy(module)

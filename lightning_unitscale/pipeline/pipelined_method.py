@@ -33,7 +33,7 @@ from lightning_unitscale.capture.compiled_graph import (
 )
 from lightning_unitscale.capture.module_steps import steps_of
 from lightning_unitscale.matmuls.scaled_methods import begin_microbatch
-from lightning_unitscale.memory.remat_module import Granted, StepPartitioner
+from lightning_unitscale.memory.remat_module import StepPartitioner
 from lightning_unitscale.patching import nothing
 from lightning_unitscale.pipeline.batch_rules import Fact
 from lightning_unitscale.pipeline.batchwise import compare_graphs
@@ -226,7 +226,6 @@ class PipelinedStep(PipelinedMethod):
     ) -> None:
         super().__init__(_NAME, strategy, defer=LOGS)
         self._cut_context = cut_context
-        self._granted: dict[int, Granted] = {}
         self.steps.attach(type(self).__name__)
 
     def detach(self) -> None:
@@ -283,9 +282,7 @@ class PipelinedStep(PipelinedMethod):
     def _planned(self, graph: PipelinedGraph, microbatch: list[Any]) -> Replaced:
         """Return the stages within the memory budget, none without a budget."""
         if graph.planned is None and isinstance(self.steps.partition_fn, StepPartitioner):
-            graph.planned = remat_stages(
-                graph.runner, microbatch, self.steps, self.strategy, self._granted
-            )
+            graph.planned = remat_stages(graph.runner, microbatch, self.steps, self.strategy)
         return graph.planned or {}
 
 

@@ -32,9 +32,10 @@ from lightning_unitscale.capture.graph_recorder import tap_gradient
 from lightning_unitscale.capture.module_steps import ModuleSteps
 from lightning_unitscale.capture.passes import GraphPass, Phase, StepGraph
 from lightning_unitscale.loops.ranks import failing_together, gathered_on
+from lightning_unitscale.memory.budgets import Budget, limit_of
 from lightning_unitscale.memory.partitioner import RematPartitioner
 from lightning_unitscale.memory.plan_report import RematReport
-from lightning_unitscale.memory.planner import Budget, Planner, RematPlan, limit_of
+from lightning_unitscale.memory.planner import Planner, RematPlan
 from lightning_unitscale.memory.problem import NodeRegion
 from lightning_unitscale.memory.profile_report import format_bytes
 from lightning_unitscale.memory.real_memory import (
@@ -42,7 +43,6 @@ from lightning_unitscale.memory.real_memory import (
     optimizer_state_bytes,
     storage_bytes,
 )
-from lightning_unitscale.memory.remat_module import Granted
 from lightning_unitscale.pipeline.data_parallel import GridStrategy
 from lightning_unitscale.pipeline.engine import PipelineRunner, Replaced
 from lightning_unitscale.pipeline.stage import StageModule
@@ -163,7 +163,6 @@ class StagePartitioner(RematPartitioner):
         resident_bytes: int,
         sent_bytes: int,
         reports: list[RematReport],
-        granted: Granted,
     ) -> None:
         super().__init__(budget)
         self._resident_bytes = resident_bytes
@@ -171,11 +170,10 @@ class StagePartitioner(RematPartitioner):
         self._num_in_flight = num_in_flight
         self._sent_bytes = sent_bytes
         self._reports = reports
-        self._granted = granted
 
-    def resident_bytes(self, static_bytes: int) -> tuple[int, int]:
+    def resident_bytes(self, static_bytes: int) -> tuple[int, int, int]:
         """Return the bytes that are always alive, without the stage's own parameters."""
-        return self._resident_bytes, 0
+        return self._resident_bytes, 0, 0
 
     def choose(self, planner: Planner) -> RematPlan:
         """Return the fastest plan that keeps the rank within the budget."""
@@ -194,9 +192,7 @@ class StagePartitioner(RematPartitioner):
         default = self.peak_bytes(planner.default)
         plans = [planner.default, *planner.front(_NUM_PLANS)]
         least = min(map(self.peak_bytes, plans))
-        limit = limit_of(self.budget, default)
-        if isinstance(self.budget, float):
-            limit = self._granted.limit(limit, lambda: least)
+        limit = limit_of(self.budget, default, lambda: least)
         fitting = [plan for plan in plans if self.peak_bytes(plan) <= limit]
         if not fitting:
             raise ValueError(
@@ -214,7 +210,6 @@ def remat_stages(
     microbatch: Sequence[Any],
     steps: ModuleSteps,
     strategy: GridStrategy,
-    granted: dict[int, Granted],
 ) -> Replaced:
     """Plan a rank's stages, and return functions that replace them. Every rank calls it."""
     partitioner, num_microbatches = steps.partition_fn, runner.num_microbatches
@@ -234,7 +229,6 @@ def remat_stages(
                 + resident_bytes(strategy, stage, runner.num_accumulated > 1),
                 sent_bytes=info.sent_bytes,
                 reports=partitioner.reports,
-                granted=granted.setdefault(index, Granted()),
             )
             inputs = [microbatch[position] for position in info.inputs]
             runs[index] = planned_stage(stage, inputs, planner, runner.device, steps.rewriter)

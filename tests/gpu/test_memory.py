@@ -12,7 +12,7 @@ from examples.gpt import GPT
 from lightning_unitscale import RematCallback
 from lightning_unitscale.memory.real_memory import PeakMeter
 from lightning_unitscale.profiler import profile_graph
-from tests.gpu.models import BUDGETS, train
+from tests.gpu.models import BUDGET, train
 
 
 def _step(module, tokens, targets, optimizer) -> None:
@@ -91,7 +91,7 @@ def test_the_peak_of_a_step(device: torch.device) -> None:
 @pytest.mark.usefixtures("_not_accurate_yet")
 def test_the_peak_of_a_budget(device: torch.device) -> None:
     others = _others(device)
-    callback = RematCallback(BUDGETS[device.type])
+    callback = RematCallback(BUDGET)
     train(device, [callback])
     measured = callback.measured_peak_bytes
     assert measured is not None

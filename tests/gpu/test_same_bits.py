@@ -13,7 +13,7 @@ import torch
 from lightning_unitscale import RematCallback, ScaleMonitor, UnitScaleCallback
 from tests.callbacks.modules import Regression
 from tests.callbacks.runs import run
-from tests.gpu.models import BUDGETS, losses, train
+from tests.gpu.models import BUDGET, losses, train
 from tests.helpers import assert_same_bits
 
 _ARRANGEMENTS: dict[str, Callable[[], list[pl.Callback]]] = {
@@ -55,7 +55,7 @@ def test_a_gpt_in_tf32(arrangement: str, device: torch.device, tf32: None) -> No
 
 @pytest.mark.slow
 def test_a_memory_budget(device: torch.device) -> None:
-    plain, budget = RematCallback(1.0), RematCallback(BUDGETS[device.type])
+    plain, budget = RematCallback(1.0), RematCallback(BUDGET)
     expected = train(device, [plain])
     assert_same_bits(train(device, [budget]).weights, expected.weights)
     if device.type == "cpu":

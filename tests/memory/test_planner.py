@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_unitscale.memory.blocks import find_blocks
-from lightning_unitscale.memory.planner import Planner, check_budget
+from lightning_unitscale.memory.planner import Planner
 from lightning_unitscale.memory.problem import NodeRegion
 from lightning_unitscale.memory.real_memory import PeakMeter
 from lightning_unitscale.memory.remat_module import _planner
@@ -265,14 +265,6 @@ def test_a_replay_is_predicted_with_all_that_it_makes() -> None:
     assert meter.stop() == pytest.approx(plan.peak_bytes, rel=0.001)
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [("600MiB", 600 * 2**20), ("1.5 GB", 1_500_000_000), (7, 7), (0.5, 0.5), ("12 b", 12)],
-)
-def test_budgets_are_read(given, expected) -> None:
-    assert check_budget(given) == expected
-
-
 def test_a_function_without_gradients_or_with_breaks_is_refused() -> None:
     with pytest.raises(RuntimeError, match="requires a gradient"):
         plan_remat(lambda x: x.sin(), torch.randn(3), budget=1.0)
@@ -346,7 +338,7 @@ def test_a_missing_extra_is_named(planner: Planner, monkeypatch, tmp_path: Path)
 
 
 def test_a_report_says_what_is_kept_and_run_again(planner: Planner) -> None:
-    report = RematReport.of(planner.plan(0.6))
+    report = RematReport.of(planner.plan(0.3))
     assert report.saved_bytes < RematReport.of(planner.default).saved_bytes
     assert report.recomputed_flops > 0
     assert "saved for backward" in report.table()

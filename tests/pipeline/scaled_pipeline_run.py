@@ -126,7 +126,7 @@ CASES: dict[str, dict[str, Any]] = {
         "captured": True,
     },
     "min-cut": {"remat": "min_cut", "clip": 0.5},
-    "share": {"remat": 0.92, "scale": {}, "clip": 0.5},
+    "share": {"remat": 0.5, "scale": {}, "clip": 0.5},
     "stops": {
         "monitor": {"on_violation": "stop"},
         "points": True,

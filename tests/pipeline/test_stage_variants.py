@@ -11,9 +11,8 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
+from lightning_unitscale.memory.budgets import Budget
 from lightning_unitscale.memory.plan_report import RematReport
-from lightning_unitscale.memory.planner import Budget
-from lightning_unitscale.memory.remat_module import Granted
 from lightning_unitscale.pipeline import SplitPoint, pipeline
 from lightning_unitscale.pipeline.checks import check_schedule
 from lightning_unitscale.pipeline.schedules import find_schedule
@@ -35,7 +34,7 @@ def _stage() -> StageModule:
 
 
 def _planned(
-    stage: StageModule, budget: Budget, in_flight: int, granted: Granted | None = None
+    stage: StageModule, budget: Budget, in_flight: int
 ) -> tuple[Callable[..., Any], RematReport]:
     reports: list[RematReport] = []
     partitioner = StagePartitioner(
@@ -45,7 +44,6 @@ def _planned(
         resident_bytes=0,
         sent_bytes=0,
         reports=reports,
-        granted=Granted() if granted is None else granted,
     )
     planned = planned_stage(stage, [], partitioner, torch.device("cpu"))
     (report,) = reports
@@ -117,10 +115,6 @@ def test_a_budget_below_the_floor_names_it() -> None:
         _planned(_stage(), 1024, NUM_MICROBATCHES)
 
 
-def test_a_smaller_batch_has_what_the_others_were_granted() -> None:
-    granted = Granted()
-    assert granted.limit(10**9, lambda: 0) == 10**9
-    _, report = _planned(_stage(), 0.01, NUM_MICROBATCHES, granted)
-    assert report.peak_bytes < 10**9
-    with pytest.raises(ValueError, match="is too small"):
-        _planned(_stage(), 0.01, NUM_MICROBATCHES)
+def test_a_float_leads_from_the_smallest_peak_to_that_without_it() -> None:
+    least, half, whole = (_planned(_stage(), each, 4)[1].peak_bytes for each in ("min", 0.5, 1.0))
+    assert least <= half <= least + 0.5 * (whole - least) < whole

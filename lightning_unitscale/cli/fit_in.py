@@ -1,0 +1,275 @@
+"""Find what fits into a device's memory: `fit-in --config run.yaml --memory 24GiB`."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from tabulate import tabulate
+from typing_extensions import override
+
+from lightning_unitscale.arguments import check_count, check_file
+from lightning_unitscale.callbacks.lightning_steps import step_arguments
+from lightning_unitscale.callbacks.packages import misconfigured
+from lightning_unitscale.cli.commands import ProfileCLI
+from lightning_unitscale.cli.profiled import ProfiledJob
+from lightning_unitscale.memory.budgets import bytes_of
+from lightning_unitscale.memory.byte_owners import byte_owners, owners_table
+from lightning_unitscale.memory.fitting import Fit, SizedStep
+from lightning_unitscale.memory.gpus import DEVICE_WORDS, parse_device
+from lightning_unitscale.memory.problem import RematProblem
+from lightning_unitscale.memory.profile_report import format_bytes
+from lightning_unitscale.memory.profile_step import batch_size_of, resized
+from lightning_unitscale.memory.traced_planner import traced_problem
+from lightning_unitscale.patching import nothing
+from lightning_unitscale.profiler import GraphProfile, profile_graph
+
+# Precisions that are compared, those that convert the weights last.
+_PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
+_TRIED = ("32-true", "bf16-mixed", "bf16-true")
+_LARGEST = ("precision", "remat", "batch", "peak", "extra FLOPs")
+_STEPS = ("", "precision", "shards", "microbatch", "accumulated", "remat", "peak", "extra FLOPs")
+# What the driver and the CUDA context may take of a GPU, "some hundred MiB", and gaps.
+_CONTEXT_BYTES = 2**30
+
+
+class FitInCLI(ProfileCLI):
+    """Find what fits into a device's memory: `fit-in --config run.yaml --memory 24GiB`.
+
+    The configuration is that of `fit`. The batch of the configuration, times its accumulated
+    batches and devices, is kept. Compared are microbatches, budgets for `RematCallback`, precisions
+    and shards by FSDP2. Nothing is trained, logged or saved, and the devices need not exist here.
+    """
+
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument(
+            "--memory",
+            type=int | str | None,
+            help="Memory of a device, such as 24GiB; by default that of the named GPU.",
+        )
+        parser.add_argument(
+            "--device",
+            type=Literal[DEVICE_WORDS] | None,
+            help="Device whose kernels are simulated, such as h100; by default the trainer's "
+            "accelerator. It need not exist here.",
+        )
+        parser.add_argument(
+            "--batch",
+            type=int | None,
+            help="Samples of one step of the optimizer on all devices; by default those of the "
+            "configuration.",
+        )
+        parser.add_argument(
+            "--max_shards", type=int, default=8, help="Most ranks to divide the model over."
+        )
+        parser.add_argument("--json", type=str | None, help="JSON file to write the results to.")
+        parser.add_argument(
+            "--explain", action="store_true", help="Also show what takes the most memory."
+        )
+        parser.add_argument("--ckpt_path", type=str | None, help="As in `fit`, but ignored.")
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        trainer = self.config.trainer
+        self._precision = str(trainer.precision or "32-true")
+        self._accumulated = trainer.accumulate_grad_batches or 1
+        super().before_instantiate_classes()
+        if self._job.kind == "shards":
+            raise misconfigured(
+                "`strategy=ModelParallelStrategy`: fit-in divides the whole model itself. Expected "
+                "a strategy that replicates it. Pass --trainer.strategy=auto."
+            )
+        self._num_devices, self._job = self._job.num_ranks or 1, ProfiledJob()
+        trainer.strategy, trainer.devices, trainer.num_nodes = "auto", 1, 1
+        trainer.precision = "32-true"  # each precision is applied to the step below
+
+    @override
+    def _check_options(self) -> None:
+        if self.config.json is not None:
+            check_file("json", self.config.json)
+        check_count("max_shards", self.config.max_shards)
+        if self.config.batch is not None:
+            check_count("batch", self.config.batch)
+        if self._precision not in _PRECISIONS:
+            raise misconfigured(
+                f"`precision={self._precision!r}`: its memory is not known. Expected one of "
+                f"{', '.join(_PRECISIONS)}. Pass --trainer.precision."
+            )
+        self._memory = self._memory_bytes()
+
+    def _memory_bytes(self) -> int:
+        """Return the given memory, or that of the named GPU without its CUDA context."""
+        memory, gpu = self.config.memory, parse_device(self._device)[1]
+        if memory is None and gpu is not None:
+            return gpu.memory_bytes - _CONTEXT_BYTES
+        num_bytes = bytes_of(int(memory) if str(memory).isdigit() else memory)
+        if not num_bytes:
+            raise ValueError(
+                f"memory={memory!r}: not a size. Expected bytes, or a string such as 24GiB. Pass "
+                "the memory of the device, or name a GPU, such as --device h100."
+            )
+        return num_bytes
+
+    def fit_in(self) -> None:
+        """Print what fits, and the cheapest of it."""
+        batch = self._first_batch()
+        for name in ("log", "log_dict"):  # outside a loop of the trainer there is no place for them
+            self.model.__dict__[name] = nothing
+        self._samples = self.config.batch
+        largest: list[Fit] = []
+        fits: list[Fit] = []
+        least: dict[str, int] = {}
+        for precision in sorted({self._precision, *_TRIED}, key=_PRECISIONS.index):
+            step = self._sized(precision, batch)
+            limit = self._memory - _beside(step.profile)
+            if precision == self._precision:
+                profile = step.profile
+            found = [step.largest(limit, remat=remat) for remat in (False, True)]
+            largest += [fit for fit in found if fit is not None]
+            fits += self._checked(step, limit)
+            if not any(found):
+                smallest = step.planner(1).floor.peak_bytes
+                least[precision] = max(step.least_bytes(), smallest) + self._memory - limit
+        fits.sort(key=self._cost)
+        best = next((fit for fit in fits if fit.is_checked), None)
+        self._show(largest, fits, best)
+        if self.config.explain:
+            self._explain(profile, least)
+        if self.config.json is not None:
+            self._write(largest, fits, best, profile)
+
+    def _sized(self, precision: str, batch: Any) -> SizedStep:
+        """Return the step in a precision. The model is converted, and stays so."""
+        model, plugin = self.model, _plugin(precision)
+        plugin.convert_module(model)
+        args = step_arguments(model, "training_step", plugin.convert_input(batch), 0)
+        size = batch_size_of(args)
+        if not size:
+            raise misconfigured(
+                "`fit-in`: the batch has no tensor with a batch dimension. Expected one whose "
+                "first dimension is the number of samples. Use `profile` for this configuration."
+            )
+        if self._samples is None:
+            self._samples = size * self._accumulated * self._num_devices
+
+        def profile_at(size: int) -> GraphProfile:
+            return profile_graph(
+                model,
+                *resized(args, size),
+                device=self._device,  # one of DEVICE_WORDS
+                optimizer=self._optimizer(),
+                method="training_step",
+                context=plugin.forward_context,
+            )
+
+        def problem_at(size: int) -> RematProblem:
+            return traced_problem(
+                model,
+                *resized(args, size),
+                device=self._device,
+                method="training_step",
+                context=plugin.forward_context,
+            )
+
+        return SizedStep.of(precision, size, model, profile_at, problem_at)
+
+    def _checked(self, step: SizedStep, limit: int) -> Iterator[Fit]:
+        """Yield what fits in a precision. The cheapest is traced at its own microbatch."""
+        found: list[Fit] = []
+        num_shards = 1
+        while num_shards <= self.config.max_shards:
+            if self._samples % num_shards == 0:
+                found += step.fits(limit, self._samples // num_shards, num_shards)
+            num_shards *= 2
+        while found:
+            best = min(found, key=lambda fit: fit.cost)
+            place = found.index(best)
+            checked = step.fit(
+                limit, best.microbatch, best.num_microbatches, best.num_shards, exact=True
+            )
+            if checked is not None:
+                found[place] = checked
+                break
+            del found[place]
+        yield from found
+
+    def _show(self, largest: Sequence[Fit], fits: Sequence[Fit], best: Fit | None) -> None:
+        memory = format_bytes(self._memory)
+        print(f"The largest batch on one {self._device} device of {memory}:")
+        rows = [
+            (fit.precision, _budget(fit), fit.microbatch, format_bytes(fit.peak_bytes), _extra(fit))
+            for fit in largest
+        ]
+        print(tabulate(rows, _LARGEST) if rows else "none fits")
+        print(f"\nSteps of {self._samples} samples, the cheapest first:")
+        shown = [
+            (
+                "*" if fit is best else "",
+                fit.precision,
+                fit.num_shards,
+                fit.microbatch,
+                fit.num_microbatches,
+                _budget(fit),
+                format_bytes(fit.peak_bytes),
+                _extra(fit),
+            )
+            for fit in fits
+        ]
+        print(tabulate(shown, _STEPS) if shown else "none fits")
+
+    def _explain(self, profile: GraphProfile, least: dict[str, int]) -> None:
+        """Print what limits: the largest owners of bytes, and what a batch of one needs."""
+        peak = profile.peak
+        where = f" at {peak.node}" if peak.node else ""
+        print(
+            f"\nWith {self._precision} and batch size {profile.batch_size} the peak is in the "
+            f"{peak.phase} pass{where}. The largest owners of its bytes:\n{owners_table(profile)}"
+        )
+        for precision, num_bytes in least.items():
+            print(f"{precision}: a batch of one needs at least {format_bytes(num_bytes)}")
+
+    def _write(
+        self, largest: Sequence[Fit], fits: Sequence[Fit], best: Fit | None, profile: GraphProfile
+    ) -> None:
+        found = {
+            "device": self._device,
+            "memory_bytes": self._memory,
+            "samples": self._samples,
+            "largest": [asdict(fit) for fit in largest],
+            "fits": [asdict(fit) for fit in fits],
+            "cheapest": None if best is None else asdict(best),
+            "owners": dict(byte_owners(profile)),
+        }
+        Path(self.config.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+    def _cost(self, fit: Fit) -> tuple[Any, ...]:
+        """Order by ranks, recomputed operations, another precision, and microbatches."""
+        num_shards, flops, num_microbatches = fit.cost
+        return num_shards, flops, fit.precision != self._precision, num_microbatches
+
+
+def _plugin(precision: str) -> Precision:
+    """Return the Trainer's plugin for a precision."""
+    if precision.endswith("-mixed"):
+        # A simulated device takes the types from the CPU's autocast. FP16 has the bytes of BF16.
+        return MixedPrecision("bf16-mixed", "cpu")
+    return Precision() if precision == "32-true" else HalfPrecision(precision)  # type: ignore[arg-type]
+
+
+def _beside(profile: GraphProfile) -> int:
+    """Return what the caching allocator of a GPU reserves besides the bytes alive."""
+    if profile.allocator is None:
+        return 0
+    return max(0, profile.allocator.reserved_bytes - profile.peak_bytes)
+
+
+def _budget(fit: Fit) -> str:
+    return "-" if fit.budget is None else format_bytes(fit.budget)
+
+
+def _extra(fit: Fit) -> str:
+    return f"{100 * fit.extra_flops / max(fit.flops, 1):.1f} %"

@@ -1,0 +1,207 @@
+"""Plan a training step on a device that need not exist, from a joint graph traced on fake tensors.
+
+The module's own code runs on fake tensors, as for a profile, and every operator of the forward and
+the backward pass becomes a node. Dynamo is not involved, so any step that can be profiled can be
+planned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_unitscale.capture.decompose import open_function
+from lightning_unitscale.capture.fake_device import (
+    DispatchMode,
+    run_operator,
+    simulating,
+)
+from lightning_unitscale.memory.costs import default_cost_model
+from lightning_unitscale.memory.fake_step import FakeStep
+from lightning_unitscale.memory.gpu_kernels import calls_of
+from lightning_unitscale.memory.gpu_recurrent import CUDNN_OPERATORS
+from lightning_unitscale.memory.gpus import GPU, parse_device
+from lightning_unitscale.memory.joint_graph import JointGraphReader, is_mutable
+from lightning_unitscale.memory.problem import NodeRegion, RematNode, RematProblem
+
+# What the reader of joint graphs recognizes as a gradient that arrives from outside.
+_TANGENT = "tangents"
+
+
+class _Kernels(DispatchMode):
+    """Mode that corrects operators on fake tensors where they differ from the kernels."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        run = CUDNN_OPERATORS.get(func.overloadpacket)
+        return run_operator(func, args, kwargs or {}) if run is None else run(*args)
+
+
+class _Calls(TorchFunctionMode):
+    """Mode that calls functions as on a device."""
+
+    def __init__(self, gpu: GPU | None) -> None:
+        super().__init__()
+        self._call = calls_of(gpu)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.multi_head_attention_forward:
+            with self:  # its parts depend on the device too
+                return open_function(func)(*args, **(kwargs or {}))
+        return self._call(func, args, kwargs or {})
+
+
+def traced_problem(
+    module: nn.Module,
+    *args: Any,
+    device: str = "cpu",
+    method: str = "forward",
+    context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+    **kwargs: Any,
+) -> RematProblem:
+    """Return the joint graph of a training step on a simulated device.
+
+    Args:
+        module: The module, which is copied onto fake tensors and not changed.
+        *args: Arguments of the method. Only the metadata of tensors is read.
+        device: Device whose kernels are simulated. It need not exist.
+        method: Name of the method, such as ``training_step``, that returns the loss, or a dict with
+            ``"loss"``.
+        context: Makes a context around the forward pass, such as autocast.
+        **kwargs: Keyword arguments of the method.
+
+    Raises:
+        RuntimeError: If nothing of the step requires a gradient.
+    """
+    target, gpu = parse_device(device)
+    step = FakeStep(module, (args, kwargs), target, None, gpu)
+    params = list(step.module.parameters())
+    trained = [param for param in params if param.requires_grad]
+    others = tree_leaves([params, list(step.module.buffers()), step.inputs])
+    given = list({id(value): value for value in others if isinstance(value, Tensor)}.values())
+    call, (args, kwargs) = getattr(step.module, method), step.inputs
+    num_outputs = 0
+
+    def run(given: list[Tensor], tangent: Tensor) -> list[Tensor | None]:
+        # The tensors themselves are traced, and the module and the inputs hold them.
+        nonlocal num_outputs
+        with context():
+            output = call(*args, **kwargs)
+        loss = loss_of(output, module)
+        outputs = list({id(value): value for value in tree_leaves(output)}.values())
+        outputs = [value for value in outputs if isinstance(value, Tensor)]
+        num_outputs = len(outputs)
+        gradients = torch.autograd.grad([loss], trained, [tangent], allow_unused=True)
+        return [*outputs, *gradients]
+
+    simulation = simulating(target, *([gpu.capability] if gpu else ()))
+    with step.mode, simulation, _Calls(gpu), _Kernels():
+        tangent = torch.ones((), device=target)
+        graph_module = make_fx(run)(given, tangent)
+    _name_tangent(graph_module.graph)
+    reader = JointGraphReader(graph_module.graph, num_outputs, default_cost_model(target.type))
+    return out_of_place(reader.read(), [is_mutable(node) for node in reader.nodes])
+
+
+def out_of_place(problem: RematProblem, writes: Sequence[bool]) -> RematProblem:
+    """Return the graph with a new value for each operation that writes into an earlier one.
+
+    AOTAutograd rewrites graphs like this before they are planned. Writes into inputs stay.
+    """
+    newest: dict[int, int] = {}  # by the storage as traced: the node with its present value
+    nodes: list[RematNode] = []
+
+    def present(index: int) -> int:
+        return newest.get(problem.nodes[index].base, index)
+
+    for index, node in enumerate(problem.nodes):
+        inputs = tuple(sorted({present(i) for i in node.inputs}))
+        base = problem.nodes[node.base]
+        if writes[index] and node.base != index and base.region is not NodeRegion.INPUT:
+            newest[node.base] = index
+            is_random = node.replay_bytes > 0
+            nodes.append(
+                replace(
+                    node,
+                    inputs=inputs,
+                    base=index,
+                    owner=index,
+                    num_bytes=base.num_bytes,
+                    can_save=True,
+                    can_recompute=not is_random,
+                )
+            )
+            continue
+        own = newest.get(node.base, node.base) if node.base != index else index
+        owner = own if own != node.base else node.owner
+        nodes.append(replace(node, inputs=inputs, base=own, owner=owner))
+    forward, backward = (
+        tuple(dict.fromkeys(map(present, outputs)))
+        for outputs in (problem.forward_outputs, problem.backward_outputs)
+    )
+    return RematProblem(tuple(nodes), forward, backward, problem.sizes)
+
+
+def loss_of(output: Any, module: nn.Module) -> Tensor:
+    """Return the loss of a step's result: itself, or its ``loss``."""
+    own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    loss = own if isinstance(own, Tensor) else output
+    if not isinstance(loss, Tensor) or not loss.requires_grad or loss.numel() != 1:
+        raise RuntimeError(
+            f"module={type(module).__name__}: its step returns no loss that requires a gradient. "
+            "Expected a scalar, or a dict with the key 'loss'. Return one."
+        )
+    return loss
+
+
+def _name_tangent(graph: fx.Graph) -> None:
+    *_, tangent = graph.find_nodes(op="placeholder")
+    tangent.target = _TANGENT
+
+
+def at_batch(low: RematProblem, high: RematProblem, sizes: tuple[int, int], size: int) -> Any:
+    """Return the joint graph at another batch size, on the lines through two; else ``None``.
+
+    There are lines only if both graphs have the same operators.
+    """
+    if len(low) != len(high):
+        return None
+    share = (size - sizes[0]) / (sizes[1] - sizes[0])
+    nodes = []
+    for first, second in zip(low.nodes, high.nodes, strict=True):
+        if (first.kind, first.inputs, first.base, first.owner) != (
+            second.kind,
+            second.inputs,
+            second.base,
+            second.owner,
+        ):
+            return None
+        nodes.append(_between(first, second, share))
+    return replace(low, nodes=tuple(nodes))
+
+
+def _between(first: RematNode, second: RematNode, share: float) -> RematNode:
+    def line(name: str) -> float:
+        start, end = getattr(first, name), getattr(second, name)
+        return max(0.0, start + share * (end - start))
+
+    return replace(
+        first,
+        num_bytes=round(line("num_bytes")),
+        workspace_bytes=round(line("workspace_bytes")),
+        seconds=line("seconds"),
+        flops=line("flops"),
+    )

@@ -1,0 +1,142 @@
+"""What fits into a memory: every answer is profiled, traced or compared with FSDP2's own shards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from lightning_unitscale.memory.byte_owners import byte_owners, owners_table
+from lightning_unitscale.memory.fitting import Fit, Shards, SizedStep, divisors
+from lightning_unitscale.memory.traced_planner import traced_problem
+from lightning_unitscale.profiler import fake_process_group, profile_graph
+
+WIDTH, BATCH = 32, 96
+
+
+class Blocks(nn.Module):
+    """Blocks of equal size between an embedding and a head, with its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+            for _ in range(3)
+        )
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x).square().mean()
+
+
+def _batch(size: int) -> Tensor:
+    return torch.zeros(size, 8, device="meta")
+
+
+def _step(device: str = "cpu") -> SizedStep:
+    module = Blocks()
+    return SizedStep.of(
+        "32-true",
+        BATCH,
+        module,
+        lambda size: profile_graph(
+            module,
+            _batch(size),
+            device=device,  # type: ignore[arg-type]
+            optimizer=torch.optim.AdamW,
+        ),
+        lambda size: traced_problem(module, _batch(size), device=device),
+    )
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("remat", [False, True])
+def test_the_largest_batch_fits_and_a_larger_one_does_not(remat: bool, device: str) -> None:
+    step = _step(device)
+    limit = 3 * step.planner(BATCH).default.peak_bytes
+    fit = step.largest(limit, remat=remat)
+    assert fit is not None and fit.is_checked
+    assert fit.peak_bytes <= limit and (fit.budget is not None) == remat
+    planner = step.planner(round(1.02 * fit.microbatch), exact=True)
+    assert (planner.floor if remat else planner.default).peak_bytes > limit
+    if not remat:
+        # Lightning holds the last step's gradients in the forward pass.
+        profile = step.profile_at(fit.microbatch)
+        assert profile.peak_bytes <= fit.peak_bytes + step.gradient_bytes
+
+
+def test_microbatches_until_nothing_is_recomputed() -> None:
+    step = _step()
+    planner = step.planner(384)
+    limit = (planner.floor.peak_bytes + planner.default.peak_bytes) // 2
+    fits = list(step.fits(limit, 384, 1))
+    assert all(fit.peak_bytes <= limit for fit in fits)
+    assert [fit.microbatch for fit in fits] == sorted(
+        (fit.microbatch for fit in fits), reverse=True
+    )
+    assert all(fit.microbatch * fit.num_microbatches == 384 for fit in fits)
+    assert [fit.budget is None for fit in fits] == [False] * (len(fits) - 1) + [True]
+    assert fits[0].extra_flops > 0 == fits[-1].extra_flops
+    assert len({fit.flops for fit in fits}) == 1
+    assert min(fits, key=lambda fit: fit.cost) is fits[-1]
+
+
+def test_nothing_fits() -> None:
+    step = _step()
+    assert step.largest(1000) is None and step.largest(1000, remat=True) is None
+    assert not list(step.fits(1000, 8, 1))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_takes_what_fsdp_takes(ranks: int) -> None:
+    step = _step()
+    with fake_process_group(ranks):
+        with torch.device("meta"):
+            module = Blocks()
+        for block in module.blocks:
+            fully_shard(block)
+        fully_shard(module)
+        profile = profile_graph(module, _batch(BATCH), optimizer=torch.optim.AdamW)
+    fit = step.fit(10**9, BATCH, 1, ranks, exact=True)
+    assert fit is not None
+    # The gradients of the step before are not part of the profile.
+    predicted = fit.peak_bytes - step.gradient_bytes // ranks
+    assert predicted == pytest.approx(profile.peak_bytes, rel=0.1)
+
+
+def test_what_is_gathered() -> None:
+    module = Blocks()
+    block = 4 * (2 * WIDTH * 4 * WIDTH + 5 * WIDTH)
+    rest = 4 * (8 * WIDTH + WIDTH + WIDTH * 4 + 4)
+    assert Shards.of(module) == Shards(block, rest)
+    assert Shards.of(nn.Linear(2, 2)) == Shards(0, 24)
+    assert Shards(5, 7).gathered_bytes == 22
+
+
+def test_owners_are_modules_of_equal_blocks() -> None:
+    profile = profile_graph(Blocks(), _batch(1024), optimizer=torch.optim.AdamW)
+    owners = dict(byte_owners(profile))
+    assert len(owners) == 5
+    assert next(iter(owners)) == "activations of blocks.*.1"
+    assert owners["optimizer state"] == profile.optimizer_bytes
+    assert owners["activations of blocks.*.1"] == 3 * 4 * 1024 * 4 * WIDTH
+    assert "blocks.*.1" in owners_table(profile)
+
+
+def test_divisors() -> None:
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+    assert divisors(1) == [1] and divisors(49) == [1, 7, 49]
+
+
+def test_costs_are_ranks_then_operations_then_microbatches() -> None:
+    def fit(**options: float) -> Fit:
+        values = {"num_shards": 1, "num_microbatches": 1, "extra_flops": 0.0, **options}
+        return Fit("32-true", microbatch=1, budget=None, peak_bytes=1, flops=1.0, **values)  # type: ignore[arg-type]
+
+    cheapest = [fit(), fit(num_microbatches=2), fit(extra_flops=1.0), fit(num_shards=2)]
+    assert sorted(reversed(cheapest), key=lambda each: each.cost) == cheapest
