@@ -59,7 +59,8 @@ class GraphProfile:
             buffers that it gathers them in.
         saved_bytes: Bytes that autograd saves for the backward pass, without parameters and
             buffers.
-        peak: The moment at which the most bytes are alive.
+        peak: The moment at which the most bytes are alive. On a GPU this and the timeline count
+            the blocks of torch's caching allocator.
         timeline: Live bytes over the step.
         phases: Part of the step that each moment of the timeline belongs to.
         num_ranks: Number of ranks that the module is sharded over. Sizes are those of rank 0, which

@@ -252,7 +252,7 @@ class Planner:
         A plan that only some limits compare must neither be faster than the plans of all larger
         limits nor have a lower peak than those of all smaller ones.
         """
-        limits = self._limits(_NUM_PLANS)
+        limits = _limits(self, _NUM_PLANS)
         index = int(np.searchsorted(limits, limit, side="right"))
         low, high = limits[index - 1], limits[index]
         seconds = _fastest(self.tried(_NUM_PLANS), high).seconds
@@ -288,14 +288,9 @@ class Planner:
 
     def tried(self, num_plans: int) -> list[RematPlan]:
         """Return all plans that :meth:`front` compares. Those that it drops may keep less."""
-        limits = self._limits(num_plans)[-2:0:-1]
+        limits = _limits(self, num_plans)[-2:0:-1]
         of_blocks = (plan for limit in limits if (plan := self._of_blocks(limit)))
         return [*self.candidates, self.floor, *of_blocks]
-
-    def _limits(self, num_plans: int) -> list[int]:
-        """Return budgets evenly from the floor to the default plan's peak."""
-        top, bottom = self.default.peak_bytes, self.floor.peak_bytes
-        return [top - (top - bottom) * step // num_plans for step in range(num_plans, -1, -1)]
 
     def plan_of(self, name: str, saved: Mask, kept: Mask | None = None) -> RematPlan:
         """Return a plan from its kept nodes, without values that would not be read.
@@ -321,7 +316,7 @@ class Planner:
                 segments,
                 order,
                 timeline,
-                self._least(self.problem),
+                _least_bytes(self, self.problem),
             )
             self._plans[key] = plan
         return plan
@@ -330,12 +325,9 @@ class Planner:
         """Return the same plan for the same graph with other sizes."""
         beside = self.resident_bytes, self.forward_bytes
         timeline = simulate_plan(problem, plan.saved, plan.order, *beside)
-        return replace(plan, problem=problem, timeline=timeline, least_bytes=self._least(problem))
-
-    def _least(self, problem: RematProblem) -> int:
-        if not self.stepping_bytes:
-            return 0
-        return self.stepping_bytes + self.resident_bytes + input_bytes(problem)
+        return replace(
+            plan, problem=problem, timeline=timeline, least_bytes=_least_bytes(self, problem)
+        )
 
     def _of_blocks(self, limit: int) -> RematPlan | None:
         """Return the fastest choice of options whose simulated peak is within the limit."""
@@ -359,6 +351,19 @@ def _fastest(plans: Sequence[RematPlan], limit: int) -> RematPlan:
     """Return the fastest of the plans whose peak is within a limit, of equal ones the smallest."""
     fitting = (plan for plan in plans if plan.peak_bytes <= limit)
     return min(fitting, key=lambda plan: (plan.seconds, plan.peak_bytes))
+
+
+def _limits(planner: Planner, num_plans: int) -> list[int]:
+    """Return budgets evenly from the floor to the default plan's peak."""
+    top, bottom = planner.default.peak_bytes, planner.floor.peak_bytes
+    return [top - (top - bottom) * step // num_plans for step in range(num_plans, -1, -1)]
+
+
+def _least_bytes(planner: Planner, problem: RematProblem) -> int:
+    """Return the bytes during the optimizer's step, 0 without one."""
+    if not planner.stepping_bytes:
+        return 0
+    return planner.stepping_bytes + planner.resident_bytes + input_bytes(problem)
 
 
 def _fixed_bytes(planner: Planner) -> int:

@@ -52,7 +52,8 @@ def profile_graph(
     Args:
         module: The module.
         *args: Arguments of the method, with tensors on any device, also on ``meta``.
-        device: Device whose kernels and allocator are simulated.
+        device: Device whose kernels, libraries and allocator are simulated, such as
+            ``"cuda:h100"``. ``"cuda"`` is the GPU of this machine, or an H100 if there is none.
         optimizer: An optimizer of the module's parameters, or a class or function for one. ``None``
             ends the step after the backward pass.
         method: Name of the method to call, such as ``training_step``.
@@ -109,7 +110,7 @@ class MetaInfoProp:
 
     Args:
         graph_module: The graph. Only ``meta["node_costs"]`` of its nodes is written.
-        device: Device whose kernels and allocator are simulated. It need not exist.
+        device: As in :func:`profile_graph`.
         optimizer: As in :func:`profile_graph`.
 
     Attributes:

@@ -40,14 +40,14 @@ def test_a_convolution_that_copies_nothing() -> None:
     assert _convolution("t4", images) == 0
 
 
-@pytest.mark.parametrize(("masks", "without"), [([True, True], 0), ([True, False], 0)])
-def test_the_backward_pass_of_a_convolution(masks: list[bool], without: int) -> None:
+@pytest.mark.parametrize("masks", [[True, True], [True, False], [False, True]])
+def test_the_backward_pass_of_a_convolution(masks: list[bool]) -> None:
     images, weight = (torch.empty(size, device="meta") for size in ((2, 4, 16, 16), (8, 4, 3, 3)))
     grad = torch.empty(2, 8, 16, 16, device="meta")
     args = (grad, images, weight, None, *_REST, 1, [*masks, False])
     copies = 4 * (2 * 4 * 256 + 8 * 4 * 9 + 2 * 8 * 256)
     operator = aten.convolution_backward.default
-    assert cuda_workspace_bytes(GPUS["h100"], operator, args, None) == copies - without
+    assert cuda_workspace_bytes(GPUS["h100"], operator, args, None) == copies
     turned = (grad.transpose(2, 3), *args[1:])
     more = cuda_workspace_bytes(GPUS["h100"], operator, turned, None)
     assert more == copies + 4 * 2 * 8 * 256
