@@ -125,7 +125,7 @@ class FitInCLI(ProfileCLI):
         least: dict[str, int] = {}
         for precision in sorted({self._precision, *_TRIED}, key=_PRECISIONS.index):
             step = self._sized(precision, batch)
-            limit = self._memory - _beside(step.profile)
+            limit = _limit(self._memory, step.profile)
             if precision == self._precision:
                 profile = step.profile
             found = [step.largest(limit, remat=remat) for remat in (False, True)]
@@ -133,7 +133,7 @@ class FitInCLI(ProfileCLI):
             fits += self._checked(step, limit)
             if not any(found):
                 smallest = step.planner(1).floor.peak_bytes
-                least[precision] = max(step.least_bytes(), smallest) + self._memory - limit
+                least[precision] = max(step.least_bytes(), smallest)
         fits.sort(key=self._cost)
         best = next((fit for fit in fits if fit.is_checked), None)
         self._show(largest, fits, best)
@@ -160,7 +160,7 @@ class FitInCLI(ProfileCLI):
             return profile_graph(
                 model,
                 *resized(args, size),
-                device=self._device,  # one of DEVICE_WORDS
+                device=self._device,
                 optimizer=self._optimizer(),
                 method="training_step",
                 context=plugin.forward_context,
@@ -175,7 +175,7 @@ class FitInCLI(ProfileCLI):
                 context=plugin.forward_context,
             )
 
-        return SizedStep.of(precision, size, model, profile_at, problem_at)
+        return SizedStep.of(precision, size, model, profile_at, problem_at, self._memory)
 
     def _checked(self, step: SizedStep, limit: int) -> Iterator[Fit]:
         """Yield what fits in a precision. The cheapest is traced at its own microbatch."""
@@ -260,11 +260,12 @@ def _plugin(precision: str) -> Precision:
     return Precision() if precision == "32-true" else HalfPrecision(precision)  # type: ignore[arg-type]
 
 
-def _beside(profile: GraphProfile) -> int:
-    """Return what the caching allocator of a GPU reserves besides the bytes alive."""
+def _limit(memory: int, profile: GraphProfile) -> int:
+    """Return the bytes that may be alive, since a GPU's caching allocator reserves more."""
     if profile.allocator is None:
-        return 0
-    return max(0, profile.allocator.reserved_bytes - profile.peak_bytes)
+        return memory
+    share = profile.peak_bytes / max(profile.peak_bytes, profile.allocator.reserved_bytes)
+    return int(share * memory)
 
 
 def _budget(fit: Fit) -> str:

@@ -91,6 +91,8 @@ class SizedStep:
         num_parameters: Number of the module's parameters, which come first in the graph.
         gradient_bytes: Bytes of all gradients.
         shards: What FSDP2 gathers.
+        memory_bytes: Limit on what a GPU's caching allocator reserves for a step without a plan, or
+            0 for none.
     """
 
     precision: str
@@ -100,6 +102,7 @@ class SizedStep:
     num_parameters: int
     gradient_bytes: int
     shards: Shards
+    memory_bytes: int = 0
 
     @classmethod
     def of(
@@ -109,6 +112,7 @@ class SizedStep:
         module: nn.Module,
         profile_at: Callable[[int], GraphProfile],
         problem_at: Callable[[int], RematProblem],
+        memory_bytes: int = 0,
     ) -> SizedStep:
         """Return the step of a module."""
         return cls(
@@ -119,6 +123,7 @@ class SizedStep:
             len(list(module.parameters())),
             gradient_bytes(module),
             Shards.of(module),
+            memory_bytes,
         )
 
     @property
@@ -195,7 +200,8 @@ class SizedStep:
         planner = self.planner(size, num_shards, accumulates=count > 1, exact=exact)
         plan, budget = planner.default, None
         peak = plan.peak_bytes + self.held_bytes(size, exact=exact)
-        if peak > limit:
+        is_refused = exact and num_shards == 1 and self._reserves_more(size)
+        if peak > limit or is_refused:
             if planner.floor.peak_bytes > limit:
                 return None
             plan, budget = planner.plan(limit), limit
@@ -222,9 +228,18 @@ class SizedStep:
             return max(self.least_bytes(num_shards), plan.peak_bytes + without)
 
         size = _largest(peak, limit, self.batch_size)
-        while size and peak(size, exact=True) > limit:
+        while size and (
+            peak(size, exact=True) > limit or (not remat and self._reserves_more(size))
+        ):
             size -= max(1, size // 100)
         return self.fit(limit, size, 1, num_shards, exact=True) if size else None
+
+    def _reserves_more(self, size: int) -> bool:
+        """Check whether the caching allocator reserves more than there is for an unplanned step."""
+        if not self.memory_bytes:
+            return False
+        allocator = self.profile_at(size).allocator
+        return allocator is not None and allocator.reserved_bytes > self.memory_bytes
 
     def fits(self, limit: int, batch_size: int, num_shards: int) -> Iterator[Fit]:
         """Yield a fit for each microbatch of a rank's batch, until nothing is recomputed."""
