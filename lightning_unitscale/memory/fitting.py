@@ -228,18 +228,38 @@ class SizedStep:
             return max(self.least_bytes(num_shards), plan.peak_bytes + without)
 
         size = _largest(peak, limit, self.batch_size)
-        while size and (
-            peak(size, exact=True) > limit or (not remat and self._reserves_more(size))
-        ):
+        is_served = not remat and num_shards == 1 and self._is_served
+        while size and not is_served and peak(size, exact=True) > limit:
             size -= max(1, size // 100)
+        if size and is_served:
+            size, limit = self._largest_served(size), self.memory_bytes
         return self.fit(limit, size, 1, num_shards, exact=True) if size else None
+
+    @property
+    def _is_served(self) -> bool:
+        """Check whether a caching allocator serves the step, and its memory is known."""
+        return bool(self.memory_bytes) and self.profile.allocator is not None
+
+    def _largest_served(self, size: int) -> int:
+        """Return the largest batch, near one, for which the allocator reserves no more than is."""
+        step = max(1, size // 16)
+        while size and self._reserves_more(size):
+            size = max(0, size - step)
+        while size and step:
+            if self._reserves_more(size + step):
+                step //= 2
+            else:
+                size += step
+        return size
 
     def _reserves_more(self, size: int) -> bool:
         """Check whether the caching allocator reserves more than there is for an unplanned step."""
-        if not self.memory_bytes:
+        if not self._is_served:
             return False
         allocator = self.profile_at(size).allocator
-        return allocator is not None and allocator.reserved_bytes > self.memory_bytes
+        # The profile has no gradients of the step before.
+        reserved = 0 if allocator is None else allocator.reserved_bytes + self.gradient_bytes
+        return reserved > self.memory_bytes
 
     def fits(self, limit: int, batch_size: int, num_shards: int) -> Iterator[Fit]:
         """Yield a fit for each microbatch of a rank's batch, until nothing is recomputed."""

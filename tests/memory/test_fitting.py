@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -68,6 +70,21 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not(remat: bool, device: s
         # Lightning holds the last step's gradients in the forward pass.
         profile = step.profile_at(fit.microbatch)
         assert profile.peak_bytes <= fit.peak_bytes + step.gradient_bytes
+
+
+def test_the_allocator_of_a_gpu_is_asked_about_the_largest_batch() -> None:
+    step = _step("cuda")
+    memory = step.profile.library_bytes + 40 * 2**20
+    step = dataclasses.replace(step, memory_bytes=memory)
+
+    def reserved(size: int) -> int:
+        allocator = step.profile_at(size).allocator
+        assert allocator is not None
+        return allocator.reserved_bytes + step.gradient_bytes
+
+    fit = step.largest(memory - 30 * 2**20)
+    assert fit is not None and fit.budget is None
+    assert reserved(fit.microbatch) <= memory < reserved(fit.microbatch + 1)
 
 
 def test_microbatches_until_nothing_is_recomputed() -> None:
