@@ -23,6 +23,7 @@ from lightning_unitscale.capture.aot_backend import (
     traced_backward,
 )
 from lightning_unitscale.capture.copy_graphs import compiled_forward, is_checkpoint
+from lightning_unitscale.capture.graph_nodes import op_name
 from lightning_unitscale.capture.patches import drop_inference_mode
 from lightning_unitscale.capture.recurrent import keep_workspaces, recurrent_dropout
 from lightning_unitscale.scales.statistics import join_rows
@@ -71,8 +72,10 @@ def execute_with(
         if rewriter is not None:
             options = _rewriting(rewriter, partition_fn)
         # With writes into inputs in the graph, torch (2.13) exchanges results that are such inputs,
-        # if others are written after it: torchmetrics' MeanMetric returns both.
-        backend = aot_autograd(keep_inference_input_mutations=False, **options)
+        # if others are written after it: torchmetrics' MeanMetric returns both. Without them, it
+        # does not know ``.data = ...``.
+        has_data = any(op_name(node) == "set" for node in graph_module.graph.nodes)
+        backend = aot_autograd(keep_inference_input_mutations=has_data, **options)
         # An error in the middle of it would leave gradients off.
         with plain_kernels(), backward, torch.set_grad_enabled(torch.is_grad_enabled()):
             compiled: Callable[..., Any] = backend(graph_module, inputs)
