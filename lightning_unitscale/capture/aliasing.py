@@ -297,11 +297,17 @@ def _seen_by_running(node: fx.Node, paths: list[Path], mode: Any) -> Effects:
             stack.enter_context(shape_env.suppress_guards())
         stack.enter_context(torch.no_grad())
         args, kwargs = fx.map_arg((node.args, node.kwargs), by_node.__getitem__)
+        values = {path: by_node[argument_at(node, path)] for path in paths}
+        before = {path: _memory(value) for path, value in values.items()}
         writes = stack.enter_context(Writes())
         result = call(node.target, args, kwargs)
-    values = {path: by_node[argument_at(node, path)] for path in paths}
     return Effects(
-        tuple(path for path, value in values.items() if _is_written(value, writes)),
+        tuple(
+            path
+            for path, value in values.items()
+            # ``set_``, by which Dynamo has ``.data = ...``, gives it other memory.
+            if _is_written(value, writes) or _memory(value) != before[path]
+        ),
         tuple(_sharing(result, values.items())),
         next((path for path, value in values.items() if result is value), None),
         writes.has_drawn,
@@ -348,6 +354,10 @@ def _storages(value: Any) -> Iterator[Any]:
             yield tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):
             continue  # sparse, or within a functorch transform
+
+
+def _memory(value: Any) -> list[int]:
+    return [storage._cdata for storage in _storages(value)]
 
 
 def _arguments(node: fx.Node, paths: Iterable[Path]) -> tuple[fx.Node, ...]:

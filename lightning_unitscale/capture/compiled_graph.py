@@ -122,9 +122,9 @@ class GraphBackend:
         self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
         """Take over a captured graph, and return the callable that runs in its place."""
-        step = self.step()
-        if step is None:
-            return graph_module.forward
+        step, nodes = self.step(), graph_module.graph.nodes
+        if step is None or all(node.op in ("placeholder", "output") for node in nodes):
+            return graph_module.forward  # it computes nothing
         step.recaptures.num_graphs += 1
         captured = capture.describe(graph_module, example_inputs, step.owner.module)
         return _GraphOfEachModule(step, captured, self.executor).__call__

@@ -76,8 +76,10 @@ def execute_with(
         if rewriter is not None:
             options = _rewriting(rewriter, partition_fn)
         # With writes into inputs in the graph, torch (2.13) exchanges results that are such inputs,
-        # if others are written after it: torchmetrics' MeanMetric returns both.
-        backend = aot_autograd(keep_inference_input_mutations=False, **options)
+        # if others are written after it: torchmetrics' MeanMetric returns both. Without them, it
+        # does not know ``.data = ...``.
+        has_data = any(op_name(node) == "set" for node in graph_module.graph.nodes)
+        backend = aot_autograd(keep_inference_input_mutations=has_data, **options)
         # An error in the middle of it would leave gradients off.
         with plain_kernels(), backward, torch.set_grad_enabled(torch.is_grad_enabled()):
             compiled: Callable[..., Any] = backend(graph_module, inputs)

@@ -10,7 +10,7 @@ from torch import nn
 from torch._higher_order_ops.scan import scan
 from torch.utils.data import DataLoader
 
-from lightning_unitscale import RematCallback
+from lightning_unitscale import RematCallback, ScaleMonitor
 from tests.callbacks.runs import QUIET
 from tests.helpers import assert_same_bits
 
@@ -100,6 +100,16 @@ def test_it_has_the_bits_of_the_plain_run(step: type[_Step]) -> None:
     for name in expected:
         assert torch.equal(expected[name], got[name]), name
     assert len(callback.reports) == 1
+
+
+@pytest.mark.parametrize("step", [_Momentum, _ReassignedAfterwards])
+@pytest.mark.filterwarnings("ignore:ScaleMonitor. the Trainer has no logger")
+def test_data_is_assigned_beside_a_monitor(step: type[_Step]) -> None:
+    plain = step()
+    planned = copy.deepcopy(plain)
+    _fit(plain)
+    _fit(planned, RematCallback("min_cut"), ScaleMonitor(2))
+    assert_same_bits(dict(planned.state_dict()), dict(plain.state_dict()))
 
 
 class _Broken(_Step):
