@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_unitscale import UnitScaleCallback
-from lightning_unitscale.capture import recaptures
+from lightning_unitscale.capture import module_state
 from tests.callbacks.modules import Packed
 from tests.callbacks.rule_runs import METHODS, WIDTH, Classifier, adamw, fit, loader, weights
 from tests.capture.test_tensor_subclasses import Broken
@@ -140,7 +140,7 @@ class LazyAndCut(Classifier):
 
 
 def test_a_sanity_check_is_unscaled_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recaptures, "MANY_GRAPHS", 1)
+    monkeypatch.setattr(module_state, "MANY_GRAPHS", 1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         options = {"val": loader(8), "num_sanity_val_steps": 1}

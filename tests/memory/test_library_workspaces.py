@@ -13,6 +13,13 @@ MIB = 2**20
 HOPPER, AMPERE = 32 * MIB, 8 * MIB + 128 * 1024
 
 
+@pytest.fixture(autouse=True)
+def _default_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Deterministic runs on a GPU set one of them for the whole process.
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.delenv("CUBLASLT_WORKSPACE_SIZE", raising=False)
+
+
 def _kept(module: nn.Module, *given: Tensor, device: DeviceType = "cuda:h100") -> int:
     profile = profile_graph(module, *given, device=device)
     assert profile.peak.by_kind["library"] == profile.library_bytes
