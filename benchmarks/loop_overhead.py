@@ -31,18 +31,12 @@ from typing import Any
 
 import torch
 from demo_step import DemoLoss, demo_batch
-from measure import report
+from measure import ALLOCATOR, report
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 STEPS = 10  # of a turn
 TURNS = 5  # of a round: 50 steps from one sample of the monitor to the next, by default
-# Of glibc: huge pages, all that is freed is kept, and no tensor is large enough to be mapped alone.
-ALLOCATOR = {
-    "MALLOC_TRIM_THRESHOLD_": str(2**32 - 1),
-    "MALLOC_MMAP_THRESHOLD_": str(2**25),
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
-}
 VARIANTS = ("plain", "plain once more", "with callbacks")
 
 

@@ -20,6 +20,13 @@ from pathlib import Path
 from tabulate import tabulate
 
 RESULTS = Path(__file__).parent / "results"
+# Settings of glibc for processes that are compared: huge pages, all that is freed is kept, and no
+# tensor is mapped alone. Otherwise the position of a process's memory matters as much as units do.
+ALLOCATOR = {
+    "MALLOC_TRIM_THRESHOLD_": str(2**32 - 1),
+    "MALLOC_MMAP_THRESHOLD_": str(2**25),
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+}
 
 
 def interleaved(
@@ -83,7 +90,8 @@ def in_processes(script: str, names: Sequence[str], *, rounds: int) -> dict[str,
 def _process(script: str, name: str) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, script, "--serve", name]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+    env = {**os.environ, **ALLOCATOR}
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=env) as process:
         assert process.stdin is not None and process.stdout is not None
         try:
             process.stdout.readline()  # its step is warm
