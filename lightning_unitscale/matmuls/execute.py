@@ -73,8 +73,8 @@ class Matmul:
     # For each scaled operand: position, exponent of the factor, and whether it is a gradient.
     scaled: tuple[tuple[int, int, bool], ...] = field(init=False)
     exponents: tuple[int, ...] = field(init=False)  # of the factors of its rule
-    # The factor of its result that BLAS may apply; 1 if there is none or its operator takes none.
-    factor: float = field(init=False)
+    # Exponent of its result's factor that BLAS may apply; 0 without one, or without such a kernel.
+    common: int = field(init=False)
     # How BLAS applies it, by the operands' type and device; ``None`` if it must not.
     with_factor: dict[tuple[torch.dtype, int], _WithFactor | None] = field(init=False)
 
@@ -88,8 +88,8 @@ class Matmul:
         rows = zip(self.rule.operands, self.log2_units, self.is_gradient, strict=True)
         self.scaled = tuple((at, -unit, is_one) for at, unit, is_one in rows if unit)
         self.exponents = self.rule.exponents(self.log2_units)
-        common = -self.exponents[len(known)] if self.rule.with_factor else 0
-        self.factor, self.with_factor = 2.0**common, {}
+        self.common = -self.exponents[len(known)] if self.rule.with_factor else 0
+        self.with_factor = {}
 
     def places(self) -> Iterator[tuple[int, int, bool, str]]:
         """Yield each operand's position, unit, whether it is a gradient, and name."""
@@ -173,14 +173,15 @@ def run_in_units(matmul: Matmul, original: Kernel, args: list[Any], kwargs: dict
 
 def run_scaled(matmul: Matmul, original: Kernel, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Run a matmul on scaled operands, and multiply its results by their units."""
-    rule, factor = matmul.rule, matmul.factor
-    if factor != 1.0:
+    rule = matmul.rule
+    if matmul.common:
         first = args[rule.operands[0]]
         key = first.dtype, first.get_device()
         if key not in matmul.with_factor:
             matmul.with_factor[key] = _with_factor(rule, first)
         if (known := matmul.with_factor[key]) is not None:
             run, nothing = known
+            factor = 2.0**matmul.common
             if run is None:
                 # The addend has its own factor, beta.
                 kwargs = {**kwargs, "alpha": kwargs.get("alpha", 1) * factor}

@@ -8,7 +8,6 @@ the last session is closed or garbage-collected. Meanwhile, a matmul outside the
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from contextvars import ContextVar
 from dataclasses import replace
@@ -39,7 +38,6 @@ from lightning_unitscale.matmuls.owners import (
 from lightning_unitscale.matmuls.session import LOCAL, SESSION, MatmulSession, run_inside
 from lightning_unitscale.matmuls.steady import is_pair, steady_matmul
 from lightning_unitscale.matmuls.torch_internals import (
-    ENGINE,
     Kernel,
     KernelOverrides,
     calling_frame,
@@ -143,9 +141,8 @@ def matmul_kernel(rule: MatmulRule, original: Kernel) -> Kernel:
         local = LOCAL
         if local.is_inside:
             return original(*args, **kwargs)
-        frame = sys._getframe().f_back
-        if frame is None or frame.f_code is ENGINE:
-            frame = None
+        frame = calling_frame()
+        if frame is None:
             if has_two and not kwargs and (matmul := steady_matmul(rule, *args)) is not None:
                 local.is_inside = True
                 try:

@@ -71,8 +71,7 @@ def owner_of(
         session, call = asking_session(node, is_called=frame is not None)
         if session is None and call is None:
             session = maker_of(node)
-        if session is None or LATEST.get(graph_task()) is not session.ref:
-            _note_latest(session)
+        _note_latest(session)
         return session, node, call
     if (session := SESSION.get()) is not None:
         return session, None, None
@@ -89,7 +88,7 @@ def _note_latest(session: MatmulSession | None) -> None:
     task = graph_task()
     if session is None:
         LATEST.pop(task, None)
-    else:
+    elif LATEST.get(task) is not session.ref:
         if task not in LATEST and len(LATEST) >= _MAX_LATEST:
             del LATEST[next(iter(LATEST))]
         LATEST[task] = session.ref

@@ -31,9 +31,6 @@ from lightning_unitscale.matmuls.torch_internals import (
 )
 from lightning_unitscale.matmuls.units import Units
 
-# By identity, as in MODULE_CALLS.
-_CHECKPOINT, _ENGINE = id(CHECKPOINT), id(ENGINE)
-
 
 def frames() -> Iterator[FrameType]:
     """Yield the frames from the caller outwards, up to the engine that runs the current node.
@@ -89,7 +86,6 @@ class Sites:
         # Weak, because an autograd graph keeps its session alive and must not keep the module.
         self._module = weakref.ref(module)
         self._boundary = boundary  # the module's method, whose calls are the outermost
-        self._boundary_id = id(boundary)
         self._units = units
         self._paths: dict[int, str] = {}
         # The module of a checkpoint, by its body. A recomputation has only the body on the stack.
@@ -125,8 +121,7 @@ class Sites:
             self._counts[count] = index + 1
             if (checkpoint := checkpoint_under_way()) is not None:
                 self._starts.setdefault(checkpoint, {}).setdefault(key, index)
-        sites = self._places[key]
-        return sites[index] if index < len(sites) else self._site(key, roles, index)
+        return self._site(key, roles, index)
 
     def _site(self, key: tuple[str, str], roles: tuple[str, ...], index: int) -> Site:
         sites = self._places[key]
@@ -198,17 +193,17 @@ class Sites:
         # Every matmul calls this, so avoid the generator of frames().
         frame = sys._getframe(1) if frame is None else frame
         while frame is not None and path is None:
-            number = id(frame.f_code)
-            if number in MODULE_CALLS:
+            code = frame.f_code
+            if id(code) in MODULE_CALLS:
                 module = id(frame.f_locals["self"])
                 path = self._paths.get(module) or self.path_of(module)
-            elif number in LINES and (names := names_of_line(frame)) is not None:
+            elif id(code) in LINES and (names := names_of_line(frame)) is not None:
                 path, result = names
-            elif number == self._boundary_id:
+            elif code is self._boundary:
                 path = ""
-            elif number == _CHECKPOINT:
+            elif code is CHECKPOINT:
                 bodies.append(checkpointed_body(frame))
-            elif number == _ENGINE:
+            elif code is ENGINE:
                 break
             frame = frame.f_back
         for body in bodies:
