@@ -201,13 +201,15 @@ def _fake_copy(module: nn.Module, copies: FakeCopies) -> nn.Module:
         ) from error
 
 
+def own_loss(output: Any) -> Any:
+    """Return a step's loss, which its result may have beside others, or else the result."""
+    own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    return own if isinstance(own, Tensor) else output
+
+
 def _roots(output: Any, loss: Callable[[Any], Tensor] | None) -> list[Tensor]:
     """Return the tensors that the backward pass starts from, or none if no gradient is needed."""
-    if loss is not None:
-        output = loss(output)
-    else:
-        own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-        output = own if isinstance(own, Tensor) else output
+    output = own_loss(output) if loss is None else loss(output)
     return [tensor for tensor in tensors_in(output) if tensor.requires_grad]
 
 

@@ -58,7 +58,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class Shards:
-    """What FSDP2 gathers of a module: bytes of its blocks, and of the rest."""
+    """Bytes of a module that FSDP2 gathers: of its blocks, and of the rest."""
 
     largest_block: int
     rest: int

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from lightning_unitscale.capture.graph_nodes import call
 from lightning_unitscale.memory.gpu_attention import attention
@@ -42,6 +43,19 @@ def calls_of(gpu: GPU | None) -> Call:
         **SINGLE_KERNELS,
     }
     return partial(_call_on_gpu, kernels)
+
+
+class DeviceCalls(TorchFunctionMode):
+    """Mode that calls functions as on a GPU, or on a CPU."""
+
+    def __init__(self, gpu: GPU | None) -> None:
+        super().__init__()
+        self._call = calls_of(gpu)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self._call(func, args, kwargs or {})
 
 
 def _call_on_cpu(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

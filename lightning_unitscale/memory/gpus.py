@@ -117,7 +117,7 @@ DeviceType = Literal[
 DEVICE_NAMES: tuple[DeviceType, ...] = get_args(DeviceType)
 """Every device that can be profiled."""
 DEVICE_WORDS = (*DEVICE_NAMES, *GPUS)
-"""What the command line takes: the name of a GPU is enough."""
+"""Words for a device on the command line, where the name of a GPU is enough."""
 _ADVICE = "profile for the more similar one of these, which need not exist"
 
 

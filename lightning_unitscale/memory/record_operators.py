@@ -34,7 +34,7 @@ from lightning_unitscale.capture.fake_device import (
 from lightning_unitscale.capture.graph_nodes import module_path, op_name, tensors_in
 from lightning_unitscale.functional.scale import plain_tensor
 from lightning_unitscale.memory.costs import operator_costs
-from lightning_unitscale.memory.gpu_kernels import calls_of
+from lightning_unitscale.memory.gpu_kernels import DeviceCalls, calls_of
 from lightning_unitscale.memory.gpu_recurrent import CUDNN_OPERATORS
 from lightning_unitscale.memory.gpus import GPU
 from lightning_unitscale.memory.library_workspaces import KeptWorkspaces
@@ -359,7 +359,7 @@ class GraphTrace(fx.Interpreter):
 
     def watching(self) -> TorchFunctionMode:
         """Call functions as on the device in this context."""
-        return _DeviceCalls(self._recorder.gpu)
+        return DeviceCalls(self._recorder.gpu)
 
     def run_node(self, n: fx.Node) -> Any:
         """Run one node and record it."""
@@ -375,17 +375,6 @@ class GraphTrace(fx.Interpreter):
         ]
         self._recorder.add_node(n.name, op_name(n), module_path(n), inputs, tensors_in(result))
         return result
-
-
-class _DeviceCalls(TorchFunctionMode):
-    def __init__(self, gpu: GPU | None) -> None:
-        super().__init__()
-        self._call = calls_of(gpu)
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return self._call(func, args, kwargs or {})
 
 
 def function_name(function: Any) -> str:

@@ -31,7 +31,7 @@ class _Activation(torch.autograd.Function):
         return torch.empty_like(input), None
 
 
-class _InPlace(torch.autograd.Function):
+class _InPlace(_Activation):
     """An elementwise function in place, for which autograd saves a copy of the input."""
 
     @staticmethod
@@ -39,11 +39,6 @@ class _InPlace(torch.autograd.Function):
         ctx.save_for_backward(input.clone())
         ctx.mark_dirty(input)
         return operator(input)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (input,) = ctx.saved_tensors
-        return torch.empty_like(input), None
 
 
 def _activation(

@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_unitscale.capture.decompose import open_function
@@ -27,14 +26,14 @@ from lightning_unitscale.capture.fake_device import (
     simulating,
 )
 from lightning_unitscale.memory.costs import default_cost_model
-from lightning_unitscale.memory.fake_step import FakeStep
-from lightning_unitscale.memory.gpu_kernels import calls_of
+from lightning_unitscale.memory.fake_step import FakeStep, own_loss
+from lightning_unitscale.memory.gpu_kernels import DeviceCalls
 from lightning_unitscale.memory.gpu_recurrent import CUDNN_OPERATORS
-from lightning_unitscale.memory.gpus import GPU, parse_device
+from lightning_unitscale.memory.gpus import parse_device
 from lightning_unitscale.memory.joint_graph import JointGraphReader, is_mutable
 from lightning_unitscale.memory.problem import NodeRegion, RematNode, RematProblem
 
-# What the reader of joint graphs recognizes as a gradient that arrives from outside.
+# The reader of joint graphs takes an input of this name for a gradient from outside.
 _TANGENT = "tangents"
 
 
@@ -48,12 +47,8 @@ class _Kernels(DispatchMode):
         return run_operator(func, args, kwargs or {}) if run is None else run(*args)
 
 
-class _Calls(TorchFunctionMode):
-    """Mode that calls functions as on a device."""
-
-    def __init__(self, gpu: GPU | None) -> None:
-        super().__init__()
-        self._call = calls_of(gpu)
+class _Calls(DeviceCalls):
+    """Mode that calls functions as on a device, also those within multi-head attention."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -61,7 +56,7 @@ class _Calls(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             with self:  # its parts depend on the device too
                 return open_function(func)(*args, **(kwargs or {}))
-        return self._call(func, args, kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def traced_problem(
@@ -157,8 +152,7 @@ def out_of_place(problem: RematProblem, writes: Sequence[bool]) -> RematProblem:
 
 def loss_of(output: Any, module: nn.Module) -> Tensor:
     """Return the loss of a step's result: itself, or its ``loss``."""
-    own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-    loss = own if isinstance(own, Tensor) else output
+    loss = own_loss(output)
     if not isinstance(loss, Tensor) or not loss.requires_grad or loss.numel() != 1:
         raise RuntimeError(
             f"module={type(module).__name__}: its step returns no loss that requires a gradient. "
