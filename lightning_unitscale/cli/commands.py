@@ -172,9 +172,7 @@ class ProfileCLI(UnitScaleCLI):
         model, context = self.model, self.trainer.precision_plugin.forward_context
         with self._job.ranks(self.trainer, model, device_type(self._device)):
             batch = self._first_batch()
-            # Outside a loop of the trainer there is no place to log to.
-            for name in ("log", "log_dict"):
-                model.__dict__[name] = nothing
+            self._drop_logs()
             profile = profile_graph(
                 model,
                 *step_arguments(model, "training_step", batch, 0),
@@ -194,6 +192,11 @@ class ProfileCLI(UnitScaleCLI):
                 profile.save(self.config.json)
             if self.config.plot is not None:
                 profile.plot(self.config.plot)
+
+    def _drop_logs(self) -> None:
+        """Let the step log nothing. Outside a loop of the trainer there is no place for it."""
+        for name in ("log", "log_dict"):
+            self.model.__dict__[name] = nothing
 
     def _first_batch(self) -> Any:
         data, model = self.datamodule, self.model

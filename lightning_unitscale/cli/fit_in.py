@@ -24,7 +24,6 @@ from lightning_unitscale.memory.problem import RematProblem
 from lightning_unitscale.memory.profile_report import format_bytes
 from lightning_unitscale.memory.profile_step import batch_size_of, resized
 from lightning_unitscale.memory.traced_planner import traced_problem
-from lightning_unitscale.patching import nothing
 from lightning_unitscale.profiler import GraphProfile, profile_graph
 
 # Precisions that are compared, those that convert the weights last.
@@ -32,7 +31,7 @@ _PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 _TRIED = ("32-true", "bf16-mixed", "bf16-true")
 _LARGEST = ("precision", "remat", "batch", "peak", "extra FLOPs")
 _STEPS = ("", "precision", "shards", "microbatch", "accumulated", "remat", "peak", "extra FLOPs")
-# What the driver and the CUDA context may take of a GPU, "some hundred MiB", and gaps.
+# An allowance for the driver, the CUDA context (some hundred MiB) and gaps between blocks.
 _CONTEXT_BYTES = 2**30
 
 
@@ -117,8 +116,7 @@ class FitInCLI(ProfileCLI):
     def fit_in(self) -> None:
         """Print what fits, and the cheapest of it."""
         batch = self._first_batch()
-        for name in ("log", "log_dict"):  # outside a loop of the trainer there is no place for them
-            self.model.__dict__[name] = nothing
+        self._drop_logs()
         self._samples = self.config.batch
         largest: list[Fit] = []
         fits: list[Fit] = []
