@@ -26,6 +26,7 @@ FOLDERS = (
     "matmuls",
     "rules",
     "monitor",
+    "precision",
     "loops",
     "pipeline",
     "strategies.py",
