@@ -21,7 +21,6 @@ lines in ``real_stack`` of Dynamo's errors were checked on 2.13.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import re
 import sys
@@ -31,7 +30,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch._dynamo import convert_frame
 from torch._dynamo.exc import InternalTorchDynamoError, TorchRuntimeError, Unsupported
 from torch._dynamo.symbolic_convert import SpeculationLogDivergence
 from torch._dynamo.variables import torch as torch_variables
@@ -69,13 +67,9 @@ class _Told(threading.local):
 _TOLD = _Told()
 
 
-@contextlib.contextmanager
-def plain_answers() -> Iterator[None]:
-    """Let Dynamo answer the code of users and libraries that it is not being compiled."""
-    usual = torch_variables.tracing_state_functions
-    convert = convert_frame.ConvertFrame.__call__
+def telling(convert: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that captures as ``convert`` does, once for each answer that it needs."""
 
-    @functools.wraps(convert)
     def convert_or_tell(*args: Any, **kwargs: Any) -> Any:
         try:
             return _tell_until_traced(lambda: convert(*args, **kwargs))
@@ -85,11 +79,15 @@ def plain_answers() -> Iterator[None]:
                 box.error_on_graph_break = None
             return convert(*args, **kwargs)
 
-    with (
-        # Dynamo calls this function whenever traced code asks.
-        shadowed_here(torch_variables, tracing_state_functions=lambda: _Answers(usual())),
-        shadowed_here(convert_frame.ConvertFrame, __call__=convert_or_tell),
-    ):
+    return convert_or_tell
+
+
+@contextlib.contextmanager
+def plain_answers() -> Iterator[None]:
+    """Let Dynamo answer the code of users and libraries that it is not being compiled."""
+    usual = torch_variables.tracing_state_functions
+    # Dynamo calls this function whenever traced code asks.
+    with shadowed_here(torch_variables, tracing_state_functions=lambda: _Answers(usual())):
         yield
 
 

@@ -31,10 +31,11 @@ from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.utils import graph_break_reasons
 from torch._guards import CompileContext
 
+from lightning_unitscale.capture.answers import telling
 from lightning_unitscale.capture.breaks import frames_of, without_dynamos_texts
 from lightning_unitscale.capture.copy_graphs import copy_graph_module
 from lightning_unitscale.capture.patches import (
-    passed_over,
+    passing_over,
     plain_libraries,
     plain_numbers,
 )
@@ -204,11 +205,17 @@ def capture_settings(*, passes_over: bool = False) -> Iterator[None]:
     into the graph as single operations. Without it Dynamo gives up on every frame that mentions an
     ``nn.GRU``.
     """
+    convert = telling(convert_frame.ConvertFrame.__call__)
+    if passes_over:
+        convert = passing_over(convert)
+
+    # Most calls of a step capture nothing, so Dynamo is patched only while it captures.
+    def convert_patched(*args: Any, **kwargs: Any) -> Any:
+        with without_dynamos_texts(), plain_libraries(), plain_numbers():
+            return convert(*args, **kwargs)
+
     with (
-        without_dynamos_texts(),
-        plain_libraries(),
-        plain_numbers(),
-        passed_over() if passes_over else contextlib.nullcontext(),
+        shadowed_here(convert_frame.ConvertFrame, __call__=convert_patched),
         torch._dynamo.config.patch(
             optimize_ddp=False,
             allow_rnn=True,
@@ -217,6 +224,8 @@ def capture_settings(*, passes_over: bool = False) -> Iterator[None]:
             allow_empty_graphs=True,
             # Hooks that are added or removed during training are noticed.
             skip_nnmodule_hook_guards=False,
+            trace_numpy=False,
+            enable_dynamo_decompositions=False,
             recompile_limit=RECOMPILE_LIMIT,
             accumulated_recompile_limit=4 * RECOMPILE_LIMIT,
             fail_on_recompile_limit_hit=not passes_over,

@@ -11,7 +11,7 @@
   its settings are, with :data:`_TAKEN_APART`.
 * Generators. Dynamo draws from a user's ``random.Random`` when it traces, and guards on nothing.
   Every later step would get the same number. So these calls run untraced, too.
-* Failures (:func:`passed_over`). Dynamo runs code that it cannot capture untraced, with a graph
+* Failures (:func:`passing_over`). Dynamo runs code that it cannot capture untraced, with a graph
   break. On some code it raises an error of its own instead, or of its fake tensors, before any of
   the function has run. The function can run untraced then, too, and the functions that it calls are
   captured as after a graph break. A user's error (shapes that do not fit) is then raised as without
@@ -59,7 +59,7 @@ import numpy as np
 import torch
 import torch._dynamo.config
 from torch import fx
-from torch._dynamo import convert_frame, symbolic_convert
+from torch._dynamo import symbolic_convert
 from torch._dynamo.exc import (
     InternalTorchDynamoError,
     TorchRuntimeError,
@@ -100,7 +100,6 @@ def plain_numbers() -> Iterator[None]:
         shadowed_here(RandomClassVariable, call_function=_refuse_generator),
         shadowed_here(OptimizerVariable, _set_capturable=nothing),
         shadowed_here(TorchInGraphFunctionVariable, _get_handlers=_handlers_of_whole_functions),
-        torch._dynamo.config.patch(trace_numpy=False, enable_dynamo_decompositions=False),
     ):
         yield
 
@@ -147,13 +146,10 @@ _MAX_FAILURES = 4
 _failures: Counter[Any] = Counter()
 
 
-@contextlib.contextmanager
-def passed_over() -> Iterator[None]:
-    """Turn a failure of Dynamo's into a graph break and a warning."""
-    convert = convert_frame.ConvertFrame.__call__
+def passing_over(convert: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that captures as ``convert`` does; a failure is a break and a warning."""
     warned: set[tuple[str, int]] = set()
 
-    @functools.wraps(convert)
     def convert_or_pass_over(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return convert(self, frame, *args, **kwargs)
@@ -168,8 +164,7 @@ def passed_over() -> Iterator[None]:
             _report(frame.f_code, error, warned, warn=True)
             return ConvertFrameReturn()
 
-    with shadowed_here(convert_frame.ConvertFrame, __call__=convert_or_pass_over):
-        yield
+    return convert_or_pass_over
 
 
 # Hints for a compiler, which compute nothing. Caches of transformers use them in a step.
