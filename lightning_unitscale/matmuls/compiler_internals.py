@@ -15,6 +15,8 @@
   ``_compile_fx_inner`` means that Inductor benchmarks kernels.
 - The caller of ``OpOverload.__call__`` is a graph's generated code. It calls ``mm`` and similar
   operators through a global name, ``extern_kernels``.
+- The frame ``compile_wrapper`` of a compiled function has its ``_TorchDynamoContext`` as ``self``.
+  Calling the context compiles another function in the same way.
 - ``innermost_backend`` returns the backend of a compiled function's context, and
   ``callback_handler`` calls its callbacks before a compilation.
 - An operator that a pass inserts gets tensors with eager strides only if its node has
@@ -28,13 +30,13 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from types import CodeType, MappingProxyType
+from types import CodeType, FrameType, MappingProxyType
 from typing import Any
 
 import torch
 from torch import fx
 from torch._dynamo.callback import callback_handler
-from torch._dynamo.eval_frame import innermost_backend
+from torch._dynamo.eval_frame import _TorchDynamoContext, innermost_backend
 from torch._dynamo.source import GlobalStateSource
 from torch._functorch.aot_autograd import AOT_COUNTER
 from torch._guards import CompileContext, Guard, TracingContext
@@ -238,5 +240,20 @@ def compiled_parts(module: torch.nn.Module) -> list[Any]:
 def is_by_inductor(compiled: Any) -> bool:
     """Check whether Inductor compiles an object."""
     # For ``fullgraph=True`` torch does not return the configuration, so read its backend.
-    context = inspect.getclosurevars(compiled.get_compiler_config).nonlocals["self"]
+    return is_inductor(inspect.getclosurevars(compiled.get_compiler_config).nonlocals["self"])
+
+
+def is_inductor(context: Any) -> bool:
+    """Check whether a compiled function's context compiles with Inductor."""
     return getattr(innermost_backend(context.callback), "compiler_name", "") == "inductor"
+
+
+def compiling_context() -> Any:
+    """Return the context of the innermost compiled function that is running, or ``None``."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        is_compiled = frame.f_code.co_name == "compile_wrapper"
+        if is_compiled and frame.f_globals.get("__name__") == _TorchDynamoContext.__module__:
+            return frame.f_locals["self"]
+        frame = frame.f_back
+    return None

@@ -18,6 +18,8 @@ from lightning_unitscale.capture.captured_copy import MATMULS, matmuls_of
 from lightning_unitscale.capture.graph_nodes import tensors_in
 from lightning_unitscale.capture.module_steps import steps_of
 from lightning_unitscale.capture.rollback import detached_copy, restoring
+from lightning_unitscale.compiling import is_exporting
+from lightning_unitscale.matmuls.compiler_internals import compiling_context, is_inductor
 from lightning_unitscale.matmuls.coverage import (
     Coverage,
     CoverageCounter,
@@ -29,7 +31,7 @@ from lightning_unitscale.matmuls.gauge import Gauge
 from lightning_unitscale.matmuls.matmul_formats import FP8Linears, SimulateFormat
 from lightning_unitscale.matmuls.measurement import Measurement
 from lightning_unitscale.matmuls.scaled_methods import AttachedSession, SessionMethod
-from lightning_unitscale.matmuls.torch_internals import current_node
+from lightning_unitscale.matmuls.torch_internals import current_node, is_recording, is_tracing
 from lightning_unitscale.matmuls.units import Units
 
 # Key in the metadata of autograd nodes.
@@ -146,8 +148,35 @@ def _widened(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype == torch.float16 else tensor
 
 
+# Dynamo's error has it, if the user wants one graph.
+_FULL_GRAPH = (
+    "Its matmuls are scaled or rounded as they run, so it is compiled on its own. Leave out "
+    "fullgraph=True, or use lightning_unitscale.transforms.compile(module)"
+)
+
+
 class _ForwardMethod(SessionMethod):
     """A stand-in for ``forward`` that deep copies keep, with the same units."""
+
+    # The user's ``torch.compile`` around it, and the method compiled in the same way.
+    _compiled: tuple[Any, Any] = (None, None)
+
+    @override
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        if not is_recording() or is_exporting() or is_tracing():
+            return super().call(*args, **kwargs)
+        return self._run_compiled(*args, **kwargs)
+
+    @torch.compiler.disable(reason=_FULL_GRAPH)
+    def _run_compiled(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the method, compiled by itself, in the session."""
+        context = compiling_context()
+        # Only Inductor's graphs can be rounded.
+        if context is None or (self.owner.session.numerics and not is_inductor(context)):
+            return self.run_as(self._method, *args, **kwargs)
+        if self._compiled[0] is not context:
+            self._compiled = context, context(self._method)
+        return self.run_as(self._compiled[1], *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self.owner, memo).methods["forward"]

@@ -34,7 +34,8 @@ def lossless_unit_scale(
     parameters get them in the first call, as those of ``module`` would.
 
     It supports any Python code, because matmuls are scaled as they run. Your own ``torch.compile``
-    compiles ``module`` without scaling. :func:`compile` compiles the transformed module.
+    compiles its ``forward`` with scaled matmuls, apart from the code around it. With
+    ``fullgraph=True`` it raises an error.
 
     Args:
         module: Any module. It does not change.
@@ -106,7 +107,8 @@ def simulate_format(
 
     Returns:
         A new module with ``explain()``: which matmuls were rounded in its first call, and why
-        others were not. Within your own ``torch.compile`` it runs uncompiled.
+        others were not. Your own ``torch.compile`` compiles its ``forward``, apart from the code
+        around it, if the backend is Inductor. Another backend leaves it uncompiled.
 
     Raises:
         ValueError: If a format or a pattern is invalid, or the module is already compiled.
@@ -185,8 +187,9 @@ def fp8_linears(
 def compile(module: nn.Module, mode: CompileMode = "default") -> nn.Module:
     """Return a copy of ``module`` whose captured graphs are compiled by Inductor.
 
-    ``torch.compile`` on a transformed module would capture the original module again. This compiles
-    the result of all transforms, whether they come before or after it.
+    This compiles the result of all transforms, whether they come before or after it.
+    ``torch.compile`` on a module that was transformed by rules or a memory budget would capture the
+    original module again.
 
     Args:
         module: A module, transformed or not, that Dynamo can capture. It does not change.

@@ -323,8 +323,26 @@ def test_within_a_compiler_of_the_users_own() -> None:
     assert_same_bits(compiled(x).detach(), expected.detach())
     assert not torch.equal(expected, layer(x * 2) + 1)
     scaled = lossless_unit_scale(layer, x)
-    compiled = torch.compile(scaled, backend="eager", fullgraph=True)
+    compiled = torch.compile(scaled, backend="eager")
     assert_same_bits(compiled(x).detach(), layer(x).detach())
+    assert "1 of 1 matmuls in units" in scaled.explain()
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="Leave out\\s+fullgraph=True"):
+        torch.compile(scaled, backend="eager", fullgraph=True)(x)
+
+
+@pytest.mark.parametrize("backend", ["inductor", pytest.param("aot_eager", marks=pytest.mark.slow)])
+def test_the_users_compiler_compiles_scaled_matmuls(backend: str) -> None:
+    net, x = nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 8)), torch.randn(4, 16) * 9
+    compiled = torch.compile(net, backend=backend)
+    scaled = lossless_unit_scale(net, x)
+    compiled_scaled = torch.compile(scaled, backend=backend)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for _ in range(2):
+        assert_same_bits(run(compiled_scaled, x), run(compiled, x))
+    # One graph each, whose matmuls are scaled in both passes.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs + 2
+    assert "5 of 5 matmuls in units" in scaled.explain()
 
 
 def test_a_lightning_module() -> None:
