@@ -327,7 +327,7 @@ def test_within_a_compiler_of_the_users_own() -> None:
     assert_same_bits(compiled(x).detach(), layer(x).detach())
     assert "1 of 1 matmuls in units" in scaled.explain()
     torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="Leave out\\s+fullgraph=True"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"Leave out\s+fullgraph=True"):
         torch.compile(scaled, backend="eager", fullgraph=True)(x)
 
 
