@@ -29,12 +29,12 @@ from lightning_unitscale.matmuls.autograd_nodes import (
     note_thread,
     thread_number,
 )
-from lightning_unitscale.matmuls.execute import Matmul
+from lightning_unitscale.matmuls.execute import Matmul, Placement, placement_of
 from lightning_unitscale.matmuls.measurement import Extent, Extents, Site
 from lightning_unitscale.matmuls.sites import function_arguments
 from lightning_unitscale.matmuls.torch_internals import (
     last_sequence_number,
-    saves_elsewhere,
+    saving_hooks,
     sequence_number,
 )
 
@@ -50,9 +50,10 @@ class Call:
     """A recorded forward matmul, with the data that its backward matmuls need."""
 
     matmul: Matmul
-    # Of each operand: shape, strides, data address, and whether it requires a gradient. The
-    # address is 0 if autograd saves the operand at another address.
-    operands: Sequence[tuple[tuple[int, ...], tuple[int, ...], int, bool]] = ()
+    placement: Placement = ((), (), (), torch.float32, -1)
+    # Of its operands' data. An address is 0 if autograd saves the operand at another one.
+    addresses: Sequence[int] = ()
+    needs_gradient: Sequence[bool] = ()
     # Measurements of the operands and of the output gradient.
     extents: Extents = ()
     gradient_extent: Extent | None = None
@@ -76,13 +77,13 @@ def remember(
     # In the forward of an autograd function, only its first matmul is recorded.
     if key is None or (not torch.is_grad_enabled() and key in CALLS):
         return
-    read = [(t.shape, t.stride(), t.data_ptr(), t.requires_grad) for t in operands]
-    if saves_elsewhere():
-        for index, tensor in enumerate(operands):
-            if not (tensor if tensor._base is None else tensor._base).is_leaf:
-                shape, strides, _, needs_gradient = read[index]
-                read[index] = shape, strides, 0, needs_gradient
-    record(key, session, Call(matmul, read, extents))
+    placement, addresses = placement_of(operands)
+    if saving_hooks(True) is not None:
+        bases = [tensor if tensor._base is None else tensor._base for tensor in operands]
+        pairs = zip(addresses, bases, strict=True)
+        addresses = tuple(address if base.is_leaf else 0 for address, base in pairs)
+    needs_gradient = [tensor.requires_grad for tensor in operands]
+    record(key, session, Call(matmul, placement, addresses, needs_gradient, extents))
 
 
 # Marks a matmul that belongs to no session. It runs unscaled, and so does its backward pass.
@@ -145,8 +146,8 @@ def may_belong_to(rule: MatmulRule, call: Call) -> bool:
     """Check whether a matmul may be one of the backward matmuls of a call."""
     # A user's autograd function may run any matmul in its backward pass.
     if rule.sources:
-        return all(k is None or k < len(call.operands) for k in rule.sources)
-    return len(rule.operands) <= len(call.operands)
+        return all(k is None or k < len(call.addresses) for k in rule.sources)
+    return len(rule.operands) <= len(call.addresses)
 
 
 def sources_of(rule: MatmulRule, call: Call, operands: Sequence[Tensor]) -> Sources:
@@ -155,12 +156,12 @@ def sources_of(rule: MatmulRule, call: Call, operands: Sequence[Tensor]) -> Sour
     # the order in which autograd computes gradients.
     if rule.sources:
         return rule.sources
-    read = call.operands
-    if len(operands) != 2 or len(read) != 2 or call.matmul.rule.sources:
-        pointers = {pointer: index for index, (_, _, pointer, _) in enumerate(read) if pointer}
+    (shapes, strides, *_), addresses = call.placement, call.addresses
+    if len(operands) != 2 or len(shapes) != 2 or call.matmul.rule.sources:
+        pointers = {address: index for index, address in enumerate(addresses) if address}
         found = tuple(pointers.get(tensor.data_ptr()) for tensor in operands)
         return found if found.count(None) == 1 else (None, *range(1, len(operands)))
-    (shape, _, one, _), (other, _, two, _) = read
+    (shape, other), (one, two) = shapes, addresses
     first, second = operands
     a, b = first.data_ptr(), second.data_ptr()
     known = (
@@ -170,12 +171,12 @@ def sources_of(rule: MatmulRule, call: Call, operands: Sequence[Tensor]) -> Sour
     chosen, candidates = _chosen(shape, other, first.shape, second.shape, known)
     if chosen is not None:
         return chosen
-    needs = [index for index in call.matmul.rule.backward_order if read[index][3]] or [0, 1]
+    needs = [index for index in call.matmul.rule.backward_order if call.needs_gradient[index]] or [0, 1]
     index = needs[(call.num_visits - 1) % len(needs)]
     # ``g b^T`` for the first and ``a^T g`` for the second. For a column-major operand autograd
     # computes the transposed gradient, which makes the gradient column-major as well.
     saved, pair = (1, (None, 1)) if index == 0 else (0, (0, None))
-    if is_turned(*read[index][:2]):
+    if is_turned(shapes[index], strides[index]):
         pair = pair[::-1]
     preferred = [candidate for candidate in candidates if saved in candidate]
     return pair if pair in candidates else (preferred or candidates)[0]
@@ -322,24 +323,24 @@ class _Watched(threading.local):
     see: Callable[[RanMatmul], None] | None = None
 
 
-_WATCHED = _Watched()
+WATCHED = _Watched()
 
 
 @contextlib.contextmanager
 def watching(see: Callable[[RanMatmul], None]) -> Iterator[None]:
     """Call ``see`` with each forward matmul of this thread within this context."""
-    previous, _WATCHED.see = _WATCHED.see, see
+    previous, WATCHED.see = WATCHED.see, see
     try:
         yield
     finally:
-        _WATCHED.see = previous
+        WATCHED.see = previous
 
 
 def show(site: Site, operands: Sequence[Tensor], first_node: int | None = None) -> None:
     """Pass a forward matmul to the watching callback, if there is one."""
-    if _WATCHED.see is not None:
+    if WATCHED.see is not None:
         last = last_sequence_number()
-        _WATCHED.see(
+        WATCHED.see(
             RanMatmul(
                 tuple(operands),
                 site.log2_units or (None,) * len(operands),

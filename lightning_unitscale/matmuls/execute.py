@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from threading import get_ident
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ from lightning_unitscale.matmuls.torch_internals import Kernel, current_node, ov
 _HAS_MKL = torch.backends.mkl.is_available()
 _FLOATS = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
 _STRIDED = torch.strided
+# Limits the placements of its operands for which a matmul is prepared.
+MAX_PLACEMENTS = 2**6
 # A kernel with a factor and the addend that it does not read; both ``None`` for a matmul that is
 # added, whose own kernel takes the factor.
 _WithFactor = tuple[Kernel | None, Tensor | None]
@@ -48,6 +51,52 @@ def least_size(tensors: Sequence[Any]) -> int | None:
     return least
 
 
+# Every matmul reads its operands by these, which run no code of ours for each operand.
+_shape_of: Callable[[Tensor], tuple[int, ...]] = attrgetter("shape")
+_strides_of: Callable[[Tensor], tuple[int, ...]] = Tensor.stride
+_address_of: Callable[[Tensor], int] = Tensor.data_ptr
+_offset_of: Callable[[int], int] = (LINE_BYTES - 1).__and__
+# Shapes, strides and offsets in a cache line of operands; type and device of the first one.
+Placement = tuple[
+    tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...], tuple[int, ...], torch.dtype, int
+]
+
+
+def placement_of(operands: Sequence[Tensor]) -> tuple[Placement, tuple[int, ...]]:
+    """Return what decides how a matmul runs on its operands, and their addresses."""
+    addresses = tuple(map(_address_of, operands))
+    first = operands[0]
+    return (
+        tuple(map(_shape_of, operands)),
+        tuple(map(_strides_of, operands)),
+        tuple(map(_offset_of, addresses)),
+        first.dtype,
+        first.get_device(),
+    ), addresses
+
+
+@dataclass(eq=False, slots=True)
+class Again:
+    """A matmul that has run, prepared to run again on operands of the same placement."""
+
+    run: Kernel
+    # For each scaled argument: position, exponent, whether it is a gradient, and the factor of a
+    # copy that torch places as the argument is; without the factor it must be placed by us.
+    scaled: tuple[tuple[int, int, bool, Tensor | float | None], ...]
+    addends: list[int]  # positions of its addends
+    unscaled: tuple[int, ...] = ()  # exponents of the results' factors
+
+
+class Visit(NamedTuple):
+    """A backward matmul that an autograd node runs."""
+
+    rule: MatmulRule
+    # Of two operands: the position of the saved one, and which forward operand it is.
+    place: int | None
+    saved: int | None
+    matmul: Matmul
+
+
 @dataclass(slots=True)
 class Matmul:
     """A matmul that is about to run."""
@@ -66,8 +115,10 @@ class Matmul:
     # The backward matmuls of a forward one and the gradient's unit behind them, by rule and
     # sources.
     backward: dict[tuple[int, Sources], tuple[int, Matmul]] = field(default_factory=dict)
-    # The same by the number of a visit: rule, place and index of the saved operand, and matmul.
-    visits: dict[int, tuple[MatmulRule, int, int | None, Matmul]] = field(default_factory=dict)
+    # The same by the number of a visit and the placement of its own operands.
+    visits: dict[tuple[int, Placement], Visit] = field(default_factory=dict)
+    # How it runs again, by the placement of its operands.
+    again: dict[Placement, Again] = field(default_factory=dict)
 
     log2_units: tuple[int, ...] = field(init=False)  # as ``known``, with 0 for ``None``
     # For each scaled operand: position, exponent of the factor, and whether it is a gradient.
@@ -141,17 +192,22 @@ def scaled_copy(tensor: Tensor, exponent: int) -> Tensor:
 _LAST: dict[int, tuple[Any, int, Tensor, Tensor]] = {}
 
 
-def shared_copy(tensor: Tensor, exponent: int) -> Tensor:
-    """Return :func:`scaled_copy` of a gradient, or a view of the copy made just before."""
+def shared_copy(tensor: Tensor, exponent: int, factor: Tensor | float | None = None) -> Tensor:
+    """Return :func:`scaled_copy` of a gradient, or a view of the copy made just before.
+
+    With the ``factor``, the copy is the plain product, in torch's own memory.
+    """
     # Within one autograd node nothing can have changed the gradient meanwhile.
-    node, thread, shape, strides = current_node(), get_ident(), tensor.shape, tensor.stride()
-    is_shared = node is not None and _copy_strides(shape, strides, tensor.element_size())[0]
+    node, thread = current_node(), get_ident()
+    is_shared = node is not None
+    if factor is None:
+        is_shared &= _copy_strides(tensor.shape, tensor.stride(), tensor.element_size())[0]
     if is_shared and (last := _LAST.pop(thread, None)) is not None:
         last_node, last_exponent, source, copy = last
         is_same = last_node is node and last_exponent == exponent
         if is_same and source.data_ptr() == tensor.data_ptr() and source.numel() == tensor.numel():
-            return copy.as_strided(shape, strides, copy.storage_offset())
-    copy = scaled_copy(tensor, exponent)
+            return copy.as_strided(tensor.shape, tensor.stride(), copy.storage_offset())
+    copy = scaled_copy(tensor, exponent) if factor is None else tensor.mul(factor)
     if is_shared:
         _LAST[thread] = node, exponent, tensor, copy
     return copy
@@ -195,9 +251,70 @@ def run_scaled(matmul: Matmul, original: Kernel, args: list[Any], kwargs: dict[s
         exponent = combined(rule.temperature, units)
         if exponent:
             kwargs = {**kwargs, "scale": rule.scale_in(args, kwargs) * 2.0**exponent}
-    result = original(*args, **kwargs)
+    return _unscaled(original(*args, **kwargs), exponents[len(units) + 1 :])
+
+
+def prepare_again(
+    matmul: Matmul, original: Kernel, args: Sequence[Any], placement: Placement
+) -> None:
+    """Prepare a matmul to run on operands that are placed as its present ones."""
+    if placement not in matmul.again:
+        if len(matmul.again) >= MAX_PLACEMENTS:
+            matmul.again.clear()
+        matmul.again[placement] = _again(matmul, original, args)
+
+
+def _again(matmul: Matmul, original: Kernel, args: Sequence[Any]) -> Again:
+    rule, units, exponents = matmul.rule, matmul.log2_units, matmul.exponents
+    first: Tensor = args[rule.operands[0]]
+    scaled = tuple((*row, _factor_of(args[row[0]], row[1])) for row in matmul.scaled)
+    addends = rule.addends_in(args)
+    if matmul.common and (known := _with_factor(rule, first)) is not None:
+        run, nothing = known
+        factor = 2.0**matmul.common
+        if run is None:
+            run = functools.partial(original, alpha=factor)
+        else:
+            run = functools.partial(run, nothing, beta=0, alpha=factor)
+        return Again(run, scaled, addends)
+    others = tuple(
+        (position, exponents[index], False, None)
+        for position, index in rule.taking_factors(args)
+        if exponents[index]
+    )
+    run = original
+    if rule.temperature is not None and (exponent := combined(rule.temperature, units)):
+        run = functools.partial(original, scale=rule.scale_in(args, {}) * 2.0**exponent)
+    unscaled = exponents[len(units) + 1 :]
+    return Again(run, scaled + others, addends, unscaled if any(unscaled) else ())
+
+
+def _factor_of(tensor: Tensor, exponent: int) -> Tensor | float | None:
+    """Return a factor by which :func:`scaled_copy` only multiplies; ``None`` if there is more."""
+    if tensor.data_ptr() % LINE_BYTES:
+        return None
+    is_kept, _ = _copy_strides(tensor.shape, tensor.stride(), tensor.element_size())
+    return POWERS_OF_TWO[tensor.dtype][exponent] if is_kept else None
+
+
+def run_again(again: Again, args: Sequence[Any]) -> Any:
+    """Run a prepared matmul, with the bits of :func:`run_in_units`."""
+    values = list(args)
+    for at, exponent, is_gradient, factor in again.scaled:
+        if is_gradient:
+            values[at] = shared_copy(values[at], exponent, factor)
+        elif factor is None:
+            values[at] = scaled_copy(values[at], exponent)
+        else:
+            values[at] = values[at].mul(factor)
+    result = again.run(*values)
+    return _unscaled(result, again.unscaled) if again.unscaled else result
+
+
+def _unscaled(result: Any, exponents: Sequence[int]) -> Any:
+    """Multiply results by powers of two, in place."""
     results = result if isinstance(result, (tuple, list)) else (result,)
-    for tensor, exponent in zip(results, exponents[len(units) + 1 :], strict=False):
+    for tensor, exponent in zip(results, exponents, strict=False):
         if exponent and tensor is not None:
             scale_in_place(tensor, exponent)
     return result

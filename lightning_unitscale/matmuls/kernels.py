@@ -25,7 +25,7 @@ from lightning_unitscale.capture.operators import (
 from lightning_unitscale.matmuls import aot_pass, compiled_formats, joint_units
 from lightning_unitscale.matmuls.calls import forget, forget_made, leave
 from lightning_unitscale.matmuls.compiled_runs import OWN_CALLERS, caller, is_ours
-from lightning_unitscale.matmuls.execute import run_in_units
+from lightning_unitscale.matmuls.execute import run_again
 from lightning_unitscale.matmuls.fp8_linear import layer_kernel
 from lightning_unitscale.matmuls.owners import (
     INSTALLED,
@@ -36,7 +36,7 @@ from lightning_unitscale.matmuls.owners import (
     waiting_session,
 )
 from lightning_unitscale.matmuls.session import LOCAL, SESSION, MatmulSession, run_inside
-from lightning_unitscale.matmuls.steady import is_pair, steady_matmul
+from lightning_unitscale.matmuls.steady import steady_backward, steady_forward
 from lightning_unitscale.matmuls.torch_internals import (
     Kernel,
     KernelOverrides,
@@ -135,22 +135,27 @@ def _override_matmuls(overrides: KernelOverrides) -> None:
 
 def matmul_kernel(rule: MatmulRule, original: Kernel) -> Kernel:
     """Make a kernel that passes a rule's matmuls to the sessions that own them."""
-    has_two = is_pair(rule)
-
     def kernel(*args: Any, **kwargs: Any) -> Any:
         local = LOCAL
         if local.is_inside:
             return original(*args, **kwargs)
         frame = calling_frame()
-        if frame is None:
-            if has_two and not kwargs and (matmul := steady_matmul(rule, *args)) is not None:
-                local.is_inside = True
-                try:
-                    with plain_functions():
-                        return run_in_units(matmul, original, list(args), kwargs)
-                finally:
-                    local.is_inside = False
-        elif is_ours(frame):
+        if kwargs:  # autograd passes some that are ``None``, as they are by default
+            kwargs = {name: value for name, value in kwargs.items() if value is not None}
+        running = None if frame is None else SESSION.get()
+        if not kwargs and (frame is None or running is not None):
+            with plain_functions():
+                if frame is None:
+                    again = steady_backward(rule, args)
+                else:
+                    again = steady_forward(running, rule, args, frame)
+                if again is not None:
+                    local.is_inside = True
+                    try:
+                        return run_again(again, args)
+                    finally:
+                        local.is_inside = False
+        if is_ours(frame):
             return original(*args, **kwargs)
         session, node, call = owner_of(rule, args, frame)
         if session is None and node is None and (waiting := waiting_session()) is not None:

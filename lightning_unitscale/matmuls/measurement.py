@@ -121,10 +121,11 @@ class Site:
             exponents = [gauge.pair(name).exponent for name in matmul.names]
             # Operands with a unit are not measured in each step, so use their latest extents.
             extents = tuple(self.latest.get(name, Extent()) for name in matmul.names)
+            before = self.plain.pop(slot, "")
             if reason := replace(matmul, extents=extents).why_inexact(exponents):
                 self.plain[slot] = reason
-            else:
-                self.plain.pop(slot, None)
+            if reason != before:
+                self.matmul = None
 
     def names_of(self, sources: tuple[int | None, ...]) -> tuple[str, ...]:
         """Return the gauge names of a backward matmul's operands; ``None`` is the gradient."""

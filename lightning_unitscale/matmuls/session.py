@@ -37,7 +37,7 @@ from lightning_unitscale.matmuls.measured_operands import Unrepresentable
 from lightning_unitscale.matmuls.measurement import FORWARD, Extent, Extents, Measurement, Site
 from lightning_unitscale.matmuls.rounding import Numerics
 from lightning_unitscale.matmuls.sites import LOSS, Run, Sites
-from lightning_unitscale.matmuls.steady import note_visit
+from lightning_unitscale.matmuls.steady import note_backward, note_forward
 from lightning_unitscale.matmuls.torch_internals import Kernel, graph_task
 from lightning_unitscale.matmuls.units import Units
 
@@ -152,7 +152,10 @@ class MatmulSession:
             call.num_visits += 1
             if not multiplies:
                 return run_inside(original, *args, **kwargs)
-            matmul = self.backward_matmul(rule, args, call, sources_of(rule, call, operands))
+            sources = sources_of(rule, call, operands)
+            matmul = self.backward_matmul(rule, args, call, sources)
+            if not kwargs:
+                note_backward(call, rule, sources, matmul, original, args)
         else:
             caller = "hook" if node is None else node.name()
             suffix = f"@{caller}" if run is None else ""
@@ -165,6 +168,8 @@ class MatmulSession:
             matmul, extents = self.forward_matmul(rule, site, args)
             if run is not None or torch.is_grad_enabled():
                 remember(self.ref, matmul, operands, extents)
+                if site.matmul is matmul and run is not None and node is None and not kwargs:
+                    note_forward(self.sites, matmul, original, args, frame)
             show(site, operands)
         return self.execute(matmul, original, args, kwargs)
 
@@ -220,7 +225,6 @@ class MatmulSession:
         if is_kept and (kept := forward.backward.get((id(rule), sources))) is not None:
             kept_gamma, matmul = kept
             if kept_gamma == gamma:
-                note_visit(call, rule, sources, matmul)
                 return matmul
         operands = rule.operands_in(args)
         matmul = Matmul(

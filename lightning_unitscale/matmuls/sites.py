@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -76,6 +77,20 @@ def _occurrence(result: str, path: str, word: str) -> int | None:
     return int(number) if base == word and number.isdecimal() else None
 
 
+@dataclass(eq=False, slots=True)
+class Kind:
+    """The matmuls of one kind in one module, in the order in which a step runs them."""
+
+    sites: list[Site] = field(default_factory=list)
+    # The number of them that ran in the latest call, and the number of that call.
+    count: int = 0
+    episode: int = -1
+
+    def next_index(self, episode: int) -> int:
+        """Return the index of the next one to run in a call."""
+        return self.count if self.episode == episode else 0
+
+
 class Sites:
     """The matmuls of a module's steps."""
 
@@ -85,15 +100,17 @@ class Sites:
     def __init__(self, module: nn.Module, boundary: CodeType, units: Units) -> None:
         # Weak, because an autograd graph keeps its session alive and must not keep the module.
         self._module = weakref.ref(module)
-        self._boundary = boundary  # the module's method, whose calls are the outermost
+        self.boundary = boundary  # the module's method, whose calls are the outermost
         self._units = units
         self._paths: dict[int, str] = {}
         # The module of a checkpoint, by its body. A recomputation has only the body on the stack.
         self._paths_of_bodies: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
         # For each checkpoint, the number of matmuls of a kind that ran in the step before it.
         self._starts: WeakKeyDictionary[Any, dict[tuple[str, str], int]] = WeakKeyDictionary()
-        # The matmuls of one kind in one module, in the order in which a step runs them.
-        self._places: defaultdict[tuple[str, str], list[Site]] = defaultdict(list)
+        self.kinds: defaultdict[tuple[str, str], Kind] = defaultdict(Kind)  # by path and word
+        # The same by the identity of the module and the instruction of its code (``steady.py``).
+        self.called: dict[tuple[int, int], Kind] = {}
+        # The numbers of matmuls in the other episodes than calls.
         self._counts: dict[tuple[tuple[str, str], object], int] = {}
         self._is_fresh = False
         self.episode = 0  # counts the calls; see :class:`Run`
@@ -106,6 +123,7 @@ class Sites:
 
     def end(self) -> None:
         """End a step, which may have had several calls before its loss."""
+        self.episode += 1
         self._counts.clear()
 
     def find(self, word: str, roles: tuple[str, ...], run: Run) -> Site:
@@ -114,17 +132,18 @@ class Sites:
         key = path, word
         index = _occurrence(result, *key) if result else None
         if index is None:
-            count = key, episode
-            index = self._counts.get(count)
-            if index is None:
-                index = self._index(key, run)
-            self._counts[count] = index + 1
+            index = self._index(key, run)
+            if episode == self.episode:
+                kind = self.kinds[key]
+                kind.count, kind.episode = index + 1, self.episode
+            else:
+                self._counts[key, episode] = index + 1
             if (checkpoint := checkpoint_under_way()) is not None:
                 self._starts.setdefault(checkpoint, {}).setdefault(key, index)
         return self._site(key, roles, index)
 
     def _site(self, key: tuple[str, str], roles: tuple[str, ...], index: int) -> Site:
-        sites = self._places[key]
+        sites = self.kinds[key].sites
         path, word = key
         # Earlier ones may run on another rank.
         while len(sites) <= index:
@@ -137,9 +156,9 @@ class Sites:
 
     def peek(self, word: str, run: Run) -> Site | None:
         """Return the site that :meth:`find` would return, if it exists, without counting."""
-        sites = self._places.get((run.path, word), [])
+        kind = self.kinds.get((run.path, word))
         index = self._index((run.path, word), run)
-        return sites[index] if index < len(sites) else None
+        return kind.sites[index] if kind is not None and index < len(kind.sites) else None
 
     def ahead(self, word: str, roles: tuple[str, ...], run: Run, count: int) -> Site:
         """Return the site that :meth:`find` would return after more calls, without counting."""
@@ -147,6 +166,9 @@ class Sites:
         return self._site(key, roles, self._index(key, run) + count)
 
     def _index(self, key: tuple[str, str], run: Run) -> int:
+        if run.episode == self.episode:
+            kind = self.kinds.get(key)
+            return 0 if kind is None else kind.next_index(self.episode)
         index = self._counts.get((key, run.episode))
         if index is not None:
             return index
@@ -199,7 +221,7 @@ class Sites:
                 path = self._paths.get(module) or self.path_of(module)
             elif id(code) in LINES and (names := names_of_line(frame)) is not None:
                 path, result = names
-            elif code is self._boundary:
+            elif code is self.boundary:
                 path = ""
             elif code is CHECKPOINT:
                 bodies.append(checkpointed_body(frame))
@@ -223,6 +245,10 @@ class Sites:
         names = names_of_line(frame)
         return None if names is None else names[0]
 
+    def known_path(self, module: int) -> str | None:
+        """Return the path of the module with an ``id``, if it was there at the last search."""
+        return self._paths.get(module)
+
     def path_of(self, module: int) -> str | None:
         """Return the path of the module with an ``id``, without the names of wrappers."""
         path = self._paths.get(module)
@@ -230,7 +256,10 @@ class Sites:
             # A model may add modules while it runs. Search for them once a step at most.
             root = self._module()
             children = () if root is None else root.named_modules()
-            self._paths = {id(child): own_path(name) for name, child in children}
+            paths = {id(child): own_path(name) for name, child in children}
+            if paths != self._paths:
+                self._paths = paths
+                self.called.clear()
             self._is_fresh = True
             path = self._paths.get(module)
         return path

@@ -1,27 +1,131 @@
-"""Find the backward matmul that an autograd node ran in the step before, by a few comparisons.
+"""Find a matmul that ran before, in the same place and with operands of the same kind.
 
-Most matmuls of a step are backward ones of two matrices whose units are in force. What the session
-finds out about each of them is the same in every step, so the first such step notes it with the
-forward matmul.
+What the session finds out about a matmul is the same in every step: its module, its name, its
+units, and for a backward matmul which operands autograd saved. So when a matmul has run in its
+units, it is noted: a forward one by its module and the instruction that calls it, a backward one
+by the number of matmuls that its autograd node ran before it. The functions here return the
+noted matmul if a few comparisons show that the session would find the same. Otherwise they
+return ``None``.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import weakref
+from collections.abc import Sequence
+from types import CodeType, FrameType
+from typing import Any
 
 import torch
-from torch import Tensor
 
+from lightning_unitscale.capture.copy_graphs import LINES
 from lightning_unitscale.capture.operators import MatmulRule, Sources
-from lightning_unitscale.matmuls.calls import Call, call_of
-from lightning_unitscale.matmuls.execute import Matmul
-from lightning_unitscale.matmuls.torch_internals import current_node, graph_task
-
-if TYPE_CHECKING:
-    import weakref
+from lightning_unitscale.matmuls.autograd_nodes import latest_key
+from lightning_unitscale.matmuls.calls import WATCHED, Call, call_of, record
+from lightning_unitscale.matmuls.compiler_internals import codes
+from lightning_unitscale.matmuls.execute import (
+    MAX_PLACEMENTS,
+    Again,
+    Matmul,
+    Visit,
+    placement_of,
+    prepare_again,
+)
+from lightning_unitscale.matmuls.measurement import Site
+from lightning_unitscale.matmuls.sites import Sites
+from lightning_unitscale.matmuls.torch_internals import (
+    CHECKPOINT,
+    ENGINE,
+    MODULE_CALL,
+    MODULE_CALLS,
+    OPERATOR_CALL,
+    Kernel,
+    current_node,
+    graph_task,
+    saving_hooks,
+)
 
 # The session of the last matmul in each backward pass, which may run on several threads.
 LATEST: dict[int, weakref.ref[Any]] = {}
+
+# Code between a matmul and the call of its module that says nothing about its place, by identity.
+_ORDINARY: dict[int, CodeType] = {}
+_MAX_ORDINARY = 2**12
+_SPECIAL = frozenset(map(id, (ENGINE, CHECKPOINT, OPERATOR_CALL))) | MODULE_CALLS
+
+
+def note_forward(
+    sites: Sites,
+    matmul: Matmul,
+    original: Kernel,
+    args: Sequence[Any],
+    frame: FrameType | None,
+) -> None:
+    """Note a forward matmul of a module's call that runs with the units in force."""
+    rule, site = matmul.rule, matmul.site
+    # A scaled matmul alone is noted. Only then its operands may be read again.
+    if site.plain or rule.mask is not None or rule.sources:
+        return
+    at, compilers = frame, codes() or ()
+    chain = []
+    while at is not None and (code := at.f_code) is not MODULE_CALL:
+        if id(code) in _SPECIAL or id(code) in LINES or code in (sites.boundary, *compilers):
+            return
+        chain.append(code)
+        at = at.f_back
+    if frame is None or at is None:
+        return
+    module = id(at.f_locals["self"])
+    if sites.known_path(module) != site.module:
+        return
+    if len(_ORDINARY) > _MAX_ORDINARY:
+        _ORDINARY.clear()
+    _ORDINARY.update((id(code), code) for code in chain)
+    sites.called[module, frame.f_lasti] = sites.kinds[site.module, site.word]
+    prepare_again(matmul, original, args, placement_of(rule.operands_in(args))[0])
+
+
+def steady_forward(
+    session: Any, rule: MatmulRule, args: Sequence[Any], frame: FrameType
+) -> Again | None:
+    """Return the noted forward matmul of the running session, and record it for its backward."""
+    if session.counter is not None or session.units.is_looking or current_node() is not None:
+        return None
+    at: FrameType | None = frame
+    while at is not None and (code := at.f_code) is not MODULE_CALL:
+        if id(code) not in _ORDINARY:
+            return None
+        at = at.f_back
+    sites = session.sites
+    if at is None or (
+        kind := sites.called.get((id(at.f_locals["self"]), frame.f_lasti))
+    ) is None:
+        return None
+    index = kind.next_index(sites.episode)
+    if index >= len(kind.sites):
+        return None
+    site = kind.sites[index]
+    matmul = site.matmul
+    if matmul is None or matmul.rule is not rule:
+        return None
+    if not torch.is_grad_enabled() or saving_hooks(True) is not None or WATCHED.see is not None:
+        return None
+    operands = rule.operands_in(args)
+    placement, addresses = placement_of(operands)
+    again: Again | None = matmul.again.get(placement)
+    # The names of these operators depend on nothing else, and their addend is not optional.
+    is_same = rule.with_factor or rule.temperature is not None
+    if again is None or not (is_same or _is_same(rule, args, site, again)):
+        return None
+    kind.count, kind.episode = index + 1, sites.episode
+    if (key := latest_key(operands)) is not None:
+        needs_gradient = [tensor.requires_grad for tensor in operands]
+        record(key, session.ref, Call(matmul, placement, addresses, needs_gradient))
+    return again
+
+
+def _is_same(rule: MatmulRule, args: Sequence[Any], site: Site, again: Again) -> bool:
+    """Check that a call has the name of the noted one, and addends in the same places."""
+    return rule.word(args)[0] == site.word and rule.addends_in(args) == again.addends
 
 
 def is_pair(rule: MatmulRule) -> bool:
@@ -29,16 +133,44 @@ def is_pair(rule: MatmulRule) -> bool:
     return rule.operands == (0, 1) and not (rule.addends or rule.sources or rule.mask is not None)
 
 
-def note_visit(call: Call, rule: MatmulRule, sources: Sources, matmul: Matmul) -> None:
-    """Note a backward matmul whose saved operand is at the address that the forward one read."""
-    if is_pair(rule) and len(call.operands) == 2 and sources.count(None) == 1:
-        place = 1 if sources[0] is None else 0
-        saved = sources[place]
-        call.matmul.visits[call.num_visits] = rule, place, saved, matmul
+def _place_of_saved(call: Call, sources: Sources, addresses: Sequence[int]) -> int | None:
+    """Return which of two operands is saved, if addresses alone show that it is the only one."""
+    place = 1 if sources[0] is None else 0
+    saved, known = sources[place], call.addresses
+    is_clear = sources.count(None) == 1 and len(known) == 2 and saved is not None
+    if is_clear and addresses[place] == known[saved] and addresses[1 - place] not in known:
+        return place
+    return None
 
 
-def steady_matmul(rule: MatmulRule, first: Tensor, second: Tensor) -> Matmul | None:
-    """Return the prepared matmul of the running autograd node, ``None`` if anything differs."""
+def note_backward(
+    call: Call,
+    rule: MatmulRule,
+    sources: Sources,
+    matmul: Matmul,
+    original: Kernel,
+    args: Sequence[Any],
+) -> None:
+    """Note a backward matmul that runs with the units in force."""
+    forward = call.matmul
+    kept = forward.backward.get((id(rule), sources))
+    if kept is None or kept[1] is not matmul or matmul.site.plain:
+        return
+    placement, addresses = placement_of(rule.operands_in(args))
+    place = None
+    if not rule.sources:
+        place = _place_of_saved(call, sources, addresses) if is_pair(rule) else None
+        if place is None:
+            return
+    if len(forward.visits) >= 2 * MAX_PLACEMENTS:
+        forward.visits.clear()
+    saved = None if place is None else sources[place]
+    forward.visits[call.num_visits, call.placement] = Visit(rule, place, saved, matmul)
+    prepare_again(matmul, original, args, placement)
+
+
+def steady_backward(rule: MatmulRule, args: Sequence[Any]) -> Again | None:
+    """Return the noted backward matmul of the running autograd node."""
     node = current_node()
     recorded = None if node is None else call_of(node)
     session = None if recorded is None else recorded[0]()
@@ -46,22 +178,23 @@ def steady_matmul(rule: MatmulRule, first: Tensor, second: Tensor) -> Matmul | N
         return None
     call = recorded[1]
     forward = call.matmul
-    visit = forward.visits.get(call.num_visits + 1)
+    visit = forward.visits.get((call.num_visits + 1, call.placement))
     if visit is None or session.counter is not None or torch.is_grad_enabled():
         return None
     known_rule, place, saved, matmul = visit
-    site, units = forward.site, session.units
+    if rule.mask is not None:
+        rule = rule.reading(args, {})
     # Another unit of an operand or of the gradient makes the session prepare another forward one.
-    if known_rule is not rule or site.matmul is not forward:
+    if known_rule is not rule or session.units.is_looking or forward.site.matmul is not forward:
         return None
-    if site.plain or units.is_looking or not units.is_used:
+    placement, addresses = placement_of(rule.operands_in(args))
+    again: Again | None = matmul.again.get(placement)
+    if again is None:
         return None
-    # The other one must be the gradient, which is neither of the operands.
-    held, other = first.data_ptr(), second.data_ptr()
-    if place:
-        held, other = other, held
-    (_, _, one, _), (_, _, two, _) = call.operands
-    if held != (two if saved else one) or other in (one, two):
-        return None
+    if place is not None and saved is not None:
+        # The other one must be the gradient, which is neither of the operands.
+        known = call.addresses
+        if addresses[place] != known[saved] or addresses[1 - place] in known:
+            return None
     call.num_visits += 1
-    return matmul
+    return again

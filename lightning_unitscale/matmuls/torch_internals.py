@@ -67,21 +67,17 @@ current_node: Callable[[], Any] = torch._C._current_autograd_node
 # Number of the backward pass that runs on this thread, -1 if none does.
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 _next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
-_saving_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+# The saved-tensor hooks that are active, if any: saved tensors may then change address.
+saving_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 num_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 fake_mode_of: Callable[[Any], Any] = detect_fake_mode
 is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
 
 
-def saves_elsewhere() -> bool:
-    """Check whether saved-tensor hooks are active, so that saved tensors may change address."""
-    return _saving_hooks(True) is not None
-
-
 def checkpoint_under_way() -> object | None:
     """Return the state of the non-reentrant checkpoint whose body runs on this thread."""
-    if (hooks := _saving_hooks(True)) is None:
+    if (hooks := saving_hooks(True)) is None:
         return None
     for cell in getattr(hooks[1], "__closure__", None) or ():
         if isinstance(cell.cell_contents, checkpoints._CheckpointFrame):

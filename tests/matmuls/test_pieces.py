@@ -13,7 +13,7 @@ from lightning_unitscale.capture.operators import RULES
 from lightning_unitscale.functional.scale import scale_in_place
 from lightning_unitscale.matmuls.calls import Call, sources_of
 from lightning_unitscale.matmuls.coverage import CoverageCounter
-from lightning_unitscale.matmuls.execute import Matmul, scaled_copy
+from lightning_unitscale.matmuls.execute import Matmul, placement_of, scaled_copy
 from lightning_unitscale.matmuls.measurement import FORWARD, Extent, MeasuredMatmul, Site, reading
 
 MM = next(rule for rule in RULES if rule.operator == "mm")
@@ -111,10 +111,9 @@ def _call(first: Tensor, second: Tensor, *, knows: bool) -> Call:
     site = Site("x", "", ("input", "other"))
     return Call(
         Matmul(MM, site, FORWARD, (0, 0), (False, False), site.operand_names, 0),
-        [
-            (tensor.shape, tensor.stride(), tensor.data_ptr() * knows, tensor.requires_grad)
-            for tensor in (first, second)
-        ],
+        placement_of((first, second))[0],
+        [tensor.data_ptr() * knows for tensor in (first, second)],
+        [tensor.requires_grad for tensor in (first, second)],
     )
 
 

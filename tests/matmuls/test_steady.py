@@ -1,17 +1,21 @@
-"""Backward matmuls that are found by a few comparisons are those that the session would find."""
+"""Matmuls that are found by a few comparisons are those that the session would find."""
 
 from __future__ import annotations
 
+import copy
+import functools
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_unitscale import UnitScaleCallback, attach
-from lightning_unitscale.matmuls import kernels, session
-from lightning_unitscale.matmuls.execute import run_in_units
-from lightning_unitscale.matmuls.steady import steady_matmul
+from lightning_unitscale.matmuls import kernels, session, steady
+from lightning_unitscale.matmuls.execute import Matmul, run_in_units
 from tests.helpers import assert_same_bits
 
 NUM_STEPS = 8
@@ -30,7 +34,7 @@ class Alternating(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
-        if Alternating.order:
+        if Alternating.order % 2:
             return gradient @ weight.mT, x.mT @ gradient
         of_weight = x.mT @ gradient
         return gradient @ weight.mT, of_weight
@@ -45,6 +49,7 @@ class Square(nn.Module):
         for index, layer in enumerate(self.layers):
             nn.init.normal_(layer.weight, std=4.0 ** (index - 1))
         self.weight = nn.Parameter(torch.randn(8, 8))
+        self.step = 0
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -53,13 +58,70 @@ class Square(nn.Module):
         return (x @ x.mT).mul(0.01).logsumexp(0).sum()
 
 
-def train(*callbacks: Any, batch_sizes: tuple[int, ...] = (8,)) -> list[Tensor]:
+class Adapted(nn.Linear):
+    """Two operators of one name, and one whose name depends on its matrix."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.down = nn.Parameter(torch.randn(8, 2))
+        self.up = nn.Parameter(torch.randn(2, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        matrices = [self.up.t().contiguous().t() if x.shape[0] % 2 else self.up, self.weight.t()]
+        y = x @ self.down
+        for matrix in matrices:
+            y = y @ matrix
+        return super().forward(x) + y
+
+
+class Varied(nn.Module):
+    """Modules that other ones share, call again, skip, reorder, recompute and replace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.adapted = Adapted()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.convolution = nn.Conv1d(8, 8, 3, padding=1)
+        self.shared = self.layers[1]
+        self.step = 0
+
+    def convolve(self, x: Tensor) -> Tensor:
+        # One call for two operators, with a bias and without.
+        for number in range(2):
+            bias = self.convolution.bias if (self.step + number) % 3 else None
+            turned = self.step % 2 == number
+            x = torch.convolution(x, self.convolution.weight, bias, [1], [1], [1], turned, [0], 1)
+        return x
+
+    def deeper(self, x: Tensor, depth: int) -> Tensor:
+        return self.deeper(self.shared(x).tanh(), depth - 1) if depth else x
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = [0, 1, 2] if self.step % 2 else [2, 0]
+        for index in order * (1 + self.step % 3):
+            x = self.layers[index](x).tanh()
+        x = self.deeper(x, self.step % 4)
+        is_reentrant = self.training and self.step % 2 == 0
+        x = checkpoint(self.layers[0], self.adapted(x).tanh(), use_reentrant=is_reentrant)
+        with torch.no_grad():
+            x = x + self.layers[2](x)
+        attended, _ = self.attention(x[None], x[None], x[None], need_weights=False)
+        return self.convolve(attended.mT).logsumexp(1).sum() + (x @ x.mT).mul(0.01).sum()
+
+
+def train(
+    *callbacks: Any, batch_sizes: tuple[int, ...] = (8,), make: Any = Square, inner: Any = None
+) -> list[Tensor]:
     torch.manual_seed(0)
-    model = Square()
+    model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with attach(model, optimizer, callbacks):
+    with ExitStack() as attached:
+        attached.enter_context(attach(model, optimizer, callbacks))
+        if inner is not None:
+            attached.enter_context(attach(model.layers[1], callbacks=inner))
         for step in range(NUM_STEPS):
-            Alternating.order = step % 2
+            Alternating.order = model.step = step % 4
             # Without one of two gradients the other one is the first of its node.
             model.layers[1].weight.requires_grad_(step % 4 != 3)
             optimizer.zero_grad()
@@ -71,44 +133,82 @@ def train(*callbacks: Any, batch_sizes: tuple[int, ...] = (8,)) -> list[Tensor]:
             if step == 5:
                 for parameter in model.parameters():
                     parameter.data.mul_(1.01)
+                model.layers[2] = copy.deepcopy(model.layers[2])
+                optimizer.add_param_group({"params": model.layers[2].parameters()})
             optimizer.step()
+            model.eval()
+            with torch.no_grad():
+                model(x)
+            model.train()
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
 class Matmuls:
-    """Names of the matmuls that run, and how many of them the short path has found."""
+    """Names of the matmuls that run, and how many of them the short paths have found."""
 
     def __init__(self, patch: pytest.MonkeyPatch, *, is_short: bool) -> None:
         self.names: list[tuple[str, str, tuple[int, ...]]] = []
-        self.num_short = 0
+        self.num_forward = self.num_backward = 0
+        prepared: dict[int, Matmul] = {}
 
-        def note(matmul: Any, original: Any, args: Any, kwargs: Any) -> Any:
+        def note(matmul: Matmul) -> None:
             self.names.append((matmul.site.name, matmul.slot, matmul.log2_units))
-            return run_in_units(matmul, original, args, kwargs)
 
-        def find(*args: Any) -> Any:
-            found = steady_matmul(*args) if is_short else None
-            self.num_short += found is not None
+        def run(matmul: Matmul, *args: Any) -> Any:
+            note(matmul)
+            return run_in_units(matmul, *args)
+
+        def prepare(matmul: Matmul, *args: Any) -> None:
+            PREPARE(matmul, *args)
+            prepared.update((id(again), matmul) for again in matmul.again.values())
+
+        def find(function: Any, *args: Any) -> Any:
+            found = function(*args) if is_short else None
+            if found is not None:
+                note(prepared[id(found)])
+                self.num_forward += function is FORWARD
+                self.num_backward += function is BACKWARD
             return found
 
-        patch.setattr(session, "run_in_units", note)
-        patch.setattr(kernels, "run_in_units", note)
-        patch.setattr(kernels, "steady_matmul", find)
+        patch.setattr(session, "run_in_units", run)
+        patch.setattr(steady, "prepare_again", prepare)
+        patch.setattr(kernels, "steady_forward", functools.partial(find, FORWARD))
+        patch.setattr(kernels, "steady_backward", functools.partial(find, BACKWARD))
+
+
+FORWARD, BACKWARD = steady.steady_forward, steady.steady_backward
+PREPARE = steady.prepare_again
 
 
 @pytest.mark.parametrize("batch_sizes", [(8,), (8, 5), (3, 8, 8)], ids=str)
+@pytest.mark.parametrize(("make", "num_backward"), [(Square, 4), (Varied, 2)])
 def test_the_same_matmuls_in_the_same_units(
-    batch_sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    make: Any, num_backward: int, batch_sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = train(batch_sizes=batch_sizes)
+    plain = train(batch_sizes=batch_sizes, make=make)
     known = Matmuls(monkeypatch, is_short=False)
-    assert_same_bits(train(UnitScaleCallback(), batch_sizes=batch_sizes), plain)
+    assert_same_bits(train(UnitScaleCallback(), batch_sizes=batch_sizes, make=make), plain)
     found = Matmuls(monkeypatch, is_short=True)
-    assert_same_bits(train(UnitScaleCallback(), batch_sizes=batch_sizes), plain)
+    assert_same_bits(train(UnitScaleCallback(), batch_sizes=batch_sizes, make=make), plain)
     assert found.names == known.names
-    assert known.num_short == 0
-    # Most of the layers' backward matmuls in all but the first steps.
-    assert found.num_short >= 2 * 2 * (NUM_STEPS - 2)
+    assert known.num_forward == known.num_backward == 0
+    # Many of the layers' matmuls in all but the first steps.
+    assert found.num_forward >= 2 * (NUM_STEPS - 2)
+    assert found.num_backward >= num_backward * (NUM_STEPS - 2)
+
+
+def test_a_module_in_a_session_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = train(make=Varied)
+    lists = []
+    for is_short in (False, True):
+        found = Matmuls(monkeypatch, is_short=is_short)
+        outer, inner = UnitScaleCallback(), UnitScaleCallback()
+        assert_same_bits(train(outer, make=Varied, inner=inner), plain)
+        lists.append(found.names)
+    assert lists[0] == lists[1]
+    assert found.num_forward > 2 * NUM_STEPS
+    names = {name for name, _, _ in lists[1]}
+    assert "linear" in names and "layers.1.linear" not in names
 
 
 def test_new_units_are_found_by_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,10 +221,10 @@ def test_new_units_are_found_by_the_session(monkeypatch: pytest.MonkeyPatch) -> 
             if step == 4:
                 before = attachment.state_dict()
                 attachment.load_state_dict(before)
-            found.num_short = 0
+            found.num_backward = found.num_forward = 0
             model(torch.randn(4, 8)).square().sum().backward()
             optimizer.step()
-            counts.append(found.num_short)
+            counts.append((found.num_forward, found.num_backward))
     # Of three backward matmuls (the input needs no gradient), the first of a pass is not short.
-    assert counts[3] == counts[7] == 2
-    assert counts[4] == 0
+    assert counts[3] == counts[7] == (2, 2)
+    assert counts[4] == (0, 0)
