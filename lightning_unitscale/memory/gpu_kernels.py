@@ -84,12 +84,15 @@ def _lacks_type(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Check that a function of a 16-bit tensor was not told the type of its result."""
     if any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values())):
         return False
-    first = args[0] if args else kwargs.get("input")
-    return first is not None and _widened(first) is not first
+    return _is_half(args[0] if args else kwargs.get("input"))
+
+
+def _is_half(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in _HALF
 
 
 def _widened(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype in _HALF else value
+    return value.float() if _is_half(value) else value
 
 
 def _cross_entropy(
@@ -101,8 +104,8 @@ def _cross_entropy(
         torch, ``native/LossNLL.cpp``, ``cross_entropy_loss``: it asks for a softmax in the type of
         the input, which autocast follows.
     """
-    is_half = _widened(input) is not input and torch.is_autocast_enabled("cpu")
-    if not is_half or label_smoothing or target.is_floating_point():
+    is_cast = _is_half(input) and torch.is_autocast_enabled("cpu")
+    if not is_cast or label_smoothing or target.is_floating_point():
         return F.cross_entropy(input, target, *args, label_smoothing=label_smoothing, **kwargs)
     logs = F.log_softmax(input, 0 if input.dim() == 1 else 1, dtype=input.dtype)
     return F.nll_loss(logs.float(), target, *args, **kwargs)
