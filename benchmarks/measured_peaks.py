@@ -195,9 +195,7 @@ def compare(row: dict[str, Any]) -> dict[str, Any]:
     from lightning_unitscale.profiler import profile_graph  # after torchvision, which it looks for
 
     model, args, kwargs = MODELS[row["model"]]()
-    profile = profile_graph(
-        model, *args, device="cuda:h100", optimizer=torch.optim.AdamW, **kwargs
-    )
+    profile = profile_graph(model, *args, device="cuda:h100", optimizer=torch.optim.AdamW, **kwargs)
     assert profile.allocator is not None
     predicted, reserved = profile.peak_bytes, profile.allocator.reserved_bytes
     measured = row["allocated bytes"] - row["left before"]

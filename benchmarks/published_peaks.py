@@ -6,13 +6,14 @@
 Every row has its source and settings, which were written down before the first prediction. Models
 are on ``meta``. The packages that build them are installed for this script alone:
 
-    pip install --no-deps --target DIR litgpt==0.5.13 peft==0.21.2 transformers==5.13.1 \\
+    pip install --no-deps --target DIR litgpt==0.4.4 peft==0.21.2 transformers==5.13.1 \\
         'huggingface_hub<2' 'tokenizers<=0.23' accelerate
     PYTHONPATH=DIR:. python benchmarks/published_peaks.py
 
 - litgpt: ``config_hub/finetune/README.md``, column "Peak memory": ``max_memory_allocated`` in
   10^9 bytes. BF16 parameters, AdamW, Alpaca2k (padded to the longest of a batch, at most 512
-  tokens), A10G. The ranks of LoRA are those of the row's YAML file.
+  tokens), A10G. The ranks of LoRA are those of the row's YAML file. litgpt 0.4.4 (July 2024) is as
+  old as the table.
 - PEFT: ``method_comparison/MetaMathQA/results/*.json``, ``accelerator_memory_max``: the most bytes
   reserved after a step. Llama 3.2 3B in BF16, adapters in FP32, batch 4, AdamW, L40S, torch 2.13,
   transformers 5.13.1. The lengths of batches are not published. The row of LoRA with rank 32 gives
@@ -96,7 +97,7 @@ ROWS = (
     _litgpt("gemma-2b/lora", "Gemma-2b", 12.62, 2, **{**_R8, "lora_dropout": 0.1}, **_EVERY),
     _litgpt("llama-2-7b/lora", "Llama-2-7b-hf", 19.77, 2, **_R32, **_ATTENTION),
     _litgpt("llama-3-8b/lora", "Llama-3-8B", 19.73, 1, **_R32, **_ATTENTION),
-    _litgpt("llama-3.1-8b/lora", "Llama-3.1-8B", 19.73, 1, **_R32, **_ATTENTION),
+    _litgpt("llama-3.1-8b/lora", "Llama-3-8B", 19.73, 1, **_R32, **_ATTENTION),
     _litgpt("mistral-7b/lora", "Mistral-7B-v0.1", 20.66, 2, **_R32, **_ATTENTION),
     _litgpt("mistral-7b-v0.2/lora", "Mistral-7B-Instruct-v0.2", 20.66, 2, **_R32, **_ATTENTION),
     _litgpt("phi-2/lora", "phi-2", 13.98, 4, **_R8, **_EVERY),
@@ -119,7 +120,7 @@ ROWS = (
     _peft("ia3-default", 23234347008, "IA3Config"),
     _peft(
         "ia3-all-attn", 26145193984, "IA3Config",
-        target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "down_proj", "gate_proj", "up_proj"],
+        target_modules=[f"{part}_proj" for part in ("q", "k", "v", "o", "down", "gate", "up")],
         feedforward_modules=["down_proj", "gate_proj", "up_proj"],
     ),
     _peft("vera-default", 21621637120, "VeraConfig", r=256),
@@ -138,7 +139,7 @@ CALIBRATION = _peft("lora-rank32", 22292725760, "LoraConfig", r=32, lora_alpha=6
 
 
 class _Litgpt(nn.Module):
-    """A step of litgpt's fine-tuning, with its chunked head and loss."""
+    """A step of litgpt's fine-tuning, with its chunked loss and, for LoRA, its chunked head."""
 
     def __init__(self, row: Row) -> None:
         super().__init__()
@@ -150,11 +151,19 @@ class _Litgpt(nn.Module):
         with torch.device("meta"):
             self.model = package.GPT(config).to(torch.bfloat16)
             self.model.max_seq_length = 512
+        self.is_lora = bool(row.options)
         if row.options:
             lora.mark_only_lora_as_trainable(self.model)
+        else:  # the gradients of earlier micro-batches
+            for index, param in enumerate(self.model.parameters()):
+                self.register_buffer(f"gradient_{index}", torch.empty_like(param))
 
     def forward(self, ids: Tensor) -> dict[str, Any]:
-        logits = self.model(ids, lm_head_chunk_size=128)
+        # Fabric's "bf16-true" returns FP32 (HalfPrecision.convert_output).
+        if not self.is_lora:
+            whole = self.model(ids).float()
+            return {"loss": self.loss(whole[..., :-1, :], ids[..., 1:]), "logits": whole}
+        logits = [chunk.float() for chunk in self.model(ids, lm_head_chunk_size=128)]
         logits[-1] = logits[-1][..., :-1, :]
         # The loop of litgpt holds the logits in a variable until the next step.
         return {"loss": self.loss(logits, ids[..., 1:]), "logits": logits}

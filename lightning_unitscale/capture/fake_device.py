@@ -127,7 +127,7 @@ class SimulatedDevice(FakeTensorMode):
         is_new = kwargs.get("device") == _STAND_IN and func.overloadpacket is not aten.to
         if is_new and self.device.type != "cpu":
             kwargs = {**kwargs, "device": self.device}
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+        result: Any = super().__torch_dispatch__(func, types, args, kwargs)
         middle = _MIDDLES.get(func)
         if middle is None or result.numel() != 1 or result.device.type != "cpu":
             return result

@@ -96,7 +96,12 @@ def _widened(value: Any) -> Any:
 
 
 def _cross_entropy(
-    input: Tensor, target: Tensor, *args: Any, label_smoothing: float = 0.0, **kwargs: Any
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *args: Any,
+    label_smoothing: float = 0.0,
+    **kwargs: Any,
 ) -> Tensor:
     """Keep the logarithms of the softmax in 16 bits under autocast, and sum them in FP32.
 
@@ -106,9 +111,10 @@ def _cross_entropy(
     """
     is_cast = _is_half(input) and torch.is_autocast_enabled("cpu")
     if not is_cast or label_smoothing or target.is_floating_point():
-        return F.cross_entropy(input, target, *args, label_smoothing=label_smoothing, **kwargs)
+        smoothing = {"label_smoothing": label_smoothing} if label_smoothing else {}
+        return call(F.cross_entropy, (input, target, weight, *args), {**kwargs, **smoothing})
     logs = F.log_softmax(input, 0 if input.dim() == 1 else 1, dtype=input.dtype)
-    return F.nll_loss(logs.float(), target, *args, **kwargs)
+    return F.nll_loss(logs.float(), target, weight, *args, **kwargs)
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -40,7 +40,9 @@ def reduction_bytes(gpu: GPU, tensor: Tensor, dims: Sequence[int], partial_bytes
         partial_bytes: Bytes of a partial result, by default those of FP32 for 16-bit types.
     """
     reduced = {dim % tensor.dim() for dim in dims} if dims else set(range(tensor.dim()))
-    all_dims = [_Dim(int(size), int(stride)) for size, stride in zip(tensor.shape, tensor.stride())]
+    all_dims = [
+        _Dim(int(n), int(step)) for n, step in zip(tensor.shape, tensor.stride(), strict=True)
+    ]
     if 0 in tensor.shape or not all_dims:
         return 0
     all_dims = _addressable(all_dims, tensor.element_size())
@@ -93,7 +95,9 @@ def _power_below(size: int) -> int:
 def _joined(dims: Iterable[_Dim]) -> list[_Dim]:
     """Order dimensions by stride, and join those that follow each other in memory."""
     joined: list[_Dim] = []
-    for dim in sorted((dim for dim in dims if dim.size > 1), key=lambda dim: (dim.stride, dim.size)):
+    for dim in sorted(
+        (dim for dim in dims if dim.size > 1), key=lambda dim: (dim.stride, dim.size)
+    ):
         if joined and joined[-1].size * joined[-1].stride == dim.stride:
             joined[-1] = _Dim(joined[-1].size * dim.size, joined[-1].stride)
         else:
