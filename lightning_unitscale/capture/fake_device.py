@@ -1,9 +1,9 @@
 """Simulate a device that need not exist, for fake tensors.
 
 Private names of torch, checked on 2.13 and 2.11: ``FakeTensorMode`` and its exceptions,
-``_current_autograd_node``, ``_execution_engine``, ``_IncludeDispatchKeyGuard``,
-``HigherOrderOperator``, ``reset_code``, and that C++ reads a fake tensor's device through the
-operator ``prim::device``.
+``fake_tensor_converter``, ``_current_autograd_node``, ``_execution_engine``,
+``_IncludeDispatchKeyGuard``, ``_dispatch_has_kernel_for_dispatch_key``, ``HigherOrderOperator``,
+``reset_code``, and that C++ reads a fake tensor's device through the operator ``prim::device``.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from lightning_unitscale.patching import shadowed
@@ -89,6 +90,11 @@ _CONTROL_FLOW: dict[str, Callable[..., Any]] = {
 }
 
 
+def has_autocast_rule(operator: str) -> bool:
+    """Check whether a GPU's autocast has a rule for an operator in this version of torch."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{operator}", "AutocastCUDA")
+
+
 def current_autograd_function() -> Any:
     """Return the function of autograd's graph whose backward is running, or ``None``."""
     return torch._C._current_autograd_node()
@@ -101,6 +107,9 @@ class SimulatedDevice(FakeTensorMode):
     if the device has no driver. So C++ sees ``cpu:0``. Tensors that it makes there are made on the
     simulated device, which Python code sees. With a CPU's queue the backward pass runs in the
     calling thread, where dispatch modes see it.
+
+    A single random number on the CPU is the middle of its range, since programs branch on it:
+    layers that are dropped with a probability below one half stay, which needs the most memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -118,7 +127,20 @@ class SimulatedDevice(FakeTensorMode):
         is_new = kwargs.get("device") == _STAND_IN and func.overloadpacket is not aten.to
         if is_new and self.device.type != "cpu":
             kwargs = {**kwargs, "device": self.device}
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        result: Any = super().__torch_dispatch__(func, types, args, kwargs)
+        middle = _MIDDLES.get(func)
+        if middle is None or result.numel() != 1 or result.device.type != "cpu":
+            return result
+        with no_dispatch():
+            value = torch.full(result.shape, middle(args), dtype=result.dtype)
+        return self.fake_tensor_converter.from_real_tensor(self, value, make_constant=True)
+
+
+_MIDDLES: dict[Any, Callable[[Any], float]] = {
+    aten.rand.default: lambda args: 0.5,
+    aten.randint.default: lambda args: args[0] // 2,
+    aten.randint.low: lambda args: (args[0] + args[1]) // 2,
+}
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_unitscale.memory import gpu_recurrent
+from lightning_unitscale.memory import gpu_recurrent, gpu_reductions
 from lightning_unitscale.memory.cpu_workspace import by_operator, bytes_of, copies_of, copy_of
 from lightning_unitscale.memory.gpus import GPU
 
@@ -193,6 +193,12 @@ _FORMULAS: dict[Any, Formula] = by_operator(
         "_cudnn_rnn": _plain(gpu_recurrent.forward_workspace),
         "_cudnn_rnn_backward": _plain(gpu_recurrent.backward_workspace),
         "embedding_dense_backward": _embedding_backward,
+        **dict.fromkeys(
+            ("sum", "mean", "prod", "nansum", "amax", "amin", "logsumexp"),
+            gpu_reductions.sum_workspace,
+        ),
+        **dict.fromkeys(("linalg_vector_norm", "norm"), gpu_reductions.norm_workspace),
+        **dict.fromkeys(("var", "var_mean", "std", "std_mean"), gpu_reductions.variance_workspace),
         # SoftMax.cu and layer_norm_kernel.cu read contiguous tensors.
         **dict.fromkeys(("_softmax", "_log_softmax", "native_layer_norm"), _plain(copies_of(0))),
         **dict.fromkeys(

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_unitscale.capture.fake_device import has_autocast_rule
 from lightning_unitscale.capture.graph_nodes import call
 from lightning_unitscale.memory.gpu_attention import attention
 from lightning_unitscale.memory.gpu_recurrent import RECURRENT
@@ -34,6 +35,7 @@ def calls_of(gpu: GPU | None) -> Call:
         return _call_on_cpu
     kernels: dict[Any, Callable[..., Any]] = {
         F.linear: _linear,
+        F.cross_entropy: _cross_entropy,
         F.dropout: _dropout,
         torch.dropout: lambda input, p, train: _dropout(input, p, train),
         F.rms_norm: _rms_norm,
@@ -68,16 +70,51 @@ def _call_on_gpu(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    # The names are those of "Automatic Mixed Precision package", CUDA Ops that can autocast to
-    # float32; the CPU's autocast does not cast their arguments.
-    if torch.is_autocast_enabled("cpu") and getattr(function, "__name__", "") in _FP32_ON_GPU:
-        args = tuple(map(_widened, args))
-        kwargs = {name: _widened(value) for name, value in kwargs.items()}
+    if torch.is_autocast_enabled("cpu"):
+        name = getattr(function, "__name__", "")
+        if name in _FP32_RESULTS and _lacks_type(args, kwargs):
+            kwargs = {**kwargs, "dtype": torch.float32}
+        elif name in _FP32_ARGUMENTS:
+            args = tuple(map(_widened, args))
+            kwargs = {name: _widened(value) for name, value in kwargs.items()}
     return kernels.get(function, function)(*args, **kwargs)
 
 
+def _lacks_type(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Check that a function of a 16-bit tensor was not told the type of its result."""
+    if any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values())):
+        return False
+    return _is_half(args[0] if args else kwargs.get("input"))
+
+
+def _is_half(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in _HALF
+
+
 def _widened(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype in _HALF else value
+    return value.float() if _is_half(value) else value
+
+
+def _cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *args: Any,
+    label_smoothing: float = 0.0,
+    **kwargs: Any,
+) -> Tensor:
+    """Keep the logarithms of the softmax in 16 bits under autocast, and sum them in FP32.
+
+    References:
+        torch, ``native/LossNLL.cpp``, ``cross_entropy_loss``: it asks for a softmax in the type of
+        the input, which autocast follows.
+    """
+    is_cast = _is_half(input) and torch.is_autocast_enabled("cpu")
+    if not is_cast or label_smoothing or target.is_floating_point():
+        smoothing = {"label_smoothing": label_smoothing} if label_smoothing else {}
+        return call(F.cross_entropy, (input, target, weight, *args), {**kwargs, **smoothing})
+    logs = F.log_softmax(input, 0 if input.dim() == 1 else 1, dtype=input.dtype)
+    return F.nll_loss(logs.float(), target, weight, *args, **kwargs)
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -106,9 +143,15 @@ def _rms_norm(
     return fused(input, list(normalized_shape), weight, eps)[0]
 
 
-_FP32_ON_GPU = frozenset(
-    {"softmax", "log_softmax", "layer_norm", "group_norm", "cross_entropy", "nll_loss", "mse_loss",
-     "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "binary_cross_entropy_with_logits",
-     "cosine_similarity", "logsumexp", "norm", "exp", "expm1", "log", "log2", "log10", "log1p",
-     "pow", "reciprocal", "rsqrt", "softplus", "sum", "prod", "cumsum", "cumprod", "interpolate"}
+# torch 2.13, ATen/autocast_mode.h: AT_FORALL_FP32_SET_OPT_DTYPE and AT_FORALL_FP32, as functions.
+# The CPU's autocast leaves them as they are.
+_FP32_RESULTS = frozenset({"softmax", "log_softmax", "sum", "prod", "cumsum", "cumprod"})
+_FP32_ARGUMENTS = frozenset(
+    {"acos", "asin", "binary_cross_entropy_with_logits", "cdist", "cosh", "cosine_embedding_loss",
+     "cosine_similarity", "dist", "erfinv", "exp", "expm1", "group_norm", "hinge_embedding_loss",
+     "huber_loss", "interpolate", "kl_div", "l1_loss", "layer_norm", "log", "log10", "log1p",
+     "log2", "logsumexp", "margin_ranking_loss", "mse_loss", "multi_margin_loss",
+     "multilabel_margin_loss", "nll_loss", "norm", "pdist", "poisson_nll_loss", "pow",
+     "reciprocal", "renorm", "rsqrt", "sinh", "smooth_l1_loss", "soft_margin_loss", "softplus",
+     "tan", "triplet_margin_loss", *(["rms_norm"] if has_autocast_rule("rms_norm") else [])}
 )  # fmt: skip

@@ -34,6 +34,7 @@ class GPU:
         bytes_per_second: Bandwidth of its memory.
         flops_per_second: Rate of matmuls in BF16, in FP16 on a GPU without BF16.
         shared_bytes: Shared memory that a thread block may opt in to.
+        threads_per_multiprocessor: Threads that one streaming multiprocessor holds at once.
         cublas_workspace_bytes: Size of the workspace that torch gives each thread's cuBLAS handle,
             without ``CUBLAS_WORKSPACE_CONFIG``.
         cublaslt_workspace_bytes: The same for cublasLt, without ``CUBLASLT_WORKSPACE_SIZE``.
@@ -47,14 +48,17 @@ class GPU:
     bytes_per_second: float
     flops_per_second: float
     shared_bytes: int
+    threads_per_multiprocessor: int = 2048
     cublas_workspace_bytes: int = _CUBLAS_BYTES
     # torch, CublasHandlePool.cpp, parseCUDABlasLtWorkspaceSize: 1024 KiB (pytorch issue 73328).
     cublaslt_workspace_bytes: int = _MIB
 
 
-# Shared memory per block: CUDA C++ Programming Guide, "Technical Specifications per Compute
-# Capability": 64 KiB for 7.5, 163 for 8.0, 99 for 8.6 and 8.9, 227 for 9.0 and 10.0.
+# CUDA C++ Programming Guide, "Technical Specifications per Compute Capability". Shared memory per
+# block: 64 KiB for 7.5, 163 for 8.0, 99 for 8.6 and 8.9, 227 for 9.0 and 10.0. Resident threads per
+# multiprocessor: 1024 for 7.5, 1536 for 8.6 and 8.9, else 2048.
 _SHARED_KIB = {(7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227}
+_THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}
 
 
 def _gpu(
@@ -76,6 +80,7 @@ def _gpu(
         gigabytes_per_second * 1e9,
         teraflops_per_second * 1e12,
         _SHARED_KIB[capability] * 1024,
+        _THREADS.get(capability, 2048),
         _HOPPER_CUBLAS_BYTES if is_hopper else _CUBLAS_BYTES,
     )
 
@@ -179,6 +184,7 @@ def described(
         memory_bytes=memory_bytes,
         capability=capability,
         num_multiprocessors=num_multiprocessors,
+        threads_per_multiprocessor=_THREADS.get(capability, 2048),
         cublas_workspace_bytes=_HOPPER_CUBLAS_BYTES if is_hopper else _CUBLAS_BYTES,
     )
 

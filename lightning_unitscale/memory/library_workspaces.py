@@ -1,9 +1,10 @@
-"""Count the workspaces that cuBLAS and cublasLt keep.
+"""Count the memory that cuBLAS, cublasLt and cuDNN keep.
 
 Torch gives each thread's cuBLAS handle a workspace before its first matmul, and keeps it
 (``aten/src/ATen/cuda/CublasHandlePool.cpp``). The forward pass and the optimizer run in the main
 thread, the backward pass in a thread of autograd's engine. A matmul with a bias goes through
-cublasLt (``native/cuda/Blas.cpp``), whose workspace is separate.
+cublasLt (``native/cuda/Blas.cpp``), whose workspace is separate. cuDNN's dropout between recurrent
+layers keeps the states of its random numbers (``native/cudnn/RNN.cpp``, ``DropoutState``).
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from lightning_unitscale.memory.cpu_workspace import by_operator
 from lightning_unitscale.memory.gpus import GPU
 from lightning_unitscale.memory.step_record import OUTSIDE, Event, StepRecord, StorageLife
 
+aten = torch.ops.aten
 Thread = Literal["main", "backward"]
-Library = Literal["cublas", "cublaslt"]
+Library = Literal["cublas", "cublaslt", "cudnn"]
 # Operators of torch that call cuBLAS.
 _CUBLAS = by_operator(
     dict.fromkeys(
@@ -30,6 +32,9 @@ _CUBLAS = by_operator(
     )
 )  # fmt: skip
 _LT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Each thread that the GPU can hold has a generator, XORWOW by the documentation of cuRAND, with six
+# words of 32 bits (Marsaglia 2003, "Xorshift RNGs", section 3.1).
+_GENERATOR_BYTES = 6 * 4
 
 
 class Workspace(NamedTuple):
@@ -42,6 +47,9 @@ class Workspace(NamedTuple):
         """Return its size, which the environment may change as it does in torch."""
         if self.library == "cublas":
             return _configured() or gpu.cublas_workspace_bytes
+        if self.library == "cudnn":
+            num_threads = gpu.num_multiprocessors * gpu.threads_per_multiprocessor
+            return num_threads * _GENERATOR_BYTES
         kib = os.environ.get("CUBLASLT_WORKSPACE_SIZE", "")
         return int(kib) * 1024 if kib.isdigit() else gpu.cublaslt_workspace_bytes
 
@@ -56,9 +64,11 @@ class KeptWorkspaces:
     def note(self, function: Any, args: Sequence[Any], record: StepRecord) -> None:
         """Note the workspaces of the operator that a record ends with."""
         packet = getattr(function, "overloadpacket", function)
+        index = len(record.operators) - 1
+        if self._gpu is not None and packet is aten._cudnn_rnn and args[12] and args[11] > 0:
+            self._first_uses.setdefault(Workspace("main", "cudnn"), index)
         if self._gpu is None or packet not in _CUBLAS:
             return
-        index = len(record.operators) - 1
         in_backward = record.operators[index].phase == "backward"
         thread: Thread = "backward" if in_backward else "main"
         self._first_uses.setdefault(Workspace(thread, "cublas"), index)

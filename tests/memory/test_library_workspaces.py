@@ -38,6 +38,15 @@ def test_one_for_each_thread_and_one_of_cublaslt(device: DeviceType, size: int) 
     assert _kept(frozen, torch.ones(4, 8), device=device) == size
 
 
+def test_dropout_between_recurrent_layers_keeps_its_generators() -> None:
+    """One of 24 bytes per thread that the GPU can hold, as seen on an H100."""
+    given = torch.ones(4, 8, 16)
+    plain, dropped = (nn.LSTM(16, 16, 2, dropout=rate) for rate in (0.0, 0.1))
+    assert _kept(dropped, given) - _kept(plain, given) == 6488064
+    assert _kept(dropped, given, device="cuda:t4") == 40 * 1024 * 24
+    assert _kept(dropped.eval().requires_grad_(False), given) == 0
+
+
 def test_they_exist_all_through_the_step() -> None:
     profile = profile_graph(nn.Linear(8, 8), torch.ones(4, 8), device="cuda:h100")
     library = profile.timeline.live_by_kind["library"]

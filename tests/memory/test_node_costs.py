@@ -131,6 +131,34 @@ def test_autocast_changes_types_on_each_device() -> None:
     assert types == {"cpu": ["bfloat16", "bfloat16"], "cuda": ["bfloat16", "float32"]}
 
 
+def test_the_loss_under_a_gpus_autocast() -> None:
+    """It keeps the softmax's logarithms as they come, and a copy of them in FP32 to sum."""
+
+    def forward(x: Tensor, target: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return F.cross_entropy(x, target)
+
+    given = torch.randn(8, 32, dtype=torch.bfloat16, requires_grad=True)
+    target = torch.zeros(8, dtype=torch.long)
+    profile = profile_graph(Step(forward), given, target, device="cuda")
+    node = _costs(profile, "cross_entropy")
+    # The target, its total weight, and the logarithms in both types.
+    assert node.saved_bytes == 8 * 8 + 4 + 8 * 32 * (2 + 4)
+    with_float = profile_graph(Step(forward), given.detach().float(), target, device="cuda")
+    assert _costs(with_float, "cross_entropy").dtype == "float32"
+
+
+def test_a_sum_under_a_gpus_autocast_copies_nothing() -> None:
+    def forward(x: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return x.sum(0) + x.sum(0, dtype=torch.bfloat16)
+
+    profile = profile_graph(Step(forward), torch.randn(8, 32).bfloat16(), device="cuda")
+    nodes = [node for node in profile.nodes if node.op == "sum"]
+    assert [node.dtype for node in nodes] == ["float32", "bfloat16"]
+    assert [node.fwd_mem_tmp for node in nodes] == [0, 0]
+
+
 def test_attention_takes_the_kernel_of_its_device() -> None:
     def forward(linear: nn.Module, x: Tensor) -> Tensor:
         q = linear(x).view(2, 64, 4, 16).transpose(1, 2)

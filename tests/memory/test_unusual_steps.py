@@ -105,3 +105,31 @@ def test_control_flow_is_profiled_without_data(network: type[nn.Module]) -> None
     # Torch's own backward of a branch and of a scan keeps other tensors than plain autograd. That
     # these run at all is seen as well: Dynamo must not remember the run on fake tensors.
     assert profile.peak_bytes == pytest.approx(measured_peak(module, given), rel=0.2)
+
+
+class _LayerDrop(nn.Module):
+    """Layers that a random number of the CPU leaves out, as Hugging Face's BART and OPT have."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.rate = rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if torch.rand([]) < self.rate or torch.randint(8, (1,)).item() > 6:
+                continue
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_branch_on_a_random_number_is_profiled(device: str) -> None:
+    def count(module: nn.Module) -> int:
+        profile = profile_graph(module, torch.ones(2, 8), device=device)  # type: ignore[arg-type]
+        return sum(node.op == "linear" for node in profile.nodes)
+
+    modules = [_LayerDrop(0.1), _LayerDrop(0.9)]
+    state = torch.get_rng_state()
+    assert list(map(count, modules)) == [4, 0]
+    assert torch.equal(torch.get_rng_state(), state)

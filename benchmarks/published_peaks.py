@@ -1,0 +1,273 @@
+"""Peaks of fine-tuning that projects have published, beside what the profiler predicts for them.
+
+    python benchmarks/published_peaks.py             # all rows
+    python benchmarks/published_peaks.py phi-2 lora  # rows whose name contains one of the words
+
+Every row has its source and settings, which were written down before the first prediction. Models
+are on ``meta``. The packages that build them are installed for this script alone:
+
+    pip install --no-deps --target DIR litgpt==0.4.4 peft==0.21.2 transformers==5.13.1 \\
+        'huggingface_hub<2' 'tokenizers<=0.23' accelerate
+    PYTHONPATH=DIR:. python benchmarks/published_peaks.py
+
+- litgpt: ``config_hub/finetune/README.md``, column "Peak memory": ``max_memory_allocated`` in
+  10^9 bytes. BF16 parameters, AdamW, Alpaca2k (padded to the longest of a batch, at most 512
+  tokens), A10G. The ranks of LoRA are those of the row's YAML file. litgpt 0.4.4 (July 2024) is as
+  old as the table.
+- PEFT: ``method_comparison/MetaMathQA/results/*.json``, ``accelerator_memory_max``: the most bytes
+  reserved after a step. Llama 3.2 3B in BF16, adapters in FP32, batch 4, AdamW, L40S, torch 2.13,
+  transformers 5.13.1. The lengths of batches are not published. The row of LoRA with rank 32 gives
+  the longest one, and all other rows are predicted with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import logging
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from measure import RESULTS
+from tabulate import tabulate
+from torch import Tensor, nn
+
+from lightning_unitscale.profiler import GraphProfile, profile_graph
+
+PATH = RESULTS / "published_peaks.json"
+_LITGPT = "https://github.com/Lightning-AI/litgpt/blob/main/config_hub/finetune/README.md"
+_PEFT = "https://github.com/huggingface/peft/tree/main/method_comparison/MetaMathQA/results"
+_ATTENTION = {"lora_query": True, "lora_value": True}
+_EVERY = {f"lora_{part}": True for part in ("query", "key", "value", "projection", "mlp", "head")}
+_LLAMA = {
+    "vocab_size": 128256, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28,
+    "num_attention_heads": 24, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072, "tie_word_embeddings": True,
+    "rope_parameters": {
+        "rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """A published peak, and the settings that it was measured with.
+
+    Attributes:
+        source: ``"litgpt"`` or ``"PEFT"``.
+        name: Its name in the source.
+        value: Published bytes.
+        batch: Sequences in a batch.
+        model: Name of the model in litgpt.
+        options: Ranks and places of LoRA, or the class of PEFT's configuration and its arguments.
+        flag: Why the value cannot be that of the settings, if so.
+    """
+
+    source: str
+    name: str
+    value: float
+    batch: int
+    model: str = "Llama-3.2-3B"
+    options: dict[str, Any] = field(default_factory=dict)
+    flag: str = ""
+
+
+def _litgpt(
+    name: str, model: str, gigabytes: float, batch: int, *, flag: str = "", **lora: Any
+) -> Row:
+    return Row("litgpt", name, gigabytes * 1e9, batch, model, lora, flag)
+
+
+def _peft(name: str, value: int, kind: str = "", **options: Any) -> Row:
+    return Row("PEFT", name, value, 4, options={"kind": kind, **options} if kind else {})
+
+
+_R32 = {"lora_r": 32, "lora_alpha": 16, "lora_dropout": 0.05}
+_R8 = {"lora_r": 8, "lora_alpha": 16, "lora_dropout": 0.05}
+_SHARDED = "sharded over 4 GPUs, which the table does not describe (devices: {} in the YAML file)"
+ROWS = (
+    _litgpt("falcon-7b/lora", "falcon-7b", 16.69, 1, **_R32, **_ATTENTION),
+    _litgpt("gemma-2b/lora", "Gemma-2b", 12.62, 2, **{**_R8, "lora_dropout": 0.1}, **_EVERY),
+    _litgpt("llama-2-7b/lora", "Llama-2-7b-hf", 19.77, 2, **_R32, **_ATTENTION),
+    _litgpt("llama-3-8b/lora", "Llama-3-8B", 19.73, 1, **_R32, **_ATTENTION),
+    _litgpt("llama-3.1-8b/lora", "Llama-3-8B", 19.73, 1, **_R32, **_ATTENTION),
+    _litgpt("mistral-7b/lora", "Mistral-7B-v0.1", 20.66, 2, **_R32, **_ATTENTION),
+    _litgpt("mistral-7b-v0.2/lora", "Mistral-7B-Instruct-v0.2", 20.66, 2, **_R32, **_ATTENTION),
+    _litgpt("phi-2/lora", "phi-2", 13.98, 4, **_R8, **_EVERY),
+    _litgpt("phi-3/lora", "Phi-3-mini-4k-instruct", 19.75, 4, **_R8, **_EVERY),
+    _litgpt("stablelm-3b/lora", "stablelm-base-alpha-3b", 8.58, 1, **_R32, **_ATTENTION),
+    _litgpt("tiny-llama/lora", "tiny-llama-1.1b", 13.50, 8, **_R32, **_EVERY),
+    _litgpt("tiny-llama/full", "tiny-llama-1.1b", 14.10, 4),
+    _litgpt("phi-3/full", "Phi-3-mini-4k-instruct", 17.01, 4, flag="8 bytes a parameter are 30.6"),
+    _litgpt("gemma-2b/full", "Gemma-2b", 17.43, 1, flag=_SHARDED.format(4)),
+    _litgpt("phi-2/full", "phi-2", 14.44, 4, flag=_SHARDED.format(2)),
+    _litgpt("stablelm-3b/full", "stablelm-base-alpha-3b", 21.23, 1, flag=_SHARDED.format(2)),
+    _peft("lora-rank64", 22552772608, "LoraConfig", r=64, lora_alpha=128),
+    _peft("full-finetuning", 38868615168),
+    _peft("lora-rank32-dora", 24532484096, "LoraConfig", r=32, lora_alpha=64, use_dora=True),
+    _peft(
+        "lora-rank10-target-mlp", 24698159104, "LoraConfig", r=10, lora_alpha=20,
+        target_modules=["gate_proj", "up_proj", "down_proj"],
+    ),
+    _peft("ln_tuning", 21181235200, "LNTuningConfig"),
+    _peft("ia3-default", 23234347008, "IA3Config"),
+    _peft(
+        "ia3-all-attn", 26145193984, "IA3Config",
+        target_modules=[f"{part}_proj" for part in ("q", "k", "v", "o", "down", "gate", "up")],
+        feedforward_modules=["down_proj", "gate_proj", "up_proj"],
+    ),
+    _peft("vera-default", 21621637120, "VeraConfig", r=256),
+    _peft(
+        "loha-rank32", 23907532800, "LoHaConfig", r=32, alpha=64,
+        target_modules=["q_proj", "v_proj"],
+    ),
+    _peft(
+        "lokr-rank32-factor4", 23590862848, "LoKrConfig", r=32, alpha=64, decompose_factor=4,
+        target_modules=["q_proj", "v_proj"],
+    ),
+    _peft("prompt_tuning-default", 24394072064, "PromptTuningConfig", num_virtual_tokens=200),
+)  # fmt: skip
+CALIBRATION = _peft("lora-rank32", 22292725760, "LoraConfig", r=32, lora_alpha=64)
+"""The row that gives the length of PEFT's longest batch."""
+
+
+class _Litgpt(nn.Module):
+    """A step of litgpt's fine-tuning, with its chunked loss and, for LoRA, its chunked head."""
+
+    def __init__(self, row: Row) -> None:
+        super().__init__()
+        lora = importlib.import_module("litgpt.lora")
+        plain = importlib.import_module("litgpt.model")
+        self.loss = importlib.import_module("litgpt.utils").chunked_cross_entropy
+        package = lora if row.options else plain
+        config = package.Config.from_name(row.model, **row.options)
+        with torch.device("meta"):
+            self.model = package.GPT(config).to(torch.bfloat16)
+            self.model.max_seq_length = 512
+        self.is_lora = bool(row.options)
+        if row.options:
+            lora.mark_only_lora_as_trainable(self.model)
+        else:  # the gradients of earlier micro-batches
+            for index, param in enumerate(self.model.parameters()):
+                self.register_buffer(f"gradient_{index}", torch.empty_like(param))
+
+    def forward(self, ids: Tensor) -> dict[str, Any]:
+        # Fabric's "bf16-true" returns FP32 (HalfPrecision.convert_output).
+        if not self.is_lora:
+            whole = self.model(ids).float()
+            return {"loss": self.loss(whole[..., :-1, :], ids[..., 1:]), "logits": whole}
+        logits = [chunk.float() for chunk in self.model(ids, lm_head_chunk_size=128)]
+        logits[-1] = logits[-1][..., :-1, :]
+        # The loop of litgpt holds the logits in a variable until the next step.
+        return {"loss": self.loss(logits, ids[..., 1:]), "logits": logits}
+
+
+def _profile_litgpt(row: Row) -> GraphProfile:
+    ids = torch.empty(row.batch, 512, dtype=torch.long, device="meta")
+    return profile_graph(_Litgpt(row), ids, device="cuda:a10g", optimizer=torch.optim.AdamW)
+
+
+def _profile_peft(row: Row, length: int) -> GraphProfile:
+    transformers, peft = map(importlib.import_module, ("transformers", "peft"))
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**_LLAMA)).bfloat16()
+        if row.options:
+            kind = getattr(peft, row.options["kind"])
+            options = {name: value for name, value in row.options.items() if name != "kind"}
+            if row.options["kind"] not in ("LoHaConfig", "LoKrConfig"):
+                options["task_type"] = "CAUSAL_LM"
+            model = peft.get_peft_model(model, kind(**options))
+    ids = torch.empty(row.batch, length, dtype=torch.long, device="meta")
+    return profile_graph(
+        model.train(), input_ids=ids, attention_mask=ids, labels=ids,
+        num_items_in_batch=row.batch * length, device="cuda:l40s", optimizer=torch.optim.AdamW,
+    )  # fmt: skip
+
+
+def _reserved(profile: GraphProfile) -> int:
+    assert profile.allocator is not None
+    return profile.allocator.reserved_bytes
+
+
+def longest_batch() -> int:
+    """Return the length at which the prediction for :data:`CALIBRATION` is the published value."""
+    lengths = (512, 640)
+    low, high = (_reserved(_profile_peft(CALIBRATION, length)) for length in lengths)
+    step = (lengths[1] - lengths[0]) / (high - low)
+    return round(lengths[0] + (CALIBRATION.value - low) * step)
+
+
+def predict(row: Row, length: Callable[[], int]) -> dict[str, Any]:
+    """Return a row with its prediction, and the error in percent."""
+    began = time.perf_counter()
+    if row.source == "PEFT":
+        profile = _profile_peft(row, length())
+        predicted = _reserved(profile)
+    else:
+        profile = _profile_litgpt(row)
+        predicted = profile.peak_bytes
+    return {
+        **asdict(row),
+        "address": _PEFT if row.source == "PEFT" else _LITGPT,
+        "predicted": predicted,
+        "error %": round(100 * (predicted / row.value - 1), 2),
+        "peak at": f"{profile.peak.phase} {profile.peak.operator}",
+        "by kind": profile.peak.by_kind,
+        "seconds": round(time.perf_counter() - began, 1),
+    }
+
+
+def main() -> None:
+    """Predict rows one after the other, write each, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("words", nargs="*", help="parts of names of rows, by default all rows")
+    words = parser.parse_args().words
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    data = json.loads(PATH.read_text()) if PATH.exists() else {"rows": []}
+    done = {(row["source"], row["name"]): row for row in data["rows"]}
+
+    def length() -> int:
+        if "longest batch of PEFT" not in data:
+            data["longest batch of PEFT"] = longest_batch()
+        return int(data["longest batch of PEFT"])
+
+    for row in ROWS:
+        if words and not any(word in row.name for word in words):
+            continue
+        result = predict(row, length)
+        done[row.source, row.name] = result
+        data["rows"] = list(done.values())
+        print(f"{row.source:7} {row.name:24} {result['error %']:+7.2f} %", flush=True)
+        PATH.write_text(json.dumps(data, indent=1) + "\n")
+    counted = [abs(row["error %"]) for row in data["rows"] if not row["flag"]]
+    data["predicted with"] = {"torch": torch.__version__}
+    data["summary"] = (
+        f"median {statistics.median(counted):.2f} %, worst {max(counted):.2f} %, "
+        f"{len(counted)} rows without a flag"
+    )
+    PATH.write_text(json.dumps(data, indent=1) + "\n")
+    table = [
+        {
+            "source": row["source"],
+            "row": row["name"],
+            "batch": row["batch"],
+            "published GB": round(row["value"] / 1e9, 2),
+            "predicted GB": round(row["predicted"] / 1e9, 2),
+            "error %": row["error %"],
+            "flag": row["flag"],
+        }
+        for row in data["rows"]
+    ]
+    print(tabulate(table, headers="keys", tablefmt="github"), data["summary"], sep="\n")
+
+
+if __name__ == "__main__":
+    main()
