@@ -8,6 +8,11 @@ other programs on the machine count little.
 
     python benchmarks/planning_time.py                   # up to 84 blocks, 10,000 nodes
     python benchmarks/planning_time.py --depths 420      # 50,000 nodes: minutes, mostly extraction
+    python benchmarks/planning_time.py --depths --llama 126  # Llama 3.1 405B on ``meta``
+
+The last one profiles one sequence of 8,192 tokens in BF16 with AdamW for an H100, traces the joint
+graph on fake tensors without Dynamo, and plans it for the middle of the range. Its sizes are those
+of Llama 3.1 405B's ``config.json``.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ import argparse
 import copy
 import json
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable
@@ -38,6 +44,8 @@ from benchmarks.measure import RESULTS, machine
 from examples.gpt import GPT
 from lightning_unitscale.memory.costs import default_cost_model
 from lightning_unitscale.memory.joint_graph import JointGraphReader
+from lightning_unitscale.memory.traced_planner import traced_problem
+from lightning_unitscale.profiler import profile_graph
 from lightning_unitscale.remat import Planner, RematPartitioner, aot_backend
 
 FILE = RESULTS / "planning_time.json"
@@ -113,6 +121,42 @@ def measure(depth: int, *, with_torch: bool) -> dict[str, Any]:
     return {"blocks": depth, "extraction s": timed.entered - start, **timed.row}
 
 
+def measure_llama(num_layers: int) -> dict[str, Any]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=16_384,
+        intermediate_size=53_248,
+        num_hidden_layers=num_layers,
+        num_attention_heads=128,
+        num_key_value_heads=8,
+        max_position_embeddings=131_072,
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+        tokens = torch.empty(1, 8192, dtype=torch.long)
+    step = {"input_ids": tokens, "labels": tokens}
+    started = time.perf_counter()
+    profile, profiling = _timed(
+        lambda: profile_graph(model, device="cuda:h100", optimizer=torch.optim.AdamW, **step)
+    )
+    problem, tracing = _timed(lambda: traced_problem(model, device="cuda:h100", **step))
+    plan, planning = _timed(lambda: Planner(problem).plan(0.5))
+    return {
+        "layers": num_layers,
+        "nodes": len(problem),
+        "profile s": profiling,
+        "trace s": tracing,
+        "plan s": planning,
+        "wall s": time.perf_counter() - started,
+        "resident GiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        "profiled peak GiB": profile.peak_bytes / 2**30,
+        "planned peak GiB": plan.peak_bytes / 2**30,
+    }
+
+
 def plot(rows: list[dict[str, Any]]) -> None:
     import matplotlib
 
@@ -142,14 +186,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--depths", type=int, nargs="*", default=list(DEPTHS))
     parser.add_argument("--no-torch", action="store_true")
+    parser.add_argument("--llama", type=int, nargs="*", default=[], metavar="LAYERS")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    rows: list[dict[str, Any]] = json.loads(FILE.read_text())["rows"] if FILE.exists() else []
+    before: dict[str, Any] = json.loads(FILE.read_text()) if FILE.exists() else {}
+    rows: list[dict[str, Any]] = before.get("rows", [])
+    llamas = {row["layers"]: row for row in before.get("llama", [])}
+    for num_layers in arguments.llama:
+        llamas[num_layers] = measure_llama(num_layers)
+    saved = {"machine": machine(), "rows": rows, "llama": [llamas[key] for key in sorted(llamas)]}
+    FILE.write_text(json.dumps(saved, indent=1) + "\n")
+    print(tabulate(saved["llama"], headers="keys", floatfmt=".2f"))
     for depth in arguments.depths:
         rows = [row for row in rows if row["blocks"] != depth]
         rows.append(measure(depth, with_torch=not arguments.no_torch))
         rows.sort(key=lambda row: int(row["blocks"]))
-        FILE.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+        FILE.write_text(json.dumps({**saved, "rows": rows}, indent=1) + "\n")
     print(tabulate(rows, headers="keys", floatfmt=".2f"))
     plot(rows)
 

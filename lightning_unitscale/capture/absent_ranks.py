@@ -12,6 +12,7 @@ for its streams and its device.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -150,8 +151,11 @@ def watching_shards(
 
 def _distributed_classes() -> tuple[type, ...]:
     # Only a program with such tensors has imported their classes. The import is slow.
-    if "torch.distributed.tensor" not in sys.modules:
-        return ()
+    return _imported_classes() if "torch.distributed.tensor" in sys.modules else ()
+
+
+@functools.cache
+def _imported_classes() -> tuple[type, ...]:
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.distributed.tensor import DTensor
 

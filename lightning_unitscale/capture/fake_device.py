@@ -2,13 +2,15 @@
 
 Private names of torch, checked on 2.13 and 2.11: ``FakeTensorMode`` and its exceptions,
 ``fake_tensor_converter``, ``_current_autograd_node``, ``_execution_engine``,
-``_IncludeDispatchKeyGuard``, ``_dispatch_has_kernel_for_dispatch_key``, ``HigherOrderOperator``,
-``reset_code``, and that C++ reads a fake tensor's device through the operator ``prim::device``.
+``_IncludeDispatchKeyGuard``, ``_dispatch_has_kernel_for_dispatch_key``, ``DisableTorchFunction``,
+``HigherOrderOperator``, ``reset_code``, ``fast_detach``, and that C++ reads a fake tensor's device
+through the operator ``prim::device``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,9 +22,11 @@ from torch._C._dynamo.eval_frame import reset_code
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_impls import fast_detach
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
 )
@@ -169,6 +173,30 @@ def simulating(
         torch._C._IncludeDispatchKeyGuard(torch.DispatchKey.AutocastCPU),
     ):
         yield
+
+
+# Within it, Python code that computes an operator does not reach the modes of torch functions.
+without_function_modes = torch._C.DisableTorchFunction
+
+
+def is_question(function: Any) -> bool:
+    """Check whether an operator only asks for a tensor's device, or marks a profile."""
+    return function is torch.ops.prim.device.default or function.namespace == "profiler"
+
+
+@functools.cache
+def is_composite(function: Any) -> bool:
+    """Check whether an operator's only kernel calls other operators, as of ``to`` and ``linear``.
+
+    Modes see it whole where autograd does not split it, as in a backward pass.
+    """
+    key = "CompositeImplicitAutograd"
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), key))
+
+
+def snapshot(tensor: Tensor) -> Tensor:
+    """Return a fake tensor's present shape and storage as another tensor."""
+    return fast_detach(tensor.fake_mode, tensor) if isinstance(tensor, FakeTensor) else tensor
 
 
 def run_backward(roots: Sequence[Tensor]) -> None:

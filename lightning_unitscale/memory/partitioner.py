@@ -350,7 +350,7 @@ def _reordered(module: fx.GraphModule, plan: RematPlan, number: dict[str, int]) 
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     placeholders = module.graph.find_nodes(op="placeholder")
-    for node in (*placeholders, *(old[i] for i in order.nodes), module.graph.output_node()):
+    for node in (*placeholders, *(old[i] for i in order), module.graph.output_node()):
         # A later copy of a node replaces the earlier one for all later nodes.
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.lint()

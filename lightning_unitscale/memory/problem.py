@@ -95,14 +95,19 @@ class RematProblem:
         return np.array(producers, dtype=np.int64), np.array(users, dtype=np.int64)
 
     @cached_property
+    def _first_edge(self) -> Ints:
+        """Return the first edge of each user, and the number of edges."""
+        return np.searchsorted(self.edges[1], np.arange(len(self) + 1))
+
+    @cached_property
     def inputs_of(self) -> tuple[tuple[int, ...], ...]:
         """Return the inputs of each node."""
         return tuple(node.inputs for node in self.nodes)
 
     def reads(self, executed: Ints) -> tuple[Ints, Ints]:
         """Return (execution, node that it reads) of every input of executed nodes."""
-        producers, users = self.edges
-        starts = np.searchsorted(users, np.arange(len(self) + 1))
+        producers, _ = self.edges
+        starts = self._first_edge
         first, counts = starts[executed], np.diff(starts)[executed]
         readers = np.repeat(np.arange(len(executed)), counts)
         within = np.arange(len(readers)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -207,7 +212,7 @@ def recomputed(problem: RematProblem, saved: Mask) -> Mask:
     if known is not None:
         return known
     ends = saved | (problem.region != NodeRegion.FORWARD)
-    runs = leading_to(np.flatnonzero(problem.wanted).tolist(), problem.inputs_of, ends)
+    runs = leading_to(np.flatnonzero(problem.wanted & ~ends).tolist(), problem.inputs_of, ends)
     wrong = np.flatnonzero(runs & ~problem.can_recompute)
     if len(wrong):
         node = problem.nodes[wrong[-1]]

@@ -28,8 +28,10 @@ from lightning_unitscale.capture.fake_device import (
     current_autograd_function,
     forgetting_control_flow,
     is_control_flow,
+    is_question,
     run_control_flow,
     run_operator,
+    without_function_modes,
 )
 from lightning_unitscale.capture.graph_nodes import module_path, op_name, tensors_in
 from lightning_unitscale.functional.scale import plain_tensor
@@ -91,17 +93,21 @@ class StorageRecorder(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
+        if is_question(func):
+            return func(*args, **kwargs)
         if is_distributed(types):
             # This is called again with the shards. The engine sums such gradients into new tensors.
             self._sums_anew = func
             return NotImplemented
-        kwargs = kwargs or {}
         if self._is_paused:
             return func(*args, **kwargs)
+        with without_function_modes():
+            return self._record(func, args, kwargs)
+
+    def _record(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if sums_anew := self._sums_anew is func:
             self._sums_anew = None
-        if func is torch.ops.prim.device.default or func.namespace == "profiler":
-            return func(*args, **kwargs)
         node = self._current_node()
         inputs = tensors_in((args, kwargs))
         for tensor in inputs:

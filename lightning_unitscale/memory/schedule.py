@@ -45,7 +45,7 @@ def lazy_order(
     wanted_at_end: Iterable[int] = (),
     segments: Sequence[int] | None = None,
     kept: Sequence[bool] | None = None,
-) -> BackwardOrder:
+) -> list[int]:
     """Order the anchors as given, each after the missing nodes that it needs.
 
     So a recomputed value is computed as late as possible, and lives as short as possible. With
@@ -53,9 +53,7 @@ def lazy_order(
     changes. It is recomputed where a later anchor needs it.
     """
     is_there = [not executed for executed in runs]
-    latest = [-1] * len(inputs)
     nodes: list[int] = []
-    sources: list[int] = []
 
     def execute(wanted: list[int]) -> list[int]:
         """Execute nodes and their missing ancestors, in topological order, and return all."""
@@ -67,10 +65,7 @@ def lazy_order(
                 needed.append(node)
                 wanted.extend(inputs[node])
         needed.sort()
-        for node in needed:
-            sources.extend([latest[i] for i in inputs[node]])
-            latest[node] = len(nodes)
-            nodes.append(node)
+        nodes.extend(needed)
         return needed
 
     dropped: list[int] = []
@@ -81,11 +76,18 @@ def lazy_order(
                 is_there[node] = False
             dropped.clear()
             before = segments[anchor]
-        needed = execute([anchor])
-        if kept is not None:
-            dropped += [node for node in needed if node != anchor and not kept[node]]
+        for read in inputs[anchor]:
+            if not is_there[read]:
+                needed = execute([anchor])
+                if kept is not None:
+                    dropped += [node for node in needed if node != anchor and not kept[node]]
+                break
+        else:  # most anchors need nothing, and this loop runs for each plan
+            if not is_there[anchor]:
+                is_there[anchor] = True
+                nodes.append(anchor)
     execute(list(wanted_at_end))
-    return BackwardOrder(np.array(nodes, dtype=np.int64), np.array(sources, dtype=np.int64))
+    return nodes
 
 
 def backward_order(
@@ -97,7 +99,7 @@ def backward_order(
 ) -> BackwardOrder:
     """Return the order of a plan's backward pass."""
     is_backward = problem.region == NodeRegion.BACKWARD
-    return lazy_order(
+    order = lazy_order(
         problem.inputs_of,
         np.flatnonzero(is_backward).tolist(),
         (recomputed(problem, saved) | is_backward).tolist(),
@@ -105,6 +107,16 @@ def backward_order(
         segments=segments,
         kept=None if kept is None else kept.tolist(),
     )
+    nodes = np.array(order, dtype=np.int64)
+    # Each input comes from the last execution of its node before the reader's. Executions are
+    # found by one number that orders them by node, then by place.
+    readers, read = problem.reads(nodes)
+    by_node = np.argsort(nodes, kind="stable")
+    ordered = np.append(-1, by_node)
+    keys = nodes[by_node] * len(nodes) + by_node
+    found = ordered[np.searchsorted(keys, read * len(nodes) + readers)]
+    is_made = (found >= 0) & (nodes[found] == read)
+    return BackwardOrder(nodes, np.where(is_made, found, -1))
 
 
 def forward_nodes(problem: RematProblem, saved: Mask) -> Ints:
