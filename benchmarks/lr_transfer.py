@@ -49,12 +49,13 @@ WIDTHS = (32, 64, 128, 256)
 DEPTHS = (2, 4, 8)
 BASE_WIDTH, BASE_DEPTH = 64, 4
 HEAD_SIZE = 16
-CONTEXT, BATCH, STEPS = 64, 16, 150
+CONTEXT, BATCH = 64, 16
+STEPS = {"standard": 150, "u-mup": 150, "u-mup, Muon": 100}
 # Exponents of 2, around the best rate of the base model.
 RATES = {
     "standard": range(-11, -5),
     "u-mup": range(-4, 4),
-    "u-mup, Muon": range(-7, -2),
+    "u-mup, Muon": range(-4, 0),
 }
 
 Run = dict[str, object]
@@ -101,7 +102,7 @@ def train(parametrization: str, width: int, depth: int, log2_rate: int, seed: in
     data = TextDataModule(context=CONTEXT, batch_size=BATCH, val_samples=256)
     trainer = pl.Trainer(
         accelerator="cpu",
-        max_steps=STEPS,
+        max_steps=STEPS[parametrization],
         callbacks=[UnitScaleCallback("u-mup")] if "u-mup" in parametrization else [],
         gradient_clip_val=1.0,
         logger=False,
@@ -109,7 +110,7 @@ def train(parametrization: str, width: int, depth: int, log2_rate: int, seed: in
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
-        val_check_interval=STEPS,
+        val_check_interval=STEPS[parametrization],
         check_val_every_n_epoch=None,
     )
     trainer.fit(model, data)
@@ -144,7 +145,9 @@ def run_missing(
         loss = train(*case)
         runs.append({**dict(zip(keys, case, strict=True)), "val_loss": loss})
         print(*case, f"{loss:.4f}", flush=True)
-        file.write_text(json.dumps({**machine(), "steps": STEPS, "runs": runs}, indent=1) + "\n")
+        file.write_text(
+            json.dumps({**machine(), "steps": STEPS[case[0]], "runs": runs}, indent=1) + "\n"
+        )
 
 
 def curve(runs: list[Run], parametrization: str, width: int, depth: int) -> dict[int, float]:

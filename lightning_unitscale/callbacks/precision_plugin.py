@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import weakref
 from functools import partial
 from importlib import import_module
 from types import ModuleType
@@ -33,7 +32,7 @@ from lightning_unitscale.callbacks.packages import (
     rank_zero_warn,
 )
 from lightning_unitscale.callbacks.unit_scale import UnitScaleCallback
-from lightning_unitscale.patching import Shadow, base_when_imported, when_imported
+from lightning_unitscale.patching import base_when_imported, when_imported
 
 _ROOTS = (*TRAINER_PACKAGES, "lightning.fabric", "lightning_fabric")
 # The methods by which a module first meets the code that runs it.
@@ -103,7 +102,9 @@ class UnitScaledPrecision(Precision):
         usual = {"simulate": None, "recalibrate": "auto", "base": "32-true"}
         words = [] if precision is None else [repr(precision)]
         words += [
-            f"{name}={value!r}" for name, value in options.items() if not is_same(value, usual[name])
+            f"{name}={value!r}"
+            for name, value in options.items()
+            if not is_same(value, usual[name])
         ]
         self._words = ", ".join(words)
         self.callback = UnitScaleCallback(
@@ -118,7 +119,7 @@ class UnitScaledPrecision(Precision):
                 self._follow(root, "cuda" if torch.cuda.is_available() else "cpu")
         else:
             self._become(type(self._base), vars(self._base))
-        self._await_module()
+        _await_modules()
 
     def __repr__(self) -> str:
         """Return the call that makes this plugin."""
@@ -143,12 +144,6 @@ class UnitScaledPrecision(Precision):
     def __reduce__(self) -> Any:
         """Return how another process makes it, since its class is made here."""
         return _restored, (self._root or type(self), self._base_type, vars(self).copy())
-
-    def _await_module(self) -> None:
-        """Join the Trainer or Fabric that has this plugin, as soon as it gets a module."""
-        plugin = weakref.ref(self)
-        for root, name, kind, method in _ENTRIES:
-            when_imported(f"{root}.{name}", partial(_watch, plugin, root, kind, method))
 
     def join(self, root: str, device: torch.device, callbacks: list[Any]) -> None:
         """Join the callbacks of a Trainer or of Fabric, of the package ``root``."""
@@ -191,32 +186,30 @@ class UnitScaledPrecision(Precision):
         vars(self).update(state)
 
 
-def _watch(
-    reference: weakref.ref[UnitScaledPrecision],
-    root: str,
-    name: str,
-    method: str,
-    module: ModuleType,
-) -> None:
-    """Call ``join`` before a method of Lightning's, for as long as the plugin exists."""
-    plugin, kind = reference(), getattr(module, name)
-    if plugin is None:
-        return
+@functools.cache
+def _await_modules() -> None:
+    """Let plugins join their Trainer or Fabric as soon as it gets a module."""
+    for root, name, kind, method in _ENTRIES:
+        when_imported(f"{root}.{name}", partial(_watch, root, kind, method))
+
+
+def _watch(root: str, name: str, method: str, module: ModuleType) -> None:
+    """Call ``join`` before a method of a Trainer's strategy, or of Fabric, that has a plugin."""
+    kind = getattr(module, name)
     below = getattr(kind, method)
 
     @functools.wraps(below)
     def run(owner: Any, *args: Any, **kwargs: Any) -> Any:
-        plugin = reference()
         is_fabric = name == "Fabric"
         strategy = owner.strategy if is_fabric else owner
-        used = strategy.precision if is_fabric else strategy.precision_plugin
-        if plugin is not None and used is plugin:
-            module = args[0] if args else kwargs["model"]
-            callbacks = owner._callbacks if is_fabric else module.trainer.callbacks
+        plugin = strategy.precision if is_fabric else strategy.precision_plugin
+        if isinstance(plugin, UnitScaledPrecision):
+            model = args[0] if args else kwargs.get("model")
+            callbacks = owner._callbacks if is_fabric else model.trainer.callbacks
             plugin.join(root, strategy.root_device, callbacks)
         return below(owner, *args, **kwargs)
 
-    weakref.finalize(plugin, Shadow(kind, method, run).remove).atexit = False
+    setattr(kind, method, run)
 
 
 @functools.cache
@@ -241,7 +234,7 @@ def _made(root: type, base: type) -> type:
 def _restored(root: type, base: type | None, state: dict[str, Any]) -> UnitScaledPrecision:
     plugin: UnitScaledPrecision = object.__new__(root if base is None else _made(root, base))
     vars(plugin).update(state)
-    plugin._await_module()
+    _await_modules()
     return plugin
 
 
