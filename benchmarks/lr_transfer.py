@@ -4,9 +4,9 @@ The demo's GPT on the demo's text, trained for a short while at rates a factor o
 to 256 at depth 4 and depths 2 to 8 at width 64, in the standard parametrization and under
 ``UnitScaleCallback("u-mup")``, the output layer with a weight of its own. The grid moves in whole
 octaves, so the table also gives the vertex of the parabola through the best rate and its two
-neighbours. Every run is kept in the JSON file and not repeated. ``--optimizer muon`` has Muon's rate
-for the hidden weights under ``"u-mup"``, with AdamW at its rate 1 for the others. Its Newton-Schulz
-iteration runs in FP32 here, because a CPU emulates BF16 matmuls, which takes ten times as long.
+neighbours. Every run is kept in the JSON file and not repeated. ``--optimizer muon`` has the rate
+of Muon for the hidden weights under ``"u-mup"``, with AdamW at rate 1 for the others. Muon's
+Newton-Schulz iteration runs in FP32 here, since a CPU emulates BF16 matmuls, ten times as slowly.
 
     python benchmarks/lr_transfer.py                # what is missing, then the table and the plot
     python benchmarks/lr_transfer.py --report       # the table and the plot of what is there

@@ -143,10 +143,8 @@ def rate_factors(
         return RateFactors(lr=1 / scale, weight_decay=scale if is_decoupled else 1.0)
     if family is Family.BY_ROLE:
         family = Family.ORTHOGONAL if takes_muon(info, shape) else Family.SCALE_INVARIANT
-    if family is Family.ORTHOGONAL:
-        lr = muon_rate(info, shape, adjust_lr_fn)
-    else:
-        lr = u_mup_rate(info)
+    is_muon = family is Family.ORTHOGONAL
+    lr = muon_rate(info, shape, adjust_lr_fn) if is_muon else u_mup_rate(info)
     if not is_decoupled and family is not Family.LINEAR:
         return RateFactors(lr=lr)
     return RateFactors(lr=lr, weight_decay=1 / lr, is_decay_independent=method == "u-mup")

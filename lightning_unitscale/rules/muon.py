@@ -15,6 +15,12 @@ from lightning_unitscale.arguments import shown
 from lightning_unitscale.rules.learning_rates import ParameterInfo, takes_muon
 
 
+def give_roles(optimizer: Optimizer, infos: Mapping[Tensor, ParameterInfo]) -> None:
+    """Tell an optimizer the roles of its parameters, if it needs them."""
+    if isinstance(optimizer, MuonAdamW):
+        optimizer.follow_roles(infos)
+
+
 class MuonAdamW(Optimizer):
     """Muon for hidden matrices, AdamW for embeddings, the readout, vectors and all others.
 

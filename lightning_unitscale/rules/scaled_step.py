@@ -30,6 +30,7 @@ from lightning_unitscale.rules.learning_rates import (
     is_decay_decoupled,
     rate_factors,
 )
+from lightning_unitscale.rules.muon import give_roles
 
 Group = dict[str, Any]
 _NEUTRAL = RateFactors()
@@ -73,8 +74,7 @@ class ScaledStep:
         # By identity, since a tensor's own hash is slow. ``infos`` keeps the parameters alive.
         # The key is whether decay is decoupled, and Muon's own rule for shapes.
         self._factors: dict[tuple[bool, str | None], dict[int, RateFactors]] = {}
-        if (follow := getattr(optimizer, "follow_roles", None)) is not None:
-            follow(infos)
+        give_roles(optimizer, infos)
         self._peak_rates: list[float] = []
         for group in optimizer.param_groups:
             self._adopt(group)
