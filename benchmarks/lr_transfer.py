@@ -58,6 +58,13 @@ RATES = {
     "u-mup, Muon": range(-4, 0),
 }
 
+
+def rates(parametrization: str, depth: int) -> list[float]:
+    """Exponents of 2 to train at. Muon's are divided by the root of the number of branches."""
+    shift = math.log2(2 * depth) / 2 if "Muon" in parametrization else 0.0
+    return [log2_rate - shift for log2_rate in RATES[parametrization]]
+
+
 Run = dict[str, object]
 
 
@@ -84,7 +91,7 @@ def newton_schulz(
     return x.T if wide is not grad else x
 
 
-def train(parametrization: str, width: int, depth: int, log2_rate: int, seed: int) -> float:
+def train(parametrization: str, width: int, depth: int, log2_rate: float, seed: int) -> float:
     """Validation loss at the end of one run, in nats per byte; infinite if it diverged."""
     pl.seed_everything(seed, verbose=False)
     kind = MuonGPT if "Muon" in parametrization else GPT
@@ -137,7 +144,7 @@ def run_missing(
         for parametrization in parametrizations
         for width, depth in sorted(shapes(), key=lambda shape: shape[0] ** 2 * shape[1])
         if width in widths
-        for log2_rate in RATES[parametrization]
+        for log2_rate in rates(parametrization, depth)
     ]
     for case in plan:
         if case in done:
@@ -150,18 +157,18 @@ def run_missing(
         )
 
 
-def curve(runs: list[Run], parametrization: str, width: int, depth: int) -> dict[int, float]:
+def curve(runs: list[Run], parametrization: str, width: int, depth: int) -> dict[float, float]:
     """Mean loss over the seeds by exponent of the rate."""
     wanted = (parametrization, width, depth)
-    by_rate: dict[int, list[float]] = {}
+    by_rate: dict[float, list[float]] = {}
     for run in runs:
         if (run["parametrization"], run["width"], run["depth"]) == wanted:
-            losses = by_rate.setdefault(int(str(run["log2_rate"])), [])
+            losses = by_rate.setdefault(float(str(run["log2_rate"])), [])
             losses.append(float(str(run["val_loss"])))
     return {rate: sum(losses) / len(losses) for rate, losses in sorted(by_rate.items())}
 
 
-def vertex(losses_of: dict[int, float]) -> float:
+def vertex(losses_of: dict[float, float]) -> float:
     """Exponent of the rate at the lowest point of the parabola through the best three."""
     best = min(losses_of, key=lambda rate: losses_of[rate])
     left, middle, right = (losses_of.get(best + step, math.nan) for step in (-1, 0, 1))

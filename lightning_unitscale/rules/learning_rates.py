@@ -190,8 +190,11 @@ def muon_rate(info: ParameterInfo, shape: Sequence[int], adjust_lr_fn: str | Non
     ``sqrt(fan_out / fan_in)``. The graph multiplies a stored hidden weight by ``fan_in**-0.5``, so
     its step must have norm ``sqrt(fan_out)``, and that of the readout ``sqrt(fan_in * fan_out)``.
     Muon's orthogonalized step has norm 1, times a factor of its own for the stored shape, which is
-    divided out. So a rate means the same as in an unscaled square weight, about 0.02. The depth
-    rule is that of Adam, since it depends only on the step's size.
+    divided out. So a rate means what it means for a square weight of the unscaled model.
+
+    There is no factor for depth: the branches' weights already shrink as its root. Adam's factor
+    moved the best rate of Muon (measured, docs/measurements/unit-scaling.md), whose steps have the
+    same size in all directions and so add up less over branches.
 
     Raises:
         ValueError: If the parameter is an embedding, a bias or a gain. Their rows are independent.
@@ -199,7 +202,7 @@ def muon_rate(info: ParameterInfo, shape: Sequence[int], adjust_lr_fn: str | Non
     References:
         Yang, Simon, Bernstein (arXiv 2310.17813), condition 1 and equation 5. Bernstein, Newhouse
         (arXiv 2405.14813), section 3 (embeddings). Liu et al. (arXiv 2502.16982), section 2.2, for
-        ``adjust_lr_fn="match_rms_adamw"``. u-muP (arXiv 2407.17465), table 2, for the depth.
+        ``adjust_lr_fn="match_rms_adamw"``.
     """
     if info.is_tied or info.role in (Role.EMBEDDING, Role.NORM, Role.BIAS):
         role = "tied to a second role" if info.is_tied else f"of role {info.role.value!r}"
@@ -209,11 +212,11 @@ def muon_rate(info: ParameterInfo, shape: Sequence[int], adjust_lr_fn: str | Non
             "optim.MuonAdamW for all parameters."
         )
     if info.role is Role.OTHER:
-        return _depth_factor(info)
+        return 1.0
     norm = _positive(info, "fan_out") ** 0.5
     if info.role is Role.READOUT:
         norm *= _positive(info, "fan_in") ** 0.5
-    return _depth_factor(info) * norm / _own_factor(shape, adjust_lr_fn)
+    return norm / _own_factor(shape, adjust_lr_fn)
 
 
 def _own_factor(shape: Sequence[int], adjust_lr_fn: str | None) -> float:
