@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         ScaleMonitor,
         Simulate,
         UnitScaleCallback,
+        UnitScaledPrecision,
     )
     from lightning_unitscale.loops import attach
     from lightning_unitscale.loops.hugging_face import HFCallback
@@ -37,6 +38,7 @@ _EXPORTS = {
     "ScaleMonitor": "lightning_unitscale.callbacks",
     "Simulate": "lightning_unitscale.callbacks",
     "UnitScaleCallback": "lightning_unitscale.callbacks",
+    "UnitScaledPrecision": "lightning_unitscale.callbacks",
     "attach": "lightning_unitscale.loops",
 }
 _SUBMODULES = frozenset(
@@ -46,6 +48,7 @@ _SUBMODULES = frozenset(
         "formats",
         "functional",
         "loops",
+        "optim",
         "pipeline",
         "profiler",
         "quantize",
@@ -66,6 +69,7 @@ __all__ = [
     "ScaleMonitor",
     "Simulate",
     "UnitScaleCallback",
+    "UnitScaledPrecision",
     "__version__",
     "attach",
 ]

@@ -253,7 +253,10 @@ def base_when_imported(name: str, *modules: str) -> type:
     base: type = type(name, (type(f"_{name}", (), {}),), {})
 
     def derive(module: ModuleType) -> None:
-        base.__bases__ = (*base.__bases__, getattr(module, name))
+        new = getattr(module, name)
+        # A later class may derive from an earlier one, and then stands for both.
+        kept = tuple(kind for kind in base.__bases__ if not issubclass(new, kind))
+        base.__bases__ = (*kept, new)
 
     for module in modules:
         when_imported(module, derive)

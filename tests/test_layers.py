@@ -25,6 +25,7 @@ FOLDERS = (
     "remat.py",
     "matmuls",
     "rules",
+    "optim.py",
     "monitor",
     "precision",
     "loops",

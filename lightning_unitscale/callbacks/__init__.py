@@ -3,6 +3,7 @@
 from lightning_unitscale.callbacks.alert_actions import ScaleViolation, ScaleWarning
 from lightning_unitscale.callbacks.memory_budget import RematCallback
 from lightning_unitscale.callbacks.options import FP8, Rules, Simulate
+from lightning_unitscale.callbacks.precision_plugin import UnitScaledPrecision
 from lightning_unitscale.callbacks.scale_monitor import ScaleMonitor
 from lightning_unitscale.callbacks.unit_scale import UnitScaleCallback
 
@@ -15,4 +16,5 @@ __all__ = [
     "ScaleWarning",
     "Simulate",
     "UnitScaleCallback",
+    "UnitScaledPrecision",
 ]

@@ -229,15 +229,18 @@ class RuleScaling:
         """Scale gradients without a factor to RMS 1. In the first step none has a factor."""
         updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
         named = trainer.lightning_module.named_parameters()
-        is_first = not self.gradients.log2_factors
-        self.gradients.scale_new((fqn, p) for fqn, p in named if id(p) in updated)
+        own = [(fqn, parameter) for fqn, parameter in named if id(parameter) in updated]
+        factors = self.gradients.log2_factors
+        is_first, has_none = not factors, all(fqn not in factors for fqn, _ in own)
+        self.gradients.scale_new(own)
+        if has_none:  # the first step of this optimizer, of several under manual optimization
+            self.gradients.settle()
         if not is_first:
             return
-        self.gradients.settle()
         if pipeline_of(trainer) is not None:
             # A rank has gradients of its own stages only, and any rank may write the checkpoint.
-            for factors in gathered(self.gradients.log2_factors):
-                self.gradients.log2_factors.update(factors)
+            for of_rank in gathered(factors):
+                factors.update(of_rank)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint, so that nothing is planned or measured twice."""

@@ -22,6 +22,7 @@ from lightning_unitscale.callbacks.packages import (
 from lightning_unitscale.functional.low_precision import why_no_fp8
 from lightning_unitscale.patching import Replacement, shadowed
 from lightning_unitscale.rules.learning_rates import Method, ParameterInfo, check_group, known_class
+from lightning_unitscale.rules.muon import give_roles
 from lightning_unitscale.rules.scaled_step import rate_notes, scale_learning_rates
 
 if TYPE_CHECKING:
@@ -76,9 +77,11 @@ class RuleSettings:
 
     def follow_rates(self, trainer: pl.Trainer, infos: Mapping[Tensor, ParameterInfo]) -> None:
         """Make every optimizer step at each parameter's own rate, if rates follow the rules."""
+        optimizers = list(map(_unwrapped, trainer.optimizers))
+        for optimizer in optimizers:
+            give_roles(optimizer, infos)
         if self.lr_scaling is None:
             return
-        optimizers = list(map(_unwrapped, trainer.optimizers))
         with contextlib.ExitStack() as steps:
             for optimizer in optimizers:
                 steps.callback(scale_learning_rates(optimizer, infos, self.lr_scaling).remove)

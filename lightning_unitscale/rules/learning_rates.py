@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -86,13 +86,11 @@ def family_of(optimizer: Optimizer) -> Family:
 def check_group(optimizer: Optimizer, group: Mapping[str, Any], method: Method) -> Family:
     """Return an optimizer's family, if the rates of a group can follow the scale rules."""
     family, name = family_of(optimizer), type(optimizer).__name__
-    if family is Family.ORTHOGONAL and method == "u-mup":
-        # A step of Muon has spectral norm 1 (times its own factor of the shape), not entries of
-        # size 1. With the rule of Adam its share of a weight would shrink as 1/fan_in.
+    if family is Family.ORTHOGONAL and method == "u-mup" and "adjust_lr_fn" not in group:
         raise ValueError(
-            f"optimizer={name}(...): the rates of u-muP are for steps whose entries have a fixed "
-            "size, and those of Muon have a fixed spectral norm. Expected lr_scaling='match', "
-            "under which Muon's own rule for the width goes on to hold. Pass it."
+            f"optimizer={name}(...): u-muP needs the spectral norm of its steps, and it is not "
+            "known how this optimizer multiplies them for a weight's shape. Expected torch.optim."
+            "Muon. Use it, optim.MuonAdamW, or lr_scaling='match'."
         )
     if family is not Family.SCALE_INVARIANT or method != "match":
         return family
@@ -113,9 +111,17 @@ def check_group(optimizer: Optimizer, group: Mapping[str, Any], method: Method) 
 
 
 def rate_factors(
-    info: ParameterInfo, method: Method, family: Family, *, is_decoupled: bool = True
+    info: ParameterInfo,
+    method: Method,
+    family: Family,
+    *,
+    is_decoupled: bool = True,
+    shape: Sequence[int] = (),
+    adjust_lr_fn: str | None = None,
 ) -> RateFactors:
     """Return factors on the optimizer settings of one parameter.
+
+    ``shape`` is the parameter's, and ``adjust_lr_fn`` the setting of ``torch.optim.Muon``.
 
     ``"match"`` keeps the relative update that the parameter had: ``lr / sigma`` for a weight stored
     as ``W / sigma``, ``lr / s`` for a bias that the graph multiplies by ``s``, and an unchanged
@@ -135,7 +141,10 @@ def rate_factors(
         if family is Family.RELATIVE:
             return RateFactors(floor=1 / scale)
         return RateFactors(lr=1 / scale, weight_decay=scale if is_decoupled else 1.0)
-    lr = u_mup_rate(info)
+    if family is Family.BY_ROLE:
+        family = Family.ORTHOGONAL if takes_muon(info, shape) else Family.SCALE_INVARIANT
+    is_muon = family is Family.ORTHOGONAL
+    lr = muon_rate(info, shape, adjust_lr_fn) if is_muon else u_mup_rate(info)
     if not is_decoupled and family is not Family.LINEAR:
         return RateFactors(lr=lr)
     return RateFactors(lr=lr, weight_decay=1 / lr, is_decay_independent=method == "u-mup")
@@ -157,10 +166,65 @@ def u_mup_rate(info: ParameterInfo) -> float:
         rate of the embedding applies to them too. A step of a vector moves its result by its full
         size in every direction. A step of a matrix does so only in the few directions of the data.
     """
-    depth = info.num_residuals**-0.5 if info.num_residuals > 0 else 1.0
     if info.role not in _SIZES:
-        return depth
-    return depth * float(_positive(info, _SIZES[info.role]) ** -0.5)
+        return _depth_factor(info)
+    return _depth_factor(info) * float(_positive(info, _SIZES[info.role]) ** -0.5)
+
+
+def _depth_factor(info: ParameterInfo) -> float:
+    return info.num_residuals**-0.5 if info.num_residuals > 0 else 1.0
+
+
+def takes_muon(info: ParameterInfo, shape: Sequence[int]) -> bool:
+    """Check whether a parameter is a hidden matrix, for which Muon is made.
+
+    The others are embeddings, the readout, vectors, and weights with a second role.
+    """
+    return info.role is Role.HIDDEN and len(shape) == 2 and not info.is_tied
+
+
+def muon_rate(info: ParameterInfo, shape: Sequence[int], adjust_lr_fn: str | None = None) -> float:
+    """Return u-muP's factor on the learning rate of ``torch.optim.Muon``.
+
+    Features are learned at every width if the spectral norm of a weight and of its step are both
+    ``sqrt(fan_out / fan_in)``. The graph multiplies a stored hidden weight by ``fan_in**-0.5``, so
+    its step must have norm ``sqrt(fan_out)``, and that of the readout ``sqrt(fan_in * fan_out)``.
+    Muon's orthogonalized step has norm 1, times a factor of its own for the stored shape, which is
+    divided out. So a rate means what it means for a square weight of the unscaled model.
+
+    There is no factor for depth: the branches' weights already shrink as its root. Adam's factor
+    moved the best rate of Muon (measured, docs/measurements/unit-scaling.md), whose steps have the
+    same size in all directions and so add up less over branches.
+
+    Raises:
+        ValueError: If the parameter is an embedding, a bias or a gain. Their rows are independent.
+
+    References:
+        Yang, Simon, Bernstein (arXiv 2310.17813), condition 1 and equation 5. Bernstein, Newhouse
+        (arXiv 2405.14813), section 3 (embeddings). Liu et al. (arXiv 2502.16982), section 2.2, for
+        ``adjust_lr_fn="match_rms_adamw"``.
+    """
+    if info.is_tied or info.role in (Role.EMBEDDING, Role.NORM, Role.BIAS):
+        role = "tied to a second role" if info.is_tied else f"of role {info.role.value!r}"
+        raise ValueError(
+            f"optimizer=Muon(...): its parameter {info.fqn!r} is {role}. Muon's steps are for "
+            "matrices that multiply features. Expected hidden weights. Give it to AdamW, or use "
+            "optim.MuonAdamW for all parameters."
+        )
+    if info.role is Role.OTHER:
+        return 1.0
+    norm = _positive(info, "fan_out") ** 0.5
+    if info.role is Role.READOUT:
+        norm *= _positive(info, "fan_in") ** 0.5
+    return norm / _own_factor(shape, adjust_lr_fn)
+
+
+def _own_factor(shape: Sequence[int], adjust_lr_fn: str | None) -> float:
+    """Return the factor by which ``torch.optim.Muon`` multiplies its rate (2.11 and 2.13)."""
+    rows, columns = shape
+    if adjust_lr_fn == "match_rms_adamw":
+        return float(0.2 * max(rows, columns) ** 0.5)
+    return float(max(1.0, rows / columns) ** 0.5)
 
 
 def _scale(info: ParameterInfo) -> float:
@@ -187,6 +251,7 @@ class Family(enum.Enum):
 
     SCALE_INVARIANT = "scale-invariant"  # U(g, W)
     ORTHOGONAL = "orthogonal"  # U(g, W)
+    BY_ROLE = "by role"  # orthogonal for hidden matrices, scale-invariant for the others
     RELATIVE = "relative"  # U(g, W) / s
     LINEAR = "linear"  # c * U(g, W)
 
@@ -214,6 +279,7 @@ ALGORITHMS = {
     "SGD": Algorithm(Family.LINEAR, adds_decay=True),
     "Lion": Algorithm(is_known_by_name=True),
     "Muon": Algorithm(Family.ORTHOGONAL, is_known_by_name=True),
+    "MuonAdamW": Algorithm(Family.BY_ROLE, is_known_by_name=True),
 }
 
 

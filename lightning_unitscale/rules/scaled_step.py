@@ -30,6 +30,7 @@ from lightning_unitscale.rules.learning_rates import (
     is_decay_decoupled,
     rate_factors,
 )
+from lightning_unitscale.rules.muon import give_roles
 
 Group = dict[str, Any]
 _NEUTRAL = RateFactors()
@@ -71,7 +72,9 @@ class ScaledStep:
         self._method: Method = method
         self._infos = infos
         # By identity, since a tensor's own hash is slow. ``infos`` keeps the parameters alive.
-        self._factors: dict[bool, dict[int, RateFactors]] = {}
+        # The key is whether decay is decoupled, and Muon's own rule for shapes.
+        self._factors: dict[tuple[bool, str | None], dict[int, RateFactors]] = {}
+        give_roles(optimizer, infos)
         self._peak_rates: list[float] = []
         for group in optimizer.param_groups:
             self._adopt(group)
@@ -164,8 +167,23 @@ class ScaledStep:
         """Return factors on the settings of each parameter. A new group is checked first."""
         if index == len(self._peak_rates):
             self._adopt(group)
-        factors = self._factors.get(is_decay_decoupled(self._stand_in, group), {})
-        return [factors.get(id(param), _NEUTRAL) for param in group["params"]]
+        return [self._factor_of(param, group) for param in group["params"]]
+
+    def _factor_of(self, param: Tensor, group: Group) -> RateFactors:
+        key = is_decay_decoupled(self._stand_in, group), group.get("adjust_lr_fn")
+        known = self._factors.setdefault(key, {})
+        if id(param) not in known:
+            if param not in self._infos:
+                return _NEUTRAL
+            known[id(param)] = rate_factors(
+                self._infos[param],
+                self._method,
+                family_of(self._stand_in),
+                is_decoupled=key[0],
+                shape=param.shape,
+                adjust_lr_fn=key[1],
+            )
+        return known[id(param)]
 
     def _settings(self, group: Group, index: int, factors: RateFactors) -> dict[str, Any]:
         """Return rate, decay and, for Adafactor, the smallest RMS of a parameter."""
@@ -189,14 +207,9 @@ class ScaledStep:
         self._peak_rates.append(first_peak_rate(group))
         if not any(param in self._infos for param in group["params"]):
             return
-        family = check_group(self._stand_in, group, self._method)
-        if self._factors:
-            return
-        for is_decoupled in (False, True):
-            self._factors[is_decoupled] = {
-                id(param): rate_factors(info, self._method, family, is_decoupled=is_decoupled)
-                for param, info in self._infos.items()
-            }
+        check_group(self._stand_in, group, self._method)
+        for param in group["params"]:
+            self._factor_of(param, group)
 
 
 def first_peak_rate(group: Group) -> float:
@@ -282,7 +295,8 @@ def rate_notes(
             "own choice is 2**-13."
         )
     rate = max(first_peak_rate(group) for group in optimizer.param_groups)
-    if method == "u-mup" and family is Family.SCALE_INVARIANT and 0 < rate < _SMALL_RATE:
+    is_adam = family in (Family.SCALE_INVARIANT, Family.BY_ROLE)
+    if method == "u-mup" and is_adam and 0 < rate < _SMALL_RATE:
         notes.append(
             f"lr_scaling='u-mup': lr={rate:g} is a usual rate of the unscaled model. With it this "
             "one learns slowly. u-muP's are near 1. Search it from 2**-2 to 2**3, or pass "

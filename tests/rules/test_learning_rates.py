@@ -148,7 +148,6 @@ def test_an_unknown_method_is_refused() -> None:
         (lambda p: torch.optim.Adam(p, weight_decay=0.01), "match", r"Adam\(weight_decay=0.01\)"),
         (lambda p: torch.optim.RMSprop(p, weight_decay=0.1), "match", "Use AdamW"),
         (lambda p: torch.optim.Adagrad(p, initial_accumulator_value=0.1), "match", "Expected 0"),
-        (lambda p: torch.optim.Muon(p), "u-mup", "lr_scaling='match'"),
     ],
 )
 def test_settings_that_cannot_follow_are_refused(make: Any, method: Any, message: str) -> None:

@@ -1,0 +1,122 @@
+"""One optimizer that runs Muon on the hidden matrices and AdamW on the other parameters."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_unitscale.arguments import shown
+from lightning_unitscale.rules.learning_rates import ParameterInfo, takes_muon
+
+
+def give_roles(optimizer: Optimizer, infos: Mapping[Tensor, ParameterInfo]) -> None:
+    """Tell an optimizer the roles of its parameters, if it needs them."""
+    if isinstance(optimizer, MuonAdamW):
+        optimizer.follow_roles(infos)
+
+
+class MuonAdamW(Optimizer):
+    """Muon for hidden matrices, AdamW for embeddings, the readout, vectors and all others.
+
+    Lightning's automatic optimization allows one optimizer, and ``torch.optim.Muon`` takes matrices
+    only. This is one optimizer for all parameters. Which of them are hidden matrices is read from
+    the graph of the step, not from names: ``UnitScaleCallback("u-mup")`` or
+    ``"unit-scaling"`` finds it before the first step. In other loops, call :meth:`follow_roles`.
+
+    A group has one ``lr``, AdamW's, which schedulers change. Muon's rate is ``lr * muon_ratio``.
+    Decay is decoupled, ``lr * weight_decay`` for all parameters.
+
+    Args:
+        params: Parameters or groups of them, such as ``module.parameters()``.
+        lr: Learning rate of AdamW, positive. Near 1 under ``"u-mup"``.
+        muon_lr: Learning rate of Muon, positive: the spectral norm of a step, divided by the one
+            that a change of size 1 in the features needs.
+        weight_decay: Under ``"u-mup"`` a share of the weight per step.
+        momentum: Muon's, with Nesterov's rule.
+        betas: AdamW's two averaging factors.
+        eps: AdamW's.
+
+    Raises:
+        ValueError: If a rate is not positive.
+        RuntimeError: In a step, if the roles of the parameters are not known.
+
+    References:
+        Jordan et al., "Muon" (2024). For the rates see
+        :func:`lightning_unitscale.rules.learning_rates.muon_rate`.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1.0,
+        muon_lr: float = 0.02,
+        *,
+        weight_decay: float = 0.0,
+        momentum: float = 0.95,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+    ) -> None:
+        for name, rate in (("lr", lr), ("muon_lr", muon_lr)):
+            if not (isinstance(rate, (int, float)) and 0 < rate < math.inf):
+                raise ValueError(
+                    f"{name}={shown(rate)}: no such rate. Expected a positive number, since Muon's "
+                    "rate is kept as a multiple of AdamW's. Pass lr=1.0, muon_lr=0.02."
+                )
+        defaults = {
+            "lr": lr,
+            "muon_ratio": muon_lr / lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "betas": tuple(betas),
+            "eps": eps,
+        }
+        super().__init__(params, defaults)
+
+    def follow_roles(self, infos: Mapping[Tensor, ParameterInfo]) -> None:
+        """Take the roles of the parameters. Those that are not in ``infos`` run in AdamW."""
+        vars(self)["_muon"] = {
+            parameter for parameter, info in infos.items() if takes_muon(info, parameter.shape)
+        }
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step all parameters."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        muon = vars(self).get("_muon")
+        if muon is None:
+            raise RuntimeError(
+                "MuonAdamW: the roles of its parameters are not known, which a graph of the step "
+                "shows. Expected rules. Use UnitScaleCallback('u-mup'), or call follow_roles()."
+            )
+        for group in self.param_groups:
+            hidden = [parameter for parameter in group["params"] if parameter in muon]
+            others = [parameter for parameter in group["params"] if parameter not in muon]
+            ratio = group["muon_ratio"]
+            rates = {"lr": group["lr"] * ratio, "weight_decay": group["weight_decay"] / ratio}
+            self._run(torch.optim.Muon, hidden, {"momentum": group["momentum"], **rates})
+            names = ("lr", "weight_decay", "betas", "eps")
+            self._run(torch.optim.AdamW, others, {name: group[name] for name in names})
+        return loss
+
+    def _run(
+        self, kind: type[Optimizer], parameters: list[Tensor], settings: Mapping[str, Any]
+    ) -> None:
+        """Step parameters by an optimizer of torch, on this one's state, without its hooks."""
+        if not parameters:
+            return
+        inner: dict[type, Optimizer] = vars(self).setdefault("_inner", {})
+        if kind not in inner:
+            inner[kind] = kind([torch.zeros(1, 1)])  # type: ignore[call-arg]
+        optimizer = inner[kind]
+        optimizer.state = self.state
+        optimizer.param_groups = [{**optimizer.defaults, **settings, "params": parameters}]
+        inspect.unwrap(kind.step)(optimizer)
