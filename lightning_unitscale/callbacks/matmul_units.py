@@ -235,7 +235,7 @@ class MatmulUnits(LoopCallback):
         }
         if self._units.lacking:
             state["lacking"] = dict(self._units.lacking)
-        if self._simulation is not None and self._simulation.rounding == "stochastic":
+        if self._simulation is not None and self._simulation.is_stochastic:
             state["rounding_step"] = self._units.step
         if self._fp8 is not None:
             unfit = self._fp8.unfit

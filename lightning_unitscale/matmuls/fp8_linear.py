@@ -30,6 +30,7 @@ from lightning_unitscale.functional.low_precision import (
     undoing,
 )
 from lightning_unitscale.functional.scale import Factor
+from lightning_unitscale.matmuls.block_rounding import is_parameter
 from lightning_unitscale.matmuls.calls import show
 from lightning_unitscale.matmuls.execute import Matmul
 from lightning_unitscale.matmuls.matmul_formats import (
@@ -252,14 +253,21 @@ def _factor(config: FP8Linears, log2_unit: int, name: str, step: int) -> float:
 
 
 def numerics_of(
-    formats: Iterable[SimulateFormat | FP8Linears | None], *, measures_range: bool
+    formats: Iterable[SimulateFormat | FP8Linears | None],
+    *,
+    measures_range: bool,
+    has_units: bool = True,
 ) -> list[Numerics]:
     """Return the numerics of some formats. Matmuls in FP8 are not rounded again."""
     formats = list(formats)
     simulated = [each for each in formats if isinstance(each, SimulateFormat)]
     return [
         *(FP8Matmuls(each, measures_range) for each in formats if isinstance(each, FP8Linears)),
-        *([SimulatedMatmuls(*simulated, measures_range=measures_range)] if simulated else []),
+        *(
+            [SimulatedMatmuls(*simulated, measures_range=measures_range, has_units=has_units)]
+            if simulated
+            else []
+        ),
     ]
 
 
@@ -285,20 +293,6 @@ def is_weight(name: str, weight: Tensor, layer: nn.Module | None) -> bool:
     shape = weight.shape[::-1]
     own = layer.parameters(recurse=False)
     return isinstance(layer, nn.Linear) or any(param.shape == shape for param in own)
-
-
-def is_parameter(tensor: Tensor) -> bool:
-    """Check whether a tensor is a parameter, a view of one, or autocast's copy of one."""
-    base = tensor if tensor._base is None else tensor._base
-    if isinstance(base, nn.Parameter):
-        return True
-    made_by = base.grad_fn
-    if made_by is None or made_by.name() != "ToCopyBackward0":
-        return False
-    return any(
-        source is not None and isinstance(getattr(source, "variable", None), nn.Parameter)
-        for source, _ in made_by.next_functions
-    )
 
 
 def layer_kernel(original: Kernel) -> Kernel:

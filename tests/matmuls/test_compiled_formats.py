@@ -44,6 +44,13 @@ def random() -> Numerics:
     return nearest(rounding="stochastic", grid="moving")
 
 
+def blocks() -> Numerics:
+    options: dict[str, Any] = {"square_weights": True, "hadamard": True}
+    return SimulatedMatmuls(
+        SimulateFormat("NVFP4", "MXFP8", gradient_rounding="stochastic", **options)
+    )
+
+
 def fp8() -> Numerics:
     return FP8Matmuls(FP8Linears(gradient_format="E4M3FN", in_evaluation=False), True)
 
