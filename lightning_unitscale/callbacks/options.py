@@ -123,6 +123,12 @@ class FP8:
             by it. The number changes at every training step. With ``"fixed"``, a weight that hardly
             moves is rounded to the same side at every step. In a long training this costs more than
             the rounding itself.
+        on_misfit: What follows when a layer's operands no longer fit: if an element is beyond the
+            range, or more than 25 % are flushed to zero. With ``"leave"``, operands are checked
+            whenever units are measured, and the layer stays out of FP8. With ``"widen"``, they are
+            checked in every training step. From the next step on, the layer's gradient is in E5M2,
+            or the layer is out of FP8. It returns when units are measured again and it fits. That
+            costs a pass over each operand, and eager layers save their operands in their own type.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -132,9 +138,12 @@ class FP8:
     gradient_format: GradientFormat = DEFAULT_GRADIENT
     evaluation: bool = False
     grid: Grid = "moving"
+    on_misfit: Literal["leave", "widen"] = "leave"
 
     def __post_init__(self) -> None:
         check_flag("evaluation", self.evaluation)
+        advice = "pass 'widen' to check operands in every step"
+        check_choice("on_misfit", self.on_misfit, ("leave", "widen"), "no such reaction", advice)
         self.linears(is_lossless=True)  # which checks the others
 
     def linears(self, *, is_lossless: bool) -> FP8Linears:
@@ -147,6 +156,7 @@ class FP8:
             gradient_format=self.gradient_format,
             grid=self.grid,
             in_evaluation=self.evaluation,
+            widens=self.on_misfit == "widen",
             why_excluded=EXCLUDED_BY_DEFAULT if self.exclude == "auto" else EXCLUDED,
         )
 

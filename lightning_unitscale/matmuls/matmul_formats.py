@@ -225,6 +225,7 @@ class FP8Linears:
         grid: Grid = "fixed",
         in_evaluation: bool = True,
         why_excluded: str = EXCLUDED,
+        widens: bool = False,
     ) -> None:
         advice = "pass 'constant' together with unit scaling, 'dynamic' without it"
         check_choice("scaling", scaling, get_args(Scaling), "unknown scaling", advice)
@@ -254,6 +255,8 @@ class FP8Linears:
         # a checkpoint of the module without FP8.
         self.in_evaluation = in_evaluation
         self.why_excluded = why_excluded  # the reason for layers that ``exclude`` matches
+        # Whether operands are checked in every step, and layers return at recalibrations.
+        self.widens = widens
 
     def leave_out(self, unrepresentable: Unrepresentable) -> Unrepresentable:
         """Keep matmuls out of FP8, or their gradients in E5M2, by the matmuls' names."""
@@ -263,6 +266,14 @@ class FP8Linears:
         self.decisions.update({n: why for n, why in new.matmuls.items() if self.runs(n)})
         self.unfit = self.unfit.joined(unrepresentable)
         return new
+
+    def readmit(self, unfit: Unrepresentable) -> Unrepresentable:
+        """Replace what is left out by what a recalibration found, and return what is new in it."""
+        before, self.unfit = self.unfit, Unrepresentable()
+        for name in before.matmuls:
+            self.decisions.pop(name, None)  # it is decided again
+        self.leave_out(unfit)
+        return self.unfit.without(before)
 
     def runs(self, name: str) -> bool:
         """Check whether the matmul of this name is in FP8, as last decided."""

@@ -86,7 +86,12 @@ class Numerics(abc.ABC):
         """
         return ""
 
-    def fit(self, joint: Callable[[Unrepresentable], Unrepresentable]) -> Unrepresentable:
+    def fit(
+        self,
+        joint: Callable[[Unrepresentable], Unrepresentable],
+        *,
+        readmits: bool = False,
+    ) -> Unrepresentable:
         """Leave out measured operands that do not fit the format."""
         return Unrepresentable()
 
