@@ -235,10 +235,10 @@ def _in_fp32(resolved: NumberFormat, given: str | None = None) -> NumberFormat:
     return resolved
 
 
-def check_rounding(rounding: object) -> None:
+def check_rounding(rounding: object, *, argument: str = "rounding") -> None:
     """Refuse an unknown way of rounding."""
     advice = "leave the argument out for 'nearest'"
-    check_choice("rounding", rounding, get_args(Rounding), "unknown rounding", advice)
+    check_choice(argument, rounding, get_args(Rounding), "unknown rounding", advice)
 
 
 def _key_from(generator: torch.Generator | Tensor | None, device: torch.device) -> Tensor:

@@ -27,7 +27,7 @@ from lightning_unitscale.matmuls.matmul_formats import (
     SimulateFormat,
     format_pair,
 )
-from lightning_unitscale.quantize import Rounding
+from lightning_unitscale.quantize import Rounding, checked_format
 from lightning_unitscale.rules.plan import RuleOptions
 
 AnyFormat = NumberFormat | BlockFormat
@@ -218,6 +218,9 @@ class Simulate:
                     f"format={shown(self.format)}: forward and backward name formats already. "
                     "Expected one way to name them. Leave format out."
                 )
+            for name, each in (("forward", self.forward), ("backward", self.backward)):
+                if each is not None:
+                    checked_format(each, given=f"{name}={shown(each)}")
             return self.forward, self.backward
         return format_pair(self.format, argument="format")
 

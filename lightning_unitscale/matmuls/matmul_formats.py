@@ -123,7 +123,8 @@ class SimulateFormat:
         hadamard: bool = False,
     ) -> None:
         check_rounding(rounding)
-        check_rounding(gradient_rounding or rounding)
+        if gradient_rounding is not None:
+            check_rounding(gradient_rounding, argument="gradient_rounding")
         check_grid(grid)
         check_flag("square_weights", square_weights)
         check_flag("hadamard", hadamard)
