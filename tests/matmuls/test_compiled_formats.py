@@ -230,6 +230,10 @@ def test_all_matmuls_are_rounded_as_they_are_uncompiled() -> None:
     assert {count.kind for count in coverage.counts} == {"format"}
 
 
+def test_matmuls_are_rounded_in_blocks_as_they_are_uncompiled() -> None:
+    assert_like_uncompiled(steps(Weights), trained(inputs(2, 2, 16, 16)), blocks)
+
+
 def test_layers_run_in_fp8_and_no_other_matmul() -> None:
     def drive(module: nn.Module, attached: AttachedSession) -> list[Tensor]:
         results = trained(inputs(2, 2, 16, 16))(module, attached)
