@@ -11,6 +11,9 @@ simulated, so that any machine gives the numbers. What differs is what the matmu
   multiplied before the rounding by numbers in (1/2, 1] that are others at every step;
 - "rules": the model unit-scaled by rules, with learning rates that keep its relative updates, which
   is another model whose best rate is elsewhere; "u-mup": at the rate of ``configs/gpt_u_mup.yaml``;
+- "NVFP4", "MXFP8", ...: in blocks. NVFP4's scale of a tensor is its unit, a constant ("lossless"),
+  or each tensor's own largest magnitude at every use ("none"). A count says how many blocks have
+  the same bits with both scales, during the training with the constant;
 - "real FP8": linear layers through FP8 matmuls, as a GPU runs them, and other matmuls in FP32.
 
 The setting is one in which naive low precision visibly suffers: a loss that is a mean over all
@@ -23,12 +26,14 @@ FP8 has no numbers. No loss scaler is used anywhere: doing without it is the poi
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import json
 import math
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,13 +54,15 @@ from lightning_unitscale.callbacks.matmul_units import RecalibrationSchedule
 from lightning_unitscale.capture.captured_copy import matmuls_of
 from lightning_unitscale.capture.module_steps import steps_of
 from lightning_unitscale.capture.name_patterns import NamePatterns
-from lightning_unitscale.formats import NumberFormat, get_format
+from lightning_unitscale.formats import NumberFormat, get_number_format
+from lightning_unitscale.matmuls import rounding
 from lightning_unitscale.matmuls.execute import Matmul
 from lightning_unitscale.matmuls.rounding import Numerics
 from lightning_unitscale.matmuls.scaled_methods import AttachedSession
 from lightning_unitscale.matmuls.torch_internals import Kernel
 from lightning_unitscale.matmuls.units import Units
 from lightning_unitscale.quantize import quantize
+from lightning_unitscale.round_numbers import rounded_blocks
 from lightning_unitscale.rules.learning_rates import ParameterInfo
 from lightning_unitscale.rules.rewrite import RuleRewrite
 from lightning_unitscale.rules.scaled_step import scale_learning_rates
@@ -78,9 +85,9 @@ WARMUP, CLIP, CONTEXT = 30, 1.0, 128
 class Loss(nn.Module):
     """The demo's GPT with its loss: ``(tokens, targets) -> loss``."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 128, depth: int = 4) -> None:
         super().__init__()
-        self.gpt = GPT(width=128, depth=4, num_heads=4, context=CONTEXT)
+        self.gpt = GPT(width=width, depth=depth, num_heads=4, context=CONTEXT)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         logits = self.gpt(tokens)
@@ -105,7 +112,10 @@ class DynamicScaling(Numerics):
     ) -> None:
         self.patterns = NamePatterns(exclude=exclude or None)
         self.powers_of_two = powers_of_two
-        self.fwd_format, self.bwd_format = get_format(fwd_format), get_format(bwd_format)
+        self.fwd_format, self.bwd_format = (
+            get_number_format(fwd_format),
+            get_number_format(bwd_format),
+        )
 
     def why_not(self, matmul: Matmul, *_: Any) -> str | None:
         return self.patterns.why_not(matmul.site.name, matmul.site.module) or None
@@ -175,6 +185,12 @@ def _real_fp8(exclude: str | None) -> Callable[[Loss, Batch], nn.Module]:
 
 
 SR: dict[str, Any] = {"rounding": "stochastic"}
+# The recipe of arXiv 2509.25149, but for the layers that it leaves in BF16.
+PUBLISHED: dict[str, Any] = {
+    "gradient_rounding": "stochastic",
+    "square_weights": True,
+    "hadamard": True,
+}
 FP8, E4M3 = ("E4M3FN", "E5M2"), ("E4M3FN", "E4M3FN")
 # What is usually left out of FP8: attention's two matmuls, and the readout.
 ATTENTION, READOUT = ("*.scaled_dot_product_attention",), ("*head.linear",)
@@ -295,6 +311,12 @@ METHODS = [
     Method("real FP8 linears, readout too", "lossless", _real_fp8(None)),
     Method("E4M3/E4M3", "lossless", _lossless(*E4M3)),
     Method("E4M3/E4M3", "lossless, moving grid", _lossless(*E4M3, grid="moving")),
+    Method("NVFP4", "none", _plain("NVFP4", "NVFP4")),
+    Method("NVFP4", "lossless", _lossless("NVFP4", "NVFP4")),
+    Method("NVFP4, as published", "none", _plain("NVFP4", "NVFP4", **PUBLISHED)),
+    Method("NVFP4, as published", "lossless", _lossless("NVFP4", "NVFP4", **PUBLISHED)),
+    Method("MXFP8", "lossless", _lossless("MXFP8", "MXFP8")),
+    Method("MXFP4", "lossless", _lossless("MXFP4", "MXFP4")),
     Method("E3M2", "dynamic", _dynamic("E3M2FN", "E3M2FN")),
     Method("E3M2", "lossless", _lossless("E3M2FN", "E3M2FN")),
     Method("E3M2", "lossless, followed", _lossless("E3M2FN", "E3M2FN"), follows=True),
@@ -302,6 +324,61 @@ METHODS = [
     Method("E2M3 stochastic", "lossless", _lossless("E2M3FN", "E2M3FN", **SR)),
     Method("E2M1 stochastic", "lossless", _lossless("E2M1FN", "E2M1FN", **SR)),
 ]
+
+
+class BlockCounts:
+    """How many blocks have the same bits with the unit as NVFP4's scale as with one per call."""
+
+    def __init__(self) -> None:
+        self.numbers: Counter[str] = Counter()
+        self.is_counting = False
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """Compare what simulated matmuls round to NVFP4 by a constant, while it is asked for."""
+
+        def compared(tensor: Tensor, format: Any, axes: Any, scale: Any, *others: Any) -> Tensor:
+            result = rounded_blocks(tensor, format, axes, scale, *others)
+            if self.is_counting and scale is not None and others in ((), (None, False)):
+                self._compare(tensor, format, axes, result)
+            return result
+
+        rounding.rounded_blocks = compared
+        try:
+            yield
+        finally:
+            rounding.rounded_blocks = rounded_blocks
+
+    def _compare(self, tensor: Tensor, format: Any, axes: Any, constant: Tensor) -> None:
+        own = tensor.abs().amax() / format.largest_block
+        others = {"own": own, "own, a power of two": own.log2().ceil().exp2()}
+        size, total = format.block_size, tensor.square().sum()
+
+        def in_blocks(one: Tensor) -> Tensor:
+            flat = one.movedim(axes, tuple(range(-len(axes), 0))).flatten(-len(axes))
+            return F.pad(flat, (0, -flat.shape[-1] % size)).unflatten(-1, (-1, size))
+
+        ours, is_some = in_blocks(constant), (in_blocks(tensor) != 0).any(-1)
+        self.numbers["tensors"] += 1
+        self.numbers["blocks"] += int(is_some.sum())
+        self.numbers["error, constant"] += float((constant - tensor).square().sum() / total)
+        for name, scale in others.items():
+            other = rounded_blocks(tensor, format, axes, scale)
+            same = (in_blocks(other) == ours).all(-1) & is_some
+            self.numbers[f"equal, {name}"] += int(same.sum())
+            self.numbers[f"error, {name}"] += float((other - tensor).square().sum() / total)
+
+    def shares(self) -> dict[str, float]:
+        """Return the share of equal blocks, and the mean relative squared errors of tensors."""
+        return {
+            name: round(number / self.numbers["blocks" if "equal" in name else "tensors"], 6)
+            for name, number in self.numbers.items()
+            if "," in name
+        } | {"blocks": self.numbers["blocks"]}
+
+
+BLOCKS = BlockCounts()
+_COUNT_EVERY = 20
 
 
 @dataclass(frozen=True)
@@ -321,7 +398,7 @@ class Outcome:
 
 def train(method: Method, seed: int, args: argparse.Namespace) -> Outcome:
     torch.manual_seed(seed)
-    plain = Loss()
+    plain = Loss(args.width, args.depth)
     data = TextDataModule(
         context=CONTEXT, batch_size=args.batch_size, val_samples=args.val_samples, seed=seed
     )
@@ -349,8 +426,10 @@ def train(method: Method, seed: int, args: argparse.Namespace) -> Outcome:
         if looks.looks_at(step):
             take_new_units(module, batch)
         with torch.autocast("cpu", method.dtype, enabled=method.dtype is not torch.float32):
+            BLOCKS.is_counting = method.name == "NVFP4, lossless" and step % _COUNT_EVERY == 0
             loss = module(*batch)
         loss.backward()
+        BLOCKS.is_counting = False
         nn.utils.clip_grad_norm_(module.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad()
@@ -491,6 +570,8 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--val-samples", type=int, default=512)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--executor", choices=["eager", "aot_eager", "inductor"], default="eager")
     # Not "--only": Inductor looks for that in the arguments, and writes what follows into its code.
     parser.add_argument(
@@ -506,6 +587,8 @@ def main() -> None:
         key: getattr(args, key)
         for key in ("steps", "learning_rate", "batch_size", "val_samples", "executor")
     }
+    if (args.width, args.depth) != (128, 4):
+        setting |= {"width": args.width, "depth": args.depth}
     path = RESULTS / f"{args.name}.json"
     results: Losses = {}
     checkpoints: Losses = {}
@@ -527,7 +610,8 @@ def main() -> None:
             if not wanted or seed in results.get(method.name, {}):
                 continue
             start = time.perf_counter()
-            outcome = train(method, seed, args)
+            with BLOCKS.counting():
+                outcome = train(method, seed, args)
             results.setdefault(method.name, {})[seed] = outcome.validation
             if outcome.checkpoint is not None:
                 checkpoints.setdefault(method.name, {})[seed] = outcome.checkpoint
@@ -543,11 +627,15 @@ def main() -> None:
             content = {"setting": setting, "machine": machine()}
             content |= {"rows": table(results, checkpoints), "losses": results}
             content |= {"checkpoints": checkpoints, "curves": curves}
+            if BLOCKS.numbers:
+                content["equal blocks"] = BLOCKS.shares()
             path.write_text(json.dumps(content, indent=1) + "\n")
     title = f"{args.steps} steps of {args.batch_size} windows of the standard library's source"
     print(
         f"\n{title}, {args.seeds} seed(s)\n{tabulate(table(results, checkpoints), headers='keys')}"
     )
+    if BLOCKS.numbers:
+        print(f"\nNVFP4 by the unit, against a scale per call: {BLOCKS.shares()}")
     plot(curves, f"{title}, seed 1", PLOTS / f"{args.name}.png")
 
 

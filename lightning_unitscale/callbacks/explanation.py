@@ -142,6 +142,12 @@ class UnitEvents:
         if names:
             self.lines.append(f"First units for {len(names)} tensors at {when}: {listed(names)}")
 
+    def readmitted(self, names: Sequence[str], when: str) -> None:
+        """Record the matmuls that have returned to FP8, or to its finer format."""
+        if names:
+            self.lines.append(f"Back in the finer format from {when} on: {listed(names)}")
+            rank_zero_info(f"UnitScaleCallback: {self.lines[-1]}")
+
     def unrepresentable(self, found: Iterable[Unrepresentable], when: str) -> None:
         """Record the matmuls that left FP8, or its finer format."""
         for new in found:

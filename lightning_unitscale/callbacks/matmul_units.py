@@ -180,7 +180,13 @@ class MatmulUnits(LoopCallback):
         session.end_step()
         self._end_look()
         if not units.is_looking:
-            self._events.unrepresentable(session.receive(), self._when)
+            if self._fp8 is not None and self._fp8.widens and is_distributed():
+                # All ranks leave a format in the same step.
+                units.receive()
+                found = _left_out(session) if loop.has_stepped else []
+            else:
+                found = session.receive()
+            self._events.unrepresentable(found, self._when)
             if loop.has_stepped:
                 self._take_late(session)
         # The accumulated batches share one gauge.
@@ -235,7 +241,7 @@ class MatmulUnits(LoopCallback):
         }
         if self._units.lacking:
             state["lacking"] = dict(self._units.lacking)
-        if self._simulation is not None and self._simulation.rounding == "stochastic":
+        if self._simulation is not None and self._simulation.is_stochastic:
             state["rounding_step"] = self._units.step
         if self._fp8 is not None:
             unfit = self._fp8.unfit
@@ -295,7 +301,11 @@ class MatmulUnits(LoopCallback):
         (arrived, when), self._pending = self._pending, None
         (_, session), units = self._running, self._units
         measurement = joint_measured(arrived())
-        self._events.unrepresentable(_left_out(session), when)
+        out = set() if self._fp8 is None else {*self._fp8.unfit.matmuls, *self._fp8.unfit.gradients}
+        self._events.unrepresentable(_left_out(session, readmits=True), when)
+        if self._fp8 is not None:
+            now = {*self._fp8.unfit.matmuls, *self._fp8.unfit.gradients}
+            self._events.readmitted(sorted(out - now), when)
         if not self.is_calibrated:
             if any_rank(bool(measurement.matmuls)):
                 session.adopt(measurement)
@@ -325,13 +335,13 @@ class MatmulUnits(LoopCallback):
             self._events.unrepresentable(_left_out(session), self._when)
 
 
-def _left_out(session: MatmulSession) -> list[Unrepresentable]:
+def _left_out(session: MatmulSession, *, readmits: bool = False) -> list[Unrepresentable]:
     """Exclude layers that do not fit a format on any rank, and return the new ones."""
 
     def joint(found: Unrepresentable) -> Unrepresentable:
         return Unrepresentable(*joint_reasons(found.matmuls, found.gradients))
 
-    return [numerics.fit(joint) for numerics in session.numerics]
+    return [numerics.fit(joint, readmits=readmits) for numerics in session.numerics]
 
 
 def _warn_of_flushed(session: MatmulSession, step: str, when: str) -> None:

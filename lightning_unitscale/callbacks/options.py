@@ -18,7 +18,7 @@ from typing import Any, Final, Literal, get_args
 from lightning_unitscale.arguments import check_choice, check_flag, shown
 from lightning_unitscale.capture.executors import CompileMode
 from lightning_unitscale.capture.name_patterns import EXCLUDED
-from lightning_unitscale.formats import NumberFormat
+from lightning_unitscale.formats import BlockFormat, NumberFormat
 from lightning_unitscale.functional.low_precision import DEFAULT_GRADIENT, GradientFormat
 from lightning_unitscale.matmuls.matmul_formats import (
     EXCLUDED_BY_DEFAULT,
@@ -27,9 +27,10 @@ from lightning_unitscale.matmuls.matmul_formats import (
     SimulateFormat,
     format_pair,
 )
-from lightning_unitscale.quantize import Rounding
+from lightning_unitscale.quantize import Rounding, checked_format
 from lightning_unitscale.rules.plan import RuleOptions
 
+AnyFormat = NumberFormat | BlockFormat
 LOSSLESS: Final = "lossless"
 _RULES = ("unit-scaling", "u-mup")
 # These layer names occur in torch, nanoGPT, Hugging Face's and Meta's code.
@@ -122,6 +123,12 @@ class FP8:
             by it. The number changes at every training step. With ``"fixed"``, a weight that hardly
             moves is rounded to the same side at every step. In a long training this costs more than
             the rounding itself.
+        on_misfit: What follows when a layer's operands no longer fit: if an element is beyond the
+            range, or more than 25 % are flushed to zero. With ``"leave"``, operands are checked
+            whenever units are measured, and the layer stays out of FP8. With ``"widen"``, they are
+            checked in every training step. From the next step on, the layer's gradient is in E5M2,
+            or the layer is out of FP8. It returns when units are measured again and it fits. That
+            costs a pass over each operand, and eager layers save their operands in their own type.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -131,9 +138,12 @@ class FP8:
     gradient_format: GradientFormat = DEFAULT_GRADIENT
     evaluation: bool = False
     grid: Grid = "moving"
+    on_misfit: Literal["leave", "widen"] = "leave"
 
     def __post_init__(self) -> None:
         check_flag("evaluation", self.evaluation)
+        advice = "pass 'widen' to check operands in every step"
+        check_choice("on_misfit", self.on_misfit, ("leave", "widen"), "no such reaction", advice)
         self.linears(is_lossless=True)  # which checks the others
 
     def linears(self, *, is_lossless: bool) -> FP8Linears:
@@ -146,6 +156,7 @@ class FP8:
             gradient_format=self.gradient_format,
             grid=self.grid,
             in_evaluation=self.evaluation,
+            widens=self.on_misfit == "widen",
             why_excluded=EXCLUDED_BY_DEFAULT if self.exclude == "auto" else EXCLUDED,
         )
 
@@ -163,17 +174,37 @@ class Simulate:
 
     Args:
         format: ``"fp8"`` (E4M3FN for operands, E5M2 for gradients), one format such as ``"E3M2FN"``
-            for both, or one for each.
+            for both, or one for each. Also a block format such as ``"MXFP8"`` or ``"NVFP4"``, whose
+            blocks lie along the dimension that each matmul sums over. NVFP4 takes the unit of a
+            tensor, a constant, in place of a scale from the tensor's largest magnitude.
         rounding: ``"nearest"``, or ``"stochastic"`` with its own random numbers.
         grid: ``"fixed"`` simulates a format as it is; ``"moving"`` as for :class:`FP8`.
+        forward: In place of ``format``, the format of all that forward matmuls read. If only
+            ``backward`` is given, forward matmuls are not rounded.
+        backward: In place of ``format``, the format of all that backward matmuls read. If only
+            ``forward`` is given, backward matmuls are not rounded.
+        gradient_rounding: Rounding of gradients, by default that of the operands.
+        square_weights: With block formats, round weights of linear layers in square blocks, so that
+            both directions read the same numbers.
+        hadamard: With block formats, multiply what the gradients of linear layers' weights read by
+            a random Hadamard matrix, in runs of 16.
 
     Raises:
         ValueError: If an argument is out of its range.
+
+    References:
+        NVIDIA, "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149), section 4, uses
+        the last three options, with ``gradient_rounding="stochastic"``.
     """
 
-    format: str | NumberFormat | tuple[str | NumberFormat, str | NumberFormat] = "fp8"
+    format: str | AnyFormat | tuple[str | AnyFormat, str | AnyFormat] = "fp8"
     rounding: Rounding = "nearest"
     grid: Grid = "fixed"
+    forward: str | AnyFormat | None = None
+    backward: str | AnyFormat | None = None
+    gradient_rounding: Rounding | None = None
+    square_weights: bool = False
+    hadamard: bool = False
 
     def __post_init__(self) -> None:
         self.rounding_pass()  # which checks them
@@ -181,11 +212,33 @@ class Simulate:
     @property
     def formats(self) -> tuple[Any, Any]:
         """Return the formats of the operands and of the gradients."""
+        if self._has_directions:
+            if self.format != "fp8":
+                raise ValueError(
+                    f"format={shown(self.format)}: forward and backward name formats already. "
+                    "Expected one way to name them. Leave format out."
+                )
+            for name, each in (("forward", self.forward), ("backward", self.backward)):
+                if each is not None:
+                    checked_format(each, given=f"{name}={shown(each)}")
+            return self.forward, self.backward
         return format_pair(self.format, argument="format")
+
+    @property
+    def _has_directions(self) -> bool:
+        return self.forward is not None or self.backward is not None
 
     def rounding_pass(self) -> SimulateFormat:
         """Return the pass that rounds the operands of matmuls."""
-        return SimulateFormat(*self.formats, rounding=self.rounding, grid=self.grid)
+        return SimulateFormat(
+            *self.formats,
+            backward_format=self.backward if self._has_directions else "operands",
+            rounding=self.rounding,
+            grid=self.grid,
+            gradient_rounding=self.gradient_rounding,
+            square_weights=self.square_weights,
+            hadamard=self.hadamard,
+        )
 
 
 def as_method(method: str | Rules) -> Literal["lossless"] | Rules:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_unitscale.capture.operators import RULES
-from lightning_unitscale.formats import get_format
+from lightning_unitscale.formats import get_number_format
 from lightning_unitscale.functional.low_precision import (
     GRADIENTS,
     OPERAND,
@@ -30,6 +30,7 @@ from lightning_unitscale.functional.low_precision import (
     undoing,
 )
 from lightning_unitscale.functional.scale import Factor
+from lightning_unitscale.matmuls.block_rounding import is_parameter
 from lightning_unitscale.matmuls.calls import show
 from lightning_unitscale.matmuls.execute import Matmul
 from lightning_unitscale.matmuls.matmul_formats import (
@@ -81,6 +82,7 @@ class FP8Matmuls(Numerics):
     def __init__(self, config: FP8Linears, measures_range: bool) -> None:
         self._config = config
         self._measures_range = measures_range
+        self.widens = config.widens  # whether operands are checked in every step
         self._rows: list[tuple[Direction, str, Tensor]] = []
         self._sent: Callable[[], Unrepresentable] | None = None
         self._flushed = FlushedOperands()
@@ -122,6 +124,8 @@ class FP8Matmuls(Numerics):
     def compiled_as(self, site: Site, read: TensorKind, weight: TensorKind) -> Mode | None:
         """Return how a compiled graph runs a layer; ``None`` if it calls :meth:`run`."""
         config, name = self._config, site.name
+        if config.widens:
+            return None  # :meth:`run` checks its operands
         if not self.is_active or self.awaits((*site.operand_names, name)):
             return None
         decided_by = (True, read.dtype, weight.dtype, weight.shape)
@@ -143,7 +147,10 @@ class FP8Matmuls(Numerics):
         if not self._measures_range:
             return
         is_made = matmul.rule.operator in LAYER_OPERATORS
-        if not is_made or self._config.decisions.get(matmul.site.name) is not None:
+        name = matmul.site.name
+        is_out = self._config.decisions.get(name) is not None
+        may_return = self._config.widens and name in self._config.unfit.matmuls
+        if not is_made or (is_out and not may_return):
             # It is not in FP8 anyway.
             self._config.unseen.difference_update(matmul.names)
             return
@@ -159,7 +166,7 @@ class FP8Matmuls(Numerics):
             self._config.leave_out(self._send()())
         for stored, is_gradient, name in places:
             format = self._config.gradient_of(matmul.site.name) if is_gradient else _OPERAND_FORMAT
-            self._flushed.measure(name, stored, get_format(format))
+            self._flushed.measure(name, stored, get_number_format(format))
 
     @override
     def await_units(self, names: Iterable[str]) -> None:
@@ -176,22 +183,38 @@ class FP8Matmuls(Numerics):
         sent, self._sent = self._sent, None
         found = Unrepresentable() if sent is None else sent()
         if self._rows:
-            is_late = self._rows[0][2].device.type == "cuda"
-            arrived = self._send()
+            is_late = self._rows[0][2].device.type == "cuda" and not self._config.widens
+            # Units stay until a recalibration.
+            arrived = self._send(awaits_units=not self._config.widens)
             if is_late:
                 self._sent = arrived
             else:
                 found = found.joined(arrived())
         return self._config.leave_out(found)
 
-    def fit(self, joint: Callable[[Unrepresentable], Unrepresentable]) -> Unrepresentable:
+    def fit(
+        self,
+        joint: Callable[[Unrepresentable], Unrepresentable],
+        *,
+        readmits: bool = False,
+    ) -> Unrepresentable:
         """Leave measured operands that do not fit out of FP8, or out of its finer format."""
+        if self._config.widens and readmits:
+            measured = {name.partition(":")[0] for _, name, _ in self._rows}
+            found, out = self._send()(), self._config.unfit
+            # A rank that did not run a matmul keeps it as it is.
+            kept = Unrepresentable(
+                {name: why for name, why in out.matmuls.items() if name not in measured},
+                {name: why for name, why in out.gradients.items() if name not in measured},
+            )
+            return self._config.readmit(joint(kept.joined(found)))
         # Matmuls that one rank has left out in this step are left out on all ranks.
         before = self._config.unfit
-        self._config.leave_out(joint(before.joined(self._send()())))
+        arrived = self._send(awaits_units=not self._config.widens)
+        self._config.leave_out(joint(before.joined(arrived())))
         return self._config.unfit.without(before)
 
-    def _send(self) -> Callable[[], Unrepresentable]:
+    def _send(self, *, awaits_units: bool = True) -> Callable[[], Unrepresentable]:
         """Start the transfer of the latest measurements."""
         rows, self._rows = self._rows, []
         if not rows:
@@ -203,7 +226,7 @@ class FP8Matmuls(Numerics):
             read = [(*names, row) for (*names, _), row in zip(rows, numbers, strict=True)]
             # A tensor of zeros tells nothing about the format.
             self._config.unseen -= {name for _, name, row in read if row[0] > 0.0}
-            return unrepresentable_among(read)
+            return unrepresentable_among(read, awaits_units=awaits_units)
 
         return arrived
 
@@ -224,6 +247,10 @@ class FP8Matmuls(Numerics):
             is_wide = is_gradient and not any(cast.dtype == GRADIENTS["E5M2"] for cast in casts)
             dtype = GRADIENTS[config.gradient_of(site.name)] if is_wide else OPERAND
             matrix = args[position] if position == first else args[position].t()
+            if config.widens and self.is_training:
+                direction: Direction = "backward" if is_gradient else "forward"
+                stored = args[position].detach().float() * 2.0**-unit
+                self._rows.append((direction, name, stored_row(stored, direction)))
             is_dynamic = config.scaling == "dynamic"
             factor = to_largest(matrix, dtype) if is_dynamic else _factor(config, unit, name, step)
             factors.append(factor)
@@ -252,14 +279,21 @@ def _factor(config: FP8Linears, log2_unit: int, name: str, step: int) -> float:
 
 
 def numerics_of(
-    formats: Iterable[SimulateFormat | FP8Linears | None], *, measures_range: bool
+    formats: Iterable[SimulateFormat | FP8Linears | None],
+    *,
+    measures_range: bool,
+    has_units: bool = True,
 ) -> list[Numerics]:
     """Return the numerics of some formats. Matmuls in FP8 are not rounded again."""
     formats = list(formats)
     simulated = [each for each in formats if isinstance(each, SimulateFormat)]
     return [
         *(FP8Matmuls(each, measures_range) for each in formats if isinstance(each, FP8Linears)),
-        *([SimulatedMatmuls(*simulated, measures_range=measures_range)] if simulated else []),
+        *(
+            [SimulatedMatmuls(*simulated, measures_range=measures_range, has_units=has_units)]
+            if simulated
+            else []
+        ),
     ]
 
 
@@ -287,20 +321,6 @@ def is_weight(name: str, weight: Tensor, layer: nn.Module | None) -> bool:
     return isinstance(layer, nn.Linear) or any(param.shape == shape for param in own)
 
 
-def is_parameter(tensor: Tensor) -> bool:
-    """Check whether a tensor is a parameter, a view of one, or autocast's copy of one."""
-    base = tensor if tensor._base is None else tensor._base
-    if isinstance(base, nn.Parameter):
-        return True
-    made_by = base.grad_fn
-    if made_by is None or made_by.name() != "ToCopyBackward0":
-        return False
-    return any(
-        source is not None and isinstance(getattr(source, "variable", None), nn.Parameter)
-        for source, _ in made_by.next_functions
-    )
-
-
 def layer_kernel(original: Kernel) -> Kernel:
     """Make a kernel of ``linear``, above autograd, that keeps FP8 for the backward pass."""
 
@@ -323,6 +343,8 @@ def _run_layer(
     numerics = fp8_of(session)
     if numerics is None or session.units.is_looking or not torch.is_grad_enabled():
         return None
+    if numerics.widens:
+        return None  # its three matmuls check their operands
     if not (input.requires_grad or weight.requires_grad) or has_subclass((input, weight)):
         return None
     sites, operands = session.sites, (input, weight.t())

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_unitscale.arguments import check_choice, check_count, check_flag, shown
 from lightning_unitscale.capture.name_patterns import EXCLUDED, NamePatterns
+from lightning_unitscale.formats import BlockFormat, NumberFormat
 from lightning_unitscale.functional.low_precision import (
     DEFAULT_GRADIENT,
     MIN_PADDED_SUM,
@@ -107,38 +108,90 @@ class SimulateFormat:
 
     def __init__(
         self,
-        operand_format: FormatLike,
-        gradient_format: FormatLike,
+        operand_format: FormatLike | None,
+        gradient_format: FormatLike | None,
         *,
+        backward_format: FormatLike | Literal["operands"] | None = "operands",
         rounding: Rounding = "nearest",
         saturate: bool | None = None,
         include: str | Sequence[str] | None = None,
         exclude: str | Sequence[str] | None = None,
         seed: int = 0,
         grid: Grid = "fixed",
+        gradient_rounding: Rounding | None = None,
+        square_weights: bool = False,
+        hadamard: bool = False,
     ) -> None:
         check_rounding(rounding)
+        if gradient_rounding is not None:
+            check_rounding(gradient_rounding, argument="gradient_rounding")
         check_grid(grid)
+        check_flag("square_weights", square_weights)
+        check_flag("hadamard", hadamard)
         if saturate is not None:
             check_flag("saturate", saturate)
         check_count("seed", seed, least=0)
-        given = f"operand_format={shown(operand_format)}"
-        self.operand_format = checked_format(operand_format, given=given)  # format of the operands
-        given = f"gradient_format={shown(gradient_format)}"
-        # Format of the gradients.
-        self.gradient_format = checked_format(gradient_format, given=given)
+        # Formats of operands and of gradients. ``None`` if they are not rounded.
+        self.operand_format = _checked(operand_format, "operand_format")
+        self.gradient_format = _checked(gradient_format, "gradient_format")
+        # Format of the operands that backward matmuls read.
+        self.backward_format = (
+            self.operand_format
+            if backward_format == "operands"
+            else _checked(backward_format, "backward_format")
+        )
         self.rounding = rounding  # ``"nearest"`` or ``"stochastic"``
+        self.gradient_rounding: Rounding = gradient_rounding or rounding
+        # Options of block formats: squares of weights, which both directions read alike, and a
+        # random Hadamard transform of what weight gradients read.
+        self.square_weights = square_weights
+        self.hadamard = hadamard
+        formats = self.operand_format, self.gradient_format, self.backward_format
+        self.has_blocks = any(isinstance(each, BlockFormat) for each in formats)
+        if (square_weights or hadamard) and not self.has_blocks:
+            raise ValueError(
+                f"{'square_weights' if square_weights else 'hadamard'}=True: only block formats "
+                "have this option. Expected a format such as 'NVFP4'. Leave it out."
+            )
         self.saturate = saturate
         # Moves the numbers of the formats. ``None`` if they stay.
         self.moving_grid = MovingGrid() if grid == "moving" else None
         self.patterns = NamePatterns(include, exclude)
         self.seed = seed  # of stochastic rounding
 
+    @property
+    def is_stochastic(self) -> bool:
+        """Check whether anything is rounded at random."""
+        return "stochastic" in (self.rounding, self.gradient_rounding)
+
+    def format_of(
+        self, *, is_gradient: bool, is_backward: bool
+    ) -> NumberFormat | BlockFormat | None:
+        """Return the format of an operand of a matmul, forward or backward."""
+        if is_gradient:
+            return self.gradient_format
+        return self.backward_format if is_backward else self.operand_format
+
+    def rounding_of(self, *, is_gradient: bool) -> Rounding:
+        """Return how an operand is rounded."""
+        return self.gradient_rounding if is_gradient else self.rounding
+
     def summary(self) -> str:
         """Describe the formats and the rounding."""
         formats = f"Operands rounded to {self.operand_format}, gradients to {self.gradient_format}"
-        grid = "" if self.moving_grid is None else ", moving grid"
-        return f"{formats} ({self.rounding}{grid})"
+        if self.backward_format != self.operand_format:
+            formats += f", operands of backward matmuls to {self.backward_format}"
+        how: list[str] = [self.rounding]
+        if self.gradient_rounding != self.rounding:
+            how.append(f"gradients {self.gradient_rounding}")
+        how += ["moving grid"] * (self.moving_grid is not None)
+        how += ["square blocks of weights"] * self.square_weights
+        how += ["Hadamard transform for weight gradients"] * self.hadamard
+        return f"{formats} ({', '.join(how)})"
+
+
+def _checked(format: FormatLike | None, argument: str) -> NumberFormat | BlockFormat | None:
+    return None if format is None else checked_format(format, given=f"{argument}={shown(format)}")
 
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -173,6 +226,7 @@ class FP8Linears:
         grid: Grid = "fixed",
         in_evaluation: bool = True,
         why_excluded: str = EXCLUDED,
+        widens: bool = False,
     ) -> None:
         advice = "pass 'constant' together with unit scaling, 'dynamic' without it"
         check_choice("scaling", scaling, get_args(Scaling), "unknown scaling", advice)
@@ -202,6 +256,8 @@ class FP8Linears:
         # a checkpoint of the module without FP8.
         self.in_evaluation = in_evaluation
         self.why_excluded = why_excluded  # the reason for layers that ``exclude`` matches
+        # Whether operands are checked in every step, and layers return at recalibrations.
+        self.widens = widens
 
     def leave_out(self, unrepresentable: Unrepresentable) -> Unrepresentable:
         """Keep matmuls out of FP8, or their gradients in E5M2, by the matmuls' names."""
@@ -211,6 +267,14 @@ class FP8Linears:
         self.decisions.update({n: why for n, why in new.matmuls.items() if self.runs(n)})
         self.unfit = self.unfit.joined(unrepresentable)
         return new
+
+    def readmit(self, unfit: Unrepresentable) -> Unrepresentable:
+        """Replace what is left out by what a recalibration found, and return what is new in it."""
+        before, self.unfit = self.unfit, Unrepresentable()
+        for name in before.matmuls:
+            self.decisions.pop(name, None)  # it is decided again
+        self.leave_out(unfit)
+        return self.unfit.without(before)
 
     def runs(self, name: str) -> bool:
         """Check whether the matmul of this name is in FP8, as last decided."""

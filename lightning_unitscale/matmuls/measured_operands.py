@@ -89,12 +89,14 @@ class Unrepresentable:
         )
 
 
-def unrepresentable_among(rows: Iterable[StoredRow]) -> Unrepresentable:
-    """Find the matmuls that do not fit. Tensors outside the RMS range first get new units."""
+def unrepresentable_among(
+    rows: Iterable[StoredRow], *, awaits_units: bool = True
+) -> Unrepresentable:
+    """Find the matmuls that do not fit. Tensors outside the RMS range may first get new units."""
     matmuls: dict[str, str] = {}
     gradients: dict[str, str] = {}
     for direction, name, (rms, *shares) in rows:
-        if not LOW <= rms <= HIGH:
+        if awaits_units and not LOW <= rms <= HIGH:
             continue
         matmul = name.partition(":")[0]
         what = name.rpartition(":")[2] if direction == "forward" else "gradient"

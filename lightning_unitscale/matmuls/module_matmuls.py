@@ -205,7 +205,7 @@ class ModuleMatmuls(AttachedSession):
         is_fp8 = any(isinstance(each, FP8Linears) for each in formats)
         self._lost = LostFormats("fp8_linears" if is_fp8 else "simulate_format")
         # The example was not checked for FP8's range, so later measurements are not either.
-        numerics = numerics_of(formats, measures_range=False)
+        numerics = numerics_of(formats, measures_range=False, has_units=has_units)
         super().__init__(module, ["forward"], Units(is_used=has_units), numerics)
         vars(module)[MATMULS] = self
         if before is not None:

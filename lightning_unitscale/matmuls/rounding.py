@@ -12,14 +12,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_unitscale.formats import NumberFormat
+from lightning_unitscale.formats import BlockFormat, NumberFormat
+from lightning_unitscale.matmuls.block_rounding import (
+    UNIT_SCALE,
+    Axes,
+    WeightMatmuls,
+    axes_of,
+    flushed_in,
+    hadamard,
+    parts_of,
+)
 from lightning_unitscale.matmuls.coverage import first_of, percent
 from lightning_unitscale.matmuls.execute import Matmul, run_scaled
 from lightning_unitscale.matmuls.matmul_formats import MovingGrid, SimulateFormat
 from lightning_unitscale.matmuls.measured_operands import MAX_FLUSHED, Unrepresentable
-from lightning_unitscale.matmuls.measurement import Site
+from lightning_unitscale.matmuls.measurement import FORWARD, Site
 from lightning_unitscale.matmuls.torch_internals import Kernel
-from lightning_unitscale.quantize import rounded
+from lightning_unitscale.round_numbers import rounded, rounded_blocks
 from lightning_unitscale.scales.transfer import HostCopy, numbers_on
 
 # Share of the nonzero elements that may become zero without a report, beyond three times the share
@@ -30,6 +39,9 @@ _MAX_SHARES = (0.1, MAX_FLUSHED)
 _OF_NORMAL = 3
 # So few elements are not reported, since one is a large share of a small tensor.
 _FEW = 2
+# The largest of a block of normal numbers.
+_OF_BLOCK = 2.5
+_Format = NumberFormat | BlockFormat
 
 
 class Numerics(abc.ABC):
@@ -74,7 +86,12 @@ class Numerics(abc.ABC):
         """
         return ""
 
-    def fit(self, joint: Callable[[Unrepresentable], Unrepresentable]) -> Unrepresentable:
+    def fit(
+        self,
+        joint: Callable[[Unrepresentable], Unrepresentable],
+        *,
+        readmits: bool = False,
+    ) -> Unrepresentable:
         """Leave out measured operands that do not fit the format."""
         return Unrepresentable()
 
@@ -83,24 +100,39 @@ class FlushedOperands:
     """Collects the shares of operands that become zero, without waiting for their device."""
 
     def __init__(self) -> None:
-        self._rows: list[tuple[str, NumberFormat, Tensor]] = []
-        self._sent: list[tuple[list[tuple[str, NumberFormat]], HostCopy]] = []
+        self._rows: list[tuple[str, _Format, Tensor]] = []
+        self._sent: list[tuple[list[tuple[str, _Format]], HostCopy]] = []
         self._found: dict[str, str] = {}
         # By operand, the highest level reported.
         self._levels: Counter[str] = Counter()
 
-    def measure(self, name: str, stored: Tensor, format: NumberFormat) -> None:
-        """Measure an operand."""
+    def measure(
+        self,
+        name: str,
+        stored: Tensor,
+        format: _Format,
+        axes: Axes = (-1,),
+        tensor_scale: float | None = None,
+    ) -> None:
+        """Measure an operand, in blocks along some axes if its format has blocks."""
         if self._levels[name] == len(_MAX_SHARES):
             return
         magnitudes = stored.detach().abs()
         is_some = magnitudes > 0
-        flushed = (is_some & (magnitudes <= format.flush_threshold)).sum()
+        if isinstance(format, BlockFormat):
+            flushed = flushed_in(stored.detach(), format, axes, tensor_scale).sum()
+        else:
+            flushed = (is_some & (magnitudes <= format.flush_threshold)).sum()
         share = torch.where(flushed > _FEW, flushed / is_some.sum().clamp(min=1), 0.0)
         self._rows.append((name, format, share))
 
-    def _note(self, name: str, share: float, format: NumberFormat) -> None:
-        usual = _OF_NORMAL * math.erf(format.flush_threshold / math.sqrt(2.0))
+    def _note(self, name: str, share: float, format: _Format) -> None:
+        limit = (
+            format.element.flush_threshold * _OF_BLOCK / format.element.max
+            if isinstance(format, BlockFormat)
+            else format.flush_threshold
+        )
+        usual = _OF_NORMAL * math.erf(limit / math.sqrt(2.0))
         level = sum(share > each + usual for each in _MAX_SHARES)
         if level > self._levels[name]:
             self._levels[name] = level
@@ -125,15 +157,24 @@ class FlushedOperands:
 
 
 class SimulatedMatmuls(Numerics):
-    """Rounds operands of matmuls to one format, and arriving gradients to another."""
+    """Rounds operands of matmuls to one format, and arriving gradients to another.
+
+    Blocks lie along the dimension that a matmul sums over. So the three computations of a matmul
+    round the same tensor each in its own way.
+    """
 
     # A backward matmul rounds a saved operand as its forward matmul did: a random or a moving
     # grid is drawn by the operand's name and the step, not by the call.
 
     name = "a simulated format"
 
-    def __init__(self, *configs: SimulateFormat, measures_range: bool = False) -> None:
+    def __init__(
+        self, *configs: SimulateFormat, measures_range: bool = False, has_units: bool = True
+    ) -> None:
         self._configs = configs
+        # With units, a constant. Without, each tensor's own largest magnitude in each call.
+        self._tensor_scale = UNIT_SCALE if has_units else None
+        self._weights = WeightMatmuls()
         self._measures_range = measures_range
         self._flushed = FlushedOperands()
 
@@ -147,21 +188,83 @@ class SimulatedMatmuls(Numerics):
     def run(self, matmul: Matmul, original: Kernel, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Run a matmul on rounded operands."""
         configs = self._configs_of(matmul.site)
-        for position, unit, is_gradient, name in matmul.places():
+        has_blocks = any(config.has_blocks for config in configs)
+        if has_blocks and matmul.rule.mask is not None:
+            parts = [
+                self._run(configs, part, original, given, kwargs)
+                for part, given in parts_of(matmul, args)
+            ]
+            return tuple(
+                next((made for made in results if made is not None), None)
+                for results in zip(*parts, strict=True)
+            )
+        if has_blocks:
+            self._weights.see(matmul, args)
+        return self._run(configs, matmul, original, args, kwargs)
+
+    def _run(
+        self,
+        configs: Sequence[SimulateFormat],
+        matmul: Matmul,
+        original: Kernel,
+        args: list[Any],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        has_blocks = any(config.has_blocks for config in configs)
+        axes = axes_of(matmul.rule, args) if has_blocks else [(-1,)] * len(matmul.names)
+        for (position, unit, is_gradient, name), along in zip(matmul.places(), axes, strict=True):
+            which = {"is_gradient": is_gradient, "is_backward": matmul.slot != FORWARD}
+            if all(config.format_of(**which) is None for config in configs):
+                args[position] = args[position] * 2.0**-unit if unit else args[position]
+                continue
+            wide = args[position].detach().float() * 2.0**-unit  # it is scaled from here on
             for config in configs:
-                args[position] = _rounded(
-                    config, args[position], unit, is_gradient, name, matmul.step
-                )
-                unit = 0  # it is scaled now
+                wide = self._rounded(config, matmul, wide, is_gradient, name, along)
+            args[position] = wide.to(args[position].dtype)
         return run_scaled(matmul, original, args, kwargs)
+
+    def _rounded(
+        self,
+        config: SimulateFormat,
+        matmul: Matmul,
+        wide: Tensor,
+        is_gradient: bool,
+        name: str,
+        axes: Axes,
+    ) -> Tensor:
+        """Round a scaled operand, in FP32."""
+        format = config.format_of(is_gradient=is_gradient, is_backward=matmul.slot != FORWARD)
+        if format is None:
+            return wide
+        key = None
+        if config.rounding_of(is_gradient=is_gradient) == "stochastic":
+            # The same for all of an operand in a step.
+            text = f"{config.seed}/{matmul.step}/{name}".encode()
+            key = numbers_on(wide.device, [zlib.crc32(text), zlib.adler32(text)], torch.int64)
+        factor = grid_factor(config.moving_grid, name, matmul.step)
+        wide = wide if factor == 1.0 else wide * factor
+        if isinstance(format, NumberFormat):
+            result = rounded(wide, format, config.saturate, key)
+        else:
+            if config.hadamard and self._weights.is_gradient(matmul):
+                wide = hadamard(wide, axes[0], config.seed)
+            is_square = config.square_weights and wide.dim() == 2
+            is_square = is_square and self._weights.reads(matmul, name)
+            scale = self._tensor_scale if format.has_tensor_scale else None
+            result = rounded_blocks(wide, format, axes, scale, key, is_square)
+        # Divide in FP32, where the quotient of an FP8 number is off by one rounding at most.
+        return result if factor == 1.0 else result / factor
 
     def measure(self, matmul: Matmul, operands: Sequence[Tensor], *, is_first: bool) -> None:
         """Measure the share of elements of operands that become zero."""
         configs = self._configs_of(matmul.site) if self._measures_range else []
-        for tensor, (_, unit, is_gradient, name) in zip(operands, matmul.places(), strict=True):
-            for config in configs[:1]:
-                stored = tensor.detach().float() * 2.0**-unit
-                self._flushed.measure(name, stored, _format_of(config, is_gradient))
+        for config in configs[:1]:
+            for tensor, (_, unit, is_gradient, name) in zip(operands, matmul.places(), strict=True):
+                is_backward = matmul.slot != FORWARD
+                format = config.format_of(is_gradient=is_gradient, is_backward=is_backward)
+                if format is not None:
+                    stored = tensor.detach().float() * 2.0**-unit
+                    self._flushed.measure(name, stored, format, (-1,), self._tensor_scale)
 
     def take_flushed(self) -> str:
         """Return operands of which many elements become zero."""
@@ -173,26 +276,6 @@ class SimulatedMatmuls(Numerics):
             for config in self._configs
             if config.patterns.match_names(site.name, site.module)
         ]
-
-
-def _rounded(
-    config: SimulateFormat, tensor: Tensor, unit: int, is_gradient: bool, name: str, step: int
-) -> Tensor:
-    format = _format_of(config, is_gradient)
-    key = None
-    if config.rounding == "stochastic":
-        # The same for all of an operand in a step.
-        text = f"{config.seed}/{step}/{name}".encode()
-        key = numbers_on(tensor.device, [zlib.crc32(text), zlib.adler32(text)], torch.int64)
-    factor = grid_factor(config.moving_grid, name, step)
-    wide = tensor.detach().float() * (factor * 2.0**-unit)
-    # Divide in FP32, where the quotient of an FP8 number is off by one rounding at most.
-    result = rounded(wide, format, config.saturate, key)
-    return (result if factor == 1.0 else result / factor).to(tensor.dtype)
-
-
-def _format_of(config: SimulateFormat, is_gradient: bool) -> NumberFormat:
-    return config.gradient_format if is_gradient else config.operand_format
 
 
 def grid_factor(grid: MovingGrid | None, name: str, call: int) -> float:

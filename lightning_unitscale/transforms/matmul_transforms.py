@@ -69,8 +69,8 @@ def _gauge_of(module: nn.Module) -> Gauge:
 
 def simulate_format(
     module: nn.Module,
-    operand_format: FormatLike,
-    gradient_format: FormatLike,
+    operand_format: FormatLike | None,
+    gradient_format: FormatLike | None,
     *,
     rounding: Rounding = "nearest",
     saturate: bool | None = None,
@@ -78,6 +78,9 @@ def simulate_format(
     exclude: str | Sequence[str] | None = None,
     seed: int = 0,
     grid: Grid = "fixed",
+    gradient_rounding: Rounding | None = None,
+    square_weights: bool = False,
+    hadamard: bool = False,
 ) -> nn.Module:
     """Return a copy of ``module`` whose matmuls run as if in low-precision formats.
 
@@ -91,8 +94,10 @@ def simulate_format(
 
     Args:
         module: Any module. It does not change.
-        operand_format: Format of the operands: a name, a :class:`NumberFormat`, or
-            ``(exponent_bits, mantissa_bits)``.
+        operand_format: Format of the operands: a name, a :class:`NumberFormat`,
+            ``(exponent_bits, mantissa_bits)``, or a :class:`BlockFormat`, whose blocks lie along
+            the dimension that each matmul sums over. NVFP4's scale of a tensor is its unit, or
+            without units, its largest magnitude. ``None`` does not round them.
         gradient_format: Format of the gradients.
         rounding: ``"nearest"`` or ``"stochastic"``, as in :func:`lightning_unitscale.quantize.
             quantize`.
@@ -104,6 +109,11 @@ def simulate_format(
         grid: ``"fixed"``, or ``"moving"``: every tensor is multiplied by a number in (1/2, 1], and
             divided by it after rounding. The number changes at every training step. So the errors
             of a weight that hardly changes average out over the steps.
+        gradient_rounding: Rounding of gradients, by default that of the operands.
+        square_weights: With block formats, whether weights of linear layers are rounded in square
+            blocks, so that both directions read the same numbers.
+        hadamard: With block formats, whether what the gradients of linear layers' weights read is
+            multiplied by a random Hadamard matrix, in runs of 16.
 
     Returns:
         A new module with ``explain()``: which matmuls were rounded in its first call, and why
@@ -115,7 +125,8 @@ def simulate_format(
 
     References:
         Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv 2209.05433), section 3;
-        Blake, Orr, Luschi, "Unit Scaling" (arXiv 2303.11257), appendix C.
+        Blake, Orr, Luschi, "Unit Scaling" (arXiv 2303.11257), appendix C; NVIDIA, "Pretraining
+        Large Language Models with NVFP4" (arXiv 2509.25149), section 4.
     """
     simulated = SimulateFormat(
         operand_format,
@@ -126,6 +137,9 @@ def simulate_format(
         exclude=exclude,
         seed=seed,
         grid=grid,
+        gradient_rounding=gradient_rounding,
+        square_weights=square_weights,
+        hadamard=hadamard,
     )
     return _transformed(module, simulated)
 

@@ -44,6 +44,13 @@ def random() -> Numerics:
     return nearest(rounding="stochastic", grid="moving")
 
 
+def blocks() -> Numerics:
+    options: dict[str, Any] = {"square_weights": True, "hadamard": True}
+    return SimulatedMatmuls(
+        SimulateFormat("NVFP4", "MXFP8", gradient_rounding="stochastic", **options)
+    )
+
+
 def fp8() -> Numerics:
     return FP8Matmuls(FP8Linears(gradient_format="E4M3FN", in_evaluation=False), True)
 
@@ -221,6 +228,10 @@ def assert_like_uncompiled(
 def test_all_matmuls_are_rounded_as_they_are_uncompiled() -> None:
     coverage = assert_like_uncompiled(steps(Zoo), trained(inputs(2, 2, 4, 16)), has_sums=True)
     assert {count.kind for count in coverage.counts} == {"format"}
+
+
+def test_matmuls_are_rounded_in_blocks_as_they_are_uncompiled() -> None:
+    assert_like_uncompiled(steps(Weights), trained(inputs(2, 2, 16, 16)), blocks)
 
 
 def test_layers_run_in_fp8_and_no_other_matmul() -> None:

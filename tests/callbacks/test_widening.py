@@ -1,0 +1,87 @@
+"""FP8(on_misfit="widen"): layers leave FP8 when they no longer fit, and return at recalibration."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_unitscale import FP8, UnitScaleCallback
+
+
+class _Spiked(LightningModule):
+    """A layer whose input has one huge element in some steps."""
+
+    def __init__(self, spiked: tuple[int, ...]) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.spiked = spiked
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        batch = batch[0].clone()
+        if index in self.spiked:
+            batch[0, 0] = 3000.0
+        return self.second(self.first(batch).tanh()).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class _InFP8(UnitScaleCallback):
+    """Records after each batch whether both layers run in FP8."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.seen: list[str] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        super().on_train_batch_end(*args)
+        names = ("first.linear", "second.linear")
+        self.seen.append("".join("8" if self._fp8.runs(name) else "-" for name in names))
+
+
+def _fit(spiked: tuple[int, ...], on_misfit: str, steps: int = 7) -> _InFP8:
+    torch.manual_seed(2)
+    data = DataLoader([torch.randn(16, 32) for _ in range(steps)])
+    callback = _InFP8(precision=FP8(on_misfit=on_misfit), recalibrate=5)  # type: ignore[arg-type]
+    trainer = Trainer(
+        max_steps=steps,
+        callbacks=[callback],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        accelerator="cpu",
+    )
+    trainer.fit(_Spiked(spiked), data)
+    return callback
+
+
+def test_a_layer_is_out_of_fp8_from_the_next_step_until_a_recalibration() -> None:
+    callback = _fit((2,), "widen")
+    # It still runs in FP8 in the step that it does not fit. Step 5 measures again.
+    assert callback.seen == ["88", "88", "-8", "-8", "-8", "-8", "88"]
+    text = str(callback.explain())
+    assert "Out of FP8 from step 2 on: first.linear, since" in text
+    assert "Back in the finer format from step 5 on: first.linear" in text
+
+
+def test_the_checkpoint_has_it() -> None:
+    callback = _fit((2,), "widen", steps=4)
+    state = callback._matmuls.state_dict()
+    assert list(state["fp8_unfit"]) == ["first.linear"]
+    other = UnitScaleCallback(precision=FP8(on_misfit="widen"))
+    other._matmuls.load_state_dict(state)
+    assert not other._fp8.runs("first.linear")
+
+
+def test_by_default_operands_are_checked_at_recalibrations_alone() -> None:
+    assert _fit((2,), "leave").seen == ["88"] * 7
+
+
+def test_another_reaction_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^on_misfit='stop': no such reaction"):
+        FP8(on_misfit="stop")  # type: ignore[arg-type]
