@@ -28,6 +28,7 @@ from lightning_unitscale.functional.low_precision import (
     Scaling,
     why_no_fp8,
 )
+from lightning_unitscale.matmuls.computations import Exemption, Exemptions
 from lightning_unitscale.matmuls.measured_operands import Unrepresentable
 from lightning_unitscale.quantize import FormatLike, Rounding, check_rounding, checked_format
 
@@ -116,6 +117,7 @@ class SimulateFormat:
         exclude: str | Sequence[str] | None = None,
         seed: int = 0,
         grid: Grid = "fixed",
+        exempt: Sequence[Exemption] = (),
     ) -> None:
         check_rounding(rounding)
         check_grid(grid)
@@ -132,6 +134,7 @@ class SimulateFormat:
         # Moves the numbers of the formats. ``None`` if they stay.
         self.moving_grid = MovingGrid() if grid == "moving" else None
         self.patterns = NamePatterns(include, exclude)
+        self.exempt = Exemptions(exempt)  # computations that are not rounded
         self.seed = seed  # of stochastic rounding
 
     def summary(self) -> str:
@@ -173,6 +176,7 @@ class FP8Linears:
         grid: Grid = "fixed",
         in_evaluation: bool = True,
         why_excluded: str = EXCLUDED,
+        exempt: Sequence[Exemption] = (),
     ) -> None:
         advice = "pass 'constant' together with unit scaling, 'dynamic' without it"
         check_choice("scaling", scaling, get_args(Scaling), "unknown scaling", advice)
@@ -191,6 +195,7 @@ class FP8Linears:
         # Moves the numbers of FP8. ``None`` if they stay.
         self.moving_grid = MovingGrid() if grid == "moving" else None
         self.patterns = NamePatterns(exclude=exclude)
+        self.exempt = Exemptions(exempt)  # computations that are not in FP8
         # For every matmul seen, why it is not in FP8, or ``None`` if it is.
         self.decisions: dict[str, str | None] = {}
         # Matmuls that the caller keeps out of FP8, and gradients that it keeps in E5M2.

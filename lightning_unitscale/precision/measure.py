@@ -1,0 +1,452 @@
+"""Run the steps of a precision report on a module, and undo them."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_unitscale.arguments import check_count, shown
+from lightning_unitscale.capture.captured_copy import matmuls_of
+from lightning_unitscale.capture.module_steps import steps_of
+from lightning_unitscale.capture.rollback import undoers
+from lightning_unitscale.matmuls.computations import COMPUTATIONS, Exemption, Exemptions
+from lightning_unitscale.matmuls.coverage import CoverageCounter
+from lightning_unitscale.matmuls.fp8_linear import numerics_of
+from lightning_unitscale.matmuls.matmul_formats import FP8Linears, SimulateFormat, format_pair
+from lightning_unitscale.matmuls.measurement import Site
+from lightning_unitscale.matmuls.module_matmuls import find_loss
+from lightning_unitscale.matmuls.rounding import Numerics, SimulatedMatmuls
+from lightning_unitscale.matmuls.scaled_methods import AttachedSession
+from lightning_unitscale.patching import nothing
+from lightning_unitscale.precision.ledger import (
+    BasePass,
+    Key,
+    Ledger,
+    MovedPass,
+    Numbers,
+    SignedPass,
+    TangentPass,
+    TogetherPass,
+    Visit,
+    energy,
+    relative,
+    simulated,
+)
+from lightning_unitscale.precision.report import LedgerRow, PrecisionReport, Together
+
+DEFAULT_FORMATS = ("E4M3FN",)
+_TRAINING_STEP = "training_step"
+_FORWARD = COMPUTATIONS[0]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """The number of steps that estimates are averaged over."""
+
+    directions: int = 8  # random directions of the parameters, for errors of the gradient
+    pairs: int = 2  # pairs of steps with random signs, for the second order of the loss
+
+    def __post_init__(self) -> None:
+        check_count("directions", self.directions)
+        check_count("pairs", self.pairs)
+
+
+class MeasuredStep:
+    """A step of a module that a ledger watches, with the same random numbers in each run."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        run: Callable[[], Any],
+        attached: AttachedSession,
+        context: Callable[[], AbstractContextManager[Any]],
+        loss: Callable[[Any], Tensor] | None,
+    ) -> None:
+        self._module, self._run, self._session = module, run, attached.session
+        self._context, self._loss = context, loss
+        self.ledger = Ledger()
+        self.parameters = [each for each in module.parameters() if each.requires_grad]
+
+    def calibrate(self) -> None:
+        """Measure the units of the matmuls, if there are none."""
+        units = self._session.units
+        if units.gauge or not units.is_used:
+            return
+        units.is_looking = True
+        with self._undoing():
+            self._gradients(self._forward())
+        units.adopt(units.send()())
+        units.is_looking = False
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[CoverageCounter]:
+        """Let the ledger see all matmuls in this context, in place of the module's formats."""
+        session, counter = self._session, CoverageCounter()
+        before = session.numerics, session.counter
+        for site in session.units.sites.values():
+            site.matmul = None  # or a prepared backward matmul would run without the session
+        session.numerics, session.counter = (self.ledger,), counter
+        try:
+            yield counter
+        finally:
+            session.numerics, session.counter = before
+
+    def run(
+        self, run_pass: Callable[[Visit], Any], *, is_forward: bool = False
+    ) -> tuple[float, list[Tensor | None]]:
+        """Run the step in a pass, and return its loss and the gradients of the parameters."""
+        self.ledger.run_pass = run_pass
+        with self._undoing():
+            loss = self._forward()
+            gradients = [] if is_forward else self._gradients(loss)
+            return float(loss.detach()), gradients
+
+    @contextlib.contextmanager
+    def moved(self, index: int, step: float) -> Iterator[None]:
+        """Move all parameters by random signs times a step, in this context."""
+        generator = torch.Generator().manual_seed(index)
+        before = [parameter.data for parameter in self.parameters]
+        try:
+            for parameter in self.parameters:
+                # Of bits, since a draw takes longer than the sum.
+                bits = torch.randint(
+                    0, 2, parameter.shape, generator=generator, dtype=torch.int8
+                ).to(parameter.device)
+                signs = bits.to(parameter.dtype).mul_(2.0 * step).sub_(step)
+                parameter.data = parameter.data + signs
+            yield
+        finally:
+            for parameter, data in zip(self.parameters, before, strict=True):
+                parameter.data = data
+
+    @property
+    def rms(self) -> float:
+        """Return the RMS of all parameters."""
+        count = sum(parameter.numel() for parameter in self.parameters)
+        return math.sqrt(float(energy([each.detach() for each in self.parameters])) / max(count, 1))
+
+    def _forward(self) -> Tensor:
+        with self._context(), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
+            output = self._run()
+            loss = find_loss(output) if self._loss is None else self._loss(output)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise ValueError(
+                f"loss={shown(self._loss)}: the step of {type(self._module).__name__} returns no "
+                "scalar loss with a gradient. Expected one to account for. Pass a function of the "
+                "step's output, such as loss=lambda output: output.square().mean()."
+            )
+        return loss
+
+    def _gradients(self, loss: Tensor) -> list[Tensor | None]:
+        # Unlike ``backward``, this calls no hooks of a wrapper that averages over ranks.
+        with torch.compiler.set_stance("force_eager"):
+            return list(
+                torch.autograd.grad(
+                    loss, self.parameters, torch.ones_like(loss), allow_unused=True
+                )
+            )
+
+    @contextlib.contextmanager
+    def _undoing(self) -> Iterator[None]:
+        with ExitStack() as undo:
+            for restore in undoers(self._module):
+                undo.callback(restore)
+            yield
+
+
+def precision_report(
+    module: nn.Module,
+    *batch: Any,
+    formats: Sequence[Any] = DEFAULT_FORMATS,
+    method: str | None = None,
+    loss: Callable[[Any], Tensor] | None = None,
+    exempt: Sequence[Exemption] = (),
+    directions: int = Effort.directions,
+    pairs: int = Effort.pairs,
+    context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+    **kwargs: Any,
+) -> PrecisionReport:
+    """Account for what low precision costs in a step, matmul by matmul.
+
+    For each matmul and each of its three computations (forward, input gradient, weight gradient),
+    the report has the relative error that rounding it adds, the error that its operands arrive with
+    when everything is rounded, and the predicted damage of rounding it alone. The damage of a
+    forward computation is the change of the step's loss. That of a backward one is the error of the
+    whole gradient, relative to its norm. Operands are rounded in units of a power of two near their
+    RMS, as :class:`UnitScaleCallback` has them. Predictions add up to first order: changes of the
+    loss as numbers, errors of the gradient as independent vectors. ``together`` has the same,
+    measured with all computations rounded at once.
+
+    The step runs several times on the module itself (``cost_steps`` of the report), with the
+    same random numbers. Parameters, gradients, buffers, attributes and random states stay as they
+    are. It needs memory for two more copies of the matmuls' operands in BF16.
+
+    Args:
+        module: A module on any device whose step returns a scalar loss. A LightningModule runs its
+            ``training_step``, any other module its ``forward``.
+        *batch: Positional arguments of the step. A missing ``batch_idx`` is 0.
+        formats: Formats to account for, each with rows of its own: a name, ``"fp8"``, or a pair of
+            formats, of operands and of gradients.
+        method: Name of the method to run.
+        loss: Function from the step's output to its loss, if the step does not return it.
+        exempt: Computations that are exempt when all are rounded together, as for :class:`FP8`.
+        directions: Directions over which errors of the gradient are averaged. The relative standard
+            error of one prediction is at most ``sqrt(1 / (2 * directions))``.
+        pairs: Pairs of steps over which the loss's second order is averaged.
+        context: Context of the forward pass, such as an autocast.
+        **kwargs: Keyword arguments of the step.
+
+    Returns:
+        The report. ``print(report)`` shows a table, and ``report.as_json()`` the dictionary that
+        ``lightning-unitscale precision --json`` prints.
+
+    Raises:
+        ValueError: If a format is unknown, or the step returns no loss.
+
+    Examples:
+        >>> import torch
+        >>> from lightning_unitscale import precision_report
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 16), torch.nn.Linear(16, 1))
+        >>> x = torch.randn(8, 32)
+        >>> report = precision_report(model, x, loss=lambda y: y.square().mean())
+        >>> report.rows[0].name, report.rows[0].computation
+        ('0.linear', 'forward')
+    """
+    with metering(module, batch, kwargs, formats, method, loss, context) as meter:
+        return meter.report(Effort(directions, pairs), exempt)
+
+
+@contextlib.contextmanager
+def metering(
+    module: nn.Module,
+    batch: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    formats: Sequence[Any],
+    method: str | None = None,
+    loss: Callable[[Any], Tensor] | None = None,
+    context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> Iterator[Meter]:
+    """Yield a meter of a module's step. Within it the module has a session of its own."""
+    method = method or (_TRAINING_STEP if hasattr(module, _TRAINING_STEP) else "forward")
+    batch = _with_index(getattr(module, method), batch)
+    if steps_of(module) is not None:
+        refuse_captured(type(module).__name__)
+    attached = matmuls_of(module) if method == "forward" else None
+    found = () if attached is None else attached.formats
+    with ExitStack() as stack:
+        if attached is None:
+            attached = AttachedSession(module, [method])
+            stack.callback(attached.detach)
+        else:
+            stack.enter_context(_without_hooks(attached))
+        step = MeasuredStep(
+            module, lambda: getattr(module, method)(*batch, **kwargs), attached, context, loss
+        )
+        yield Meter(step, formats, found)
+
+
+def refuse_captured(what: str) -> None:
+    """Refuse to report on a step that runs as a captured graph."""
+    raise ValueError(
+        f"module={what}: its step is captured, and a report needs each matmul as it runs. Expected "
+        "method='lossless' without remat or compile. Report on the module itself."
+    )
+
+
+def _with_index(step: Any, batch: tuple[Any, ...]) -> tuple[Any, ...]:
+    if len(batch) == 1 and "batch_idx" in inspect.signature(step).parameters:
+        return (*batch, 0)
+    return batch
+
+
+@contextlib.contextmanager
+def _without_hooks(attached: AttachedSession) -> Iterator[None]:
+    """Keep the counts of a transformed module as they are in this context."""
+    attributes = vars(attached)
+    attributes.update(before_call=nothing, after_call=nothing, trains=False)
+    try:
+        yield
+    finally:
+        del attributes["before_call"], attributes["after_call"]
+        attached.trains = None
+
+
+def _names_of(formats: Sequence[Any]) -> dict[str, SimulatedMatmuls]:
+    if isinstance(formats, str) or not formats:
+        raise ValueError(
+            f"formats={shown(formats)}: no list of formats. Expected names such as ('E4M3FN',). "
+            "Pass a tuple of them."
+        )
+    named = {}
+    for each in formats:
+        pair = format_pair(each, argument="formats")
+        rounding = SimulateFormat(*pair)
+        names = dict.fromkeys(str(one) for one in (rounding.operand_format, rounding.gradient_format))
+        named["/".join(names)] = simulated(pair)
+    return named
+
+
+class Meter:
+    """The measurements of one step, in named formats."""
+
+    def __init__(
+        self,
+        step: MeasuredStep,
+        formats: Sequence[Any],
+        own: Sequence[SimulateFormat | FP8Linears] = (),
+    ) -> None:
+        self._step, self.formats = step, _names_of(formats)
+        step.calibrate()
+        self.base = BasePass(self.formats, _reasons(own))
+        with step.watched() as counter:
+            self.loss, self._gradients = step.run(self.base)
+        self.plain = [each for each in counter.result().counts if each.kind == "plain"]
+        self.step_flops = counter.result().flops
+        self.gradient_energy = float(energy(filter_none(self._gradients)))
+
+    @property
+    def cost_steps(self) -> float:
+        """Return the FLOPs of all measurements so far, in those of the step."""
+        return self._step.ledger.flops / max(self.step_flops, 1)
+
+    def together(
+        self, format: str, is_rounded: Callable[[Key], bool], inherited: Numbers | None = None
+    ) -> Together:
+        """Measure what rounding several computations at once does to the loss and the gradient.
+
+        The change of the loss is that of the forward computations. The error of the gradient is
+        that of the backward ones, with the forward pass unrounded.
+        """
+        rounded = TogetherPass(self.formats[format], is_rounded)
+        if inherited is not None:
+            rounded.sketches = self.base.sketches
+        with self._step.watched():
+            loss, _ = self._step.run(rounded, is_forward=inherited is None)
+            if inherited is not None:
+                inherited.update(rounded.inherited)
+            backward = TogetherPass(
+                self.formats[format], lambda key: key[1] != _FORWARD and is_rounded(key)
+            )
+            _, gradients = self._step.run(backward)
+        pairs = zip(gradients, self._gradients, strict=True)
+        apart = [one.float() - other.float() for one, other in pairs if one is not None is not other]
+        error = float(energy(apart))
+        return Together(loss - self.loss, relative(error, self.gradient_energy))
+
+    def report(self, effort: Effort, exempt: Sequence[Exemption] = ()) -> PrecisionReport:
+        """Predict the damage of each computation, and measure that of all of them."""
+        exemptions = Exemptions(exempt)
+
+        def is_rounded(key: Key) -> bool:
+            one = self.base.computed[key]
+            return not exemptions.covers(Site(one.name, one.module, ()), one.computation)
+
+        together: dict[str, Together] = {}
+        rows: list[LedgerRow] = []
+        with self._step.watched():
+            gradients = _gradient_products(self._step, self.formats, self.base.eps, effort)
+            for word, format in self.formats.items():
+                loss = _second_order(self._step, format, effort)
+                inherited: Numbers = {}
+                together[word] = self.together(word, is_rounded, inherited)
+                rows += self._rows(word, loss, gradients[word], _read(inherited))
+        return PrecisionReport(self.loss, tuple(rows), together, tuple(exempt), self.cost_steps)
+
+    def _rows(
+        self,
+        format: str,
+        second_order: Mapping[str, float],
+        squares: Mapping[Key, float],
+        inherited: Mapping[Key, float],
+    ) -> Iterator[LedgerRow]:
+        added, first = _read(self.base.added), _read(self.base.first_order)
+        energies = _read(self.base.energies)
+        for key, one in self.base.computed.items():
+            size, error = energies[key], added[format, key]
+            damage: float | None
+            if key[1] == _FORWARD:
+                lasting = second_order.get(one.name, 0.0)
+                # Without a gradient that arrives nothing can be predicted.
+                damage = first.get((format, one.name))
+                damage = None if damage is None else damage + lasting
+            else:
+                damage = lasting = relative(squares.get(key, error), self.gradient_energy)
+            yield LedgerRow(
+                one.name,
+                one.module,
+                one.computation,
+                format,
+                added=relative(error, size),
+                inherited=relative(inherited.get(key, 0.0), size),
+                loss_change=damage,
+                lasting=lasting,
+                flops=one.flops,
+                reason=one.reason,
+            )
+        for count in self.plain:
+            yield LedgerRow(
+                count.module, count.module, _FORWARD, format, flops=count.flops, reason=count.reason
+            )
+
+
+def filter_none(values: Sequence[Tensor | None]) -> list[Tensor]:
+    """Return the tensors among some values."""
+    return [value for value in values if value is not None]
+
+
+def _reasons(own: Sequence[SimulateFormat | FP8Linears]) -> Callable[[Visit], str | None]:
+    judges: list[Numerics] = numerics_of(own, measures_range=False)
+
+    def why_not(visit: Visit) -> str | None:
+        reasons = [each.why_not(visit.matmul, visit.args, visit.kwargs) for each in judges]
+        return None if None in reasons or not reasons else reasons[0]
+
+    return why_not
+
+
+def _second_order(
+    step: MeasuredStep, format: SimulatedMatmuls, effort: Effort
+) -> dict[str, float]:
+    """Return half of ``d^T H d`` of each forward matmul."""
+    sums: dict[str, float] = {}
+    count = 2 * effort.pairs
+    for index in range(count):
+        signed = SignedPass(format, index)
+        step.run(signed)
+        for name, product in _read(signed.products).items():
+            sums[name] = sums.get(name, 0.0) + product / (2 * count)
+    return sums
+
+
+def _gradient_products(
+    step: MeasuredStep, named: Mapping[str, SimulatedMatmuls], eps: float, effort: Effort
+) -> dict[str, dict[Key, float]]:
+    """Return the mean square of ``<d, J r>`` of each computation whose operand has tangents."""
+    sums: dict[str, dict[Key, float]] = {word: {} for word in named}
+    distance = step.rms * math.sqrt(eps)
+    for index in range(effort.directions):
+        moved = MovedPass()
+        with step.moved(index, distance):
+            step.run(moved, is_forward=True)
+        tangents = TangentPass(named, moved.operands, distance)
+        step.run(tangents)
+        for (word, key), product in _read(tangents.products).items():
+            mean = product**2 / effort.directions
+            sums[word][key] = sums[word].get(key, 0.0) + mean
+    return sums
+
+
+def _read(numbers: Numbers) -> dict[Any, float]:
+    """Return numbers from their device, in one transfer."""
+    if not numbers:
+        return {}
+    values = torch.stack([value.double() for value in numbers.values()]).tolist()
+    return dict(zip(numbers, values, strict=True))
