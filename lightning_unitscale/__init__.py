@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     )
     from lightning_unitscale.loops import attach
     from lightning_unitscale.loops.hugging_face import HFCallback
+    from lightning_unitscale.precision import precision_report
     from lightning_unitscale.strategies import PipelineStrategy
 
 __version__ = "0.1.0"
@@ -38,6 +39,7 @@ _EXPORTS = {
     "Simulate": "lightning_unitscale.callbacks",
     "UnitScaleCallback": "lightning_unitscale.callbacks",
     "attach": "lightning_unitscale.loops",
+    "precision_report": "lightning_unitscale.precision",
 }
 _SUBMODULES = frozenset(
     {
@@ -47,6 +49,7 @@ _SUBMODULES = frozenset(
         "functional",
         "loops",
         "pipeline",
+        "precision",
         "profiler",
         "quantize",
         "remat",
@@ -68,6 +71,7 @@ __all__ = [
     "UnitScaleCallback",
     "__version__",
     "attach",
+    "precision_report",
 ]
 
 

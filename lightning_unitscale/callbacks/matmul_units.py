@@ -149,6 +149,12 @@ class MatmulUnits(LoopCallback):
             )
 
     @property
+    def attached(self) -> AttachedSession:
+        """Return the session of the loop's module."""
+        assert self._attached is not None
+        return self._attached
+
+    @property
     def _running(self) -> tuple[Loop, MatmulSession]:
         assert self._loop is not None and self._attached is not None
         return self._loop, self._attached.session

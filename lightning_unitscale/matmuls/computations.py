@@ -68,6 +68,11 @@ class Exemptions:
     def __iter__(self) -> Any:
         return iter(self._exempt)
 
+    def of(self, name: str) -> tuple[Computation, ...]:
+        """Return the computations of a matmul that are left out, by its name."""
+        site = Site(name, name.rpartition(".")[0], ())
+        return tuple(each for each in COMPUTATIONS if self.covers(site, each))
+
     def covers(self, site: Site, *computations: Computation) -> bool:
         """Check whether any of these computations of a matmul is left out."""
         return any(

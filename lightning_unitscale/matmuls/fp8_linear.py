@@ -31,7 +31,7 @@ from lightning_unitscale.functional.low_precision import (
 )
 from lightning_unitscale.functional.scale import Factor
 from lightning_unitscale.matmuls.calls import show
-from lightning_unitscale.matmuls.computations import COMPUTATIONS, EXEMPT, computations_of
+from lightning_unitscale.matmuls.computations import EXEMPT
 from lightning_unitscale.matmuls.execute import Matmul
 from lightning_unitscale.matmuls.matmul_formats import (
     NO_LINEAR,
@@ -109,14 +109,9 @@ class FP8Matmuls(Numerics):
 
             self._decide(name, (is_made, read.dtype, weight.dtype, weight.shape), why_not)
         reason = self._config.decisions.get(name, NO_LINEAR)
-        if reason is None and self.exempts(matmul.site, matmul.slot):
+        if reason is None and self._config.exempts(matmul.site, matmul.slot):
             return EXEMPT
         return reason if is_made else reason or NO_LINEAR
-
-    def exempts(self, site: Site, slot: str | None = None) -> bool:
-        """Check whether a computation of a layer is exempt, or any of them without a slot."""
-        computations = COMPUTATIONS if slot is None else computations_of(site, slot)
-        return self._config.exempt.covers(site, *computations)
 
     def _decide(
         self, name: str, decided_by: tuple[Any, ...], why_not: Callable[[], str | None]
@@ -131,7 +126,7 @@ class FP8Matmuls(Numerics):
         """Return how a compiled graph runs a layer; ``None`` if it calls :meth:`run`."""
         config, name = self._config, site.name
         names = *site.operand_names, name
-        if not self.is_active or self.awaits(names) or self.exempts(site):
+        if not self.is_active or self.awaits(names) or config.exempts(site):
             return None
         decided_by = (True, read.dtype, weight.dtype, weight.shape)
         why_not = functools.partial(config.why_not, name, site.module, read, weight, {})
@@ -341,7 +336,7 @@ def _run_layer(
         return None
     names, step = site.operand_names, session.units.rounding_step
     matmul = Matmul(_MM, site, FORWARD, site.log2_units, (False, False), names, step)
-    if numerics.awaits((*names, site.name)) or numerics.exempts(site):
+    if numerics.awaits((*names, site.name)) or numerics._config.exempts(site):
         return None
     if numerics.why_not(matmul, operands, {}) is not None:
         return None

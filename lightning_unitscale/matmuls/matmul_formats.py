@@ -28,8 +28,14 @@ from lightning_unitscale.functional.low_precision import (
     Scaling,
     why_no_fp8,
 )
-from lightning_unitscale.matmuls.computations import Exemption, Exemptions
+from lightning_unitscale.matmuls.computations import (
+    COMPUTATIONS,
+    Exemption,
+    Exemptions,
+    computations_of,
+)
 from lightning_unitscale.matmuls.measured_operands import Unrepresentable
+from lightning_unitscale.matmuls.measurement import Site
 from lightning_unitscale.quantize import FormatLike, Rounding, check_rounding, checked_format
 
 Grid = Literal["fixed", "moving"]
@@ -217,6 +223,11 @@ class FP8Linears:
         self.unfit = self.unfit.joined(unrepresentable)
         return new
 
+    def exempts(self, site: Site, slot: str | None = None) -> bool:
+        """Check whether a computation of a layer is exempt, or any of them without a slot."""
+        computations = COMPUTATIONS if slot is None else computations_of(site, slot)
+        return self.exempt.covers(site, *computations)
+
     def runs(self, name: str) -> bool:
         """Check whether the matmul of this name is in FP8, as last decided."""
         return self.decisions.get(name, "not seen") is None
@@ -246,8 +257,10 @@ class FP8Linears:
 
     def _how(self, name: str) -> str:
         text = f"{self.scaling} scales, gradients in {self.gradient_of(name)}"
-        reason = self.unfit.gradients.get(name)
-        return text if reason is None else f"{text}: {reason}"
+        if (reason := self.unfit.gradients.get(name)) is not None:
+            text += f": {reason}"
+        exempt = self.exempt.of(name)
+        return f"{text}; exempt: {', '.join(exempt)}" if exempt else text
 
     def gradient_of(self, name: str) -> GradientFormat:
         """Return the format of the gradient that arrives at a matmul."""

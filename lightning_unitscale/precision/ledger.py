@@ -39,7 +39,6 @@ from lightning_unitscale.matmuls.computations import (
 )
 from lightning_unitscale.matmuls.execute import Matmul
 from lightning_unitscale.matmuls.fp8_linear import is_parameter
-from lightning_unitscale.matmuls.matmul_formats import SimulateFormat
 from lightning_unitscale.matmuls.measurement import FORWARD, Site
 from lightning_unitscale.matmuls.rounding import Numerics, SimulatedMatmuls
 from lightning_unitscale.matmuls.torch_internals import Kernel
@@ -188,11 +187,6 @@ class Ledger(Numerics):
 
         result = self.run_pass(Visit(matmul, counted, tuple(args), kwargs))
         return result if out is None else out.copy_(result)
-
-
-def simulated(formats: tuple[Any, Any]) -> SimulatedMatmuls:
-    """Return what rounds a matmul's operands to a format, and its gradients to another."""
-    return SimulatedMatmuls(SimulateFormat(*formats))
 
 
 @dataclass

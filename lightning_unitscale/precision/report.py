@@ -9,7 +9,12 @@ from typing import Any
 
 from tabulate import tabulate
 
-from lightning_unitscale.matmuls.computations import Computation, Exemption, Exemptions
+from lightning_unitscale.matmuls.computations import (
+    EXEMPT,
+    Computation,
+    Exemption,
+    Exemptions,
+)
 from lightning_unitscale.matmuls.measurement import FORWARD, Site
 
 _HEADERS = ("matmul", "computation", "format", "adds", "inherits", "damage", "why not in it")
@@ -83,6 +88,7 @@ class PrecisionReport:
             row
             for row in self.rows_of(format)
             if row.loss_change is not None
+            and row.runs_in_format
             and not exemptions.covers(Site(row.name, row.module, ()), row.computation)
         ]
         return Together(
@@ -106,7 +112,7 @@ class PrecisionReport:
 
         The share holds for the lasting change of the loss, and for the squared error of the
         gradient. The cost of an exemption is its FLOPs. Computations with the most damage per FLOP
-        come first.
+        come first. Those that are in ``exempt`` already do not count.
 
         Args:
             share: Largest share of the damage that may stay, 0 to 1.
@@ -116,16 +122,18 @@ class PrecisionReport:
             ValueError: If the share is out of its range.
         """
         check_share("share", share)
+        before = Exemptions(self.exempt)
+        candidates = [
+            row
+            for row in self.rows_of(format)
+            if row.reason in (None, EXEMPT)
+            and not before.covers(Site(row.name, row.module, ()), row.computation)
+        ]
         return tuple(
             exemption
             for is_forward in (True, False)
             for exemption in _cheapest(
-                [
-                    row
-                    for row in self.rows_of(format)
-                    if row.is_forward == is_forward and row.runs_in_format
-                ],
-                share,
+                [row for row in candidates if row.is_forward == is_forward], share
             )
         )
 
@@ -139,7 +147,7 @@ class PrecisionReport:
         return {
             "matmuls": [{name: getattr(row, name) for name in names} for row in self.rows],
             "remainder": max(rest, key=abs),
-            "exempt": [list(each) for each in self.exempt or self.smallest_exemption()],
+            "exempt": [list(each) for each in (*self.exempt, *self.smallest_exemption())],
         }
 
     def table(self, limit: int | None = None) -> str:
@@ -191,9 +199,7 @@ def check_share(name: str, share: object) -> None:
 
 def _cheapest(rows: Sequence[LedgerRow], share: float) -> list[Exemption]:
     # Errors of the gradient add up as squares.
-    damages = {
-        row: max(row.lasting, 0.0) if row.is_forward else row.lasting**2 for row in rows
-    }
+    damages = {row: max(row.lasting, 0.0) if row.is_forward else row.lasting**2 for row in rows}
     left, wanted = sum(damages.values()), share * sum(damages.values())
     chosen = []
     for row in sorted(rows, key=lambda row: -damages[row] / max(row.flops, 1)):

@@ -1,35 +1,31 @@
-"""Run the steps of a precision report on a module, and undo them."""
+"""Measure a step in some formats, and predict the damage of each computation."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_unitscale.arguments import check_count, shown
+from lightning_unitscale.arguments import shown
 from lightning_unitscale.capture.captured_copy import matmuls_of
 from lightning_unitscale.capture.module_steps import steps_of
-from lightning_unitscale.capture.rollback import undoers
 from lightning_unitscale.matmuls.computations import COMPUTATIONS, Exemption, Exemptions
-from lightning_unitscale.matmuls.coverage import CoverageCounter
 from lightning_unitscale.matmuls.fp8_linear import numerics_of
 from lightning_unitscale.matmuls.matmul_formats import FP8Linears, SimulateFormat, format_pair
 from lightning_unitscale.matmuls.measurement import Site
-from lightning_unitscale.matmuls.module_matmuls import find_loss
 from lightning_unitscale.matmuls.rounding import Numerics, SimulatedMatmuls
 from lightning_unitscale.matmuls.scaled_methods import AttachedSession
 from lightning_unitscale.patching import nothing
 from lightning_unitscale.precision.ledger import (
     BasePass,
     Key,
-    Ledger,
     MovedPass,
     Numbers,
     SignedPass,
@@ -38,128 +34,13 @@ from lightning_unitscale.precision.ledger import (
     Visit,
     energy,
     relative,
-    simulated,
 )
+from lightning_unitscale.precision.measured_step import Effort, MeasuredStep
 from lightning_unitscale.precision.report import LedgerRow, PrecisionReport, Together
 
 DEFAULT_FORMATS = ("E4M3FN",)
 _TRAINING_STEP = "training_step"
 _FORWARD = COMPUTATIONS[0]
-
-
-@dataclass(frozen=True)
-class Effort:
-    """The number of steps that estimates are averaged over."""
-
-    directions: int = 8  # random directions of the parameters, for errors of the gradient
-    pairs: int = 2  # pairs of steps with random signs, for the second order of the loss
-
-    def __post_init__(self) -> None:
-        check_count("directions", self.directions)
-        check_count("pairs", self.pairs)
-
-
-class MeasuredStep:
-    """A step of a module that a ledger watches, with the same random numbers in each run."""
-
-    def __init__(
-        self,
-        module: nn.Module,
-        run: Callable[[], Any],
-        attached: AttachedSession,
-        context: Callable[[], AbstractContextManager[Any]],
-        loss: Callable[[Any], Tensor] | None,
-    ) -> None:
-        self._module, self._run, self._session = module, run, attached.session
-        self._context, self._loss = context, loss
-        self.ledger = Ledger()
-        self.parameters = [each for each in module.parameters() if each.requires_grad]
-
-    def calibrate(self) -> None:
-        """Measure the units of the matmuls, if there are none."""
-        units = self._session.units
-        if units.gauge or not units.is_used:
-            return
-        units.is_looking = True
-        with self._undoing():
-            self._gradients(self._forward())
-        units.adopt(units.send()())
-        units.is_looking = False
-
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[CoverageCounter]:
-        """Let the ledger see all matmuls in this context, in place of the module's formats."""
-        session, counter = self._session, CoverageCounter()
-        before = session.numerics, session.counter
-        for site in session.units.sites.values():
-            site.matmul = None  # or a prepared backward matmul would run without the session
-        session.numerics, session.counter = (self.ledger,), counter
-        try:
-            yield counter
-        finally:
-            session.numerics, session.counter = before
-
-    def run(
-        self, run_pass: Callable[[Visit], Any], *, is_forward: bool = False
-    ) -> tuple[float, list[Tensor | None]]:
-        """Run the step in a pass, and return its loss and the gradients of the parameters."""
-        self.ledger.run_pass = run_pass
-        with self._undoing():
-            loss = self._forward()
-            gradients = [] if is_forward else self._gradients(loss)
-            return float(loss.detach()), gradients
-
-    @contextlib.contextmanager
-    def moved(self, index: int, step: float) -> Iterator[None]:
-        """Move all parameters by random signs times a step, in this context."""
-        generator = torch.Generator().manual_seed(index)
-        before = [parameter.data for parameter in self.parameters]
-        try:
-            for parameter in self.parameters:
-                # Of bits, since a draw takes longer than the sum.
-                bits = torch.randint(
-                    0, 2, parameter.shape, generator=generator, dtype=torch.int8
-                ).to(parameter.device)
-                signs = bits.to(parameter.dtype).mul_(2.0 * step).sub_(step)
-                parameter.data = parameter.data + signs
-            yield
-        finally:
-            for parameter, data in zip(self.parameters, before, strict=True):
-                parameter.data = data
-
-    @property
-    def rms(self) -> float:
-        """Return the RMS of all parameters."""
-        count = sum(parameter.numel() for parameter in self.parameters)
-        return math.sqrt(float(energy([each.detach() for each in self.parameters])) / max(count, 1))
-
-    def _forward(self) -> Tensor:
-        with self._context(), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
-            output = self._run()
-            loss = find_loss(output) if self._loss is None else self._loss(output)
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise ValueError(
-                f"loss={shown(self._loss)}: the step of {type(self._module).__name__} returns no "
-                "scalar loss with a gradient. Expected one to account for. Pass a function of the "
-                "step's output, such as loss=lambda output: output.square().mean()."
-            )
-        return loss
-
-    def _gradients(self, loss: Tensor) -> list[Tensor | None]:
-        # Unlike ``backward``, this calls no hooks of a wrapper that averages over ranks.
-        with torch.compiler.set_stance("force_eager"):
-            return list(
-                torch.autograd.grad(
-                    loss, self.parameters, torch.ones_like(loss), allow_unused=True
-                )
-            )
-
-    @contextlib.contextmanager
-    def _undoing(self) -> Iterator[None]:
-        with ExitStack() as undo:
-            for restore in undoers(self._module):
-                undo.callback(restore)
-            yield
 
 
 def precision_report(
@@ -233,14 +114,15 @@ def metering(
     method: str | None = None,
     loss: Callable[[Any], Tensor] | None = None,
     context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+    own: SimulateFormat | FP8Linears | None = None,
 ) -> Iterator[Meter]:
     """Yield a meter of a module's step. Within it the module has a session of its own."""
     method = method or (_TRAINING_STEP if hasattr(module, _TRAINING_STEP) else "forward")
     batch = _with_index(getattr(module, method), batch)
-    if steps_of(module) is not None:
-        refuse_captured(type(module).__name__)
+    refuse_steps(module)
     attached = matmuls_of(module) if method == "forward" else None
     found = () if attached is None else attached.formats
+    found = found if own is None else (own,)
     with ExitStack() as stack:
         if attached is None:
             attached = AttachedSession(module, [method])
@@ -253,12 +135,19 @@ def metering(
         yield Meter(step, formats, found)
 
 
-def refuse_captured(what: str) -> None:
-    """Refuse to report on a step that runs as a captured graph."""
-    raise ValueError(
-        f"module={what}: its step is captured, and a report needs each matmul as it runs. Expected "
-        "method='lossless' without remat or compile. Report on the module itself."
-    )
+def refuse_steps(module: nn.Module) -> None:
+    """Refuse steps that cannot run several times, or whose matmuls are not seen."""
+    what = f"module={type(module).__name__}"
+    if steps_of(module) is not None:
+        raise ValueError(
+            f"{what}: its step is captured, and a report needs each matmul as it runs. Expected "
+            "method='lossless' without remat or compile. Report on the module itself."
+        )
+    if not getattr(module, "automatic_optimization", True):
+        raise ValueError(
+            f"{what}: its step calls the optimizer, so it cannot run again. Expected automatic "
+            "optimization. Pass a module that only computes the loss."
+        )
 
 
 def _with_index(step: Any, batch: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -271,12 +160,11 @@ def _with_index(step: Any, batch: tuple[Any, ...]) -> tuple[Any, ...]:
 def _without_hooks(attached: AttachedSession) -> Iterator[None]:
     """Keep the counts of a transformed module as they are in this context."""
     attributes = vars(attached)
-    attributes.update(before_call=nothing, after_call=nothing, trains=False)
+    attributes.update(before_call=nothing, after_call=nothing)
     try:
         yield
     finally:
         del attributes["before_call"], attributes["after_call"]
-        attached.trains = None
 
 
 def _names_of(formats: Sequence[Any]) -> dict[str, SimulatedMatmuls]:
@@ -289,8 +177,10 @@ def _names_of(formats: Sequence[Any]) -> dict[str, SimulatedMatmuls]:
     for each in formats:
         pair = format_pair(each, argument="formats")
         rounding = SimulateFormat(*pair)
-        names = dict.fromkeys(str(one) for one in (rounding.operand_format, rounding.gradient_format))
-        named["/".join(names)] = simulated(pair)
+        names = dict.fromkeys(
+            str(one) for one in (rounding.operand_format, rounding.gradient_format)
+        )
+        named["/".join(names)] = SimulatedMatmuls(rounding)
     return named
 
 
@@ -337,7 +227,9 @@ class Meter:
             )
             _, gradients = self._step.run(backward)
         pairs = zip(gradients, self._gradients, strict=True)
-        apart = [one.float() - other.float() for one, other in pairs if one is not None is not other]
+        apart = [
+            one.float() - other.float() for one, other in pairs if one is not None is not other
+        ]
         error = float(energy(apart))
         return Together(loss - self.loss, relative(error, self.gradient_energy))
 
@@ -347,7 +239,8 @@ class Meter:
 
         def is_rounded(key: Key) -> bool:
             one = self.base.computed[key]
-            return not exemptions.covers(Site(one.name, one.module, ()), one.computation)
+            is_exempt = exemptions.covers(Site(one.name, one.module, ()), one.computation)
+            return one.reason is None and not is_exempt
 
         together: dict[str, Together] = {}
         rows: list[LedgerRow] = []
@@ -403,7 +296,7 @@ def filter_none(values: Sequence[Tensor | None]) -> list[Tensor]:
 
 
 def _reasons(own: Sequence[SimulateFormat | FP8Linears]) -> Callable[[Visit], str | None]:
-    judges: list[Numerics] = numerics_of(own, measures_range=False)
+    judges: list[Numerics] = numerics_of(copy.deepcopy(own), measures_range=False)
 
     def why_not(visit: Visit) -> str | None:
         reasons = [each.why_not(visit.matmul, visit.args, visit.kwargs) for each in judges]
@@ -412,9 +305,7 @@ def _reasons(own: Sequence[SimulateFormat | FP8Linears]) -> Callable[[Visit], st
     return why_not
 
 
-def _second_order(
-    step: MeasuredStep, format: SimulatedMatmuls, effort: Effort
-) -> dict[str, float]:
+def _second_order(step: MeasuredStep, format: SimulatedMatmuls, effort: Effort) -> dict[str, float]:
     """Return half of ``d^T H d`` of each forward matmul."""
     sums: dict[str, float] = {}
     count = 2 * effort.pairs
