@@ -2,13 +2,14 @@
 
 Everything follows from the number of exponent and mantissa bits, and from whether the format has
 infinities. So a new format is one line: ``NumberFormat("E3M4", exponent_bits=3, mantissa_bits=4)``.
-Standard library only.
+In a block format, a few neighbouring numbers share a scale. Standard library only.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 # Thresholds are Python floats (IEEE double), so each must be a normal double.
 _MAX_EXPONENT_BITS = 8
@@ -147,15 +148,64 @@ def _is_within(bits: object, least: int, most: int) -> bool:
     return type(bits) is int and least <= bits <= most
 
 
+@dataclass(frozen=True)
+class BlockFormat:
+    """A format of blocks: neighbouring elements in a small format that share a scale.
+
+    Attributes:
+        name: Name of the format in tables and tags.
+        element: Format of an element. One beyond its range becomes the largest number.
+        block_size: Number of elements that share a scale.
+        scale: ``"E8M0"`` for powers of two from 2**-127 to 2**127, or ``"E4M3"`` for positive FP8
+            numbers. E4M3 has little range, so a tensor has one more scale, in FP32.
+
+    References:
+        OCP Microscaling Formats (MX) v1.0, sections 5 and 6.3; NVIDIA, "Pretraining Large Language
+        Models with NVFP4" (arXiv 2509.25149), section 2 and appendix B.
+    """
+
+    name: str
+    element: NumberFormat
+    block_size: int
+    scale: Literal["E8M0", "E4M3"]
+
+    @property
+    def has_tensor_scale(self) -> bool:
+        """Check whether a tensor has an FP32 scale besides those of its blocks."""
+        return self.scale == "E4M3"
+
+    @property
+    def largest_block(self) -> float:
+        """Return the largest magnitude of a block in units of the tensor's scale."""
+        return self.element.max * (E4M3FN.max if self.has_tensor_scale else 2.0**127)
+
+    def __str__(self) -> str:
+        return self.name
+
+
 FP32 = NumberFormat("FP32", exponent_bits=8, mantissa_bits=23)
 BF16 = NumberFormat("BF16", exponent_bits=8, mantissa_bits=7)
 FP16 = NumberFormat("FP16", exponent_bits=5, mantissa_bits=10)
 E5M2 = NumberFormat("E5M2", exponent_bits=5, mantissa_bits=2)
 E4M3FN = NumberFormat("E4M3FN", exponent_bits=4, mantissa_bits=3, finite_only=True)
+_E3M2FN = NumberFormat("E3M2FN", exponent_bits=3, mantissa_bits=2, finite_only=True)
+_E2M3FN = NumberFormat("E2M3FN", exponent_bits=2, mantissa_bits=3, finite_only=True)
+_E2M1FN = NumberFormat("E2M1FN", exponent_bits=2, mantissa_bits=1, finite_only=True)
 
 FORMATS: dict[str, NumberFormat] = {item.name: item for item in (FP32, BF16, FP16, E4M3FN, E5M2)}
 
-_ALIASES = {
+MXFP8_E4M3 = BlockFormat("MXFP8_E4M3", E4M3FN, 32, "E8M0")
+MXFP8_E5M2 = BlockFormat("MXFP8_E5M2", E5M2, 32, "E8M0")
+MXFP6_E2M3 = BlockFormat("MXFP6_E2M3", _E2M3FN, 32, "E8M0")
+MXFP6_E3M2 = BlockFormat("MXFP6_E3M2", _E3M2FN, 32, "E8M0")
+MXFP4 = BlockFormat("MXFP4", _E2M1FN, 32, "E8M0")
+NVFP4 = BlockFormat("NVFP4", _E2M1FN, 16, "E4M3")
+
+BLOCK_FORMATS: dict[str, BlockFormat] = {
+    item.name: item for item in (MXFP8_E4M3, MXFP8_E5M2, MXFP6_E2M3, MXFP6_E3M2, MXFP4, NVFP4)
+}
+
+_ALIASES: dict[str, NumberFormat | BlockFormat] = {
     "FLOAT32": FP32,
     "BFLOAT16": BF16,
     "FLOAT16": FP16,
@@ -163,26 +213,30 @@ _ALIASES = {
     "E4M3": E4M3FN,
     "FLOAT8_E4M3FN": E4M3FN,
     "FLOAT8_E5M2": E5M2,
+    "MXFP8": MXFP8_E4M3,
+    "MXFP6": MXFP6_E2M3,
 }
 
 
 def get_format(
-    format: str | NumberFormat | tuple[int, int], *, given: str | None = None
-) -> NumberFormat:
+    format: str | NumberFormat | BlockFormat | tuple[int, int], *, given: str | None = None
+) -> NumberFormat | BlockFormat:
     """Return the format of a name or of bits. A format is returned as it is.
 
     Args:
         format: A format; one of the names ``FP32``, ``BF16``, ``FP16``, ``E4M3FN``, ``E5M2`` or of
             torch's own names for them, in any case; or bits. Bits are ``E3M4`` (with infinities),
             ``E2M3FN`` (finite only), or ``(exponent_bits, mantissa_bits)``, which means the former.
-            ``E4M3`` means ``E4M3FN``, as it does in hardware.
+            ``E4M3`` means ``E4M3FN``, as it does in hardware. Block formats are ``MXFP8_E4M3``
+            (or ``MXFP8``), ``MXFP8_E5M2``, ``MXFP6_E2M3`` (or ``MXFP6``), ``MXFP6_E3M2``,
+            ``MXFP4`` and ``NVFP4``.
         given: Start of an error: the argument and its value, by default ``format=...``.
 
     Raises:
         ValueError: If there is no such format.
         TypeError: If it is neither a name nor a format.
     """
-    if isinstance(format, NumberFormat):
+    if isinstance(format, (NumberFormat, BlockFormat)):
         return format
     given = f"format={format!r}" if given is None else given
     if isinstance(format, (tuple, list)):
@@ -198,17 +252,36 @@ def get_format(
             f"{type(format).__name__}. Pass for example 'FP16'."
         )
     name = format.strip().upper().removeprefix("TORCH.")
-    named = FORMATS.get(name) or _ALIASES.get(name)
+    named = FORMATS.get(name) or BLOCK_FORMATS.get(name) or _ALIASES.get(name)
     if named is not None:
         return named
     bits = _NAME.fullmatch(name)
     if bits is None:
         raise ValueError(
-            f"{given}: unknown number format. Expected one of {', '.join(FORMATS)}, or "
-            "bits such as 'E3M4' or 'E2M3FN'. Correct the name or pass a NumberFormat."
+            f"{given}: unknown number format. Expected one of "
+            f"{', '.join((*FORMATS, *BLOCK_FORMATS))}, or bits such as "
+            "'E3M4' or 'E2M3FN'. Correct the name or pass a NumberFormat."
         )
     exponent_bits, mantissa_bits = int(bits[1]), int(bits[2])
     try:
         return NumberFormat(name, exponent_bits, mantissa_bits, finite_only=bits[3] is not None)
     except ValueError as error:
         raise ValueError(f"{given}: {error}") from None
+
+
+def get_number_format(
+    format: str | NumberFormat | BlockFormat | tuple[int, int], *, given: str | None = None
+) -> NumberFormat:
+    """Return a format as :func:`get_format` does, if each of its numbers stands for itself.
+
+    Raises:
+        ValueError: If it is a block format, whose range depends on a block's other elements.
+    """
+    found = get_format(format, given=given)
+    if isinstance(found, BlockFormat):
+        raise ValueError(
+            f"{given or f'format={found}'}: a block format, whose range depends on the other "
+            "elements of a block. Expected a format of single numbers. Pass for example "
+            f"{found.element}, the format of its elements."
+        )
+    return found

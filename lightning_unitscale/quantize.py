@@ -1,14 +1,8 @@
-"""Round tensors to a number format, in the tensor's own type.
-
-All arithmetic is on FP32 and on its codes, and purely functional. So eager, AOTAutograd and
-Inductor give the same bits on every device. Casting to the format's own type and back would not
-work. Inductor drops a cast to FP16 or BF16 before one to FP32. Triton has no FP8 on older GPUs. On
-a CPU, casting from ``float8_e4m3fn`` takes four times as long as this whole code.
-"""
+"""Round tensors to a number format or a block format, in the tensor's own type."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -21,17 +15,18 @@ from lightning_unitscale.arguments import (
     check_instance,
     shown,
 )
-from lightning_unitscale.formats import FP32, NumberFormat, get_format
+from lightning_unitscale.formats import (
+    FP32,
+    BlockFormat,
+    NumberFormat,
+    get_format,
+    get_number_format,
+)
+from lightning_unitscale.round_numbers import MANTISSA_BITS, TENSOR_SCALES, rounded, rounded_blocks
 
-FormatLike = str | NumberFormat | tuple[int, int]
+FormatLike = str | NumberFormat | BlockFormat | tuple[int, int]
 Rounding = Literal["nearest", "stochastic"]
 
-# FP32, in which everything is computed.
-_BIAS = 127
-_MANTISSA_BITS = 23
-_EXPONENT_CODES = 0xFF << _MANTISSA_BITS
-
-_LOW_32_BITS = 0xFFFF_FFFF
 _KEY_VALUES = 1 << 32
 
 
@@ -74,25 +69,129 @@ def quantize(
             unknown.
         TypeError: If ``tensor`` is not real floating point, or an argument has the wrong type.
     """
-    resolved = checked_format(format)
-    check_rounding(rounding)
+    resolved = _in_fp32(get_number_format(format))
     if saturate is not None:
         check_flag("saturate", saturate)
+    key = _checked_key(tensor, rounding, generator)
+    return _StraightThrough.apply(tensor, rounded, resolved, saturate, key)
+
+
+def quantize_blocks(
+    tensor: Tensor,
+    format: str | BlockFormat,
+    axis: int | Sequence[int] = -1,
+    tensor_scale: float | Tensor | None = None,
+    rounding: Rounding = "nearest",
+    generator: torch.Generator | Tensor | None = None,
+    *,
+    square: bool = False,
+) -> Tensor:
+    """Round every element of a tensor to a block format: with its neighbours, to a common scale.
+
+    A scale ``s`` of MX is the power of two ``2**(floor(log2(largest magnitude)) - max_exponent)``,
+    at least 2**-127. One of NVFP4 is ``tensor_scale`` times the FP8 number nearest to ``largest /
+    6 / tensor_scale``, among E4M3's normal numbers. An element ``x`` becomes ``s`` times the number
+    nearest to ``x / s``, or the largest number if ``x / s`` is beyond it. Zeros keep their sign, a
+    block of zeros stays one, and a block with NaN becomes NaN. An infinity of MX stays infinite in
+    FP32 and BF16; in NVFP4 it becomes the largest number. The gradient passes unchanged.
+
+    Args:
+        tensor: FP32, BF16, FP16 or FP64 (rounded to FP32 first), of at least one dimension.
+        format: A name such as ``"MXFP8"`` or ``"NVFP4"``, or a :class:`BlockFormat`.
+        axis: Dimension along which blocks lie, or several, which are joined in the given order.
+            The last block of a row has fewer elements if the size is no multiple of a block's.
+        tensor_scale: FP32 scale of NVFP4, positive, from 2**-120 to 2**116: a number, or a tensor
+            that a block's scales can be multiplied by. A block's largest possible number is 2688
+            times this. ``None`` is the tensor's largest magnitude divided by 2688, which takes one
+            more pass over the tensor. The whole tensor becomes NaN if that is not finite.
+        rounding: ``"nearest"``, ties to even, or ``"stochastic"``, of the elements; scales are
+            rounded to nearest.
+        generator: Source of stochastic rounding, as in :func:`quantize`.
+        square: Whether blocks are squares in the last two dimensions, such as 16 x 16. ``axis``
+            must be one of these. A matrix and its transpose then have the same numbers.
+
+    Returns:
+        A new tensor of the type, shape and strides of ``tensor``.
+
+    Raises:
+        ValueError: If the format, the axis, ``tensor_scale`` or ``rounding`` is invalid.
+        TypeError: If ``tensor`` is not real floating point, or an argument has the wrong type.
+
+    References:
+        OCP Microscaling Formats (MX) v1.0, section 6.3; NVIDIA, "Pretraining Large Language Models
+        with NVFP4" (arXiv 2509.25149), section 4 on squares and appendix B on the scales.
+    """
+    resolved = get_format(format)
+    if not isinstance(resolved, BlockFormat):
+        raise ValueError(
+            f"format={resolved}: its numbers have no common scale. Expected a block format such "
+            "as 'MXFP8' or 'NVFP4'. Pass one, or call quantize()."
+        )
+    check_flag("square", square)
+    key = _checked_key(tensor, rounding, generator)
+    axes = _checked_axes(tensor, axis, is_square=square)
+    if tensor_scale is not None:
+        _check_tensor_scale(tensor_scale, resolved)
+    return _StraightThrough.apply(tensor, rounded_blocks, resolved, axes, tensor_scale, key, square)
+
+
+def _checked_key(
+    tensor: Tensor, rounding: Rounding, generator: torch.Generator | Tensor | None
+) -> Tensor | None:
+    """Check what both kinds of formats take, and return the key of a stochastic rounding."""
+    check_rounding(rounding)
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         actual = f" of {tensor.dtype}" if isinstance(tensor, Tensor) else f"={shown(tensor)}"
         raise TypeError(
             f"tensor{actual}: only floating-point numbers can be rounded to a format. Expected "
             "a tensor of float32, bfloat16, float16 or float64. Convert it first."
         )
-    key = None
     if rounding == "stochastic":
-        key = _key_from(generator, tensor.device)
-    elif generator is not None:
+        return _key_from(generator, tensor.device)
+    if generator is not None:
         raise ValueError(
             f"generator={shown(generator)}: rounding='nearest' draws no random numbers. Expected "
             "None. Leave it out or pass rounding='stochastic'."
         )
-    return _StraightThrough.apply(tensor, resolved, saturate, key)
+    return None
+
+
+def _checked_axes(tensor: Tensor, axis: int | Sequence[int], *, is_square: bool) -> tuple[int, ...]:
+    """Return the axes of blocks, counted from the end."""
+    dim = tensor.dim()
+    axes = (axis,) if isinstance(axis, int) else tuple(axis)
+    given = f"axis={shown(axis)}"
+    if not axes or not all(type(one) is int and -dim <= one < dim for one in axes):
+        raise ValueError(
+            f"{given}: no dimensions of a tensor of shape {tuple(tensor.shape)}. Expected numbers "
+            f"from {-dim} to {dim - 1}. Pass the dimension along which blocks lie."
+        )
+    axes = tuple(one % dim - dim for one in axes)
+    if len(set(axes)) < len(axes):
+        raise ValueError(f"{given}: names a dimension twice. Expected each once. Remove one.")
+    if is_square and (dim < 2 or len(axes) > 1 or axes[0] < -2):
+        raise ValueError(
+            f"{given}: square blocks lie in the last two dimensions of {dim}. Expected one of "
+            "them. Pass axis=-1, or square=False."
+        )
+    return axes
+
+
+def _check_tensor_scale(scale: object, format: BlockFormat) -> None:
+    given = f"tensor_scale={shown(scale)}"
+    if not format.has_tensor_scale:
+        raise ValueError(
+            f"{given}: {format} has scales for blocks only. Expected None. Leave it out."
+        )
+    if isinstance(scale, Tensor):
+        return
+    least, most = TENSOR_SCALES
+    is_number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
+    if not is_number or not least <= scale <= most:  # type: ignore[operator]
+        raise ValueError(
+            f"{given}: no scale of a tensor. Expected a tensor, or a number from {least:.3g} to "
+            f"{most:.3g}. Pass 1.0 for numbers near 1, or leave it out."
+        )
 
 
 def rounding_keys(
@@ -120,13 +219,17 @@ def rounding_keys(
     return keys if device is None else keys.to(device)
 
 
-def checked_format(format: FormatLike, *, given: str | None = None) -> NumberFormat:
+def checked_format(format: FormatLike, *, given: str | None = None) -> NumberFormat | BlockFormat:
     """Return a format as ``get_format`` does, if FP32 has all its numbers."""
     resolved = get_format(format, given=given)
-    if resolved.mantissa_bits > _MANTISSA_BITS or resolved.max > FP32.max:
+    return resolved if isinstance(resolved, BlockFormat) else _in_fp32(resolved, given)
+
+
+def _in_fp32(resolved: NumberFormat, given: str | None = None) -> NumberFormat:
+    if resolved.mantissa_bits > MANTISSA_BITS or resolved.max > FP32.max:
         raise ValueError(
             f"{given or f'format={resolved}'}: FP32, in which values are rounded, does not have "
-            f"all its numbers. Expected at most {_MANTISSA_BITS} mantissa bits and a maximum of at "
+            f"all its numbers. Expected at most {MANTISSA_BITS} mantissa bits and a maximum of at "
             f"most {FP32.max:.3g}. Choose a smaller format."
         )
     return resolved
@@ -136,103 +239,6 @@ def check_rounding(rounding: object) -> None:
     """Refuse an unknown way of rounding."""
     advice = "leave the argument out for 'nearest'"
     check_choice("rounding", rounding, get_args(Rounding), "unknown rounding", advice)
-
-
-def rounded(
-    tensor: Tensor, format: NumberFormat, saturate: bool | None = None, key: Tensor | None = None
-) -> Tensor:
-    """Run :func:`quantize` without checks and gradient. A key rounds stochastically."""
-    clips = format.finite_only if saturate is None else saturate
-    wide = tensor.detach().float()
-    if format.exponent_bits == FP32.exponent_bits:
-        result = _round_codes(wide, format, key)
-    else:
-        # Infinity comes from FP32's own overflow. The other cases do not need it.
-        result = _round_multiples(wide, format, key, overflows=not clips and format.has_infinity)
-    if clips:
-        largest = _largest_in_both(format, tensor.dtype)
-        result = result.clamp_(-largest, largest)
-    elif format.finite_only:
-        result = torch.where(result.abs() > format.max, math.nan, result)
-    return result.to(tensor.dtype)
-
-
-def _round_multiples(
-    wide: Tensor, format: NumberFormat, key: Tensor | None, *, overflows: bool
-) -> Tensor:
-    """Round to multiples of the format's spacing at each value's exponent."""
-    # The spacing is a power of two, so both multiplications are exact. It stays constant below the
-    # smallest normal, which makes subnormals. It also stays constant at the top, so out-of-range
-    # values remain so. Values keep their sign, also if they become zero.
-    lowest = (format.min_exponent + _BIAS) << _MANTISSA_BITS
-    highest = (format.max_exponent + _BIAS) << _MANTISSA_BITS
-    exponents = (wide.view(torch.int32) & _EXPONENT_CODES).clamp_(lowest, highest)
-    spacing = exponents.sub_(format.mantissa_bits << _MANTISSA_BITS)
-    inverse = ((2 * _BIAS << _MANTISSA_BITS) - spacing).view(torch.float32)
-    multiples = wide * inverse
-    multiples = multiples.round_() if key is None else _round_up_or_down(multiples, key)
-    if not overflows:
-        return multiples.mul_(spacing.view(torch.float32))
-    # Shift the format's first out-of-range power of two to FP32's, so that FP32 overflows.
-    lift = _BIAS - format.max_exponent
-    lifted = spacing.add_(lift << _MANTISSA_BITS).view(torch.float32)
-    return multiples.mul_(lifted).mul_(2.0**-lift)
-
-
-def _round_up_or_down(multiples: Tensor, key: Tensor) -> Tensor:
-    """Add a uniform number of [0, 1) and truncate, without rounding the sum."""
-    below = multiples.floor()
-    # 23 bits and a half: symmetric, never a tie with a normal number's fraction, exact in FP32.
-    uniform = (_random_bits(multiples, key) >> 9).float().add_(0.5).mul_(2.0**-23)
-    # A difference of infinities is NaN, which compares false.
-    result = below + (uniform < multiples - below)
-    return torch.copysign(result, multiples)
-
-
-def _round_codes(wide: Tensor, format: NumberFormat, key: Tensor | None) -> Tensor:
-    """Round to a format with FP32's exponents: add to the codes, then truncate them."""
-    # Codes have the order of the numbers, through subnormals and up to infinity. So a carry out of
-    # the mantissa gives the right number.
-    num_cut = _MANTISSA_BITS - format.mantissa_bits
-    if num_cut == 0:
-        return wide.clone()
-    codes = wide.view(torch.int32)
-    if key is None:
-        is_odd = (codes >> num_cut) & 1
-        up = is_odd.add_((1 << (num_cut - 1)) - 1)
-    else:
-        up = (_random_bits(wide, key) >> (32 - num_cut)).to(torch.int32)
-    result = up.add_(codes).bitwise_and_(-1 << num_cut).view(torch.float32)
-    # A carry changes some codes of NaN into other values.
-    return torch.where(wide.isfinite(), result, wide)
-
-
-def _random_bits(like: Tensor, key: Tensor) -> Tensor:
-    """Return 32 random bits per element, as INT64: a hash of its position under a key.
-
-    Unlike a generator's state, a hash gives a graph the same bits wherever and however often it
-    runs (a checkpoint's second forward pass). It also leaves the random numbers of the user's
-    dropout unchanged. INT64 holds every multiplication, so nothing wraps around.
-
-    References:
-        T. Mueller's integer hash, as in H2 and Postgres: two rounds of xorshift and multiplication
-        by 0x45D9F3B, here with half of the key before each.
-    """
-    bits = torch.arange(like.numel(), device=like.device).view(like.shape)
-    for half in key.unbind():
-        bits.bitwise_xor_(half).bitwise_and_(_LOW_32_BITS)
-        bits.bitwise_xor_(bits >> 16).mul_(0x45D9F3B).bitwise_and_(_LOW_32_BITS)
-    return bits.bitwise_xor_(bits >> 16)
-
-
-def _largest_in_both(format: NumberFormat, dtype: torch.dtype) -> float:
-    """Return the largest number of a format that a type also has."""
-    info = torch.finfo(dtype)
-    precision = round(-math.log2(info.eps))
-    if format.mantissa_bits <= precision and format.max <= info.max:
-        return format.max
-    exponent = min(format.max_exponent, math.frexp(info.max)[1] - 1)
-    return math.ldexp(2.0 - 2.0 ** -min(format.mantissa_bits, precision), exponent)
 
 
 def _key_from(generator: torch.Generator | Tensor | None, device: torch.device) -> Tensor:
@@ -251,12 +257,11 @@ def _key_from(generator: torch.Generator | Tensor | None, device: torch.device) 
 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, format: NumberFormat, saturate: bool | None, key: Tensor | None
-    ) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, rounds: Callable[..., Tensor], *args: Any) -> Tensor:
         ctx.set_materialize_grads(False)
-        return rounded(tensor, format, saturate, key)
+        ctx.num_others = 1 + len(args)
+        return rounds(tensor, *args)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, None, None, None]:
-        return grad_output, None, None, None
+    def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, ...]:
+        return grad_output, *(None,) * ctx.num_others

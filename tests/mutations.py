@@ -994,7 +994,7 @@ MUTATIONS = (
     # Number formats.
     Mutation(
         "rounding goes toward zero",
-        "quantize.py",
+        "round_numbers.py",
         "multiples.round_() if key is None",
         "multiples.trunc_() if key is None",
         "test_quantize.py",

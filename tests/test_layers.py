@@ -15,6 +15,7 @@ FOLDERS = (
     "compiling.py",
     "formats.py",
     "patching.py",
+    "round_numbers.py",
     "quantize.py",
     "scales",
     "functional",

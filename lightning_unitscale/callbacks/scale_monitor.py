@@ -17,7 +17,7 @@ from lightning_unitscale.callbacks.lightning_steps import StepsCallback, capture
 from lightning_unitscale.callbacks.monitored_steps import ProbedSteps, Sampling, WatchedSteps
 from lightning_unitscale.callbacks.packages import rank_zero_info, rank_zero_warn
 from lightning_unitscale.capture.name_patterns import NamePatterns
-from lightning_unitscale.formats import NumberFormat, get_format
+from lightning_unitscale.formats import NumberFormat, get_number_format
 from lightning_unitscale.loops.loggers import RunWriters
 from lightning_unitscale.loops.loop import Loop
 from lightning_unitscale.loops.ranks import is_distributed
@@ -136,7 +136,7 @@ class ScaleMonitor(StepsCallback):
         given = f"formats={shown(formats)}"
         listed = formats if isinstance(formats, (list, tuple)) else (formats,)
         monitored = tuple(
-            get_format(item, given=given if item is formats else f"{given}: {shown(item)}")
+            get_number_format(item, given=given if item is formats else f"{given}: {shown(item)}")
             for item in listed
         )
         self._alerts = ScaleAlerts(on_violation, thresholds, trend_steps, monitored)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_unitscale.capture.operators import RULES
-from lightning_unitscale.formats import get_format
+from lightning_unitscale.formats import get_number_format
 from lightning_unitscale.functional.low_precision import (
     GRADIENTS,
     OPERAND,
@@ -163,7 +163,7 @@ class FP8Matmuls(Numerics):
             self._config.leave_out(self._send()())
         for stored, is_gradient, name in places:
             format = self._config.gradient_of(matmul.site.name) if is_gradient else _OPERAND_FORMAT
-            self._flushed.measure(name, stored, get_format(format))
+            self._flushed.measure(name, stored, get_number_format(format))
 
     @override
     def await_units(self, names: Iterable[str]) -> None:

@@ -26,7 +26,7 @@ from lightning_unitscale.matmuls.matmul_formats import MovingGrid, SimulateForma
 from lightning_unitscale.matmuls.measured_operands import MAX_FLUSHED, Unrepresentable
 from lightning_unitscale.matmuls.measurement import Site
 from lightning_unitscale.matmuls.torch_internals import Kernel
-from lightning_unitscale.quantize import rounded
+from lightning_unitscale.round_numbers import rounded
 from lightning_unitscale.scales.transfer import HostCopy, numbers_on
 
 # Share of the nonzero elements that may become zero without a report, beyond three times the share

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from lightning_unitscale.formats import NumberFormat, get_format
+from lightning_unitscale.formats import NumberFormat, get_number_format
 from lightning_unitscale.scales.layout import (
     FORMAT_KINDS,
     MIN_EXPONENT,
@@ -130,7 +130,7 @@ class TensorStatistics:
         For a format of the layout at the scale at which its elements were counted, exact or the
         estimate of a sampled layout; otherwise from the exponent counts, see ``kind_weights``.
         """
-        resolved = get_format(format)
+        resolved = get_number_format(format)
         if kind not in FORMAT_KINDS:
             raise ValueError(
                 f"kind={kind!r}: unknown. Expected one of {', '.join(FORMAT_KINDS)}. Correct it."

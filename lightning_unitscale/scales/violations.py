@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_unitscale.arguments import shown
-from lightning_unitscale.formats import NumberFormat, get_format
+from lightning_unitscale.formats import NumberFormat, get_number_format
 from lightning_unitscale.scales.alerts import AlertKind, ScaleAlert, TensorScale, op_of
 from lightning_unitscale.scales.layout import DIRECTIONS, FORMAT_KINDS, Direction, Kind
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
@@ -61,7 +61,7 @@ def parse_thresholds(thresholds: Mapping[str | NumberFormat, Limits]) -> tuple[T
         )
     parsed: list[Threshold] = []
     for name, allowed in thresholds.items():
-        item = get_format(name, given=f"thresholds={shown(dict(thresholds))}: {shown(name)}")
+        item = get_number_format(name, given=f"thresholds={shown(dict(thresholds))}: {shown(name)}")
         if any(threshold.format == item for threshold in parsed):
             raise ValueError(
                 f"thresholds={dict(thresholds)!r}: {item.name} is given twice. Expected every "
