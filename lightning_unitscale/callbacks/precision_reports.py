@@ -22,7 +22,7 @@ from lightning_unitscale.precision.meter import Meter, refuse_steps
 from lightning_unitscale.precision.report import PrecisionReport
 
 # What a callback measures by itself costs less than a report on request.
-_SAMPLED = Effort(directions=4, pairs=1)
+_SAMPLED = Effort(directions=8, pairs=1)
 _FORMAT = "E4M3FN"
 
 

@@ -102,10 +102,11 @@ class Visit:
         """Return the tensors of a result that belong to one of its computations."""
         if self.is_forward:
             return [first_of(result)]
+        if computation == "weight_gradient" and not isinstance(result, Tensor):
+            # A convolution's bias has the gradient that its weight has, summed.
+            return [tensor for tensor in result[1:] if tensor is not None]
         gradients = self.gradients(result)
-        if len(self.computations) == 1:
-            return list(gradients.values())
-        return [gradients[0 if computation == "input_gradient" else 1]]
+        return [gradients[0]] if len(self.computations) > 1 else list(gradients.values())
 
     @property
     def arriving(self) -> Tensor:
@@ -285,6 +286,7 @@ class MovedPass:
         if visit.is_forward:
             for index, tensor in enumerate(visit.operands):
                 if not is_parameter(tensor):
+                    # A later operation may write into it.
                     self.operands[visit.site.name, index] = tensor.detach().clone()
         return visit.exact
 
@@ -294,38 +296,47 @@ class TangentPass:
     """An unrounded step that multiplies errors of gradients by the tangents of their tensors."""
 
     formats: Mapping[str, SimulatedMatmuls]
-    moved: dict[tuple[str, int], Tensor]
+    moved: Sequence[dict[tuple[str, int], Tensor]]  # operands at other parameters
     step: float  # by which the parameters were moved
-    products: Numbers = field(default_factory=dict)  # <d, J r> by format and key
-    _tangents: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    products: Numbers = field(default_factory=dict)  # <d, J r> by direction, format and key
+    _tangents: dict[tuple[str, int], list[Tensor]] = field(default_factory=dict)
 
     def __call__(self, visit: Visit) -> Any:
         """Find the tangents of the operands, or multiply them by the errors of their gradients."""
-        name, result = visit.site.name, visit.exact
         if visit.is_forward:
             for index, tensor in enumerate(visit.operands):
-                if (other := self.moved.pop((name, index), None)) is not None:
-                    moved = other.float() - tensor.detach().float()
-                    self._tangents[name, index] = (moved / self.step).to(_KEPT)
-            return result
-        wanted = [
+                place = visit.site.name, index
+                # A checkpoint runs a forward matmul again.
+                if place in self.moved[0]:
+                    before = tensor.detach().float()
+                    self._tangents[place] = [
+                        ((operands.pop(place).float() - before) / self.step).to(_KEPT)
+                        for operands in self.moved
+                    ]
+        elif wanted := self._wanted(visit):
+            exact = visit.gradients(visit.exact)
+            for word, format in self.formats.items():
+                rounded = visit.gradients(visit.rounded(format))
+                for computation, index in wanted:
+                    error = rounded[index].float() - exact[index].float()
+                    key = visit.site.name, computation
+                    for number, tangent in enumerate(self._tangents[visit.site.name, index]):
+                        product = dot(error, tangent)
+                        if (sum_before := self.products.get((number, word, key))) is not None:
+                            product = product + sum_before
+                        self.products[number, word, key] = product
+        return visit.exact
+
+    def _wanted(self, visit: Visit) -> list[tuple[Computation, int]]:
+        """Return the operands with tangents, and the computation of their gradient."""
+        is_joint = len(visit.computations) > 1
+        return [
             (computation, index)
             for computation in visit.computations
-            for index in visit.gradients(result)
-            if (name, index) in self._tangents
-            and (len(visit.computations) == 1 or (index == 1) == (computation == "weight_gradient"))
+            for index in computed_operands(visit.matmul.slot, len(visit.site.roles))
+            if (visit.site.name, index) in self._tangents
+            and (not is_joint or (index == 1) == (computation == "weight_gradient"))
         ]
-        if not wanted:
-            return result
-        exact = visit.gradients(result)
-        for word, format in self.formats.items():
-            rounded = visit.gradients(visit.rounded(format))
-            for computation, index in wanted:
-                error = rounded[index].float() - exact[index].float()
-                product = dot(error, self._tangents[name, index])
-                key = word, (name, computation)
-                self.products[key] = self.products.get(key, torch.zeros_like(product)) + product
-        return result
 
 
 @dataclass

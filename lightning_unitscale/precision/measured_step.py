@@ -25,7 +25,7 @@ from lightning_unitscale.precision.ledger import Ledger, Visit, energy
 class Effort:
     """The number of steps that estimates are averaged over."""
 
-    directions: int = 8  # random directions of the parameters, for errors of the gradient
+    directions: int = 16  # random directions of the parameters, for errors of the gradient
     pairs: int = 2  # pairs of steps with random signs, for the second order of the loss
 
     def __post_init__(self) -> None:

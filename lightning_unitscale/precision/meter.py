@@ -39,6 +39,8 @@ from lightning_unitscale.precision.measured_step import Effort, MeasuredStep
 from lightning_unitscale.precision.report import LedgerRow, PrecisionReport, Together
 
 DEFAULT_FORMATS = ("E4M3FN",)
+# Directions whose tangents are in memory at the same time.
+_DIRECTIONS_AT_ONCE = 4
 _TRAINING_STEP = "training_step"
 _FORWARD = COMPUTATIONS[0]
 
@@ -207,31 +209,36 @@ class Meter:
         """Return the FLOPs of all measurements so far, in those of the step."""
         return self._step.ledger.flops / max(self.step_flops, 1)
 
-    def together(
+    def loss_change(
         self, format: str, is_rounded: Callable[[Key], bool], inherited: Numbers | None = None
-    ) -> Together:
-        """Measure what rounding several computations at once does to the loss and the gradient.
+    ) -> float:
+        """Measure the change of the loss with some forward computations rounded at once.
 
-        The change of the loss is that of the forward computations. The error of the gradient is
-        that of the backward ones, with the forward pass unrounded.
+        With ``inherited``, backward computations are rounded as well, and it gets the energies of
+        the errors that operands arrive with.
         """
         rounded = TogetherPass(self.formats[format], is_rounded)
         if inherited is not None:
             rounded.sketches = self.base.sketches
         with self._step.watched():
             loss, _ = self._step.run(rounded, is_forward=inherited is None)
-            if inherited is not None:
-                inherited.update(rounded.inherited)
-            backward = TogetherPass(
-                self.formats[format], lambda key: key[1] != _FORWARD and is_rounded(key)
-            )
-            _, gradients = self._step.run(backward)
-        pairs = zip(gradients, self._gradients, strict=True)
+        if inherited is not None:
+            inherited.update(rounded.inherited)
+        return loss - self.loss
+
+    def gradient_error(self, format: str, is_rounded: Callable[[Key], bool]) -> float:
+        """Measure the gradient's error with some backward computations rounded at once."""
+        rounded = TogetherPass(
+            self.formats[format], lambda key: key[1] != _FORWARD and is_rounded(key)
+        )
+        with self._step.watched():
+            _, gradients = self._step.run(rounded)
         apart = [
-            one.float() - other.float() for one, other in pairs if one is not None is not other
+            one.float() - other.float()
+            for one, other in zip(gradients, self._gradients, strict=True)
+            if one is not None and other is not None
         ]
-        error = float(energy(apart))
-        return Together(loss - self.loss, relative(error, self.gradient_energy))
+        return relative(float(energy(apart)), self.gradient_energy)
 
     def report(self, effort: Effort, exempt: Sequence[Exemption] = ()) -> PrecisionReport:
         """Predict the damage of each computation, and measure that of all of them."""
@@ -249,7 +256,8 @@ class Meter:
             for word, format in self.formats.items():
                 loss = _second_order(self._step, format, effort)
                 inherited: Numbers = {}
-                together[word] = self.together(word, is_rounded, inherited)
+                change = self.loss_change(word, is_rounded, inherited)
+                together[word] = Together(change, self.gradient_error(word, is_rounded))
                 rows += self._rows(word, loss, gradients[word], _read(inherited))
         return PrecisionReport(self.loss, tuple(rows), together, tuple(exempt), self.cost_steps)
 
@@ -323,13 +331,15 @@ def _gradient_products(
     """Return the mean square of ``<d, J r>`` of each computation whose operand has tangents."""
     sums: dict[str, dict[Key, float]] = {word: {} for word in named}
     distance = step.rms * math.sqrt(eps)
-    for index in range(effort.directions):
-        moved = MovedPass()
-        with step.moved(index, distance):
-            step.run(moved, is_forward=True)
-        tangents = TangentPass(named, moved.operands, distance)
+    for first in range(0, effort.directions, _DIRECTIONS_AT_ONCE):
+        moved = []
+        for index in range(first, min(first + _DIRECTIONS_AT_ONCE, effort.directions)):
+            moved.append(MovedPass())
+            with step.moved(index, distance):
+                step.run(moved[-1], is_forward=True)
+        tangents = TangentPass(named, [each.operands for each in moved], distance)
         step.run(tangents)
-        for (word, key), product in _read(tangents.products).items():
+        for (_, word, key), product in _read(tangents.products).items():
             mean = product**2 / effort.directions
             sums[word][key] = sums[word].get(key, 0.0) + mean
     return sums
