@@ -146,7 +146,7 @@ class FP8:
     grid: Grid = "moving"
     exempt: Sequence[tuple[str, Computation]] = ()
     max_damage: float = 0.5
-    measured_from: int = 2048
+    measured_from: int = 1024
 
     def __post_init__(self) -> None:
         check_flag("evaluation", self.evaluation)

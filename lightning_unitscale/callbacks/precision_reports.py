@@ -55,7 +55,7 @@ class PrecisionReports:
         self._last = None
 
     def _is_due(self, step: int) -> bool:
-        # A report costs about 37 steps, so one at each doubling from 2,048 on costs below 2 %.
+        # A report costs about 18 steps, so one at each doubling from 1,024 on costs below 2 %.
         assert self._options is not None
         ratio, rest = divmod(step, self._options.measured_from)
         return rest == 0 and ratio > 0 and ratio & (ratio - 1) == 0

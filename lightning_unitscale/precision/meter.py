@@ -70,7 +70,7 @@ def precision_report(
 
     The step runs several times on the module itself (``cost_steps`` of the report), with the
     same random numbers. Parameters, gradients, buffers, attributes and random states stay as they
-    are. It needs memory for two more copies of the matmuls' operands in BF16.
+    are. It needs memory for up to four more copies of the matmuls' operands in BF16.
 
     Args:
         module: A module on any device whose step returns a scalar loss. A LightningModule runs its
