@@ -40,11 +40,11 @@ class PrecisionReports:
         self.lines: list[str] = []  # for ``explain()``
 
     def begin_batch(
-        self, loop: Loop, attached: AttachedSession, batch: Any, batch_idx: int
+        self, loop: Loop, attached: AttachedSession | None, batch: Any, batch_idx: int
     ) -> None:
         """Take the batch of a step that is about to begin, and measure it if it is its turn."""
         self.leave()
-        if not isinstance(loop, LightningLoop):
+        if attached is None or not isinstance(loop, LightningLoop):
             return
         self._last = functools.partial(_measured_step, loop, attached, batch, batch_idx)
         if self.is_measured and attached.session.units.gauge and self._is_due(loop.step_index):
