@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     )
     from lightning_unitscale.loops import attach
     from lightning_unitscale.loops.hugging_face import HFCallback
+    from lightning_unitscale.precision import precision_report
     from lightning_unitscale.strategies import PipelineStrategy
 
 __version__ = "0.1.0"
@@ -40,6 +41,7 @@ _EXPORTS = {
     "UnitScaleCallback": "lightning_unitscale.callbacks",
     "UnitScaledPrecision": "lightning_unitscale.callbacks",
     "attach": "lightning_unitscale.loops",
+    "precision_report": "lightning_unitscale.precision",
 }
 _SUBMODULES = frozenset(
     {
@@ -50,6 +52,7 @@ _SUBMODULES = frozenset(
         "loops",
         "optim",
         "pipeline",
+        "precision",
         "profiler",
         "quantize",
         "remat",
@@ -72,6 +75,7 @@ __all__ = [
     "UnitScaledPrecision",
     "__version__",
     "attach",
+    "precision_report",
 ]
 
 

@@ -110,7 +110,7 @@ class MatmulUnits(LoopCallback):
         self._changes_numbers = simulation is not None or fp8 is not None
         self._units = Units()
         self._loop: Loop | None = None
-        self._attached: AttachedSession | None = None
+        self.attached: AttachedSession | None = None
         self._agreement = LateAgreement()
         # True while a training step runs. Its units stay until it ends.
         self._is_in_batch = False
@@ -138,9 +138,9 @@ class MatmulUnits(LoopCallback):
             if self._fp8 is not None:
                 self._fp8.forget()
         self._loop, self._agreement, self._is_in_batch = loop, LateAgreement(), False
-        if self._attached is None:
+        if self.attached is None:
             numerics = numerics_of((self._simulation, self._fp8), measures_range=True)
-            self._attached = AttachedSession(
+            self.attached = AttachedSession(
                 loop.module,
                 loop.steps,
                 self._units,
@@ -150,15 +150,15 @@ class MatmulUnits(LoopCallback):
 
     @property
     def _running(self) -> tuple[Loop, MatmulSession]:
-        assert self._loop is not None and self._attached is not None
-        return self._loop, self._attached.session
+        assert self._loop is not None and self.attached is not None
+        return self._loop, self.attached.session
 
     @override
     def leave(self) -> None:
         self._pending = None
-        if self._attached is not None:
-            self._attached.detach()
-            self._attached = None
+        if self.attached is not None:
+            self.attached.detach()
+            self.attached = None
         self._loop = None
 
     @override
@@ -286,8 +286,8 @@ class MatmulUnits(LoopCallback):
     def _enter(self, name: str, is_counted: bool, *, is_training: bool) -> None:
         """Begin a step, or resume it."""
         _, session = self._running
-        assert self._attached is not None
-        self._step, self._attached.trains = (name, is_counted), is_training
+        assert self.attached is not None
+        self._step, self.attached.trains = (name, is_counted), is_training
         for numerics in session.numerics:
             numerics.is_training = is_training
         # Matmuls may leave their format in any step.

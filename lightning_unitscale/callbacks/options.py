@@ -11,15 +11,17 @@ Each option is checked when it is created. In YAML it is ``class_path`` and ``in
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, get_args
 
-from lightning_unitscale.arguments import check_choice, check_flag, shown
+from lightning_unitscale.arguments import check_choice, check_count, check_flag, shown
 from lightning_unitscale.capture.executors import CompileMode
 from lightning_unitscale.capture.name_patterns import EXCLUDED
 from lightning_unitscale.formats import BlockFormat, NumberFormat
 from lightning_unitscale.functional.low_precision import DEFAULT_GRADIENT, GradientFormat
+from lightning_unitscale.matmuls.computations import COMPUTATIONS, Computation, checked_exempt
 from lightning_unitscale.matmuls.matmul_formats import (
     EXCLUDED_BY_DEFAULT,
     FP8Linears,
@@ -27,11 +29,14 @@ from lightning_unitscale.matmuls.matmul_formats import (
     SimulateFormat,
     format_pair,
 )
+from lightning_unitscale.precision.report import check_share
 from lightning_unitscale.quantize import Rounding, checked_format
 from lightning_unitscale.rules.plan import RuleOptions
 
 AnyFormat = NumberFormat | BlockFormat
 LOSSLESS: Final = "lossless"
+MEASURED: Final = "measured"
+_AUTO: Final = "auto"
 _RULES = ("unit-scaling", "u-mup")
 # These layer names occur in torch, nanoGPT, Hugging Face's and Meta's code.
 _READOUT = ("lm_head", "head", "embed_out", "output_layer")
@@ -113,7 +118,8 @@ class FP8:
         exclude: Globs of module paths or tensor names to keep out of FP8; ``None`` for none.
             ``"auto"`` excludes the readout by its usual names. With rules it also excludes
             attention's output and a feed-forward's last layer, as u-muP does. Your globs replace
-            these.
+            these. ``"measured"`` excludes the readout until the first precision report, and then
+            the computations that cause most of the damage per operation.
         gradient_format: Format of the gradients that linear layers read. ``"E4M3FN"`` is used for
             those that fit, which almost all do in their own units. The others use E5M2, with half
             the precision. ``"E5M2"`` is used for all.
@@ -129,6 +135,13 @@ class FP8:
             checked in every training step. From the next step on, the layer's gradient is in E5M2,
             or the layer is out of FP8. It returns when units are measured again and it fits. That
             costs a pass over each operand, and eager layers save their operands in their own type.
+        exempt: Computations to keep out of FP8: pairs of a glob and ``"forward"``,
+            ``"input_gradient"`` or ``"weight_gradient"``.
+        max_damage: With ``exclude="measured"``, the share of the predicted damage that may remain:
+            of the loss's lasting change, and of the gradient's squared error. It chooses the
+            smallest set for it, counted in operations.
+        measured_from: With ``exclude="measured"``, the optimizer step of the first report. Further
+            ones follow each time the number of steps has doubled.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -139,31 +152,42 @@ class FP8:
     evaluation: bool = False
     grid: Grid = "moving"
     on_misfit: Literal["leave", "widen"] = "leave"
+    exempt: Sequence[tuple[str, Computation]] = ()
+    max_damage: float = 0.5
+    measured_from: int = 1024
 
     def __post_init__(self) -> None:
         check_flag("evaluation", self.evaluation)
         advice = "pass 'widen' to check operands in every step"
         check_choice("on_misfit", self.on_misfit, ("leave", "widen"), "no such reaction", advice)
+        check_share("max_damage", self.max_damage)
+        check_count("measured_from", self.measured_from)
         self.linears(is_lossless=True)  # which checks the others
 
     def linears(self, *, is_lossless: bool) -> FP8Linears:
         """Return the pass that runs linears in FP8. A lossless ``"auto"`` excludes less."""
         exclude = self.exclude
-        if isinstance(exclude, str) and exclude == "auto":
+        if isinstance(exclude, str) and exclude in (_AUTO, MEASURED):
             exclude = READOUT_EXCLUDE if is_lossless else U_MUP_EXCLUDE
+        exempt = checked_exempt(self.exempt)
+        if self.exclude == MEASURED:
+            # Until it is measured. A pattern could not be lifted later.
+            exempt += tuple(itertools.product(exclude or (), COMPUTATIONS))
+            exclude = None
         return FP8Linears(
             exclude=exclude,
+            exempt=exempt,
             gradient_format=self.gradient_format,
             grid=self.grid,
             in_evaluation=self.evaluation,
             widens=self.on_misfit == "widen",
-            why_excluded=EXCLUDED_BY_DEFAULT if self.exclude == "auto" else EXCLUDED,
+            why_excluded=EXCLUDED_BY_DEFAULT if self.exclude == _AUTO else EXCLUDED,
         )
 
     def unmatched(self, linears: FP8Linears) -> list[str]:
         """Return a line for each excluded name that no layer of the captured steps has."""
         # "auto" excludes usual names, and no model has all of them.
-        if self.exclude == "auto":
+        if self.exclude in (_AUTO, MEASURED):
             return []
         return [f"FP8: {text}" for text in linears.patterns.take_unmatched()]
 
@@ -188,6 +212,7 @@ class Simulate:
             both directions read the same numbers.
         hadamard: With block formats, multiply what the gradients of linear layers' weights read by
             a random Hadamard matrix, in runs of 16.
+        exempt: Computations that are not rounded, as for :class:`FP8`.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -205,6 +230,7 @@ class Simulate:
     gradient_rounding: Rounding | None = None
     square_weights: bool = False
     hadamard: bool = False
+    exempt: Sequence[tuple[str, Computation]] = ()
 
     def __post_init__(self) -> None:
         self.rounding_pass()  # which checks them
@@ -238,6 +264,7 @@ class Simulate:
             gradient_rounding=self.gradient_rounding,
             square_weights=self.square_weights,
             hadamard=self.hadamard,
+            exempt=self.exempt,
         )
 
 

@@ -34,6 +34,7 @@ from lightning_unitscale.callbacks.options import (
     check_compile,
 )
 from lightning_unitscale.callbacks.packages import rank_zero_warn
+from lightning_unitscale.callbacks.precision_reports import PrecisionReports
 from lightning_unitscale.callbacks.rule_scaling import rules_of
 from lightning_unitscale.callbacks.trainer_settings import (
     check_fp8,
@@ -51,6 +52,7 @@ from lightning_unitscale.matmuls.gauge import Gauge
 from lightning_unitscale.matmuls.matmul_formats import MovingGrid
 from lightning_unitscale.memory.budgets import check_budget
 from lightning_unitscale.patching import nothing
+from lightning_unitscale.precision.report import PrecisionReport
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -164,6 +166,7 @@ class UnitScaleCallback(StepsCallback):
             self._simulation = self.simulate.rounding_pass()
         schedule = RecalibrationSchedule(recalibrate)
         self._matmuls = MatmulUnits(schedule, self._simulation, self._fp8)
+        self._reports = PrecisionReports(self.precision, self._fp8 or self._simulation)
         self._checkpoints = ExitStack()
         # The captured steps, and their lines in explain().
         self._steps: ModuleSteps | None = None
@@ -203,9 +206,19 @@ class UnitScaleCallback(StepsCallback):
         self._note_captured()
         *parts, units = self._matmuls.explain().parts
         captured = self._what_was_captured
+        parts += self._reports.lines
         if self._rules is not None:
             return Explanation(captured, *parts, units)
         return Explanation(*parts, captured, units)
+
+    def precision_report(self, formats: Sequence[Any] | None = None) -> PrecisionReport:
+        """Report what the formats in use, or others, cost in the last training batch.
+
+        It runs the training step some more times and undoes them. See
+        :func:`lightning_unitscale.precision_report`. Call it during a batch or right after one. A
+        TensorBoard logger gets the table.
+        """
+        return self._reports.report(formats)
 
     def _note_captured(self) -> None:
         if self._steps is None:
@@ -280,6 +293,7 @@ class UnitScaleCallback(StepsCallback):
             grid.follow(self._loop.step_index)
         if self._rules is not None:
             self._rules.begin_batch("training_step", batch, batch_idx)
+        self._reports.begin_batch(self._loop, self._matmuls.attached, batch, batch_idx)
         self._matmuls.begin_batch(batch, batch_idx)
 
     @override
@@ -307,6 +321,7 @@ class UnitScaleCallback(StepsCallback):
     @override
     def leave(self) -> None:
         self._note_captured()
+        self._reports.leave()
         loop, self._loop, self._steps = self._loop, None, None
         with ExitStack() as leaving:  # all parts, even if one raises
             # The session is around the captured steps, so it is removed first.
@@ -339,7 +354,7 @@ class UnitScaleCallback(StepsCallback):
             state["rules"] = {"method": self._method_name, **self._rules.state_dict()}
         if (grid := self._moving_grid()) is not None:
             state["grid_step"] = grid.step
-        return state
+        return state | self._reports.state_dict()
 
     def _mark(self, checkpoint: dict[str, Any]) -> None:
         if self._rules is not None and self._rules.rules.plan.steps():
@@ -351,6 +366,7 @@ class UnitScaleCallback(StepsCallback):
             module = None if self._module is None else self._module()
             self._rules.load_state_dict(state_dict["rules"], module)
         self._matmuls.load_state_dict(state_dict)
+        self._reports.load_state_dict(state_dict)
         if (grid := self._moving_grid()) is not None:
             grid.step = state_dict.get("grid_step", 0)
 

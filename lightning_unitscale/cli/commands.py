@@ -148,6 +148,11 @@ class ProfileCLI(UnitScaleCLI):
         # The simulated devices need not exist here, and no run happens.
         trainer.accelerator, trainer.strategy = "cpu", job.strategy
         trainer.devices, trainer.num_nodes = job.num_devices, job.num_nodes
+        self._keep_no_run()
+
+    def _keep_no_run(self) -> None:
+        """Leave out what only a run needs."""
+        trainer = self.config.trainer
         trainer.logger, trainer.callbacks = False, None
         trainer.enable_checkpointing = False
         if trainer.max_epochs is None:  # only `fit` sets it

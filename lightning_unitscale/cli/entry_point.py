@@ -14,6 +14,7 @@ from lightning_unitscale.cli.commands import (
 )
 from lightning_unitscale.cli.errors import is_answer
 from lightning_unitscale.cli.fit_in import FitInCLI
+from lightning_unitscale.cli.precision import PrecisionCLI
 from lightning_unitscale.tensorboard.run_report import main as report_command
 
 _TRACEBACK = "--traceback"
@@ -25,11 +26,12 @@ _COMMANDS = {
     "predict": "predict on the prediction data",
     "profile": "predict memory and operations of a training step without running it",
     "fit-in": "find batch, remat budget, precision and shards that fit into a device's memory",
+    "precision": "account for what low precision costs, matmul by matmul",
     "explain-pipeline": "estimate the costs of pipeline stages without running them",
     "report": "show the scales of finished runs as a picture, a page and a table",
 }
 # These only plan, so their refusals are answers for the user.
-_PLANNING = ("profile", "fit-in", "explain-pipeline")
+_PLANNING = ("profile", "fit-in", "precision", "explain-pipeline")
 _USAGE = f"usage: lightning-unitscale {{{','.join(_COMMANDS)}}} ..."
 
 
@@ -70,6 +72,8 @@ def main(args: Sequence[str] | None = None) -> None:
             ProfileCLI(words[1:], run=False).profile()
         elif words[:1] == ["fit-in"]:
             FitInCLI(words[1:], run=False).fit_in()
+        elif words[:1] == ["precision"]:
+            PrecisionCLI(words[1:], run=False).precision()
         elif words[:1] == ["explain-pipeline"]:
             ExplainPipelineCLI(words[1:], run=False).explain()
         else:

@@ -29,6 +29,7 @@ from lightning_unitscale.tensorboard.writer import (
     TensorBoardTabs,
     Thinning,
     tensorboard_command,
+    write_precision,
 )
 
 # Logs values by name at a step.
@@ -184,6 +185,13 @@ class RunWriters:
                         f"{tensorboard_command(logger)} and open {SCALES_URL}"
                     )
         return list(self._writers.values())
+
+
+def log_precision(loggers: Sequence[Any], table: str, step: int) -> None:
+    """Write the table of a precision report to loggers that show texts of several lines."""
+    for logger in loggers:
+        if any(kind.__name__ == "TensorBoardLogger" for kind in type(logger).__mro__):
+            write_precision(logger.experiment, table, step)
 
 
 def checked_loggers(loggers: Any) -> tuple[Any, ...]:

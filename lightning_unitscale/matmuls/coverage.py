@@ -12,6 +12,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 from lightning_unitscale.capture.name_patterns import NOT_INCLUDED
+from lightning_unitscale.matmuls.computations import EXEMPT
 from lightning_unitscale.matmuls.matmul_formats import EXCLUDED_BY_DEFAULT, NO_LINEAR
 
 Kind = Literal["units", "format", "plain", "left out"]
@@ -25,7 +26,7 @@ NO_MATMUL = "no matmul ran"
 NO_UNIT = "no unit yet"
 # Documented reasons, which need no warning unless the module had the format before. Layers that
 # are excluded by default need one only if they are a large part of the model.
-_EXPECTED = frozenset({NO_LINEAR, NOT_INCLUDED})
+_EXPECTED = frozenset({NO_LINEAR, NOT_INCLUDED, EXEMPT})
 _EXPECTED_IF_SMALL = frozenset({EXCLUDED_BY_DEFAULT})
 
 

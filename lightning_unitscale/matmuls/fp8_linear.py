@@ -32,6 +32,7 @@ from lightning_unitscale.functional.low_precision import (
 from lightning_unitscale.functional.scale import Factor
 from lightning_unitscale.matmuls.block_rounding import is_parameter
 from lightning_unitscale.matmuls.calls import show
+from lightning_unitscale.matmuls.computations import EXEMPT
 from lightning_unitscale.matmuls.execute import Matmul
 from lightning_unitscale.matmuls.matmul_formats import (
     NO_LINEAR,
@@ -110,6 +111,8 @@ class FP8Matmuls(Numerics):
 
             self._decide(name, (is_made, read.dtype, weight.dtype, weight.shape), why_not)
         reason = self._config.decisions.get(name, NO_LINEAR)
+        if reason is None and self._config.exempts(matmul.site, matmul.slot):
+            return EXEMPT
         return reason if is_made else reason or NO_LINEAR
 
     def _decide(
@@ -126,7 +129,8 @@ class FP8Matmuls(Numerics):
         config, name = self._config, site.name
         if config.widens:
             return None  # :meth:`run` checks its operands
-        if not self.is_active or self.awaits((*site.operand_names, name)):
+        names = *site.operand_names, name
+        if not self.is_active or self.awaits(names) or config.exempts(site):
             return None
         decided_by = (True, read.dtype, weight.dtype, weight.shape)
         why_not = functools.partial(config.why_not, name, site.module, read, weight, {})
@@ -354,7 +358,7 @@ def _run_layer(
         return None
     names, step = site.operand_names, session.units.rounding_step
     matmul = Matmul(_MM, site, FORWARD, site.log2_units, (False, False), names, step)
-    if numerics.awaits((*names, site.name)):
+    if numerics.awaits((*names, site.name)) or numerics._config.exempts(site):
         return None
     if numerics.why_not(matmul, operands, {}) is not None:
         return None

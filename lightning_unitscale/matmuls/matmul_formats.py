@@ -29,7 +29,14 @@ from lightning_unitscale.functional.low_precision import (
     Scaling,
     why_no_fp8,
 )
+from lightning_unitscale.matmuls.computations import (
+    COMPUTATIONS,
+    Exemption,
+    Exemptions,
+    computations_of,
+)
 from lightning_unitscale.matmuls.measured_operands import Unrepresentable
+from lightning_unitscale.matmuls.measurement import Site
 from lightning_unitscale.quantize import FormatLike, Rounding, check_rounding, checked_format
 
 Grid = Literal["fixed", "moving"]
@@ -121,6 +128,7 @@ class SimulateFormat:
         gradient_rounding: Rounding | None = None,
         square_weights: bool = False,
         hadamard: bool = False,
+        exempt: Sequence[Exemption] = (),
     ) -> None:
         check_rounding(rounding)
         if gradient_rounding is not None:
@@ -157,6 +165,7 @@ class SimulateFormat:
         # Moves the numbers of the formats. ``None`` if they stay.
         self.moving_grid = MovingGrid() if grid == "moving" else None
         self.patterns = NamePatterns(include, exclude)
+        self.exempt = Exemptions(exempt)  # computations that are not rounded
         self.seed = seed  # of stochastic rounding
 
     @property
@@ -227,6 +236,7 @@ class FP8Linears:
         in_evaluation: bool = True,
         why_excluded: str = EXCLUDED,
         widens: bool = False,
+        exempt: Sequence[Exemption] = (),
     ) -> None:
         advice = "pass 'constant' together with unit scaling, 'dynamic' without it"
         check_choice("scaling", scaling, get_args(Scaling), "unknown scaling", advice)
@@ -245,6 +255,7 @@ class FP8Linears:
         # Moves the numbers of FP8. ``None`` if they stay.
         self.moving_grid = MovingGrid() if grid == "moving" else None
         self.patterns = NamePatterns(exclude=exclude)
+        self.exempt = Exemptions(exempt)  # computations that are not in FP8
         # For every matmul seen, why it is not in FP8, or ``None`` if it is.
         self.decisions: dict[str, str | None] = {}
         # Matmuls that the caller keeps out of FP8, and gradients that it keeps in E5M2.
@@ -276,6 +287,11 @@ class FP8Linears:
         self.leave_out(unfit)
         return self.unfit.without(before)
 
+    def exempts(self, site: Site, slot: str | None = None) -> bool:
+        """Check whether a computation of a layer is exempt, or any of them without a slot."""
+        computations = COMPUTATIONS if slot is None else computations_of(site, slot)
+        return self.exempt.covers(site, *computations)
+
     def runs(self, name: str) -> bool:
         """Check whether the matmul of this name is in FP8, as last decided."""
         return self.decisions.get(name, "not seen") is None
@@ -305,8 +321,10 @@ class FP8Linears:
 
     def _how(self, name: str) -> str:
         text = f"{self.scaling} scales, gradients in {self.gradient_of(name)}"
-        reason = self.unfit.gradients.get(name)
-        return text if reason is None else f"{text}: {reason}"
+        if (reason := self.unfit.gradients.get(name)) is not None:
+            text += f": {reason}"
+        exempt = self.exempt.of(name)
+        return f"{text}; exempt: {', '.join(exempt)}" if exempt else text
 
     def gradient_of(self, name: str) -> GradientFormat:
         """Return the format of the gradient that arrives at a matmul."""

@@ -22,6 +22,13 @@ from lightning_unitscale.matmuls.block_rounding import (
     hadamard,
     parts_of,
 )
+from lightning_unitscale.matmuls.computations import (
+    COMPUTATIONS,
+    EXEMPT,
+    Computation,
+    computations_of,
+    joined_results,
+)
 from lightning_unitscale.matmuls.coverage import first_of, percent
 from lightning_unitscale.matmuls.execute import Matmul, run_scaled
 from lightning_unitscale.matmuls.matmul_formats import MovingGrid, SimulateFormat
@@ -49,6 +56,7 @@ class Numerics(abc.ABC):
 
     name: str  # what users call the format
     is_training = True  # whether the running steps are training steps
+    needs_units = True  # whether operands without a unit are not rounded
 
     @property
     def is_active(self) -> bool:
@@ -181,17 +189,37 @@ class SimulatedMatmuls(Numerics):
     def why_not(self, matmul: Matmul, *_: Any) -> str | None:
         """Return which of the globs leaves a matmul out; ``None`` if it is rounded."""
         site = matmul.site
-        if self._configs_of(site):
+        if self._configs_of(site, *computations_of(site, matmul.slot)):
             return None
-        return self._configs[0].patterns.why_not(site.name, site.module)
+        return self._configs[0].patterns.why_not(site.name, site.module) or EXEMPT
 
     def run(self, matmul: Matmul, original: Kernel, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Run a matmul on rounded operands."""
-        configs = self._configs_of(matmul.site)
+        site = matmul.site
+        results: dict[tuple[int, ...], Any] = {}
+        joined = []
+        for computation in computations_of(site, matmul.slot):
+            configs = self._configs_of(site, computation)
+            if (key := tuple(map(id, configs))) not in results:
+                results[key] = self._run_in(configs, matmul, original, list(args), kwargs)
+            joined.append(results[key])
+        return joined_results(joined) if len(results) > 1 else joined[0]
+
+    def _run_in(
+        self,
+        configs: Sequence[SimulateFormat],
+        matmul: Matmul,
+        original: Kernel,
+        args: list[Any],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run a matmul on operands rounded to some formats."""
+        if not configs:
+            return original(*args, **kwargs)
         has_blocks = any(config.has_blocks for config in configs)
         if has_blocks and matmul.rule.mask is not None:
             parts = [
-                self._run(configs, part, original, given, kwargs)
+                self._run_rounded(configs, part, original, given, kwargs)
                 for part, given in parts_of(matmul, args)
             ]
             return tuple(
@@ -200,9 +228,9 @@ class SimulatedMatmuls(Numerics):
             )
         if has_blocks:
             self._weights.see(matmul, args)
-        return self._run(configs, matmul, original, args, kwargs)
+        return self._run_rounded(configs, matmul, original, args, kwargs)
 
-    def _run(
+    def _run_rounded(
         self,
         configs: Sequence[SimulateFormat],
         matmul: Matmul,
@@ -257,7 +285,7 @@ class SimulatedMatmuls(Numerics):
 
     def measure(self, matmul: Matmul, operands: Sequence[Tensor], *, is_first: bool) -> None:
         """Measure the share of elements of operands that become zero."""
-        configs = self._configs_of(matmul.site) if self._measures_range else []
+        configs = self._configs_of(matmul.site, *COMPUTATIONS) if self._measures_range else []
         for config in configs[:1]:
             for tensor, (_, unit, is_gradient, name) in zip(operands, matmul.places(), strict=True):
                 is_backward = matmul.slot != FORWARD
@@ -270,11 +298,13 @@ class SimulatedMatmuls(Numerics):
         """Return operands of which many elements become zero."""
         return self._flushed.take()
 
-    def _configs_of(self, site: Site) -> list[SimulateFormat]:
+    def _configs_of(self, site: Site, *computations: Computation) -> list[SimulateFormat]:
+        """Return the formats that round at least one of these computations."""
         return [
             config
             for config in self._configs
             if config.patterns.match_names(site.name, site.module)
+            and not all(config.exempt.covers(site, each) for each in computations)
         ]
 
 

@@ -316,7 +316,8 @@ def _format_for(
     for each in formats:
         if (why := each.why_not(matmul, args, kwargs)) is None:
             # With a unit of 1, a cast could flush all of the first nonzero values.
-            if None in matmul.known or each.awaits(matmul.names):
+            has_all = None not in matmul.known or not each.needs_units
+            if not has_all or each.awaits(matmul.names):
                 return None, NO_UNIT
             return each, ""
         outside = outside or why

@@ -1,1 +1,6 @@
 """Account for what low precision costs: which matmuls lose accuracy, and where two runs part."""
+
+from lightning_unitscale.precision.meter import precision_report
+from lightning_unitscale.precision.report import LedgerRow, PrecisionReport, Together
+
+__all__ = ["LedgerRow", "PrecisionReport", "Together", "precision_report"]

@@ -22,6 +22,7 @@ from lightning_unitscale.scales.layout import DIRECTIONS, FORMAT_KINDS, Directio
 from lightning_unitscale.tensorboard.schema import (
     ALERTS_TAG,
     PLUGIN_NAME,
+    PRECISION_TAG,
     ExponentCounts,
     Quantity,
     Series,
@@ -142,6 +143,11 @@ class RunScales:
             return ()
         points = sorted(self._read(ALERTS_TAG), key=lambda point: point[0])
         return tuple(alert for _, text in points for alert in alerts_from_json(text.item()))
+
+    def precision(self) -> str:
+        """Return the table of the last precision report; empty without one."""
+        points = self._read(PRECISION_TAG) if PRECISION_TAG in self._tags else []
+        return str(max(points, key=lambda point: point[0])[1].item().decode()) if points else ""
 
     def _at(
         self, steps: npt.NDArray[np.int64], direction: Direction, quantity: Quantity, default: float

@@ -169,6 +169,11 @@ def _table_section(name: str, table: str, run: RunScales) -> str:
     """Return the table of the last step and the alerts."""
     title = f"<h2>{html.escape(name)}: the last sampled step</h2>"
     parts = [title, f"<pre>{html.escape(table)}</pre>"]
+    if precision := run.precision():
+        parts += [
+            f"<h2>{html.escape(name)}: precision</h2>",
+            f"<pre>{html.escape(precision)}</pre>",
+        ]
     if alerts := run.alerts():
         items = "\n".join(f"<li>{html.escape(str(alert))}</li>" for alert in alerts[:_MOST_ALERTS])
         parts += [f"<h2>{html.escape(name)}: alerts</h2>", f"<ol>\n{items}\n</ol>"]

@@ -82,7 +82,7 @@ def write_report(
     text = report_page(runs, full_tables, title=f"Scales: {', '.join(runs)}")
     page.write_text(text, encoding="utf-8")
     tables = {
-        name: _with_alerts(scale_table(last_steps[name], full=full), run.alerts())
+        name: _with_more(scale_table(last_steps[name], full=full), run)
         for name, run in runs.items()
     }
     return Report(page, tuple(pictures), tables, no_pictures)
@@ -114,11 +114,13 @@ def main(args: Sequence[str]) -> None:
         print(f"No picture: {report.no_pictures}", file=sys.stderr)
 
 
-def _with_alerts(table: str, alerts: Sequence[ScaleAlert]) -> str:
-    if not alerts:
-        return table
-    number = "1 alert" if len(alerts) == 1 else f"{len(alerts)} alerts"
-    return f"{table}\n\n{number}:\n{alerts_text(alerts, _SHOWN_ALERTS)}"
+def _with_more(table: str, run: RunScales) -> str:
+    """Append the last precision report and the alerts of a run."""
+    parts = [table, run.precision()]
+    if alerts := run.alerts():
+        number = "1 alert" if len(alerts) == 1 else f"{len(alerts)} alerts"
+        parts.append(f"{number}:\n{alerts_text(alerts, _SHOWN_ALERTS)}")
+    return "\n\n".join(filter(None, parts))
 
 
 def _remove_pictures(folder: Path) -> None:

@@ -13,6 +13,7 @@ tag                                   shape, type             content
 ``scales/forward/share_read/...``     ``(N,)`` float32        share of elements behind fractions
 ``scales/forward/exponents/a.b``      ``(3 + K,)`` float32    exponent counts of the tensor ``a.b``
 ``scales/alerts``                     ``()`` text             alerts of a step, see ``alerts.py``
+``scales/precision``                  ``()`` text             table of a precision report
 ====================================  ======================  =====================================
 
 The true value of a tensor is its stored value times its unit. A vector tag ends in the key of its
@@ -42,6 +43,7 @@ from lightning_unitscale.scales.layout import DIRECTIONS, MIN_EXPONENT, NUM_EXPO
 
 PLUGIN_NAME: Final = "scales"
 ALERTS_TAG: Final = f"{PLUGIN_NAME}/alerts"
+PRECISION_TAG: Final = f"{PLUGIN_NAME}/precision"
 VERSION: Final = 1
 
 Quantity = Literal["log2_rms", "log2_unit", "fractions", "nonfinite", "share_read", "exponents"]

@@ -43,6 +43,7 @@ from lightning_unitscale.tensorboard.protobuf import (
 from lightning_unitscale.tensorboard.schema import (
     ALERTS_TAG,
     PLUGIN_NAME,
+    PRECISION_TAG,
     ExponentCounts,
     Quantity,
     Series,
@@ -169,13 +170,7 @@ class ScaleWriter:
         self._experiment.add_text(
             f"{NAMESPACE}/alerts", "\n".join(f"- {line}" for line in lines), step
         )
-        event = Event()
-        event.summary.value.add(
-            tag=ALERTS_TAG,
-            tensor=text_proto(alerts_to_json(alerts)),
-            metadata=plugin_metadata(content()),
-        )
-        file_writer.add_event(event, step=step)
+        _add_text(file_writer, ALERTS_TAG, alerts_to_json(alerts), step)
 
     def _write(self, file_writer: Any, snapshot: ScaleSnapshot, parts: set[str]) -> None:
         if not parts:
@@ -262,6 +257,22 @@ class ScaleWriter:
         if tag not in self._described:
             self._described.add(tag)
             value.metadata.CopyFrom(plugin_metadata(description()))
+
+
+def write_precision(experiment: Any, table: str, step: int) -> None:
+    """Write the table of a precision report, for the Text dashboard and the run's report."""
+    file_writer = experiment._get_file_writer()
+    if file_writer is not None:
+        # Markdown shows an indented text as it is.
+        indented = "\n".join(f"    {line}" for line in table.splitlines())
+        experiment.add_text(f"{NAMESPACE}/precision", indented, step)
+        _add_text(file_writer, PRECISION_TAG, table, step)
+
+
+def _add_text(file_writer: Any, tag: str, text: str, step: int) -> None:
+    event = Event()
+    event.summary.value.add(tag=tag, tensor=text_proto(text), metadata=plugin_metadata(content()))
+    file_writer.add_event(event, step=step)
 
 
 @functools.lru_cache(maxsize=16)

@@ -17,6 +17,7 @@ from lightning_unitscale.arguments import check_choice, check_depth
 from lightning_unitscale.capture.captured_copy import capture, explain_forward, matmuls_of, own_copy
 from lightning_unitscale.capture.executors import CompileMode
 from lightning_unitscale.functional.low_precision import DEFAULT_GRADIENT, GradientFormat, Scaling
+from lightning_unitscale.matmuls.computations import Exemption
 from lightning_unitscale.matmuls.gauge import Gauge
 from lightning_unitscale.matmuls.matmul_formats import FP8_FORMATS, FP8Linears, Grid, SimulateFormat
 from lightning_unitscale.matmuls.module_matmuls import Format, ModuleMatmuls
@@ -81,6 +82,7 @@ def simulate_format(
     gradient_rounding: Rounding | None = None,
     square_weights: bool = False,
     hadamard: bool = False,
+    exempt: Sequence[Exemption] = (),
 ) -> nn.Module:
     """Return a copy of ``module`` whose matmuls run as if in low-precision formats.
 
@@ -114,6 +116,8 @@ def simulate_format(
             blocks, so that both directions read the same numbers.
         hadamard: With block formats, whether what the gradients of linear layers' weights read is
             multiplied by a random Hadamard matrix, in runs of 16.
+        exempt: Computations that are not rounded: pairs of a glob and ``"forward"``,
+            ``"input_gradient"`` or ``"weight_gradient"``.
 
     Returns:
         A new module with ``explain()``: which matmuls were rounded in its first call, and why
@@ -140,6 +144,7 @@ def simulate_format(
         gradient_rounding=gradient_rounding,
         square_weights=square_weights,
         hadamard=hadamard,
+        exempt=exempt,
     )
     return _transformed(module, simulated)
 
@@ -156,6 +161,7 @@ def fp8_linears(
     exclude: str | Sequence[str] | None = None,
     gradient_format: GradientFormat = DEFAULT_GRADIENT,
     grid: Grid = "fixed",
+    exempt: Sequence[Exemption] = (),
 ) -> nn.Module:
     """Return a copy of ``module`` whose linear layers and their gradients run in real FP8.
 
@@ -178,6 +184,7 @@ def fp8_linears(
         grid: ``"moving"`` multiplies cast tensors by a number in (1/2, 1] and divides the matmul by
             it. The number changes at every training step, so the errors of a weight that hardly
             changes average out. It needs constant scales.
+        exempt: Computations that stay out of FP8, as for :func:`simulate_format`.
 
     Returns:
         A new module with ``explain()``: the decision on each layer, and why.
@@ -194,7 +201,9 @@ def fp8_linears(
         >>> fast(x).shape
         torch.Size([8, 16])
     """
-    linears = FP8Linears(scaling, exclude=exclude, gradient_format=gradient_format, grid=grid)
+    linears = FP8Linears(
+        scaling, exclude=exclude, gradient_format=gradient_format, grid=grid, exempt=exempt
+    )
     return _transformed(module, linears)
 
 

@@ -1,0 +1,304 @@
+"""How well the precision report predicts what rounding costs, against measurement.
+
+Two small models are trained for a while. Then a report predicts the damage of each computation of
+each matmul, and each is measured alone: the change of the loss with one forward computation
+rounded, and the error of the gradient with one backward computation rounded. Random halves of the
+computations are exempted as well, and the change that this makes is predicted and measured.
+
+Rounding to nearest draws its errors by chance: a grid at another place gives others. The change of
+the loss is therefore measured on several grids (``grid="moving"``), and the noise floor is the
+standard error of their mean, the median over the lists. The prediction is the lasting damage.
+``--training`` compares sets of equal FLOPs in trainings: the report's set, and the first and last
+layers.
+
+    python benchmarks/precision_ledger.py
+    python benchmarks/precision_ledger.py --training
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+from scipy.stats import spearmanr
+from tabulate import tabulate
+from torch import Tensor, nn
+
+from benchmarks.demo_step import DemoLoss
+from benchmarks.low_precision_training import endless_batches
+from benchmarks.measure import RESULTS, machine
+from benchmarks.small_models import ResNetLoss
+from examples.text import TextDataModule
+from lightning_unitscale.matmuls.computations import Exemption
+from lightning_unitscale.matmuls.matmul_formats import SimulateFormat
+from lightning_unitscale.matmuls.rounding import SimulatedMatmuls
+from lightning_unitscale.precision.measured_step import Effort
+from lightning_unitscale.precision.meter import Meter, metering
+from lightning_unitscale.precision.report import PrecisionReport
+from lightning_unitscale.transforms import lossless_unit_scale, simulate_format
+
+FORMATS = ("E4M3FN", "E2M3FN", "E2M1FN")
+NUM_LISTS = 30
+NUM_GRIDS = 8  # for the loss
+NUM_GRADIENTS = 2  # grids for the gradient, whose steps take longer
+EFFORT = Effort(directions=64, pairs=8)
+Batches = Callable[[int], tuple[Tensor, Tensor]]
+
+
+def gpt(seed: int = 0) -> tuple[nn.Module, Batches]:
+    """The demo's GPT, small, on the text of Python's standard library."""
+    module = DemoLoss(width=64, depth=2, num_heads=2)
+    data = TextDataModule(context=64, batch_size=8, max_bytes=2**20, seed=seed + 1)
+    data.prepare_data()
+    data.setup("fit")
+    source = endless_batches(data)
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def batch(index: int) -> tuple[Tensor, Tensor]:
+        while len(seen) <= index:
+            seen.append(next(source))
+        return seen[index]
+
+    return module, batch
+
+
+def resnet(seed: int = 0) -> tuple[nn.Module, Batches]:
+    """A ResNet of four blocks on noisy images of ten classes."""
+    patterns = torch.randn(10, 3, 16, 16, generator=torch.Generator().manual_seed(seed))
+
+    def batch(index: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(1000 * seed + index + 1)
+        classes = torch.randint(10, (32,), generator=generator)
+        noise = torch.randn(32, 3, 16, 16, generator=generator)
+        return patterns[classes] + 1.5 * noise, classes
+
+    return ResNetLoss((16, 32)), batch
+
+
+MODELS = {"GPT": gpt, "ResNet": resnet}
+
+
+def train(module: nn.Module, batches: Batches, steps: range, rate: float = 2e-3) -> list[float]:
+    """Train by AdamW, and return the losses."""
+    optimizer = torch.optim.AdamW(module.parameters(), lr=rate)
+    losses = []
+    for index in steps:
+        optimizer.zero_grad()
+        loss = module(*batches(index))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def alone(meter: Meter, report: PrecisionReport, format: str) -> dict[str, Any]:
+    """Predicted and measured damage of each computation on its own."""
+    pairs: dict[str, list[tuple[float, float]]] = {"loss": [], "gradient": []}
+    for row in report.rows_of(format):
+        measure = meter.loss_change if row.is_forward else meter.gradient_error
+        key = (row.name, row.computation)
+        measured = measure(format, lambda other, key=key: other == key)
+        pairs["loss" if row.is_forward else "gradient"].append((row.loss_change, measured))
+    return {
+        kind: {
+            "spearman": float(spearmanr(*zip(*values, strict=True)).statistic),
+            "computations": len(values),
+            "pairs": values,
+        }
+        for kind, values in pairs.items()
+    }
+
+
+def lists(meter: Meter, report: PrecisionReport, format: str) -> dict[str, Any]:
+    """What random exemptions change, predicted and measured, for loss and gradient."""
+    grids = []
+    for step in range(NUM_GRIDS):
+        moving = SimulateFormat(format, format, grid="moving")
+        assert moving.moving_grid is not None
+        moving.moving_grid.follow(step)
+        meter.formats[f"{format}, grid {step}"] = SimulatedMatmuls(moving)
+        grids.append(f"{format}, grid {step}")
+    rows = report.rows_of(format)
+    everything = [meter.loss_change(grid, lambda key: True) for grid in grids]
+    whole = [meter.gradient_error(grid, lambda key: True) for grid in grids[:NUM_GRADIENTS]]
+    predicted_whole = math.hypot(*(row.loss_change for row in rows if not row.is_forward))
+    generator, found = random.Random(0), []
+    for _ in range(NUM_LISTS):
+        exempt = {(row.name, row.computation) for row in rows if generator.random() < 0.5}
+        left = [row for row in rows if (row.name, row.computation) not in exempt]
+
+        def is_rounded(key: Any, exempt: set[Any] = exempt) -> bool:
+            return key not in exempt
+
+        rest = [meter.loss_change(grid, is_rounded) for grid in grids]
+        changes = [before - after for before, after in zip(everything, rest, strict=True)]
+        errors = [meter.gradient_error(grid, is_rounded) for grid in grids[:NUM_GRADIENTS]]
+        apart = [before - after for before, after in zip(whole, errors, strict=True)]
+        rest_error = math.hypot(*(row.loss_change for row in left if not row.is_forward))
+        found.append(
+            {
+                "loss": statistics.mean(changes),
+                "loss_noise": statistics.stdev(changes) / math.sqrt(NUM_GRIDS),
+                "loss_predicted": sum(
+                    row.lasting
+                    for row in rows
+                    if row.is_forward and (row.name, row.computation) in exempt
+                ),
+                "gradient": statistics.mean(apart),
+                "gradient_noise": statistics.stdev(apart) / math.sqrt(NUM_GRADIENTS),
+                "gradient_predicted": predicted_whole - rest_error,
+            }
+        )
+    return {"lists": found, **within(found)}
+
+
+def within(found: Sequence[dict[str, float]]) -> dict[str, Any]:
+    """Return how many changes above ten times the noise floor are within 20 % of the prediction."""
+    result: dict[str, Any] = {}
+    for kind in ("loss", "gradient"):
+        # The median, since the standard error of a few grids is itself uncertain.
+        floor = statistics.median(one[f"{kind}_noise"] for one in found)
+        above = [one for one in found if abs(one[kind]) > 10 * floor]
+        result |= {
+            f"{kind}_floor": floor,
+            f"{kind}_above": len(above),
+            f"{kind}_within": sum(_is_near(one[f"{kind}_predicted"], one[kind]) for one in above),
+        }
+    return result
+
+
+def _is_near(predicted: float, measured: float) -> bool:
+    return abs(predicted - measured) <= 0.2 * abs(measured)
+
+
+def predict(name: str, steps: int) -> dict[str, Any]:
+    """Train a model, and compare the report with measurements at its last weights."""
+    torch.manual_seed(0)
+    module, batches = MODELS[name]()
+    losses = train(module, batches, range(steps))
+    result: dict[str, Any] = {"steps": steps, "loss": losses[-1]}
+    with metering(module, batches(steps), {}, FORMATS) as meter:
+        report = meter.report(EFFORT)
+        result["cost_steps"] = report.cost_steps
+        for format in FORMATS:
+            together, predicted = report.together[format], report.predicted(format)
+            result[format] = {
+                "together": vars(together),
+                "predicted": vars(predicted),
+                "alone": alone(meter, report, format),
+                "exemptions": lists(meter, report, format),
+            }
+            print(name, format, summary_row(result[format]), flush=True)
+    return result
+
+
+def summary_row(found: dict[str, Any]) -> tuple[str, ...]:
+    """Return the columns of a format's row."""
+    one, exemptions = found["alone"], found["exemptions"]
+    return (
+        f"{one['loss']['spearman']:.2f}",
+        f"{one['gradient']['spearman']:.2f}",
+        f"{exemptions['loss_floor']:.1e}",
+        f"{exemptions['loss_within']} of {exemptions['loss_above']}",
+        f"{exemptions['gradient_floor']:.1e}",
+        f"{exemptions['gradient_within']} of {exemptions['gradient_above']}",
+    )
+
+
+def first_and_last(report: PrecisionReport) -> tuple[Exemption, ...]:
+    """All computations of the first block and of the head. Norms are no matmuls."""
+    return tuple(
+        (row.name, row.computation)
+        for row in report.rows_of()
+        if row.module.startswith(("gpt.blocks.0", "gpt.head"))
+    )
+
+
+def flops_of(report: PrecisionReport, exempt: Sequence[Exemption]) -> int:
+    """FLOPs of some computations."""
+    chosen = set(exempt)
+    return sum(r.flops for r in report.rows_of() if (r.name, r.computation) in chosen)
+
+
+def best_of(report: PrecisionReport, budget: int) -> tuple[Exemption, ...]:
+    """The report's choice with the least remaining damage within a budget of FLOPs."""
+    shares = [step / 200 for step in range(201)]
+    sets = (report.smallest_exemption(share) for share in shares)
+    return next(chosen for chosen in sets if flops_of(report, chosen) <= budget)
+
+
+def trainings(steps: int, format: str = "E2M1FN") -> dict[str, Any]:
+    """Final losses with nothing exempt, with the first and last layers, and with the report's."""
+    results: dict[str, list[float]] = {}
+    for seed in range(3):
+        torch.manual_seed(seed)
+        module, batches = gpt(seed)
+        # The report is that of a model that has been trained for a while in FP32.
+        torch.manual_seed(seed)
+        trial, _ = gpt(seed)
+        train(trial, batches, range(steps // 4))
+        with metering(trial, batches(steps // 4), {}, (format,)) as meter:
+            report = meter.report(EFFORT)
+        usual = first_and_last(report)
+        budget = flops_of(report, usual)
+        chosen = best_of(report, budget)
+        for name, exempt in {
+            "FP32": None,
+            "nothing exempt": (),
+            "first and last": usual,
+            "the report's set": chosen,
+        }.items():
+            copy = module
+            if exempt is not None:
+                unit_scaled = lossless_unit_scale(module, *batches(0))
+                copy = simulate_format(unit_scaled, format, format, grid="moving", exempt=exempt)
+            else:
+                copy = lossless_unit_scale(module, *batches(0))
+            losses = train(copy, batches, range(steps))
+            results.setdefault(name, []).append(statistics.mean(losses[-20:]))
+            print(seed, name, results[name][-1], flush=True)
+        results.setdefault("FLOPs of the sets", []).append(
+            flops_of(report, chosen) / max(budget, 1)
+        )
+    return {"steps": steps, "format": format, **results}
+
+
+def main() -> None:
+    """Measure, print tables and write the numbers."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--training", action="store_true")
+    parser.add_argument("--output", type=Path, default=RESULTS / "precision_ledger.json")
+    options = parser.parse_args()
+    results = json.loads(options.output.read_text()) if options.output.exists() else {}
+    results["machine"] = machine()
+    if options.training:
+        results["training"] = trainings(200)
+    else:
+        for name in options.models:
+            results[name] = predict(name, options.steps)
+        rows = [
+            (name, format, *summary_row(results[name][format]))
+            for name in options.models
+            for format in FORMATS
+        ]
+        headers = ("model", "format", "order, loss", "order, gradient")
+        lists_of = ("floor, loss", "within 20 %", "floor, gradient", "within 20 %")
+        print(tabulate(rows, (*headers, *lists_of)))
+    options.output.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Account for what low precision costs: `precision --config run.yaml --json`."""
+
+import json
+from typing import Any
+
+import torch
+from lightning.pytorch.cli import LightningArgumentParser
+from typing_extensions import override
+
+from lightning_unitscale.arguments import check_count
+from lightning_unitscale.callbacks import UnitScaleCallback
+from lightning_unitscale.callbacks.lightning_steps import step_arguments, step_context
+from lightning_unitscale.callbacks.precision_reports import formats_of
+from lightning_unitscale.cli.commands import ProfileCLI
+from lightning_unitscale.cli.profiled import ProfiledJob
+from lightning_unitscale.matmuls.matmul_formats import FP8Linears, SimulateFormat
+from lightning_unitscale.precision.measured_step import Effort
+from lightning_unitscale.precision.meter import metering
+
+_TRAINING_STEP = "training_step"
+
+
+class PrecisionCLI(ProfileCLI):
+    """Account for what low precision costs in a training step: `precision --config run.yaml`.
+
+    The configuration is that of `fit`. The first training batch runs several times on the model,
+    whose weights stay as they are. Formats and exemptions are those of the configuration's
+    `UnitScaleCallback`, if it has one. Nothing is trained, logged or saved.
+    """
+
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument(
+            "--formats",
+            type=list[str] | None,
+            help="Formats to account for, such as [E4M3FN,E2M1FN]; by default those of the "
+            "callback, or E4M3FN.",
+        )
+        parser.add_argument(
+            "--ckpt_path", type=str | None, help="Checkpoint whose weights to report on."
+        )
+        parser.add_argument(
+            "--directions",
+            type=int,
+            default=Effort.directions,
+            help="Directions to average errors of the gradient over.",
+        )
+        parser.add_argument(
+            "--pairs", type=int, default=Effort.pairs, help="Pairs of steps with random signs."
+        )
+        parser.add_argument("--limit", type=int, default=20, help="Number of matmuls to show.")
+        parser.add_argument(
+            "--json", action="store_true", help="Print one JSON object in place of tables."
+        )
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        trainer = self.config.trainer
+        self._effort = Effort(self.config.directions, self.config.pairs)
+        check_count("limit", self.config.limit)
+        self._job, self._device = ProfiledJob(), "cpu"
+        trainer.strategy, trainer.devices, trainer.num_nodes = "auto", 1, 1
+        callbacks = trainer.callbacks or ()
+        self._keep_no_run()
+        trainer.callbacks = [
+            each for each in callbacks if str(each.class_path).endswith("UnitScaleCallback")
+        ]
+
+    def precision(self) -> None:
+        """Print what rounding each computation of each matmul costs."""
+        model, trainer = self.model, self.trainer
+        batch = self._first_batch()
+        trainer.strategy.connect(model)
+        model.to(trainer.strategy.root_device)
+        batch = trainer.strategy.batch_to_device(batch)
+        if self.config.ckpt_path is not None:
+            checkpoint = torch.load(self.config.ckpt_path, map_location="cpu", weights_only=False)
+            model.load_state_dict(checkpoint["state_dict"])
+        own, exempt = self._own_formats()
+        with metering(
+            model,
+            step_arguments(model, _TRAINING_STEP, batch, 0),
+            {},
+            self.config.formats or formats_of(own),
+            _TRAINING_STEP,
+            context=lambda: step_context(trainer, _TRAINING_STEP),
+            own=own,
+        ) as meter:
+            report = meter.report(self._effort, exempt)
+        if self.config.json:
+            print(json.dumps(report.as_json(), indent=1))
+            return
+        print(f"{report.table(self.config.limit)}\n\n{report.summary()}")
+        print("The smallest set that halves the damage:")
+        for name, computation in report.smallest_exemption():
+            print(f"  {name}: {computation}")
+
+    def _own_formats(self) -> tuple[FP8Linears | SimulateFormat | None, Any]:
+        """Return the formats of the configuration's callback, and its exemptions."""
+        found: list[Any] = [
+            each
+            for each in self.trainer.callbacks
+            if isinstance(each, UnitScaleCallback)  # type: ignore[attr-defined]
+        ]
+        for callback in found:
+            if callback.precision is not None:
+                return callback.precision.linears(is_lossless=True), callback.precision.exempt
+            if callback.simulate is not None:
+                return callback.simulate.rounding_pass(), callback.simulate.exempt
+        return None, ()

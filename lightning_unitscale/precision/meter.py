@@ -1,0 +1,353 @@
+"""Measure a step in some formats, and predict the damage of each computation."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_unitscale.arguments import shown
+from lightning_unitscale.capture.captured_copy import matmuls_of
+from lightning_unitscale.capture.module_steps import steps_of
+from lightning_unitscale.matmuls.computations import COMPUTATIONS, Exemption, Exemptions
+from lightning_unitscale.matmuls.fp8_linear import numerics_of
+from lightning_unitscale.matmuls.matmul_formats import FP8Linears, SimulateFormat, format_pair
+from lightning_unitscale.matmuls.measurement import Site
+from lightning_unitscale.matmuls.rounding import Numerics, SimulatedMatmuls
+from lightning_unitscale.matmuls.scaled_methods import AttachedSession
+from lightning_unitscale.patching import nothing
+from lightning_unitscale.precision.ledger import (
+    BasePass,
+    Key,
+    MovedPass,
+    Numbers,
+    SignedPass,
+    TangentPass,
+    TogetherPass,
+    Visit,
+    energy,
+    relative,
+)
+from lightning_unitscale.precision.measured_step import Effort, MeasuredStep
+from lightning_unitscale.precision.report import LedgerRow, PrecisionReport, Together
+
+DEFAULT_FORMATS = ("E4M3FN",)
+# Directions whose tangents are in memory at the same time.
+_DIRECTIONS_AT_ONCE = 4
+_TRAINING_STEP = "training_step"
+_FORWARD = COMPUTATIONS[0]
+
+
+def precision_report(
+    module: nn.Module,
+    *batch: Any,
+    formats: Sequence[Any] = DEFAULT_FORMATS,
+    method: str | None = None,
+    loss: Callable[[Any], Tensor] | None = None,
+    exempt: Sequence[Exemption] = (),
+    directions: int = Effort.directions,
+    pairs: int = Effort.pairs,
+    context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+    **kwargs: Any,
+) -> PrecisionReport:
+    """Account for what low precision costs in a step, matmul by matmul.
+
+    For each matmul and each of its three computations (forward, input gradient, weight gradient),
+    the report has the relative error that rounding it adds, the error that its operands arrive with
+    when everything is rounded, and the predicted damage of rounding it alone. The damage of a
+    forward computation is the change of the step's loss. That of a backward one is the error of the
+    whole gradient, relative to its norm. Operands are rounded in units of a power of two near their
+    RMS, as :class:`UnitScaleCallback` has them. Predictions add up to first order: changes of the
+    loss as numbers, errors of the gradient as independent vectors. ``together`` has the same,
+    measured with all computations rounded at once.
+
+    The step runs several times on the module itself (``cost_steps`` of the report), with the
+    same random numbers. Parameters, gradients, buffers, attributes and random states stay as they
+    are. It needs memory for up to four more copies of the matmuls' operands in BF16.
+
+    Args:
+        module: A module on any device whose step returns a scalar loss. A LightningModule runs its
+            ``training_step``, any other module its ``forward``.
+        *batch: Positional arguments of the step. A missing ``batch_idx`` is 0.
+        formats: Formats to account for, each with rows of its own: a name, ``"fp8"``, or a pair of
+            formats, of operands and of gradients.
+        method: Name of the method to run.
+        loss: Function from the step's output to its loss, if the step does not return it.
+        exempt: Computations that are exempt when all are rounded together, as for :class:`FP8`.
+        directions: Directions over which errors of the gradient are averaged. The relative standard
+            error of one prediction is at most ``sqrt(1 / (2 * directions))``.
+        pairs: Pairs of steps over which the loss's second order is averaged.
+        context: Context of the forward pass, such as an autocast.
+        **kwargs: Keyword arguments of the step.
+
+    Returns:
+        The report. ``print(report)`` shows a table, and ``report.as_json()`` the dictionary that
+        ``lightning-unitscale precision --json`` prints.
+
+    Raises:
+        ValueError: If a format is unknown, or the step returns no loss.
+
+    Examples:
+        >>> import torch
+        >>> from lightning_unitscale import precision_report
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 16), torch.nn.Linear(16, 1))
+        >>> x = torch.randn(8, 32)
+        >>> report = precision_report(model, x, loss=lambda y: y.square().mean())
+        >>> report.rows[0].name, report.rows[0].computation
+        ('0.linear', 'forward')
+    """
+    with metering(module, batch, kwargs, formats, method, loss, context) as meter:
+        return meter.report(Effort(directions, pairs), exempt)
+
+
+@contextlib.contextmanager
+def metering(
+    module: nn.Module,
+    batch: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    formats: Sequence[Any],
+    method: str | None = None,
+    loss: Callable[[Any], Tensor] | None = None,
+    context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+    own: SimulateFormat | FP8Linears | None = None,
+) -> Iterator[Meter]:
+    """Yield a meter of a module's step. Within it the module has a session of its own."""
+    method = method or (_TRAINING_STEP if hasattr(module, _TRAINING_STEP) else "forward")
+    batch = _with_index(getattr(module, method), batch)
+    refuse_steps(module)
+    attached = matmuls_of(module) if method == "forward" else None
+    found = () if attached is None else attached.formats
+    found = found if own is None else (own,)
+    with ExitStack() as stack:
+        if attached is None:
+            attached = AttachedSession(module, [method])
+            stack.callback(attached.detach)
+        else:
+            stack.enter_context(_without_hooks(attached))
+        step = MeasuredStep(
+            module, lambda: getattr(module, method)(*batch, **kwargs), attached, context, loss
+        )
+        yield Meter(step, formats, found)
+
+
+def refuse_steps(module: nn.Module) -> None:
+    """Refuse steps that cannot run several times, or whose matmuls are not seen."""
+    what = f"module={type(module).__name__}"
+    if steps_of(module) is not None:
+        raise ValueError(
+            f"{what}: its step is captured, and a report needs each matmul as it runs. Expected "
+            "method='lossless' without remat or compile. Report on the module itself."
+        )
+    if not getattr(module, "automatic_optimization", True):
+        raise ValueError(
+            f"{what}: its step calls the optimizer, so it cannot run again. Expected automatic "
+            "optimization. Pass a module that only computes the loss."
+        )
+
+
+def _with_index(step: Any, batch: tuple[Any, ...]) -> tuple[Any, ...]:
+    if len(batch) == 1 and "batch_idx" in inspect.signature(step).parameters:
+        return (*batch, 0)
+    return batch
+
+
+@contextlib.contextmanager
+def _without_hooks(attached: AttachedSession) -> Iterator[None]:
+    """Keep the counts of a transformed module as they are in this context."""
+    attributes = vars(attached)
+    attributes.update(before_call=nothing, after_call=nothing)
+    try:
+        yield
+    finally:
+        del attributes["before_call"], attributes["after_call"]
+
+
+def _names_of(formats: Sequence[Any]) -> dict[str, SimulatedMatmuls]:
+    if isinstance(formats, str) or not formats:
+        raise ValueError(
+            f"formats={shown(formats)}: no list of formats. Expected names such as ('E4M3FN',). "
+            "Pass a tuple of them."
+        )
+    named = {}
+    for each in formats:
+        pair = format_pair(each, argument="formats")
+        rounding = SimulateFormat(*pair)
+        names = dict.fromkeys(
+            str(one) for one in (rounding.operand_format, rounding.gradient_format)
+        )
+        named["/".join(names)] = SimulatedMatmuls(rounding)
+    return named
+
+
+class Meter:
+    """The measurements of one step, in named formats."""
+
+    def __init__(
+        self,
+        step: MeasuredStep,
+        formats: Sequence[Any],
+        own: Sequence[SimulateFormat | FP8Linears] = (),
+    ) -> None:
+        self._step, self.formats = step, _names_of(formats)
+        step.calibrate()
+        self.base = BasePass(self.formats, _reasons(own))
+        with step.watched() as counter:
+            self.loss, self._gradients = step.run(self.base)
+        self.plain = [each for each in counter.result().counts if each.kind == "plain"]
+        self.step_flops = counter.result().flops
+        self.gradient_energy = float(energy(filter_none(self._gradients)))
+
+    @property
+    def cost_steps(self) -> float:
+        """Return the FLOPs of all measurements so far, in those of the step."""
+        return self._step.ledger.flops / max(self.step_flops, 1)
+
+    def loss_change(
+        self, format: str, is_rounded: Callable[[Key], bool], inherited: Numbers | None = None
+    ) -> float:
+        """Measure the change of the loss with some forward computations rounded at once.
+
+        With ``inherited``, backward computations are rounded as well, and it gets the energies of
+        the errors that operands arrive with.
+        """
+        rounded = TogetherPass(self.formats[format], is_rounded)
+        if inherited is not None:
+            rounded.sketches = self.base.sketches
+        with self._step.watched():
+            loss, _ = self._step.run(rounded, is_forward=inherited is None)
+        if inherited is not None:
+            inherited.update(rounded.inherited)
+        return loss - self.loss
+
+    def gradient_error(self, format: str, is_rounded: Callable[[Key], bool]) -> float:
+        """Measure the gradient's error with some backward computations rounded at once."""
+        rounded = TogetherPass(
+            self.formats[format], lambda key: key[1] != _FORWARD and is_rounded(key)
+        )
+        with self._step.watched():
+            _, gradients = self._step.run(rounded)
+        apart = [
+            one.float() - other.float()
+            for one, other in zip(gradients, self._gradients, strict=True)
+            if one is not None and other is not None
+        ]
+        return relative(float(energy(apart)), self.gradient_energy)
+
+    def report(self, effort: Effort, exempt: Sequence[Exemption] = ()) -> PrecisionReport:
+        """Predict the damage of each computation, and measure that of all of them."""
+        exemptions = Exemptions(exempt)
+
+        def is_rounded(key: Key) -> bool:
+            one = self.base.computed[key]
+            is_exempt = exemptions.covers(Site(one.name, one.module, ()), one.computation)
+            return one.reason is None and not is_exempt
+
+        together: dict[str, Together] = {}
+        rows: list[LedgerRow] = []
+        with self._step.watched():
+            gradients = _gradient_products(self._step, self.formats, self.base.eps, effort)
+            for word, format in self.formats.items():
+                loss = _second_order(self._step, format, effort)
+                inherited: Numbers = {}
+                change = self.loss_change(word, is_rounded, inherited)
+                together[word] = Together(change, self.gradient_error(word, is_rounded))
+                rows += self._rows(word, loss, gradients[word], _read(inherited))
+        return PrecisionReport(self.loss, tuple(rows), together, tuple(exempt), self.cost_steps)
+
+    def _rows(
+        self,
+        format: str,
+        second_order: Mapping[str, float],
+        squares: Mapping[Key, float],
+        inherited: Mapping[Key, float],
+    ) -> Iterator[LedgerRow]:
+        added, first = _read(self.base.added), _read(self.base.first_order)
+        energies = _read(self.base.energies)
+        for key, one in self.base.computed.items():
+            size, error = energies[key], added[format, key]
+            damage: float | None
+            if key[1] == _FORWARD:
+                lasting = second_order.get(one.name, 0.0)
+                # Without a gradient that arrives nothing can be predicted.
+                damage = first.get((format, one.name))
+                damage = None if damage is None else damage + lasting
+            else:
+                damage = lasting = relative(squares.get(key, error), self.gradient_energy)
+            yield LedgerRow(
+                one.name,
+                one.module,
+                one.computation,
+                format,
+                added=relative(error, size),
+                inherited=relative(inherited.get(key, 0.0), size),
+                loss_change=damage,
+                lasting=lasting,
+                flops=one.flops,
+                reason=one.reason,
+            )
+        for count in self.plain:
+            yield LedgerRow(
+                count.module, count.module, _FORWARD, format, flops=count.flops, reason=count.reason
+            )
+
+
+def filter_none(values: Sequence[Tensor | None]) -> list[Tensor]:
+    """Return the tensors among some values."""
+    return [value for value in values if value is not None]
+
+
+def _reasons(own: Sequence[SimulateFormat | FP8Linears]) -> Callable[[Visit], str | None]:
+    judges: list[Numerics] = numerics_of(copy.deepcopy(own), measures_range=False)
+
+    def why_not(visit: Visit) -> str | None:
+        reasons = [each.why_not(visit.matmul, visit.args, visit.kwargs) for each in judges]
+        return None if None in reasons or not reasons else reasons[0]
+
+    return why_not
+
+
+def _second_order(step: MeasuredStep, format: SimulatedMatmuls, effort: Effort) -> dict[str, float]:
+    """Return half of ``d^T H d`` of each forward matmul."""
+    sums: dict[str, float] = {}
+    count = 2 * effort.pairs
+    for index in range(count):
+        signed = SignedPass(format, index)
+        step.run(signed)
+        for name, product in _read(signed.products).items():
+            sums[name] = sums.get(name, 0.0) + product / (2 * count)
+    return sums
+
+
+def _gradient_products(
+    step: MeasuredStep, named: Mapping[str, SimulatedMatmuls], eps: float, effort: Effort
+) -> dict[str, dict[Key, float]]:
+    """Return the mean square of ``<d, J r>`` of each computation whose operand has tangents."""
+    sums: dict[str, dict[Key, float]] = {word: {} for word in named}
+    distance = step.rms * math.sqrt(eps)
+    for first in range(0, effort.directions, _DIRECTIONS_AT_ONCE):
+        moved = []
+        for index in range(first, min(first + _DIRECTIONS_AT_ONCE, effort.directions)):
+            moved.append(MovedPass())
+            with step.moved(index, distance):
+                step.run(moved[-1], is_forward=True)
+        tangents = TangentPass(named, [each.operands for each in moved], distance)
+        step.run(tangents)
+        for (_, word, key), product in _read(tangents.products).items():
+            mean = product**2 / effort.directions
+            sums[word][key] = sums[word].get(key, 0.0) + mean
+    return sums
+
+
+def _read(numbers: Numbers) -> dict[Any, float]:
+    """Return numbers from their device, in one transfer."""
+    if not numbers:
+        return {}
+    values = torch.stack([value.double() for value in numbers.values()]).tolist()
+    return dict(zip(numbers, values, strict=True))

@@ -1,0 +1,214 @@
+"""The gap ledger of a step: what each computation of each matmul costs in a format."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tabulate import tabulate
+
+from lightning_unitscale.matmuls.computations import (
+    EXEMPT,
+    Computation,
+    Exemption,
+    Exemptions,
+)
+from lightning_unitscale.matmuls.measurement import FORWARD, Site
+
+_HEADERS = ("matmul", "computation", "format", "adds", "inherits", "damage", "why not in it")
+
+
+@dataclass(frozen=True)
+class LedgerRow:
+    """One computation of one matmul in a format."""
+
+    name: str  # of the matmul
+    module: str  # path of its module
+    computation: Computation
+    format: str
+    added: float | None = None  # relative error that rounding its operands adds
+    inherited: float | None = None  # relative error of its operands' product, all others rounded
+    # Predicted change of the step's loss, or error of the whole gradient relative to its norm, if
+    # it alone is rounded. ``None`` for a matmul that no format can reach.
+    loss_change: float | None = None
+    # The part of it that stays on average over many steps: without the first order of the loss,
+    # whose sign is random.
+    lasting: float = 0.0
+    flops: int = 0
+    # Why it does not run in the module's own format. ``None`` if it does, or without one.
+    reason: str | None = None
+
+    @property
+    def runs_in_format(self) -> bool:
+        """Check whether it runs in the module's own format, or can be rounded without one."""
+        return self.reason is None
+
+    @property
+    def is_forward(self) -> bool:
+        """Check whether it is a forward computation."""
+        return self.computation == FORWARD
+
+
+@dataclass(frozen=True)
+class Together:
+    """What was measured with all computations rounded at once."""
+
+    loss_change: float
+    gradient_error: float  # relative; all backward computations rounded, the forward pass not
+
+
+@dataclass(frozen=True)
+class PrecisionReport:
+    """The gap ledger of a step."""
+
+    loss: float  # of the unrounded step
+    rows: tuple[LedgerRow, ...]
+    together: dict[str, Together]  # by format
+    exempt: tuple[Exemption, ...]  # computations that were not rounded together
+    cost_steps: float  # what the report cost, in steps of the same batch
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Return the names of its formats."""
+        return tuple(self.together)
+
+    def rows_of(self, format: str | None = None) -> tuple[LedgerRow, ...]:
+        """Return the rows of a format, by default of the first."""
+        wanted = self.formats[0] if format is None else format
+        return tuple(row for row in self.rows if row.format == wanted)
+
+    def predicted(
+        self, format: str | None = None, exempt: Sequence[Exemption] | None = None
+    ) -> Together:
+        """Predict the change of the loss and the error of the gradient with some exempt."""
+        exemptions = Exemptions(self.exempt if exempt is None else exempt)
+        rows = [
+            row
+            for row in self.rows_of(format)
+            if row.loss_change is not None
+            and row.runs_in_format
+            and not exemptions.covers(Site(row.name, row.module, ()), row.computation)
+        ]
+        return Together(
+            sum(row.loss_change or 0.0 for row in rows if row.is_forward),
+            math.hypot(*(row.loss_change or 0.0 for row in rows if not row.is_forward)),
+        )
+
+    def remainder(self, format: str | None = None) -> Together:
+        """Return what is measured with all rounded together, less the prediction."""
+        measured = self.together[self.formats[0] if format is None else format]
+        predicted = self.predicted(format)
+        return Together(
+            measured.loss_change - predicted.loss_change,
+            measured.gradient_error - predicted.gradient_error,
+        )
+
+    def smallest_exemption(
+        self, share: float = 0.5, format: str | None = None
+    ) -> tuple[Exemption, ...]:
+        """Return the cheapest computations to leave out so that a share of the damage stays.
+
+        The share holds for the lasting change of the loss, and for the squared error of the
+        gradient. The cost of an exemption is its FLOPs. Computations with the most damage per FLOP
+        come first. Those that are in ``exempt`` already do not count.
+
+        Args:
+            share: Largest share of the damage that may stay, 0 to 1.
+            format: Name of one of the report's formats, by default the first.
+
+        Raises:
+            ValueError: If the share is out of its range.
+        """
+        check_share("share", share)
+        before = Exemptions(self.exempt)
+        candidates = [
+            row
+            for row in self.rows_of(format)
+            if row.reason in (None, EXEMPT)
+            and not before.covers(Site(row.name, row.module, ()), row.computation)
+        ]
+        return tuple(
+            exemption
+            for is_forward in (True, False)
+            for exemption in _cheapest(
+                [row for row in candidates if row.is_forward == is_forward], share
+            )
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the report as a dictionary of plain values."""
+        names = (
+            *("name", "module", "computation", "format", "added", "inherited", "loss_change"),
+            *("runs_in_format", "reason"),
+        )
+        rest = [self.remainder(each).loss_change for each in self.formats]
+        return {
+            "matmuls": [{name: getattr(row, name) for name in names} for row in self.rows],
+            "remainder": max(rest, key=abs),
+            "exempt": [list(each) for each in (*self.exempt, *self.smallest_exemption())],
+        }
+
+    def table(self, limit: int | None = None) -> str:
+        """Return a table, a kind of damage after the other, with the most damage first."""
+        parts = []
+        for is_forward, what in ((True, "change of the loss"), (False, "error of the gradient")):
+            rows = [row for row in self.rows if row.is_forward == is_forward]
+            rows.sort(key=lambda row: -abs(row.loss_change or 0.0))
+            cells = [
+                (
+                    row.name,
+                    row.computation,
+                    row.format,
+                    _percent(row.added),
+                    _percent(row.inherited),
+                    "" if row.loss_change is None else f"{row.loss_change:.3g}",
+                    row.reason or "",
+                )
+                for row in rows[:limit]
+            ]
+            parts.append(f"Damage: {what}\n{tabulate(cells, _HEADERS, disable_numparse=True)}")
+        return "\n\n".join(parts)
+
+    def summary(self) -> str:
+        """Return a line for each format: measured together, predicted, and the remainder."""
+        lines = [f"Loss {self.loss:.6g}; the report cost {self.cost_steps:.1f} steps."]
+        for format, measured in self.together.items():
+            predicted = self.predicted(format)
+            lines.append(
+                f"{format}, all rounded: loss {measured.loss_change:+.3g} "
+                f"(predicted {predicted.loss_change:+.3g}), gradient error "
+                f"{measured.gradient_error:.3g} (predicted {predicted.gradient_error:.3g})"
+            )
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return f"{self.table()}\n\n{self.summary()}"
+
+
+def check_share(name: str, share: object) -> None:
+    """Refuse a share of the damage that is no number from 0 to 1."""
+    is_number = isinstance(share, (int, float)) and not isinstance(share, bool)
+    if not is_number or not 0.0 <= share <= 1.0:  # type: ignore[operator]
+        raise ValueError(
+            f"{name}={share!r}: no share of the damage. Expected a number from 0 to 1. Pass 0.5 to "
+            "leave out what causes half of it."
+        )
+
+
+def _cheapest(rows: Sequence[LedgerRow], share: float) -> list[Exemption]:
+    # Errors of the gradient add up as squares.
+    damages = {row: max(row.lasting, 0.0) if row.is_forward else row.lasting**2 for row in rows}
+    left, wanted = sum(damages.values()), share * sum(damages.values())
+    chosen = []
+    for row in sorted(rows, key=lambda row: -damages[row] / max(row.flops, 1)):
+        if left <= wanted or damages[row] == 0.0:
+            break
+        left -= damages[row]
+        chosen.append((row.name, row.computation))
+    return chosen
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.2g} %"

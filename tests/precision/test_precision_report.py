@@ -1,0 +1,266 @@
+"""The gap ledger: predictions against measurement, and a module that stays as it is."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from scipy.stats import spearmanr
+from torch import nn
+
+from lightning_unitscale import precision_report
+from lightning_unitscale.matmuls.computations import EXEMPT
+from lightning_unitscale.precision.ledger import sketch
+from lightning_unitscale.precision.measured_step import Effort
+from lightning_unitscale.precision.meter import metering
+from lightning_unitscale.quantize import quantize
+from lightning_unitscale.transforms import fp8_linears, lossless_unit_scale, simulate_format
+from tests.helpers import assert_same_bits
+
+
+class Loss(nn.Module):
+    """A loss of an image model with a convolution, attention by hand, dropout and a tied weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(3, 16, 3, padding=1)
+        self.norm = nn.BatchNorm2d(16)
+        self.qkv = nn.Linear(16, 48)
+        self.up = nn.Linear(16, 32)
+        self.down = nn.Linear(32, 16)
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, images: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+        x = F.gelu(self.norm(self.conv(images))).flatten(2).transpose(1, 2)  # (B, 16, 16)
+        q, k, v = self.qkv(x).chunk(3, -1)
+        x = x + torch.softmax(q @ k.transpose(1, 2) / 4, -1) @ v
+        x = x + F.dropout(self.down(F.gelu(self.up(x))), 0.1)
+        return F.cross_entropy(self.head(x.mean(1)), classes)
+
+
+@pytest.fixture(scope="module")
+def trained() -> tuple[Loss, tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    patterns = torch.randn(10, 3, 4, 4, generator=generator)
+    module, classes = Loss(), torch.randint(10, (32,), generator=generator)
+    images = patterns[classes] + torch.randn(32, 3, 4, 4, generator=generator)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=3e-3)
+    for _ in range(40):
+        optimizer.zero_grad()
+        module(images, classes).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    return module, (images, classes)
+
+
+@pytest.mark.parametrize("format", ["E4M3FN", "E2M1FN"])
+def test_the_predicted_order_is_the_measured_one(trained, format):
+    module, batch = trained
+    found = {True: [], False: []}
+    with metering(module, batch, {}, (format,)) as meter:
+        report = meter.report(Effort(directions=8, pairs=2))
+        for row in report.rows:
+            measure = meter.loss_change if row.is_forward else meter.gradient_error
+            key = row.name, row.computation
+            measured = measure(format, lambda other, key=key: other == key)
+            found[row.is_forward].append((row.loss_change, measured))
+    for pairs in found.values():
+        assert spearmanr(*zip(*pairs, strict=True)).statistic > 0.8
+    together, predicted = report.together[format], report.predicted()
+    assert together.gradient_error == pytest.approx(predicted.gradient_error, rel=0.35)
+    # Every computation of 7 matmuls, without the gradient of the images.
+    assert len(report.rows) == 3 * 7 - 1
+
+
+def test_errors_are_those_of_the_rounded_matmul(trained):
+    module, batch = trained
+    report = precision_report(module, *batch, formats=("E3M2FN",), directions=1, pairs=1)
+    layer, seen = module.head, []
+    handle = layer.register_forward_hook(lambda _, args, result: seen.append((args[0], result)))
+    torch.manual_seed(0)
+    module(*batch)
+    handle.remove()
+    inputs = seen[0][0].detach()
+
+    def rounded(tensor: torch.Tensor) -> torch.Tensor:
+        unit = 2.0 ** round(math.log2(tensor.square().mean().sqrt()))
+        return quantize(tensor / unit, "E3M2FN") * unit
+
+    # Dropout makes other inputs than those of the report, but errors of the same size.
+    exact = inputs @ layer.weight.detach().T
+    error = rounded(inputs) @ rounded(layer.weight.detach()).T - exact
+    row = next(row for row in report.rows if row.name == "head.linear" and row.is_forward)
+    assert row.added == pytest.approx(float(error.norm() / exact.norm()), rel=0.3)
+
+
+def test_gradient_errors_of_weights_are_exact(trained):
+    module, batch = trained
+    with metering(module, batch, {}, ("E4M3FN",)) as meter:
+        report = meter.report(Effort(directions=1, pairs=1))
+        for row in report.rows:
+            if row.computation != "weight_gradient" or "matmul" in row.name:
+                continue
+            key = row.name, row.computation
+            measured = meter.gradient_error("E4M3FN", lambda other, key=key: other == key)
+            assert row.loss_change == pytest.approx(measured, rel=1e-3)
+
+
+def test_the_module_stays_as_it_is(trained):
+    module, batch = trained
+    module(*batch).backward()
+    before = copy.deepcopy(module.state_dict())
+    gradients = [parameter.grad.clone() for parameter in module.parameters()]
+    state = torch.get_rng_state()
+    precision_report(module, *batch, directions=1, pairs=1)
+    assert_same_bits(torch.get_rng_state(), state)
+    for name, tensor in module.state_dict().items():
+        assert_same_bits(tensor, before[name])
+    for parameter, gradient in zip(module.parameters(), gradients, strict=True):
+        assert_same_bits(parameter.grad, gradient)
+        parameter.grad = None
+
+
+def test_reasons_are_those_of_the_modules_own_format():
+    layers = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16), nn.Linear(16, 7))
+    fast = fp8_linears(
+        lossless_unit_scale(layers, torch.randn(8, 32)),
+        exclude="0",
+        exempt=[("1.linear", "weight_gradient")],
+    )
+    report = precision_report(
+        fast, torch.randn(8, 32), loss=lambda y: y.square().mean(), directions=1, pairs=1
+    )
+    reasons = {(row.name, row.computation): row.reason for row in report.rows}
+    assert reasons["0.linear", "forward"] == "its name is excluded"
+    assert reasons["1.linear", "forward"] is None
+    assert reasons["1.linear", "weight_gradient"] == EXEMPT
+    assert "no multiple of 16" in reasons["2.linear", "input_gradient"]
+    in_format = [row for row in report.rows if row.runs_in_format]
+    assert [(row.name, row.computation) for row in in_format] == [
+        ("1.linear", "forward"),
+        ("1.linear", "input_gradient"),
+    ]
+    # Only these are rounded together, so the prediction is of them alone.
+    assert report.predicted().loss_change == in_format[0].loss_change
+
+
+def test_a_kernel_out_of_reach_is_listed():
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(8, 8), nn.Linear(8, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                distance = torch.cdist(x[0], x[1], p=2.0)
+            return (self.head(self.lstm(x)[0]) * distance.mean()).square().mean()
+
+    torch.manual_seed(0)
+    report = precision_report(Recurrent(), torch.randn(4, 30, 8), directions=1, pairs=1)
+    listed = [row for row in report.rows if not row.runs_in_format]
+    assert listed and all(row.reason and row.loss_change is None for row in listed)
+
+
+def test_the_smallest_set_leaves_the_wanted_share(trained):
+    module, batch = trained
+    report = precision_report(module, *batch, formats=("E2M1FN",), directions=2, pairs=1)
+    exempt = report.smallest_exemption(0.25)
+    left = report.predicted(exempt=exempt)
+    assert left.gradient_error**2 <= 0.25 * report.predicted().gradient_error ** 2
+    rows = {(row.name, row.computation): row for row in report.rows}
+    backward = [rows[each] for each in exempt if each[1] != "forward"]
+    # Without the last one, too much would remain.
+    before = left.gradient_error**2 + backward[-1].loss_change ** 2
+    assert before > 0.25 * report.predicted().gradient_error ** 2
+    assert report.smallest_exemption(1.0) == ()
+    with pytest.raises(ValueError, match="no share"):
+        report.smallest_exemption(2.0)
+
+
+def test_what_is_exempt_is_not_rounded(trained):
+    module, batch = trained
+    exempt = [("*", "forward"), ("head", "input_gradient"), ("conv*", "weight_gradient")]
+    report = precision_report(
+        module, *batch, formats=("E2M1FN",), exempt=exempt, directions=1, pairs=1
+    )
+    assert report.together["E2M1FN"].loss_change == 0.0
+    assert report.as_json()["exempt"][:3] == [list(each) for each in exempt]
+
+
+def test_one_direction_alone_is_rounded():
+    layer, x = nn.Linear(16, 16), torch.randn(8, 16)
+
+    def run(exempt):
+        module = simulate_format(copy.deepcopy(layer), "E2M1FN", "E2M1FN", exempt=exempt)
+        inputs = x.clone().requires_grad_()
+        result = module(inputs)
+        result.square().sum().backward()
+        return result.detach(), inputs.grad, module.weight.grad
+
+    plain = run([("*", each) for each in ("forward", "input_gradient", "weight_gradient")])
+    expected = layer(x).detach()
+    assert_same_bits(plain[0], expected)
+    others = run([("*", "forward"), ("*", "weight_gradient")])
+    assert_same_bits(others[0], plain[0])
+    assert_same_bits(others[2], plain[2])
+    assert not torch.equal(others[1], plain[1])
+
+
+def test_both_gradients_of_a_convolution_are_separate():
+    layer, x = nn.Conv2d(3, 4, 3), torch.randn(2, 3, 8, 8)
+
+    def run(*exempt):
+        module = simulate_format(copy.deepcopy(layer), "E2M1FN", "E2M1FN", exempt=exempt)
+        inputs = x.clone().requires_grad_()
+        module(inputs).sum().backward()
+        return inputs.grad, module.weight.grad
+
+    rounded = run()
+    exact = run(("*", "input_gradient"), ("*", "weight_gradient"))
+    mixed = run(("*", "weight_gradient"))
+    assert_same_bits(mixed[0], rounded[0])
+    assert_same_bits(mixed[1], exact[1])
+    assert not torch.equal(rounded[1], exact[1])
+
+
+def test_fp8_layers_leave_out_single_computations():
+    torch.manual_seed(0)
+    layer, x = nn.Linear(32, 16, bias=False), torch.randn(8, 32)
+
+    def run(*exempt):
+        module = fp8_linears(copy.deepcopy(layer), scaling="dynamic", exempt=exempt)
+        for _ in range(2):  # the second call keeps FP8 for the backward pass
+            module.zero_grad()
+            inputs = x.clone().requires_grad_()
+            result = module(inputs)
+            result.square().sum().backward()
+        return result.detach(), inputs.grad, module.weight.grad
+
+    exact = layer(x).detach()
+    result, input_gradient, weight_gradient = run(("*", "forward"))
+    assert_same_bits(result, exact)
+    assert (input_gradient - 2 * exact @ layer.weight.detach()).abs().max() > 1e-3
+    result, _, weight_gradient = run(("*", "weight_gradient"))
+    assert not torch.equal(result, exact)
+    torch.testing.assert_close(weight_gradient, 2 * result.T @ x)
+
+
+def test_a_sketch_keeps_distances():
+    torch.manual_seed(0)
+    one, error = torch.randn(300, 257), 0.01 * torch.randn(300, 257)
+    found = (sketch([one + error]) - sketch([one])).norm()
+    assert float(found / error.norm()) == pytest.approx(1.0, abs=0.06)
+
+
+def test_wrong_arguments_are_refused():
+    layer, x = nn.Linear(16, 16), torch.randn(4, 16)
+    with pytest.raises(ValueError, match="no scalar loss"):
+        precision_report(layer, x)
+    with pytest.raises(ValueError, match="no list of formats"):
+        precision_report(layer, x, formats="E4M3FN")
+    with pytest.raises(ValueError, match="no exemption"):
+        simulate_format(layer, "E4M3FN", "E4M3FN", exempt="blocks")
+    with pytest.raises(ValueError, match="no computation of a matmul"):
+        simulate_format(layer, "E4M3FN", "E4M3FN", exempt=[("*", "backward")])
