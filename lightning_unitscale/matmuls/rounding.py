@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_unitscale.formats import NumberFormat
+from lightning_unitscale.formats import E4M3FN, E5M2, NumberFormat
 from lightning_unitscale.matmuls.coverage import first_of, percent
 from lightning_unitscale.matmuls.execute import Matmul, run_scaled
 from lightning_unitscale.matmuls.matmul_formats import MovingGrid, SimulateFormat
@@ -37,6 +37,8 @@ class Numerics(abc.ABC):
 
     name: str  # what users call the format
     is_training = True  # whether the running steps are training steps
+    # Spacing of the numbers near 1 in the formats of operands and of arriving gradients: FP8's.
+    spacing: tuple[float, float] = (E4M3FN.eps, E5M2.eps)
 
     @property
     def is_active(self) -> bool:
@@ -134,6 +136,10 @@ class SimulatedMatmuls(Numerics):
 
     def __init__(self, *configs: SimulateFormat, measures_range: bool = False) -> None:
         self._configs = configs
+        self.spacing = (
+            max(config.operand_format.eps for config in configs),
+            max(config.gradient_format.eps for config in configs),
+        )
         self._measures_range = measures_range
         self._flushed = FlushedOperands()
 

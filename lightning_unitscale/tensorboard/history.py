@@ -117,7 +117,7 @@ class RunScales:
             steps=both,
             log2_rms=log2_rms[ours],
             log2_unit=units[theirs],
-            nonfinite=np.nan_to_num(self._at(both, direction, "nonfinite", 0)),
+            nonfinite=np.nan_to_num(self.at(both, direction, "nonfinite", 0)),
         )
 
     def fractions(self, direction: Direction, most: int | None = None) -> FractionHistory:
@@ -125,7 +125,7 @@ class RunScales:
         tail = (len(self.formats), len(FORMAT_KINDS))
         steps, fractions = self._joined(direction, "fractions", tail, np.dtype(np.float16))
         kept = kept_steps(len(steps), most)
-        share_read = self._at(steps, direction, "share_read", 1)
+        share_read = self.at(steps, direction, "share_read", 1)
         return FractionHistory(self.formats, steps[kept], fractions[kept], share_read[kept])
 
     def exponents(self, direction: Direction, name: str) -> dict[int, ExponentCounts]:
@@ -143,10 +143,10 @@ class RunScales:
         points = sorted(self._read(ALERTS_TAG), key=lambda point: point[0])
         return tuple(alert for _, text in points for alert in alerts_from_json(text.item()))
 
-    def _at(
+    def at(
         self, steps: npt.NDArray[np.int64], direction: Direction, quantity: Quantity, default: float
     ) -> Floats:
-        """Return vectors that some steps lack as an array ``(T, N)``, with a default."""
+        """Return a quantity at some steps, with a default where it is lacking, ``(T, N)``."""
         values = np.full((len(steps), len(self.names)), default, np.float32)
         found_steps, found = self._joined(direction, quantity, (), values.dtype)
         _, rows, found_rows = np.intersect1d(steps, found_steps, return_indices=True)

@@ -217,8 +217,12 @@ class ScaleWriter:
         vectors: dict[Quantity, npt.NDArray[Any]] = {}
         if "vectors" in parts:
             vectors |= {"log2_rms": log2_rms, "log2_unit": snapshot.log2_divisors(direction)}
+            vectors["log2_amax"] = snapshot.log2_amax(direction)
+            vectors["numel"] = snapshot.column("numel", direction)
             if np.any((nonfinite := snapshot.nonfinite(direction)) > 0):
                 vectors["nonfinite"] = nonfinite
+            if not np.isnan(spacing := snapshot.spacing[DIRECTIONS.index(direction)]):
+                vectors["spacing"] = np.array([spacing])
         if "fractions" in parts:
             vectors["fractions"] = snapshot.fractions(direction).astype(np.float16)
             if np.any((share := snapshot.share_read(direction)) < 1):
