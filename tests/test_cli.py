@@ -688,7 +688,10 @@ def test_a_step_names_its_arguments_as_it_likes(
     assert "layers.0" in capsys.readouterr().out
 
 
-COMMANDS = ("fit", "validate", "test", "predict", "profile", "fit-in", "explain-pipeline", "report")
+COMMANDS = (
+    "fit", "validate", "test", "predict", "profile", "fit-in", "explain-pipeline", "compare",
+    "diagnose", "report",
+)  # fmt: skip
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,7 +69,7 @@ class Divergence:
         """Return the fields that scripts read."""
         fields = asdict(self)
         del fields["text"]
-        return fields
+        return fields | {"inherited": list(self.inherited)}
 
 
 @dataclass(frozen=True, eq=False)

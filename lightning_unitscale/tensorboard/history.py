@@ -5,6 +5,7 @@ It needs no torch, because the dashboard's server has none. The report uses it t
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from lightning_unitscale.scales.alerts import ScaleAlert, alerts_from_json
 from lightning_unitscale.scales.layout import DIRECTIONS, FORMAT_KINDS, Direction, RowLayout
 from lightning_unitscale.tensorboard.schema import (
     ALERTS_TAG,
+    COVERAGE_TAG,
     PLUGIN_NAME,
     ExponentCounts,
     Quantity,
@@ -142,6 +144,11 @@ class RunScales:
             return ()
         points = sorted(self._read(ALERTS_TAG), key=lambda point: point[0])
         return tuple(alert for _, text in points for alert in alerts_from_json(text.item()))
+
+    def coverage(self) -> dict[str, Any] | None:
+        """Return the numbers of matmuls in units and in a format; ``None`` if not recorded."""
+        points = list(self._read(COVERAGE_TAG)) if COVERAGE_TAG in self._tags else []
+        return json.loads(points[-1][1].item()) if points else None
 
     def at(
         self, steps: npt.NDArray[np.int64], direction: Direction, quantity: Quantity, default: float

@@ -16,6 +16,7 @@ tag                                   shape, type             content
 ``scales/forward/spacing/...``        ``(1,)`` float32        spacing near 1 of the coarsest format
 ``scales/forward/exponents/a.b``      ``(3 + K,)`` float32    exponent counts of the tensor ``a.b``
 ``scales/alerts``                     ``()`` text             alerts of a step, see ``alerts.py``
+``scales/coverage``                   ``()`` text             JSON: matmuls in units and formats
 ====================================  ======================  =====================================
 
 The true value of a tensor is its stored value times its unit. A vector tag ends in the key of its
@@ -45,6 +46,7 @@ from lightning_unitscale.scales.layout import DIRECTIONS, MIN_EXPONENT, NUM_EXPO
 
 PLUGIN_NAME: Final = "scales"
 ALERTS_TAG: Final = f"{PLUGIN_NAME}/alerts"
+COVERAGE_TAG: Final = f"{PLUGIN_NAME}/coverage"
 VERSION: Final = 1
 
 Quantity = Literal[

@@ -42,6 +42,7 @@ from lightning_unitscale.tensorboard.protobuf import (
 )
 from lightning_unitscale.tensorboard.schema import (
     ALERTS_TAG,
+    COVERAGE_TAG,
     PLUGIN_NAME,
     ExponentCounts,
     Quantity,
@@ -169,12 +170,23 @@ class ScaleWriter:
         self._experiment.add_text(
             f"{NAMESPACE}/alerts", "\n".join(f"- {line}" for line in lines), step
         )
+        self._add_text(file_writer, ALERTS_TAG, alerts_to_json(alerts), step)
+
+    def written_folder(self) -> str:
+        """Return the folder of the event file, after all that was written is in it."""
+        self._experiment.flush()
+        return str(self._experiment.log_dir)
+
+    def write_summary(self, text: str, coverage: str, step: int) -> None:
+        """Write the coverage of the run's matmuls as JSON, from which a summary can be made."""
+        file_writer = self._experiment._get_file_writer()
+        if file_writer is not None and coverage:
+            self._add_text(file_writer, COVERAGE_TAG, coverage, step)
+
+    def _add_text(self, file_writer: Any, tag: str, text: str, step: int) -> None:
         event = Event()
-        event.summary.value.add(
-            tag=ALERTS_TAG,
-            tensor=text_proto(alerts_to_json(alerts)),
-            metadata=plugin_metadata(content()),
-        )
+        metadata = plugin_metadata(content())
+        event.summary.value.add(tag=tag, tensor=text_proto(text), metadata=metadata)
         file_writer.add_event(event, step=step)
 
     def _write(self, file_writer: Any, snapshot: ScaleSnapshot, parts: set[str]) -> None:
