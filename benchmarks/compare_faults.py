@@ -51,8 +51,8 @@ def train(
     model = DemoLoss(width=32, depth=2, num_heads=2)
     torch.manual_seed(seed)
     for parameter in model.parameters():  # DemoLoss has the same weights for every seed
-        noise = torch.randn(parameter.shape) * (0.02 if parameter.ndim == 1 else 0.05)
-        parameter.data += noise
+        if parameter.ndim > 1:
+            parameter.data += 0.05 * torch.randn(parameter.shape)
     other = torch.Generator().manual_seed(seed + 1)
     for parameter in model.parameters() if apart else ():
         parameter.data += apart * torch.randn(parameter.shape, generator=other)
@@ -171,7 +171,9 @@ def _hooked(path: str, change: Callable[[Tensor], Tensor]) -> Fault:
     return fault
 
 
-def trial(seed: int, kind: str, precision: str, folder: Path, plain: RunScales) -> dict[str, object]:
+def trial(
+    seed: int, kind: str, precision: str, folder: Path, plain: RunScales
+) -> dict[str, object]:
     """Compare a clean run in FP32 with a run that may have a fault."""
     dice = random.Random(f"{seed} {kind} {precision}")
     expected, fault = ("", None) if kind == "clean" else make_fault(kind, dice)

@@ -33,7 +33,11 @@ _COMMANDS = {
     "report": "show the scales of finished runs as a picture, a page and a table",
 }
 # These read event files and need no configuration.
-_OF_EVENT_FILES = {"compare": compare_command, "diagnose": diagnose_command, "report": report_command}
+_OF_EVENT_FILES = {
+    "compare": compare_command,
+    "diagnose": diagnose_command,
+    "report": report_command,
+}
 # These only plan, so their refusals are answers for the user.
 _PLANNING = ("profile", "fit-in", "explain-pipeline")
 _USAGE = f"usage: lightning-unitscale {{{','.join(_COMMANDS)}}} ..."

@@ -195,7 +195,9 @@ class RunWriters:
         summary = str(diagnose(snapshots[-1], alerts, coverage))
         for writer in self._writers.values():
             writer.finish(snapshots[-1])
-            writer.write_summary(summary, json.dumps(coverage) if coverage else "", snapshots[-1].step)
+            writer.write_summary(
+                summary, json.dumps(coverage) if coverage else "", snapshots[-1].step
+            )
 
     def clear(self) -> None:
         """Drop the writers of a run that has ended."""

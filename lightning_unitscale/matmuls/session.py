@@ -101,7 +101,7 @@ class MatmulSession:
 
     @property
     def spacing(self) -> tuple[float, float]:
-        """Return the coarsest spacing of numbers near 1 of the active formats, forward, backward."""
+        """Return the coarsest spacing of the active formats' numbers near 1: values, gradients."""
         active = [numerics.spacing for numerics in self.numerics if numerics.is_active]
         forward, backward = zip((0.0, 0.0), *active, strict=True)
         return max(forward), max(backward)

@@ -140,9 +140,7 @@ class StepWatcher:
         def arrived() -> ScaleSnapshot:
             described = [(tensor, gauge) for tensor in tensors]
             rows = sent([*([row] for row in forward), *backward])
-            return replace(
-                snapshot_of(step, described, layout, grad_scale, rows), spacing=spacing
-            )
+            return replace(snapshot_of(step, described, layout, grad_scale, rows), spacing=spacing)
 
         return arrived
 

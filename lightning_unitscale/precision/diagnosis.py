@@ -62,7 +62,9 @@ class Diagnosis:
                 text += f", {found['in_format']} in {found['format']}"
                 text += f" ({percent(found['flops_in_format'])} of the FLOPs)"
             lines += [f"coverage: {text}"]
-            lines += [f"not covered: {percent(share)}: {why}" for why, share in found["reasons"].items()]
+            lines += [
+                f"not covered: {percent(share)}: {why}" for why, share in found["reasons"].items()
+            ]
         if self.first_nonfinite is not None:
             lines.append(f"first NaN or infinity: {self.first_nonfinite['text']}")
         return "\n".join(lines) or "No tensor was measured."

@@ -149,14 +149,20 @@ def _judge(
     states = np.array([each.is_state for each in pair.pairs]) & (direction == "forward")
     rounding = np.where(states, _OF_PARAMETERS * spacing * few, rounding)
     values = _with_floor(pair, history, direction, floors)
-    rms = _Difference(np.abs(values[0] - values[1]), _FLOOR + rounding, values)
+    rms = _Difference(np.abs(values[0] - values[1]), _FLOOR * few + rounding, values)
+    # A tensor of zeros has neither a largest magnitude nor a shape, and a tiny parameter no shape.
+    is_zero = np.isneginf(history.log2_rms).any(axis=0)
     with np.errstate(invalid="ignore"):
-        largest = np.where(np.isneginf(history.log2_amax), np.nan, history.log2_amax)
+        largest = np.logaddexp2(2 * history.log2_amax, 2 * floors) / 2
+    largest = np.where(is_zero & ~states, np.nan, largest)
     amax_rounding = 0.02 + _OF_AMAX * spacing * few
-    amax = _Difference(np.abs(largest[0] - largest[1]), amax_rounding, largest)
+    with np.errstate(invalid="ignore"):
+        apart = np.abs(largest[0] - largest[1])
+    amax = _Difference(apart, amax_rounding, largest)
     root = np.sqrt(history.numel.clip(max=2.0**14))
     shape_rounding = 2e-3 + (0.5 + _OF_SHAPE * math.sqrt(spacing)) / root
-    shape = _Difference(history.shape_distance, shape_rounding, values)
+    shapes = np.where(is_zero | states, np.nan, history.shape_distance)
+    shape = _Difference(shapes, shape_rounding, values)
     gaps = np.diff(history.steps, prepend=history.steps[:1] - 1)
     chance = rms.chance(states, gaps)
     excess = rms.amount / chance
@@ -207,7 +213,7 @@ def _quantile(values: Doubles) -> float:
 def _with_floor(
     pair: RunPair, history: PairHistory, direction: Direction, floors: Doubles
 ) -> Doubles:
-    """Return log2 RMS with what is as good as zero added, so that its size does not matter."""
+    """Return log2 of the root of the squared RMS and of the square of what is as good as zero."""
     rms = history.log2_rms
     around = pair.inputs if direction == "forward" else pair.readers
     floors = floors.copy()
@@ -218,7 +224,7 @@ def _with_floor(
             rounding = math.log2(_CANCELLED * max(_spacing(history), _LEAST_SPACING))
             floors[t, k] = max(floors[t, k], read[np.isfinite(read)].max() + rounding)
     with np.errstate(invalid="ignore"):  # infinite and infinite
-        values: Doubles = np.logaddexp2(rms, floors)
+        values: Doubles = np.logaddexp2(2 * rms, 2 * floors) / 2
     return np.where(np.isneginf(values).all(axis=0), 0.0, values)
 
 
@@ -309,7 +315,9 @@ def _report(
     inherited = tuple(
         pair.pairs[j].name for j in _read(pair, direction, k) if excess[j] > _SUSPICIOUS
     )
-    a, b = (float(value) if math.isfinite(value) else None for value in one.history.log2_rms[:, row, k])
+    a, b = (
+        float(value) if math.isfinite(value) else None for value in one.history.log2_rms[:, row, k]
+    )
     module = _module(pair, direction, k, excess)
     chance = float(one.chance[row, k])
     result = Divergence(
@@ -319,15 +327,16 @@ def _report(
     return Divergence(**(vars(result) | {"text": "\n".join(_lines(pair, one, row, result, k))}))
 
 
-def _lines(
-    pair: RunPair, one: _Judged, row: int, result: Divergence, k: int
-) -> Iterator[str]:
+def _lines(pair: RunPair, one: _Judged, row: int, result: Divergence, k: int) -> Iterator[str]:
     """Return the report of a finding, line by line."""
     direction = result.direction or "forward"
     gradient = "gradient of " if direction == "backward" else ""
     where = f" (module {result.module})" if result.module else ""
     yield f"The runs part at step {result.step}, {direction}: {gradient}{result.tensor}{where}"
-    a, b = ("no finite element" if value is None else f"2^{value:.4g}" for value in result.log2_rms or ())
+    a, b = (
+        "no finite element" if value is None else f"2^{value:.4g}"
+        for value in result.log2_rms or ()
+    )
     yield f"  RMS {a} and {b}, {one.excess[row, k]:.3g} times what chance explains"
     read = _read(pair, direction, k)
     after = pair.readers[k] if direction == "forward" else pair.inputs[k]

@@ -79,6 +79,7 @@ class RunScales:
         self._tags = tags
         self._read = read
         self._sets: dict[str, TensorSet] = {}
+        self._inputs_of_set: dict[str, dict[str, tuple[str, ...]]] = {}
         measured: set[Direction] = set()
         for tag, content in tags.items():
             series = Series.parse(tag)
@@ -93,7 +94,9 @@ class RunScales:
         self.inputs: dict[str, tuple[str, ...]] = {}
         for observed in sets:
             modules.update(zip(observed.names, observed.modules, strict=True))
-            self.inputs.update(zip(observed.names, observed.inputs, strict=False))
+            inputs = dict(zip(observed.names, observed.inputs, strict=False))
+            self._inputs_of_set[observed.key] = inputs
+            self.inputs.update(inputs)
         self.directions = tuple(direction for direction in DIRECTIONS if direction in measured)
         self.names = merge_orders(observed.names for observed in sets)
         self.modules = tuple(modules[name] for name in self.names)
@@ -121,6 +124,13 @@ class RunScales:
             log2_unit=units[theirs],
             nonfinite=np.nan_to_num(self.at(both, direction, "nonfinite", 0)),
         )
+
+    def inputs_at(self, direction: Direction) -> dict[int, dict[str, tuple[str, ...]]]:
+        """Return the inputs of every tensor by step, since the graph may change."""
+        return {
+            step: self._inputs_of_set[observed.key]
+            for step, (observed, _) in self._rows(direction, "log2_rms").items()
+        }
 
     def fractions(self, direction: Direction, most: int | None = None) -> FractionHistory:
         """Return out-of-range fractions of all tensors over at most ``most`` steps."""
@@ -164,12 +174,7 @@ class RunScales:
         self, direction: Direction, quantity: Quantity, tail: tuple[int, ...], dtype: np.dtype[Any]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:
         """Return steps ``(T,)`` and the vectors of all sets as one array ``(T, N, *tail)``."""
-        rows: dict[int, tuple[TensorSet, npt.NDArray[Any]]] = {}
-        for key, observed in self._sets.items():
-            tag = Series(direction, quantity, key).tag
-            if tag in self._tags:
-                # A resumed run may write a step twice. The later one counts.
-                rows.update((step, (observed, vector)) for step, vector in self._read(tag))
+        rows = self._rows(direction, quantity)
         steps = sorted(rows)
         joined = np.full((len(steps), len(self.names), *tail), np.nan, dtype)
         position = {name: index for index, name in enumerate(self.names)}
@@ -180,6 +185,18 @@ class RunScales:
                 columns = np.ix_(columns, [self.formats.index(item) for item in observed.formats])
             joined[index][columns] = vector
         return np.array(steps, dtype=np.int64), joined
+
+    def _rows(
+        self, direction: Direction, quantity: Quantity
+    ) -> dict[int, tuple[TensorSet, npt.NDArray[Any]]]:
+        """Return the vector of each step with its set of tensors."""
+        rows: dict[int, tuple[TensorSet, npt.NDArray[Any]]] = {}
+        for key, observed in self._sets.items():
+            tag = Series(direction, quantity, key).tag
+            if tag in self._tags:
+                # A resumed run may write a step twice. The later one counts.
+                rows.update((step, (observed, vector)) for step, vector in self._read(tag))
+        return rows
 
 
 class LastStep:

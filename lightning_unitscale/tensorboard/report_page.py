@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import gzip
 import html
+import itertools
 import json
 import math
 import re

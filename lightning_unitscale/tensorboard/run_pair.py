@@ -38,6 +38,7 @@ class TensorPair:
     is_source: bool  # a parameter, a buffer or an input of the step
     is_operand: bool  # a matmul reads it
     is_matmul: bool  # a matmul makes it
+    reader: str = ""  # of two names: the tensor that reads either
 
     @property
     def is_state(self) -> bool:
@@ -84,9 +85,8 @@ class RunPair:
                 place[side][name]
                 for side, run in enumerate(self.runs)
                 for name in run.inputs.get(pair.names[side], ())
-                if name in place[side]
+                if place[side].get(name, k) < k
             }
-            - {k}
             for k, pair in enumerate(self.pairs)
         ]
         # The positions of the pairs that each reads, and of those that read it.
@@ -117,16 +117,16 @@ class RunPair:
             arrays = history.log2_rms[rows] + unit, amax, history.nonfinite[rows], numel, spacing
             taken.append([array[:, columns].astype(np.float64) for array in arrays])
         rms, amax, bad, numel, spacing = map(np.stack, zip(*taken, strict=True))
+        graphs = [run.inputs_at(direction) for run in self.runs]
         for k, pair in enumerate(self.pairs):
-            # One takes the other's place only at steps at which one run lacks it.
-            if pair.names[0] != pair.names[1]:
-                run = self.runs[int(pair.name == pair.names[0])]
-                if pair.name in run.names:
-                    own = histories[self.runs.index(run)]
-                    values = own.log2_rms[np.isin(own.steps, steps), run.names.index(pair.name)]
-                    rms[:, ~np.isnan(values), k] = amax[:, ~np.isnan(values), k] = math.nan
+            for row, step in enumerate(steps.tolist() if pair.reader else ()):
+                # One takes the other's place only while the graphs differ there.
+                a, b = (graph[step].get(pair.reader, ()) for graph in graphs)
+                if pair.names[0] not in a or pair.names[1] not in b or {*pair.names} & {*a} & {*b}:
+                    rms[:, row, k] = amax[:, row, k] = math.nan
         known = np.where(np.isnan(numel), 0.0, numel).max(axis=(0, 1))
-        coarsest = float(spacing.max())
+        # NaN only if a run has none at all; fmax skips those of absent tensors.
+        coarsest = float(np.maximum(*(np.fmax.reduce(own, axis=None) for own in spacing)))
         log2_spacing = -3.0 if math.isnan(coarsest) else math.log2(coarsest or 1e-9)
         return PairHistory(
             steps,
@@ -158,7 +158,11 @@ class RunPair:
             for row, step in enumerate(steps.tolist()):
                 counts = [own[step] for own in found if step in own]
                 is_absent = np.isnan(log2_rms[:, row, k]).any()
-                if is_absent or len(counts) < 2 or min(own.num_sampled for own in counts) < _FEWEST_ELEMENTS:
+                if (
+                    is_absent
+                    or len(counts) < 2
+                    or min(own.num_sampled for own in counts) < _FEWEST_ELEMENTS
+                ):
                     continue
                 a, b = (
                     np.cumsum(own.counts[: first[row, k] - 1 : -1]) / own.num_sampled
@@ -171,12 +175,13 @@ class RunPair:
 
     def _pairs(self) -> tuple[TensorPair, ...]:
         names = [set(run.names) for run in self.runs]
-        found = {(name, name): 0 for name in self.runs[0].names if name in names[1]}
+        found = {(name, name): "" for name in self.runs[0].names if name in names[1]}
         for name, _ in list(found):
             read = [run.inputs.get(name, ()) for run in self.runs]
             left = [[each for each in read[side] if each not in read[1 - side]] for side in (0, 1)]
-            found |= dict.fromkeys(self._stand_ins(*left), 0)
-        pairs = [self._pair(each, names) for each in found]
+            found |= dict.fromkeys(self._stand_ins(*left), name)
+        latest = [_latest_names(run) for run in self.runs]
+        pairs = [self._pair(each, reader, latest) for each, reader in found.items()]
         return tuple(sorted(pairs, key=lambda pair: self._order[pair.name]))
 
     def _stand_ins(self, a: Sequence[str], b: Sequence[str]) -> list[tuple[str, str]]:
@@ -193,11 +198,11 @@ class RunPair:
 
         return min(choices, key=distance)
 
-    def _pair(self, names: tuple[str, str], known: Sequence[set[str]]) -> TensorPair:
+    def _pair(self, names: tuple[str, str], reader: str, latest: Sequence[set[str]]) -> TensorPair:
         a, b = names
-        name = b if b not in known[0] else a
+        name = b if b not in latest[0] else a
         facts = self._about[int(name == b)][name]
-        return TensorPair(names, name, *facts)
+        return TensorPair(names, name, *facts, reader)
 
 
 def _facts(run: RunScales) -> dict[str, tuple[str, bool, bool, bool]]:
@@ -206,6 +211,11 @@ def _facts(run: RunScales) -> dict[str, tuple[str, bool, bool, bool]]:
     rows: Any = zip(forward.modules, forward.sources, forward.operands, backward.operands,
                     strict=True)  # fmt: skip
     return dict(zip(run.names, rows, strict=True))
+
+
+def _latest_names(run: RunScales) -> set[str]:
+    graphs = run.inputs_at(run.directions[0])
+    return set(graphs[max(graphs)])
 
 
 def _first_log2_rms(run: RunScales) -> dict[str, float]:
