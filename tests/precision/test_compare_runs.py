@@ -202,7 +202,7 @@ def test_errors_have_exit_status_2(plain, tmp_path, capsys):
     with attach(layer, optimizer, callbacks=[ScaleMonitor()], log_dir=other):
         layer(torch.randn(2, 4)).square().mean().backward()
         optimizer.step()
-    with pytest.raises(ValueError, match="run_a, run_b: they share no tensor. Expected two runs"):
+    with pytest.raises(ValueError, match="run_a, run_b: they share no tensor"):
         find_divergence(read_run(plain), read_run(other))
 
 
