@@ -105,7 +105,7 @@ class RunPair:
         steps = np.intersect1d(histories[0].steps, histories[1].steps)
         if not len(steps):
             return None
-        taken: list[list[Doubles]] = []
+        taken: list[list[npt.NDArray[Any]]] = []
         for side, (run, history) in enumerate(zip(self.runs, histories, strict=True)):
             rows = np.searchsorted(history.steps, steps)
             own = {name: k for k, name in enumerate(run.names)}
@@ -115,8 +115,10 @@ class RunPair:
             numel = run.at(steps, direction, "numel", math.nan)
             spacing = run.at(steps, direction, "spacing", math.nan)
             arrays = history.log2_rms[rows] + unit, amax, history.nonfinite[rows], numel, spacing
-            taken.append([array[:, columns].astype(np.float64) for array in arrays])
-        rms, amax, bad, numel, spacing = map(np.stack, zip(*taken, strict=True))
+            taken.append([array[:, columns] for array in arrays])
+        rms, amax, bad, numel, spacing = (
+            np.stack(arrays).astype(np.float64) for arrays in zip(*taken, strict=True)
+        )
         graphs = [run.inputs_at(direction) for run in self.runs]
         for k, pair in enumerate(self.pairs):
             for row, step in enumerate(steps.tolist() if pair.reader else ()):
