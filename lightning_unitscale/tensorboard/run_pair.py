@@ -111,10 +111,10 @@ class RunPair:
             own = {name: k for k, name in enumerate(run.names)}
             columns = [own[pair.names[side]] for pair in self.pairs]
             unit = history.log2_unit[rows]
-            amax = run.at(steps, direction, "log2_amax", math.nan) + unit
-            numel = run.at(steps, direction, "numel", math.nan)
-            spacing = run.at(steps, direction, "spacing", math.nan)
-            arrays = history.log2_rms[rows] + unit, amax, history.nonfinite[rows], numel, spacing
+            largest = run.at(steps, direction, "log2_amax", math.nan) + unit
+            sizes = run.at(steps, direction, "numel", math.nan)
+            coarse = run.at(steps, direction, "spacing", math.nan)
+            arrays = history.log2_rms[rows] + unit, largest, history.nonfinite[rows], sizes, coarse
             taken.append([array[:, columns] for array in arrays])
         rms, amax, bad, numel, spacing = (
             np.stack(arrays).astype(np.float64) for arrays in zip(*taken, strict=True)
