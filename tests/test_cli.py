@@ -690,8 +690,8 @@ def test_a_step_names_its_arguments_as_it_likes(
 
 
 COMMANDS = (
-    *("fit", "validate", "test", "predict"),
-    *("profile", "fit-in", "precision", "explain-pipeline", "report"),
+    *("fit", "validate", "test", "predict", "profile", "fit-in", "precision"),
+    *("explain-pipeline", "compare", "diagnose", "report"),
 )
 
 

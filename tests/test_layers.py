@@ -56,11 +56,13 @@ MAY_NOT_IMPORT_TORCH = (
     "scales/layout.py",
     "scales/tensor_statistics.py",
     "tensorboard/__init__.py",
+    "tensorboard/divergence.py",
     "tensorboard/history.py",
     "tensorboard/plugin.py",
     "tensorboard/run_report.py",
     "tensorboard/report_page.py",
     "tensorboard/responses.py",
+    "tensorboard/run_pair.py",
     "tensorboard/schema.py",
     "tensorboard/table.py",
 )

@@ -38,6 +38,12 @@ class LightningLoop(Loop):
         self.is_fitting = trainer.state.fn == "fit"
         self._global_step_before = trainer.global_step
 
+    @property
+    @override
+    def callbacks(self) -> Sequence[Any]:
+        callbacks: Sequence[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
+        return callbacks
+
     @override
     def begin_batch(self) -> None:
         self._global_step_before = self.trainer.global_step

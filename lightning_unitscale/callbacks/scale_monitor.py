@@ -22,11 +22,13 @@ from lightning_unitscale.loops.loggers import RunWriters
 from lightning_unitscale.loops.loop import Loop
 from lightning_unitscale.loops.ranks import is_distributed
 from lightning_unitscale.monitor.torch_state import is_readable
+from lightning_unitscale.precision.compare_runs import compare_runs
 from lightning_unitscale.scales.alerts import ScaleAlert
 from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.scales.snapshot_rows import summarize, write_csv, write_json_lines
 from lightning_unitscale.scales.violations import Limits
+from lightning_unitscale.tensorboard.divergence import Divergence
 from lightning_unitscale.tensorboard.table import scale_table
 from lightning_unitscale.tensorboard.writer import TABS, TensorBoardTabs
 
@@ -189,6 +191,28 @@ class ScaleMonitor(StepsCallback):
         """
         self._write("to_json_lines", write_json_lines, path)
 
+    def compare(self, path: str | Path) -> Divergence:
+        """Find where this run and another one part, on the rank that writes.
+
+        Args:
+            path: Folder of the other run, with its event files.
+
+        Returns:
+            The first step, tensor, module and direction in which the runs differ by more than
+            chance. ``text`` is a report in a few lines.
+
+        Raises:
+            RuntimeError: If this run has written nothing to TensorBoard.
+            FileNotFoundError: If the folder has no event files.
+            ValueError: If the runs share no tensor or no sampled step.
+        """
+        if (writer := self._writers.to_tensorboard) is None:
+            raise RuntimeError(
+                f"compare: path={str(path)!r}: this run has written nothing to TensorBoard. "
+                "Expected a TensorBoardLogger, and a sampled step on the rank that writes. Add one."
+            )
+        return compare_runs(writer.written_folder(), path)
+
     def _write(self, method: str, write: Callable[..., None], path: str | Path) -> None:
         if not self.snapshots:
             raise RuntimeError(
@@ -281,9 +305,9 @@ class ScaleMonitor(StepsCallback):
     def finish(self) -> None:
         loop, _ = self._running()
         self._judge_sent(is_over=True)
-        self._writers.finish(self.snapshots)
         alerts = self._alerts.finish()
         self._writers.write_alerts(loop, alerts, self._sampled_step)
+        self._writers.finish(loop, self.snapshots, self.alerts)
         self._alerts.act(loop, alerts)
 
     @override
@@ -337,5 +361,5 @@ class ScaleMonitor(StepsCallback):
             self._alerts.act(loop, alerts)
         except BaseException:
             # The run that ends here can be read.
-            self._writers.finish(self.snapshots)
+            self._writers.finish(loop, self.snapshots, self.alerts)
             raise

@@ -15,6 +15,8 @@ from lightning_unitscale.cli.commands import (
 from lightning_unitscale.cli.errors import is_answer
 from lightning_unitscale.cli.fit_in import FitInCLI
 from lightning_unitscale.cli.precision import PrecisionCLI
+from lightning_unitscale.precision.compare_runs import main as compare_command
+from lightning_unitscale.precision.diagnosis import main as diagnose_command
 from lightning_unitscale.tensorboard.run_report import main as report_command
 
 _TRACEBACK = "--traceback"
@@ -28,7 +30,15 @@ _COMMANDS = {
     "fit-in": "find batch, remat budget, precision and shards that fit into a device's memory",
     "precision": "account for what low precision costs, matmul by matmul",
     "explain-pipeline": "estimate the costs of pipeline stages without running them",
+    "compare": "find where two finished runs part: step, tensor, module and direction",
+    "diagnose": "sum up a finished run: violations, trends, worst tensors, coverage",
     "report": "show the scales of finished runs as a picture, a page and a table",
+}
+# These read event files and need no configuration.
+_OF_EVENT_FILES = {
+    "compare": compare_command,
+    "diagnose": diagnose_command,
+    "report": report_command,
 }
 # These only plan, so their refusals are answers for the user.
 _PLANNING = ("profile", "fit-in", "precision", "explain-pipeline")
@@ -53,8 +63,8 @@ def main(args: Sequence[str] | None = None) -> None:
             f"lightning-unitscale: {words[0]}: no such command. Expected one of "
             f"{', '.join(_COMMANDS)}. Run one of them with --help to see its options."
         )
-    if words[:1] == ["report"]:
-        report_command(words[1:])
+    if (command := _OF_EVENT_FILES.get(words[0])) is not None:
+        command(words[1:])
         return
     # All of jsonargparse[signatures]: without one of them Lightning fails late or obscurely.
     needed = ("jsonargparse", "docstring_parser", "typeshed_client")

@@ -78,6 +78,11 @@ class CalledLoop(Loop):
 
     @property
     @override
+    def callbacks(self) -> Sequence[Any]:
+        return self._callbacks
+
+    @property
+    @override
     def device(self) -> torch.device:
         tensors = itertools.chain(self.module.parameters(), self.module.buffers())
         first = next(tensors, None)

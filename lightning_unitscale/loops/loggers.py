@@ -5,6 +5,7 @@ A logger's package is imported only after the user has begun a run of it.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, Final, TypeAlias
@@ -13,6 +14,8 @@ from typing_extensions import override
 
 from lightning_unitscale.arguments import shown
 from lightning_unitscale.loops.loop import Loop
+from lightning_unitscale.matmuls.coverage import Coverage
+from lightning_unitscale.precision.diagnosis import diagnose
 from lightning_unitscale.scales.alerts import ScaleAlert, alerts_text
 from lightning_unitscale.scales.layout import DIRECTIONS, FORMAT_KINDS
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
@@ -58,6 +61,9 @@ class NumberWriter:
         if self._thinning.left_out(snapshot.step):
             self._write_table(snapshot)
 
+    def write_summary(self, text: str, coverage: str, step: int) -> None:
+        """Write the summary of a run at its end, if the logger supports texts."""
+
     def _write_table(self, snapshot: ScaleSnapshot) -> None:
         """Write the table of a snapshot, if the logger supports tables."""
 
@@ -76,6 +82,10 @@ class TextWriter(NumberWriter):
     @override
     def write_alerts(self, alerts: Sequence[ScaleAlert], step: int) -> None:
         self._log({"scales/alerts": alerts_text(alerts)}, step)
+
+    @override
+    def write_summary(self, text: str, coverage: str, step: int) -> None:
+        self._log({"scales/diagnosis": text}, step)
 
 
 class WandbWriter(TextWriter):
@@ -136,6 +146,10 @@ class MlflowWriter(NumberWriter):
     def _write_table(self, snapshot: ScaleSnapshot) -> None:
         self._client.log_text(self._run_id, scale_table(snapshot), "scales/table.txt")
 
+    @override
+    def write_summary(self, text: str, coverage: str, step: int) -> None:
+        self._client.log_text(self._run_id, text, "scales/diagnosis.txt")
+
 
 _Maker: TypeAlias = Callable[[Any, TensorBoardTabs], Writer]
 
@@ -147,6 +161,8 @@ class RunWriters:
         self._tabs = tabs
         self._say = say
         self._writers: dict[int, Writer] = {}
+        # The last writer to TensorBoard, also after its run.
+        self.to_tensorboard: ScaleWriter | None = None
 
     def write(
         self,
@@ -165,11 +181,24 @@ class RunWriters:
         for writer in self._of(loop) if alerts else ():
             writer.write_alerts(alerts, step)
 
-    def finish(self, snapshots: Sequence[ScaleSnapshot]) -> None:
-        """Write the omitted parts of the last snapshot."""
-        if snapshots:
-            for writer in self._writers.values():
-                writer.finish(snapshots[-1])
+    def finish(
+        self,
+        loop: Loop,
+        snapshots: Sequence[ScaleSnapshot],
+        alerts: Sequence[ScaleAlert],
+    ) -> None:
+        """Write the omitted parts of the last snapshot, and the summary of the run."""
+        if not snapshots or not self._writers:
+            return
+        found = (getattr(callback, "coverage", None) for callback in loop.callbacks)
+        counted = next((each for each in found if isinstance(each, Coverage) and each.counts), None)
+        coverage = None if counted is None else counted.to_json()
+        summary = str(diagnose(snapshots[-1], alerts, coverage))
+        for writer in self._writers.values():
+            writer.finish(snapshots[-1])
+            writer.write_summary(
+                summary, json.dumps(coverage) if coverage else "", snapshots[-1].step
+            )
 
     def clear(self) -> None:
         """Drop the writers of a run that has ended."""
@@ -180,6 +209,7 @@ class RunWriters:
             if id(logger) not in self._writers:
                 writer = self._writers[id(logger)] = _maker(logger)(logger, self._tabs)
                 if isinstance(writer, ScaleWriter):
+                    self.to_tensorboard = writer
                     self._say(
                         f"ScaleMonitor: to see the scales during the run, start "
                         f"{tensorboard_command(logger)} and open {SCALES_URL}"

@@ -40,6 +40,11 @@ class Loop(abc.ABC):
         """Begin a training batch."""
 
     @property
+    def callbacks(self) -> Sequence[Any]:
+        """Return the callbacks of the loop."""
+        return ()
+
+    @property
     @abc.abstractmethod
     def step_index(self) -> int:
         """Return the number of optimizer steps so far."""

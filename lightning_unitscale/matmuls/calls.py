@@ -320,6 +320,8 @@ class RanMatmul:
     log2_gamma: int | None  # of its output gradient
     nodes: range  # numbers of its autograd nodes
     names: tuple[str, ...]  # names of the operands in the gauge
+    # Spacing of the numbers near 1 to which it rounds operands and gradients; 0 without rounding.
+    spacing: tuple[float, float]
 
 
 class _Watched(threading.local):
@@ -339,7 +341,12 @@ def watching(see: Callable[[RanMatmul], None]) -> Iterator[None]:
         WATCHED.see = previous
 
 
-def show(site: Site, operands: Sequence[Tensor], first_node: int | None = None) -> None:
+def show(
+    site: Site,
+    operands: Sequence[Tensor],
+    first_node: int | None = None,
+    spacing: tuple[float, float] = (0.0, 0.0),
+) -> None:
     """Pass a forward matmul to the watching callback, if there is one."""
     if WATCHED.see is not None:
         last = last_sequence_number()
@@ -350,5 +357,6 @@ def show(site: Site, operands: Sequence[Tensor], first_node: int | None = None) 
                 site.log2_gamma,
                 range(last if first_node is None else first_node, last + 1),
                 site.operand_names,
+                spacing,
             )
         )

@@ -122,6 +122,18 @@ class Coverage:
         lacking = lacking_line(self.lacking)
         return "; ".join(filter(None, [self.without_format() + text, *reasons, lacking]))
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the numbers of matmuls, and the shares of FLOPs, in units and in the format."""
+        return {
+            "matmuls": self.num_matmuls,
+            "in_units": self.num_in_units,
+            "in_format": self.num_in_format,
+            "flops_in_units": self.fraction_of_flops("units", "format"),
+            "flops_in_format": self.fraction_of_flops("format"),
+            "format": self.format,
+            "reasons": {**self.reasons, **self.reasons_outside},
+        }
+
     def without_format(self) -> str:
         """Report that no matmul ran in the requested format; empty otherwise."""
         if not self.format or self.num_in_format:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_unitscale.formats import BlockFormat, NumberFormat
+from lightning_unitscale.formats import E4M3FN, E5M2, BlockFormat, NumberFormat
 from lightning_unitscale.matmuls.block_rounding import (
     UNIT_SCALE,
     Axes,
@@ -57,6 +57,8 @@ class Numerics(abc.ABC):
     name: str  # what users call the format
     is_training = True  # whether the running steps are training steps
     needs_units = True  # whether operands without a unit are not rounded
+    # Spacing of the numbers near 1 in the formats of operands and of arriving gradients: FP8's.
+    spacing: tuple[float, float] = (E4M3FN.eps, E5M2.eps)
 
     @property
     def is_active(self) -> bool:
@@ -164,6 +166,13 @@ class FlushedOperands:
         return first_of(texts)
 
 
+def _eps(format: NumberFormat | BlockFormat | None) -> float:
+    """Return the spacing of a format's numbers near 1; 0 without rounding."""
+    if format is None:
+        return 0.0
+    return (format if isinstance(format, NumberFormat) else format.element).eps
+
+
 class SimulatedMatmuls(Numerics):
     """Rounds operands of matmuls to one format, and arriving gradients to another.
 
@@ -183,6 +192,10 @@ class SimulatedMatmuls(Numerics):
         # With units, a constant. Without, each tensor's own largest magnitude in each call.
         self._tensor_scale = UNIT_SCALE if has_units else None
         self._weights = WeightMatmuls()
+        self.spacing = (
+            max(_eps(config.operand_format) for config in configs),
+            max(_eps(config.gradient_format) for config in configs),
+        )
         self._measures_range = measures_range
         self._flushed = FlushedOperands()
 

@@ -99,6 +99,13 @@ class MatmulSession:
         """Return the name of the active format, or an empty string if nothing is rounded."""
         return next((numerics.name for numerics in self.numerics if numerics.is_active), "")
 
+    @property
+    def spacing(self) -> tuple[float, float]:
+        """Return the coarsest spacing of the active formats' numbers near 1: values, gradients."""
+        active = [numerics.spacing for numerics in self.numerics if numerics.is_active]
+        forward, backward = zip((0.0, 0.0), *active, strict=True)
+        return max(forward), max(backward)
+
     def begin_step(self, *, is_training: bool = True) -> None:
         """Begin a step, and restart the numbering of its matmuls."""
         self.sites.begin()
@@ -170,7 +177,7 @@ class MatmulSession:
                 remember(self.ref, matmul, operands, extents)
                 if site.matmul is matmul and run is not None and node is None and not kwargs:
                     note_forward(self.sites, matmul, original, args, frame)
-            show(site, operands)
+            show(site, operands, spacing=self.spacing)
         return self.execute(matmul, original, args, kwargs)
 
     def execute(self, matmul: Matmul, original: Kernel, args: _Args, kwargs: dict[str, Any]) -> Any:

@@ -142,6 +142,8 @@ class Measuring:
         # holds for every unit.
         self.counts_stored = not layout.is_sampled
         self._rows = StepRows(layout.measured)
+        # Spacing of the numbers near 1 in the coarsest type or format so far, forward and backward.
+        self.spacing = (0.0, 0.0)
         # By device and unit: few are different, and each is a kernel to fill.
         self._factors: dict[tuple[torch.device, int], Tensor] = {}
 
@@ -164,6 +166,8 @@ class Measuring:
         # No operation is recorded in inference mode, not even for forward derivatives.
         with unseen(), torch.inference_mode():
             elements = stored_elements(tensor)
+            if elements.is_floating_point():
+                self.see_spacing((torch.finfo(elements.dtype).eps,) * 2)
             factor = None
             if log2_unit and self.counts_stored:
                 key = elements.device, log2_unit
@@ -172,6 +176,10 @@ class Measuring:
                     self._factors[key] = torch.full((), 2.0**-log2_unit, device=elements.device)
                 factor = self._factors[key]
             return self._rows.add(elements, factor)
+
+    def see_spacing(self, spacing: tuple[float, float]) -> None:
+        """Take in the spacing of a tensor's type, or of the formats of a matmul."""
+        self.spacing = max(self.spacing[0], spacing[0]), max(self.spacing[1], spacing[1])
 
     def clear(self) -> None:
         """Forget all rows since the last time that they were sent for."""

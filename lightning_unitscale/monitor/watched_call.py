@@ -129,6 +129,7 @@ class WatchedCall:
 
     def see(self, ran: RanMatmul) -> None:
         """Note a matmul of the function that runs."""
+        self._measuring.see_spacing(ran.spacing)
         if self._running is not None:
             with plain_functions():
                 self._running.see(ran)

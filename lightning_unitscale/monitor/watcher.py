@@ -6,6 +6,7 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from types import CodeType
 from typing import Any
 
@@ -134,11 +135,12 @@ class StepWatcher:
             return None
         tensors, forward, backward = zip(*found, strict=True)
         layout, gauge = self._measuring.layout, Gauge()
+        spacing = self._measuring.spacing
 
         def arrived() -> ScaleSnapshot:
             described = [(tensor, gauge) for tensor in tensors]
             rows = sent([*([row] for row in forward), *backward])
-            return snapshot_of(step, described, layout, grad_scale, rows)
+            return replace(snapshot_of(step, described, layout, grad_scale, rows), spacing=spacing)
 
         return arrived
 

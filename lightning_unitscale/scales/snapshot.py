@@ -49,6 +49,8 @@ class ScaleSnapshot:
         lacking_units: For each tensor whether its unit, and that of its gradient, is still to be
             measured, so that a unit of 1 stands for it; none by default.
         log2_loss_scale: Exponent of the factor that a loss scaler put on stored gradients.
+        spacing: Spacing of the numbers near 1 in the coarsest type or format that the step computed
+            in, forward and backward; NaN where it is not known.
     """
 
     step: int
@@ -64,6 +66,7 @@ class ScaleSnapshot:
     matmuls: tuple[bool, ...] = ()
     lacking_units: tuple[tuple[bool, bool], ...] = ()
     log2_loss_scale: int = 0
+    spacing: tuple[float, float] = (math.nan, math.nan)
 
     def __post_init__(self) -> None:
         number = len(self.names)

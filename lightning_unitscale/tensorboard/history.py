@@ -5,6 +5,7 @@ It needs no torch, because the dashboard's server has none. The report uses it t
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from lightning_unitscale.scales.alerts import ScaleAlert, alerts_from_json
 from lightning_unitscale.scales.layout import DIRECTIONS, FORMAT_KINDS, Direction, RowLayout
 from lightning_unitscale.tensorboard.schema import (
     ALERTS_TAG,
+    COVERAGE_TAG,
     PLUGIN_NAME,
     PRECISION_TAG,
     ExponentCounts,
@@ -78,6 +80,7 @@ class RunScales:
         self._tags = tags
         self._read = read
         self._sets: dict[str, TensorSet] = {}
+        self._inputs_of_set: dict[str, dict[str, tuple[str, ...]]] = {}
         measured: set[Direction] = set()
         for tag, content in tags.items():
             series = Series.parse(tag)
@@ -92,7 +95,9 @@ class RunScales:
         self.inputs: dict[str, tuple[str, ...]] = {}
         for observed in sets:
             modules.update(zip(observed.names, observed.modules, strict=True))
-            self.inputs.update(zip(observed.names, observed.inputs, strict=False))
+            inputs = dict(zip(observed.names, observed.inputs, strict=False))
+            self._inputs_of_set[observed.key] = inputs
+            self.inputs.update(inputs)
         self.directions = tuple(direction for direction in DIRECTIONS if direction in measured)
         self.names = merge_orders(observed.names for observed in sets)
         self.modules = tuple(modules[name] for name in self.names)
@@ -118,15 +123,22 @@ class RunScales:
             steps=both,
             log2_rms=log2_rms[ours],
             log2_unit=units[theirs],
-            nonfinite=np.nan_to_num(self._at(both, direction, "nonfinite", 0)),
+            nonfinite=np.nan_to_num(self.at(both, direction, "nonfinite", 0)),
         )
+
+    def inputs_at(self, direction: Direction) -> dict[int, dict[str, tuple[str, ...]]]:
+        """Return the inputs of every tensor by step, since the graph may change."""
+        return {
+            step: self._inputs_of_set[observed.key]
+            for step, (observed, _) in self._rows(direction, "log2_rms").items()
+        }
 
     def fractions(self, direction: Direction, most: int | None = None) -> FractionHistory:
         """Return out-of-range fractions of all tensors over at most ``most`` steps."""
         tail = (len(self.formats), len(FORMAT_KINDS))
         steps, fractions = self._joined(direction, "fractions", tail, np.dtype(np.float16))
         kept = kept_steps(len(steps), most)
-        share_read = self._at(steps, direction, "share_read", 1)
+        share_read = self.at(steps, direction, "share_read", 1)
         return FractionHistory(self.formats, steps[kept], fractions[kept], share_read[kept])
 
     def exponents(self, direction: Direction, name: str) -> dict[int, ExponentCounts]:
@@ -149,10 +161,15 @@ class RunScales:
         points = self._read(PRECISION_TAG) if PRECISION_TAG in self._tags else []
         return str(max(points, key=lambda point: point[0])[1].item().decode()) if points else ""
 
-    def _at(
+    def coverage(self) -> dict[str, Any] | None:
+        """Return the numbers of matmuls in units and in a format; ``None`` if not recorded."""
+        points = list(self._read(COVERAGE_TAG)) if COVERAGE_TAG in self._tags else []
+        return json.loads(points[-1][1].item()) if points else None
+
+    def at(
         self, steps: npt.NDArray[np.int64], direction: Direction, quantity: Quantity, default: float
     ) -> Floats:
-        """Return vectors that some steps lack as an array ``(T, N)``, with a default."""
+        """Return a quantity at some steps, with a default where it is lacking, ``(T, N)``."""
         values = np.full((len(steps), len(self.names)), default, np.float32)
         found_steps, found = self._joined(direction, quantity, (), values.dtype)
         _, rows, found_rows = np.intersect1d(steps, found_steps, return_indices=True)
@@ -163,12 +180,7 @@ class RunScales:
         self, direction: Direction, quantity: Quantity, tail: tuple[int, ...], dtype: np.dtype[Any]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:
         """Return steps ``(T,)`` and the vectors of all sets as one array ``(T, N, *tail)``."""
-        rows: dict[int, tuple[TensorSet, npt.NDArray[Any]]] = {}
-        for key, observed in self._sets.items():
-            tag = Series(direction, quantity, key).tag
-            if tag in self._tags:
-                # A resumed run may write a step twice. The later one counts.
-                rows.update((step, (observed, vector)) for step, vector in self._read(tag))
+        rows = self._rows(direction, quantity)
         steps = sorted(rows)
         joined = np.full((len(steps), len(self.names), *tail), np.nan, dtype)
         position = {name: index for index, name in enumerate(self.names)}
@@ -179,6 +191,18 @@ class RunScales:
                 columns = np.ix_(columns, [self.formats.index(item) for item in observed.formats])
             joined[index][columns] = vector
         return np.array(steps, dtype=np.int64), joined
+
+    def _rows(
+        self, direction: Direction, quantity: Quantity
+    ) -> dict[int, tuple[TensorSet, npt.NDArray[Any]]]:
+        """Return the vector of each step with its set of tensors."""
+        rows: dict[int, tuple[TensorSet, npt.NDArray[Any]]] = {}
+        for key, observed in self._sets.items():
+            tag = Series(direction, quantity, key).tag
+            if tag in self._tags:
+                # A resumed run may write a step twice. The later one counts.
+                rows.update((step, (observed, vector)) for step, vector in self._read(tag))
+        return rows
 
 
 class LastStep:

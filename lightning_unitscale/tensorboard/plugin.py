@@ -8,6 +8,7 @@ Routes below ``/data/plugin/scales/``, with arguments in the query:
 ``exponents?run&direction&tensor``    frame: exponent counts of one tensor over the steps
 ``fractions?run&direction&tensor``    frame: its out-of-range fractions over the steps
 ``alerts?run``                        JSON: the alerts, each with its step and tensor
+``divergence?run&compared``           JSON: where two runs part
 ``static/...``                        the page
 ====================================  =========================================================
 
@@ -72,6 +73,7 @@ class ScalesPlugin(base_plugin.TBPlugin):
             "/exponents": Request.application(self._exponents),
             "/fractions": Request.application(self._fractions),
             "/alerts": Request.application(self._alerts),
+            "/divergence": Request.application(self._divergence),
             **static,
         }
 
@@ -124,6 +126,10 @@ class ScalesPlugin(base_plugin.TBPlugin):
         answer = responses.alerts_json(self._run(request).alerts())
         return http_util.Respond(request, answer, "application/json")
 
+    def _divergence(self, request: Request) -> Response:
+        answer = responses.divergence_json(self._run(request), self._run(request, "compared"))
+        return http_util.Respond(request, answer, "application/json")
+
     def _fraction_history(
         self, request: Request, run: RunScales, direction: Direction
     ) -> FractionHistory:
@@ -146,12 +152,12 @@ class ScalesPlugin(base_plugin.TBPlugin):
             plugin_name=PLUGIN_NAME,
         )
 
-    def _run(self, request: Request) -> RunScales:
-        name = request.args.get("run", "")
+    def _run(self, request: Request, argument: str = "run") -> RunScales:
+        name = request.args.get(argument, "")
         series = self._series(request).get(name)
         if series is None:
             raise errors.NotFoundError(
-                f"run={name!r}: no such run with scales. Expected one that /runs lists."
+                f"{argument}={name!r}: no such run with scales. Expected one that /runs lists."
             )
         tags = {tag: points.plugin_content for tag, points in series.items()}
         return RunScales(tags, functools.partial(self._read, request, name))

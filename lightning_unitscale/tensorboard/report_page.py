@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import gzip
 import html
+import itertools
 import json
 import math
 import re
@@ -99,6 +100,7 @@ STATIC: Final = Path(responses.__file__).parent / "static"
 _MOST_STEPS: Final = 600
 _MOST_HISTOGRAMS: Final = 40
 _MOST_ALERTS: Final = 200
+_COMPARED: Final = 2
 
 _IMPORT = re.compile(r"^import \{([^}]*)\} from '\./([\w.]+)';\n", re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:class|function|const) (\w+))", re.MULTILINE)
@@ -242,6 +244,9 @@ def _answers(runs: Mapping[str, RunScales]) -> Iterator[tuple[str, bytes]]:
                 yield _key("fractions", *key), responses.fractions_frame(fractions, column)
         # The page opens with the newest run, so make the first one the newest.
         listed.append(responses.ListedRun(name, float(-number), last_steps))
+    if len(runs) == _COMPARED:  # more pairs would take longer than the rest of the report
+        for a, b in itertools.permutations(runs):
+            yield _key("divergence", a, b), responses.divergence_json(runs[a], runs[b])
     yield _key("runs"), responses.runs_json(listed)
 
 

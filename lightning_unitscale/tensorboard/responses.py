@@ -19,7 +19,8 @@ import numpy.typing as npt
 from lightning_unitscale.formats import BF16, E4M3FN, E5M2, FP16
 from lightning_unitscale.scales.alerts import ScaleAlert
 from lightning_unitscale.scales.layout import MIN_EXPONENT, NUM_EXPONENTS, Direction
-from lightning_unitscale.tensorboard.history import FractionHistory, ScaleHistory
+from lightning_unitscale.tensorboard.divergence import find_divergence
+from lightning_unitscale.tensorboard.history import FractionHistory, RunScales, ScaleHistory
 from lightning_unitscale.tensorboard.schema import ExponentCounts
 
 # The formats whose ranges the dashboard shows.
@@ -68,6 +69,15 @@ def alerts_json(alerts: Sequence[ScaleAlert]) -> bytes:
         for alert in alerts
     ]
     return json.dumps(shown, separators=(",", ":")).encode()
+
+
+def divergence_json(run: RunScales, compared: RunScales) -> bytes:
+    """Return where two runs part, with the report as ``text``; only the text of an error."""
+    try:
+        found = find_divergence(run, compared)
+    except ValueError as error:
+        return json.dumps({"diverged": False, "text": str(error)}).encode()
+    return json.dumps(found.to_json() | {"text": found.text}, allow_nan=False).encode()
 
 
 def scales_frame(history: ScaleHistory) -> bytes:

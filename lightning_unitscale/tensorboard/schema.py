@@ -1,6 +1,6 @@
 """Define the tags and contents of the **Scales** plugin's tensors in an event file.
 
-A run has six series per direction. Five have one vector per step with an entry per tensor, so
+A run has nine series per direction. Eight have one vector per step with an entry per tensor, so
 one read gives a whole heat map with aligned columns:
 
 ====================================  ======================  =====================================
@@ -11,9 +11,13 @@ tag                                   shape, type             content
 ``scales/forward/fractions/...``      ``(N, F, 3)`` float16   overflow, subnormal, flushed; stored
 ``scales/forward/nonfinite/...``      ``(N,)`` float32        number of NaN and infinite elements
 ``scales/forward/share_read/...``     ``(N,)`` float32        share of elements behind fractions
+``scales/forward/log2_amax/...``      ``(N,)`` float32        log2 of the largest stored magnitudes
+``scales/forward/numel/...``          ``(N,)`` float32        number of elements
+``scales/forward/spacing/...``        ``(1,)`` float32        spacing near 1 of the coarsest format
 ``scales/forward/exponents/a.b``      ``(3 + K,)`` float32    exponent counts of the tensor ``a.b``
 ``scales/alerts``                     ``()`` text             alerts of a step, see ``alerts.py``
 ``scales/precision``                  ``()`` text             table of a precision report
+``scales/coverage``                   ``()`` text             JSON: matmuls in units and formats
 ====================================  ======================  =====================================
 
 The true value of a tensor is its stored value times its unit. A vector tag ends in the key of its
@@ -21,7 +25,7 @@ set of tensors. If the observed tensors change (another graph, a second fit), an
 under another key. Names, modules and formats are JSON in the metadata of the set's ``log2_rms``
 tags, which is written once. NaN means that a tensor was absent, ``-inf`` that it was all zero.
 ``nonfinite`` is written only at steps with such elements. ``share_read`` is written with
-``fractions`` that come from samples.
+``fractions`` that come from samples. ``spacing`` is written where it is known.
 
 It imports no torch, because TensorBoard has none.
 """
@@ -44,9 +48,13 @@ from lightning_unitscale.scales.layout import DIRECTIONS, MIN_EXPONENT, NUM_EXPO
 PLUGIN_NAME: Final = "scales"
 ALERTS_TAG: Final = f"{PLUGIN_NAME}/alerts"
 PRECISION_TAG: Final = f"{PLUGIN_NAME}/precision"
+COVERAGE_TAG: Final = f"{PLUGIN_NAME}/coverage"
 VERSION: Final = 1
 
-Quantity = Literal["log2_rms", "log2_unit", "fractions", "nonfinite", "share_read", "exponents"]
+Quantity = Literal[
+    "log2_rms", "log2_unit", "fractions", "nonfinite", "share_read", "log2_amax", "numel",
+    "spacing", "exponents",
+]  # fmt: skip
 QUANTITIES: Final[tuple[Quantity, ...]] = get_args(Quantity)
 
 

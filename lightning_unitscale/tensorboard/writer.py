@@ -42,6 +42,7 @@ from lightning_unitscale.tensorboard.protobuf import (
 )
 from lightning_unitscale.tensorboard.schema import (
     ALERTS_TAG,
+    COVERAGE_TAG,
     PLUGIN_NAME,
     PRECISION_TAG,
     ExponentCounts,
@@ -172,6 +173,17 @@ class ScaleWriter:
         )
         _add_text(file_writer, ALERTS_TAG, alerts_to_json(alerts), step)
 
+    def written_folder(self) -> str:
+        """Return the folder of the event file, after all that was written is in it."""
+        self._experiment.flush()
+        return str(self._experiment.log_dir)
+
+    def write_summary(self, text: str, coverage: str, step: int) -> None:
+        """Write the coverage of the run's matmuls as JSON, from which a summary can be made."""
+        file_writer = self._experiment._get_file_writer()
+        if file_writer is not None and coverage:
+            _add_text(file_writer, COVERAGE_TAG, coverage, step)
+
     def _write(self, file_writer: Any, snapshot: ScaleSnapshot, parts: set[str]) -> None:
         if not parts:
             return
@@ -212,8 +224,12 @@ class ScaleWriter:
         vectors: dict[Quantity, npt.NDArray[Any]] = {}
         if "vectors" in parts:
             vectors |= {"log2_rms": log2_rms, "log2_unit": snapshot.log2_divisors(direction)}
+            vectors["log2_amax"] = snapshot.log2_amax(direction)
+            vectors["numel"] = snapshot.column("numel", direction)
             if np.any((nonfinite := snapshot.nonfinite(direction)) > 0):
                 vectors["nonfinite"] = nonfinite
+            if not np.isnan(spacing := snapshot.spacing[DIRECTIONS.index(direction)]):
+                vectors["spacing"] = np.array([spacing])
         if "fractions" in parts:
             vectors["fractions"] = snapshot.fractions(direction).astype(np.float16)
             if np.any((share := snapshot.share_read(direction)) < 1):

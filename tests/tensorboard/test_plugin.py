@@ -201,6 +201,21 @@ def test_what_is_written_late_about_the_last_step_is_news(tmp_path):
     assert len({number for number, _ in seen}) == 4
 
 
+def test_the_place_where_two_runs_part(tmp_path):
+    write(tmp_path / "logs/a", [snapshot(step) for step in (0, 1)])
+    write(tmp_path / "logs/b", [snapshot(0), snapshot(1, offset=3)])
+    client = Client(wsgi_app(tmp_path / "logs"))
+    found = json.loads(get(client, "divergence", run="a", compared="b").data)
+    assert (found["step"], found["tensor"], found["direction"]) == (1, NAMES[0], "forward")
+    assert found["text"].startswith("The runs part at step 1, forward: ")
+    found = json.loads(get(client, "divergence", run="a", compared="a").data)
+    assert found["diverged"] is False
+    write(tmp_path / "logs/c", [snapshot(0, names=("x", "y"))])
+    client = Client(wsgi_app(tmp_path / "logs"))
+    found = json.loads(get(client, "divergence", run="a", compared="c").data)
+    assert found["diverged"] is False and "share no tensor" in found["text"]
+
+
 def test_sets_of_tensors_are_laid_side_by_side(tmp_path):
     names = (*NAMES[:2], "new", *NAMES[3:])
     steps = [snapshot(0), snapshot(10, names=names), snapshot(20, backward=False)]

@@ -20,6 +20,7 @@ import {
   scaleText,
 } from './model.js';
 import { Palette } from './palette.js';
+import { Parting } from './parting.js';
 
 const REFRESH_MILLISECONDS = 20000;
 const TURN = { forward: 'backward', backward: 'forward' };
@@ -58,16 +59,16 @@ export class App {
       help: () => this.keys.showModal(),
     });
     this.legend = new Legend({ onLimit: (limit) => change({ limit }) });
-    this.alerts = new AlertList({
-      onSelect: async ({ tensor, step, direction }) => {
-        const isHidden = !this.rows.some(({ name }) => name === tensor);
-        if (isHidden) this.controls.filter.value = '';
-        if (isHidden || direction !== this.state.direction) {
-          await this.change({ direction, filter: this.controls.filter.value, operandsOnly: false });
-        }
-        this.select(tensor, step);
-      },
-    });
+    const onSelect = async ({ tensor, step, direction }) => {
+      const isHidden = !this.rows.some(({ name }) => name === tensor);
+      if (isHidden) this.controls.filter.value = '';
+      if (isHidden || direction !== this.state.direction) {
+        await this.change({ direction, filter: this.controls.filter.value, operandsOnly: false });
+      }
+      this.select(tensor, step);
+    };
+    this.alerts = new AlertList({ onSelect });
+    this.parting = new Parting({ load: (query) => this.source.json('divergence', query), onSelect });
     this.heatMap = new HeatMap({
       onHover: (cell, event) => this.#showTip(cell, event),
       onSelect: ({ panel, row, column }) =>
@@ -88,6 +89,7 @@ export class App {
       { class: 'scales' },
       this.controls.node,
       this.legend.node,
+      this.parting.node,
       this.alerts.node,
       this.main,
       this.tip,
@@ -235,6 +237,7 @@ export class App {
       onBad: () => this.select(bad.name, bad.step),
     });
     this.alerts.set(found);
+    this.parting.set(found.map((data) => this.listing.runs.find(({ name }) => name === data.run)));
     const turn = TURN[direction];
     if (!names.length) this.#say(`Nothing was measured ${direction}.`, `Try ${turn} (key ${turn[0]}).`);
     else if (!this.rows.length) this.#say(`No tensor matches “${filter}”.`, 'Escape clears the filter.');

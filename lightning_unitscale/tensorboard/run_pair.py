@@ -1,0 +1,226 @@
+"""Pair the tensors of two runs, and measure how far apart they are.
+
+Names do not depend on precision, device or layout. Where one run has a tensor more (a cast, another
+attention, a factor), the tensors that a shared tensor reads in its place are paired instead.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_unitscale.scales.layout import MIN_EXPONENT, NUM_EXPONENTS, Direction
+from lightning_unitscale.tensorboard.history import RunScales, merge_orders
+
+Doubles = npt.NDArray[np.float64]
+# Tensors with fewer elements have no shape of a histogram.
+_FEWEST_ELEMENTS: Final = 16
+_MOST_STAND_INS: Final = 4
+_LEAST_SHARE: Final = -12.0
+# For files without a number of elements.
+_USUAL_NUMEL: Final = 4096.0
+_INPUT: Final = "input."
+
+
+@dataclass(frozen=True)
+class TensorPair:
+    """A tensor of both runs."""
+
+    names: tuple[str, str]  # in either run; two names for tensors that take each other's place
+    name: str  # for reports: of two names the one that only one run has
+    module: str
+    is_source: bool  # a parameter, a buffer or an input of the step
+    is_operand: bool  # a matmul reads it
+    is_matmul: bool  # a matmul makes it
+    reader: str = ""  # of two names: the tensor that reads either
+
+    @property
+    def is_state(self) -> bool:
+        """Return whether it is a parameter or a buffer."""
+        return self.is_source and not self.name.startswith(_INPUT)
+
+
+@dataclass(frozen=True, eq=False)
+class PairHistory:
+    """The statistics of ``P`` pairs at the ``T`` steps that both runs have, in one direction."""
+
+    steps: npt.NDArray[np.int64]
+    log2_rms: Doubles  # of true values, (2, T, P); NaN where absent
+    log2_amax: Doubles  # (2, T, P)
+    nonfinite: npt.NDArray[np.bool_]  # whether there are NaN or infinite elements, (2, T, P)
+    # The largest share of elements above a power of two in one run and not above its half in the
+    # other, (T, P).
+    shape_distance: Doubles
+    numel: Doubles  # (P,)
+    # Spacing of the numbers near 1 in the coarsest format; NaN if a run has not recorded it.
+    spacing: float
+
+
+class RunPair:
+    """The tensors of two runs in execution order, with what they read.
+
+    Raises:
+        ValueError: If the runs share no tensor or no step.
+    """
+
+    def __init__(self, a: RunScales, b: RunScales) -> None:
+        self.runs = a, b
+        self._order = {name: k for k, name in enumerate(merge_orders((a.names, b.names)))}
+        if not set(a.names) & set(b.names):
+            raise ValueError(
+                "run_a, run_b: they share no tensor. Expected two runs of one model, whose modules "
+                "have the same names. Give other runs."
+            )
+        self._about = [_facts(run) for run in self.runs]
+        self.pairs = self._pairs()
+        place = [{pair.names[side]: k for k, pair in enumerate(self.pairs)} for side in (0, 1)]
+        read = [
+            {
+                place[side][name]
+                for side, run in enumerate(self.runs)
+                for name in run.inputs.get(pair.names[side], ())
+                if place[side].get(name, k) < k
+            }
+            for k, pair in enumerate(self.pairs)
+        ]
+        # The positions of the pairs that each reads, and of those that read it.
+        self.inputs = [tuple(sorted(found)) for found in read]
+        readers: list[list[int]] = [[] for _ in self.pairs]
+        for reader, found in enumerate(self.inputs):
+            for k in found:
+                readers[k].append(reader)
+        self.readers = [tuple(found) for found in readers]
+
+    def history(self, direction: Direction) -> PairHistory | None:
+        """Return the statistics of all pairs; ``None`` without a common step."""
+        if any(direction not in run.directions for run in self.runs):
+            return None
+        histories = [run.history(direction) for run in self.runs]
+        steps = np.intersect1d(histories[0].steps, histories[1].steps)
+        if not len(steps):
+            return None
+        taken: list[list[npt.NDArray[Any]]] = []
+        for side, (run, history) in enumerate(zip(self.runs, histories, strict=True)):
+            rows = np.searchsorted(history.steps, steps)
+            own = {name: k for k, name in enumerate(run.names)}
+            columns = [own[pair.names[side]] for pair in self.pairs]
+            unit = history.log2_unit[rows]
+            largest = run.at(steps, direction, "log2_amax", math.nan) + unit
+            sizes = run.at(steps, direction, "numel", math.nan)
+            coarse = run.at(steps, direction, "spacing", math.nan)
+            arrays = history.log2_rms[rows] + unit, largest, history.nonfinite[rows], sizes, coarse
+            taken.append([array[:, columns] for array in arrays])
+        rms, amax, bad, numel, spacing = (
+            np.stack(arrays).astype(np.float64) for arrays in zip(*taken, strict=True)
+        )
+        graphs = [run.inputs_at(direction) for run in self.runs]
+        for k, pair in enumerate(self.pairs):
+            for row, step in enumerate(steps.tolist() if pair.reader else ()):
+                # One takes the other's place only while the graphs differ there.
+                a, b = (graph[step].get(pair.reader, ()) for graph in graphs)
+                if pair.names[0] not in a or pair.names[1] not in b or {*pair.names} & {*a} & {*b}:
+                    rms[:, row, k] = amax[:, row, k] = math.nan
+        known = np.where(np.isnan(numel), 0.0, numel).max(axis=(0, 1))
+        # NaN only if a run has none at all; fmax skips those of absent tensors.
+        coarsest = float(np.maximum(*(np.fmax.reduce(own, axis=None) for own in spacing)))
+        log2_spacing = -3.0 if math.isnan(coarsest) else math.log2(coarsest or 1e-9)
+        return PairHistory(
+            steps,
+            rms,
+            amax,
+            bad > 0,
+            self._shape_distance(direction, steps, rms, log2_spacing),
+            np.where(known > 0, known, _USUAL_NUMEL),
+            coarsest,
+        )
+
+    def _shape_distance(
+        self,
+        direction: Direction,
+        steps: npt.NDArray[np.int64],
+        log2_rms: Doubles,
+        log2_spacing: float,
+    ) -> Doubles:
+        distance = np.full((len(steps), len(self.pairs)), math.nan)
+        # Elements below this share of the RMS may be zero in one run and rounding in the other.
+        least = min(max(log2_spacing - 3, _LEAST_SHARE), -3)
+        lowest = np.nan_to_num(np.fmax(*log2_rms) + least, nan=0.0, neginf=MIN_EXPONENT)
+        first = np.clip(lowest.round() - MIN_EXPONENT, 1, NUM_EXPONENTS - 2).astype(int)
+        for k, pair in enumerate(self.pairs):
+            found = [
+                run.exponents(direction, name)
+                for run, name in zip(self.runs, pair.names, strict=True)
+            ]
+            for row, step in enumerate(steps.tolist()):
+                counts = [own[step] for own in found if step in own]
+                is_absent = np.isnan(log2_rms[:, row, k]).any()
+                if (
+                    is_absent
+                    or len(counts) < 2
+                    or min(own.num_sampled for own in counts) < _FEWEST_ELEMENTS
+                ):
+                    continue
+                a, b = (
+                    np.cumsum(own.counts[: first[row, k] - 1 : -1]) / own.num_sampled
+                    for own in counts
+                )
+                # Elements on a power of two may be in either bin: only what is farther counts.
+                farther = max(float((a[:-1] - b[1:]).max()), float((b[:-1] - a[1:]).max()))
+                distance[row, k] = max(farther, 0.0)
+        return distance
+
+    def _pairs(self) -> tuple[TensorPair, ...]:
+        names = [set(run.names) for run in self.runs]
+        found = {(name, name): "" for name in self.runs[0].names if name in names[1]}
+        for name, _ in list(found):
+            read = [run.inputs.get(name, ()) for run in self.runs]
+            left = [[each for each in read[side] if each not in read[1 - side]] for side in (0, 1)]
+            found |= dict.fromkeys(self._stand_ins(*left), name)
+        latest = [_latest_names(run) for run in self.runs]
+        pairs = [self._pair(each, reader, latest) for each, reader in found.items()]
+        return tuple(sorted(pairs, key=lambda pair: self._order[pair.name]))
+
+    def _stand_ins(self, a: Sequence[str], b: Sequence[str]) -> list[tuple[str, str]]:
+        """Pair what a tensor reads in one run only, with the closest values together."""
+        if not a or len(a) != len(b) or len(a) > _MOST_STAND_INS:
+            return []
+        choices = [list(zip(a, order, strict=True)) for order in itertools.permutations(b)]
+        if len(choices) == 1:
+            return choices[0]
+        first = [_first_log2_rms(run) for run in self.runs]
+
+        def distance(pairs: list[tuple[str, str]]) -> float:
+            return sum(abs(first[0].get(x, 0.0) - first[1].get(y, 0.0)) for x, y in pairs)
+
+        return min(choices, key=distance)
+
+    def _pair(self, names: tuple[str, str], reader: str, latest: Sequence[set[str]]) -> TensorPair:
+        a, b = names
+        name = b if b not in latest[0] else a
+        facts = self._about[int(name == b)][name]
+        return TensorPair(names, name, *facts, reader)
+
+
+def _facts(run: RunScales) -> dict[str, tuple[str, bool, bool, bool]]:
+    """Return module, source, operand and matmul by tensor."""
+    forward, backward = run.history("forward", 1), run.history("backward", 1)
+    rows: Any = zip(forward.modules, forward.sources, forward.operands, backward.operands,
+                    strict=True)  # fmt: skip
+    return dict(zip(run.names, rows, strict=True))
+
+
+def _latest_names(run: RunScales) -> set[str]:
+    graphs = run.inputs_at(run.directions[0])
+    return set(graphs[max(graphs)])
+
+
+def _first_log2_rms(run: RunScales) -> dict[str, float]:
+    values = run.history("forward").values(stored=False)
+    finite = np.where(np.isfinite(values[:1]), values[:1], 0.0).reshape(-1)
+    return dict(zip(run.names, finite.tolist(), strict=False))

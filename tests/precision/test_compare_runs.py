@@ -1,0 +1,223 @@
+"""Two recorded runs: where they part, and that runs of equal meaning do not."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch import nn
+
+from lightning_unitscale import ScaleMonitor, UnitScaleCallback, attach
+from lightning_unitscale.cli import main
+from lightning_unitscale.precision.compare_runs import compare_runs
+from lightning_unitscale.tensorboard.divergence import find_divergence
+from lightning_unitscale.tensorboard.history import read_run
+from lightning_unitscale.tensorboard.run_pair import RunPair
+
+FAULT_STEP = 3
+
+
+class Layer(nn.Module):
+    """A residual layer of two linear ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.drops_residual = False
+
+    def forward(self, x):
+        y = self.down(F.gelu(self.up(self.norm(x))))
+        return y if self.drops_residual else x + y
+
+
+class Net(nn.Module):
+    """Three residual layers and a loss."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.head = nn.Linear(32, 8)
+
+    def forward(self, x, classes):
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x), classes)
+
+
+def train(folder, *, fault=None, apart=0.0, simulate=None, every=1, steps=6, autocast=False):
+    """Train a net with a fault from a step on, and return the folder of its event file."""
+    net, data = Net(), torch.Generator().manual_seed(1)
+    for parameter in net.parameters() if apart else ():
+        parameter.data += apart * torch.randn(parameter.shape, generator=data)
+    data.manual_seed(2)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    unit_scale = UnitScaleCallback(simulate=simulate, recalibrate=None) if simulate else None
+    monitor = ScaleMonitor(every_n_steps=every, on_violation=None, tensorboard_tabs="scales")
+    callbacks = [each for each in (unit_scale, monitor) if each is not None]
+    with attach(net, optimizer, callbacks=callbacks, log_dir=folder):
+        for step in range(steps):
+            if fault is not None and step == FAULT_STEP:
+                fault(net, unit_scale)
+            x = torch.randn(64, 32, generator=data)
+            classes = torch.randint(8, (64,), generator=data)
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = net(x, classes)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("plain"))
+
+
+def scale_weight(net, _):
+    net.layers[1].up.weight.data *= 1.3
+
+
+def scale_result(net, _):
+    net.layers[1].down.register_forward_hook(lambda *call: call[2] * 0.7)
+
+
+def scale_gradient(net, _):
+    def hook(*call):
+        call[2].register_hook(lambda gradient: gradient * 2)
+
+    net.layers[1].up.register_forward_hook(hook)
+
+
+def drop_residual(net, _):
+    net.layers[1].drops_residual = True
+
+
+def clip(net, _):
+    net.layers[1].up.register_forward_hook(lambda *call: call[2].clamp(-0.3, 0.3))
+
+
+def stale_unit(net, unit_scale):
+    units = unit_scale._matmuls._units
+    pair = units.gauge.pair("layers.1.up.linear:weight")
+    moved = type(pair)(pair.log2_sigma + 12, pair.log2_gamma)
+    units.set_gauge(units.gauge.updated({"layers.1.up.linear:weight": moved}))
+
+
+FAULTS = [
+    (scale_weight, "layers.1.up", "layers.1.up.weight", "forward"),
+    (scale_result, "layers.1.down", None, "forward"),
+    (scale_gradient, "layers.1.up", "layers.1.up.linear", "backward"),
+    (drop_residual, "layers.1", "layers.1.add", "forward"),
+    (clip, "layers.1.up", None, "forward"),
+]
+
+
+@pytest.mark.parametrize("simulate", [None, "fp8"])
+@pytest.mark.parametrize(("fault", "module", "tensor", "direction"), FAULTS)
+def test_a_fault_is_found_in_its_step_and_module(
+    plain, tmp_path, fault, module, tensor, direction, simulate
+):
+    run = train(tmp_path, fault=fault, apart=1e-6, simulate=simulate)
+    for found in (compare_runs(plain, run), compare_runs(run, plain)):
+        assert (found.step, found.module, found.direction) == (FAULT_STEP, module, direction)
+        assert found.tensor == (tensor or found.tensor)
+        assert found.inherited == ()
+        assert found.diverged
+        assert f"step {FAULT_STEP}, {direction}" in found.text
+
+
+def test_a_stale_unit_is_found(plain, tmp_path):
+    found = compare_runs(plain, train(tmp_path, fault=stale_unit, simulate="fp8"))
+    assert (found.step, found.module) == (FAULT_STEP, "layers.1.up")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"apart": 1e-6}, {"simulate": "fp8"}, {"apart": 1e-6, "simulate": "fp8"}, {"autocast": True}],
+)
+def test_runs_of_equal_meaning_do_not_part(plain, tmp_path, options):
+    found = compare_runs(plain, train(tmp_path, **options))
+    assert not found.diverged, found.text
+
+
+def test_other_sampled_steps(plain, tmp_path):
+    """Only common steps are compared: the fault is found at the first one after it."""
+    run = train(tmp_path, fault=scale_result, apart=1e-6, every=4)
+    found = compare_runs(plain, run)
+    assert (found.step, found.module) == (4, "layers.1.down")
+
+
+def test_the_spacing_of_formats_is_recorded(plain, tmp_path):
+    fp8 = read_run(train(tmp_path / "fp8", simulate="fp8", steps=2))
+    half = read_run(train(tmp_path / "half", autocast=True, steps=2))
+    plain = read_run(plain)
+    assert RunPair(plain, plain).history("forward").spacing == np.finfo(np.float32).eps
+    assert RunPair(plain, half).history("forward").spacing == 2.0**-7
+    assert RunPair(plain, fp8).history("forward").spacing == 2.0**-3
+    assert RunPair(fp8, plain).history("backward").spacing == 2.0**-2
+
+
+def test_a_nan_in_one_run_is_found(plain, tmp_path):
+    def poison(net, _):
+        net.layers[1].down.bias.data[0] = torch.nan
+
+    found = compare_runs(plain, train(tmp_path, fault=poison))
+    assert (found.step, found.tensor) == (FAULT_STEP, "layers.1.down.bias")
+    json.dumps(found.to_json(), allow_nan=False)
+
+
+def test_the_command(plain, tmp_path, capsys):
+    run = train(tmp_path, fault=scale_gradient)
+    with pytest.raises(SystemExit) as ended:
+        main(["compare", str(plain), str(run), "--json"])
+    printed = json.loads(capsys.readouterr().out)
+    assert ended.value.code == 1
+    assert list(printed) == [
+        "diverged", "step", "module", "tensor", "direction", "inherited", "log2_rms", "chance",
+    ]  # fmt: skip
+    a, b = printed.pop("log2_rms")
+    assert b - a == pytest.approx(1.0, abs=1e-3) and 0 < printed.pop("chance") < 0.1
+    assert printed == {
+        "diverged": True, "step": FAULT_STEP, "module": "layers.1.up",
+        "tensor": "layers.1.up.linear", "direction": "backward", "inherited": [],
+    }  # fmt: skip
+    main(["compare", str(plain), str(plain), "--json"])  # exit status 0
+    assert json.loads(capsys.readouterr().out)["diverged"] is False
+    main(["compare", str(plain), str(plain)])
+    assert "no more than chance (6 steps, " in capsys.readouterr().out
+
+
+def test_errors_have_exit_status_2(plain, tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["compare", str(plain), str(tmp_path / "none")])
+    assert ended.value.code == 2
+    assert "none': no such folder. Expected" in capsys.readouterr().err
+    other = tmp_path / "other"
+    layer = nn.Sequential(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    with attach(layer, optimizer, callbacks=[ScaleMonitor()], log_dir=other):
+        layer(torch.randn(2, 4)).square().mean().backward()
+        optimizer.step()
+    with pytest.raises(ValueError, match="run_a, run_b: they share no tensor"):
+        find_divergence(read_run(plain), read_run(other))
+
+
+def test_the_monitor_compares_its_own_run(plain, tmp_path):
+    monitor = ScaleMonitor(every_n_steps=1)
+    with pytest.raises(RuntimeError, match="this run has written nothing to TensorBoard"):
+        monitor.compare(plain)
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    logger = TensorBoardLogger(tmp_path)
+    data = torch.Generator().manual_seed(2)
+    with attach(net, optimizer, callbacks=[monitor], loggers=logger):
+        net.layers[2].up.bias.data += 1.0
+        x = torch.randn(64, 32, generator=data)
+        net(x, torch.randint(8, (64,), generator=data)).backward()
+        optimizer.step()
+    found = monitor.compare(plain)
+    assert (found.step, found.tensor) == (0, "layers.2.up.bias")
