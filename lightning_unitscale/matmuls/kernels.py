@@ -135,6 +135,7 @@ def _override_matmuls(overrides: KernelOverrides) -> None:
 
 def matmul_kernel(rule: MatmulRule, original: Kernel) -> Kernel:
     """Make a kernel that passes a rule's matmuls to the sessions that own them."""
+
     def kernel(*args: Any, **kwargs: Any) -> Any:
         local = LOCAL
         if local.is_inside:

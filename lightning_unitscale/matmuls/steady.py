@@ -96,9 +96,10 @@ def steady_forward(
             return None
         at = at.f_back
     sites = session.sites
-    if at is None or (
-        kind := sites.called.get((id(at.f_locals["self"]), frame.f_lasti))
-    ) is None:
+    if at is None:
+        return None
+    kind = sites.called.get((id(at.f_locals["self"]), frame.f_lasti))
+    if kind is None:
         return None
     index = kind.next_index(sites.episode)
     if index >= len(kind.sites):

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -180,7 +179,7 @@ FORWARD, BACKWARD = steady.steady_forward, steady.steady_backward
 PREPARE = steady.prepare_again
 
 
-@pytest.mark.parametrize("batch_sizes", [(8,), (8, 5), (3, 8, 8)], ids=str)
+@pytest.mark.parametrize("batch_sizes", [(8,), (3, 8, 5)], ids=str)
 @pytest.mark.parametrize(("make", "num_backward"), [(Square, 4), (Varied, 2)])
 def test_the_same_matmuls_in_the_same_units(
     make: Any, num_backward: int, batch_sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
