@@ -369,7 +369,7 @@ MUTATIONS = (
     Mutation(
         "a saved operand is taken for the gradient",
         "matmuls/steady.py",
-        "held != (two if saved else one) or other in (one, two)",
+        "addresses[place] != known[saved] or addresses[1 - place] in known",
         "False",
         "matmuls/test_steady.py",
     ),

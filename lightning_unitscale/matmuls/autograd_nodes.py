@@ -79,8 +79,7 @@ def latest_key(read: Iterable[Tensor]) -> NodeKey | None:
     for tensor in read:
         if tensor.requires_grad:
             if (source := tensor.grad_fn) is not None:
-                identity = source.metadata.setdefault(_IDENTITY, next(_IDENTITIES))
-                return identity, last_sequence_number()
+                return identity_of(source), last_sequence_number()
             leaf = tensor if leaf is None else leaf
     if leaf is None:
         return None

@@ -171,10 +171,8 @@ def sources_of(rule: MatmulRule, call: Call, operands: Sequence[Tensor]) -> Sour
     chosen, candidates = _chosen(shape, other, first.shape, second.shape, known)
     if chosen is not None:
         return chosen
-    needs = [index for index in call.matmul.rule.backward_order if call.needs_gradient[index]] or [
-        0,
-        1,
-    ]
+    order = call.matmul.rule.backward_order
+    needs = [index for index in order if call.needs_gradient[index]] or [0, 1]
     index = needs[(call.num_visits - 1) % len(needs)]
     # ``g b^T`` for the first and ``a^T g`` for the second. For a column-major operand autograd
     # computes the transposed gradient, which makes the gradient column-major as well.

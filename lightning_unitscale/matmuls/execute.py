@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -53,8 +53,8 @@ def least_size(tensors: Sequence[Any]) -> int | None:
 
 # Every matmul reads its operands by these, which run no code of ours for each operand.
 _shape_of: Callable[[Tensor], tuple[int, ...]] = attrgetter("shape")
-_strides_of: Callable[[Tensor], tuple[int, ...]] = Tensor.stride
-_address_of: Callable[[Tensor], int] = Tensor.data_ptr
+_strides_of: Callable[[Tensor], tuple[int, ...]] = methodcaller("stride")
+_address_of: Callable[[Tensor], int] = methodcaller("data_ptr")
 _offset_of: Callable[[int], int] = (LINE_BYTES - 1).__and__
 # Shapes, strides and offsets in a cache line of operands; type and device of the first one.
 Placement = tuple[

@@ -96,7 +96,10 @@ def steady_forward(
             return None
         at = at.f_back
     sites = session.sites
-    if at is None or (kind := sites.called.get((id(at.f_locals["self"]), frame.f_lasti))) is None:
+    if at is None:
+        return None
+    kind = sites.called.get((id(at.f_locals["self"]), frame.f_lasti))
+    if kind is None:
         return None
     index = kind.next_index(sites.episode)
     if index >= len(kind.sites):
@@ -135,10 +138,10 @@ def _place_of_saved(call: Call, sources: Sources, addresses: Sequence[int]) -> i
     """Return which of two operands is saved, if addresses alone show that it is the only one."""
     place = 1 if sources[0] is None else 0
     saved, known = sources[place], call.addresses
-    is_clear = sources.count(None) == 1 and len(known) == 2 and saved is not None
-    if is_clear and addresses[place] == known[saved] and addresses[1 - place] not in known:
-        return place
-    return None
+    if saved is None or sources.count(None) != 1 or len(known) != 2:
+        return None
+    is_clear = addresses[place] == known[saved] and addresses[1 - place] not in known
+    return place if is_clear else None
 
 
 def note_backward(
