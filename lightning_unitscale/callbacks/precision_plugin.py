@@ -112,7 +112,7 @@ class UnitScaledPrecision(Precision):
         )
         self._base = _checked_base(base)
         if isinstance(self._base, str):
-            self.precision = self._base
+            self.precision: Any = self._base
             # The contexts in which a user makes a module are those of any package.
             root = next((root for root in _ROOTS if root in sys.modules), None)
             if root is not None:
@@ -204,7 +204,7 @@ def _watch(root: str, name: str, method: str, module: ModuleType) -> None:
         strategy = owner.strategy if is_fabric else owner
         plugin = strategy.precision if is_fabric else strategy.precision_plugin
         if isinstance(plugin, UnitScaledPrecision):
-            model = args[0] if args else kwargs.get("model")
+            model: Any = args[0] if args else kwargs.get("model")
             callbacks = owner._callbacks if is_fabric else model.trainer.callbacks
             plugin.join(root, strategy.root_device, callbacks)
         return below(owner, *args, **kwargs)

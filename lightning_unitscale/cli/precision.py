@@ -97,11 +97,8 @@ class PrecisionCLI(ProfileCLI):
 
     def _own_formats(self) -> tuple[FP8Linears | SimulateFormat | None, Any]:
         """Return the formats of the configuration's callback, and its exemptions."""
-        found: list[Any] = [
-            each
-            for each in self.trainer.callbacks
-            if isinstance(each, UnitScaleCallback)  # type: ignore[attr-defined]
-        ]
+        trainer: Any = self.trainer
+        found: list[Any] = [e for e in trainer.callbacks if isinstance(e, UnitScaleCallback)]
         for callback in found:
             if callback.precision is not None:
                 return callback.precision.linears(is_lossless=True), callback.precision.exempt

@@ -102,7 +102,8 @@ class Sites:
         self._module = weakref.ref(module)
         self.boundary = boundary  # the module's method, whose calls are the outermost
         self._units = units
-        self._paths: dict[int, str] = {}
+        # By the identity of a module, as of the last search.
+        self.paths: dict[int, str] = {}
         # The module of a checkpoint, by its body. A recomputation has only the body on the stack.
         self._paths_of_bodies: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
         # For each checkpoint, the number of matmuls of a kind that ran in the step before it.
@@ -218,7 +219,7 @@ class Sites:
             code = frame.f_code
             if id(code) in MODULE_CALLS:
                 module = id(frame.f_locals["self"])
-                path = self._paths.get(module) or self.path_of(module)
+                path = self.paths.get(module) or self.path_of(module)
             elif id(code) in LINES and (names := names_of_line(frame)) is not None:
                 path, result = names
             elif code is self.boundary:
@@ -245,21 +246,17 @@ class Sites:
         names = names_of_line(frame)
         return None if names is None else names[0]
 
-    def known_path(self, module: int) -> str | None:
-        """Return the path of the module with an ``id``, if it was there at the last search."""
-        return self._paths.get(module)
-
     def path_of(self, module: int) -> str | None:
         """Return the path of the module with an ``id``, without the names of wrappers."""
-        path = self._paths.get(module)
+        path = self.paths.get(module)
         if path is None and not self._is_fresh:
             # A model may add modules while it runs. Search for them once a step at most.
             root = self._module()
             children = () if root is None else root.named_modules()
             paths = {id(child): own_path(name) for name, child in children}
-            if paths != self._paths:
-                self._paths = paths
+            if paths != self.paths:
+                self.paths = paths
                 self.called.clear()
             self._is_fresh = True
-            path = self._paths.get(module)
+            path = self.paths.get(module)
         return path

@@ -22,6 +22,7 @@ from lightning_unitscale.memory.problem import (
     NodeRegion,
     RematProblem,
     recomputed,
+    wanted,
 )
 from lightning_unitscale.memory.profile_report import format_bytes
 from lightning_unitscale.memory.schedule import (
@@ -391,7 +392,7 @@ def _of_choice(planner: Planner, choice: Sequence[Run]) -> RematPlan:
 
 def _pruned(problem: RematProblem, saved: Mask) -> Mask:
     """Return ``saved`` without nodes that neither the backward pass nor recomputation reads."""
-    read = problem.wanted.copy()
+    read = wanted(problem)
     producers, users = problem.edges
     reads = recomputed(problem, saved) | (problem.region == NodeRegion.BACKWARD)
     read[producers[reads[users]]] = True

@@ -138,11 +138,6 @@ class RematProblem:
         is_read[list(self.backward_outputs)] = True
         return is_read
 
-    @property
-    def wanted(self) -> Mask:
-        """Mark forward nodes that the backward pass reads itself, in every plan."""
-        return self.read_in_backward & (self.region == NodeRegion.FORWARD)
-
     @cached_property
     def _is_item(self) -> Mask:
         """Mark nodes that are one of several outputs of an operator, which owns them."""
@@ -189,6 +184,11 @@ class RematProblem:
         return {}
 
 
+def wanted(problem: RematProblem) -> Mask:
+    """Mark forward nodes that the backward pass reads itself, in every plan."""
+    return problem.read_in_backward & (problem.region == NodeRegion.FORWARD)
+
+
 def leading_to(roots: Iterable[int], inputs: Sequence[Sequence[int]], stops: Mask) -> Mask:
     """Return the roots and their ancestors. The search ends before ``stops``."""
     # Lists: a step of this loop is too small for numpy.
@@ -212,7 +212,7 @@ def recomputed(problem: RematProblem, saved: Mask) -> Mask:
     if known is not None:
         return known
     ends = saved | (problem.region != NodeRegion.FORWARD)
-    runs = leading_to(np.flatnonzero(problem.wanted & ~ends).tolist(), problem.inputs_of, ends)
+    runs = leading_to(np.flatnonzero(wanted(problem) & ~ends).tolist(), problem.inputs_of, ends)
     wrong = np.flatnonzero(runs & ~problem.can_recompute)
     if len(wrong):
         node = problem.nodes[wrong[-1]]

@@ -64,6 +64,18 @@ _REFLECTED = {"radd": "add", "rsub": "sub", "rmul": "mul", "rmatmul": "matmul", 
               "rmod": "mod"}  # fmt: skip
 
 
+def label(tensors: Sequence[Tensor], node: int) -> None:
+    """Assign the new autograd functions behind ``tensors`` to ``node``."""
+    pending: list[Any] = [tensor.grad_fn for tensor in tensors]
+    while pending:
+        function = pending.pop()
+        if function is None or _NODE in function.metadata:
+            continue
+        function.metadata[_NODE] = node
+        if not hasattr(function, "variable"):  # a leaf's
+            pending += [following for following, _ in function.next_functions]
+
+
 class StorageRecorder(DispatchMode):
     """Recorder of every operator, and of each storage's allocation and release.
 
@@ -150,7 +162,7 @@ class StorageRecorder(DispatchMode):
     ) -> None:
         """Add a node that has run."""
         first = outputs[0] if outputs else None
-        self.label(outputs, len(self.record.nodes))
+        label(outputs, len(self.record.nodes))
         names = NodeCosts(
             name,
             op,
@@ -227,17 +239,6 @@ class StorageRecorder(DispatchMode):
             self._sums.append((old, new, len(self.record.operators) - 1))
 
     # -- autograd
-
-    def label(self, tensors: Sequence[Tensor], node: int) -> None:
-        """Assign the new autograd functions behind ``tensors`` to ``node``."""
-        pending: list[Any] = [tensor.grad_fn for tensor in tensors]
-        while pending:
-            function = pending.pop()
-            if function is None or _NODE in function.metadata:
-                continue
-            function.metadata[_NODE] = node
-            if not hasattr(function, "variable"):  # a leaf's
-                pending += [following for following, _ in function.next_functions]
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Record that autograd saves ``tensor`` for the backward pass, as a hook of it."""
@@ -329,7 +330,7 @@ class ModuleTrace(TorchFunctionMode):
             return self._call(func, args, kwargs)
         op, path = function_name(func), self._running[-1] if self._running else ""
         inputs = list(map(plain_tensor, tensors_in((args, kwargs))))
-        recorder.label(inputs, len(recorder.record.nodes) - 1)
+        label(inputs, len(recorder.record.nodes) - 1)
         num_operators = len(recorder.record.operators)
         recorder.begin_node(f"{path}.{op}".lstrip("."))
         result = self._call(func, args, kwargs)
