@@ -245,10 +245,6 @@ class Sites:
         names = names_of_line(frame)
         return None if names is None else names[0]
 
-    def known_path(self, module: int) -> str | None:
-        """Return the path of the module with an ``id``, if it was there at the last search."""
-        return self._paths.get(module)
-
     def path_of(self, module: int) -> str | None:
         """Return the path of the module with an ``id``, without the names of wrappers."""
         path = self._paths.get(module)

@@ -75,7 +75,7 @@ def note_forward(
     if frame is None or at is None:
         return
     module = id(at.f_locals["self"])
-    if sites.known_path(module) != site.module:
+    if sites.path_of(module) != site.module:
         return
     if len(_ORDINARY) > _MAX_ORDINARY:
         _ORDINARY.clear()
