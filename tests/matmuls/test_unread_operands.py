@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from lightning_unitscale import UnitScaleCallback
-from lightning_unitscale.matmuls import execute
+from lightning_unitscale.matmuls import execute, kernels
 from lightning_unitscale.matmuls.compiled_graphs import GRAPHS, CompiledMatmul
 from lightning_unitscale.matmuls.measurement import Extent
 from tests.callbacks.runs import QUIET
@@ -39,9 +39,19 @@ def _touched(tensors: list[Tensor]) -> Iterator[list[str]]:
 
         return call
 
+    before = kernels.run_again
+
+    def run_again(again: execute.Again, args: Any) -> Any:
+        for at, _, is_gradient, factor in again.scaled:
+            # The other ones are copied by the functions below.
+            if factor is not None and not is_gradient and args[at].data_ptr() in pointers:
+                found.append("copied")
+        return before(again, args)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(execute, "scaled_copy", watched("copied", execute.scaled_copy))
         patch.setattr(execute, "shared_copy", watched("copied", execute.shared_copy))
+        patch.setattr(kernels, "run_again", run_again)
         patch.setattr(Extent, "of", staticmethod(watched("measured", Extent.of)))
         yield found
 
