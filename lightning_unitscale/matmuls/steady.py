@@ -75,11 +75,7 @@ def note_forward(
     if frame is None or at is None:
         return
     module = id(at.f_locals["self"])
-<<<<<<< HEAD
     if sites.paths.get(module) != site.module:
-=======
-    if sites.path_of(module) != site.module:
->>>>>>> host
         return
     if len(_ORDINARY) > _MAX_ORDINARY:
         _ORDINARY.clear()
