@@ -162,6 +162,7 @@ class FP8:
         check_choice("on_misfit", self.on_misfit, ("leave", "widen"), "no such reaction", advice)
         check_share("max_damage", self.max_damage)
         check_count("measured_from", self.measured_from)
+        object.__setattr__(self, "exempt", checked_exempt(self.exempt))  # YAML has lists
         self.linears(is_lossless=True)  # which checks the others
 
     def linears(self, *, is_lossless: bool) -> FP8Linears:
@@ -169,7 +170,7 @@ class FP8:
         exclude = self.exclude
         if isinstance(exclude, str) and exclude in (_AUTO, MEASURED):
             exclude = READOUT_EXCLUDE if is_lossless else U_MUP_EXCLUDE
-        exempt = checked_exempt(self.exempt)
+        exempt = tuple(self.exempt)
         if self.exclude == MEASURED:
             # Until it is measured. A pattern could not be lifted later.
             exempt += tuple(itertools.product(exclude or (), COMPUTATIONS))
@@ -233,7 +234,8 @@ class Simulate:
     exempt: Sequence[tuple[str, Computation]] = ()
 
     def __post_init__(self) -> None:
-        self.rounding_pass()  # which checks them
+        object.__setattr__(self, "exempt", checked_exempt(self.exempt))
+        self.rounding_pass()  # which checks the others
 
     @property
     def formats(self) -> tuple[Any, Any]:

@@ -25,7 +25,7 @@ class Sharded(Regression):
 
     def configure_model(self) -> None:
         mesh = self.device_mesh["data_parallel"]
-        for part in (self.first, self.second, self):
+        for part in (self.first, self.norm, self.second, self):
             fully_shard(part, mesh=mesh)
 
 
