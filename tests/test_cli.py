@@ -240,7 +240,7 @@ def test_the_printed_configuration_shows_the_options_of_a_callback(
     assert printed["method"]["method"] == "u-mup" and printed["method"]["attention_mult"] == 1.0
     assert printed["precision"] == {
         "exclude": ["head"], "gradient_format": "E4M3FN", "evaluation": False, "grid": "moving",
-        "on_misfit": "leave",
+        "on_misfit": "leave", "exempt": [], "max_damage": 0.5, "measured_from": 1024,
     }  # fmt: skip
     assert printed["lr_scaling"] == "auto" and len(printed) == 12
 

@@ -25,8 +25,10 @@ from lightning_unitscale import (
     ScaleMonitor,
     Simulate,
     UnitScaleCallback,
+    UnitScaledPrecision,
     attach,
     pipeline,
+    precision_report,
     profiler,
     remat,
     transforms,
@@ -47,6 +49,7 @@ FLAGS = (None, 0, 1, NAN, "", "yes", [], *ODD)
 WORDS = (-1, True, 2.5, "", "nonsense", [], *ODD)
 FORMATS = (-1, True, NAN, "", "nonsense", "E9M9", "E1M2", "E4M30", "E5M0", *ODD)
 GLOBS = (0, -1, True, False, 3, NAN, "", [""], [3], ("x", None), *ODD)
+EXEMPTIONS = (3, "x", ["x"], [("x", "sideways")], [("", "forward")], [(3, "forward")], *ODD)
 MODULES = (None, 3, "model", [LAYER], nn.Linear, *ODD[:-1])
 FUNCTIONS = (-1, True, "", "nonsense", [], *ODD[:-1])
 PATHS = (3, True, [], *ODD)
@@ -57,6 +60,11 @@ Wrong = dict[str, tuple[Any, ...]]
 def _attach(**arguments: Any) -> None:
     model = nn.Linear(2, 2)
     attach(**{"module": model, "callbacks": [ScaleMonitor()], **arguments})
+
+
+def _precision_report(**arguments: Any) -> None:
+    given = {"module": LAYER, "loss": torch.sum, **arguments}
+    precision_report(given.pop("module"), X, **given)
 
 
 def _profile(**arguments: Any) -> None:
@@ -131,6 +139,33 @@ WRONG: dict[str, tuple[Callable[..., Any], Wrong]] = {
             "evaluation": FLAGS,
             "grid": (None, *WORDS),
             "on_misfit": (None, *WORDS),
+            "exempt": EXEMPTIONS,
+            "max_damage": (-0.1, 1.5, True, NAN, "", "3", [3], *ODD),
+            "measured_from": COUNTS,
+        },
+    ),
+    "UnitScaledPrecision": (
+        UnitScaledPrecision,
+        {
+            "precision": (*WORDS, "fp4", FP8),
+            "simulate": (*FORMATS, ["FP16"], ("FP16", 3), ("FP16", "E9M9"), (4, 3, 2)),
+            "recalibrate": COUNTS,
+            "base": (None, *WORDS),
+        },
+    ),
+    "precision_report": (
+        _precision_report,
+        {
+            "module": MODULES,
+            "formats": (("nonsense",), (3,), ("E9M9",)),
+            "exempt": EXEMPTIONS,
+            "directions": COUNTS,
+            "pairs": COUNTS,
+            "method": (),
+            "loss": (),
+            "context": (),
+            "batch": (),
+            "kwargs": (),
         },
     ),
     "Simulate": (
@@ -144,6 +179,7 @@ WRONG: dict[str, tuple[Callable[..., Any], Wrong]] = {
             "gradient_rounding": WORDS,
             "square_weights": (*FLAGS, True),
             "hadamard": (*FLAGS, True),
+            "exempt": EXEMPTIONS,
         },
     ),
     "HFCallback": (

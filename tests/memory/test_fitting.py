@@ -64,7 +64,8 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not(remat: bool, device: s
     fit = step.largest(limit, remat=remat)
     assert fit is not None and fit.is_checked
     assert fit.peak_bytes <= limit and (fit.budget is not None) == remat
-    planner = step.planner(round(1.02 * fit.microbatch), exact=True)
+    # A GPU's reductions write partial results of some sizes only, so its peak has steps.
+    planner = step.planner(round(1.05 * fit.microbatch), exact=True)
     assert (planner.floor if remat else planner.default).peak_bytes > limit
     if not remat:
         # Lightning holds the last step's gradients in the forward pass.
