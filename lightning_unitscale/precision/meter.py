@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_unitscale.arguments import shown
+from lightning_unitscale.arguments import check_instance, shown
 from lightning_unitscale.capture.captured_copy import matmuls_of
 from lightning_unitscale.capture.module_steps import steps_of
 from lightning_unitscale.matmuls.computations import COMPUTATIONS, Exemption, Exemptions
@@ -119,6 +119,7 @@ def metering(
     own: SimulateFormat | FP8Linears | None = None,
 ) -> Iterator[Meter]:
     """Yield a meter of a module's step. Within it the module has a session of its own."""
+    check_instance("module", module, nn.Module, "a torch.nn.Module", "pass the model itself")
     method = method or (_TRAINING_STEP if hasattr(module, _TRAINING_STEP) else "forward")
     batch = _with_index(getattr(module, method), batch)
     refuse_steps(module)
