@@ -31,7 +31,7 @@ from lightning_unitscale.matmuls.gauge import Gauge
 from lightning_unitscale.matmuls.matmul_formats import FP8Linears, SimulateFormat
 from lightning_unitscale.matmuls.measurement import Measurement
 from lightning_unitscale.matmuls.scaled_methods import AttachedSession, SessionMethod
-from lightning_unitscale.matmuls.torch_internals import current_node, is_recording, is_tracing
+from lightning_unitscale.matmuls.torch_internals import current_node, is_tracing
 from lightning_unitscale.matmuls.units import Units
 
 # Key in the metadata of autograd nodes.
@@ -162,9 +162,9 @@ class _ForwardMethod(SessionMethod):
     _compiled: tuple[Any, Any] = (None, None)
 
     @override
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        if not is_recording() or is_exporting() or is_tracing():
-            return super().call(*args, **kwargs)
+    def call_recorded(self, *args: Any, **kwargs: Any) -> Any:
+        if is_exporting() or is_tracing():
+            return self._method(*args, **kwargs)
         return self._run_compiled(*args, **kwargs)
 
     @torch.compiler.disable(reason=_FULL_GRAPH)

@@ -130,14 +130,18 @@ class SessionMethod(StandIn):
     @override
     def call(self, *args: Any, **kwargs: Any) -> Any:
         if is_recording():
-            if not self.owner.session.numerics or is_exporting() or is_tracing():
-                return self._method(*args, **kwargs)
-            # A compiled version would not be rounded.
-            return torch.compiler.disable(self.run_as)(self._method, *args, **kwargs)
+            return self.call_recorded(*args, **kwargs)
         called = self.called_by(sys._getframe(1).f_back)
         if not isinstance(called, SessionMethod):
             return called(*args, **kwargs)
         return called.run_as(called._method, *args, **kwargs)
+
+    def call_recorded(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the method while a compiler, an export or a trace records it."""
+        if not self.owner.session.numerics or is_exporting() or is_tracing():
+            return self._method(*args, **kwargs)
+        # A compiled version would not be rounded.
+        return torch.compiler.disable(self.run_as)(self._method, *args, **kwargs)
 
     def run_as(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the method, or its replacement such as pipeline stages, within the session."""
