@@ -91,9 +91,10 @@ class TextWriter(NumberWriter):
 class WandbWriter(TextWriter):
     """A writer of histograms and tables to W&B, or to Trackio, which has the same classes."""
 
-    def __init__(self, log: Log, package: str = "wandb") -> None:
+    def __init__(self, log: Log, package: str = "wandb", run: Any = None) -> None:
         super().__init__(log)
         self._package = package
+        self._run = run  # if it has a summary beside its history
 
     @override
     def write(self, snapshot: ScaleSnapshot, summary: ScaleSummary, *, complete: bool) -> None:
@@ -106,6 +107,13 @@ class WandbWriter(TextWriter):
         if self._thinning.due(snapshot.step, complete=complete):
             values["scales/table"] = self._table(snapshot)
         self._log(values, snapshot.step)
+
+    @override
+    def write_summary(self, text: str, coverage: str, step: int) -> None:
+        if self._run is None:
+            super().write_summary(text, coverage, step)
+        else:  # a log would add a row to the user's history
+            self._run.summary["scales/diagnosis"] = text
 
     @override
     def _write_table(self, snapshot: ScaleSnapshot) -> None:
@@ -249,7 +257,7 @@ def _wandb_run(run: Any) -> WandbWriter:
         # Added to the row of the user's next call, because a row of its own would shift the axis.
         run.log({**values, "scales/step": step}, commit=False)
 
-    return WandbWriter(log)
+    return WandbWriter(log, run=run)
 
 
 def _metrics(logger: Any) -> Log:
@@ -260,7 +268,7 @@ def _metrics(logger: Any) -> Log:
 _MAKERS: Final[Mapping[str, _Maker]] = {
     "TensorBoardLogger": lambda logger, tabs: ScaleWriter(logger.experiment, tabs=tabs),
     "CSVLogger": lambda logger, _: TextWriter(_metrics(logger)),
-    "WandbLogger": lambda logger, _: WandbWriter(_metrics(logger)),
+    "WandbLogger": lambda logger, _: WandbWriter(_metrics(logger), run=logger.experiment),
     "MLFlowLogger": lambda logger, _: MlflowWriter(
         _metrics(logger), logger.experiment, logger.run_id
     ),

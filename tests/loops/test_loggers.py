@@ -137,8 +137,9 @@ def test_csv(package: str, flush_every: int, tmp_path: Path) -> None:
     assert told == [str(alert) for alert in used.alerts] and len(told) >= 3
     own = [row for row in runs["with"] if "loss" in row]
     assert own == runs["without"]
-    # The last one has the summary.
-    assert len(runs["with"]) == len(own) + len(scales) + len(alerts) + 1
+    summary = [row["scales/diagnosis"] for row in runs["with"] if "scales/diagnosis" in row]
+    assert len(summary) == 1
+    assert len(runs["with"]) == len(own) + len(scales) + len(alerts) + len(summary)
 
 
 def test_fabric(tmp_path: Path) -> None:
@@ -201,6 +202,16 @@ def history(run: Any) -> list[dict[str, Any]]:
     ]
 
 
+def summary_of(run_dir: str) -> dict[str, Any]:
+    """The summary of an offline run, which has ended."""
+    found = {}
+    for record in records(run_dir):
+        if record.WhichOneof("record_type") == "summary":
+            for item in record.summary.update:
+                found[item.key or "/".join(item.nested_key)] = json.loads(item.value_json)
+    return found
+
+
 def check_wandb(rows: list[dict[str, Any]], run_dir: str, used: ScaleMonitor) -> None:
     """Numbers, names, histograms and tables."""
     assert all(row.keys() >= NUMBERS | NAMES for row in rows)
@@ -234,7 +245,11 @@ def test_wandb_beside_others(tmp_path: Path) -> None:
             check_wandb(scales, run_dir, used)
             told = [row["scales/alerts"] for row in rows if "scales/alerts" in row]
             assert "\n".join(told) == "\n".join(map(str, used.alerts))
-            assert len(csv_rows(beside[0].log_dir)) == len(rows)
+            of_file = csv_rows(beside[0].log_dir)
+            (text,) = (row["scales/diagnosis"] for row in of_file if "scales/diagnosis" in row)
+            assert len(of_file) - 1 == len(rows)
+            # W&B has it beside its history.
+            assert summary_of(run_dir)["scales/diagnosis"] == text
     assert own["with"] == own["without"]
 
 
@@ -266,8 +281,8 @@ def test_a_wandb_run_keeps_its_axis(names_step: bool, tmp_path: Path) -> None:
     rows = history(run)
     assert [row["loss"] for row in rows if "loss" in row] == losses
     # Where the user names steps, the row that is open is the one before.
-    assert len(rows) in (6, 7)  # the summary may have a row of its own
-    scales = [row for row in rows if "scales/step" in row and row.keys() >= NUMBERS]
+    assert len(rows) == 6
+    scales = [row for row in rows if "scales/step" in row]
     # Both of the first samples are before it; a row has the last of several.
     assert [row["scales/step"] for row in scales] == SAMPLED[names_step:]
     used.snapshots = used.snapshots[names_step:]
