@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -324,7 +324,7 @@ def _report(
         True, step, module, found.name, direction, inherited, (a, b),
         chance if math.isfinite(chance) else None,
     )  # fmt: skip
-    return Divergence(**(vars(result) | {"text": "\n".join(_lines(pair, one, row, result, k))}))
+    return replace(result, text="\n".join(_lines(pair, one, row, result, k)))
 
 
 def _lines(pair: RunPair, one: _Judged, row: int, result: Divergence, k: int) -> Iterator[str]:
