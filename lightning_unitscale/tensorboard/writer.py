@@ -75,6 +75,8 @@ _BEFORE_THINNING: Final = {
     "histograms": 16,
 }
 _OF_EXPONENTS: Final = ("exponents", "histograms")
+# These hardly ever change, so they are written when they do.
+_WRITTEN_ONCE: Final = ("numel", "spacing")
 
 
 class Thinning:
@@ -122,6 +124,8 @@ class ScaleWriter:
         self._tabs = tabs
         self._sets: dict[TensorSet, TensorSet] = {}
         self._described: set[str] = set()
+        # By tag, the last vector of what is written once.
+        self._written: dict[str, npt.NDArray[Any]] = {}
         self._file_writer: Any = None
         self._thinning = Thinning(_BEFORE_THINNING)
 
@@ -188,9 +192,10 @@ class ScaleWriter:
         if not parts:
             return
         if file_writer is not self._file_writer:
-            # Each file needs the metadata of its tags.
+            # Each file needs the metadata of its tags, and what is written once.
             self._file_writer = file_writer
             self._described.clear()
+            self._written.clear()
             use_fast_checksums(file_writer)
         observed = TensorSet(
             snapshot.names,
@@ -236,6 +241,11 @@ class ScaleWriter:
                 vectors["share_read"] = share
         for quantity, vector in vectors.items():
             tag = Series(direction, quantity, observed.key).tag
+            if quantity in _WRITTEN_ONCE:
+                before = self._written.get(tag)
+                if before is not None and np.array_equal(before, vector, equal_nan=True):
+                    continue
+                self._written[tag] = vector
             describe = observed.to_content if quantity == "log2_rms" else content
             self._add_tensor(summary, tag, vector, describe)
         shown = _shown(snapshot, direction, self._tabs)
