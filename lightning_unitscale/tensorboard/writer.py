@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import os
 import re
 import shlex
@@ -182,11 +183,11 @@ class ScaleWriter:
         self._experiment.flush()
         return str(self._experiment.log_dir)
 
-    def write_summary(self, text: str, coverage: str, step: int) -> None:
-        """Write the coverage of the run's matmuls as JSON, from which a summary can be made."""
+    def write_summary(self, text: str, coverage: Mapping[str, Any] | None, step: int) -> None:
+        """Write the coverage of the run's matmuls. The rest of a summary is in the file already."""
         file_writer = self._experiment._get_file_writer()
         if file_writer is not None and coverage:
-            _add_text(file_writer, COVERAGE_TAG, coverage, step)
+            _add_text(file_writer, COVERAGE_TAG, json.dumps(coverage), step)
 
     def _write(self, file_writer: Any, snapshot: ScaleSnapshot, parts: set[str]) -> None:
         if not parts:
