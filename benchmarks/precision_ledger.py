@@ -259,12 +259,9 @@ def trainings(steps: int, format: str = "E2M1FN") -> dict[str, Any]:
             "first and last": usual,
             "the report's set": chosen,
         }.items():
-            copy = module
+            copy = lossless_unit_scale(module, *batches(0))
             if exempt is not None:
-                unit_scaled = lossless_unit_scale(module, *batches(0))
-                copy = simulate_format(unit_scaled, format, format, grid="moving", exempt=exempt)
-            else:
-                copy = lossless_unit_scale(module, *batches(0))
+                copy = simulate_format(copy, format, format, grid="moving", exempt=exempt)
             losses = train(copy, batches, range(steps))
             results.setdefault(name, []).append(statistics.mean(losses[-20:]))
             print(seed, name, results[name][-1], flush=True)

@@ -3,7 +3,9 @@
 import json
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
+import torch
 
 from lightning_unitscale.cli.entry_point import main
 
@@ -45,6 +47,37 @@ def test_json_has_every_computation(command, capsys):
     assert reasons["blocks.0.mlp.up", "forward"] == "this computation is exempt"
     assert reasons["blocks.0.mlp.up", "input_gradient"] is None
     assert reasons["blocks.0.attention", "forward"] == "it is no linear layer"
+
+
+class FeedForward(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = torch.nn.Linear(16, 32), torch.nn.Linear(32, 16)
+
+    def training_step(self, batch, batch_idx):
+        return self.fc2(self.fc1(batch).relu()).square().mean()
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.randn(8, 16), 8)
+
+
+@pytest.mark.parametrize(
+    ("method", "reason"), [("lossless", None), ("u-mup", "its name is excluded by default")]
+)
+def test_the_default_exclusions_are_those_of_the_method(method, reason, tmp_path, capsys):
+    scaling = {"class_path": "lightning_unitscale.UnitScaleCallback"}
+    scaling["init_args"] = {"method": method, "precision": "fp8"}
+    config = {
+        "model": {"class_path": f"{__name__}.FeedForward"},
+        "trainer": {"accelerator": "cpu", "callbacks": [scaling]},
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(config))
+    path = f"--config={tmp_path / 'run.yaml'}"
+    main(["precision", path, "--directions=1", "--pairs=1", "--json"])
+    rows = json.loads(capsys.readouterr().out)["matmuls"]
+    reasons = {(row["module"], row["computation"]): row["reason"] for row in rows}
+    assert reasons["fc2", "forward"] == reason
+    assert reasons["fc1", "forward"] is None
 
 
 def test_tables_have_the_asked_formats(command, capsys):

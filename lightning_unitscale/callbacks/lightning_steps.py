@@ -219,6 +219,15 @@ def _batch_end(
     self.end_evaluation(batch_idx)
 
 
+def given_arguments(init: Callable[..., None], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call of ``__init__`` that are not the defaults."""
+    return {
+        name: arguments[name]
+        for name, parameter in inspect.signature(init).parameters.items()
+        if name != "self" and not is_same(arguments[name], parameter.default)
+    }
+
+
 class StepsCallback(Callback, LoopCallback):
     """The base of the callbacks: hooks around batches and at the end of a run."""
 
@@ -244,12 +253,7 @@ class StepsCallback(Callback, LoopCallback):
 
     def _remember(self, arguments: Mapping[str, Any]) -> None:
         """Keep the arguments of ``__init__`` for ``repr``. Call it first, with ``locals()``."""
-        defaults = inspect.signature(arguments["__class__"].__init__).parameters
-        self._arguments = {
-            name: arguments[name]
-            for name, parameter in defaults.items()
-            if name != "self" and not is_same(arguments[name], parameter.default)
-        }
+        self._arguments = given_arguments(arguments["__class__"].__init__, arguments)
 
     def __repr__(self) -> str:
         """Return the call that makes this callback."""

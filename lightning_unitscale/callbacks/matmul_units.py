@@ -301,11 +301,9 @@ class MatmulUnits(LoopCallback):
         (arrived, when), self._pending = self._pending, None
         (_, session), units = self._running, self._units
         measurement = joint_measured(arrived())
-        out = set() if self._fp8 is None else {*self._fp8.unfit.matmuls, *self._fp8.unfit.gradients}
+        out = _out_of_format(self._fp8)
         self._events.unrepresentable(_left_out(session, readmits=True), when)
-        if self._fp8 is not None:
-            now = {*self._fp8.unfit.matmuls, *self._fp8.unfit.gradients}
-            self._events.readmitted(sorted(out - now), when)
+        self._events.readmitted(sorted(out - _out_of_format(self._fp8)), when)
         if not self.is_calibrated:
             if any_rank(bool(measurement.matmuls)):
                 session.adopt(measurement)
@@ -342,6 +340,11 @@ def _left_out(session: MatmulSession, *, readmits: bool = False) -> list[Unrepre
         return Unrepresentable(*joint_reasons(found.matmuls, found.gradients))
 
     return [numerics.fit(joint, readmits=readmits) for numerics in session.numerics]
+
+
+def _out_of_format(fp8: FP8Linears | None) -> set[str]:
+    """Return the matmuls that have left FP8, or its finer format."""
+    return set() if fp8 is None else {*fp8.unfit.matmuls, *fp8.unfit.gradients}
 
 
 def _warn_of_flushed(session: MatmulSession, step: str, when: str) -> None:

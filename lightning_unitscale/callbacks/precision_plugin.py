@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from lightning_unitscale.arguments import is_same, shown
+from lightning_unitscale.arguments import shown
 from lightning_unitscale.callbacks.explanation import Explanation
+from lightning_unitscale.callbacks.lightning_steps import given_arguments
 from lightning_unitscale.callbacks.options import FP8, Simulate
 from lightning_unitscale.callbacks.packages import (
     TRAINER_PACKAGES,
@@ -98,15 +99,9 @@ class UnitScaledPrecision(Precision):
         recalibrate: Literal["auto"] | int | None = "auto",
         base: str | int | Any = "32-true",
     ) -> None:
-        options = {"simulate": simulate, "recalibrate": recalibrate, "base": base}
-        usual = {"simulate": None, "recalibrate": "auto", "base": "32-true"}
-        words = [] if precision is None else [repr(precision)]
-        words += [
-            f"{name}={value!r}"
-            for name, value in options.items()
-            if not is_same(value, usual[name])
-        ]
-        self._words = ", ".join(words)
+        given = given_arguments(UnitScaledPrecision.__init__, locals())
+        words = (f"{name}={value!r}" for name, value in given.items())
+        self._words = ", ".join(words).removeprefix("precision=")
         self.callback = UnitScaleCallback(
             precision=precision, simulate=simulate, recalibrate=recalibrate
         )

@@ -37,6 +37,8 @@ class PrecisionReports:
         # The last report's choice, if there was one.
         self._chosen: tuple[Exemption, ...] | None = None
         self._last: Callable[[], tuple[MeasuredStep, Loop]] | None = None
+        # The optimizer step of the last report that chose.
+        self._chosen_at: int | None = None
         self.lines: list[str] = []  # for ``explain()``
 
     def begin_batch(
@@ -57,6 +59,8 @@ class PrecisionReports:
     def _is_due(self, step: int) -> bool:
         # A report costs about 18 steps, so one at each doubling from 1,024 on costs below 2 %.
         assert self._options is not None
+        if step == self._chosen_at:  # an accumulated batch, whose step has begun
+            return False
         ratio, rest = divmod(step, self._options.measured_from)
         return rest == 0 and ratio > 0 and ratio & (ratio - 1) == 0
 
@@ -80,6 +84,7 @@ class PrecisionReports:
 
     def _choose(self, report: PrecisionReport, step: int) -> None:
         assert self._options is not None
+        self._chosen_at = step
         chosen = report.smallest_exemption(self._options.max_damage)
         # On all ranks, what any of them leaves out.
         (joint,) = joint_reasons({f"{name}|{what}": MEASURED for name, what in chosen})

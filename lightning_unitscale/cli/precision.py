@@ -10,6 +10,7 @@ from typing_extensions import override
 from lightning_unitscale.arguments import check_count
 from lightning_unitscale.callbacks import UnitScaleCallback
 from lightning_unitscale.callbacks.lightning_steps import step_arguments, step_context
+from lightning_unitscale.callbacks.options import LOSSLESS
 from lightning_unitscale.callbacks.precision_reports import formats_of
 from lightning_unitscale.cli.commands import ProfileCLI
 from lightning_unitscale.cli.profiled import ProfiledJob
@@ -101,7 +102,9 @@ class PrecisionCLI(ProfileCLI):
         found: list[Any] = [e for e in trainer.callbacks if isinstance(e, UnitScaleCallback)]
         for callback in found:
             if callback.precision is not None:
-                return callback.precision.linears(is_lossless=True), callback.precision.exempt
+                is_lossless = callback.method == LOSSLESS
+                own = callback.precision.linears(is_lossless=is_lossless)
+                return own, callback.precision.exempt
             if callback.simulate is not None:
                 return callback.simulate.rounding_pass(), callback.simulate.exempt
         return None, ()

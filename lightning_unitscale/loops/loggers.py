@@ -5,7 +5,6 @@ A logger's package is imported only after the user has begun a run of it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, Final, TypeAlias
@@ -35,6 +34,8 @@ from lightning_unitscale.tensorboard.writer import (
     write_precision,
 )
 
+# The content of ``Coverage.to_json()``; ``None`` without a step that was counted.
+CoverageNumbers: TypeAlias = Mapping[str, Any] | None
 # Logs values by name at a step.
 Log: TypeAlias = Callable[[Mapping[str, Any], int], None]
 # The number of tables after which the writers omit some.
@@ -61,7 +62,7 @@ class NumberWriter:
         if self._thinning.left_out(snapshot.step):
             self._write_table(snapshot)
 
-    def write_summary(self, text: str, coverage: str, step: int) -> None:
+    def write_summary(self, text: str, coverage: CoverageNumbers, step: int) -> None:
         """Write the summary of a run at its end, if the logger supports texts."""
 
     def _write_table(self, snapshot: ScaleSnapshot) -> None:
@@ -84,7 +85,7 @@ class TextWriter(NumberWriter):
         self._log({"scales/alerts": alerts_text(alerts)}, step)
 
     @override
-    def write_summary(self, text: str, coverage: str, step: int) -> None:
+    def write_summary(self, text: str, coverage: CoverageNumbers, step: int) -> None:
         self._log({"scales/diagnosis": text}, step)
 
 
@@ -155,7 +156,7 @@ class MlflowWriter(NumberWriter):
         self._client.log_text(self._run_id, scale_table(snapshot), "scales/table.txt")
 
     @override
-    def write_summary(self, text: str, coverage: str, step: int) -> None:
+    def write_summary(self, text: str, coverage: CoverageNumbers, step: int) -> None:
         self._client.log_text(self._run_id, text, "scales/diagnosis.txt")
 
 
@@ -204,9 +205,7 @@ class RunWriters:
         summary = str(diagnose(snapshots[-1], alerts, coverage))
         for writer in self._writers.values():
             writer.finish(snapshots[-1])
-            writer.write_summary(
-                summary, json.dumps(coverage) if coverage else "", snapshots[-1].step
-            )
+            writer.write_summary(summary, coverage, snapshots[-1].step)
 
     def clear(self) -> None:
         """Drop the writers of a run that has ended."""

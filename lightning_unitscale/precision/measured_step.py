@@ -17,7 +17,7 @@ from lightning_unitscale.capture.rollback import undoers
 from lightning_unitscale.matmuls.coverage import CoverageCounter
 from lightning_unitscale.matmuls.module_matmuls import find_loss
 from lightning_unitscale.matmuls.scaled_methods import AttachedSession
-from lightning_unitscale.patching import nothing
+from lightning_unitscale.patching import nothing, shadowed
 from lightning_unitscale.precision.ledger import Ledger, Visit, energy
 
 
@@ -133,8 +133,7 @@ class MeasuredStep:
         with ExitStack() as undo:
             for restore in undoers(self._module):
                 undo.callback(restore)
-            # Outside the Trainer's loop there is no place for logs.
-            for name in ("log", "log_dict"):
-                if hasattr(self._module, name):
-                    vars(self._module)[name] = nothing
+            # Outside the Trainer's loop there is no place for logs. Other modules have other logs.
+            if hasattr(self._module, "log_dict"):
+                undo.enter_context(shadowed(self._module, log=nothing, log_dict=nothing))
             yield

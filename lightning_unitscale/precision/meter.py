@@ -22,7 +22,7 @@ from lightning_unitscale.matmuls.matmul_formats import FP8Linears, SimulateForma
 from lightning_unitscale.matmuls.measurement import Site
 from lightning_unitscale.matmuls.rounding import Numerics, SimulatedMatmuls
 from lightning_unitscale.matmuls.scaled_methods import AttachedSession
-from lightning_unitscale.patching import nothing
+from lightning_unitscale.patching import nothing, shadowed
 from lightning_unitscale.precision.ledger import (
     BasePass,
     Key,
@@ -131,7 +131,8 @@ def metering(
             attached = AttachedSession(module, [method])
             stack.callback(attached.detach)
         else:
-            stack.enter_context(_without_hooks(attached))
+            # The counts of a transformed module stay as they are.
+            stack.enter_context(shadowed(attached, before_call=nothing, after_call=nothing))
         step = MeasuredStep(
             module, lambda: getattr(module, method)(*batch, **kwargs), attached, context, loss
         )
@@ -157,17 +158,6 @@ def _with_index(step: Any, batch: tuple[Any, ...]) -> tuple[Any, ...]:
     if len(batch) == 1 and "batch_idx" in inspect.signature(step).parameters:
         return (*batch, 0)
     return batch
-
-
-@contextlib.contextmanager
-def _without_hooks(attached: AttachedSession) -> Iterator[None]:
-    """Keep the counts of a transformed module as they are in this context."""
-    attributes = vars(attached)
-    attributes.update(before_call=nothing, after_call=nothing)
-    try:
-        yield
-    finally:
-        del attributes["before_call"], attributes["after_call"]
 
 
 def _names_of(formats: Sequence[Any]) -> dict[str, SimulatedMatmuls]:

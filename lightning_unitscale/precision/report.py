@@ -50,6 +50,10 @@ class LedgerRow:
         """Check whether it is a forward computation."""
         return self.computation == FORWARD
 
+    def is_left_out(self, exemptions: Exemptions) -> bool:
+        """Check whether some exemptions leave it out."""
+        return exemptions.covers(Site(self.name, self.module, ()), self.computation)
+
 
 @dataclass(frozen=True)
 class Together:
@@ -89,7 +93,7 @@ class PrecisionReport:
             for row in self.rows_of(format)
             if row.loss_change is not None
             and row.runs_in_format
-            and not exemptions.covers(Site(row.name, row.module, ()), row.computation)
+            and not row.is_left_out(exemptions)
         ]
         return Together(
             sum(row.loss_change or 0.0 for row in rows if row.is_forward),
@@ -126,8 +130,7 @@ class PrecisionReport:
         candidates = [
             row
             for row in self.rows_of(format)
-            if row.reason in (None, EXEMPT)
-            and not before.covers(Site(row.name, row.module, ()), row.computation)
+            if row.reason in (None, EXEMPT) and not row.is_left_out(before)
         ]
         return tuple(
             exemption

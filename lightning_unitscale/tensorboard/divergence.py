@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -79,6 +79,10 @@ class _Judged:
     history: PairHistory
     excess: Doubles
     chance: Doubles  # of log2 RMS
+
+    def row(self, step: int) -> int | None:
+        """Return the position of a step; ``None`` without it."""
+        return next(iter(np.flatnonzero(self.history.steps == step).tolist()), None)
 
 
 def find_divergence(a: RunScales, b: RunScales) -> Divergence:
@@ -238,16 +242,17 @@ def _first_off(
 ) -> tuple[Direction, int] | None:
     """Return the direction and the position of the first pair that is off at a step."""
     candidates: list[tuple[Direction, int, float]] = []
-    for direction, one in judged.items():
-        (rows,) = np.nonzero(one.history.steps == step)
-        for row in rows:
-            excess = one.excess[row]
-            for k in _order(pair, direction):
-                if excess[k] > 1:
-                    before = max((excess[j] for j in _read(pair, direction, k)), default=0.0)
-                    jump = excess[k] / max(before, 1.0) if math.isfinite(before) else 0.0
-                    candidates.append((direction, k, jump))
-    candidates.sort(key=lambda each: DIRECTIONS.index(each[0]))
+    excesses: dict[Direction, Doubles] = {}
+    for direction in DIRECTIONS:
+        row = judged[direction].row(step) if direction in judged else None
+        if row is None or not (judged[direction].excess[row] > 1).any():
+            continue
+        excesses[direction] = excess = judged[direction].excess[row]
+        for k in _order(pair, direction):
+            if excess[k] > 1:
+                before = max((excess[j] for j in _read(pair, direction, k)), default=0.0)
+                jump = excess[k] / max(before, 1.0) if math.isfinite(before) else 0.0
+                candidates.append((direction, k, jump))
     if not candidates:
         return None
     off = [k for direction, k, _ in candidates if direction == "forward" and pair.pairs[k].is_state]
@@ -258,7 +263,7 @@ def _first_off(
         candidates = sorted(others or candidates, key=lambda each: -each[2])
     clear = (each for each in candidates if each[2] >= _CLEAR)
     direction, k, _ = next(clear, max(candidates, key=lambda each: each[2]))
-    excess = judged[direction].excess[np.flatnonzero(judged[direction].history.steps == step)[0]]
+    excess = excesses[direction]
     for _ in pair.pairs:
         before = [j for j in _read(pair, direction, k) if not pair.pairs[j].is_source]
         first = max(before, key=lambda j: excess[j], default=k)
@@ -310,7 +315,8 @@ def _report(
     pair: RunPair, judged: dict[Direction, _Judged], step: int, direction: Direction, k: int
 ) -> Divergence:
     one = judged[direction]
-    row = int(np.flatnonzero(one.history.steps == step)[0])
+    row = one.row(step)
+    assert row is not None
     excess, found = one.excess[row], pair.pairs[k]
     inherited = tuple(
         pair.pairs[j].name for j in _read(pair, direction, k) if excess[j] > _SUSPICIOUS
@@ -324,7 +330,7 @@ def _report(
         True, step, module, found.name, direction, inherited, (a, b),
         chance if math.isfinite(chance) else None,
     )  # fmt: skip
-    return Divergence(**(vars(result) | {"text": "\n".join(_lines(pair, one, row, result, k))}))
+    return replace(result, text="\n".join(_lines(pair, one, row, result, k)))
 
 
 def _lines(pair: RunPair, one: _Judged, row: int, result: Divergence, k: int) -> Iterator[str]:

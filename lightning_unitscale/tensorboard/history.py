@@ -176,6 +176,12 @@ class RunScales:
         values[rows] = found[found_rows]
         return values
 
+    def largest(self, direction: Direction, quantity: Quantity) -> Floats:
+        """Return the largest value of a quantity in the run, ``(N,)``; NaN without any."""
+        _, found = self._joined(direction, quantity, (), np.dtype(np.float32))
+        largest: Floats = np.fmax.reduce(found, axis=0, initial=np.nan)
+        return largest
+
     def _joined(
         self, direction: Direction, quantity: Quantity, tail: tuple[int, ...], dtype: np.dtype[Any]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:

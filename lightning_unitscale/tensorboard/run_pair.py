@@ -106,17 +106,18 @@ class RunPair:
         if not len(steps):
             return None
         taken: list[list[npt.NDArray[Any]]] = []
+        sizes, spacings = [], []
         for side, (run, history) in enumerate(zip(self.runs, histories, strict=True)):
             rows = np.searchsorted(history.steps, steps)
             own = {name: k for k, name in enumerate(run.names)}
             columns = [own[pair.names[side]] for pair in self.pairs]
             unit = history.log2_unit[rows]
             largest = run.at(steps, direction, "log2_amax", math.nan) + unit
-            sizes = run.at(steps, direction, "numel", math.nan)
-            coarse = run.at(steps, direction, "spacing", math.nan)
-            arrays = history.log2_rms[rows] + unit, largest, history.nonfinite[rows], sizes, coarse
+            arrays = history.log2_rms[rows] + unit, largest, history.nonfinite[rows]
             taken.append([array[:, columns] for array in arrays])
-        rms, amax, bad, numel, spacing = (
+            sizes.append(run.largest(direction, "numel")[columns])
+            spacings.append(np.fmax.reduce(run.largest(direction, "spacing")[columns]))
+        rms, amax, bad = (
             np.stack(arrays).astype(np.float64) for arrays in zip(*taken, strict=True)
         )
         graphs = [run.inputs_at(direction) for run in self.runs]
@@ -126,9 +127,9 @@ class RunPair:
                 a, b = (graph[step].get(pair.reader, ()) for graph in graphs)
                 if pair.names[0] not in a or pair.names[1] not in b or {*pair.names} & {*a} & {*b}:
                     rms[:, row, k] = amax[:, row, k] = math.nan
-        known = np.where(np.isnan(numel), 0.0, numel).max(axis=(0, 1))
+        numel = np.fmax(*sizes).astype(np.float64)
         # NaN only if a run has none at all; fmax skips those of absent tensors.
-        coarsest = float(np.maximum(*(np.fmax.reduce(own, axis=None) for own in spacing)))
+        coarsest = float(np.maximum(*spacings))
         log2_spacing = -3.0 if math.isnan(coarsest) else math.log2(coarsest or 1e-9)
         return PairHistory(
             steps,
@@ -136,7 +137,7 @@ class RunPair:
             amax,
             bad > 0,
             self._shape_distance(direction, steps, rms, log2_spacing),
-            np.where(known > 0, known, _USUAL_NUMEL),
+            np.where(numel > 0, numel, _USUAL_NUMEL),
             coarsest,
         )
 

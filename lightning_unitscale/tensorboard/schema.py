@@ -25,7 +25,8 @@ set of tensors. If the observed tensors change (another graph, a second fit), an
 under another key. Names, modules and formats are JSON in the metadata of the set's ``log2_rms``
 tags, which is written once. NaN means that a tensor was absent, ``-inf`` that it was all zero.
 ``nonfinite`` is written only at steps with such elements. ``share_read`` is written with
-``fractions`` that come from samples. ``spacing`` is written where it is known.
+``fractions`` that come from samples. ``spacing`` is written where it is known. ``numel`` and
+``spacing`` are written at the first step, and again when they have changed.
 
 It imports no torch, because TensorBoard has none.
 """

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import os
 import re
 import shlex
@@ -75,6 +76,8 @@ _BEFORE_THINNING: Final = {
     "histograms": 16,
 }
 _OF_EXPONENTS: Final = ("exponents", "histograms")
+# These hardly ever change, so they are written when they do.
+_WRITTEN_ONCE: Final = ("numel", "spacing")
 
 
 class Thinning:
@@ -122,6 +125,8 @@ class ScaleWriter:
         self._tabs = tabs
         self._sets: dict[TensorSet, TensorSet] = {}
         self._described: set[str] = set()
+        # By tag, the last vector of what is written once.
+        self._written: dict[str, npt.NDArray[Any]] = {}
         self._file_writer: Any = None
         self._thinning = Thinning(_BEFORE_THINNING)
 
@@ -178,19 +183,20 @@ class ScaleWriter:
         self._experiment.flush()
         return str(self._experiment.log_dir)
 
-    def write_summary(self, text: str, coverage: str, step: int) -> None:
-        """Write the coverage of the run's matmuls as JSON, from which a summary can be made."""
+    def write_summary(self, text: str, coverage: Mapping[str, Any] | None, step: int) -> None:
+        """Write the coverage of the run's matmuls. The rest of a summary is in the file already."""
         file_writer = self._experiment._get_file_writer()
         if file_writer is not None and coverage:
-            _add_text(file_writer, COVERAGE_TAG, coverage, step)
+            _add_text(file_writer, COVERAGE_TAG, json.dumps(coverage), step)
 
     def _write(self, file_writer: Any, snapshot: ScaleSnapshot, parts: set[str]) -> None:
         if not parts:
             return
         if file_writer is not self._file_writer:
-            # Each file needs the metadata of its tags.
+            # Each file needs the metadata of its tags, and what is written once.
             self._file_writer = file_writer
             self._described.clear()
+            self._written.clear()
             use_fast_checksums(file_writer)
         observed = TensorSet(
             snapshot.names,
@@ -236,6 +242,11 @@ class ScaleWriter:
                 vectors["share_read"] = share
         for quantity, vector in vectors.items():
             tag = Series(direction, quantity, observed.key).tag
+            if quantity in _WRITTEN_ONCE:
+                before = self._written.get(tag)
+                if before is not None and np.array_equal(before, vector, equal_nan=True):
+                    continue
+                self._written[tag] = vector
             describe = observed.to_content if quantity == "log2_rms" else content
             self._add_tensor(summary, tag, vector, describe)
         shown = _shown(snapshot, direction, self._tabs)

@@ -37,7 +37,7 @@ class Ask(pl.Callback):
         self.reports.append(self.callback.precision_report())
 
 
-def fit(callback, tmp_path, *others, steps=5, module=None):
+def fit(callback, tmp_path, *others, steps=5, module=None, **options):
     pl.seed_everything(1, verbose=False)
     module = module or Step()
     data = torch.utils.data.TensorDataset(torch.randn(32, 16))
@@ -50,6 +50,7 @@ def fit(callback, tmp_path, *others, steps=5, module=None):
         enable_model_summary=False,
         enable_checkpointing=False,
         log_every_n_steps=1,
+        **options,
     )
     trainer.fit(module, torch.utils.data.DataLoader(data, 8))
     return trainer, [parameter.detach().clone() for parameter in module.parameters()]
@@ -86,6 +87,13 @@ def test_a_report_chooses_what_is_exempt(tmp_path):
     resumed = UnitScaleCallback(precision=MEASURED)
     resumed.load_state_dict(callback.state_dict())
     assert resumed.state_dict()["exempt"] == chosen
+
+
+def test_accumulated_batches_share_one_report(tmp_path):
+    callback = UnitScaleCallback(precision=MEASURED)
+    fit(callback, tmp_path, steps=3, accumulate_grad_batches=2)
+    lines = [line for line in callback.explain().splitlines() if line.startswith("Exempt")]
+    assert [line.split(",")[0] for line in lines] == ["Exempt from step 2 on"]
 
 
 def test_the_readout_is_exempt_until_the_first_report(tmp_path):

@@ -254,6 +254,22 @@ def test_a_sketch_keeps_distances():
     assert float(found / error.norm()) == pytest.approx(1.0, abs=0.06)
 
 
+def test_a_module_keeps_a_method_named_log():
+    class Likelihood(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+
+        def log(self, x: torch.Tensor) -> torch.Tensor:
+            return x.log()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.log(self.layer(x).exp()).square().mean()
+
+    report = precision_report(Likelihood(), torch.randn(4, 16), directions=1, pairs=1)
+    assert report.loss > 0.0
+
+
 def test_wrong_arguments_are_refused():
     layer, x = nn.Linear(16, 16), torch.randn(4, 16)
     with pytest.raises(ValueError, match="no scalar loss"):

@@ -94,6 +94,27 @@ def test_vectors_of_the_plugin(experiment):
     assert found.names == NAMES and found.formats == LAYOUT.formats and found.key == key
 
 
+def test_constant_vectors_are_written_when_they_change(experiment):
+    writer = ScaleWriter(experiment)
+    spacings = {0: (0.25, 0.5), 10: (0.25, 0.5), 20: (1.0, 0.5), 30: (0.25, 0.5)}
+    steps = [snapshot(step, spacing=spacing) for step, spacing in spacings.items()]
+    for one in steps:
+        writer.write(one)
+    found = {key[:2]: arrays(read(experiment), tag) for key, tag in ours(read(experiment)).items()}
+    assert {step: vector.tolist() for step, vector in found["forward", "spacing"].items()} == {
+        0: [0.25], 20: [1.0], 30: [0.25],
+    }  # fmt: skip
+    assert list(found["backward", "spacing"]) == [0]
+    for direction in ("forward", "backward"):
+        (numel,) = found[direction, "numel"].values()
+        np.testing.assert_array_equal(numel, steps[0].column("numel", direction))
+    # Another file has them again.
+    experiment.close()
+    writer.write(snapshot(40))
+    again = {key[:2]: arrays(read(experiment), tag) for key, tag in ours(read(experiment)).items()}
+    assert list(again["forward", "numel"]) == [0, 40]
+
+
 def test_exponent_counts_of_the_plugin(experiment):
     one = snapshot(7, log2_gamma=np.array([0, -20, 0, 0]))
     ScaleWriter(experiment).write(one)
