@@ -184,6 +184,23 @@ def is_question(function: Any) -> bool:
     return function is torch.ops.prim.device.default or function.namespace == "profiler"
 
 
+class OperatorMode(TorchDispatchMode):
+    """Mode that runs operators, but for questions. No mode for functions sees its own calls."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if is_question(func):
+            return func(*args, **kwargs)
+        with without_function_modes():
+            return self.run(func, types, args, kwargs)
+
+    def run(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an operator."""
+        raise NotImplementedError
+
+
 @functools.cache
 def is_composite(function: Any) -> bool:
     """Check whether an operator's only kernel calls other operators, as of ``to`` and ``linear``.

@@ -228,29 +228,19 @@ class SizedStep:
             return max(self.least_bytes(num_shards), plan.peak_bytes + without)
 
         size = _largest(peak, limit, self.batch_size)
-        is_served = not remat and num_shards == 1 and self._is_served
-        while size and not is_served and peak(size, exact=True) > limit:
-            size -= max(1, size // 100)
-        if size and is_served:
-            size, limit = self._largest_served(size), self.memory_bytes
+        if not remat and num_shards == 1 and self._is_served:
+            limit = self.memory_bytes
+            size = _checked(lambda size: not self._reserves_more(size), size, size // 16, 1)
+        else:
+            size = _checked(
+                lambda size: peak(size, exact=True) <= limit, size, size // 100, size // 500
+            )
         return self.fit(limit, size, 1, num_shards, exact=True) if size else None
 
     @property
     def _is_served(self) -> bool:
         """Check whether a caching allocator serves the step, and its memory is known."""
         return bool(self.memory_bytes) and self.profile.allocator is not None
-
-    def _largest_served(self, size: int) -> int:
-        """Return the largest batch, near one, for which the allocator reserves no more than is."""
-        step = max(1, size // 16)
-        while size and self._reserves_more(size):
-            size = max(0, size - step)
-        while size and step:
-            if self._reserves_more(size + step):
-                step //= 2
-            else:
-                size += step
-        return size
 
     def _reserves_more(self, size: int) -> bool:
         """Check whether the caching allocator reserves more than there is for an unplanned step."""
@@ -302,3 +292,20 @@ def _largest(peak: Callable[[int], int], limit: int, start: int) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if peak(middle) <= limit else (low, middle)
     return low
+
+
+def _checked(fits: Callable[[int], bool], size: int, step: int, finest: int) -> int:
+    """Return the largest batch near an estimate that fits, checked itself; 0 if none does.
+
+    Memory has steps that the lines do not show: an allocator's blocks, and buffers of reductions.
+    """
+    fits = functools.cache(fits)
+    step, finest = max(1, step), max(1, finest)
+    while size and not fits(size):
+        size = max(1, size - step) if size > 1 else 0
+    while size and step >= finest:
+        if size + step <= _MOST_SAMPLES and fits(size + step):
+            size += step
+        else:
+            step //= 2
+    return size

@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_unitscale.capture.fake_device import run_operator
+
 aten = torch.ops.aten
 # cuDNN's numbers of the kinds of layers, cudnnRNNMode_t.
 _RELU, _TANH, _LSTM, _GRU = range(4)
@@ -89,11 +91,17 @@ def _backward(*args: Any) -> tuple[Any, ...]:
     return grad_input, torch.empty_like(hidden), grad_cell, grads
 
 
-CUDNN_OPERATORS: dict[Any, Callable[..., Any]] = {
+# Operators that fake tensors do not know, by their packet.
+_OPERATORS: dict[Any, Callable[..., Any]] = {
     aten._cudnn_rnn: _forward,
     aten._cudnn_rnn_backward: _backward,
 }
-"""Operators that fake tensors do not know, by their packet."""
+
+
+def run_kernel(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run an operator on fake tensors as its kernel does, those of cuDNN included."""
+    run = _OPERATORS.get(func.overloadpacket)
+    return run_operator(func, args, kwargs) if run is None else run(*args)
 
 
 def forward_workspace(args: Sequence[Any], result: Any) -> int:

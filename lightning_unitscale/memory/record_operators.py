@@ -20,24 +20,22 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
+from typing_extensions import override
 
 from lightning_unitscale.capture.absent_ranks import is_distributed, local_tensor
 from lightning_unitscale.capture.decompose import open_function
 from lightning_unitscale.capture.fake_device import (
-    DispatchMode,
+    OperatorMode,
     current_autograd_function,
     forgetting_control_flow,
     is_control_flow,
-    is_question,
     run_control_flow,
-    run_operator,
-    without_function_modes,
 )
 from lightning_unitscale.capture.graph_nodes import module_path, op_name, tensors_in
 from lightning_unitscale.functional.scale import plain_tensor
 from lightning_unitscale.memory.costs import operator_costs
 from lightning_unitscale.memory.gpu_kernels import DeviceCalls, calls_of
-from lightning_unitscale.memory.gpu_recurrent import CUDNN_OPERATORS
+from lightning_unitscale.memory.gpu_recurrent import run_kernel
 from lightning_unitscale.memory.gpus import GPU
 from lightning_unitscale.memory.library_workspaces import KeptWorkspaces
 from lightning_unitscale.memory.step_record import (
@@ -76,7 +74,7 @@ def label(tensors: Sequence[Tensor], node: int) -> None:
             pending += [following for following, _ in function.next_functions]
 
 
-class StorageRecorder(DispatchMode):
+class StorageRecorder(OperatorMode):
     """Recorder of every operator, and of each storage's allocation and release.
 
     A weak reference to each storage reports its release. So the record follows the reference counts
@@ -102,30 +100,21 @@ class StorageRecorder(DispatchMode):
         self._kept_workspaces = KeptWorkspaces(gpu)
         self._is_paused = False
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if is_question(func):
-            return func(*args, **kwargs)
+    @override
+    def run(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if is_distributed(types):
             # This is called again with the shards. The engine sums such gradients into new tensors.
             self._sums_anew = func
             return NotImplemented
         if self._is_paused:
             return func(*args, **kwargs)
-        with without_function_modes():
-            return self._record(func, args, kwargs)
-
-    def _record(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if sums_anew := self._sums_anew is func:
             self._sums_anew = None
         node = self._current_node()
         inputs = tensors_in((args, kwargs))
         for tensor in inputs:
             self.storage_of(tensor)
-        run = CUDNN_OPERATORS.get(func.overloadpacket)
-        result = run_operator(func, args, kwargs) if run is None else run(*args)
+        result = run_kernel(func, args, kwargs)
         outputs = tensors_in(result)
         costs = operator_costs(func, args, kwargs, result, device=self.device.type, gpu=self.gpu)
         self.record.operators.append(OperatorCall(str(func), self.phase, node, costs))

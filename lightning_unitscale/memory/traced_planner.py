@@ -19,22 +19,21 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
+from typing_extensions import override
 
 from lightning_unitscale.capture.decompose import open_function
 from lightning_unitscale.capture.fake_device import (
     DispatchMode,
+    OperatorMode,
     is_composite,
-    is_question,
-    run_operator,
     simulating,
     snapshot,
-    without_function_modes,
 )
 from lightning_unitscale.capture.graph_nodes import tensors_in
 from lightning_unitscale.memory.costs import default_cost_model
 from lightning_unitscale.memory.fake_step import FakeStep, own_loss
 from lightning_unitscale.memory.gpu_kernels import DeviceCalls
-from lightning_unitscale.memory.gpu_recurrent import CUDNN_OPERATORS
+from lightning_unitscale.memory.gpu_recurrent import run_kernel
 from lightning_unitscale.memory.gpus import parse_device
 from lightning_unitscale.memory.joint_graph import JointGraphReader, is_mutable
 from lightning_unitscale.memory.problem import NodeRegion, RematNode, RematProblem
@@ -43,7 +42,7 @@ from lightning_unitscale.memory.problem import NodeRegion, RematNode, RematProbl
 _TANGENT = "tangents"
 
 
-class _Tracer(DispatchMode):
+class _Tracer(OperatorMode):
     """Tracer of every operator as a node, with less work per operator than FX's own tracer."""
 
     def __init__(self) -> None:
@@ -61,17 +60,12 @@ class _Tracer(DispatchMode):
         """Return the node of a tensor. One from before the trace is a constant."""
         return self._nodes[tensor] if tensor in self._nodes else self.input(tensor, "constant")
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if is_question(func):
-            return func(*args, **kwargs)
-        with without_function_modes():
-            if not is_composite(func):
-                return self._add(func, args, kwargs)
-            with self:
-                return func.decompose(*args, **kwargs)
+    @override
+    def run(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if not is_composite(func):
+            return self._add(func, args, kwargs)
+        with self:
+            return func.decompose(*args, **kwargs)
 
     def _add(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         arguments = tree_map_only(Tensor, self.node_of, (args, kwargs))
@@ -107,8 +101,7 @@ class _Kernels(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        run = CUDNN_OPERATORS.get(func.overloadpacket)
-        return run_operator(func, args, kwargs or {}) if run is None else run(*args)
+        return run_kernel(func, args, kwargs or {})
 
 
 class _Calls(DeviceCalls):

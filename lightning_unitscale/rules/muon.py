@@ -51,6 +51,9 @@ class MuonAdamW(Optimizer):
         :func:`lightning_unitscale.rules.learning_rates.muon_rate`.
     """
 
+    # A copy has the class's, since an optimizer's state is its groups and tensors only.
+    _muon: set[Tensor] | None = None
+
     def __init__(
         self,
         params: Any,
@@ -80,7 +83,7 @@ class MuonAdamW(Optimizer):
 
     def follow_roles(self, infos: Mapping[Tensor, ParameterInfo]) -> None:
         """Take the roles of the parameters. Those that are not in ``infos`` run in AdamW."""
-        vars(self)["_muon"] = {
+        self._muon = {
             parameter for parameter, info in infos.items() if takes_muon(info, parameter.shape)
         }
 
@@ -91,7 +94,7 @@ class MuonAdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        muon = vars(self).get("_muon")
+        muon = self._muon
         if muon is None:
             raise RuntimeError(
                 "MuonAdamW: the roles of its parameters are not known, which a graph of the step "

@@ -71,7 +71,8 @@ class ScaledStep:
         self._removers: list[Any] = []
         self._method: Method = method
         self._infos = infos
-        # By identity, since a tensor's own hash is slow. ``infos`` keeps the parameters alive.
+        # By identity, since a tensor's own hash is slow. ``infos`` keeps its parameters alive. All
+        # others have no factors, so a new one may take the identity of an old one.
         # The key is whether decay is decoupled, and Muon's own rule for shapes.
         self._factors: dict[tuple[bool, str | None], dict[int, RateFactors]] = {}
         give_roles(optimizer, infos)
@@ -167,23 +168,26 @@ class ScaledStep:
         """Return factors on the settings of each parameter. A new group is checked first."""
         if index == len(self._peak_rates):
             self._adopt(group)
-        return [self._factor_of(param, group) for param in group["params"]]
-
-    def _factor_of(self, param: Tensor, group: Group) -> RateFactors:
         key = is_decay_decoupled(self._stand_in, group), group.get("adjust_lr_fn")
         known = self._factors.setdefault(key, {})
-        if id(param) not in known:
-            if param not in self._infos:
-                return _NEUTRAL
-            known[id(param)] = rate_factors(
-                self._infos[param],
-                self._method,
-                family_of(self._stand_in),
-                is_decoupled=key[0],
-                shape=param.shape,
-                adjust_lr_fn=key[1],
-            )
-        return known[id(param)]
+        for param in group["params"]:
+            if id(param) not in known:
+                known[id(param)] = self._factors_for(param, *key)
+        return [known[id(param)] for param in group["params"]]
+
+    def _factors_for(
+        self, param: Tensor, is_decoupled: bool, adjust_lr_fn: str | None
+    ) -> RateFactors:
+        if param not in self._infos:
+            return _NEUTRAL
+        return rate_factors(
+            self._infos[param],
+            self._method,
+            family_of(self._stand_in),
+            is_decoupled=is_decoupled,
+            shape=param.shape,
+            adjust_lr_fn=adjust_lr_fn,
+        )
 
     def _settings(self, group: Group, index: int, factors: RateFactors) -> dict[str, Any]:
         """Return rate, decay and, for Adafactor, the smallest RMS of a parameter."""
@@ -208,8 +212,7 @@ class ScaledStep:
         if not any(param in self._infos for param in group["params"]):
             return
         check_group(self._stand_in, group, self._method)
-        for param in group["params"]:
-            self._factor_of(param, group)
+        self._factors_of(group, len(self._peak_rates) - 1)
 
 
 def first_peak_rate(group: Group) -> float:

@@ -20,7 +20,7 @@ from lightning_unitscale import ScaleMonitor, UnitScaleCallback
 from tests.callbacks.modules import Regression, adamw
 from tests.callbacks.runs import ARRANGEMENTS, QUIET, Recorder, loader
 from tests.callbacks.test_manual_optimization import Adversarial
-from tests.distributed.launch import quiet_rank
+from tests.distributed.launch import run_all
 
 
 class Unused(Regression):
@@ -123,12 +123,5 @@ def train(folder: Path, kind: str, how: str) -> None:
     torch.save(found, folder / f"{kind}:{how}-{trainer.global_rank}.pt")
 
 
-def main(folder: Path, *runs: str) -> None:
-    """Train all of the runs, one after the other, in one process group."""
-    quiet_rank()
-    for one in runs:
-        train(folder, *one.split(":"))
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    run_all(train, *sys.argv[1:])

@@ -22,8 +22,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_unitscale import UnitScaleCallback, attach
-from tests.distributed.launch import quiet_rank
-from tests.distributed.loops_run import whole
+from tests.distributed.launch import quiet_rank, whole
 
 NUM_STEPS, SIZE = 20, 32
 # Where the first rank gets its first token, and where the other one runs a layer of its own.

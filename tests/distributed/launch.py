@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from benchmarks.ranks import free_port
 from tests.process import engine_thread_if_asked
@@ -144,3 +146,15 @@ def quiet_rank() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+
+
+def run_all(train: Callable[..., None], folder: str, *runs: str) -> None:
+    """Train each run ``KIND:HOW``, one after the other, in one process group."""
+    quiet_rank()
+    for one in runs:
+        train(Path(folder), *one.split(":"))
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor that may be sharded."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()

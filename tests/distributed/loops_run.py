@@ -30,7 +30,6 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -40,7 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_unitscale import RematCallback, UnitScaleCallback
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
-from tests.distributed.launch import quiet_rank
+from tests.distributed.launch import quiet_rank, whole
 from tests.loops import zoo
 from tests.loops.every_loop import LOOPS, NUM_ACCUMULATED
 from tests.loops.methods import METHODS
@@ -215,10 +214,6 @@ def _counting_collectives() -> Iterator[Counter[str]]:
 
 def _log2_rms(snapshot: ScaleSnapshot, way: Any) -> list[Tensor]:
     return [torch.as_tensor(value) for value in snapshot.log2_rms(way, stored=False)]
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 if __name__ == "__main__":

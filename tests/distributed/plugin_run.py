@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from lightning_unitscale import UnitScaleCallback, UnitScaledPrecision
 from tests.callbacks.modules import Regression, adamw
 from tests.callbacks.runs import QUIET, Recorder, loader
-from tests.distributed.launch import quiet_rank
+from tests.distributed.launch import run_all, whole
 
 
 class Sharded(Regression):
@@ -51,19 +51,10 @@ def train(folder: Path, spread: str, how: str) -> None:
         **{**QUIET, "devices": 2, "max_steps": 6}, strategy=STRATEGIES[spread](), **options
     )
     trainer.fit(module, loader(40))
-    weights = {
-        name: (one.full_tensor() if hasattr(one, "full_tensor") else one).detach().clone()
-        for name, one in module.named_parameters()
-    }
+    weights = {name: whole(one) for name, one in module.named_parameters()}
     found = {"outputs": recorder.outputs, "weights": weights, "gauge": callback.gauge.state()}
     torch.save(found, folder / f"{spread}:{how}-{trainer.global_rank}.pt")
 
 
-def main(folder: Path, *runs: str) -> None:
-    quiet_rank()
-    for one in runs:
-        train(folder, *one.split(":"))
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    run_all(train, *sys.argv[1:])
