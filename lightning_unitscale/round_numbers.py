@@ -71,26 +71,6 @@ def rounded_blocks(
     return made if made.stride() == tensor.stride() else torch.empty_like(tensor).copy_(made)
 
 
-def block_shares(
-    tensor: Tensor,
-    format: BlockFormat,
-    axes: tuple[int, ...],
-    tensor_scale: float | Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return the shares of blocks whose largest magnitude clips, and that flush an element.
-
-    A magnitude clips if it is at least half a spacing beyond the largest number. An element is
-    flushed if it becomes zero without being zero. Blocks of zeros do neither.
-    """
-    blocks, dims, _ = _in_blocks(tensor.detach().float(), axes, format.block_size, False)
-    element = format.element
-    magnitudes = (blocks * _scales(blocks, dims, format, tensor_scale)[0]).abs()
-    limit = element.max + 2.0 ** (element.max_exponent - element.mantissa_bits - 1)
-    clipped = (magnitudes >= limit).any(-1)
-    flushed = ((magnitudes <= element.flush_threshold) & (blocks != 0)).any(-1)
-    return clipped.float().mean(), flushed.float().mean()
-
-
 def _in_blocks(
     wide: Tensor, axes: tuple[int, ...], size: int, is_square: bool
 ) -> tuple[Tensor, tuple[int, ...], Callable[[Tensor], Tensor]]:

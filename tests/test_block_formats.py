@@ -19,7 +19,6 @@ from lightning_unitscale.formats import (
     get_number_format,
 )
 from lightning_unitscale.quantize import quantize, quantize_blocks, rounding_keys
-from lightning_unitscale.round_numbers import block_shares
 from tests.block_oracle import by_reading, by_torchao, near_rows, patterns
 
 FORMATS = list(BLOCK_FORMATS.values())
@@ -198,18 +197,6 @@ def test_compiled_it_has_the_same_bits(backend: str) -> None:
     compiled = torch.compile(function, backend=backend, fullgraph=True)
     for found, expected in zip(compiled(tensor, key), function(tensor, key), strict=True):
         assert _same(found, expected)
-
-
-def test_shares_of_blocks_that_lose_elements_are_counted() -> None:
-    rows = torch.ones(4, 16)
-    rows[0, 0] = 4000.0  # beyond the largest block of a tensor scale of 1
-    rows[1, 0] = 400.0  # its other elements are below half the smallest number
-    rows[2] = 0.0
-    clipped, flushed = block_shares(rows, NVFP4, (-1,), 1.0)
-    assert (clipped, flushed) == (0.25, 0.5)
-    rows = torch.ones(2, 32)
-    rows[0] *= 7.5  # MXFP4's largest number is 6, and the next one would be 8
-    assert block_shares(rows, MXFP4, (-1,)) == (0.5, 0.0)
 
 
 def test_formats_have_names() -> None:

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_unitscale.capture.operators import MatmulRule
-from lightning_unitscale.formats import BlockFormat
 from lightning_unitscale.matmuls.execute import Matmul
 from lightning_unitscale.matmuls.measurement import FORWARD
-from lightning_unitscale.round_numbers import rounded_blocks
 
 # NVFP4's scale of a tensor in units: a constant in place of a reduction over the tensor. Blocks
 # with a largest magnitude from 0.012 to 336 in units then have a normal FP8 number as scale.
@@ -56,9 +54,13 @@ def axes_of(rule: MatmulRule, args: Sequence[Any]) -> list[Axes]:
 
 
 def parts_of(matmul: Matmul, args: Sequence[Any]) -> Iterator[tuple[Matmul, list[Any]]]:
-    """Yield the gradients of a convolution as calls of their own, which sum along other axes."""
+    """Yield the calls that compute the gradients of a convolution's operands one by one."""
     rule = matmul.rule
-    assert rule.mask is not None
+    if rule.mask is None:
+        # A kernel without a mask returns both gradients each time.
+        for _ in range(2):
+            yield matmul, list(args)
+        return
     of_input, of_weight, of_bias = args[rule.mask]
     for wanted in ((of_input, False, False), (False, of_weight, of_bias)):
         if any(wanted):
@@ -126,11 +128,6 @@ def hadamard(tensor: Tensor, axis: int, seed: int) -> Tensor:
         runs = torch.stack([first + second, first - second], -2).flatten(-3)
     made = torch.cat([runs.flatten(-2) * _HADAMARD**-0.5, moved[..., whole:]], -1)
     return made.movedim(-1, axis)
-
-
-def flushed_in(stored: Tensor, format: BlockFormat, axes: Axes, scale: float | None) -> Tensor:
-    """Return which elements become zero in a block format."""
-    return (rounded_blocks(stored, format, axes, scale) == 0) & (stored != 0)
 
 
 def is_parameter(tensor: Tensor) -> bool:

@@ -173,6 +173,12 @@ class SimulateFormat:
         """Check whether anything is rounded at random."""
         return "stochastic" in (self.rounding, self.gradient_rounding)
 
+    @property
+    def transforms_weight_gradients(self) -> bool:
+        """Check whether both operands of weight gradients are transformed, since one has blocks."""
+        formats = self.gradient_format, self.backward_format
+        return self.hadamard and any(isinstance(each, BlockFormat) for each in formats)
+
     def format_of(
         self, *, is_gradient: bool, is_backward: bool
     ) -> NumberFormat | BlockFormat | None:

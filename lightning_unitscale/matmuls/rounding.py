@@ -18,7 +18,6 @@ from lightning_unitscale.matmuls.block_rounding import (
     Axes,
     WeightMatmuls,
     axes_of,
-    flushed_in,
     hadamard,
     parts_of,
 )
@@ -30,7 +29,7 @@ from lightning_unitscale.matmuls.computations import (
     joined_results,
 )
 from lightning_unitscale.matmuls.coverage import first_of, percent
-from lightning_unitscale.matmuls.execute import Matmul, run_scaled
+from lightning_unitscale.matmuls.execute import Matmul, run_in_units, run_scaled
 from lightning_unitscale.matmuls.matmul_formats import MovingGrid, SimulateFormat
 from lightning_unitscale.matmuls.measured_operands import MAX_FLUSHED, Unrepresentable
 from lightning_unitscale.matmuls.measurement import FORWARD, Site
@@ -121,18 +120,18 @@ class FlushedOperands:
         name: str,
         stored: Tensor,
         format: _Format,
-        axes: Axes = (-1,),
         tensor_scale: float | None = None,
     ) -> None:
-        """Measure an operand, in blocks along some axes if its format has blocks."""
+        """Measure an operand, along its last dimension if its format has blocks."""
         if self._levels[name] == len(_MAX_SHARES):
             return
         magnitudes = stored.detach().abs()
         is_some = magnitudes > 0
         if isinstance(format, BlockFormat):
-            flushed = flushed_in(stored.detach(), format, axes, tensor_scale).sum()
+            is_zero = rounded_blocks(magnitudes, format, (-1,), tensor_scale) == 0
         else:
-            flushed = (is_some & (magnitudes <= format.flush_threshold)).sum()
+            is_zero = magnitudes <= format.flush_threshold
+        flushed = (is_some & is_zero).sum()
         share = torch.where(flushed > _FEW, flushed / is_some.sum().clamp(min=1), 0.0)
         self._rows.append((name, format, share))
 
@@ -199,8 +198,9 @@ class SimulatedMatmuls(Numerics):
         self._measures_range = measures_range
         self._flushed = FlushedOperands()
 
-    def why_not(self, matmul: Matmul, *_: Any) -> str | None:
+    def why_not(self, matmul: Matmul, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
         """Return which of the globs leaves a matmul out; ``None`` if it is rounded."""
+        self._see(matmul, args)
         site = matmul.site
         if self._configs_of(site, *computations_of(site, matmul.slot)):
             return None
@@ -208,15 +208,23 @@ class SimulatedMatmuls(Numerics):
 
     def run(self, matmul: Matmul, original: Kernel, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Run a matmul on rounded operands."""
+        self._see(matmul, args)
         site = matmul.site
-        results: dict[tuple[int, ...], Any] = {}
-        joined = []
-        for computation in computations_of(site, matmul.slot):
-            configs = self._configs_of(site, computation)
-            if (key := tuple(map(id, configs))) not in results:
-                results[key] = self._run_in(configs, matmul, original, list(args), kwargs)
-            joined.append(results[key])
-        return joined_results(joined) if len(results) > 1 else joined[0]
+        configs = [self._configs_of(site, each) for each in computations_of(site, matmul.slot)]
+        first, last = configs[0], configs[-1]
+        has_two_axes = matmul.rule.mask is not None and any(each.has_blocks for each in first)
+        if first == last and not has_two_axes:
+            return self._run_in(first, matmul, original, list(args), kwargs)
+        # The gradients of a convolution round the same operands differently.
+        parts = zip(parts_of(matmul, args), (first, last), strict=False)
+        return joined_results(
+            [self._run_in(each, part, original, given, kwargs) for (part, given), each in parts]
+        )
+
+    def _see(self, matmul: Matmul, args: Sequence[Any]) -> None:
+        # Whether a matmul reads a weight shows in its forward pass, which may be exempt.
+        if any(config.square_weights or config.hadamard for config in self._configs):
+            self._weights.see(matmul, args)
 
     def _run_in(
         self,
@@ -226,36 +234,18 @@ class SimulatedMatmuls(Numerics):
         args: list[Any],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Run a matmul on operands rounded to some formats."""
-        if not configs:
-            return original(*args, **kwargs)
-        has_blocks = any(config.has_blocks for config in configs)
-        if has_blocks and matmul.rule.mask is not None:
-            parts = [
-                self._run_rounded(configs, part, original, given, kwargs)
-                for part, given in parts_of(matmul, args)
-            ]
-            return tuple(
-                next((made for made in results if made is not None), None)
-                for results in zip(*parts, strict=True)
-            )
-        if has_blocks:
-            self._weights.see(matmul, args)
-        return self._run_rounded(configs, matmul, original, args, kwargs)
-
-    def _run_rounded(
-        self,
-        configs: Sequence[SimulateFormat],
-        matmul: Matmul,
-        original: Kernel,
-        args: list[Any],
-        kwargs: dict[str, Any],
-    ) -> Any:
+        """Run a matmul on operands rounded to some formats, or unrounded without one."""
+        if not configs:  # it is exempt, and the kernel's other gradient is not
+            if matmul.slot in matmul.site.plain:
+                return original(*args, **kwargs)
+            return run_in_units(matmul, original, args, kwargs)
+        is_transformed = any(self._is_transformed(config, matmul) for config in configs)
         has_blocks = any(config.has_blocks for config in configs)
         axes = axes_of(matmul.rule, args) if has_blocks else [(-1,)] * len(matmul.names)
         for (position, unit, is_gradient, name), along in zip(matmul.places(), axes, strict=True):
             which = {"is_gradient": is_gradient, "is_backward": matmul.slot != FORWARD}
-            if all(config.format_of(**which) is None for config in configs):
+            is_kept = all(config.format_of(**which) is None for config in configs)
+            if is_kept and not is_transformed:
                 args[position] = args[position] * 2.0**-unit if unit else args[position]
                 continue
             wide = args[position].detach().float() * 2.0**-unit  # it is scaled from here on
@@ -263,6 +253,10 @@ class SimulatedMatmuls(Numerics):
                 wide = self._rounded(config, matmul, wide, is_gradient, name, along)
             args[position] = wide.to(args[position].dtype)
         return run_scaled(matmul, original, args, kwargs)
+
+    def _is_transformed(self, config: SimulateFormat, matmul: Matmul) -> bool:
+        """Check whether both operands of a matmul get the Hadamard transform."""
+        return config.transforms_weight_gradients and self._weights.is_gradient(matmul)
 
     def _rounded(
         self,
@@ -275,6 +269,8 @@ class SimulatedMatmuls(Numerics):
     ) -> Tensor:
         """Round a scaled operand, in FP32."""
         format = config.format_of(is_gradient=is_gradient, is_backward=matmul.slot != FORWARD)
+        if self._is_transformed(config, matmul):
+            wide = hadamard(wide, axes[0], config.seed)
         if format is None:
             return wide
         key = None
@@ -287,12 +283,9 @@ class SimulatedMatmuls(Numerics):
         if isinstance(format, NumberFormat):
             result = rounded(wide, format, config.saturate, key)
         else:
-            if config.hadamard and self._weights.is_gradient(matmul):
-                wide = hadamard(wide, axes[0], config.seed)
             is_square = config.square_weights and wide.dim() == 2
             is_square = is_square and self._weights.reads(matmul, name)
-            scale = self._tensor_scale if format.has_tensor_scale else None
-            result = rounded_blocks(wide, format, axes, scale, key, is_square)
+            result = rounded_blocks(wide, format, axes, self._tensor_scale, key, is_square)
         # Divide in FP32, where the quotient of an FP8 number is off by one rounding at most.
         return result if factor == 1.0 else result / factor
 
@@ -305,7 +298,7 @@ class SimulatedMatmuls(Numerics):
                 format = config.format_of(is_gradient=is_gradient, is_backward=is_backward)
                 if format is not None:
                     stored = tensor.detach().float() * 2.0**-unit
-                    self._flushed.measure(name, stored, format, (-1,), self._tensor_scale)
+                    self._flushed.measure(name, stored, format, self._tensor_scale)
 
     def take_flushed(self) -> str:
         """Return operands of which many elements become zero."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_unitscale import FP8, UnitScaleCallback
+from tests.callbacks.runs import QUIET
 
 
 class _Spiked(LightningModule):
@@ -47,16 +48,7 @@ def _fit(spiked: tuple[int, ...], on_misfit: str, steps: int = 7) -> _InFP8:
     torch.manual_seed(2)
     data = DataLoader([torch.randn(16, 32) for _ in range(steps)])
     callback = _InFP8(precision=FP8(on_misfit=on_misfit), recalibrate=5)  # type: ignore[arg-type]
-    trainer = Trainer(
-        max_steps=steps,
-        callbacks=[callback],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        accelerator="cpu",
-    )
-    trainer.fit(_Spiked(spiked), data)
+    Trainer(max_steps=steps, callbacks=[callback], **QUIET).fit(_Spiked(spiked), data)
     return callback
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -15,9 +15,10 @@ from lightning_unitscale import Simulate, UnitScaleCallback
 from lightning_unitscale.capture.captured_copy import captured_forward
 from lightning_unitscale.matmuls import rounding
 from lightning_unitscale.matmuls.block_rounding import UNIT_SCALE, hadamard
-from lightning_unitscale.quantize import quantize_blocks
+from lightning_unitscale.quantize import quantize, quantize_blocks
 from lightning_unitscale.round_numbers import rounded_blocks
 from lightning_unitscale.transforms import lossless_unit_scale, simulate_format
+from tests.callbacks.runs import QUIET
 from tests.helpers import assert_same_bits, run
 from tests.zoo import MATMULS
 
@@ -66,6 +67,33 @@ def test_square_weights_hadamard_and_stochastic_gradients() -> None:
     module = simulate_format(layer, "NVFP4", "NVFP4", gradient_rounding="stochastic")
     first, second = (_gradients(module, x, g) for _ in range(2))
     assert torch.equal(first[0], q(x, -1) @ q(w, -1).T) and not torch.equal(first[1], second[1])
+
+
+def _along_rows(format: str | None) -> Blocks:
+    if format == "E4M3":
+        return lambda tensor: quantize(tensor, format)
+    return lambda tensor: tensor if format is None else quantize_blocks(tensor, format, 0)
+
+
+@pytest.mark.parametrize("formats", [(None, "NVFP4"), ("NVFP4", None), ("E4M3", "NVFP4")], ids=str)
+def test_the_transform_is_of_both_operands_if_one_has_blocks(formats: Any) -> None:
+    layer, x, g = _linear()
+    _, dx, dw = _gradients(simulate_format(layer, *formats, hadamard=True), x, g)
+    of_input, of_gradient = (_along_rows(format) for format in formats)
+    assert torch.equal(dw, of_gradient(hadamard(g, 0, 0)).T @ of_input(hadamard(x, 0, 0)))
+    assert (dw - g.T @ x).norm() < 0.15 * (g.T @ x).norm()
+    assert torch.equal(dx, _gradients(simulate_format(layer, *formats), x, g)[1])
+
+
+def test_a_weight_is_known_if_its_forward_matmul_is_exempt() -> None:
+    layer, x, g = _linear()
+    options: dict[str, Any] = {"square_weights": True, "hadamard": True}
+    made = [
+        _gradients(simulate_format(layer, "NVFP4", "NVFP4", exempt=exempt, **options), x, g)
+        for exempt in ((), [("*", "forward"), ("another", "input_gradient")])
+    ]
+    assert torch.equal(made[1][0], layer(x)) and not torch.equal(made[0][0], layer(x))
+    assert torch.equal(made[0][1], made[1][1]) and torch.equal(made[0][2], made[1][2])
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -193,20 +221,10 @@ def test_directions_of_the_callback() -> None:
 
 
 def test_the_callback_simulates_blocks() -> None:
-    from lightning.pytorch import Trainer
-
     losses = {}
     for name, simulate in {"mxfp8": "mxfp8", "nvfp4": Simulate(forward="NVFP4")}.items():
         callback = UnitScaleCallback(simulate=simulate)
-        trainer = Trainer(
-            max_steps=3,
-            callbacks=[callback],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            accelerator="cpu",
-        )
+        trainer = Trainer(max_steps=3, callbacks=[callback], **QUIET)
         data = torch.utils.data.DataLoader([torch.randn(4, 32) for _ in range(3)])
         trainer.fit(_Step(), data)
         losses[name] = callback.explain()
