@@ -110,7 +110,7 @@ class WandbWriter(TextWriter):
         self._log(values, snapshot.step)
 
     @override
-    def write_summary(self, text: str, coverage: str, step: int) -> None:
+    def write_summary(self, text: str, coverage: Mapping[str, Any] | None, step: int) -> None:
         if self._run is None:
             super().write_summary(text, coverage, step)
         else:  # a log would add a row to the user's history
