@@ -319,7 +319,7 @@ class RanMatmul:
     nodes: range  # numbers of its autograd nodes
     names: tuple[str, ...]  # names of the operands in the gauge
     # Spacing of the numbers near 1 to which it rounds operands and gradients; 0 without rounding.
-    spacing: tuple[float, float]
+    spacing: tuple[float, float] = (0.0, 0.0)
 
 
 class _Watched(threading.local):
