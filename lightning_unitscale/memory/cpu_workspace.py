@@ -2,7 +2,8 @@
 
 The formulas come from the allocator's events of single operators (torch 2.13, AVX-512). oneDNN
 blocks channels by the width of the machine's vectors and tiles 16-bit matmuls by its own rules, so
-its copies may differ a little elsewhere. ``cuda_workspace.py`` has those of a GPU.
+its copies may differ a little elsewhere. Where it has no 16-bit matmuls (AVX2), torch's own run,
+which allocate nothing. ``cuda_workspace.py`` has those of a GPU.
 """
 
 from __future__ import annotations
@@ -127,9 +128,16 @@ def _convolution_backward(args: Sequence[Any], result: Any) -> int:
     return max(first, second, third) - returned
 
 
+def _runs_in_onednn(dtype: torch.dtype) -> bool:
+    """Check that this machine's oneDNN has matmuls of a 16-bit type; torch's own take no memory."""
+    name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+    query = getattr(torch.ops.mkldnn, name[dtype], None) if dtype in name else None
+    return query is not None and bool(query())
+
+
 def _reduced_matmul(args: Sequence[Any], result: Any) -> int:
     """Count tiles of a 16-bit matmul in oneDNN's own layout, roughly for large operands."""
-    if result.element_size() >= 4:
+    if not _runs_in_onednn(result.dtype):
         return 0
     operands = [value for value in args if isinstance(value, Tensor) and value.dim() > 1]
     return min(sum(map(bytes_of, operands)) + 2 * bytes_of(result), _REDUCED_TILES_BYTES)

@@ -107,3 +107,11 @@ def test_dropout() -> None:
     result = aten.native_dropout_backward(*backward)
     seen = _allocated(lambda: aten.native_dropout_backward(*backward))
     assert _predicted(aten.native_dropout_backward.default, backward, result) == seen
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_matmuls_take_tiles_only_where_onednn_runs_them(dtype: torch.dtype) -> None:
+    arguments = (torch.ones(64, 48, dtype=dtype), torch.ones(48, 80, dtype=dtype))
+    result = aten.mm(*arguments)
+    measured = _allocated(lambda: aten.mm(*arguments))
+    assert (_predicted(aten.mm.default, arguments, result) > 0) == (measured > 0)
