@@ -55,23 +55,24 @@ class RematCallback(StepsCallback):
     plan. At the end of a run the predicted and the measured peak are logged as
     ``remat/predicted_peak_bytes`` and ``remat/measured_peak_bytes``.
 
-    Under FSDP2 the budget is for the peak on each rank. The first three steps keep as little as
-    they can. The third is measured, and the graphs of all modules are planned together from it.
+    Under FSDP2 the budget is for the peak on each rank. The first three steps run with the smallest
+    plans. The third is measured, and the graphs of all modules are planned together from that
+    measurement.
 
     Args:
         budget: Limit on all tensor bytes alive at once in a training step: parameters, buffers,
             batch, activations, gradients and the optimizer's state. An int or a string such as
-            ``"600MiB"`` is in bytes. A float leads linearly from 0, the smallest peak that can be
-            planned (also ``"min"``), to 1, the peak without rematerialization, so it is always met.
-            ``"min_cut"`` keeps as little as possible without running a matmul again.
+            ``"600MiB"`` is in bytes. A float is linear in bytes, from 0, the smallest achievable
+            peak (also ``"min"``), to 1, the peak without rematerialization, so it can always be
+            met. ``"min_cut"`` keeps as few bytes as possible without recomputing a matmul.
         compile: Run the captured graphs with Inductor, optionally in a mode of ``torch.compile``.
             Results are then those of ``torch.compile`` up to its rounding, with the random numbers
             of the uncompiled step. The prediction is an estimate, since fused values are not
             stored. Not available under FSDP2.
 
     Raises:
-        ValueError: If the budget is malformed. At the first batch or when it is measured, if it is
-            in bytes and too small. The message names the smallest achievable peak.
+        ValueError: If the budget is malformed. At the first batch (under FSDP2 at the third step),
+            if it is in bytes and too small. The message names the smallest achievable peak.
         MisconfigurationException: At ``setup``, if the module is compiled already, the callback is
             given twice or with ``UnitScaleCallback(remat=...)``, or the strategy is
             ``FSDPStrategy`` or uses tensor parallelism.
@@ -109,7 +110,7 @@ class RematCallback(StepsCallback):
         return max((report.peak_bytes for report in self.reports), default=None)
 
     def explain(self) -> Explanation:
-        """Return the plans and, after a run, the measured peak beside the predicted one."""
+        """Return the plans and, after a run, the predicted and the measured peak."""
         if self._partitioner is not None:
             self._explanation = self._partitioner.table()
         measured = "" if self.measured_peak_bytes is None else self._summary()

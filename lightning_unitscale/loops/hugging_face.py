@@ -52,7 +52,7 @@ class HFCallback(TrainerCallback):
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If there is no callback, or two of them set the same.
+        ValueError: If there is no callback, or two of them set the same option.
 
     Attributes:
         attachment: The attachment of the callbacks while the Trainer trains.
