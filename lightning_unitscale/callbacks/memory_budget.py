@@ -187,8 +187,8 @@ class RematCallback(StepsCallback):
         if self.predicted_peak_bytes is None:
             if _waits(self._partitioner):
                 rank_zero_info(
-                    f"RematCallback: the run ended before a step was measured. It used the plans "
-                    f"that keep the least. budget={self.budget!r} was not checked."
+                    "RematCallback: the run ended before a step was measured. It used the "
+                    f"smallest plans. budget={self.budget!r} was not checked."
                 )
             return
         metrics = {"remat/predicted_peak_bytes": float(self.predicted_peak_bytes)}
@@ -234,9 +234,9 @@ class RematCallback(StepsCallback):
         if step.fallback.reason is not None or step.has_warned:
             return
         rank_zero_warn(
-            f"RematCallback: nothing of {step.title} that trains could be captured, so it runs as "
-            f"it is{partitioner.loss_without_plan} ({reasons}). Keep printing, .item() and shapes "
-            "that depend on values out of its loops, or leave RematCallback out."
+            f"RematCallback: no part of {step.title} that trains could be captured, so it runs "
+            f"uncaptured{partitioner.loss_without_plan} ({reasons}). Keep printing, .item() and "
+            "shapes that depend on values out of its loops, or leave RematCallback out."
         )
 
     def _warn_of_breaks(self) -> None:
@@ -252,7 +252,7 @@ class RematCallback(StepsCallback):
         parts = (
             f"{count} parts, so budget={self.budget!r} holds for each of them"
             if count != 1
-            else f"pieces, so budget={self.budget!r} holds for the only part that trains"
+            else f"several parts, so budget={self.budget!r} holds for the only part that trains"
         )
         rank_zero_warn(
             f"RematCallback: training_step is captured in {parts}. It breaks at "

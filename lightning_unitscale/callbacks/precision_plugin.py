@@ -160,8 +160,8 @@ class UnitScaledPrecision(Precision):
         for other in callbacks:
             if isinstance(other, UnitScaleCallback) and other is not self.callback:
                 raise misconfigured(
-                    f"plugins: {self!r} beside callbacks: {other!r}. Both scale the same matmuls. "
-                    "Expected one of the two. Leave one out."
+                    f"plugins: {self!r} together with callbacks: {other!r}. Both scale the same "
+                    "matmuls. Expected one of the two. Leave one out."
                 )
 
     def _follow(self, root: str, device: str) -> None:

@@ -217,7 +217,7 @@ class ScaleMonitor(StepsCallback):
         if not self.snapshots:
             raise RuntimeError(
                 f"{method}: path={str(path)!r}: no step has been sampled yet, so there is nothing "
-                "to write. Expected a training before. Call it after fit()."
+                "to write. Expected a sampled step. Call it after fit()."
             )
         write(self.snapshots, path)
 

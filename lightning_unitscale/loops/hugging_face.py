@@ -68,8 +68,9 @@ class HFCallback(TrainerCallback):
         # The Trainer makes an instance if it gets a class.
         if not self._callbacks:
             raise ValueError(
-                "callbacks=(): HFCallback has nothing to work with. Expected UnitScaleCallback(), "
-                "ScaleMonitor() or both. Write HFCallback([UnitScaleCallback(), ScaleMonitor()])."
+                "callbacks=(): HFCallback needs at least one callback. Expected "
+                "UnitScaleCallback(), ScaleMonitor() or both. Write "
+                "HFCallback([UnitScaleCallback(), ScaleMonitor()])."
             )
         if log_dir is not None:
             expected = "the path of a folder"

@@ -55,7 +55,7 @@ _FIRST_SCALE, _ONE = 3, 6
 
 OUTSIDE = (
     "A graph with layers in FP8 runs outside of the steps that it was compiled for. Expected a "
-    "call of the module that has units. Call that, or compile the module anew."
+    "call of the module that has units. Call that, or compile the module again."
 )
 
 

@@ -88,8 +88,9 @@ class Metrics:
     def from_row(row: Sequence[float]) -> Metrics.Data:
         """Read the numbers from a statistics row.
 
-        Its first columns are the moments of ``RowLayout``. If an element is NaN, every number is NaN. If an element is infinite, the means are
-        infinite. The moments of only the finite elements would hide the problem.
+        Its first columns are the moments of ``RowLayout``. If an element is NaN, every number is
+        NaN. If an element is infinite, the means are infinite. The moments of only the finite
+        elements would hide the problem.
         """
         numel, zeros, nans, infs, total, magnitudes, squares, largest, smallest = row[:9]
         if not numel or nans:

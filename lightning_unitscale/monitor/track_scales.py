@@ -196,8 +196,8 @@ class ScaleTracker(StepWatcher):
     def __reduce__(self) -> Any:
         raise TypeError(
             f"{type(self._module).__name__}: its scales are tracked, and such a module cannot be "
-            "pickled. Expected a module as it is written. Save its state_dict() instead, or pickle "
-            "the module that it was made of."
+            "pickled. Expected an untracked module. Save its state_dict() instead, or pickle "
+            "the original module."
         )
 
 

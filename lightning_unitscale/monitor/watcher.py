@@ -89,9 +89,8 @@ class StepWatcher:
         self.close()
         if is_transformed():
             warnings.warn(
-                f"{type(module).__name__}: torch.func calls the module, and what it computes "
-                "stands for other tensors, of which nothing is shown. Expected calls outside of "
-                "torch.func's transforms.",
+                f"{type(module).__name__}: torch.func calls the module, so the monitor cannot show "
+                "its tensors. Expected calls outside of torch.func's transforms.",
                 stacklevel=2,
             )
             return step(*args, **kwargs)

@@ -57,7 +57,7 @@ class Diagnosis:
             value = f"RMS 2^{one['value']:.1f}" if is_rms else percent(one["value"])
             lines.append(f"worst {what}: {gradient}{one['tensor']} ({value})")
         if (found := self.coverage) is not None:
-            text = f"{found['in_units']} of {found['matmuls']} matmuls in units"
+            text = f"{found['in_units']} of {found['matmuls']} matmuls scaled"
             if found["format"]:
                 text += f", {found['in_format']} in {found['format']}"
                 text += f" ({percent(found['flops_in_format'])} of the FLOPs)"
@@ -123,7 +123,7 @@ def main(args: Sequence[str]) -> None:
     """Run the command ``diagnose``."""
     parser = argparse.ArgumentParser(
         prog="lightning-unitscale diagnose",
-        description="Sum up a run that a ScaleMonitor logged to TensorBoard, one line each: "
+        description="Summarize a run that a ScaleMonitor logged to TensorBoard, one line each: "
         "violations, trends, the worst tensors, coverage, and the first NaN or infinity.",
     )
     parser.add_argument("logdir", metavar="LOGDIR", help="folder of a run, with its event files")

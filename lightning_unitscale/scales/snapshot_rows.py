@@ -5,7 +5,7 @@
 However deep a model is, a summary has as many numbers: the range of log2 RMS, and for each format
 what the worst tensor loses to it, with the names of the tensors they are about. They are about what
 matmuls read, since that is what is put into a format; where no matmul is known, about all
-tensors but scalars and losses. A tensor is taken as it is stored: in its unit, where it has one.
+tensors but scalars and losses. A tensor is applied as it is stored: in its unit, where it has one.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ class TensorStatistics:
         if counts is None:
             raise ValueError(
                 f"format={resolved.name!r}: not counted at the scale 2**{self.log2_factor} and "
-                "there are no exponent counts to tell from. Expected a monitored format or a "
+                "there are no exponent counts to compute it from. Expected a monitored format or a "
                 "layout with histogram=True. Turn histograms on."
             )
         lost = float(counts @ kind_weights(resolved, kind, self.log2_factor))

@@ -285,9 +285,8 @@ def _nonfinite_alert(
     nans, infs = (int(counts[index]) for counts in _nonfinite(snapshot, direction))
     numel = int(snapshot.column("numel", direction)[index])
     parts = [f"{nans:,} NaN"] * bool(nans) + [f"{infs:,} infinite"] * bool(infs)
-    text = (
-        f"holds {' and '.join(parts)} of {numel:,} elements, the first of the step in graph order"
-    )
+    found = " and ".join(parts)
+    text = f"contains {found} of {numel:,} elements, the first of the step in graph order"
     others = values + gradients - 1
     if others:
         text += f" ({others} more {'tensors' if others > 1 else 'tensor'} or gradients after it)"

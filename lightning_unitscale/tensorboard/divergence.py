@@ -338,7 +338,7 @@ def _lines(pair: RunPair, one: _Judged, row: int, result: Divergence, k: int) ->
     direction = result.direction or "forward"
     gradient = "gradient of " if direction == "backward" else ""
     where = f" (module {result.module})" if result.module else ""
-    yield f"The runs part at step {result.step}, {direction}: {gradient}{result.tensor}{where}"
+    yield f"The runs diverge at step {result.step}, {direction}: {gradient}{result.tensor}{where}"
     a, b = (
         "no finite element" if value is None else f"2^{value:.4g}"
         for value in result.log2_rms or ()
