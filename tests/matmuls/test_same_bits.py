@@ -69,8 +69,8 @@ def test_same_bits_and_operands_at_unit_scale(name: str) -> None:
     for seed in range(2):
         _set_gauge(scaled, _random_gauge(scaled.gauge(), seed))
         assert_same_bits(run(scaled, *inputs), expected)
-    assert (" plain: terms below" in scaled.explain()) == (name in _SATURATED)
-    assert (" plain" in scaled.explain()) == (name in _SATURATED)
+    assert (" unscaled: terms below" in scaled.explain()) == (name in _SATURATED)
+    assert (" unscaled" in scaled.explain()) == (name in _SATURATED)
 
 
 def test_three_factor_einsum_has_the_same_bits() -> None:
