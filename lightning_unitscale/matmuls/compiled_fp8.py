@@ -1,4 +1,4 @@
-"""Run the FP8 layers of compiled graphs in operations that Inductor fuses with their neighbours.
+"""Run the FP8 layers of compiled graphs in operations that Inductor fuses with their neighbors.
 
 An operator that casts by itself reads its operand once more, and the forward graph keeps that
 operand for the backward graph. Here the casts of a layer and its transposes are plain operations

@@ -2,7 +2,7 @@
 
 A stride that shares a factor with the length of a row would see some channels only, since lengths
 are mostly multiples of a power of two. A stride near a multiple of that length, or near a simple
-part of it, would see neighbouring channels only in as many samples. So the ratio of the two has a
+part of it, would see neighboring channels only in as many samples. So the ratio of the two has a
 fraction near one that rational numbers approximate badly, those of the golden ratio.
 """
 
