@@ -107,7 +107,7 @@ STEPS = (
         "-m lightning_unitscale fit --config configs/gpt_unit_scaled.yaml"
         " --trainer.accelerator {device} --trainer.logger.init_args.save_dir {logs}",
         "--trainer.max_steps 3 --trainer.limit_val_batches 1",
-        keeps="in units|within 2x of RMS 1,|^Validation loss",
+        keeps="matmuls scaled|within 2x of RMS 1,|^Validation loss",
     ),
     Step(
         "training",

@@ -124,7 +124,7 @@ def captured_row(row: dict[str, Any], variant: str) -> dict[str, str]:
     cells["first s"] = f"{plain['first_step']:.2f} -> {found['first_step']:.1f}"
     reason = (found["uncaptured"].strip().splitlines() or [""])[0].replace("|", "/")
     # Of a file the name is enough.
-    cells["why it runs as it is"] = textwrap.shorten(re.sub(r"/\S*/", "", reason), 120)
+    cells["why it is uncaptured"] = textwrap.shorten(re.sub(r"/\S*/", "", reason), 120)
     return cells
 
 

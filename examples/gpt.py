@@ -44,7 +44,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers, four times as wide between them."""
+    """Two linear layers with four times the width between them."""
 
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
@@ -58,7 +58,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then an MLP; each reads the residual stream, normalized, and adds to it."""
+    """Attention, then an MLP. Each reads the normalized residual stream and adds its result to
+    it."""
 
     def __init__(self, width: int, num_heads: int, dropout: float) -> None:
         super().__init__()
@@ -143,7 +144,7 @@ class GPT(pl.LightningModule):
 
     @override
     def forward(self, tokens: Tensor) -> Tensor:
-        """Maps bytes, (B, T) integers, to the logits of the byte that follows each: (B, T, 256)."""
+        """Map bytes, (B, T) integers, to the logits of the next byte: (B, T, 256)."""
         num_positions = tokens.shape[1]
         if num_positions > self.context:
             raise ValueError(
@@ -158,7 +159,8 @@ class GPT(pl.LightningModule):
         return self.head(self.norm(x))
 
     def _loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Mean cross-entropy in nats per byte over both (B, T) tensors of a batch."""
+        """Return the mean cross-entropy in nats per byte for the (B, T) inputs and targets of a
+        batch."""
         tokens, targets = batch
         logits = self(tokens)  # (B, T, 256)
         return F.cross_entropy(logits.view(-1, VOCAB_SIZE), targets.reshape(-1))
@@ -183,12 +185,13 @@ class GPT(pl.LightningModule):
 
     @override
     def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Returns the byte that the model thinks most likely after each position: (B, T)."""
+        """Return the most likely next byte at each position: (B, T)."""
         return self(batch[0]).argmax(dim=-1)
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """The optimizer, with decay on matrices only, and its schedule, stepped every step."""
+        """Return the optimizer, with decay on matrices only, and its schedule, updated every
+        step."""
         hparams = self.hparams
         matrices = [p for p in self.parameters() if p.ndim >= 2]
         vectors = [p for p in self.parameters() if p.ndim < 2]

@@ -1,14 +1,14 @@
 """LoRA on a small Llama within a memory budget, in one file.
 
-The weights of the model are frozen; each linear layer gets two small factors that are trained
-(Hu et al. (2021), "LoRA: Low-Rank Adaptation of Large Language Models"). ``RematCallback`` plans
-what the step keeps between its forward and its backward pass, by a budget for all bytes that are
+The weights of the model are frozen, and each linear layer gets two small factors that are trained
+(Hu et al. (2021), "LoRA: Low-Rank Adaptation of Large Language Models"). ``RematCallback`` decides
+which values to keep for the backward pass and which to recompute, within a budget for all bytes
 alive at once. Losses and weights are those of a run without it.
 
     python examples/lora_llama.py --budget 0.3
 
-A Llama of your own comes by ``LlamaForCausalLM.from_pretrained(...)`` in place of the small one
-here, and ``peft.get_peft_model(...)`` may take the place of ``add_lora``.
+To use your own Llama, call ``LlamaForCausalLM.from_pretrained(...)``. You can also replace
+``add_lora`` with ``peft.get_peft_model(...)``.
 """
 
 import argparse
@@ -44,7 +44,7 @@ class LoraLinear(nn.Module):
 
 
 def add_lora(model: nn.Module, rank: int, scale: float, targets: Collection[str]) -> None:
-    """Freeze a model and put a `LoraLinear` in the place of each layer of these names."""
+    """Freeze a model and replace each layer with one of these names by a `LoraLinear`."""
     model.requires_grad_(False)
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
@@ -53,7 +53,7 @@ def add_lora(model: nn.Module, rank: int, scale: float, targets: Collection[str]
 
 
 class LoraLlama(pl.LightningModule):
-    """A Llama over bytes with random weights, and the factors that are trained.
+    """A Llama over bytes with random weights and trainable factors.
 
     Args:
         width: Features per position.

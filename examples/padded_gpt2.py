@@ -3,8 +3,8 @@
     python -m examples.padded_gpt2 RUN                # one process
     python -m examples.padded_gpt2 RUN --devices 2    # two stages, four microbatches
 
-Padding and prompts have the label -100, so that every microbatch has another number of tokens in
-its loss. Both runs have the same losses, which ``RUN/losses-1.json`` and ``RUN/losses-2.json`` say.
+Padding and prompts have the label -100, so the number of tokens in the loss differs between
+microbatches. Both runs have the same losses: see ``RUN/losses-1.json`` and ``RUN/losses-2.json``.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class PaddedGPT2(pl.LightningModule):
         self.net = transformers.GPT2LMHeadModel(config)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """Returns the mean loss of the tokens that count."""
+        """Return the mean loss of the tokens with a label."""
         loss: Tensor = self.net(**batch).loss
         self.log("train_loss", loss)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """SGD at one rate."""
+        """Return SGD with a constant rate."""
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
@@ -60,7 +60,7 @@ def padded(sentences: list[Tensor]) -> dict[str, Tensor]:
 
 
 def sentences(count: int) -> list[Tensor]:
-    """Words that count upwards, in sentences of 2 to 16 words; short ones have nothing to learn."""
+    """Sentences of 2 to 16 words that count upwards. Short ones have no labels."""
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(2, 17, (count,), generator=generator)
     starts = torch.randint(1, WORDS - 16, (count,), generator=generator)
@@ -71,13 +71,13 @@ def sentences(count: int) -> list[Tensor]:
 
 
 class Losses(pl.Callback):
-    """Keeps the loss of every step."""
+    """A callback that stores the loss of every step."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
-        """Takes the loss of a step."""
+        """Store the loss of a step."""
         self.losses.append(float(outputs["loss"]))
 
 

@@ -112,7 +112,7 @@ class TextDataModule(pl.LightningDataModule):
 
     @property
     def unigram_entropy_nats(self) -> float:
-        """What a model that ignores the context would reach as validation loss, in nats per byte.
+        """Return the validation loss of a model that ignores the context, in nats per byte.
 
         Precisely: the cross-entropy `-mean(log p(byte))` over the very bytes that a validation
         predicts (the targets of its `val_samples` windows), where `p` are the frequencies of the
@@ -143,7 +143,7 @@ class TextDataModule(pl.LightningDataModule):
 
     @override
     def test_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        """Other windows of the held-out text than a validation reads: those half-way between."""
+        """Windows of the held-out text halfway between those of the validation."""
         windows = SpacedWindows(self.text.val, self.context, self.val_samples, phase=0.5)
         return DataLoader(windows, **self._loader_options())
 
@@ -163,7 +163,7 @@ class TextDataModule(pl.LightningDataModule):
 
 
 class RandomWindows(Dataset[tuple[Tensor, Tensor]]):
-    """Random windows; where one starts depends on the seed and its index, and on nothing else."""
+    """Random windows. The start of a window depends only on the seed and its index."""
 
     def __init__(self, text: np.ndarray, context: int, num_windows: int, seed: int) -> None:
         self.text = text
@@ -203,7 +203,7 @@ class SpacedWindows(Dataset[tuple[Tensor, Tensor]]):
 
 
 class ResumableLoader(DataLoader[tuple[Tensor, Tensor]]):
-    """A DataLoader that a checkpoint taken in the middle of an epoch can be resumed from.
+    """A DataLoader that can resume from a checkpoint in the middle of an epoch.
 
     Lightning saves and restores the state of a train loader that has these two methods; without
     them, a resumed run would see the epoch's first batches again.
@@ -235,7 +235,7 @@ class ResumableLoader(DataLoader[tuple[Tensor, Tensor]]):
 
 @dataclass(frozen=True)
 class SplitText:
-    """The bytes of a text, as uint8 arrays, in two parts that share no file."""
+    """The bytes of a text as uint8 arrays, split into two parts without a common file."""
 
     train: np.ndarray
     val: np.ndarray
@@ -269,7 +269,7 @@ def _read_split(root: Path, suffix: str, val_fraction: float, max_bytes: int) ->
 
 
 def _read_texts(root: Path, suffix: str, max_bytes: int) -> dict[str, bytes]:
-    """Reads text files by name relative to `root`, until there are `max_bytes` of them."""
+    """Read text files by their name relative to `root`, up to `max_bytes`."""
     if root.is_file():
         names = {root.name: root}
     else:
@@ -303,11 +303,11 @@ def _to_array(texts: list[bytes]) -> np.ndarray:
 
 
 def _window(text: np.ndarray, start: int, context: int) -> tuple[Tensor, Tensor]:
-    """Bytes `start ... start + context - 1`, and the same moved on by one."""
+    """Return the bytes `start ... start + context - 1`, and the same shifted by one."""
     window = torch.from_numpy(text[start : start + context + 1].astype(np.int64))
     return window[:-1], window[1:]
 
 
 def _hash(name: str) -> int:
-    """A number in [0, 2**64) that is the same on every machine, unlike Python's `hash`."""
+    """Return a number in [0, 2**64) that is the same on every machine, unlike Python's `hash`."""
     return int.from_bytes(hashlib.blake2b(os.fsencode(name), digest_size=8).digest(), "little")

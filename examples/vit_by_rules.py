@@ -1,13 +1,13 @@
 """A Hugging Face ViT that is unit-scaled by rules, in one file.
 
-``UnitScaleCallback("u-mup")`` makes another model of the same parts: weights at RMS 1, factors in
-the graph, and learning rates near 1 that stay the best ones when the model gets wider (Blake et
-al. (2024), "u-muP: The Unit-Scaled Maximal Update Parametrization"). Tune the rate on a narrow
-model and keep it on the wide one.
+``UnitScaleCallback("u-mup")`` builds a different model from the same layers: weights at RMS 1,
+factors in the graph, and best learning rates near 1 that stay the same as the model gets wider
+(Blake et al. (2024), "u-muP: The Unit-Scaled Maximal Update Parametrization"). Tune the rate on a
+narrow model and keep it on the wide one.
 
     python examples/vit_by_rules.py --width 32 --learning_rate 0.05
 
-The data are made here: an image is stripes in noise, and its class is their direction.
+The script generates its data: an image shows stripes in noise, and its class is their direction.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def stripes(count: int, seed: int) -> TensorDataset:
 
 
 class ViT(pl.LightningModule):
-    """The plain model: nothing in it knows of unit scaling.
+    """The plain model, without any code for unit scaling.
 
     Args:
         width: Features per patch.
@@ -79,7 +79,7 @@ class ViT(pl.LightningModule):
 
 
 def fit(module: ViT, num_steps: int, **options: object) -> UnitScaleCallback:
-    """Train a ViT by rules; the callback that is returned explains what was done to it."""
+    """Train a ViT by rules, and return the callback, whose ``explain()`` shows what it did."""
     scaling = UnitScaleCallback("u-mup")
     trainer = pl.Trainer(max_steps=num_steps, callbacks=[scaling], **options)  # type: ignore[arg-type]
     train = DataLoader(stripes(1024, 0), batch_size=32, shuffle=True)

@@ -99,8 +99,8 @@ def checked_folder(name: str, value: Any) -> Path:
         why = "the path is empty"
     if why:
         raise ValueError(
-            f"{name}={shown(os.fspath(value))}: nothing can be written to this folder ({why}). "
-            "Expected a folder that exists or can be made. Pass another one."
+            f"{name}={shown(os.fspath(value))}: this folder is not writable ({why}). "
+            "Expected a folder that exists or can be created. Pass another one."
         )
     return folder
 

@@ -2,7 +2,7 @@
 
 Everything follows from the number of exponent and mantissa bits, and from whether the format has
 infinities. So a new format is one line: ``NumberFormat("E3M4", exponent_bits=3, mantissa_bits=4)``.
-In a block format, a few neighbouring numbers share a scale. Standard library only.
+In a block format, a few neighboring numbers share a scale. Standard library only.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _is_within(bits: object, least: int, most: int) -> bool:
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """A format of blocks: neighbouring elements in a small format that share a scale.
+    """A block format: neighboring elements in a small format that share a scale.
 
     Attributes:
         name: Name of the format in tables and tags.
@@ -221,7 +221,7 @@ _ALIASES: dict[str, NumberFormat | BlockFormat] = {
 def get_format(
     format: str | NumberFormat | BlockFormat | tuple[int, int], *, given: str | None = None
 ) -> NumberFormat | BlockFormat:
-    """Return the format of a name or of bits. A format is returned as it is.
+    """Return the format with a name or with bits. A format is returned unchanged.
 
     Args:
         format: A format; one of the names ``FP32``, ``BF16``, ``FP16``, ``E4M3FN``, ``E5M2`` or of
@@ -272,7 +272,7 @@ def get_format(
 def get_number_format(
     format: str | NumberFormat | BlockFormat | tuple[int, int], *, given: str | None = None
 ) -> NumberFormat:
-    """Return a format as :func:`get_format` does, if each of its numbers stands for itself.
+    """Return a format as :func:`get_format` does, but refuse block formats.
 
     Raises:
         ValueError: If it is a block format, whose range depends on a block's other elements.

@@ -52,7 +52,7 @@ def quantize(
             mantissa_bits)``.
         rounding: ``"nearest"``, ties to even, or ``"stochastic"``: up or down with probabilities
             that make the expected result the value itself (up to 2**-24 of the distance between the
-            two neighbours).
+            two neighbors).
         generator: Source of stochastic rounding: a generator, or ``None`` for torch's default one.
             A compiled graph cannot have generators. Pass a row of :func:`rounding_keys` there.
             Equal keys give equal results, whatever runs the graph.
@@ -86,7 +86,7 @@ def quantize_blocks(
     *,
     square: bool = False,
 ) -> Tensor:
-    """Round every element of a tensor to a block format: with its neighbours, to a common scale.
+    """Round every element of a tensor to a block format, whose blocks share a scale.
 
     A scale ``s`` of MX is the power of two ``2**(floor(log2(largest magnitude)) - max_exponent)``,
     at least 2**-127. One of NVFP4 is ``tensor_scale`` times the FP8 number nearest to ``largest /
@@ -98,8 +98,8 @@ def quantize_blocks(
     Args:
         tensor: FP32, BF16, FP16 or FP64 (rounded to FP32 first), of at least one dimension.
         format: A name such as ``"MXFP8"`` or ``"NVFP4"``, or a :class:`BlockFormat`.
-        axis: Dimension along which blocks lie, or several, which are joined in the given order.
-            The last block of a row has fewer elements if the size is no multiple of a block's.
+        axis: Dimension along which blocks lie, or several, which are joined in the given order. The
+            last block of a row has fewer elements if the size is not a multiple of the block size.
         tensor_scale: FP32 scale of NVFP4, positive, from 2**-120 to 2**116: a number, or a tensor
             that a block's scales can be multiplied by. A block's largest possible number is 2688
             times this. ``None`` is the tensor's largest magnitude divided by 2688, which takes one

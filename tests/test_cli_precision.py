@@ -46,7 +46,7 @@ def test_json_has_every_computation(command, capsys):
     assert reasons["head", "forward"] == "its name is excluded by default"
     assert reasons["blocks.0.mlp.up", "forward"] == "this computation is exempt"
     assert reasons["blocks.0.mlp.up", "input_gradient"] is None
-    assert reasons["blocks.0.attention", "forward"] == "it is no linear layer"
+    assert reasons["blocks.0.attention", "forward"] == "it is not a linear layer"
 
 
 class FeedForward(pl.LightningModule):

@@ -177,7 +177,7 @@ def test_callbacks_load_neither_the_engine_of_pipelines_nor_lightning(
     lines = printed[CALLBACKS].splitlines()
     assert lines[0] == "False"
     assert not set(lines[-1].split()) & {"lightning", "pytorch_lightning", "lightning_fabric"}
-    assert "UnitScaleCallback: forward: 2 of 2 matmuls in units" in printed[CALLBACKS]
+    assert "UnitScaleCallback: forward: 2 of 2 matmuls scaled" in printed[CALLBACKS]
 
 
 @pytest.mark.slow

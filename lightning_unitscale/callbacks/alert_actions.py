@@ -31,9 +31,9 @@ from lightning_unitscale.scales.violations import (
 class LossWatch:
     """A check of the loss of every step.
 
-    A loss on the CPU is checked at once. A loss on a CUDA device is copied to pinned memory without
-    waiting. It is checked when the copy has arrived, mostly one step later. Only one copy runs at a
-    time. Losses on other devices are not checked.
+    A loss on the CPU is checked immediately. A loss on a CUDA device is copied to pinned memory
+    without waiting. It is checked when the copy has arrived, mostly one step later. Only one copy
+    runs at a time. Losses on other devices are not checked.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class ScaleViolation(RuntimeError):
         alert: The first of the alerts.
         step: Its optimizer step.
         tensor: Its tensor.
-        module: Path of the module that makes the tensor.
+        module: Path of the module that computes the tensor.
         direction: Whether the alert is about the value or its gradient.
     """
 

@@ -183,7 +183,7 @@ def units_table(gauge: Gauge, lacking: Iterable[str] = ()) -> Table | None:
         for result, units in rows.items()
         if result.rpartition(".")[0] == module
     ]
-    return Table(("module", "tensor", "operands in units of", "gradient"), tuple(shown))
+    return Table(("module", "tensor", "operand units", "gradient"), tuple(shown))
 
 
 def _unit_columns(pairs: Mapping[str, GaugePair | None]) -> tuple[str, str]:

@@ -55,23 +55,24 @@ class RematCallback(StepsCallback):
     plan. At the end of a run the predicted and the measured peak are logged as
     ``remat/predicted_peak_bytes`` and ``remat/measured_peak_bytes``.
 
-    Under FSDP2 the budget is for the peak on each rank. The first three steps keep as little as
-    they can. The third is measured, and the graphs of all modules are planned together from it.
+    Under FSDP2 the budget is for the peak on each rank. The first three steps run with the smallest
+    plans. The third is measured, and the graphs of all modules are planned together from that
+    measurement.
 
     Args:
         budget: Limit on all tensor bytes alive at once in a training step: parameters, buffers,
             batch, activations, gradients and the optimizer's state. An int or a string such as
-            ``"600MiB"`` is in bytes. A float leads linearly from 0, the smallest peak that can be
-            planned (also ``"min"``), to 1, the peak without rematerialization, so it is always met.
-            ``"min_cut"`` keeps as little as possible without running a matmul again.
+            ``"600MiB"`` is in bytes. A float is linear in bytes, from 0, the smallest achievable
+            peak (also ``"min"``), to 1, the peak without rematerialization, so it can always be
+            met. ``"min_cut"`` keeps as few bytes as possible without recomputing a matmul.
         compile: Run the captured graphs with Inductor, optionally in a mode of ``torch.compile``.
             Results are then those of ``torch.compile`` up to its rounding, with the random numbers
             of the uncompiled step. The prediction is an estimate, since fused values are not
             stored. Not available under FSDP2.
 
     Raises:
-        ValueError: If the budget is malformed. At the first batch or when it is measured, if it is
-            in bytes and too small. The message names the smallest achievable peak.
+        ValueError: If the budget is malformed. At the first batch (under FSDP2 at the third step),
+            if it is in bytes and too small. The message names the smallest achievable peak.
         MisconfigurationException: At ``setup``, if the module is compiled already, the callback is
             given twice or with ``UnitScaleCallback(remat=...)``, or the strategy is
             ``FSDPStrategy`` or uses tensor parallelism.
@@ -109,7 +110,7 @@ class RematCallback(StepsCallback):
         return max((report.peak_bytes for report in self.reports), default=None)
 
     def explain(self) -> Explanation:
-        """Return the plans and, after a run, the measured peak beside the predicted one."""
+        """Return the plans and, after a run, the predicted and the measured peak."""
         if self._partitioner is not None:
             self._explanation = self._partitioner.table()
         measured = "" if self.measured_peak_bytes is None else self._summary()
@@ -186,8 +187,8 @@ class RematCallback(StepsCallback):
         if self.predicted_peak_bytes is None:
             if _waits(self._partitioner):
                 rank_zero_info(
-                    f"RematCallback: the run ended before a step was measured. It used the plans "
-                    f"that keep the least. budget={self.budget!r} was not checked."
+                    "RematCallback: the run ended before a step was measured. It used the "
+                    f"smallest plans. budget={self.budget!r} was not checked."
                 )
             return
         metrics = {"remat/predicted_peak_bytes": float(self.predicted_peak_bytes)}
@@ -233,9 +234,9 @@ class RematCallback(StepsCallback):
         if step.fallback.reason is not None or step.has_warned:
             return
         rank_zero_warn(
-            f"RematCallback: nothing of {step.title} that trains could be captured, so it runs as "
-            f"it is{partitioner.loss_without_plan} ({reasons}). Keep printing, .item() and shapes "
-            "that depend on values out of its loops, or leave RematCallback out."
+            f"RematCallback: no part of {step.title} that trains could be captured, so it runs "
+            f"uncaptured{partitioner.loss_without_plan} ({reasons}). Keep printing, .item() and "
+            "shapes that depend on values out of its loops, or leave RematCallback out."
         )
 
     def _warn_of_breaks(self) -> None:
@@ -251,7 +252,7 @@ class RematCallback(StepsCallback):
         parts = (
             f"{count} parts, so budget={self.budget!r} holds for each of them"
             if count != 1
-            else f"pieces, so budget={self.budget!r} holds for the only part that trains"
+            else f"several parts, so budget={self.budget!r} holds for the only part that trains"
         )
         rank_zero_warn(
             f"RematCallback: training_step is captured in {parts}. It breaks at "

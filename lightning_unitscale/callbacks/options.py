@@ -1,4 +1,4 @@
-"""Define the options of ``UnitScaleCallback`` that take a class: a method or a format.
+"""Define the options of ``UnitScaleCallback`` that are classes: methods and formats.
 
 Each option is checked when it is created. In YAML it is ``class_path`` and ``init_args``::
 
@@ -119,27 +119,27 @@ class FP8:
             ``"auto"`` excludes the readout by its usual names. With rules it also excludes
             attention's output and a feed-forward's last layer, as u-muP does. Your globs replace
             these. ``"measured"`` excludes the readout until the first precision report, and then
-            the computations that cause most of the damage per operation.
-        gradient_format: Format of the gradients that linear layers read. ``"E4M3FN"`` is used for
-            those that fit, which almost all do in their own units. The others use E5M2, with half
-            the precision. ``"E5M2"`` is used for all.
+            the computations with the most predicted damage per FLOP.
+        gradient_format: Format of the gradients that linear layers read. With ``"E4M3FN"``,
+            gradients that do not fit use E5M2, which has half the precision. Almost all scaled
+            gradients fit. With ``"E5M2"``, all gradients use E5M2.
         evaluation: Whether validation, test and prediction also run in FP8. Otherwise they use the
             Trainer's precision, and their loss is that of the checkpoint.
         grid: ``"moving"`` multiplies rounded tensors by a number in (1/2, 1] and divides the matmul
             by it. The number changes at every training step. With ``"fixed"``, a weight that hardly
-            moves is rounded to the same side at every step. In a long training this costs more than
-            the rounding itself.
-        on_misfit: What follows when a layer's operands no longer fit: if an element is beyond the
-            range, or more than 25 % are flushed to zero. With ``"leave"``, operands are checked
-            whenever units are measured, and the layer stays out of FP8. With ``"widen"``, they are
-            checked in every training step. From the next step on, the layer's gradient is in E5M2,
-            or the layer is out of FP8. It returns when units are measured again and it fits. That
-            costs a pass over each operand, and eager layers save their operands in their own type.
+            changes is rounded in the same direction at every step. In long runs this costs more
+            than the rounding itself.
+        on_misfit: What to do when a layer's operands no longer fit: an element is beyond the range,
+            or more than 25 % are flushed to zero. With ``"leave"``, operands are checked whenever
+            units are measured, and the layer stays out of FP8. With ``"widen"``, they are checked
+            in every training step. From the next step on, the layer's gradient is in E5M2, or the
+            layer is out of FP8. It returns at a recalibration if it fits again. This costs a pass
+            over each operand, and eager layers save their operands in the original type.
         exempt: Computations to keep out of FP8: pairs of a glob and ``"forward"``,
             ``"input_gradient"`` or ``"weight_gradient"``.
         max_damage: With ``exclude="measured"``, the share of the predicted damage that may remain:
-            of the loss's lasting change, and of the gradient's squared error. It chooses the
-            smallest set for it, counted in operations.
+            of the loss's lasting change, and of the gradient's squared error. The report chooses
+            the set with the fewest FLOPs.
         measured_from: With ``exclude="measured"``, the optimizer step of the first report. Further
             ones follow each time the number of steps has doubled.
 
@@ -200,19 +200,19 @@ class Simulate:
     Args:
         format: ``"fp8"`` (E4M3FN for operands, E5M2 for gradients), one format such as ``"E3M2FN"``
             for both, or one for each. Also a block format such as ``"MXFP8"`` or ``"NVFP4"``, whose
-            blocks lie along the dimension that each matmul sums over. NVFP4 takes the unit of a
-            tensor, a constant, in place of a scale from the tensor's largest magnitude.
+            blocks lie along the dimension that each matmul sums over. NVFP4 uses the tensor's unit,
+            a constant, instead of a scale from its largest magnitude.
         rounding: ``"nearest"``, or ``"stochastic"`` with its own random numbers.
-        grid: ``"fixed"`` simulates a format as it is; ``"moving"`` as for :class:`FP8`.
-        forward: In place of ``format``, the format of all that forward matmuls read. If only
+        grid: ``"fixed"`` simulates the format itself; ``"moving"`` is as for :class:`FP8`.
+        forward: Instead of ``format``, the format of the operands of forward matmuls. If only
             ``backward`` is given, forward matmuls are not rounded.
-        backward: In place of ``format``, the format of all that backward matmuls read. If only
+        backward: Instead of ``format``, the format of the operands of backward matmuls. If only
             ``forward`` is given, backward matmuls are not rounded.
         gradient_rounding: Rounding of gradients, by default that of the operands.
         square_weights: With block formats, round weights of linear layers in square blocks, so that
             both directions read the same numbers.
-        hadamard: With block formats, multiply what the gradients of linear layers' weights read by
-            a random Hadamard matrix, in runs of 16.
+        hadamard: With block formats, multiply both operands of the weight gradients of linear
+            layers by a random Hadamard matrix, in runs of 16.
         exempt: Computations that are not rounded, as for :class:`FP8`.
 
     Raises:
@@ -271,7 +271,7 @@ class Simulate:
 
 
 def as_method(method: str | Rules) -> Literal["lossless"] | Rules:
-    """Return ``"lossless"``, or the rules that ``method`` stands for."""
+    """Return ``"lossless"``, or the rules that ``method`` selects."""
     if isinstance(method, Rules):
         return method
     advice = "pass Rules(...) for the multipliers of u-muP"

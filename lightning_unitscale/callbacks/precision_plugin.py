@@ -63,7 +63,8 @@ class UnitScaledPrecision(Precision):
     """A precision plugin that scales matmuls as :class:`UnitScaleCallback` does.
 
     Results, checkpoints and options are those of ``UnitScaleCallback(precision=..., simulate=...)``
-    beside ``Trainer(precision=base)``. Either run resumes from a checkpoint of the other one.
+    with ``Trainer(precision=base)``. You can resume a run of either kind from a checkpoint of the
+    other.
 
     Args:
         precision: ``"fp8"`` or :class:`FP8` for linear layers in real FP8. ``None`` only scales
@@ -72,8 +73,8 @@ class UnitScaledPrecision(Precision):
         recalibrate: When units are measured again, as in :class:`UnitScaleCallback`.
         base: Precision of everything else, as in ``Trainer(precision=...)``: ``"32-true"``,
             ``"bf16-mixed"``, ``"16-mixed"`` (with its gradient scaler), ``"bf16-true"``,
-            ``"16-true"`` or ``"64-true"``. Lightning takes one precision plugin and no
-            ``precision=`` beside it. A plugin of Lightning is also accepted, such as
+            ``"16-true"`` or ``"64-true"``. Lightning accepts either a precision plugin or
+            ``precision=``, not both. ``base`` may also be a plugin of Lightning, such as
             ``FSDPPrecision("bf16-mixed")``, which ``FSDPStrategy`` requires.
 
     Raises:
@@ -159,8 +160,8 @@ class UnitScaledPrecision(Precision):
         for other in callbacks:
             if isinstance(other, UnitScaleCallback) and other is not self.callback:
                 raise misconfigured(
-                    f"plugins: {self!r} beside callbacks: {other!r}. Both scale the same matmuls. "
-                    "Expected one of the two. Leave one out."
+                    f"plugins: {self!r} together with callbacks: {other!r}. Both scale the same "
+                    "matmuls. Expected one of the two. Leave one out."
                 )
 
     def _follow(self, root: str, device: str) -> None:

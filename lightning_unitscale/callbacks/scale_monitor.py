@@ -37,17 +37,17 @@ if TYPE_CHECKING:
 
 
 class ScaleMonitor(StepsCallback):
-    """A callback that measures and shows the scale of every tensor and gradient of a training.
+    """A callback that measures and shows the scale of every tensor and gradient during training.
 
-    Every ``every_n_steps`` optimizer steps the training step is watched while it runs, with the
-    same bits. All other steps cost nothing. If a step runs as a captured graph
-    (:class:`UnitScaleCallback` by rules or of all tensors, :class:`RematCallback`, pipelines), the
-    graph carries probes instead. A module that the user has compiled is measured at its inputs and
-    outputs. The statistics are logged when the optimizer has stepped. TensorBoard gets all of them.
-    Other loggers get a few numbers, and the names, histograms, tables and alerts that they can
-    show. On a CUDA device the log comes at the end of the next step, so that no step waits. In a
-    Trainer the same few numbers are in ``trainer.callback_metrics``, where ``EarlyStopping`` and
-    ``ModelCheckpoint`` can monitor them. Steps that are not sampled keep the last ones.
+    Every ``every_n_steps`` optimizer steps, the callback watches the training step while it runs,
+    without changing a bit. All other steps cost nothing. If a step runs as a captured graph (rules,
+    :class:`RematCallback`, pipelines), the graph contains probes instead. A module that the user
+    has compiled is measured at its inputs and outputs. The statistics are logged after the
+    optimizer's step. TensorBoard gets all of them. Other loggers get a few numbers, and the names,
+    histograms, tables and alerts that they can show. On a CUDA device they are logged at the end of
+    the next step, so that no step waits. In a Trainer the same few numbers are in
+    ``trainer.callback_metrics``, where ``EarlyStopping`` and ``ModelCheckpoint`` can monitor them.
+    Steps that are not sampled keep the last ones.
 
     Args:
         every_n_steps: Optimizer steps from one sample to the next. The first two steps of a
@@ -56,10 +56,10 @@ class ScaleMonitor(StepsCallback):
             default.
         exclude: Globs to leave out, even if ``include`` has them.
         formats: Names of number formats whose out-of-range elements are counted, one or several.
-        histograms: Whether to show binary exponents, as histograms in TensorBoard and for formats
-            that are not monitored. With ``True`` these and the shares per format come from a sample
-            of at most 16,384 elements of each tensor. ``"exact"`` uses all elements. ``False``
-            shows only the shares.
+        histograms: Whether to count binary exponents. They are shown as histograms in TensorBoard,
+            and give the shares for formats that are not monitored. With ``True``, exponents and the
+            shares per format come from a sample of at most 16,384 elements of each tensor.
+            ``"exact"`` uses all elements. ``False`` shows only the shares.
         on_violation: What to do when a sampled step contains NaN or Inf, or exceeds ``thresholds``
             (scalars and losses only have to be finite). ``"warn"``: warn. ``"stop"``: warn and set
             ``trainer.should_stop``, so that training ends as usual, with its checkpoints.
@@ -192,7 +192,7 @@ class ScaleMonitor(StepsCallback):
         self._write("to_json_lines", write_json_lines, path)
 
     def compare(self, path: str | Path) -> Divergence:
-        """Find where this run and another one part, on the rank that writes.
+        """Find where this run and another one diverge, on the rank that writes.
 
         Args:
             path: Folder of the other run, with its event files.
@@ -217,7 +217,7 @@ class ScaleMonitor(StepsCallback):
         if not self.snapshots:
             raise RuntimeError(
                 f"{method}: path={str(path)!r}: no step has been sampled yet, so there is nothing "
-                "to write. Expected a training before. Call it after fit()."
+                "to write. Expected a sampled step. Call it after fit()."
             )
         write(self.snapshots, path)
 

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 # The default of torch.amp.GradScaler. The user has chosen any other start.
 _DEFAULT_LOSS_SCALE = 2.0**16
 _HIDING_MATMULS = {
-    "TransformerEnginePrecision": "it replaces the layers by its own, which run in FP8 by "
+    "TransformerEnginePrecision": "it replaces layers with its own, which run in FP8 by "
     "themselves and hide their matmuls from the graph",
-    "BitsandbytesPrecision": "it replaces the layers by its own, which hold quantized weights and "
+    "BitsandbytesPrecision": "it replaces layers with its own, which hold quantized weights and "
     "hide their matmuls from the graph",
 }
 _CONFLICTS_OF_FP8 = {
@@ -100,8 +100,8 @@ def unit_clipping(trainer: pl.Trainer) -> AbstractContextManager[None]:
 
     Thresholds are chosen for unscaled models, whose gradients have a global norm about 1. Gradients
     at unit scale have RMS about 1 each, so ``N`` elements have a norm about ``sqrt(N)``. A
-    threshold of 1 would clip them in every step. A threshold ``c`` is taken as ``c * sqrt(N)``, for
-    the norm as for single values. ``N`` counts the optimizer's elements that have a gradient.
+    threshold of 1 would clip them in every step. A threshold ``c`` is applied as ``c * sqrt(N)``,
+    both for the norm and for single values. ``N`` counts the optimizer's elements with a gradient.
 
     ``LightningModule.clip_gradients`` refuses a value that differs from the Trainer's. So the
     factor is applied in ``clip_gradients`` of the precision plugin (Lightning 2.6).
@@ -122,7 +122,7 @@ def unit_clipping(trainer: pl.Trainer) -> AbstractContextManager[None]:
         if not is_reported:
             is_reported = True
             rank_zero_info(
-                f"UnitScaleCallback: gradient_clip_val={clip_val} is taken as "
+                f"UnitScaleCallback: gradient_clip_val={clip_val} is applied as "
                 f"{clip_val * factor:.4g}, since unit-scaled gradients have RMS near 1 and their "
                 "norm is near the root of their number."
             )

@@ -62,12 +62,12 @@ class UnitScaleCallback(StepsCallback):
     """A callback that scales matmuls to RMS near 1, with the same losses and weights.
 
     Every matmul of the module's steps, forward and backward, runs on scaled operands. Their units
-    are powers of two near their RMS, measured when the matmul runs for the first time. Powers of
-    two are exact, so FP32 training stays bit-identical, and FP8 and FP16 matmuls get numbers near
-    1. Scaling happens at torch's dispatcher, below any Python code. Nothing is captured, and
+    are powers of two near their RMS, measured when the matmul first runs. Multiplying by a power of
+    two is exact, so FP32 training stays bit-identical, and FP8 and FP16 matmuls read operands near
+    RMS 1. Scaling happens at torch's dispatcher, below any Python code. Nothing is captured, and
     nothing runs twice. ``compile``, ``remat`` and pipelines run a captured graph, whose matmuls
     have the same units. The rule-based methods rewrite that graph. Parameters, optimizer,
-    schedulers and checkpoints stay the user's.
+    schedulers and checkpoints do not change.
 
     Args:
         method: ``"lossless"`` changes no result. ``"unit-scaling"`` and ``"u-mup"``, or
@@ -75,20 +75,22 @@ class UnitScaleCallback(StepsCallback):
             ``1 / sqrt(fan_in)`` in the graph, weighted residual branches (see
             ``transforms.unit_scale``). They differ in ``lr_scaling``.
         depth: Only ``"products"``, which scales matmuls.
-        recalibrate: ``"auto"`` measures at steps 8, 16, 32, 64 and every 128th, and takes new units
-            when an operand's RMS has left [1/4, 4]. A number takes them at that interval of
-            optimizer steps. ``None`` never does. New units change no result and compile nothing
-            again. An operand that is zero at first always gets its unit when it no longer is.
-        replace: By rules: mapping from functions to replacements, which are not traced into.
-        residual: By rules: weights of residual branches with attention, and of the others. The
+        recalibrate: ``"auto"`` measures at steps 8, 16, 32, 64 and every 128th, and sets new units
+            if an operand's RMS has left [1/4, 4]. A number sets new units at that interval of
+            optimizer steps. ``None`` never does. New units change no result and cause no
+            recompilation. An operand that is zero at first gets a unit once it is not zero, with
+            any setting.
+        replace: Rules only: mapping from functions to replacements, which Dynamo does not trace
+            into.
+        residual: Rules only: weights of residual branches with attention, and of the others. The
             default is u-muP's rule for depth.
-        lr_scaling: By rules: ``"match"`` keeps the relative update of every parameter. ``"u-mup"``
-            uses u-muP's rates, near 1 and the same for all widths and depths. ``None`` leaves rates
-            unchanged. The default depends on the method.
-        init_weights: By rules: whether weights are set to RMS 1 and biases to 0 on the first batch.
-            A checkpoint records it, so it happens once.
-        on_unknown: By rules, where a tensor's scale follows from no rule: ``"calibrate"`` measures
-            it on the first batch, ``"keep"`` assumes 1, ``"error"`` raises.
+        lr_scaling: Rules only: ``"match"`` keeps the relative update of every parameter.
+            ``"u-mup"`` uses u-muP's rates, near 1 and the same for all widths and depths. ``None``
+            leaves rates unchanged. The default depends on the method.
+        init_weights: Rules only: whether to set weights to RMS 1 and biases to 0 on the first
+            batch. The checkpoint records this, so it happens once.
+        on_unknown: Rules only, if no rule gives a tensor's scale: ``"calibrate"`` measures it on
+            the first batch, ``"keep"`` assumes 1, ``"error"`` raises.
         simulate: Format in which matmuls are simulated, in training and in evaluation: ``"fp8"``,
             one format such as ``"E3M2FN"``, a pair of them for operands and gradients, or
             :class:`Simulate` with a way of rounding. Operands are scaled before they are rounded. A
@@ -96,9 +98,9 @@ class UnitScaleCallback(StepsCallback):
         precision: ``"fp8"``, or :class:`FP8` with exceptions, runs linear layers and their two
             gradients in real FP8 with constant scales. The numbers of features must be multiples of
             16 (or large enough to be padded). The operands must fit, at the first run and whenever
-            units are measured again. It works with any precision of the Trainer, whose types the
-            results have. ``explain()`` shows the decision for each matmul. FP8 needs a GPU of
-            compute capability 8.9, or a CPU, where it is slow.
+            units are measured again. It works with any precision of the Trainer, and results have
+            the types of that precision. ``explain()`` shows the decision for each matmul. FP8 needs
+            a GPU of compute capability 8.9, or a CPU, where it is slow.
         remat: Budget for rematerialization, as in :class:`RematCallback`.
         compile: Run the captured graphs with Inductor, in a mode of ``torch.compile`` such as
             ``"reduce-overhead"``, which has CUDA graphs, or ``"max-autotune"``. FP32 results are
@@ -110,8 +112,9 @@ class UnitScaleCallback(StepsCallback):
         MisconfigurationException: When a Trainer gets two of these callbacks, or a
             :class:`RematCallback` together with ``remat``. At ``setup``, if the device or the
             precision plugin does not support FP8, or if a module to be captured is compiled
-            already. When a loaded checkpoint was trained by other rules, or by rules and the method
-            is ``"lossless"``. Without this callback it does not load either.
+            already. When you load a checkpoint that was trained by other rules, or by rules while
+            the method is ``"lossless"``. Such a checkpoint does not load without this callback
+            either.
 
     Examples:
         >>> from lightning.pytorch import Trainer
@@ -202,7 +205,7 @@ class UnitScaleCallback(StepsCallback):
         }
 
     def explain(self) -> Explanation:
-        """Explain which matmuls were scaled, and when units were taken. A notebook shows it."""
+        """Explain which matmuls were scaled, and when units were measured."""
         self._note_captured()
         *parts, units = self._matmuls.explain().parts
         captured = self._what_was_captured
@@ -212,9 +215,9 @@ class UnitScaleCallback(StepsCallback):
         return Explanation(*parts, captured, units)
 
     def precision_report(self, formats: Sequence[Any] | None = None) -> PrecisionReport:
-        """Report what the formats in use, or others, cost in the last training batch.
+        """Report how much accuracy formats cost in the last training batch.
 
-        It runs the training step some more times and undoes them. See
+        It runs the training step several more times and undoes all effects. See
         :func:`lightning_unitscale.precision_report`. Call it during a batch or right after one. A
         TensorBoard logger gets the table.
         """

@@ -62,10 +62,12 @@ def fake_process_group(world_size: int, *, device: str = "cpu") -> Iterator[None
     if dist.is_initialized():
         raise ValueError(
             f"`world_size={world_size}`: this process is in a group of {dist.get_world_size()} "
-            "already. Expected none. Leave it before, by torch.distributed.destroy_process_group()."
+            "already. Expected none. Call torch.distributed.destroy_process_group() first."
         )
     if world_size < 1:
-        raise ValueError(f"`world_size={world_size}`: no rank. Expected a positive number.")
+        raise ValueError(
+            f"`world_size={world_size}`: not a number of ranks. Expected a positive number."
+        )
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
         with (
@@ -230,8 +232,8 @@ def take_over(module: nn.Module, device: torch.device) -> SimulatedDevice:
     if found:
         raise ValueError(
             f"`module={name}`: it is sharded, so that it cannot be copied, and on "
-            f"{', '.join(sorted(found))}. Expected a module on meta, which the profile may use up; "
-            'make and shard it within `with torch.device("meta"):`.'
+            f"{', '.join(sorted(found))}. Expected a module on meta. "
+            'Create and shard it within `with torch.device("meta"):`.'
         )
     if device.type != "cpu" and any(map(_is_offloaded, module.modules())):
         raise ValueError(

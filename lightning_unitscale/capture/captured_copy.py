@@ -116,7 +116,7 @@ def explain_forward(module: nn.Module) -> str:
     """
     matmuls, steps = matmuls_of(module), steps_of(module)
     parts = [one.explain() for one in (matmuls, steps) if one is not None]
-    return "\n\n".join(parts) or "Nothing is captured: forward runs as it is."
+    return "\n\n".join(parts) or "Nothing is captured: forward runs uncaptured."
 
 
 def export_forward(

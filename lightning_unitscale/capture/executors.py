@@ -211,7 +211,7 @@ def _why_not_kept(graph_module: fx.GraphModule, node: fx.Node, own: set[fx.Node]
     region = getattr(graph_module, str(body.target)).graph
     given = [argument for argument in node.all_input_nodes if argument not in own | {body}]
     if node.kwargs.get("use_reentrant") and not any(map(requires_grad, given)):
-        return "is reentrant and none of its inputs needs a gradient, so torch gives it none"
+        return "is reentrant and none of its inputs needs a gradient, so it has no gradients"
     roots = memory_roots(region)
     writes = (
         target
@@ -220,9 +220,9 @@ def _why_not_kept(graph_module: fx.GraphModule, node: fx.Node, own: set[fx.Node]
         if roots[target].op == "placeholder"
     )
     if next(writes, None) is not None or any(map(_updates_statistics, region.nodes)):
-        return "writes into a buffer, which torch does a second time when it runs again"
+        return "writes into a buffer, and a recomputation repeats the write"
     if node.kwargs.get("preserve_rng_state", True) is False and any(map(is_random, region.nodes)):
-        return "draws random numbers with preserve_rng_state=False, others when it runs again"
+        return "draws other random numbers when recomputed (preserve_rng_state=False)"
     return ""
 
 

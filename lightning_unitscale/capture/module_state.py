@@ -151,7 +151,7 @@ class Recaptures:
             return None
         ((function, _),) = self._functions.most_common(1)
         return (
-            f"it was captured anew in {self._num_captures} of its first {self._num_calls} calls, "
+            f"it was captured again in {self._num_captures} of its first {self._num_calls} calls, "
             f"since {last_recapture(function) or 'something that it reads'} has changed each time"
         )
 

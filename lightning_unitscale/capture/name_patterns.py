@@ -103,7 +103,7 @@ def _patterns(name: str, value: str | Sequence[str] | None) -> tuple[str, ...]:
     for pattern in patterns:
         if not isinstance(pattern, str) or not pattern:
             raise ValueError(
-                f"{name}={shown(value)}: {shown(pattern)} is no pattern. Expected globs of module "
-                f"paths or tensor names. Pass for example {name}=['blocks.0.*']."
+                f"{name}={shown(value)}: {shown(pattern)} is not a pattern. Expected globs of "
+                f"module paths or tensor names. Pass for example {name}=['blocks.0.*']."
             )
     return patterns

@@ -321,7 +321,7 @@ DISTANCES = "a kernel of distances"
 RECURRENT = "a recurrent kernel, whose matmuls are inside of it"
 FUSED = "a fused inference kernel, whose matmuls are inside of it"
 COMPILED_BEFORE = "compiled before this callback was attached"
-_WIDENED = "a matmul whose result has a type of its own"
+_WIDENED = "a matmul whose result has another type than its operands"
 
 
 @dataclass(frozen=True)

@@ -234,7 +234,7 @@ def _report(code: Any, error: Exception, warned: set[tuple[str, int]], *, warn: 
     failing = linecache.getline(file, line).strip()
     warnings.warn(
         f"{file}:{line}: Dynamo fails on `{failing}` ({short_reason(str(error))}). So "
-        f"{code.co_name} runs as it is, neither rewritten nor observed, except its calls. "
+        f"{code.co_name} runs uncaptured, neither rewritten nor observed, except its calls. "
         "Expected code that Dynamo captures. Move that line out of the step, into a hook such as "
         "on_train_batch_start.",
         stacklevel=2,

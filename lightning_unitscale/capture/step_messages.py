@@ -13,7 +13,9 @@ from lightning_unitscale.capture.compiled_graph import StepState
 
 # Blocks within which autograd does not save tensors as usual.
 _SAVING = ("saved_tensors_hooks", "save_on_cpu")
-NO_REASON = "no tensor operation in it, or a loop breaks the graph and Dynamo passes over it all"
+NO_REASON = (
+    "it has no tensor operation, or a loop breaks the graph, so Dynamo skips the whole function"
+)
 
 
 class CaptureError(RuntimeError):
@@ -85,7 +87,7 @@ def warn_of_staying_plain(step: StepState, reason: str) -> None:
     """Warn that the step runs uncaptured from now on."""
     warn_once(
         step,
-        f"{step.title} cannot run captured: {reason}. So it runs as it is, "
+        f"{step.title} cannot run captured: {reason}. So it runs uncaptured, "
         f"{_loses(step)}. Take that out of the step, or leave out what captures it.",
     )
 
@@ -99,7 +101,7 @@ def warn_if_nothing_ran(step: StepState) -> None:
         warn_once(
             step,
             f"{step.title}: called with a {step.refused}, whose operations Dynamo does not "
-            f"follow. So it runs as it is, {_loses(step)}. Pass an ordinary tensor: "
+            f"follow. So it runs uncaptured, {_loses(step)}. Pass an ordinary tensor: "
             "image.as_subclass(torch.Tensor).",
         )
         return
@@ -108,7 +110,7 @@ def warn_if_nothing_ran(step: StepState) -> None:
     warn_once(
         step,
         f"{step.title}: no graph could be captured. So it "
-        f"runs as it is, {_loses(step)} ({reasons}). Expected at least one "
+        f"runs uncaptured, {_loses(step)} ({reasons}). Expected at least one "
         "traceable operation. Keep printing, .item() and third-party calls out of the step.",
     )
 
@@ -120,7 +122,7 @@ def warn_of_saving(step: StepState, graph_breaks: Sequence[str]) -> None:
             warn_once(
                 step,
                 f"{step.title}: a function that saves tensors in its own "
-                f"way runs as it is, {_loses(step)} ({graph_break}). Expected a step without "
+                f"way runs uncaptured, {_loses(step)} ({graph_break}). Expected a step without "
                 "such a block. Enter it around the step, in a callback's hooks.",
             )
 

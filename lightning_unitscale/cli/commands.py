@@ -135,7 +135,7 @@ class ProfileCLI(UnitScaleCLI):
         parser.add_argument(
             "--budget_bytes", type=int | None, help="Also find the largest batch within it."
         )
-        parser.add_argument("--ckpt_path", type=str | None, help="As in `fit`, but ignored.")
+        parser.add_argument("--ckpt_path", type=str | None, help="As in `fit`, and ignored.")
 
     @override
     def before_instantiate_classes(self) -> None:
@@ -235,14 +235,16 @@ class ExplainPipelineCLI(ProfileCLI):
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.add_argument("--num_stages", type=int, default=2, help="Stages, one per device.")
+        parser.add_argument(
+            "--num_stages", type=int, default=2, help="Number of stages, one per device."
+        )
         parser.add_argument(
             "--num_microbatches",
             type=int | None,
             help="Number of equal parts of a batch; by default twice the stages.",
         )
         parser.add_argument("--device", type=Literal["cpu"], default="cpu", help="Cost model.")
-        parser.add_argument("--ckpt_path", type=str | None, help="As in `fit`, but ignored.")
+        parser.add_argument("--ckpt_path", type=str | None, help="As in `fit`, and ignored.")
 
     @override
     def _check_options(self) -> None:

@@ -28,10 +28,10 @@ _COMMANDS = {
     "predict": "predict on the prediction data",
     "profile": "predict memory and operations of a training step without running it",
     "fit-in": "find batch, remat budget, precision and shards that fit into a device's memory",
-    "precision": "account for what low precision costs, matmul by matmul",
+    "precision": "report what low precision costs, matmul by matmul",
     "explain-pipeline": "estimate the costs of pipeline stages without running them",
-    "compare": "find where two finished runs part: step, tensor, module and direction",
-    "diagnose": "sum up a finished run: violations, trends, worst tensors, coverage",
+    "compare": "find where two finished runs diverge: step, tensor, module and direction",
+    "diagnose": "summarize a finished run: violations, trends, worst tensors, coverage",
     "report": "show the scales of finished runs as a picture, a page and a table",
 }
 # These read event files and need no configuration.

@@ -63,13 +63,16 @@ class FitInCLI(ProfileCLI):
             "configuration.",
         )
         parser.add_argument(
-            "--max_shards", type=int, default=8, help="Most ranks to divide the model over."
+            "--max_shards",
+            type=int,
+            default=8,
+            help="Maximum number of ranks to divide the model over.",
         )
         parser.add_argument("--json", type=str | None, help="JSON file to write the results to.")
         parser.add_argument(
             "--explain", action="store_true", help="Also show what takes the most memory."
         )
-        parser.add_argument("--ckpt_path", type=str | None, help="As in `fit`, but ignored.")
+        parser.add_argument("--ckpt_path", type=str | None, help="As in `fit`, and ignored.")
 
     @override
     def before_instantiate_classes(self) -> None:

@@ -34,7 +34,7 @@ class PrecisionCLI(ProfileCLI):
         parser.add_argument(
             "--formats",
             type=list[str] | None,
-            help="Formats to account for, such as [E4M3FN,E2M1FN]; by default those of the "
+            help="Formats to report on, such as [E4M3FN,E2M1FN]; by default those of the "
             "callback, or E4M3FN.",
         )
         parser.add_argument(
@@ -44,14 +44,17 @@ class PrecisionCLI(ProfileCLI):
             "--directions",
             type=int,
             default=Effort.directions,
-            help="Directions to average errors of the gradient over.",
+            help="Number of random directions to average gradient errors over.",
         )
         parser.add_argument(
-            "--pairs", type=int, default=Effort.pairs, help="Pairs of steps with random signs."
+            "--pairs",
+            type=int,
+            default=Effort.pairs,
+            help="Number of pairs of steps with random signs.",
         )
         parser.add_argument("--limit", type=int, default=20, help="Number of matmuls to show.")
         parser.add_argument(
-            "--json", action="store_true", help="Print one JSON object in place of tables."
+            "--json", action="store_true", help="Print one JSON object instead of tables."
         )
 
     @override

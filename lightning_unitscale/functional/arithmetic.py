@@ -214,7 +214,7 @@ def residual_weights(tau: float) -> tuple[float, float]:
     """Return the weights of the branch and of the skip connection. Their squares add up to 1."""
     if not 0 <= tau < math.inf:
         raise ValueError(
-            f"tau={tau}: it is no weight of a residual branch. Expected a finite number, 0 or more."
+            f"tau={tau}: not a weight of a residual branch. Expected a finite number, 0 or more."
         )
     total = math.sqrt(1 + tau**2)
     return tau / total, 1 / total

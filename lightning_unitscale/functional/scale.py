@@ -115,7 +115,7 @@ def scale(input: Tensor, forward_factor: Factor, backward_factor: Factor) -> Ten
 
 
 def scale_fwd(input: Tensor, factor: Factor) -> Tensor:
-    """Multiply by ``factor`` in the forward pass only; the gradient passes as it is."""
+    """Multiply by ``factor`` in the forward pass only. The gradient does not change."""
     return scale(input, factor, 1.0)
 
 

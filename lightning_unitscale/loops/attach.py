@@ -60,7 +60,7 @@ def attach(
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If a callback needs a Lightning Trainer, two callbacks set the same, or
+        ValueError: If a callback needs a Lightning Trainer, two callbacks set the same option, or
             ``log_dir`` cannot be written.
 
     Examples:
@@ -143,7 +143,7 @@ class Attachment(CalledLoop):
 
         Raises:
             TypeError: If it works in a Trainer only, or is not a callback.
-            ValueError: If another callback sets the same, or it needs a Lightning Trainer.
+            ValueError: If another callback sets the same option, or it needs a Lightning Trainer.
         """
         given_callbacks([*self._callbacks, callback])
         # A callback's wrappers belong below the attachment's own.

@@ -52,7 +52,7 @@ class HFCallback(TrainerCallback):
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If there is no callback, or two of them set the same.
+        ValueError: If there is no callback, or two of them set the same option.
 
     Attributes:
         attachment: The attachment of the callbacks while the Trainer trains.
@@ -68,8 +68,9 @@ class HFCallback(TrainerCallback):
         # The Trainer makes an instance if it gets a class.
         if not self._callbacks:
             raise ValueError(
-                "callbacks=(): HFCallback has nothing to work with. Expected UnitScaleCallback(), "
-                "ScaleMonitor() or both. Write HFCallback([UnitScaleCallback(), ScaleMonitor()])."
+                "callbacks=(): HFCallback needs at least one callback. Expected "
+                "UnitScaleCallback(), ScaleMonitor() or both. Write "
+                "HFCallback([UnitScaleCallback(), ScaleMonitor()])."
             )
         if log_dir is not None:
             expected = "the path of a folder"

@@ -131,7 +131,7 @@ class LoopCallback:
         """
         name = type(self).__name__
         raise ValueError(
-            f"{name}: it captures steps, which it can in a Lightning Trainer only. Expected a "
+            f"{name}: it captures steps, which works only in a Lightning Trainer. Expected a "
             "Trainer. In another loop use lightning_unitscale.transforms."
         )
 
@@ -197,7 +197,7 @@ def _why_not(subject: str, made: Sequence[tuple[LoopCallback, Claim]]) -> str | 
         )
     settings = " and ".join(claim.setting for _, claim in made)
     return (
-        f"callbacks: {settings} both set {subject}, and only one of them can be in force. Expected "
+        f"callbacks: {settings} both set {subject}, and only one of them can apply. Expected "
         "one such setting. Leave the others out."
     )
 

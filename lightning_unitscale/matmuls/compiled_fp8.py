@@ -1,4 +1,4 @@
-"""Run the FP8 layers of compiled graphs in operations that Inductor fuses with their neighbours.
+"""Run the FP8 layers of compiled graphs in operations that Inductor fuses with their neighbors.
 
 An operator that casts by itself reads its operand once more, and the forward graph keeps that
 operand for the backward graph. Here the casts of a layer and its transposes are plain operations
@@ -55,7 +55,7 @@ _FIRST_SCALE, _ONE = 3, 6
 
 OUTSIDE = (
     "A graph with layers in FP8 runs outside of the steps that it was compiled for. Expected a "
-    "call of the module that has units. Call that, or compile the module anew."
+    "call of the module that has units. Call that, or compile the module again."
 )
 
 

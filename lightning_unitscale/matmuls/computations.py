@@ -92,7 +92,7 @@ def checked_exempt(exempt: Any) -> tuple[Exemption, ...]:
         if not is_list or not is_pair or not each[0] or each[1] not in COMPUTATIONS:
             words = ", ".join(map(repr, COMPUTATIONS))
             raise ValueError(
-                f"exempt={shown(exempt)}: {shown(each)} is no exemption. Expected pairs of a glob "
-                f"and one of {words}. Pass for example exempt=[('blocks.0.*', 'forward')]."
+                f"exempt={shown(exempt)}: {shown(each)} is not an exemption. Expected pairs of a "
+                f"glob and one of {words}. Pass for example exempt=[('blocks.0.*', 'forward')]."
             )
     return tuple((pattern, computation) for pattern, computation in exempt)

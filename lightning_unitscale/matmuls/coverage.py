@@ -16,6 +16,8 @@ from lightning_unitscale.matmuls.computations import EXEMPT
 from lightning_unitscale.matmuls.matmul_formats import EXCLUDED_BY_DEFAULT, NO_LINEAR
 
 Kind = Literal["units", "format", "plain", "left out"]
+# How the table shows a kind.
+_RUN = {"units": "scaled", "format": "in format", "plain": "unscaled", "left out": "unrounded"}
 # The reasons of a site's unscaled matmuls by slot, and the slot of this one.
 PlainMatmul = tuple[Mapping[str, str], str]
 # The share of a step's FLOPs below which we warn.
@@ -105,7 +107,7 @@ class Coverage:
         if not self.counts:
             return f"{self.without_format()}{NO_MATMUL}"
         rounded = self.num_in_format
-        how = "in units" if self.has_units else "rounded to a format"
+        how = "scaled" if self.has_units else "rounded to a format"
         text = (
             f"{self.num_in_units} of {self.num_matmuls} matmuls {how} "
             f"({percent(self.fraction_of_flops('units', 'format'))} of their FLOPs)"
@@ -113,7 +115,7 @@ class Coverage:
         if rounded and self.has_units:
             share = percent(self.fraction_of_flops("format"))
             text += f", {rounded} of them rounded to a format ({share})"
-        reasons = [f"{percent(share)} plain: {why}" for why, share in self.reasons.items()]
+        reasons = [f"{percent(share)} unscaled: {why}" for why, share in self.reasons.items()]
         reasons += [
             f"{percent(share)} outside {self.format}: {why}"
             for why, share in self.reasons_outside.items()
@@ -123,7 +125,7 @@ class Coverage:
         return "; ".join(filter(None, [self.without_format() + text, *reasons, lacking]))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the numbers of matmuls, and the shares of FLOPs, in units and in the format."""
+        """Return the numbers of matmuls, and the shares of FLOPs, scaled and in the format."""
         return {
             "matmuls": self.num_matmuls,
             "in_units": self.num_in_units,
@@ -145,9 +147,9 @@ class Coverage:
         modules = self.uncovered_modules()
         if not modules or 1.0 - self.fraction_of_flops("plain") >= ENOUGH:
             return ""
-        wanted = "in units" if self.has_units else "rounded"
+        wanted = "scaled" if self.has_units else "rounded"
         return (
-            f"{self.line()}. Plain matmuls are in {listed(modules)}. Expected at least "
+            f"{self.line()}. Unscaled matmuls are in {listed(modules)}. Expected at least "
             f"{ENOUGH:.0%} of the FLOPs {wanted}. explain() lists all matmuls."
         )
 
@@ -159,12 +161,12 @@ class Coverage:
                 count.module or "(the step itself)",
                 count.num_matmuls,
                 percent(count.flops / total),
-                count.kind,
+                _RUN[count.kind],
                 count.reason or count.outside,
             )
             for count in self.counts
         ]
-        return tabulate(rows, headers=("module", "matmuls", "FLOPs", "run in", "why"))
+        return tabulate(rows, headers=("module", "matmuls", "FLOPs", "run", "why"))
 
 
 def _flops_by(counts: Iterable[MatmulCount], key: Callable[[MatmulCount], Any]) -> Counter[Any]:

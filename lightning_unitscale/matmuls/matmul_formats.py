@@ -210,7 +210,7 @@ def _checked(format: FormatLike | None, argument: str) -> NumberFormat | BlockFo
 
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-NO_LINEAR = "it is no linear layer"
+NO_LINEAR = "it is not a linear layer"
 _NO_PADDING = "and padding would not pay"
 EXCLUDED_BY_DEFAULT = f"{EXCLUDED} by default"
 
@@ -357,7 +357,7 @@ class FP8Linears:
         for what, size, num_terms in zip(("input", "output"), features, sums, strict=True):
             is_large = size >= PADDED_FROM and num_terms >= MIN_PADDED_SUM
             if size == 0 or (size % MULTIPLE and not is_large):
-                return f"its {size} {what} features are no multiple of {MULTIPLE}, {_NO_PADDING}"
+                return f"its {size} {what} features are not a multiple of {MULTIPLE}, {_NO_PADDING}"
         if name not in self.unfit.matmuls and (reason := why_no_fp8(read.device)) is not None:
             raise RuntimeError(
                 f"{name} on {read.device}: {reason}. Expected a GPU of compute capability 8.9 or "

@@ -158,19 +158,19 @@ class MeasuredMatmul:
         limit = _SMALLEST_LOG2[self.dtype]
         smallest = [math.log2(extent.smallest) for extent in self.extents]
         if any(sum(pair) < limit for pair in itertools.combinations(smallest, 2)):
-            return f"terms below 2**{limit}, which vanish only without units"
+            return f"terms below 2**{limit}, which vanish only if unscaled"
         largest = [math.log2(extent.largest) for extent in self.extents if extent.largest]
         too_large = -limit - _LOG2_TERMS
         if any(sum(pair) > too_large for pair in itertools.combinations(largest, 2)):
-            return f"terms above 2**{too_large}, whose sums may overflow only without units"
+            return f"terms above 2**{too_large}, whose sums may overflow only if unscaled"
         stored = [log2 - unit for log2, unit in zip(smallest, log2_units, strict=True)]
         common = sum(log2_units)
         stored += [math.log2(extent.smallest) - common for extent in self.addends]
         if any(log2 < limit for log2 in stored):
-            return f"elements that would be below 2**{limit} in units"
+            return f"elements that would be below 2**{limit} when scaled"
         largest = [math.log2(extent.largest) for extent in self.addends if extent.largest]
         if any(log2 - common > -limit for log2 in largest):
-            return f"an addend that would be above 2**{-limit} in units"
+            return f"an addend that would be above 2**{-limit} when scaled"
         return ""
 
     def _why_overflowing(self, log2_units: Sequence[int]) -> str:
@@ -183,7 +183,7 @@ class MeasuredMatmul:
         enlarged = [(extent.largest, unit) for extent, unit in pairs if extent.largest and unit < 0]
         stored = [math.log2(largest) - unit for largest, unit in enlarged]
         if any(log2 > _LARGEST_LOG2_FP16 for log2 in stored):
-            return f"elements that would be above 2**{_LARGEST_LOG2_FP16} in units"
+            return f"elements that would be above 2**{_LARGEST_LOG2_FP16} when scaled"
         return ""
 
 

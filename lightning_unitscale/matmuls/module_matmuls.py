@@ -348,7 +348,7 @@ class ModuleMatmuls(AttachedSession):
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            f"{type(self._module).__name__}: its matmuls run in units or in a format, and such a "
+            f"{type(self._module).__name__}: its matmuls are scaled or rounded, and such a "
             "module cannot be pickled. Expected an untransformed module. Save its state_dict() "
             "instead, or pickle the original module."
         )

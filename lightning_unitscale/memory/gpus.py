@@ -123,7 +123,7 @@ DEVICE_NAMES: tuple[DeviceType, ...] = get_args(DeviceType)
 """Every device that can be profiled."""
 DEVICE_WORDS = (*DEVICE_NAMES, *GPUS)
 """Words for a device on the command line, where the name of a GPU is enough."""
-_ADVICE = "profile for the more similar one of these, which need not exist"
+_ADVICE = "choose the most similar of these"
 
 
 def parse_device(device: str | torch.device) -> tuple[torch.device, GPU | None]:

@@ -55,14 +55,14 @@ class GraphProfile:
         input_bytes: Inputs of the step.
         gradient_bytes: Gradients of parameters.
         optimizer_bytes: State of the optimizer between steps.
-        unsharded_bytes: The most bytes at once of parameters that FSDP has gathered, and of the
-            buffers that it gathers them in.
+        unsharded_bytes: Peak bytes of the parameters that FSDP has gathered, and of its gather
+            buffers.
         saved_bytes: Bytes that autograd saves for the backward pass, without parameters and
             buffers.
         peak: The moment at which the most bytes are alive. On a GPU this and the timeline count
             the blocks of torch's caching allocator.
         timeline: Live bytes over the step.
-        phases: Part of the step that each moment of the timeline belongs to.
+        phases: Phase of the step at each moment of the timeline.
         num_ranks: Number of ranks that the module is sharded over. Sizes are those of rank 0, which
             has the largest shard.
         gpu: Name of the simulated GPU, empty for a CPU.
@@ -268,7 +268,7 @@ class GraphProfile:
         """Return a profile from the JSON of :meth:`to_json`.
 
         Raises:
-            ValueError: If the text is no profile.
+            ValueError: If the text is not a profile.
         """
         return report.load(text, GraphProfile)
 

@@ -192,7 +192,9 @@ class MeasuredPartitioner(RematPartitioner):
         """Return the reports as text."""
         if not self.is_planned:
             return self.given_up or "Nothing is planned yet: one of the first steps is measured."
-        later = f"{self._num_later} captured later, for batches of other sizes, keep the least"
+        later = (
+            f"{self._num_later} captured later, for batches of other sizes, use the smallest plans"
+        )
         return reports_table(self.reports) + (f"\n\n{later}" if self._num_later else "")
 
     def __call__(
@@ -242,7 +244,7 @@ class MeasuredPartitioner(RematPartitioner):
             default, floor = step.peak_bytes(step.default), step.peak_bytes(step.lowest)
             limit = limit_of(self.budget, default, lambda: floor)
             if floor > limit:
-                where = "of a step that was measured with the plans that keep the least"
+                where = "of a step that was measured with the smallest plans"
                 raise refusal(limit, floor, default, where)
             chosen = step.fastest(limit)
         peak = step.peak_bytes(chosen)
@@ -260,8 +262,8 @@ class MeasuredPartitioner(RematPartitioner):
         self._largest = planner.default.peak_bytes
         warnings.warn(
             f"budget={self.budget!r}: a graph was captured after the step had been measured, and "
-            "it is larger than all measured graphs. It keeps the least, but the budget is not "
-            "checked with it. Pad the batches, or put the largest batch among the first three.",
+            "it is larger than all measured graphs. It uses its smallest plan, but the budget is "
+            "not checked for it. Pad the batches, or put the largest batch among the first three.",
             stacklevel=2,
         )
 

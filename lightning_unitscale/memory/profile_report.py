@@ -169,7 +169,7 @@ def load(text: str, kind: type[T]) -> T:
         return typing.cast(T, _typed(content, kind))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
-            f"`text`: it is no profile ({error}). Pass what GraphProfile.to_json() returned in "
+            f"`text`: not a profile ({error}). Pass what GraphProfile.to_json() returned in "
             "this version."
         ) from error
 

@@ -70,7 +70,7 @@ def pareto_front(
     path: str | Path | None = None,
     **kwargs: Any,
 ) -> list[RematPlan]:
-    """Return plans of a training step from the fastest to the smallest, none beaten in both.
+    """Return the Pareto-optimal plans of a training step, from the fastest to the smallest.
 
     Args:
         function: A module or function that Dynamo captures as one graph.
@@ -78,12 +78,12 @@ def pareto_front(
         num_plans: Number of budgets to plan for.
         cost_model: As for :func:`plan_remat`.
         resident_bytes: As for :func:`plan_remat`.
-        path: File for a plot, if one is wanted, which needs matplotlib.
+        path: File for a plot (needs matplotlib). ``None`` draws none.
         **kwargs: Further inputs.
 
     Raises:
         RuntimeError: If there is no gradient to compute, or several graphs.
-        ModuleNotFoundError: If a plot is asked for and matplotlib is not installed.
+        ModuleNotFoundError: If ``path`` is given and matplotlib is not installed.
     """
     check_count("num_plans", num_plans)
     if path is not None:
@@ -180,7 +180,7 @@ class StepPartitioner(RematPartitioner):
         self.forget_plans()
 
     def forget_plans(self) -> None:
-        """Forget the plans of a step that is captured anew."""
+        """Forget the plans of a step that is captured again."""
         self.reports.clear()
 
     def put_off_refusals(self, puts_off: bool) -> None:
@@ -298,8 +298,9 @@ class StepPartitioner(RematPartitioner):
 def remat(module: nn.Module, budget: Budget) -> nn.Module:
     """Return a copy of ``module`` that computes the same bits in less memory.
 
-    Its forward and backward graph are planned together when it is first called with gradients. The
-    plan says what to keep and what to recompute, at the least estimated time within the budget::
+    Its forward and backward graph are planned together when you first call it with gradients. The
+    plan decides what to keep and what to recompute, with the least estimated time within the
+    budget::
 
         model = remat(model, "600MiB")
         model(inputs).sum().backward()
@@ -309,12 +310,12 @@ def remat(module: nn.Module, budget: Budget) -> nn.Module:
         module: A module, transformed or not, that Dynamo can capture. It is not changed.
         budget: Limit on all tensor bytes alive at once in a step of the module: parameters,
             buffers, inputs, activations and gradients. An int or a string such as ``"600MiB"`` is
-            in bytes. A float leads linearly from 0, the smallest peak that can be planned (also
-            ``"min"``), to 1, the peak without rematerialization, so it is always met.
-            ``"min_cut"`` keeps as little as possible without recomputing a matmul.
+            in bytes. A float is linear in bytes, from 0, the smallest achievable peak (also
+            ``"min"``), to 1, the peak without rematerialization, so it can always be met.
+            ``"min_cut"`` keeps as few bytes as possible without recomputing a matmul.
 
     Returns:
-        A new module with parameters of its own, ``remat_table()``, ``remat_reports()`` and
+        A new module with its own parameters, ``remat_table()``, ``remat_reports()`` and
         ``explain()``. Its graphs run op by op, or by Inductor after ``transforms.compile``.
 
     Raises:

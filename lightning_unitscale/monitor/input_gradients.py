@@ -1,8 +1,8 @@
-"""Gradients of tensors that take no part in the backward pass, such as a batch.
+"""Compute gradients of tensors that take no part in the backward pass, such as a batch.
 
-The step itself does not change. Beside it, each function that reads such a tensor runs a
-second time, on copies, with a graph of autograd's own. Where that graph ends, in a tensor that
-takes part, its gradient is kept, and sent through the second graph when the backward pass ends.
+The step itself does not change. Each function that reads such a tensor also runs a second time, on
+copies, with a separate autograd graph. This graph ends in tensors that take part in the backward
+pass. Their gradients are kept, and sent through the second graph when the backward pass ends.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class GradientPath:
     is_lost: bool = False  # whether something has read it whose gradient is not known
 
     def lose(self) -> None:
-        """Note that its gradient, and those of what it was computed from, would lack a part."""
+        """Mark its gradient, and the gradients of its inputs, as incomplete."""
         pending = [self]
         while pending:
             path = pending.pop()
@@ -79,7 +79,7 @@ class InputGradients:
         return path
 
     def lose(self, tensors: Iterable[Tensor]) -> None:
-        """Note that the gradients of tensors will not be known."""
+        """Mark the gradients of tensors as unknown."""
         for tensor in tensors:
             if (path := self.path_of(tensor)) is not None:
                 path.lose()
@@ -116,7 +116,7 @@ class InputGradients:
     def follow(
         self, beside: _Beside, arguments: Sequence[Tensor], results: Sequence[Tensor]
     ) -> None:
-        """Give the results of a function in the step the paths that it has made beside it."""
+        """Assign the paths of the second run to the results of a function in the step."""
         known = {id(tensor) for tensor in results}
         written = [
             tensor
@@ -141,7 +141,7 @@ class InputGradients:
                 self._paths[tensor] = path
 
     def rejoin(self, tensor: Tensor) -> None:
-        """End the path, if it has one, of a tensor that has come to take part."""
+        """End the path of a tensor that now takes part in the backward pass, if it has one."""
         path = self.path_of(tensor)
         if path is not None:
             del self._paths[tensor]

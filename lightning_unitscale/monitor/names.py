@@ -1,7 +1,7 @@
-"""Name the tensors of a step by the module that computes them and torch's own word.
+"""Name the tensors of a step by the module that computes them and torch's name of the operation.
 
-Python's frames tell which module that is; nothing is hung on the modules, so that there is nothing
-to take away.
+Python's frames show which module that is. So the modules need no hooks that would have to be
+removed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _NOTED = (_MODULE_CALL, _CHECKPOINT, _CHECKPOINT_AGAIN, *_BACKWARD)
 
 
 class Callers:
-    """Finds the caller of a torch function, below the code that calls the step."""
+    """A search for the caller of a torch function, below the code that calls the step."""
 
     def __init__(self, module: nn.Module, top: CodeType, ignored: Collection[CodeType]) -> None:
         self._paths = {id(child): own_path(path) for path, child in module.named_modules()}
@@ -67,7 +67,7 @@ class Callers:
         self._noted = frozenset(map(id, (top, *_NOTED, *self._ignored)))
 
     def find(self, frame: FrameType | None) -> Caller | None:
-        """Return the caller whose code runs in ``frame``; ``None`` outside of the step."""
+        """Return the caller whose code runs in ``frame``, or ``None`` outside the step."""
         path: str | None = None
         checkpoints: list[int] = []
         first, noted = frame, self._noted
@@ -149,7 +149,7 @@ _TENSOR_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
 
 
 def full_name(path: str, word: str) -> str:
-    """Return the name of what a function makes in a module, but for its ordinal."""
+    """Return the name of a function's result in a module, without its ordinal."""
     return f"{path}.{word}" if path else word
 
 
@@ -158,7 +158,7 @@ _DESCRIBED: dict[Any, tuple[str, bool]] = {}
 
 
 def described(function: Any) -> tuple[str, bool]:
-    """Return torch's word for a function, and whether it only reads or sets a tensor's property."""
+    """Return torch's name of a function, and whether it only reads or sets a tensor's property."""
     try:
         return _DESCRIBED[function]
     except KeyError:
@@ -192,7 +192,7 @@ _MAX_ELEMENTS = 64
 
 
 class StartNames:
-    """Name and module of each tensor that a call of a step starts from."""
+    """Names and modules of the tensors that a call of a step starts from."""
 
     def __init__(
         self,
@@ -215,7 +215,7 @@ class StartNames:
         self._add(parameters)
 
     def find(self, tensor: Tensor) -> tuple[str, str] | None:
-        """Name and module of a tensor, ``None`` if the call does not start from it."""
+        """Return name and module of a tensor, or ``None`` if the call does not start from it."""
         if id(tensor) not in self._names and tensor.is_leaf and tensor.requires_grad:
             # FSDP2 puts whole parameters in the place of their parts while their module runs.
             module = self._module()
@@ -229,7 +229,7 @@ class StartNames:
 
 
 def tensors_of(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Return the tensors in a nested value, with names for where they are in it."""
+    """Return the tensors in a nested value, named by their place in it."""
     if isinstance(value, Tensor):
         yield name, value
         return

@@ -60,7 +60,7 @@ class ProbedTensor(NamedTuple):
     made_by: tuple[str, Any] | None = None
 
     def lacks_unit_in(self, gauge: Gauge) -> tuple[bool, bool]:
-        """Return whether a matmul reads it without a unit, or its gradient, under a gauge."""
+        """Check whether a matmul reads it, or its gradient, without a unit."""
         value, gradient = self.lacks_unit
         names = self.held.sigma.operand, self.held.gamma.gradient
         if names == ("", ""):
@@ -71,7 +71,7 @@ class ProbedTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class ProbedCall:
-    """The rows that one call of a graph has recorded of tensors, and the units of the call."""
+    """The rows that one call of a graph has recorded, and the units of the call."""
 
     tensors: tuple[ProbedTensor, ...]
     record: CallRecord
@@ -80,7 +80,7 @@ class ProbedCall:
 
 @dataclass(frozen=True)
 class CutGraph:
-    """The tensors of a graph that was cut, by name; each rank of several records its own."""
+    """The tensors of a cut graph, by name. Each rank records its own."""
 
     tensors: dict[str, ProbedTensor]
     gauge: Callable[[], Gauge]
@@ -88,7 +88,7 @@ class CutGraph:
     device: torch.device
 
     def absent(self) -> ProbedCall:
-        """Return a call in which every tensor was absent: put first, it gives their order."""
+        """Return a call in which every tensor is absent. Merged first, it defines their order."""
         rows = absent_rows(len(self.tensors), self.layout.measured, self.device)
         return ProbedCall(tuple(self.tensors.values()), CallRecord.of_rows(rows), self.gauge())
 
@@ -108,7 +108,7 @@ class CutGraph:
 
 
 class ScaleProbes(GraphPass):
-    """Records one row of statistics per tensor and direction in the observed variant of a step."""
+    """A pass that records one row per tensor and direction in the observed variant of a step."""
 
     name = "scale probes"
     phase = Phase.OBSERVE
@@ -127,7 +127,7 @@ class ScaleProbes(GraphPass):
         return self._insert(graph, places, self._selected(places))
 
     def before_cut(self, graph: StepGraph) -> frozenset[str]:
-        """Have every snapshot list all tensors of this graph, recorded on this rank or not."""
+        """Make every snapshot list all tensors of this graph, including those of other ranks."""
         places = Places(graph)
         found, gauge = self._tensors(graph, places, self._selected(places))
         tensors = {tensor.name: tensor for tensor in found}
@@ -230,7 +230,7 @@ class ScaleProbes(GraphPass):
         return (f"{len(nodes)} tensors probed, {sum(differentiable)} of them in both directions",)
 
     def clear(self) -> None:
-        """Forget what was recorded and not taken; another callback may have observed a step."""
+        """Forget the records since the last snapshot. Another callback may have made them."""
         self._calls.clear()
 
     def forget(self) -> None:
@@ -239,7 +239,7 @@ class ScaleProbes(GraphPass):
         self._cut.clear()
 
     def take(self, step: int, *, grad_scale: float = 1.0) -> Callable[[], ScaleSnapshot] | None:
-        """Send for what was recorded since the last call; what is returned waits for it."""
+        """Start the transfer of the records since the last call; the result waits for it."""
         calls, self._calls = self._calls, []
         # A rank that recorded nothing has to join in with the others.
         calls = [*(cut.absent() for cut in self._cut.values() if cut.tensors), *calls]
@@ -297,7 +297,7 @@ def _count_factors(
 def sent_snapshot(
     step: int, calls: Sequence[ProbedCall], layout: RowLayout, grad_scale: float
 ) -> Callable[[], ScaleSnapshot]:
-    """Send for the rows of several calls as one; what is returned waits for their snapshot."""
+    """Start one transfer of the rows of several calls; the result waits for their snapshot."""
     device = calls[0].record.forward.device
     rows = [call.record.forward.to(device) for call in calls]
     rows += [call.record.backward.to(device) for call in calls]
@@ -317,9 +317,9 @@ def snapshot_of(
     grad_scale: float,
     rows: Tensor,
 ) -> ScaleSnapshot:
-    """Return the snapshot of measured rows on the host; those of the same tensor are merged.
+    """Return the snapshot of measured rows on the host. Rows of the same tensor are merged.
 
-    The rows of the values come first, those of the gradients behind them; they are written into.
+    The rows of the values come first, then those of the gradients. The rows are changed in place.
     """
     measured = layout.measured
     forward, backward = rows.chunk(2)

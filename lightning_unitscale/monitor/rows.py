@@ -1,4 +1,4 @@
-"""The rows of a watched step: their values and gradients, and the units of operands."""
+"""Hold the rows of a watched step: values, gradients, and the units of operands."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class TensorRow:
         self.made_as = self.name
 
     def described(self, inputs: Iterable[TensorRow]) -> ProbedTensor:
-        """Return what a snapshot has of it besides the numbers."""
+        """Return the fields of a snapshot other than numbers."""
         held = _held(self.log2_sigma, self.log2_gamma)
         names = dict.fromkeys(row.name for row in inputs if row.name != self.name)
         return ProbedTensor(
@@ -99,7 +99,7 @@ class _Entry(weakref.ref[Tensor]):
 
 
 class RowsOf:
-    """The rows of tensors, by identity, without keeping these."""
+    """The rows of tensors by identity, without keeping the tensors alive."""
 
     def __init__(self) -> None:
         # torch's own WeakIdKeyDictionary takes several times as long. The entry of a dead tensor
@@ -120,7 +120,7 @@ class RowsOf:
         entry.rows = rows
 
     def items(self) -> Iterator[tuple[Tensor, tuple[TensorRow, ...]]]:
-        """Return the tensors that are still there, and their rows."""
+        """Return the tensors that are still alive, and their rows."""
         for entry in list(self._entries.values()):
             if (tensor := entry()) is not None:
                 # A tensor that only C++ still held is Python's again, as in torch.utils.weak.
@@ -134,7 +134,7 @@ def _held(log2_sigma: int, log2_gamma: int) -> Held:
 
 
 class Measuring:
-    """Computes statistics while a step runs, unseen by its modes and its autograd graph."""
+    """A meter that measures a running step, invisible to its modes and its autograd graph."""
 
     def __init__(self, layout: RowLayout) -> None:
         self.layout = layout
@@ -148,16 +148,16 @@ class Measuring:
         self._factors: dict[tuple[torch.device, int], Tensor] = {}
 
     def value(self, row: TensorRow, tensor: Tensor) -> None:
-        """Take the statistics of a value, its formats counted in the row's unit."""
+        """Measure a value. Formats are counted in the row's unit."""
         row.forward = self.of(tensor, row.log2_sigma)
         row.log2_counted = row.log2_sigma
 
     def gradient(self, row: TensorRow, gradient: Tensor) -> None:
-        """Take the statistics of a gradient that has arrived."""
+        """Measure a gradient that has arrived."""
         row.backward.append(self.of(gradient, row.log2_gamma))
 
     def of(self, tensor: Tensor, log2_unit: int) -> TakenRow:
-        """Measure a tensor; exact counts per format are of the tensor over ``2**log2_unit``."""
+        """Measure a tensor, with exact counts per format of the tensor over ``2**log2_unit``."""
         if type(tensor) in PLAIN_TYPES:
             with plain_functions():
                 row = self._rows.repeat(tensor)
@@ -178,15 +178,15 @@ class Measuring:
             return self._rows.add(elements, factor)
 
     def see_spacing(self, spacing: tuple[float, float]) -> None:
-        """Take in the spacing of a tensor's type, or of the formats of a matmul."""
+        """Record the spacing of a tensor's type, or of the formats of a matmul."""
         self.spacing = max(self.spacing[0], spacing[0]), max(self.spacing[1], spacing[1])
 
     def clear(self) -> None:
-        """Forget all rows since the last time that they were sent for."""
+        """Forget all rows since the last transfer."""
         self._rows = StepRows(self.layout.measured)
 
     def send(self) -> ReadRows:
-        """Send for all rows since the last time; what is returned waits for them."""
+        """Start the transfer of all rows since the last one. The returned object waits for them."""
         with unseen(), torch.inference_mode():
             return self._rows.send()
 
@@ -213,10 +213,10 @@ class _GradientHook:
 
 
 class Gradients:
-    """Measures gradients when they are complete, before the backward pass goes on.
+    """The measurement of gradients when they are complete, before the backward pass continues.
 
-    On the node and not on the tensor, which is the user's: in whatever order hooks are hung on the
-    tensor itself, the node's come after them.
+    Hooks are on the autograd node, since the tensor belongs to the user. They run after all hooks
+    of the tensor itself, whatever their order.
     """
 
     def __init__(self, measuring: Measuring) -> None:
@@ -226,10 +226,10 @@ class Gradients:
         self._leaf_nodes: dict[int, Any] = {}
 
     def begin(self, parameters: Iterable[Tensor]) -> None:
-        """Make the autograd nodes of parameters, as a step would when it reads them.
+        """Create the autograd nodes of parameters, as a step does when it reads them.
 
-        Within the step an additional node would shift the numbers of all later ones, by which the
-        matmuls of a backward pass are distinguished.
+        Creating them within the step would change the numbers of all later nodes, which identify
+        the matmuls of a backward pass.
         """
         # A helper may read a parameter in inference mode before the model does.
         with unseen(), torch.inference_mode(False), torch.enable_grad():
@@ -270,12 +270,12 @@ class Gradients:
 
 
 class RunningFunction:
-    """A function that a step calls, and its arguments that matmuls read, with their units.
+    """A function that a step calls, with the arguments that matmuls read and their units.
 
-    Between a function that a step calls and the matmul that the dispatcher runs for it, torch may
-    cast its arguments (autocast does, and keeps the cast weight for the next call), turn, expand,
-    copy or scale them. The dispatcher then sees another tensor, perhaps in other memory. Its
-    autograd graph leads back to the argument; without one its size tells which argument it is.
+    Before the dispatcher runs the matmul of a function, torch may cast its arguments (autocast also
+    caches the cast weight for the next call), or transpose, expand, copy or scale them. The
+    dispatcher then sees another tensor, perhaps in other memory. Its autograd graph leads back to
+    the argument. Without a graph, its size identifies the argument.
     """
 
     def __init__(
@@ -298,7 +298,7 @@ class RunningFunction:
         return [tensor for tensor in self._given if is_readable(tensor)]
 
     def see(self, ran: RanMatmul) -> None:
-        """Take in a matmul that it has run."""
+        """Record a matmul that the function has run."""
         self._ran.append((ran.nodes, ran.log2_gamma))
         found = self._by_memory(ran.operands)
         read = zip(found, ran.operands, ran.log2_sigmas, ran.names, strict=True)
@@ -311,7 +311,7 @@ class RunningFunction:
                 self.units.append((argument, unit, name))
 
     def gamma_of(self, result: Tensor) -> tuple[Log2Unit] | None:
-        """Return the unit of the gradient that arrives at a matmul which has made a result."""
+        """Return the unit of the gradient that arrives at the matmul of a result."""
         if not self._ran:
             return None
         if result.grad_fn is None:
@@ -388,7 +388,7 @@ def _way(node: Any, output: int) -> Iterator[tuple[Any, int]]:
 
 
 def shown_inputs(rows: Iterable[TensorRow]) -> dict[TensorRow, dict[TensorRow, None]]:
-    """For each row the shown ones that it is computed from, through all others."""
+    """Return, for each row, the shown rows that it is computed from, through hidden rows."""
     inputs: dict[TensorRow, dict[TensorRow, None]] = {}
     for row in rows:
         sources: dict[TensorRow, None] = {}

@@ -1,7 +1,7 @@
-"""``ScalesGraph``: an FX graph whose nodes know their scales, shown to people, and pruned.
+"""Show and prune a ``ScalesGraph``, an FX graph with the scale of every tensor.
 
-The prune functions leave their argument as it is and return a new graph, built in one walk over the
-nodes: what read a node that is gone reads the node that stands for it, or ``None``.
+The prune functions do not change their argument. They return a new graph, built in one pass over
+the nodes. A node that read a removed node then reads its replacement, or ``None``.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Metrics:
     """Scale of a tensor in the forward pass and of its gradient in the backward pass.
 
     Args:
-        fwd_tensor: The tensor, real and floating-point, of any shape; or its numbers.
-        bwd_tensor: Its gradient or the numbers of that; ``None`` when no gradient has arrived.
+        fwd_tensor: A real floating-point tensor of any shape, or its numbers.
+        bwd_tensor: Its gradient, or the numbers of its gradient. ``None`` if there is no gradient
+            yet.
 
     Attributes:
         fwd: Numbers of the tensor.
-        bwd: Numbers of its gradient, or ``None``: no backward pass has been run, or none of the
-            gradient came this way.
+        bwd: Numbers of its gradient, or ``None`` if no backward pass has reached it.
 
     Raises:
         ValueError: If a tensor is not a real floating-point one.
@@ -56,7 +56,7 @@ class Metrics:
             abs_mean: Magnitude of the mean.
             std: Standard deviation with Bessel's correction; NaN for fewer than two elements.
             abs_max: Largest magnitude.
-            abs_min: Smallest magnitude; 0 as soon as one element is 0.
+            abs_min: Smallest magnitude; 0 if any element is 0.
             numel: Number of elements.
         """
 
@@ -72,12 +72,12 @@ class Metrics:
         self.bwd: Metrics.Data | None = None if bwd_tensor is None else self._data(bwd_tensor)
 
     def set_bwd(self, bwd_tensor: Tensor | Data) -> None:
-        """Put the gradient's numbers in place of what was known of it."""
+        """Replace the gradient's numbers."""
         self.bwd = self._data(bwd_tensor)
 
     @staticmethod
     def from_tensor(t: Tensor) -> Metrics.Data:
-        """Numbers of one real floating-point tensor of any shape; it may be empty.
+        """Compute the numbers of a real floating-point tensor of any shape, which may be empty.
 
         Raises:
             ValueError: If the tensor is of another type.
@@ -86,10 +86,11 @@ class Metrics:
 
     @staticmethod
     def from_row(row: Sequence[float]) -> Metrics.Data:
-        """Numbers from a statistics row, whose first columns are the moments of ``RowLayout``.
+        """Read the numbers from a statistics row.
 
-        A NaN among the elements makes every number NaN and an infinity makes the means infinite,
-        since the moments of the finite elements alone would hide what is wrong with the tensor.
+        Its first columns are the moments of ``RowLayout``. If an element is NaN, every number is
+        NaN. If an element is infinite, the means are infinite. The moments of only the finite
+        elements would hide the problem.
         """
         numel, zeros, nans, infs, total, magnitudes, squares, largest, smallest = row[:9]
         if not numel or nans:
@@ -106,17 +107,17 @@ class Metrics:
 
     @staticmethod
     def names() -> list[str]:
-        """Names of the numbers, as attributes of :class:`Metrics.Data`."""
+        """Return the names of the numbers, the attributes of :class:`Metrics.Data`."""
         return [field.name for field in dataclasses.fields(Metrics.Data)]
 
     @staticmethod
     def full_names() -> list[str]:
-        """Return the same in words, in the same order."""
+        """Return the descriptive names, in the same order."""
         return [Metrics.get_full_name(name) for name in Metrics.names()]
 
     @staticmethod
     def get_full_name(short_name: str) -> str:
-        """One of the names in words.
+        """Return the descriptive name of a number.
 
         Raises:
             KeyError: If there is no such number.
@@ -152,7 +153,7 @@ _LARGE, _SMALL = (214, 69, 65), (52, 120, 214)
 
 
 class ScalesGraph(fx.Graph):
-    """The tensors of a step in the order in which they were made, with their scales.
+    """The tensors of a step, in the order of computation, with their scales.
 
     Every node has ``meta["metrics"]``, a :class:`Metrics` or ``None`` (no floating-point tensor, or
     one that cannot be measured), and with it ``meta["outputs_float_tensor"]``,
@@ -229,16 +230,16 @@ _Decide = Callable[[fx.Node], tuple[bool, fx.Node | None]]
 
 
 def prune_non_float_tensors(graph: fx.Graph) -> ScalesGraph:
-    """Keep the nodes that make a floating-point tensor, and the output.
+    """Keep only the output and the nodes that compute a floating-point tensor.
 
-    What read a pruned node reads that node's input instead, if exactly one floating-point tensor
-    went into it, and else ``None``.
+    A node that read a pruned node reads its input instead, if the pruned node had exactly one
+    floating-point input. Otherwise it reads ``None``.
 
     Args:
         graph: What ``scales_graph()`` of a tracked module returns, pruned before or not.
 
     Raises:
-        RuntimeError: If the graph was not tracked: nothing else says which tensors are of floats.
+        RuntimeError: If the graph was not tracked.
     """
     _require_tracked(graph)
 
@@ -251,19 +252,19 @@ def prune_non_float_tensors(graph: fx.Graph) -> ScalesGraph:
 
 
 def prune_same_scale_tensors(graph: fx.Graph, rtol: float = 2**-16) -> ScalesGraph:
-    """Take out the nodes whose tensor has the scale of the tensor they were made from: views, say.
+    """Remove the nodes whose tensor has the same scale as their input, such as views.
 
-    The scale is the mean magnitude, of the tensor and of its gradient where both have one. A node
-    that reads several floating-point tensors stays, and so does one with a gradient whose input has
-    none, or the other way round.
+    The scale is the mean magnitude of the tensor and, if both have one, of its gradient. A node
+    stays if it reads several floating-point tensors, or if only one of node and input has a
+    gradient.
 
     Args:
         graph: What ``scales_graph()`` of a tracked module returns, pruned before or not.
-        rtol: Relative difference up to which two scales are the same.
+        rtol: Relative difference up to which two scales count as equal.
 
     Raises:
         RuntimeError: If the graph was not tracked.
-        ValueError: If ``rtol`` is negative or no number.
+        ValueError: If ``rtol`` is negative or not a number.
     """
     if not rtol >= 0.0:
         raise ValueError(
@@ -281,7 +282,7 @@ def prune_same_scale_tensors(graph: fx.Graph, rtol: float = 2**-16) -> ScalesGra
 
 
 def prune_selected_nodes(graph: fx.Graph, targets: Iterable[Target]) -> ScalesGraph:
-    """Take out the nodes of the given targets; what read them reads ``None``.
+    """Remove the nodes with the given targets. The nodes that read them then read ``None``.
 
     Args:
         graph: Any graph.

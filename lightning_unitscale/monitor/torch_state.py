@@ -1,4 +1,4 @@
-"""The only file here that looks into torch's modes, by private names of torch.
+"""Use private names of torch to inspect its modes, as no other file of this folder does.
 
 ``torch._C.DisableTorchFunction``, its opposite and ``_is_torch_function_all_disabled``,
 ``torch._C._functorch.is_legacy_batchedtensor``, ``_pop_mode`` and ``_push_mode`` of
@@ -49,7 +49,7 @@ PLAIN_TYPES = (Tensor, Parameter)
 
 
 def unseen() -> AbstractContextManager[Any]:
-    """Within this context torch computes without being seen by any mode or tensor subclass.
+    """Hide torch's computations from all modes and tensor subclasses within this context.
 
     A selective checkpoint, for example, counts every operation that it sees run.
     """
@@ -64,10 +64,10 @@ def _unseen_by_modes() -> Iterator[None]:
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Return whether a tensor has statistics: real floating-point numbers in strided memory.
+    """Check whether a tensor has statistics: real floating-point numbers in strided memory.
 
-    Not so what stands for tensors, such as fake ones, those below ``torch.func`` and gradients of
-    which ``torch.autograd.grad`` makes a batch, and a graph that CUDA is recording.
+    Fake tensors, tensors within ``torch.func``, batched gradients of ``torch.autograd.grad`` and
+    tensors of a CUDA graph that is being recorded have none.
     """
     if type(tensor) not in PLAIN_TYPES:
         tensor = local_part(tensor)
@@ -85,17 +85,17 @@ def is_readable(tensor: Tensor) -> bool:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return how often a tensor was written into; inference tensors do not count it."""
+    """Return how often a tensor was written into. Inference tensors do not count writes."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def takes_part(tensor: Tensor) -> bool:
-    """Return whether a gradient can arrive: at a node, or at a leaf that is no view of one."""
+    """Check whether a gradient can arrive: at a node, or at a leaf that is not a view of a leaf."""
     return tensor.requires_grad and (tensor.grad_fn is not None or tensor._base is None)
 
 
 def is_transformed() -> bool:
-    """Return whether tensors stand for others: below ``torch.func``, or while torch traces."""
+    """Check whether tensors represent others: within ``torch.func``, or while torch traces."""
     return is_transforming() or is_recording()
 
 
@@ -103,9 +103,9 @@ def is_transformed() -> bool:
 def running_again_by(
     run_again: Callable[..., Any], is_own: Callable[[int], bool]
 ) -> Iterator[None]:
-    """Within this context own reentrant checkpoints have their bodies run again by a function.
+    """Recompute our own reentrant checkpoints by a function within this context.
 
-    It is asked by identity, when a checkpoint has run for the first time, whether it is an own one.
+    A checkpoint is recognized as ours by identity, after its first run.
     """
     run = CheckpointFunction.forward
 
@@ -123,7 +123,7 @@ def running_again_by(
 
 @contextlib.contextmanager
 def in_force(mode: TorchFunctionMode) -> Iterator[None]:
-    """Within this context this thread's functions of torch are seen by a mode."""
+    """Activate a mode for torch functions of this thread within this context."""
     if not torch._C._is_torch_function_all_disabled():
         with contextlib.nullcontext() if mode in _get_current_function_mode_stack() else mode:
             yield
@@ -139,9 +139,9 @@ def in_force(mode: TorchFunctionMode) -> Iterator[None]:
 
 @contextlib.contextmanager
 def answering_as_without(mode: TorchFunctionMode) -> Iterator[None]:
-    """Within this context ``has_torch_function`` answers as if a mode were not there.
+    """Make ``has_torch_function`` ignore a mode within this context.
 
-    With it, ``nn.TransformerEncoderLayer`` and ``nn.MultiheadAttention`` take another algorithm.
+    Otherwise ``nn.TransformerEncoderLayer`` and ``nn.MultiheadAttention`` use another algorithm.
     """
     original = torch.overrides.has_torch_function
 
@@ -160,7 +160,7 @@ def answering_as_without(mode: TorchFunctionMode) -> Iterator[None]:
 def outside_of_compiled_code(
     mode: TorchFunctionMode, see: Callable[[FrameType, range], None]
 ) -> Iterator[None]:
-    """Within this context a mode is removed while code runs that the user has compiled.
+    """Remove a mode while user-compiled code runs, within this context.
 
     Dynamo would recompile with a mode that it has not seen before.
     """

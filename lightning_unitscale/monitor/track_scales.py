@@ -1,4 +1,4 @@
-"""``track_scales``: a module that knows the scale of every tensor of its last step."""
+"""Record the scale of every tensor of a module's last step with ``track_scales``."""
 
 from __future__ import annotations
 
@@ -45,41 +45,40 @@ from lightning_unitscale.scales.snapshot import ScaleSnapshot
 def track_scales(module: nn.Module) -> nn.Module:
     """Return a copy of ``module`` that computes the same bits and keeps metrics of its tensors.
 
-    Every floating-point tensor of each call is measured, and so is its gradient when a backward
-    pass follows: intermediate tensors, parameters, and inputs, whether they ask for a gradient or
-    not. ``module.scales_graph()`` returns a :class:`ScalesGraph` of the last call that returned,
-    with the last gradients that have arrived; it has no nodes before the first call.
+    It measures every floating-point tensor of each call, and its gradient if a backward pass
+    follows. This includes intermediate tensors, parameters, and inputs, even inputs that do not
+    require a gradient. ``module.scales_graph()`` returns a :class:`ScalesGraph` of the last
+    complete call, with the latest gradients. It is empty before the first call.
 
-    The prune functions reduce the graph to the nodes that tell something::
+    The prune functions reduce the graph to the informative nodes::
 
         model = track_scales(model)
         model(inputs).backward()
         graph = prune_same_scale_tensors(prune_non_float_tensors(model.scales_graph()))
         print(graph.tabulate())
 
-    Any Python code will do: the step runs as it is written, and nothing is captured. A function
-    that reads an input without a gradient runs a second time, on copies, which gives the gradient
-    of the input. That is left out where a part of it is not known: where a function of your own has
-    a derivative or effects, under ``torch.func``, and in recurrent layers.
+    It supports any Python code, since nothing is captured. To get the gradient of an input that
+    does not require one, the functions that read it run a second time, on copies. This gradient is
+    missing if it cannot be computed completely: for custom autograd functions, functions with side
+    effects, ``torch.func`` and recurrent layers.
 
-    The scaled operands and results of matmuls that run in units are nodes of their own, such as
-    ``fc.linear:weight`` and ``fc.linear:stored``. Of a module that another transform captures, such
-    as :func:`unit_scale`, the tensors of its graphs are shown, with the gradients that these
-    compute.
+    The operands and results of scaled matmuls are separate nodes, such as ``fc.linear:weight`` and
+    ``fc.linear:stored``. If another transform captures the module, such as :func:`unit_scale`, the
+    nodes are the tensors of the captured graphs.
 
     Args:
-        module: A module, transformed or not; it is left as it is.
+        module: A module, transformed or not. It does not change.
 
     Returns:
-        A new module with parameters of its own, ``scales_graph()`` and ``explain()``. What it
-        returns requires a gradient if it was computed from an input, even if the plain module's
-        result would not; buffers, and tensors that the caller passes in, are as they would be.
+        A new module with its own parameters, ``scales_graph()`` and ``explain()``. A result that
+        was computed from an input requires a gradient, even if that of ``module`` does not. Buffers
+        and the tensors that you pass in do not change.
 
     Raises:
         ValueError: If ``module`` was compiled by the user.
 
     References:
-        Blake, Orr, Luschi, "Unit Scaling" (arXiv 2303.11257), on what such metrics are for.
+        Blake, Orr, Luschi, "Unit Scaling" (arXiv 2303.11257), on the use of such metrics.
     """
     new = own_copy(module)
     steps = steps_of(new)
@@ -197,8 +196,8 @@ class ScaleTracker(StepWatcher):
     def __reduce__(self) -> Any:
         raise TypeError(
             f"{type(self._module).__name__}: its scales are tracked, and such a module cannot be "
-            "pickled. Expected a module as it is written. Save its state_dict() instead, or pickle "
-            "the module that it was made of."
+            "pickled. Expected an untracked module. Save its state_dict() instead, or pickle "
+            "the original module."
         )
 
 

@@ -1,4 +1,4 @@
-"""One call of a step with every tensor as a node of a graph, and how each was made."""
+"""Record one call of a step as a graph: every tensor, and the call that computed it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from lightning_unitscale.scales.torch_rows import functional_row
 
 
 class ExactMoments(Measuring):
-    """Computes the exact moments of tensors; of a gradient those of the last backward pass."""
+    """The exact moments of tensors, and of gradients in the last backward pass."""
 
     def __init__(self) -> None:
         super().__init__(MOMENTS)
@@ -72,7 +72,7 @@ class InUnits:
 
 @dataclass(frozen=True)
 class Made:
-    """The call that made a tensor, as an FX node has it, with rows in place of tensors."""
+    """The call that computed a tensor, as in an FX node, with rows in place of tensors."""
 
     op: str  # "call_function" or "call_method"
     target: Any
@@ -90,7 +90,7 @@ _Use: TypeAlias = tuple[str, tuple[str, ...]]
 
 
 class TrackedCall(WatchedCall):
-    """Makes a row of every tensor that a call of a step computes."""
+    """A call of a step, with a row for every tensor that it computes."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -104,7 +104,7 @@ class TrackedCall(WatchedCall):
         self._paths: dict[TensorRow, GradientPath] = {}
 
     def rows_of(self, row: TensorRow) -> tuple[Any, Any]:
-        """Return the statistics of a tensor and of its gradient, ``None`` where there are none."""
+        """Return the statistics of a tensor and of its gradient; ``None`` if there are none."""
         row = self.same_as.get(row, row)
         path = self._paths.get(row)
         is_known = bool(row.backward) and not (path is not None and path.is_lost)

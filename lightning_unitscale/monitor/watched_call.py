@@ -1,4 +1,4 @@
-"""One watched call of a step: a row for each result that a person would name."""
+"""Watch one call of a step, with a row for each result of a torch function."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _WHOLE_MODULE = frozenset({"forward", "call", "call_impl", "wrapped_call_impl", 
 
 
 class WatchedCall:
-    """Makes rows of what one call of a step computes."""
+    """A call of a step, with rows of the tensors that it computes."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class WatchedCall:
         word: str,
         caller: Caller,
     ) -> Any:
-        """Run a torch function that a step calls, and note what it makes."""
+        """Run a torch function that a step calls, and record its results."""
         arguments = _tensors_in(args)
         if kwargs:
             # A function does not read the tensor that it writes into, which may be uninitialized.
@@ -125,17 +125,17 @@ class WatchedCall:
         return result
 
     def pass_by(self, arguments: Sequence[Any]) -> None:
-        """Note what a function reads if its results are not shown."""
+        """Record the inputs of a function whose results are not shown."""
 
     def see(self, ran: RanMatmul) -> None:
-        """Note a matmul of the function that runs."""
+        """Record a matmul of the running function."""
         self._measuring.see_spacing(ran.spacing)
         if self._running is not None:
             with plain_functions():
                 self._running.see(ran)
 
     def see_compiled(self, frame: FrameType, nodes: range) -> None:
-        """Note what a function of the user has returned that Dynamo has compiled."""
+        """Record the results of a function that the user has compiled."""
         caller = self.callers.find(frame)
         scope = frame.f_locals
         if caller is None or caller.again is not None:
@@ -154,7 +154,7 @@ class WatchedCall:
                     self._note(tensor, self._unique(full_name(caller.path, word)), running)
 
     def finish(self, module: nn.Module, output: Any) -> None:
-        """Note what was not seen: results of the step itself, parameters read by compiled code."""
+        """Record the rest: results of the step itself, and parameters that compiled code reads."""
         with plain_functions():
             self._inputs(_tensors_in((output,)), "")
             for tensor, rows in self._rows_of.items() if any(self._units.values()) else ():

@@ -1,4 +1,4 @@
-"""Watch the calls of a step: the torch functions that they call, with statistics as rows."""
+"""Watch the calls of a step, and measure the results of the torch functions that they call."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class CalledMethod(StandIn):
 
 
 class StepWatcher:
-    """Watches the calls of a step that it runs, and makes snapshots of them.
+    """A watcher that runs the calls of a step and makes snapshots of them.
 
     Nothing is captured and nothing is attached to the module: a torch function mode of this thread
     sees the functions that a call uses, and hooks on autograd nodes see the gradients.
@@ -89,9 +89,8 @@ class StepWatcher:
         self.close()
         if is_transformed():
             warnings.warn(
-                f"{type(module).__name__}: torch.func calls the module, and what it computes "
-                "stands for other tensors, of which nothing is shown. Expected calls outside of "
-                "torch.func's transforms.",
+                f"{type(module).__name__}: torch.func calls the module, so the monitor cannot show "
+                "its tensors. Expected calls outside of torch.func's transforms.",
                 stacklevel=2,
             )
             return step(*args, **kwargs)
@@ -117,13 +116,13 @@ class StepWatcher:
             call.close()
 
     def clear(self) -> None:
-        """Forget what was watched and not taken."""
+        """Forget the measurements since the last snapshot."""
         self.close()
         self._calls.clear()
         self._measuring.clear()
 
     def take(self, step: int, *, grad_scale: float = 1.0) -> Callable[[], ScaleSnapshot] | None:
-        """Send for what was watched since the last call; what is returned waits for it."""
+        """Start the transfer of the measurements since the last call; the result waits for it."""
         self.close()
         calls, self._calls = self._calls, []
         for call in calls:

@@ -111,8 +111,8 @@ def capture_program(
     left_out = list(dict.fromkeys(left_out))
     if left_out:
         warnings.warn(
-            f"{type(module).__name__}: its outputs {left_out} are no tensors, so the pipeline does "
-            "not return them. Switch them off (use_cache=False) to silence this.",
+            f"{type(module).__name__}: its outputs {left_out} are not tensors, so the pipeline "
+            "does not return them. Switch them off (use_cache=False) to silence this.",
             stacklevel=3,
         )
     return Program(graph_module, inputs, in_spec, out_spec, loss, tuple(left_out))

@@ -269,8 +269,8 @@ def loss_index(
             )
     if not is_scalar[wanted[0]]:
         raise ValueError(
-            f"loss_spec={spec!r}: output {wanted[0]} is no tensor of one element with a gradient. "
-            "Expected the mean loss of a batch. Reduce the loss in the module."
+            f"loss_spec={spec!r}: output {wanted[0]} is not a tensor of one element with a "
+            "gradient. Expected the mean loss of a batch. Reduce the loss in the module."
         )
     return wanted[0]
 

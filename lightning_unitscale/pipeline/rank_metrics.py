@@ -97,8 +97,8 @@ class SharedMetrics:
             if submodule is value:
                 return LoggedMetric(path, tree_map(detached, value._forward_cache))
         raise RuntimeError(
-            f"{step} logs {value!r}, which is no submodule. Every rank needs the metric. Make it "
-            "an attribute of the module in __init__."
+            f"{step} logs {value!r}, which is not a submodule. Every rank needs the metric. Make "
+            "it an attribute of the module in __init__."
         )
 
     def logged(self, value: Any) -> Any:

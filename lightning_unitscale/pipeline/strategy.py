@@ -51,15 +51,15 @@ class PipelineStrategy(SavingStrategy):
     """A Trainer strategy that cuts ``training_step`` into stages, one or more per device.
 
     The module is not rewritten. The step is captured with its loss, balanced over the ranks, and
-    run by microbatches. Loss and gradients are those of the whole batch, also for means over tokens
-    of which some do not count. ``self.log`` works on all ranks. Checkpoints have the layout and the
-    names of a single device.
+    run by microbatches. Loss and gradients are those of the whole batch, also if the loss is a mean
+    over tokens and some tokens are ignored. ``self.log`` works on all ranks. Checkpoints have the
+    layout and the names of a single device.
 
     Args:
         schedule: One of ``GPipe``, ``1F1B``, ``Interleaved1F1B``, ``LoopedBFS``,
             ``InterleavedZeroBubble``, ``ZBVZeroBubble``, ``DualPipeV``.
         num_microbatches: Number of equal parts of every batch.
-        data_parallel: Number of pipelines side by side. They divide the devices and the data, and
+        data_parallel: Number of parallel pipelines. They divide the devices and the data, and
             average their gradients as in DDP.
         shard_optimizer: Whether devices with the same stage divide optimizer state, averaged
             gradients and optimizer steps among themselves (ZeRO, stage 2). Each parameter is
@@ -73,9 +73,10 @@ class PipelineStrategy(SavingStrategy):
             tries ``"step"``, and otherwise uses ``"forward"`` with the reason in a warning.
         free_unowned: Whether a rank frees parameters of other ranks' stages, with their gradients
             and optimizer state, after the first step is cut. They return for a checkpoint (on the
-            first rank), for a whole validation while it runs, and at the end of the training. A
-            validation whose hooks read weights before its batches brings them back too. Reading a
-            freed parameter raises an error. With ``False`` it has old values.
+            first rank), for a whole validation while it runs, and at the end of the training. They
+            also return for a validation whose hooks read weights before its batches. Reading a
+            freed parameter raises an error. With ``False``, unowned parameters have outdated
+            values.
         evaluation: ``"pipeline"`` runs validation, test and prediction through the stages.
             ``"whole"`` runs the whole module on every rank, with all weights. ``"auto"`` uses the
             pipeline, or the whole module with a warning if a step is not one graph.

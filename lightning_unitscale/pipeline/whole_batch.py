@@ -280,7 +280,7 @@ def _of_facts(facts: BatchFacts, program: Program, position: int) -> BatchLoss:
     if isinstance(fact, Coupled):
         return BatchLoss(fact.reason)
     if isinstance(fact, Rows):
-        return BatchLoss("each sample has a loss of its own")
+        return BatchLoss("each sample has its own loss")
     if not isinstance(fact, Mean):
         return BatchLoss()
     above = {node.name for node in find_sources(program.graph_module.graph, [loss])}

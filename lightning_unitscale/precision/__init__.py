@@ -1,4 +1,4 @@
-"""Account for what low precision costs: which matmuls lose accuracy, and where two runs part."""
+"""Measure the cost of low precision: which matmuls lose accuracy, and where two runs diverge."""
 
 from lightning_unitscale.precision.meter import precision_report
 from lightning_unitscale.precision.report import LedgerRow, PrecisionReport, Together

@@ -1,4 +1,4 @@
-"""Sum up a run: violations, trends, worst tensors, coverage, and the first NaN.
+"""Summarize a run: violations, trends, worst tensors, coverage, and the first NaN.
 
 ``lightning-unitscale diagnose LOGDIR`` reads it from event files. ``ScaleMonitor`` writes it to
 other loggers at the end of a training.
@@ -30,13 +30,13 @@ class Diagnosis:
     """The summary of a run.
 
     Attributes:
-        violations: The alerts but for trends, in the order of the steps.
-        trends: Forecasts that a tensor leaves a format.
+        violations: The alerts except trends, in the order of the steps.
+        trends: Forecasts that a tensor will leave a format.
         worst: At the last sampled step the matmul operand whose stored RMS is farthest from 1
             (``"log2_rms"``), and the one that loses most to each format (``"E4M3FN.flushed"``).
             Each has a tensor, a direction and a value.
-        coverage: The share of matmuls and FLOPs in units and in the format; ``None`` without a
-            ``UnitScaleCallback``.
+        coverage: The share of matmuls and FLOPs that are scaled and in the format; ``None`` without
+            a ``UnitScaleCallback``.
         first_nonfinite: The alert of the first NaN or infinity, if there was one.
     """
 
@@ -57,7 +57,7 @@ class Diagnosis:
             value = f"RMS 2^{one['value']:.1f}" if is_rms else percent(one["value"])
             lines.append(f"worst {what}: {gradient}{one['tensor']} ({value})")
         if (found := self.coverage) is not None:
-            text = f"{found['in_units']} of {found['matmuls']} matmuls in units"
+            text = f"{found['in_units']} of {found['matmuls']} matmuls scaled"
             if found["format"]:
                 text += f", {found['in_format']} in {found['format']}"
                 text += f" ({percent(found['flops_in_format'])} of the FLOPs)"
@@ -77,7 +77,7 @@ class Diagnosis:
 def diagnose(
     scales: Scales, alerts: Sequence[ScaleAlert], coverage: Mapping[str, Any] | None = None
 ) -> Diagnosis:
-    """Sum up a run from the scales of its last step and its alerts."""
+    """Summarize a run from the scales of its last step and its alerts."""
     found = [_alert(alert) for alert in alerts]
     nonfinite = [one for one in found if one["kind"] in _NONFINITE]
     # A loss is where it was seen, a tensor where it comes from.
@@ -123,7 +123,7 @@ def main(args: Sequence[str]) -> None:
     """Run the command ``diagnose``."""
     parser = argparse.ArgumentParser(
         prog="lightning-unitscale diagnose",
-        description="Sum up a run that a ScaleMonitor logged to TensorBoard, one line each: "
+        description="Summarize a run that a ScaleMonitor logged to TensorBoard, one line each: "
         "violations, trends, the worst tensors, coverage, and the first NaN or infinity.",
     )
     parser.add_argument("logdir", metavar="LOGDIR", help="folder of a run, with its event files")

@@ -29,9 +29,9 @@ _LINEAR_MAPS = (torch.nn.functional.linear, torch.conv1d, torch.conv2d, torch.co
 def fold_factors(graph_module: fx.GraphModule) -> None:
     """Fold every factor into the weights where possible, in place.
 
-    A factor on a result goes into the weight and the bias of its linear map. A factor on an
-    argument goes into the weights of the linear maps that read it. In both cases nothing else may
-    read these parameters.
+    A factor on a result is folded into the weight and the bias of its linear map. A factor on an
+    argument is folded into the weights of the linear maps that read it. In both cases no other
+    operation may read these parameters.
     """
     parameters = dict(graph_module.named_parameters())
     graph = graph_module.graph
@@ -89,9 +89,9 @@ def deploy(
 ) -> fx.GraphModule:
     """Return the ``forward`` of a module unit-scaled by rules as an ordinary torch module.
 
-    The result does not need this package, since its factors are plain numbers. It is called as
-    ``module`` is, and has copies of its parameters under the same names. It can be saved, and
-    passed to ``torch.export.export``. Set the module to evaluation mode before.
+    The result does not need this package, since its factors are plain numbers. You call it like
+    ``module``, and it has copies of the parameters under the same names. It can be saved, and
+    passed to ``torch.export.export``. Set the module to evaluation mode first.
 
     Args:
         module: The result of ``transforms.unit_scale`` after its first call, or a LightningModule
@@ -103,7 +103,7 @@ def deploy(
 
     Returns:
         A graph module, whose attribute ``unfolded`` names the factors that are left in the graph.
-        Without any, its ``state_dict()`` fits the user's own, unscaled module.
+        If it is empty, you can load ``state_dict()`` into your own, unscaled module.
 
     Raises:
         ValueError: If the module was not unit-scaled by rules.

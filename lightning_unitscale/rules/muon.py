@@ -16,7 +16,7 @@ from lightning_unitscale.rules.learning_rates import ParameterInfo, takes_muon
 
 
 def give_roles(optimizer: Optimizer, infos: Mapping[Tensor, ParameterInfo]) -> None:
-    """Tell an optimizer the roles of its parameters, if it needs them."""
+    """Pass an optimizer the roles of its parameters, if it needs them."""
     if isinstance(optimizer, MuonAdamW):
         optimizer.follow_roles(infos)
 
@@ -35,8 +35,8 @@ class MuonAdamW(Optimizer):
     Args:
         params: Parameters or groups of them, such as ``module.parameters()``.
         lr: Learning rate of AdamW, positive. Near 1 under ``"u-mup"``.
-        muon_lr: Learning rate of Muon, positive: the spectral norm of a step, divided by the one
-            that a change of size 1 in the features needs.
+        muon_lr: Learning rate of Muon, positive: the spectral norm of a step, divided by the norm
+            that changes features by 1.
         weight_decay: Under ``"u-mup"`` a share of the weight per step.
         momentum: Muon's, with Nesterov's rule.
         betas: AdamW's two averaging factors.
@@ -82,7 +82,7 @@ class MuonAdamW(Optimizer):
         super().__init__(params, defaults)
 
     def follow_roles(self, infos: Mapping[Tensor, ParameterInfo]) -> None:
-        """Take the roles of the parameters. Those that are not in ``infos`` run in AdamW."""
+        """Set the roles of the parameters. AdamW updates those that are not in ``infos``."""
         self._muon = {
             parameter for parameter, info in infos.items() if takes_muon(info, parameter.shape)
         }

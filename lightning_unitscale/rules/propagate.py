@@ -161,7 +161,7 @@ class Scales:
         if scaled is not None:
             source, number = scaled
             rms = self.predicted(source)
-            return None if rms is None else rms * number, "times a number, left as it is"
+            return None if rms is None else rms * number, "times a number, unchanged"
         rms = made_rms(node)
         if rms is not None and not any(map(writes, self.flow.readers(node))):
             return rms, "made by the step itself"
@@ -175,7 +175,7 @@ class Scales:
         if rule is None or not tensors:
             return None, "no rule"
         if op_name(node) in _SUMS:
-            return None, "a sum with something that is no unit-scaled tensor"
+            return None, "a sum with something that is not a unit-scaled tensor"
         if rule.kind == "normalization":
             return 1.0, rule.reference
         rms = self.predicted(tensors[0])
@@ -200,22 +200,22 @@ class Scales:
                 rms = self.predicted(data)
                 # Only here the data can be measured without their scale.
                 rms = self.measured(data) or None if rms is None else rms
-                return rms, "times a learned scale, left as it is"
+                return rms, "times a learned scale, unchanged"
         left, right = self.predicted(first), self.predicted(second)
         if left is None or right is None:
             return None, "a product in which not every scale is known"
         self._combined.add(node)
-        return left * right, "a product of two tensors, left as it is"
+        return left * right, "a product of two tensors, unchanged"
 
     def _sum(self, tensors: list[fx.Node]) -> tuple[float | None, str]:
         scales = [self.predicted(tensor) for tensor in tensors]
         if None in scales:
             return None, "a sum in which not every scale is known"
-        return math.hypot(*scales), "a sum, left as it is"  # type: ignore[arg-type]
+        return math.hypot(*scales), "a sum, unchanged"  # type: ignore[arg-type]
 
 
 # The reason of a decision on an operation that only passes a tensor on.
-HANDS_ON = "hands its tensor on"
+HANDS_ON = "passes its tensor on"
 
 
 def _kept_by_dropout(node: fx.Node) -> float:

@@ -39,7 +39,7 @@ def coverage_report(plan: RulePlan) -> str:
     """Format two tables, of operations and of all parameters, and a summary of each."""
     if not plan.decisions:
         return "The rules have seen no step yet."
-    kinds = Counter("handed on" if d.reason == HANDS_ON else d.origin for d in plan.values())
+    kinds = Counter("passed on" if d.reason == HANDS_ON else d.origin for d in plan.values())
     operations = [
         (
             name,

@@ -42,13 +42,13 @@ def unit_scale(
     activation_mult: float = 1.0,
     loss_mult: float = 1.0,
 ) -> nn.Module:
-    """Return a copy of ``module`` that is unit-scaled by rules: another model, same parts.
+    """Return a copy of ``module`` that is unit-scaled by rules, which is a different model.
 
     Weights are set to RMS 1 and biases to 0. Every matmul gets the factor that brings its result to
     RMS 1 (``1 / fan_in`` if a loss reads it directly). Attention's logits become ``(m / d) q.k``,
     and the branches of residual adds get weights. All other operations stay as written, and the
-    operands of the next matmul are brought to RMS 1. Gradients are those of the new function. They
-    are stored in powers of two that bring them to RMS 1 at every matmul and every parameter.
+    operands of the next matmul are brought to RMS 1. Gradients are those of the new function,
+    multiplied by powers of two that bring them to RMS 1 at every matmul and every parameter.
 
     The module is captured, and all factors are decided, in its first call.
 
@@ -59,7 +59,7 @@ def unit_scale(
             u-muP's rule for depth.
         init_weights: Whether to set weights to RMS 1 and biases to 0.
         on_unknown: Action if no rule gives the scale of a tensor: measure it on the first batch
-            (``"calibrate"``), take it for 1 (``"keep"``), or raise (``"error"``).
+            (``"calibrate"``), assume 1 (``"keep"``), or raise (``"error"``).
         residual_mult: u-muP's share of all branches in the last sum.
         residual_attn_ratio: u-muP's share of attention branches relative to the others.
         attention_mult: Factor on attention's logits.

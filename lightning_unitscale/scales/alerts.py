@@ -42,7 +42,7 @@ class TensorScale:
 
 @dataclass(frozen=True)
 class ScaleAlert:
-    """One thing that is wrong with one tensor at one step.
+    """One problem of one tensor at one step.
 
     Attributes:
         kind: ``"nonfinite"``: the first NaN or infinity of the step. ``"overflow"``,
@@ -51,14 +51,14 @@ class ScaleAlert:
             ``"loss"``: the loss of a step that was not sampled was NaN or infinite.
         step: The optimizer step.
         tensor: Name of the tensor.
-        module: Path of the module that makes it.
+        module: Path of the module that computes it.
         direction: ``"forward"`` for the value, ``"backward"`` for its gradient.
-        text: What is wrong, as the end of a sentence about the tensor.
+        text: The problem, as the end of a sentence about the tensor.
         format: Name of the number format, empty for NaN and infinities.
         value: The fraction of the elements; for ``"nonfinite"`` their number; for ``"trend"`` the
             number of steps that are left.
-        threshold: What is allowed, in the same terms.
-        inputs: The scales of what the tensor was computed from.
+        threshold: The limit, in the units of ``value``.
+        inputs: The scales of the tensors that it was computed from.
     """
 
     kind: AlertKind
@@ -74,7 +74,7 @@ class ScaleAlert:
 
     @property
     def op(self) -> str:
-        """Name of the operation that makes the tensor; of a parameter its own name."""
+        """Return the name of the operation that computes the tensor, or the name of a parameter."""
         return op_of(self.tensor, self.module)
 
     def __str__(self) -> str:
@@ -96,7 +96,7 @@ def op_of(tensor: str, module: str) -> str:
 
 
 def alerts_to_json(alerts: Iterable[ScaleAlert]) -> str:
-    """Return alerts as a JSON list, with NaN and infinities as Python's ``json`` has them."""
+    """Return alerts as a JSON list, with NaN and infinities as in Python's ``json``."""
     return json.dumps([dataclasses.asdict(alert) for alert in alerts])
 
 
@@ -116,7 +116,7 @@ def alerts_from_json(text: str | bytes) -> tuple[ScaleAlert, ...]:
 
 
 def alerts_text(alerts: Sequence[ScaleAlert], most: int | None = None) -> str:
-    """Return alerts as lines: at most ``most``, and one with the number of the others."""
+    """Return at most ``most`` alerts as lines, and a line with the number of the others."""
     shown = alerts if most is None else alerts[:most]
     lines = [str(alert) for alert in shown]
     if len(shown) < len(alerts):

@@ -1,13 +1,13 @@
-"""Rows of tensors on the CPU, from torch's and NumPy's own reductions.
+"""Compute rows of CPU tensors with reductions of torch and NumPy.
 
-Each of them reads a tensor once, part by part, so that the next one finds the part in the cache.
-Extremes, sum and sum of squares of a light row are taken in FP32, part by part, and added up in
-FP64; a part whose squares would leave the range of FP32 is first multiplied by a power of two. The
-exact row is all in FP64. Reading a number waits for nothing here, so that what is rare (a NaN, an
-infinity, FP64) has torch operations.
+Each reduction reads a tensor once, part by part, so that the next one finds the part in the cache.
+For a light row, extremes, sum and sum of squares are computed in FP32 for each part, and added up
+in FP64. If the squares of a part would leave the range of FP32, the part is first multiplied by a
+power of two. The exact row is computed in FP64. Reading a number never waits on a CPU, so rare
+cases (NaN, infinities, FP64) use torch operations.
 
-Exponents are counted for many tensors together: their samples lie behind each other in one buffer.
-Small tensors are there as a whole, and have their moments from it too.
+Exponents of many tensors are counted together: their samples are concatenated in one buffer. Small
+tensors are stored there completely, and their moments are computed from it too.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def host_row(tensor: Tensor, layout: RowLayout) -> Tensor:
 
 
 class HostRows:
-    """Collects the light rows of CPU tensors."""
+    """A collector of the light rows of CPU tensors."""
 
     def __init__(self, layout: RowLayout, buffer_size: int = 0) -> None:
         self._layout = layout
@@ -74,7 +74,7 @@ class HostRows:
         self._part = torch.empty(_LIGHT_PART, dtype=torch.float32, device="cpu")
 
     def add(self, tensor: Tensor) -> int:
-        """Measure a real floating-point tensor on the CPU; returns the place of its row."""
+        """Measure a real floating-point tensor on the CPU, and return the place of its row."""
         number = self._number
         self._number += 1
         elements = Elements.of(tensor)

@@ -1,10 +1,10 @@
-"""Repeat launches of compiled Triton kernels, on the stream that is current.
+"""Repeat launches of compiled Triton kernels on the current stream.
 
-Triton finds a kernel by all of its arguments again at each launch, which takes ten times as long as
-the launch. What it found for arguments of the same types, alignments and numbers can be kept: a
-launch returns its ``CompiledKernel``, whose ``run`` takes the grid, stream, ``function``,
+At each launch, Triton looks up the kernel by all arguments, which takes ten times as long as the
+launch. For arguments of the same types, alignments and numbers, the result can be reused: a launch
+returns its ``CompiledKernel``, whose ``run`` takes the grid, stream, ``function``,
 ``packed_metadata``, three arguments for hooks, and the arguments in their order, pointers as
-integers too. Checked on Triton 3.6 and 3.7; with another version nothing is kept.
+integers too. Checked on Triton 3.6 and 3.7; with other versions nothing is reused.
 
 Private names of torch: ``_cuda_getCurrentRawStream`` and ``_cuda_getDevice`` of ``torch._C``,
 checked on torch 2.11 and 2.13. Triton and Inductor call them as well.
@@ -30,7 +30,7 @@ current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.c
 
 
 def stream_of(device: torch.device) -> int:
-    """Return the address of the stream that is current on a device; 0 on the CPU."""
+    """Return the address of a device's current stream; 0 on the CPU."""
     return current_stream(device.index) if device.type == "cuda" else 0
 
 
@@ -40,7 +40,7 @@ RepeatedLaunch: TypeAlias = Callable[..., None]
 
 
 def repeated_launch(compiled: Any) -> RepeatedLaunch | None:
-    """Return a way to repeat a launch, from what the launch has returned; ``None`` without one."""
+    """Return a function that repeats a launch, from the launch's result, or ``None``."""
     # Triton's interpreter returns nothing.
     names = ("run", "function", "packed_metadata")
     if not can_repeat() or not all(hasattr(compiled, name) for name in names):
@@ -52,7 +52,7 @@ def repeated_launch(compiled: Any) -> RepeatedLaunch | None:
 
 
 def can_repeat() -> bool:
-    """Return whether launches can be repeated: no profiler has hooks that each must call."""
+    """Check whether launches can be repeated: no profiler has launch hooks."""
     import triton
 
     if not triton.__version__.startswith(_CHECKED):

@@ -1,4 +1,4 @@
-"""The columns of a statistics row.
+"""Define the columns of a statistics row.
 
 A row is one vector per tensor, so that the rows of a whole training step are one matrix: one
 transfer to the host, one collective across ranks. No torch here: TensorBoard's server reads rows
@@ -48,9 +48,9 @@ class RowLayout:
     finite elements ``sum``, ``abs_sum``, ``square_sum``, ``abs_max`` and ``abs_min`` (smallest
     magnitude above zero, ``inf`` when there is none). Then for every format the number of finite
     elements that ``overflow``, become ``subnormal``, or are ``flushed`` to zero without being zero.
-    Then, with ``histogram``, ``sampled`` (how many elements were read) and the number of
-    finite non-zero elements per binary exponent -150 to 128; the two end bins take all that lies
-    beyond them, which only FP64 can.
+    Then, with ``histogram``, ``sampled`` (the number of elements that were read) and the number of
+    finite non-zero elements per binary exponent from -150 to 128. The two end bins include
+    everything beyond them, which only FP64 has.
 
     With ``sample_size`` the counts per format and per exponent, ``zeros``, ``abs_sum`` and
     ``abs_min`` come from a strided sample of the tensor. The other columns are exact.
@@ -124,11 +124,11 @@ class RowLayout:
 
     @property
     def num_columns(self) -> int:
-        """Length of a row."""
+        """Return the length of a row."""
         return len(self.columns)
 
     def index(self, column: str) -> int:
-        """Position of a column."""
+        """Return the position of a column."""
         try:
             return self.columns.index(column)
         except ValueError:
@@ -139,12 +139,12 @@ class RowLayout:
 
     @property
     def num_head(self) -> int:
-        """Number of columns before the exponent counts (and before ``sampled``)."""
+        """Return the number of columns before the exponent counts (and before ``sampled``)."""
         return len(MOMENT_COLUMNS) + len(FORMAT_KINDS) * len(self.formats)
 
     @property
     def exponents(self) -> slice:
-        """Columns of the exponent counts; empty without ``histogram``."""
+        """Return the columns of the exponent counts; empty without ``histogram``."""
         start = self.num_head + 1
         return slice(start, start + NUM_EXPONENTS) if self.histogram else slice(0, 0)
 

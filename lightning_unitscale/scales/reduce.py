@@ -1,7 +1,7 @@
 """Combine statistics rows of micro-batches and of ranks, shift them, and complete those of samples.
 
-A row of NaN stands for a tensor that was absent (no gradient arrived). It is neutral, and so is any
-row of no elements.
+A row of NaN means that there was no tensor (no gradient arrived). Merging ignores it, and also any
+row without elements.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from lightning_unitscale.scales.tensor_statistics import FloatArray, kind_weight
 
 
 def row_dtype(device: torch.device | str) -> torch.dtype:
-    """Type of a row: float64, where counts and sums are exact, or float32 where there is none."""
+    """Return float64, in which counts and sums are exact, or float32 on devices without it."""
     return torch.float32 if torch.device(device).type == "mps" else torch.float64
 
 
 def empty_rows(num_tensors: int, layout: RowLayout, device: torch.device | str = "cpu") -> Tensor:
-    """Rows of tensors without elements."""
+    """Return rows of tensors without elements."""
     row = torch.zeros(layout.num_columns, dtype=row_dtype(device), device=device)
     position = torch.arange(layout.num_columns, device=device)
     row = torch.where(position == layout.index("abs_min"), math.inf, row)
@@ -40,13 +40,13 @@ def empty_rows(num_tensors: int, layout: RowLayout, device: torch.device | str =
 
 
 def absent_rows(num_tensors: int, layout: RowLayout, device: torch.device | str = "cpu") -> Tensor:
-    """Rows of tensors that were not there."""
+    """Return rows of absent tensors."""
     shape = (num_tensors, layout.num_columns)
     return torch.full(shape, math.nan, dtype=row_dtype(device), device=device)
 
 
 def merge_rows(first: Tensor, second: Tensor, layout: RowLayout) -> Tensor:
-    """Statistics of two tensors taken together, for every row."""
+    """Merge the statistics of two tensors, for every row."""
     largest, smallest = layout.index("abs_max"), layout.index("abs_min")
     position = torch.arange(layout.num_columns, device=first.device)
     both = torch.where(position == largest, torch.maximum(first, second), first + second)
@@ -65,7 +65,7 @@ def split_rows(rows: Tensor, layout: RowLayout) -> tuple[Tensor, Tensor]:
 
 
 def joined_rows(sums: Tensor, extremes: Tensor, layout: RowLayout) -> Tensor:
-    """Rows of all ranks together, from the sum and the maximum of their ``split_rows``."""
+    """Return the merged rows of all ranks, from the sum and the maximum of their ``split_rows``."""
     rows = sums[:, :-1].clone()
     rows[:, layout.index("abs_max")] = extremes[:, 0]
     rows[:, layout.index("abs_min")] = -extremes[:, 1]
@@ -73,7 +73,7 @@ def joined_rows(sums: Tensor, extremes: Tensor, layout: RowLayout) -> Tensor:
 
 
 def shift_rows(rows: Tensor, exponents: npt.NDArray[np.int64], layout: RowLayout) -> Tensor:
-    """Rows of the same tensors multiplied by powers of two; format counts stay as they are."""
+    """Return the rows of the tensors multiplied by powers of two. Format counts do not change."""
     if not exponents.any():
         return rows
     shifted = rows.clone()
@@ -96,8 +96,8 @@ def completed_rows(
 ) -> Tensor:
     """Return rows of all columns from the light rows of samples.
 
-    A light row holds for every format and unit: a power of two only moves its exponent counts.
-    Within one binade elements are taken as evenly spread. Two exact facts correct that: whether
+    A light row serves every format and unit, since a power of two only shifts its exponent counts.
+    Elements are assumed to be evenly spread within a binade. Two exact facts correct this: whether
     anything overflows follows from the largest magnitude, and a tensor whose elements all have one
     magnitude is on one side of every threshold.
     """

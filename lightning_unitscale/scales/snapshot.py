@@ -28,29 +28,30 @@ from lightning_unitscale.scales.tensor_statistics import MEASURED, FloatArray, T
 class ScaleSnapshot:
     """The statistics of all tensors of one step, in graph order.
 
-    Tensors may be held in units of their own (a gauge): what is stored is the value that the model
-    means divided by ``2**log2_sigma``, for a gradient by ``2**log2_gamma``. Rows are of the value
-    that the model means, but for their format counts, which are of what is stored
-    (``statistics_row`` with a factor).
+    A tensor may have a unit. Its stored value is then the true value divided by ``2**log2_sigma``,
+    and a stored gradient is the true one divided by ``2**log2_gamma``. Rows describe the true
+    value. Only their format counts describe the stored value (``statistics_row`` with a factor).
 
     Attributes:
         step: The optimizer step at which it was taken.
-        names: Name of every tensor.
+        names: Names of the tensors.
         forward: Rows of the values, shape ``(len(names), layout.num_columns)``, float64.
-        backward: Rows of their gradients, the same shape; a row of NaN where none arrived.
-        layout: What the columns are.
-        modules: Path of the module that makes each tensor; by default the name up to its last dot.
+        backward: Rows of their gradients, of the same shape. A row is NaN if there is no gradient.
+        layout: The columns of the rows.
+        modules: Path of the module that computes each tensor; by default the name up to its last
+            dot.
         log2_sigma: Units of the stored values, shape ``(len(names),)``, integers; 0 by default.
         log2_gamma: Units of the stored gradients.
-        inputs: For each tensor the names of those it was computed from; none by default.
-        operands: For each tensor whether a matmul reads it; none by default.
-        matmuls: For each tensor whether a matmul makes it, so that the matmuls of the
-            backward pass read its gradient; none by default.
-        lacking_units: For each tensor whether its unit, and that of its gradient, is still to be
-            measured, so that a unit of 1 stands for it; none by default.
-        log2_loss_scale: Exponent of the factor that a loss scaler put on stored gradients.
-        spacing: Spacing of the numbers near 1 in the coarsest type or format that the step computed
-            in, forward and backward; NaN where it is not known.
+        inputs: For each tensor, the names of the tensors that it was computed from; none by
+            default.
+        operands: For each tensor, whether a matmul reads it; none by default.
+        matmuls: For each tensor, whether a matmul computes it. Backward matmuls then read its
+            gradient. None by default.
+        lacking_units: For each tensor, whether its unit, and that of its gradient, is not measured
+            yet. The snapshot then has the unit 1. None by default.
+        log2_loss_scale: Exponent of the loss scale, by which stored gradients are multiplied.
+        spacing: Spacing of the numbers near 1 in the coarsest type or format of the step, forward
+            and backward; NaN if it is not known.
     """
 
     step: int
@@ -109,7 +110,7 @@ class ScaleSnapshot:
     def statistics(
         self, tensor: int | str, direction: Direction = "forward", *, stored: bool = False
     ) -> TensorStatistics | None:
-        """Statistics of one tensor."""
+        """Return the statistics of one tensor."""
         position = _position(self, tensor)
         row = self.rows(direction)[position]
         if np.isnan(row[0]):
@@ -120,19 +121,20 @@ class ScaleSnapshot:
         )
 
     def log2_units(self, direction: Direction) -> npt.NDArray[np.int64]:
-        """log2 of the units that the tensors are stored in, shape ``(len(self),)``."""
+        """Return log2 of the tensors' units, shape ``(len(self),)``."""
         return self.log2_sigma if direction == "forward" else self.log2_gamma
 
     def log2_divisors(self, direction: Direction) -> npt.NDArray[np.int64]:
         """Return log2 of the true values over the stored ones, shape ``(len(self),)``.
 
-        That is the unit, of gradients without the loss scale, which is on the stored ones only.
+        This is the unit. For gradients the loss scale is divided out, since only stored gradients
+        have it.
         """
         loss_scale = self.log2_loss_scale if direction == "backward" else 0
         return self.log2_units(direction) - loss_scale
 
     def nonfinite(self, direction: Direction) -> FloatArray:
-        """Number of NaN and infinite elements of all tensors, shape ``(len(self),)``."""
+        """Return the number of NaN and infinite elements of each tensor, shape ``(len(self),)``."""
         return self.column("nans", direction) + self.column("infs", direction)
 
     def read_by_matmuls(self, direction: Direction) -> npt.NDArray[np.bool_]:
@@ -141,11 +143,11 @@ class ScaleSnapshot:
         return np.array(flags, dtype=bool)
 
     def column(self, column: str, direction: Direction = "forward") -> FloatArray:
-        """One column for all tensors, as measured, shape ``(len(self),)``."""
+        """Return one column for all tensors, as measured, shape ``(len(self),)``."""
         return self.rows(direction)[:, self.layout.index(column)]
 
     def log2_rms(self, direction: Direction = "forward", *, stored: bool = False) -> FloatArray:
-        """``log2`` of the RMS of all tensors, shape ``(len(self),)``.
+        """Return ``log2`` of the RMS of all tensors, shape ``(len(self),)``.
 
         ``-inf`` for a tensor of zeros, NaN where there was nothing to measure.
         """
@@ -168,7 +170,7 @@ class ScaleSnapshot:
         return amax - self.log2_divisors(direction)
 
     def fractions(self, direction: Direction = "forward") -> FloatArray:
-        """Shares of the stored elements that are out of the range of the layout's formats."""
+        """Return the shares of stored elements outside the range of the layout's formats."""
         shape = (len(self), len(self.layout.formats), len(FORMAT_KINDS))
         counts = self.rows(direction)[:, len(MOMENT_COLUMNS) : self.layout.num_head].reshape(shape)
         numel = self.column("numel", direction)[:, None, None]
@@ -177,7 +179,7 @@ class ScaleSnapshot:
         return fractions
 
     def share_read(self, direction: Direction = "forward") -> FloatArray:
-        """Share of the elements that shares per format and exponents come from, ``(len(self),)``.
+        """Return the share of elements in the sample for formats and exponents, ``(len(self),)``.
 
         NaN where there was nothing to measure.
         """
@@ -197,11 +199,11 @@ class ScaleSnapshot:
         return self.rows(direction)[:, self.layout.exponents]
 
     def to_networkx(self) -> nx.DiGraph:
-        """Return the tensors as a graph, with an edge to each tensor from those it is made from.
+        """Return the tensors as a graph, with edges from the inputs of each tensor.
 
         Returns:
             A graph of networkx. A node has ``module``, ``operand`` and ``matmul`` (whether a matmul
-            reads or makes it), and the numbers of :class:`TensorStatistics`, such as
+            reads or computes it), and the numbers of :class:`TensorStatistics`, such as
             ``forward_rms`` and ``backward_rms``, that are known and finite. An edge has the
             ``numel`` of the tensor that is read.
         """
@@ -222,7 +224,7 @@ class ScaleSnapshot:
         return graph
 
     def select(self, names: Sequence[str]) -> ScaleSnapshot:
-        """Only the tensors of these names, in this order."""
+        """Return only the tensors with these names, in this order."""
         chosen = [_position(self, name) for name in names]
         arrays = ("forward", "backward", "log2_sigma", "log2_gamma")
         tuples = ("names", "modules", "inputs", "operands", "matmuls", "lacking_units")
@@ -244,9 +246,9 @@ def _position(snapshot: ScaleSnapshot, tensor: int | str) -> int:
 
 
 def merged_by_name(snapshots: Sequence[ScaleSnapshot]) -> ScaleSnapshot:
-    """Return the statistics of several ranks together, of the tensors that all have in equal units.
+    """Merge the statistics of several ranks, for tensors that all ranks have in the same units.
 
-    They are in the order of the first snapshot: graphs of others may list them in another.
+    Tensors are in the order of the first snapshot, since other ranks may have another order.
     """
     tensors = [
         list(zip(one.names, one.log2_sigma.tolist(), one.log2_gamma.tolist(), strict=True))

@@ -2,10 +2,10 @@
 
 ``pandas.read_csv(path)`` and ``pandas.read_json(path, lines=True)`` read the rows.
 
-However deep a model is, a summary has as many numbers: the range of log2 RMS, and for each format
-what the worst tensor loses to it, with the names of the tensors they are about. They are about what
-matmuls read, since that is what is put into a format; where no matmul is known, about all
-tensors but scalars and losses. A tensor is taken as it is stored: in its unit, where it has one.
+A summary has the same number of values for any model: the range of log2 RMS, and for each format
+the share that the worst tensor loses, with the names of these tensors. It covers the tensors that
+matmuls read, since only these are put into a format. If no matmul is known, it covers all tensors
+except scalars and losses. Values describe the stored (scaled) tensor.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _QUANTILES: Final = {"min": 0.0, "median": 0.5, "max": 1.0}
 
 
 def snapshot_rows(snapshot: ScaleSnapshot) -> Iterator[dict[str, Any]]:
-    """One row per tensor and direction that was measured."""
+    """Return one row per measured tensor and direction."""
     for direction in DIRECTIONS:
         operands = snapshot.read_by_matmuls(direction).tolist()
         units = snapshot.log2_units(direction).tolist()
@@ -65,7 +65,7 @@ def snapshot_rows(snapshot: ScaleSnapshot) -> Iterator[dict[str, Any]]:
 
 
 def write_csv(snapshots: Iterable[ScaleSnapshot], path: str | Path) -> None:
-    """Write the rows of all snapshots as CSV; a cell is empty where a number is not known."""
+    """Write the rows of all snapshots as CSV. A cell is empty if a number is not known."""
     rows = [row for snapshot in snapshots for row in snapshot_rows(snapshot)]
     # The second fit of a monitor may have other formats than the first.
     columns = list(dict.fromkeys(column for row in rows for column in row))
@@ -77,7 +77,7 @@ def write_csv(snapshots: Iterable[ScaleSnapshot], path: str | Path) -> None:
 
 
 def write_json_lines(snapshots: Iterable[ScaleSnapshot], path: str | Path) -> None:
-    """Write the rows of all snapshots as JSON, one per line; ``null`` for what is no number."""
+    """Write the rows of all snapshots as JSON, one per line. NaN and infinities are ``null``."""
     with Path(path).open("w", encoding="utf-8") as file:
         for snapshot in snapshots:
             for row in snapshot_rows(snapshot):
@@ -107,7 +107,7 @@ class ScaleSummary:
 def summarize(
     snapshot: ScaleSnapshot, num_merged: int = 1, num_violations: int = 0
 ) -> ScaleSummary:
-    """Return the few numbers of a snapshot; a direction or a format without any is left out."""
+    """Summarize a snapshot. A direction or a format without numbers is left out."""
     summary = ScaleSummary({"scales/num_violations": float(num_violations)}, {})
     worst_distance = "scales/log2_rms/worst"
     for direction in DIRECTIONS:
@@ -142,7 +142,7 @@ def summarize(
 def exponent_histogram(
     snapshot: ScaleSnapshot, direction: Direction
 ) -> tuple[FloatArray, FloatArray] | None:
-    """Over log2 of the magnitude, how many elements there are of what matmuls read."""
+    """Count the elements of tensors that matmuls read, by log2 of their magnitude."""
     counts = snapshot.exponent_counts(direction)
     if counts is None:
         return None

@@ -1,9 +1,9 @@
-"""On-device statistics of a tensor, as one row of fixed columns.
+"""Compute the statistics of a tensor on its device, as one row of fixed columns.
 
-There are two kinds of rows. The exact one reads everything for every column; it serves measuring
-units and ``track_scales``, which need it rarely. The light one serves the monitor: extremes and
-sums are of all elements, the rest of a strided sample. Each is one operator, so that a compiler
-sees one node: ``host_rows.py`` computes it on a CPU and ``triton_statistics.py`` on CUDA, and
+There are two kinds of rows. The exact row uses all elements for every column. Measurements of units
+and ``track_scales`` use it, and run rarely. The light row is for the monitor: extremes and sums use
+all elements, and the other columns a strided sample. Each is one operator, so that a compiler sees
+one node: ``host_rows.py`` computes it on a CPU and ``triton_statistics.py`` on CUDA, and
 ``torch_rows.py`` on other devices, and exact counts. A compiled graph has one node for several
 light rows (:func:`join_rows`). :class:`StepRows` measures tensors of an eager step one by one, and
 all rows are read at once.
@@ -32,19 +32,19 @@ from lightning_unitscale.scales.transfer import HostCopy
 
 @functools.cache
 def has_triton() -> bool:
-    """Return whether Triton is installed; it makes the kernels for CUDA."""
+    """Check whether Triton is installed, which compiles the kernels for CUDA."""
     return importlib.util.find_spec("triton") is not None
 
 
 class SeparateRows:
-    """Collects rows of torch operations: exact counts, and devices without a kernel."""
+    """A collector of rows from torch operations: exact counts, and devices without a kernel."""
 
     def __init__(self, layout: RowLayout) -> None:
         self._layout = layout
         self._rows: list[Tensor] = []
 
     def add(self, tensor: Tensor, factor: Tensor | None = None) -> int:
-        """Measure a real floating-point tensor; returns the place of its row."""
+        """Measure a real floating-point tensor, and return the place of its row."""
         self._rows.append(functional_row(tensor, self._layout, factor=factor))
         return len(self._rows) - 1
 
@@ -74,7 +74,7 @@ class StepRows:
         self._collected: dict[tuple[torch.device, int], Any] = {}
 
     def add(self, tensor: Tensor, factor: Tensor | None = None) -> TakenRow:
-        """Measure a real floating-point tensor as it is now, without waiting for its device."""
+        """Measure a real floating-point tensor now, without waiting for its device."""
         key = _stream_of(tensor)
         rows = self._collected.get(key)
         if rows is None:
@@ -83,7 +83,7 @@ class StepRows:
         return TakenRow(rows, index)
 
     def repeat(self, tensor: Tensor) -> TakenRow | None:
-        """Measure a tensor, if it takes no operation of torch; ``None`` if it does."""
+        """Measure a tensor if this needs no torch operation, or return ``None``."""
         key = _stream_of(tensor)
         rows = self._collected.get(key)
         repeat = getattr(rows, "repeat", None)
@@ -92,7 +92,7 @@ class StepRows:
         return TakenRow(rows, index)
 
     def send(self) -> ReadRows:
-        """Send for the rows, with one transfer from each device; what is returned waits for it."""
+        """Start one transfer of the rows from each device. The returned object waits for it."""
         sent = {rows: HostCopy(rows.finish()) for rows in self._collected.values()}
         self._collected = {}
         return functools.partial(_read, sent, self._layout)
@@ -105,7 +105,7 @@ def _stream_of(tensor: Tensor) -> tuple[torch.device, int]:
 
 
 def new_rows(layout: RowLayout, device: torch.device) -> Any:
-    """Return what collects rows of tensors of a device."""
+    """Return the collector of rows for tensors of a device."""
     if layout.is_sampled and device.type == "cpu":
         return HostRows(layout)
     if layout.is_sampled and device.type == "cuda" and has_triton():
@@ -189,7 +189,7 @@ JOINT_ROWS_OPERATOR = define_operator(
 
 
 def join_rows(graph_module: fx.GraphModule) -> None:
-    """Replace calls for one light row each by calls for several tensors made near each other.
+    """Replace calls for single light rows by calls for several neighboring tensors.
 
     Each call of an operator of ours costs a compiled graph tens of microseconds, and code that runs
     once between others runs slowly.

@@ -1,9 +1,9 @@
-"""Choose the elements of a tensor's sample: every so many-th in the order of memory.
+"""Choose the elements of a tensor's sample, at a fixed stride in memory order.
 
-A stride that shares a factor with the length of a row would see some channels only, since lengths
-are mostly multiples of a power of two. A stride near a multiple of that length, or near a simple
-part of it, would see neighbouring channels only in as many samples. So the ratio of the two has a
-fraction near one that rational numbers approximate badly, those of the golden ratio.
+A stride that has a common factor with the row length would sample only some channels, since most
+lengths are multiples of a power of two. A stride near a multiple or a simple fraction of that
+length would sample only neighboring channels in successive rows. So the fractional part of stride
+over length is near one of the golden ratio, which rational numbers approximate badly.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The statistics of one tensor, read from its row, and the share that any format would lose.
+"""Read the statistics of a tensor from its row, and compute the share that any format would lose.
 
-A power of two only moves the counts to other exponents, so one histogram answers for every format
-and every scale, long after the tensor is gone. NumPy only: the report and the dashboard use it too.
+Multiplying by a power of two only shifts the exponents. So one histogram is enough for every format
+and every scale, also after the tensor is freed. This file needs only NumPy, because the report and
+the dashboard use it too.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ MEASURED: Final = (
 
 
 def kind_weights(format: NumberFormat, kind: Kind, shift: int) -> FloatArray:
-    """Share of every binade, shifted, that a cast treats in one way: shape ``(279,)``.
+    """Return the share of every shifted binade that a cast treats in one way, shape ``(279,)``.
 
-    Inside one binade the elements are taken as evenly spread. That leaves the flushed fraction
-    exact but for elements that equal the threshold itself; the overflowing fraction is approximate
-    within the binade of the format's maximum, the subnormal one within the binade just below the
-    smallest normal number, whose upper end rounds up to it.
+    Elements are assumed to be evenly spread within a binade. The flushed fraction is exact, except
+    for elements equal to the threshold. The overflowing fraction is approximate within the binade
+    of the format's maximum. The subnormal fraction is approximate within the binade just below the
+    smallest normal number, since its upper end rounds up to that number.
     """
     low, high = {
         "overflow": (format.overflow_threshold, math.inf),
@@ -57,16 +58,16 @@ def _share_below(threshold: float, shift: int) -> FloatArray:
 class TensorStatistics:
     """Statistics of one tensor, read from its row.
 
-    Everything but the counts is about the finite elements only; it is NaN when there are none. Of a
-    sampled layout the zeros, the mean and the smallest magnitude and the shares per format are
-    estimates of all elements; what overflows at all is known exactly.
+    Everything except the counts describes only the finite elements, and is NaN if there are none.
+    With a sampled layout, the zeros, the mean magnitude, the smallest magnitude and the shares per
+    format are estimates from the sample. Whether any element overflows is exact.
 
     Attributes:
         row: The measured columns, shape ``(layout.num_columns,)``, float64.
-        layout: What the columns are.
-        log2_factor: These are the statistics of ``2**log2_factor`` times the measured tensor.
-        log2_factor_of_counts: The factor at which the row's format counts were taken (the
-            ``factor`` of ``statistics_row``); fractions at that scale are exact.
+        layout: The columns of the row.
+        log2_factor: The statistics describe ``2**log2_factor`` times the measured tensor.
+        log2_factor_of_counts: The factor for the row's format counts (the ``factor`` of
+            ``statistics_row``). Fractions at that scale are exact.
         numel: Number of elements, of all micro-batches and ranks that were merged.
         zeros: Number of elements that are exactly zero.
         nans: Number of NaN elements.
@@ -75,12 +76,11 @@ class TensorStatistics:
         mean: Mean.
         mean_abs: Mean magnitude.
         rms: Root mean square.
-        std: Standard deviation as ``torch.std`` takes it (Bessel's correction), from the mean of
-            all that was merged; NaN for one element.
+        std: Standard deviation as in ``torch.std`` (with Bessel's correction), around the mean of
+            all merged elements; NaN for one element.
         abs_max: Largest magnitude.
-        abs_min: Smallest magnitude above zero; NaN when every element is zero.
-        log2_rms: ``log2`` of the RMS, the number that scale plots show; ``-inf`` for a tensor of
-            zeros.
+        abs_min: Smallest magnitude above zero; NaN if every element is zero.
+        log2_rms: ``log2`` of the RMS, as in scale plots; ``-inf`` for a tensor of zeros.
     """
 
     def __init__(
@@ -113,22 +113,23 @@ class TensorStatistics:
 
     @property
     def exponent_counts(self) -> FloatArray | None:
-        """Finite non-zero elements per binary exponent -150 to 128 of the measured tensor.
+        """Return the number of finite non-zero elements per binary exponent, from -150 to 128.
 
-        Shape ``(279,)``; ``None`` when none were taken. They are not moved by ``log2_factor``.
+        They count the measured tensor, without ``log2_factor``. The shape is ``(279,)``. ``None``
+        if exponents were not counted.
         """
         return self.row[self.layout.exponents] if self.layout.histogram else None
 
     @property
     def num_sampled(self) -> int:
-        """Number of elements that the exponent counts come from."""
+        """Return the number of elements that the exponent counts come from."""
         return int(self._value("sampled")) if self.layout.histogram else 0
 
     def fraction(self, format: str | NumberFormat, kind: Kind) -> float:
-        """Fraction of the elements that a cast to ``format`` overflows, denormalizes or flushes.
+        """Return the fraction of elements that ``format`` overflows, denormalizes or flushes.
 
-        For a format of the layout at the scale at which its elements were counted, exact or the
-        estimate of a sampled layout; otherwise from the exponent counts, see ``kind_weights``.
+        For a format of the layout, at the scale of its counts, it is exact, or an estimate with a
+        sampled layout. Otherwise it comes from the exponent counts (see ``kind_weights``).
         """
         resolved = get_number_format(format)
         if kind not in FORMAT_KINDS:
@@ -142,14 +143,14 @@ class TensorStatistics:
         if counts is None:
             raise ValueError(
                 f"format={resolved.name!r}: not counted at the scale 2**{self.log2_factor} and "
-                "there are no exponent counts to tell from. Expected a monitored format or a "
+                "there are no exponent counts to compute it from. Expected a monitored format or a "
                 "layout with histogram=True. Turn histograms on."
             )
         lost = float(counts @ kind_weights(resolved, kind, self.log2_factor))
         return lost / self.num_sampled if self.num_sampled else math.nan
 
     def scaled(self, log2_factor: int) -> TensorStatistics:
-        """Statistics of ``2**log2_factor`` times this tensor."""
+        """Return the statistics of ``2**log2_factor`` times this tensor."""
         factor = self.log2_factor + log2_factor
         return TensorStatistics(self.row, self.layout, factor, self.log2_factor_of_counts)
 

@@ -1,7 +1,7 @@
-"""Rows from torch operations alone, which have no control flow on data and wait for no device.
+"""Compute rows with torch operations only, without control flow on data or waiting for a device.
 
-They are the reference for every other way to a row, count all of a tensor per format and exponent,
-and serve devices without a kernel.
+They are the reference for all other implementations. They count all elements per format and
+exponent, and support devices without a kernel.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _INT32_ELEMENTS = 2**31
 
 
 def functional_row(tensor: Tensor, layout: RowLayout, *, factor: Tensor | None = None) -> Tensor:
-    """``statistics_row`` from torch operations alone; the reference for every other way to it."""
+    """Compute ``statistics_row`` with torch operations only, as the reference implementation."""
     check_floating(tensor)
     dtype = row_dtype(tensor.device)
     if tensor.numel() == 0:
@@ -99,7 +99,7 @@ def _cuts(layout: RowLayout, wide: Tensor, factor: Tensor | None) -> Sequence[fl
 
 
 def exponent_counts(sample: Tensor, dtype: torch.dtype) -> Tensor:
-    """Number of elements, then of finite non-zero ones per exponent -150 to 128."""
+    """Count the elements, and the finite non-zero ones per exponent from -150 to 128."""
     magnitude = sample.abs()
     if sample.dtype == torch.float64:
         exponent = (magnitude.view(torch.int64) >> 52) - 1023

@@ -1,7 +1,7 @@
-"""Numbers between a device and the host, for which neither waits.
+"""Copy numbers between a device and the host without waiting.
 
-A copy between a CUDA device and memory that the system may move waits for all that was computed
-before; one to or from pinned memory takes its place in the queue.
+A copy between a CUDA device and pageable memory waits for all earlier kernels. A copy to or from
+pinned memory is queued in the stream.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from torch import Tensor
 
 
 class HostCopy:
-    """A tensor on its way to the host.
+    """A tensor that is being copied to the host.
 
-    From a CUDA device it is sent behind the kernels that make it; elsewhere it is there at once.
+    From a CUDA device it is copied after the kernels that compute it. On other devices it is
+    available immediately.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -32,24 +33,24 @@ class HostCopy:
 
     @property
     def has_arrived(self) -> bool:
-        """Return whether :meth:`numbers` need not wait."""
+        """Check whether :meth:`numbers` returns without waiting."""
         return self._event is None or self._event.query()
 
     def numbers(self) -> Tensor:
-        """Return the tensor on the host; waits until it has arrived."""
+        """Wait for the tensor, and return it on the host."""
         if self._event is not None:
             self._event.synchronize()
         return self._copy
 
 
 def joint_copy(tensors: Sequence[Tensor]) -> HostCopy:
-    """Tensors of one shape on their way to the host, stacked, with one transfer."""
+    """Copy tensors of one shape to the host, stacked, in one transfer."""
     device = tensors[0].device
     return HostCopy(torch.stack([tensor.detach().to(device) for tensor in tensors]))
 
 
 def numbers_on(device: torch.device, numbers: Sequence[float], dtype: torch.dtype) -> Tensor:
-    """Return a few numbers on a device, sent behind its pending work: ``(len(numbers),)``."""
+    """Return numbers on a device, copied after its pending work, shape ``(len(numbers),)``."""
     tensor = torch.tensor(numbers, dtype=dtype, device="cpu")
     if device.type != "cuda":
         return tensor.to(device)

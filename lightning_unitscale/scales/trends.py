@@ -1,24 +1,22 @@
-"""Tensors that are on their way out of a format, as they are stored.
+"""Detect stored tensors that will soon leave a format.
 
-The rule: through the last eight sampled values of log2 of a tensor's largest stored magnitude goes
-a line, by least squares. The tensor is on its way out of a format if
+The rule: fit a least-squares line to the last eight samples of log2 of a tensor's largest stored
+magnitude. The tensor will leave a format if
 
-- the line rises, by at least three standard errors of its slope;
-- over the eight samples it rises by at least half a power of two, since what creeps, stops;
-- no two samples in succession make up half of that rise: a jump is no growth;
-- a line through the last four samples rises at least half as fast: what slows down, stops;
-- the tensor is still inside, and at the slower of the two rates it is outside before ``horizon``
-  steps are over, and before twice the steps that the samples span are, since no line goes on for
-  ever.
+- the line rises, by at least three standard errors of its slope; - over the eight samples it rises
+by at least half a power of two, since slow growth usually stops; - no two successive samples make
+up half of that rise, since a jump is not growth; - a line through the last four samples rises at
+least half as fast, since growth that slows down usually stops; - the tensor is still within the
+range, and at the slower of the two rates it leaves it within ``horizon`` steps and within twice the
+span of the samples, since no line continues forever.
 
-The last two are about the beginning of a training, when nearly everything grows for a while: of 54
-forecasts made without them in 400 steps of the demo's GPT none came true.
+The last two conditions are for the start of training, when most tensors grow for a while. Without
+them, 400 steps of the demo's GPT gave 54 forecasts, all of them false.
 
 Standard error of the slope: with residuals ``r`` of ``n`` samples at steps ``t``,
 ``sqrt(sum(r^2) / (n - 2) / sum((t - mean(t))^2))`` (ordinary least squares).
 
-Units that were taken anew move what is stored: samples in other units than the last one's are none
-of the line's.
+New units change the stored values. So the line uses only samples with the unit of the last sample.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ _LONGEST_FORECAST: Final = 2
 
 
 class AmaxTrends:
-    """Remembers the last samples of all tensors and sees where they lead."""
+    """The last samples of all tensors, and the trends in them."""
 
     def __init__(self, formats: Sequence[NumberFormat], horizon: int) -> None:
         self._formats = tuple(formats)
@@ -58,7 +56,7 @@ class AmaxTrends:
         self._samples = deque(maxlen=NUM_SAMPLES)
 
     def add(self, snapshot: ScaleSnapshot, num_merged: int = 1) -> tuple[ScaleAlert, ...]:
-        """Take in a snapshot."""
+        """Add a snapshot."""
         last = self._samples[-1][0] if self._samples else snapshot
         if snapshot.names != last.names or snapshot.step <= last.step:
             # Other tensors, or a second fit: what was before says nothing.
@@ -121,7 +119,7 @@ class AmaxTrends:
 def fitted_lines(
     steps: FloatArray, values: FloatArray
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Least-squares lines through the columns of ``values``."""
+    """Fit least-squares lines to the columns of ``values``."""
     values = np.where(np.isfinite(values), values, np.nan)
     centered = steps - steps.mean()
     spread = float(centered @ centered)

@@ -1,14 +1,15 @@
-"""Triton kernels that make statistics rows, in two stages.
+"""Compute statistics rows with Triton kernels, in two stages.
 
-Every program reads its share of a tensor, block by block, and writes the moments of that share. In
-the light row some more programs read the sample and count its exponents. A second kernel adds up
-what the programs have found, for many tensors in one launch. Results are the same from run to run:
-the shares follow from the number of elements alone, and every sum has one order; nothing is atomic
-but the counting of exponents, in integers, in a program's own memory.
+Every program reads its share of a tensor, block by block, and writes the moments of that share. For
+the light row, a few more programs read the sample and count its exponents. A second kernel adds up
+the results of the programs, for many tensors in one launch. Results are reproducible: the shares
+depend only on the number of elements, and every sum has a fixed order. Only the counts of exponents
+use atomics, on integers in a program's own memory.
 
-Each thread adds up the few elements that it reads at once in FP32, over the power of two of the
-largest of them: squares of 1e25 and 1e-25 then neither overflow nor vanish. All further additions
-are in FP64. So a sum has a relative error of some 2**-23 divided by the root of their number.
+Each thread divides the few elements that it reads at once by the power of two of the largest, and
+adds them in FP32. So squares of 1e25 and 1e-25 neither overflow nor vanish. All further additions
+are in FP64. The relative error of a sum is about 2**-23 divided by the root of the number of
+elements.
 
 Checked with Triton 3.6 (which belongs to torch 2.11) and 3.7 (to torch 2.13).
 """
@@ -166,7 +167,7 @@ def joint_rows(
     SAMPLED: tl.constexpr,  # whether there are exponents
     ROWS: tl.constexpr,  # parts that are read together
 ) -> None:
-    """Rows of their parts: sums, but for the two extremes; a program makes one of them."""
+    """Merge the rows of parts: add them, except for the two extremes. A program makes one row."""
     row = tl.program_id(0).to(tl.int64)
     num_sampled = tl.load(counts + row * 3 + 1)
     num_parts = tl.load(counts + row * 3) + num_sampled
@@ -231,7 +232,7 @@ def _offset(
 
 @triton.jit
 def wide(x: tl.tensor) -> tl.tensor:
-    """To FP32, exactly, whatever is narrower; with subnormals, which the interpreter would lose."""
+    """Cast narrower types to FP32 exactly, with subnormals, which the interpreter would lose."""
     if x.dtype == tl.float64:
         return x
     elif x.dtype == tl.bfloat16:

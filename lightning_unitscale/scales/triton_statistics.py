@@ -1,7 +1,7 @@
-"""Rows of CUDA tensors by the kernels of ``triton_kernels.py``: each tensor is read once.
+"""Compute rows of CUDA tensors with the kernels of ``triton_kernels.py``, reading each tensor once.
 
-A tensor has one launch, and many rows together have one more. Bytes moved: those of the tensor, and
-72 for each program. There is one program for every 16 KiB, at most 1,024.
+Each tensor needs one launch, and many rows together need one more. Bytes moved are those of the
+tensor, and 72 for each program. There is one program for every 16 KiB, at most 1,024.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def triton_row(tensor: Tensor, layout: RowLayout) -> Tensor:
 
 
 class TritonRows:
-    """Collects rows of tensors of one device and stream, in memory that they share."""
+    """A collector of rows for one device and stream, in shared memory."""
 
     # A tensor with gaps is read where it lies, in the order of memory. Copied first, at the price
     # of another launch, are FP8 tensors and those whose elements take more than four strides to
@@ -81,7 +81,7 @@ class TritonRows:
         self._can_repeat = can_repeat()
 
     def add(self, tensor: Tensor) -> int:
-        """Measure a tensor as it is now; returns the place of its row."""
+        """Measure the current values of a tensor, and return the place of its row."""
         self._number += 1
         if tensor.numel() == 0:
             self._join()
@@ -108,9 +108,9 @@ class TritonRows:
         return self._number - 1
 
     def repeat(self, tensor: Tensor, stream: int) -> int | None:
-        """Measure a tensor like another one before it, without any operation of torch.
+        """Measure a tensor like an earlier one, without any torch operation.
 
-        Returns ``None`` where there was no such tensor, or where memory is needed.
+        Return ``None`` if there was no such tensor, or if memory has to be allocated.
         """
         if not self._can_repeat or self._used + 1 >= self._num_waiting or not self._pointers:
             return None

@@ -1,6 +1,7 @@
 """Find violations in a snapshot: NaN, infinities, and formats that lose elements.
 
-A violation is about the stored tensor, since formats are; without unit scaling that is the tensor.
+Violations concern the stored (scaled) tensor, since formats apply to it. Without unit scaling, this
+is the tensor itself.
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ class Threshold:
 
 
 def default_thresholds(formats: Sequence[NumberFormat]) -> tuple[Threshold, ...]:
-    """No overflow in a format with infinities, one element of a thousand in one that clips."""
+    """Return the default: no overflow in a format with infinities, 0.1 % in a saturating format."""
     return tuple(
         Threshold(item, "overflow", _DEFAULT_OVERFLOW[item.has_infinity]) for item in formats
     )
 
 
 def parse_thresholds(thresholds: Mapping[str | NumberFormat, Limits]) -> tuple[Threshold, ...]:
-    """Thresholds as a user writes them."""
+    """Parse thresholds that a user has written."""
     if not isinstance(thresholds, Mapping):
         raise TypeError(
             f"thresholds={shown(thresholds)}: not a mapping. Expected format -> fraction of the "
@@ -87,7 +88,7 @@ def parse_thresholds(thresholds: Mapping[str | NumberFormat, Limits]) -> tuple[T
 
 
 class AlertMaker:
-    """Makes alerts about tensors, with the scales of what these were computed from, as stored."""
+    """A factory of alerts, which contain the stored scales of the tensor's inputs."""
 
     def __init__(self, snapshot: ScaleSnapshot, direction: Direction) -> None:
         self._snapshot = snapshot
@@ -145,11 +146,11 @@ class AlertMaker:
 def first_nonfinite(
     snapshot: ScaleSnapshot, *, known_infinite: Collection[str] = (), gradients: bool = True
 ) -> ScaleAlert | None:
-    """Return the first tensor of a step that holds a NaN or an infinity.
+    """Return the first tensor of a step that contains a NaN or an infinity.
 
-    Values come before gradients; of values the first one in graph order, of gradients the last,
-    which the backward pass computes first. Infinities that nothing came of (no NaN, no infinite
-    gradient, no infinite result) are no violation: masks are made of them.
+    Values come before gradients. Values are in graph order. Gradients are in reverse order, as in
+    the backward pass. Infinities without consequences (no NaN, no infinite gradient, no infinite
+    result) are not a violation, because masks contain them.
     """
     if not len(snapshot):
         return None
@@ -182,10 +183,10 @@ def infinite_names(snapshot: ScaleSnapshot) -> tuple[str, ...]:
 def judged_by_format(
     snapshot: ScaleSnapshot, direction: Direction, num_merged: int = 1
 ) -> npt.NDArray[Any]:
-    """Return which tensors are put into a format: what matmuls read, in the units of these.
+    """Return which tensors are checked against formats: those that matmuls read.
 
-    Where no matmul is known, all tensors but scalars and losses, which are kept in full precision,
-    as autocast does. A NaN or an infinity in any other tensor is a violation like any other.
+    If no matmul is known, these are all tensors except scalars and losses, which stay in full
+    precision, as under autocast. NaN and infinities count as violations in all tensors.
     """
     read = snapshot.read_by_matmuls(direction)
     if read.any():
@@ -199,10 +200,10 @@ def judged_by_format(
 def judged_now(
     snapshot: ScaleSnapshot, direction: Direction, num_merged: int = 1
 ) -> npt.NDArray[Any]:
-    """Return which of :func:`judged_by_format` are stored in a unit that was measured.
+    """Return which of :func:`judged_by_format` have a measured unit.
 
-    A tensor that a matmul has read for the first time, or that was all zero until now, has a unit
-    from the next step on. What a format would lose of it before, it loses only once.
+    A tensor that a matmul reads for the first time, or that was zero until now, has a unit from the
+    next step on. Its losses before that occur only once, so they are ignored.
     """
     lacking = np.array(snapshot.lacking_units, dtype=bool).reshape(-1, len(DIRECTIONS))
     judged: npt.NDArray[Any] = judged_by_format(snapshot, direction, num_merged)
@@ -212,10 +213,10 @@ def judged_now(
 def format_violations(
     snapshot: ScaleSnapshot, thresholds: Sequence[Threshold], num_merged: int = 1
 ) -> tuple[ScaleAlert, ...]:
-    """All tensors of :func:`judged_now` that lose too much, in the order of computation.
+    """Return the tensors of :func:`judged_now` that lose too much, in the order of computation.
 
-    No overflow is what was filled in: what is filled up has been judged where it was computed, and
-    values that hold the largest number of their type are a mask, or have one added.
+    Filled-in values do not count as overflow. The tensor before the fill has already been checked,
+    and values equal to the largest number of their type come from a mask.
     """
     masks = np.isin(snapshot.column("abs_max", "forward"), _STAND_INS)
     masks |= np.array([_fills(snapshot, index) for index in range(len(snapshot))], dtype=bool)
@@ -265,7 +266,7 @@ def format_violations(
 
 
 def percent(fraction: float) -> str:
-    """Return a fraction for people: small ones are not rounded to nothing."""
+    """Return a fraction as text, without rounding small ones to 0 %."""
     if fraction == 0.0:
         return "0 %"
     return "less than 0.001 %" if fraction < 1e-5 else f"{100 * fraction:.3g} %"
@@ -285,9 +286,8 @@ def _nonfinite_alert(
     nans, infs = (int(counts[index]) for counts in _nonfinite(snapshot, direction))
     numel = int(snapshot.column("numel", direction)[index])
     parts = [f"{nans:,} NaN"] * bool(nans) + [f"{infs:,} infinite"] * bool(infs)
-    text = (
-        f"holds {' and '.join(parts)} of {numel:,} elements, the first of the step in graph order"
-    )
+    found = " and ".join(parts)
+    text = f"contains {found} of {numel:,} elements, the first of the step in graph order"
     others = values + gradients - 1
     if others:
         text += f" ({others} more {'tensors' if others > 1 else 'tensor'} or gradients after it)"

@@ -1,15 +1,16 @@
 """Find the first step, tensor and direction in which two runs differ by more than chance.
 
-Three differences of a pair of tensors are judged: of log2 RMS, of log2 of the largest magnitude,
-and of the shares of elements by exponent. The chance of each is the largest of
+Three differences of a pair of tensors are compared: of log2 RMS, of log2 of the largest magnitude,
+and of the shares of elements by exponent. The difference that counts as chance is the largest of
 
 - rounding: half the spacing of the numbers near 1 in the coarsest format of both runs (the whole
   spacing for gradients), more for tensors of few elements;
 - three times the differences that the pair, and nearly all pairs, had at earlier samples;
 - if steps between two samples were not seen, the tensor's own change from sample to sample.
 
-A parameter may only differ by its own movement and by three times its last difference. What is
-rounding itself is not judged: a bias gradient whose terms cancel, and the bias that it updates.
+A parameter may only differ by its own movement and by three times its last difference. Tensors that
+consist of rounding errors are not compared: a bias gradient whose terms cancel, and the bias that
+it updates.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ _FEW_PARAMETERS: Final = 1 / 3
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where two runs part; the object that ``compare --json`` prints."""
+    """The first difference of two runs: the object that ``compare --json`` prints."""
 
     diverged: bool
     step: int | None = None
@@ -338,7 +339,7 @@ def _lines(pair: RunPair, one: _Judged, row: int, result: Divergence, k: int) ->
     direction = result.direction or "forward"
     gradient = "gradient of " if direction == "backward" else ""
     where = f" (module {result.module})" if result.module else ""
-    yield f"The runs part at step {result.step}, {direction}: {gradient}{result.tensor}{where}"
+    yield f"The runs diverge at step {result.step}, {direction}: {gradient}{result.tensor}{where}"
     a, b = (
         "no finite element" if value is None else f"2^{value:.4g}"
         for value in result.log2_rms or ()

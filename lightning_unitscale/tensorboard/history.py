@@ -162,7 +162,7 @@ class RunScales:
         return str(max(points, key=lambda point: point[0])[1].item().decode()) if points else ""
 
     def coverage(self) -> dict[str, Any] | None:
-        """Return the numbers of matmuls in units and in a format; ``None`` if not recorded."""
+        """Return the numbers of matmuls scaled and in a format; ``None`` if not recorded."""
         points = list(self._read(COVERAGE_TAG)) if COVERAGE_TAG in self._tags else []
         return json.loads(points[-1][1].item()) if points else None
 

@@ -8,7 +8,7 @@ Routes below ``/data/plugin/scales/``, with arguments in the query:
 ``exponents?run&direction&tensor``    frame: exponent counts of one tensor over the steps
 ``fractions?run&direction&tensor``    frame: its out-of-range fractions over the steps
 ``alerts?run``                        JSON: the alerts, each with its step and tensor
-``divergence?run&compared``           JSON: where two runs part
+``divergence?run&compared``           JSON: where two runs diverge
 ``static/...``                        the page
 ====================================  =========================================================
 

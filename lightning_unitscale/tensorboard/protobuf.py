@@ -35,8 +35,8 @@ from lightning_unitscale.tensorboard.schema import PLUGIN_NAME, ExponentCounts
 
 Array = npt.NDArray[np.floating[Any]]
 _CRC_MASK: Final = 0xA282EAD8  # of the TFRecord format
-# TensorBoard has good colours for a few devices only, fewer than there are powers of two.
-_POWERS_PER_COLOUR: Final = 4
+# TensorBoard has good colors for a few devices only, fewer than there are powers of two.
+_POWERS_PER_COLOR: Final = 4
 _log = logging.getLogger(__name__)
 
 
@@ -85,7 +85,7 @@ def annotated_graph(snapshot: ScaleSnapshot) -> GraphDef:
 
     Module paths become the nesting of nodes. A click on a node shows its true and stored RMS among
     its attributes. A node's device can be any text. Here it is the power of two near its RMS, in
-    steps of four, so "Color by: Device" colours by scale.
+    steps of four, so "Color by: Device" colors by scale.
     """
     paths: dict[str, str] = {}
     taken: set[str] = set()
@@ -140,7 +140,7 @@ def _scale_text(true: float, stored: float) -> str:
 def _band(value: float) -> str:
     if not math.isfinite(value):
         return ""
-    power = _POWERS_PER_COLOUR * round(value / _POWERS_PER_COLOUR)
+    power = _POWERS_PER_COLOR * round(value / _POWERS_PER_COLOR)
     return f"RMS near 2^{power}"
 
 

@@ -27,7 +27,7 @@ _LETTER: Final = 6.6
 # As in the dashboard's palette.js.
 _COLD: Final = (33, 102, 172)
 _WARM: Final = (217, 95, 14)
-_FULL_COLOUR: Final = 14.0
+_FULL_COLOR: Final = 14.0
 
 
 def graph_svg(
@@ -85,7 +85,7 @@ def _box(x: float, y: float, value: float) -> str:
     text = "zero" if math.isinf(value) else f"{value:z.1f}"
     text = text.replace("-", "\N{MINUS SIGN}")
     red, green, blue = _WARM if value > 0 else _COLD
-    strength = 0.0 if math.isinf(value) else min(abs(value) / _FULL_COLOUR, 1.0)
+    strength = 0.0 if math.isinf(value) else min(abs(value) / _FULL_COLOR, 1.0)
     # At most half opaque, so that the text keeps its contrast on white and on black.
     fill = f"rgba({red},{green},{blue},{0.5 * strength:.2f})"
     return (

@@ -72,7 +72,7 @@ def alerts_json(alerts: Sequence[ScaleAlert]) -> bytes:
 
 
 def divergence_json(run: RunScales, compared: RunScales) -> bytes:
-    """Return where two runs part, with the report as ``text``; only the text of an error."""
+    """Return where two runs diverge, with the report as ``text``; only the text of an error."""
     try:
         found = find_divergence(run, compared)
     except ValueError as error:

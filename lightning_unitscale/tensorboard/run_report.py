@@ -178,7 +178,7 @@ def write_figure(run: RunScales, path: Path, title: str) -> None:
 
 
 def color_limit(history: ScaleHistory) -> float:
-    """Return a limit of the colours that includes 98 % of all true and stored values."""
+    """Return a limit of the colors that includes 98 % of all true and stored values."""
     values = [history.values(stored=stored) for stored in (False, True)]
     magnitudes = np.abs(np.concatenate([array[np.isfinite(array)] for array in values]))
     if not magnitudes.size:

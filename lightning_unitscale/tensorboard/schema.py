@@ -17,7 +17,7 @@ tag                                   shape, type             content
 ``scales/forward/exponents/a.b``      ``(3 + K,)`` float32    exponent counts of the tensor ``a.b``
 ``scales/alerts``                     ``()`` text             alerts of a step, see ``alerts.py``
 ``scales/precision``                  ``()`` text             table of a precision report
-``scales/coverage``                   ``()`` text             JSON: matmuls in units and formats
+``scales/coverage``                   ``()`` text             JSON: matmuls scaled and formats
 ====================================  ======================  =====================================
 
 The true value of a tensor is its stored value times its unit. A vector tag ends in the key of its

@@ -1,7 +1,7 @@
 """Transform a module's matmuls: scale losslessly, simulate formats, run FP8, compile.
 
-Units and formats are applied at the dispatcher, whatever the Python code, or in the graphs of a
-captured module.
+Units and formats are applied at the dispatcher, for any Python code, or in the graphs of a captured
+module.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ def lossless_unit_scale(
 ) -> nn.Module:
     """Return a copy of ``module`` that computes the same bits with matmuls near RMS 1.
 
-    Every operand of a matmul, and the gradient that arrives at it, is stored in units of a power of
-    two near its RMS. The RMS is measured on the example inputs. Powers of two are exact, so values
-    and gradients are those of ``module``. Its parameters keep their names and values. Lazy
-    parameters get them in the first call, as those of ``module`` would.
+    Every operand of a matmul, and the gradient that arrives at it, is divided by a power of two
+    near its RMS, which is measured on the example inputs. Multiplying by a power of two is exact,
+    so values and gradients are those of ``module``. Its parameters keep their names and values.
+    Lazy parameters get them in the first call, as those of ``module`` would.
 
-    It supports any Python code, because matmuls are scaled as they run. Your own ``torch.compile``
-    compiles its ``forward`` with scaled matmuls, apart from the code around it. With
-    ``fullgraph=True`` it raises an error.
+    It supports any Python code, because matmuls are scaled as they run. If you use
+    ``torch.compile``, the module's ``forward`` is compiled with scaled matmuls, separately from the
+    surrounding code. ``fullgraph=True`` raises an error.
 
     Args:
         module: Any module. It does not change.
         *example_args: Arguments of one representative call, on the module's device. A copy of the
-            module runs once on copies of them. They and the random states do not change. Writes of
-            ``forward`` elsewhere, such as to a global list, remain.
+            module runs once on copies of them. The arguments and the random states do not change.
+            Other side effects of ``forward``, such as an append to a global list, remain.
         depth: Only ``"products"``, which scales matmuls.
         **example_kwargs: Keyword arguments of that call.
 
@@ -114,15 +114,15 @@ def simulate_format(
         gradient_rounding: Rounding of gradients, by default that of the operands.
         square_weights: With block formats, whether weights of linear layers are rounded in square
             blocks, so that both directions read the same numbers.
-        hadamard: With block formats, whether what the gradients of linear layers' weights read is
-            multiplied by a random Hadamard matrix, in runs of 16.
+        hadamard: With block formats, whether to multiply both operands of the weight gradients of
+            linear layers by a random Hadamard matrix, in runs of 16.
         exempt: Computations that are not rounded: pairs of a glob and ``"forward"``,
             ``"input_gradient"`` or ``"weight_gradient"``.
 
     Returns:
         A new module with ``explain()``: which matmuls were rounded in its first call, and why
-        others were not. Your own ``torch.compile`` compiles its ``forward``, apart from the code
-        around it, if the backend is Inductor. Another backend leaves it uncompiled.
+        others were not. If you use ``torch.compile`` with Inductor, its ``forward`` is compiled
+        separately from the surrounding code. With another backend it stays uncompiled.
 
     Raises:
         ValueError: If a format or a pattern is invalid, or the module is already compiled.
@@ -166,17 +166,17 @@ def fp8_linears(
     """Return a copy of ``module`` whose linear layers and their gradients run in real FP8.
 
     Eligible are ``F.linear`` and matmuls with a 2-D parameter (``matmul``, ``addmm``, ...). Their
-    numbers of features must be multiples of 16, or large enough for padding to pay. Operands are
-    cast to E4M3FN, arriving gradients to ``gradient_format``. Results keep their type. GPUs need
-    compute capability 8.9. CPUs are slow and serve as a check. Combined with
-    :func:`simulate_format`, in either order, FP8 matmuls are not rounded again. Values kept for the
-    backward pass are FP8. :func:`compile` recomputes casts whose source the backward pass reads.
+    numbers of features must be multiples of 16, or large enough that padding pays off. Operands are
+    cast to E4M3FN, and incoming gradients to ``gradient_format``. Results keep their type. GPUs
+    need compute capability 8.9. CPUs emulate FP8 slowly. Combined with :func:`simulate_format`, in
+    either order, FP8 matmuls are not rounded again. Values kept for the backward pass are FP8.
+    :func:`compile` recomputes casts whose source the backward pass reads.
 
     Args:
         module: Any module. It does not change.
-        scaling: ``"constant"`` takes scales from :func:`lossless_unit_scale`, in either order, and
-            1 without it. ``"dynamic"`` maps every tensor's largest element to the end of its format
-            in every call. It needs no unit scaling, but one more pass over each tensor.
+        scaling: ``"constant"`` uses the units of :func:`lossless_unit_scale`, applied before or
+            after, and 1 without it. ``"dynamic"`` maps every tensor's largest element to the end of
+            its format in every call. It needs no unit scaling, but one more pass over each tensor.
         exclude: Globs of module paths or tensor names whose layers do not change.
         gradient_format: ``"E4M3FN"`` fits gradients with their own units or dynamic scales, unless
             they are very uneven. ``"E5M2"`` has more range and twice the rounding error. Use it for
@@ -210,7 +210,7 @@ def fp8_linears(
 def compile(module: nn.Module, mode: CompileMode = "default") -> nn.Module:
     """Return a copy of ``module`` whose captured graphs are compiled by Inductor.
 
-    This compiles the result of all transforms, whether they come before or after it.
+    This compiles the result of all transforms, whether you apply them before or after.
     ``torch.compile`` on a module that was transformed by rules or a memory budget would capture the
     original module again.
 

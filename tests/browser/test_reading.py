@@ -140,7 +140,7 @@ def test_keys_reach_all_that_a_mouse_reaches(dashboard):
                 "ariaLabel || name || `${tagName} ${textContent}`)(document.activeElement)"
             )
         )
-    for one in ("direction", "view", "rows", "Help", "Range of the colours", "Close", "Step"):
+    for one in ("direction", "view", "rows", "Help", "Range of the colors", "Close", "Step"):
         assert one in reached
     assert {"format", "Power of two that multiplies the tensor before the cast"} <= set(reached)
     assert any(one.startswith("log2 RMS of 6 tensors by step") for one in reached)

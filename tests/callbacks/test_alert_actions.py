@@ -104,7 +104,7 @@ def test_a_nan_is_named() -> None:
     assert (alert.kind, alert.step, alert.value) == ("nonfinite", FAULT_STEP, 1.0)
     assert (alert.tensor, alert.direction) == ("blocks.1.down.bias", "forward")
     (message,) = warned
-    assert "blocks.1.down.bias" in message and "holds 1 NaN of 16 elements" in message
+    assert "blocks.1.down.bias" in message and "contains 1 NaN of 16 elements" in message
 
 
 def test_a_nan_in_a_gradient_names_the_last_tensor() -> None:

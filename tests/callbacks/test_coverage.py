@@ -69,7 +69,7 @@ def test_one_line_after_the_first_step(caplog: pytest.LogCaptureFixture) -> None
             entry_options={"val_dataloaders": loader(4)},
         )
     # Two layers: three matmuls each, but none for the gradient of the batch.
-    expected = "UnitScaleCallback: training_step: 5 of 5 matmuls in units (100 % of their FLOPs)."
+    expected = "UnitScaleCallback: training_step: 5 of 5 matmuls scaled (100 % of their FLOPs)."
     assert _lines(caplog) == [expected]
     assert counted == [1, 1, 1, 1]
     assert warned == []
@@ -79,13 +79,13 @@ def test_plain_matmuls_are_warned_of_once_with_their_modules() -> None:
     callback = UnitScaleCallback()
     _, warned = _warnings(Recurrent, callback, max_steps=4)
     (warning,) = warned
-    assert re.search(r"training_step: 9 of \d+ matmuls in units \(\d", warning)
-    assert "Plain matmuls are in recurrent. Expected at least 90%" in warning
+    assert re.search(r"training_step: 9 of \d+ matmuls scaled \(\d", warning)
+    assert "Unscaled matmuls are in recurrent. Expected at least 90%" in warning
     assert warning.endswith("explain() lists all matmuls.")
     assert callback.coverage.uncovered_modules() == ("recurrent",)
     (reason,) = callback.coverage.reasons
     row = next(line for line in callback.explain().splitlines() if line.startswith("recurrent"))
-    assert " plain " in row and reason in row
+    assert " unscaled " in row and reason in row
     assert {"first", "second", "readout"} <= {one.module for one in callback.coverage.counts}
 
 
@@ -106,11 +106,11 @@ def test_a_small_recurrent_layer_is_told_without_a_warning(
         _, warned = _warnings(Mostly, UnitScaleCallback(), max_steps=2)
     assert warned == []
     (line,) = _lines(caplog)
-    assert re.search(r" matmuls in units \(9\d\.?\d* % of their FLOPs\); .* % plain: ", line)
+    assert re.search(r" matmuls scaled \(9\d\.?\d* % of their FLOPs\); .* % unscaled: ", line)
 
 
 def test_the_same_bits_with_a_recurrent_layer() -> None:
-    with pytest.warns(UserWarning, match="Plain matmuls are in recurrent"):
+    with pytest.warns(UserWarning, match="Unscaled matmuls are in recurrent"):
         _, callbacks = assert_same_run(Recurrent, lambda: [UnitScaleCallback()])
     assert unit_scale_of(callbacks).coverage.num_in_units == 9
 
@@ -141,7 +141,7 @@ class Quantized(Regression):
 
 
 def test_matmuls_of_integers_are_told() -> None:
-    with pytest.warns(UserWarning, match="plain: a matmul of integers"):
+    with pytest.warns(UserWarning, match="unscaled: a matmul of integers"):
         _, callbacks = assert_same_run(Quantized, lambda: [UnitScaleCallback()])
     (plain,) = [one for one in unit_scale_of(callbacks).coverage.counts if one.kind == "plain"]
     assert (plain.reason, plain.num_matmuls) == ("a matmul of integers", 1)
@@ -167,7 +167,7 @@ def test_complex_matmuls_are_told(options: dict[str, Any]) -> None:
     assert (plain.module, plain.reason, plain.num_matmuls) == ("mix", "complex numbers", 2)
     # Four real matmuls in each.
     assert plain.flops == 2 * 4 * (2 * 4 * 6 * 6)
-    assert "plain: complex numbers. Plain matmuls are in mix" in warning
+    assert "unscaled: complex numbers. Unscaled matmuls are in mix" in warning
 
 
 class Widened(Regression):
@@ -190,7 +190,7 @@ def test_matmuls_with_a_type_of_their_own_are_told() -> None:
     library = torch.library.Library("aten", "IMPL")
     library.impl("mm.dtype", widened, "CPU")
     try:
-        with pytest.warns(UserWarning, match="plain: a matmul whose result has a type of its own"):
+        with pytest.warns(UserWarning, match="unscaled: a matmul whose result has another type"):
             assert_same_run(Widened, lambda: [UnitScaleCallback()])
     finally:
         library._destroy()
@@ -213,7 +213,7 @@ def test_every_step_has_its_line_in_explain() -> None:
     assert callback.coverage == Coverage()
     run(Evaluated, [callback], max_steps=4, entry_options={"val_dataloaders": loader(4)})
     lines = callback.explain().splitlines()
-    share = "matmuls in units (100 % of their FLOPs), {} of them rounded to a format (100 %)"
+    share = "matmuls scaled (100 % of their FLOPs), {} of them rounded to a format (100 %)"
     assert f"training_step: 5 of 5 {share.format(5)}" in lines
     assert f"validation_step: 2 of 2 {share.format(2)}" in lines
     # The property is that of training, whichever ran last.
@@ -222,7 +222,7 @@ def test_every_step_has_its_line_in_explain() -> None:
         alone = UnitScaleCallback()
         run(Evaluated, [alone], entry=entry)
         first = alone.explain().splitlines()[0]
-        assert first == f"{step}_step: 2 of 2 matmuls in units (100 % of their FLOPs)"
+        assert first == f"{step}_step: 2 of 2 matmuls scaled (100 % of their FLOPs)"
         assert alone.coverage.num_matmuls == 2
 
 

@@ -63,7 +63,7 @@ GAUGE = Gauge(
 def test_the_units_by_module() -> None:
     table = units_table(GAUGE)
     assert table is not None
-    assert table.headers == ("module", "tensor", "operands in units of", "gradient")
+    assert table.headers == ("module", "tensor", "operand units", "gradient")
     assert table.rows == (
         ("head", "linear", "input 2^-1, weight 2^3", "2^-7"),
         ("(the step itself)", "bmm", "", "2^5"),

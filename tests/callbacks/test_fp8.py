@@ -243,7 +243,7 @@ def test_what_is_excluded() -> None:
     _losses([callback])
     assert "its name is excluded" not in callback.explain()
     assert (
-        "its 8 output features are no multiple of 16, and padding would not pay"
+        "its 8 output features are not a multiple of 16, and padding would not pay"
         in callback.explain()
     )
     by_name = UnitScaleCallback(precision=FP8(exclude="fc1"))

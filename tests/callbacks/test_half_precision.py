@@ -289,7 +289,7 @@ def test_a_bias_that_fp16_would_not_hold_in_units() -> None:
         layer.bias.fill_(0.25)
     inputs = (torch.randn(8, 256) * 2.0**-8).half()
     scaled = lossless_unit_scale(layer, inputs)
-    with pytest.warns(UserWarning, match="0 of 1 matmuls in units"):
+    with pytest.warns(UserWarning, match="0 of 1 matmuls scaled"):
         assert torch.equal(scaled(inputs), layer(inputs))
     assert "above 2**13 in units" in scaled.explain()  # type: ignore[operator]
 
@@ -319,4 +319,4 @@ def test_sums_that_fit_as_they_are_fit_in_units(how: str) -> None:
         found, expected = run_step(scaled, x), run_step(module, x)
     assert expected["output"].isfinite().all()
     assert_same_bits(found, expected)
-    assert "2 of 2 matmuls in units" in scaled.explain()  # type: ignore[operator]
+    assert "2 of 2 matmuls scaled" in scaled.explain()  # type: ignore[operator]

@@ -164,7 +164,7 @@ class LateNarrow(Narrow):
     starts = 3
 
 
-_NARROW = "narrow (its 24 output features are no multiple of 16, and padding would not pay)"
+_NARROW = "narrow (its 24 output features are not a multiple of 16, and padding would not pay)"
 
 
 def test_a_shape_is_warned_of_in_the_first_step() -> None:
@@ -181,7 +181,7 @@ def test_coverage_that_falls_is_warned_of_once(caplog: pytest.LogCaptureFixture)
         (warning,) = fit(LateNarrow(), batches(4, 4, 4, 4, 3, 4), callback)[1]
     pattern = r"coverage by FP8 went from 100 % to 76.9 % of the FLOPs at step 3: 3 of 8 matmuls"
     assert re.search(pattern, warning) and _NARROW in warning
-    lines = [one.message for one in caplog.records if " matmuls in units " in one.message]
+    lines = [one.message for one in caplog.records if " matmuls scaled " in one.message]
     assert len(lines) == 2 and "outside FP8: its 24 output features" in lines[1]
     assert callback.coverage.num_in_format == 5
     assert "outside FP8: its 24 output features" in callback.explain()
@@ -202,7 +202,7 @@ def test_a_layer_that_loses_its_shape_for_a_step() -> None:
     steps, (warning,) = fit(Sliced(), data, callback)
     assert _are_rounded(steps, plain) == [True, True, False, True]
     assert "went from 100 % to 0 % of the FLOPs at step 2: 5 of 5 matmuls" in warning
-    assert "its 40 output features are no multiple of 16, and padding would not pay" in warning
+    assert "its 40 output features are not a multiple of 16, and padding would not pay" in warning
 
 
 @pytest.mark.parametrize(
@@ -210,9 +210,9 @@ def test_a_layer_that_loses_its_shape_for_a_step() -> None:
     [
         (
             lambda: Small(nn.Linear(20, 20)),
-            "net (its 20 input features are no multiple of 16, and padding would not pay)",
+            "net (its 20 input features are not a multiple of 16, and padding would not pay)",
         ),
-        (lambda: Small(nn.Conv1d(1, 4, 3)), "net (it is no linear layer)"),
+        (lambda: Small(nn.Conv1d(1, 4, 3)), "net (it is not a linear layer)"),
         (lambda: Small(nn.Identity()), "no matmul ran"),
     ],
 )

@@ -40,9 +40,7 @@ def test_a_run_leaves_the_module_as_it_was(stage: str) -> None:
     # The steps that ran can still be explained.
     step = {"fit": "training"}.get(stage, stage.replace("validate", "validation")) + "_step"
     text = unit_scale_of(callbacks).explain()
-    assert re.search(
-        rf"^{step}: (\d+) of \1 matmuls in units \(100 % of their FLOPs\)$", text, re.M
-    )
+    assert re.search(rf"^{step}: (\d+) of \1 matmuls scaled \(100 % of their FLOPs\)$", text, re.M)
     assert unit_scale_of(callbacks).coverage.num_matmuls == (6 - 1 if stage == "fit" else 2)
     assert unit_scale_of(callbacks).gauge
     module.forward(torch.randn(3, 6)).sum().backward()

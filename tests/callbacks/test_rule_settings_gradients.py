@@ -66,7 +66,7 @@ def test_clipping_by_hand_and_its_report(caplog: pytest.LogCaptureFixture) -> No
     torch.testing.assert_close(module.found, torch.full_like(module.found, 0.5))
     told = [one.message for one in caplog.records if "gradient_clip_val" in one.message]
     assert len(told) == 1
-    assert f"0.5 is taken as {0.5 * 66**0.5:.4g}" in told[0]
+    assert f"0.5 is applied as {0.5 * 66**0.5:.4g}" in told[0]
 
 
 def test_clipping_gives_back_what_it_shadowed() -> None:

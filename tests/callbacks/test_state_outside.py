@@ -134,7 +134,7 @@ def test_an_evaluation_reads_an_iterator_once() -> None:
 
 
 @pytest.mark.parametrize("options", [{"simulate": "fp8"}, {"precision": "fp8"}])
-@pytest.mark.filterwarnings("ignore:UnitScaleCallback. training_step. .* matmuls in units")
+@pytest.mark.filterwarnings("ignore:UnitScaleCallback. training_step. .* matmuls scaled")
 @pytest.mark.filterwarnings("ignore:.* no matmul runs in FP8:UserWarning")
 def test_rounded_matmuls_read_an_iterator_once_too(options: dict[str, Any]) -> None:
     """They need units at once, and take them from the operands that they are about to round."""

@@ -374,7 +374,7 @@ def test_a_step_that_would_be_captured_again_and_again_is_not() -> None:
     kind = type("ByKey", (Changing,), {"training_step": _append_by_key, "by_key": {"losses": []}})
     options: dict[str, Any] = {"data": lambda: loader(40), "max_steps": 10}
     expected = run(kind, **options)
-    with pytest.warns(UserWarning, match=r"captured anew in 8 of its first \d calls, since `len"):
+    with pytest.warns(UserWarning, match=r"captured again in 8 of its first \d calls, since `len"):
         found = run(kind, [RematCallback("min_cut")], **options)
     assert_same_bits(found.weights, expected.weights)
     # There is nothing to say of it where nothing is captured.

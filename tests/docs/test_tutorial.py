@@ -29,7 +29,7 @@ def test_the_notebook_says_what_happens(tmp_path: Path, monkeypatch: pytest.Monk
     assert float(results[0]) < 1  # it learns
     assert results[1:] == ["True"]  # and to the same loss with the callbacks
     printed = "".join(output.text for output in outputs if output.get("name") == "stdout")
-    assert "23 of 23 matmuls in units" in printed
+    assert "23 of 23 matmuls scaled" in printed
     assert "FP8     constant scales" in printed
     assert list(tmp_path.glob("logs/unit_scaled/version_0/events*"))  # for the Scales tab
 

@@ -298,7 +298,7 @@ def test_shapes_that_do_not_fit_are_torchs_own_error(
             ValueError,
             "scale_grad_by_freq=True: it has no",
         ),
-        (lambda x: U.residual_add(x, x, tau=-1.0), ValueError, "tau=-1.0: it is no weight"),
+        (lambda x: U.residual_add(x, x, tau=-1.0), ValueError, "tau=-1.0: not a weight"),
     ],
 )
 def test_errors_say_what_is_wrong(

@@ -45,5 +45,5 @@ def test_unit_scale_is_kept(tau: float) -> None:
 
 @pytest.mark.parametrize("tau", [-0.1, float("inf"), float("nan")])
 def test_weights_that_are_none(tau: float) -> None:
-    with pytest.raises(ValueError, match=f"tau={tau}: it is no weight of a residual branch"):
+    with pytest.raises(ValueError, match=f"tau={tau}: not a weight of a residual branch"):
         U.residual_split(torch.ones(2), tau)

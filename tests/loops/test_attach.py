@@ -65,7 +65,7 @@ def test_training_and_evaluation_in_turns(names_optimizer: bool, tmp_path: Path)
             # Two batches with five matmuls each: the batch itself needs no gradient.
             assert callback.coverage.num_matmuls == 10
             assert len(callback.gauge) == 6
-            assert "evaluation: 2 of 2 matmuls in units" in str(callback.explain())
+            assert "evaluation: 2 of 2 matmuls scaled" in str(callback.explain())
         else:
             assert [snapshot.step for snapshot in callback.snapshots] == [0, 1, 2, 4]
             assert {"input.x", "up.linear", "down.linear"} <= set(callback.snapshots[-1].names)
@@ -197,7 +197,7 @@ def test_a_violation(on_violation: Any) -> None:
             with pytest.raises(ScaleViolation):
                 train(model, optimizer, [(x * torch.inf, y)])
             return
-        with pytest.warns(UserWarning, match=r"holds \d+ NaN|holds \d+ infinite"):
+        with pytest.warns(UserWarning, match=r"contains \d+ NaN|contains \d+ infinite"):
             train(model, optimizer, [(x * torch.inf, y)])
         assert attachment.should_stop
 

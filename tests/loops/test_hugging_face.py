@@ -70,7 +70,7 @@ def test_a_language_model(options: dict[str, Any], tmp_path: Path) -> None:
     assert_same_bits(train([HFCallback(callbacks)], tmp_path, **options), plain)
     for callback in callbacks:
         if isinstance(callback, UnitScaleCallback):
-            assert callback.coverage.line().startswith("42 of 42 matmuls in units (100 %")
+            assert callback.coverage.line().startswith("42 of 42 matmuls scaled (100 %")
         else:
             assert [snapshot.step for snapshot in callback.snapshots] == [0, 1, 2, 4, 5]
             # Of compiled code what goes in and out is seen.

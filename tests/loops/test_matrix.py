@@ -52,7 +52,7 @@ def _cases() -> Iterator[tuple[str, str, str]]:
 
 
 # A metric has other values at each step, of which Dynamo makes constants by rules.
-@pytest.mark.filterwarnings("ignore:.*captured anew in:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*captured again in:UserWarning")
 @pytest.mark.parametrize(("loop", "method", "name"), list(_cases()))
 def test_the_same_bits(
     loop: str, method: str, name: str, expected: Results, tmp_path: Path

@@ -124,7 +124,7 @@ def test_its_command_line_takes_the_callbacks(tmp_path: Path) -> None:
     command += ["--trainer.callbacks+=lightning_unitscale.ScaleMonitor"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
-    assert "training_step: 5 of 5 matmuls in units" in done.stdout + done.stderr
+    assert "training_step: 5 of 5 matmuls scaled" in done.stdout + done.stderr
 
 
 def test_a_pipeline_is_refused() -> None:

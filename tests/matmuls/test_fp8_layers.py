@@ -106,11 +106,11 @@ def test_every_decision_is_reported() -> None:
         "first.linear": None,
         "second.linear": "its name is excluded",
         "addmm": "its name is excluded",
-        "linear": "it is no linear layer",
-        "matmul": "it is no linear layer",
+        "linear": "it is not a linear layer",
+        "matmul": "it is not a linear layer",
         "linear_1": None,
         "matmul_1": None,
-        "last.linear": "its 10 output features are no multiple of 16, and padding would not pay",
+        "last.linear": "its 10 output features are not a multiple of 16, and padding would not pay",
     }
     text = fp8.explain()
     assert "3 of 8 matmuls in FP8 with constant scales" in text
@@ -248,35 +248,35 @@ def _case(function: Callable[..., Tensor], *shapes: tuple[int, ...], **options: 
         (_case(lambda w, x: x.matmul(w.view(32, 16)), (16, 32), (4, 32)), None),
         (_case(lambda w, x: torch.addmm(x, x, w, beta=1), (32, 32), (4, 32)), None),
         (_case(lambda w, x: torch.addmm(x, x, w, beta=2), (32, 32), (4, 32)), "it has beta=2"),
-        (_case(lambda w, x: F.linear(x, w), (32,), (4, 32)), "it is no linear layer"),
+        (_case(lambda w, x: F.linear(x, w), (32,), (4, 32)), "it is not a linear layer"),
         (
             _case(lambda w, x: F.linear(x, w), (16, 24), (4, 24)),
-            "its 24 input features are no multiple of 16, and padding would not pay",
+            "its 24 input features are not a multiple of 16, and padding would not pay",
         ),
         (_case(lambda w, x: F.linear(x, w), (1024, 129), (2, 129)), None),
         (_case(lambda w, x: F.linear(x, w), (129, 1024), (2, 1024)), None),
         (
             _case(lambda w, x: F.linear(x, w), (1023, 129), (2, 129)),
-            "its 129 input features are no multiple of 16, and padding would not pay",
+            "its 129 input features are not a multiple of 16, and padding would not pay",
         ),
         (
             _case(lambda w, x: F.linear(x, w), (10, 1024), (2, 1024)),
-            "its 10 output features are no multiple of 16, and padding would not pay",
+            "its 10 output features are not a multiple of 16, and padding would not pay",
         ),
         (
             _case(lambda w, x: F.linear(x, w), (16, 32), (4, 32), dtype=torch.float64),
             "made of torch.float64",
         ),
-        (_case(lambda w, x: w @ x, (16, 32), (32, 16)), "it is no linear layer"),
-        (_case(lambda w, x: x @ x.mT + w, (16, 16), (16, 32)), "it is no linear layer"),
-        (_case(lambda w, x: x @ w, (2, 32, 16), (2, 4, 32)), "it is no linear layer"),
+        (_case(lambda w, x: w @ x, (16, 32), (32, 16)), "it is not a linear layer"),
+        (_case(lambda w, x: x @ x.mT + w, (16, 16), (16, 32)), "it is not a linear layer"),
+        (_case(lambda w, x: x @ w, (2, 32, 16), (2, 4, 32)), "it is not a linear layer"),
         (
             _case(lambda w, x: torch.einsum("bi,io->bo", x, w), (32, 16), (4, 32)),
-            "it is no linear layer",
+            "it is not a linear layer",
         ),
         (
             _case(lambda w, x: F.conv1d(x, w), (16, 16, 1), (2, 16, 16)),
-            "it is no linear layer",
+            "it is not a linear layer",
         ),
     ],
 )
@@ -351,7 +351,7 @@ def test_a_device_without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wrong_settings() -> None:
     with pytest.raises(ValueError, match=r"scaling='static': unknown scaling. Expected 'constant'"):
         fp8_linears(nn.Linear(16, 16), scaling="static")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"exclude=\[3\]: 3 is no pattern"):
+    with pytest.raises(ValueError, match=r"exclude=\[3\]: 3 is not a pattern"):
         fp8_linears(nn.Linear(16, 16), exclude=[3])  # type: ignore[list-item]
 
 

@@ -84,7 +84,7 @@ def test_a_step_that_casts_by_itself_is_measured_as_it_is() -> None:
         scaled = lossless_unit_scale(module, x)
     assert scaled.gauge()["layer.linear"].log2_gamma < 0  # type: ignore[operator]
     assert_same_bits(scaled(x), module(x))
-    assert "1 of 1 matmuls in units" in scaled.explain()  # type: ignore[operator]
+    assert "1 of 1 matmuls scaled" in scaled.explain()  # type: ignore[operator]
 
 
 @pytest.mark.filterwarnings("error")

@@ -185,7 +185,7 @@ def test_a_copy_is_transformed_by_itself() -> None:
     assert twin.gauge() == scaled.gauge() and len(twin.gauge()) == 6  # type: ignore[operator]
     assert_same_bits(run(twin, x), run(net, x))
     assert "6 of 6" not in scaled.explain()  # type: ignore[operator]
-    assert "5 of 5 matmuls in units" in twin.explain()  # type: ignore[operator]
+    assert "5 of 5 matmuls scaled" in twin.explain()  # type: ignore[operator]
     with torch.no_grad():
         twin.up.weight.mul_(2.0)
     assert not torch.equal(twin(x), scaled(x))
@@ -194,7 +194,7 @@ def test_a_copy_is_transformed_by_itself() -> None:
 
 def test_a_transformed_module_is_not_pickled() -> None:
     scaled = lossless_unit_scale(Net(), torch.randn(4, 16))
-    with pytest.raises(TypeError, match=r"Net: its matmuls run in units .* Save its state_dict"):
+    with pytest.raises(TypeError, match=r"Net: its matmuls are scaled .* Save its state_dict"):
         pickle.dumps(scaled)
 
 
@@ -325,7 +325,7 @@ def test_within_a_compiler_of_the_users_own() -> None:
     scaled = lossless_unit_scale(layer, x)
     compiled = torch.compile(scaled, backend="eager")
     assert_same_bits(compiled(x).detach(), layer(x).detach())
-    assert "1 of 1 matmuls in units" in scaled.explain()
+    assert "1 of 1 matmuls scaled" in scaled.explain()
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"Leave out\s+fullgraph=True"):
         torch.compile(scaled, backend="eager", fullgraph=True)(x)
@@ -342,7 +342,7 @@ def test_the_users_compiler_compiles_scaled_matmuls(backend: str) -> None:
         assert_same_bits(run(compiled_scaled, x), run(compiled, x))
     # One graph each, whose matmuls are scaled in both passes.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs + 2
-    assert "5 of 5 matmuls in units" in scaled.explain()
+    assert "5 of 5 matmuls scaled" in scaled.explain()
 
 
 def test_a_lightning_module() -> None:
@@ -370,4 +370,4 @@ def test_a_lightning_module() -> None:
         loader = torch.utils.data.DataLoader(x, 2, num_workers=0)
         trainer.fit(module, loader)
     assert_same_bits(dict(plain.state_dict()), dict(scaled.state_dict()))
-    assert "matmuls in units" in scaled.explain()  # type: ignore[operator]
+    assert "matmuls scaled" in scaled.explain()  # type: ignore[operator]

@@ -162,14 +162,14 @@ def test_what_is_told_of_a_step() -> None:
     counter.add("", "plain", "a kernel of distances", 5)
     coverage = counter.result()
     assert coverage.line() == (
-        "2 of 3 matmuls in units (95 % of their FLOPs), 1 of them rounded to a format (35 %); "
-        "5 % plain: a kernel of distances"
+        "2 of 3 matmuls scaled (95 % of their FLOPs), 1 of them rounded to a format (35 %); "
+        "5 % unscaled: a kernel of distances"
     )
     assert coverage.shortfall() == "" and coverage.uncovered_modules() == ("the step itself",)
     assert "(the step itself)" in coverage.table()
     # Whether it is exact in units is known after the step.
     site_plain["forward"] = "terms below"
-    assert "Plain matmuls are in up, the step itself" in counter.result().shortfall()
+    assert "Unscaled matmuls are in up, the step itself" in counter.result().shortfall()
     alone = counter.result(has_units=False)
     assert alone.line().startswith("1 of 3 matmuls rounded to a format (35 % of their FLOPs);")
 

@@ -69,8 +69,8 @@ def test_same_bits_and_operands_at_unit_scale(name: str) -> None:
     for seed in range(2):
         _set_gauge(scaled, _random_gauge(scaled.gauge(), seed))
         assert_same_bits(run(scaled, *inputs), expected)
-    assert (" plain: terms below" in scaled.explain()) == (name in _SATURATED)
-    assert (" plain" in scaled.explain()) == (name in _SATURATED)
+    assert (" unscaled: terms below" in scaled.explain()) == (name in _SATURATED)
+    assert (" unscaled" in scaled.explain()) == (name in _SATURATED)
 
 
 def test_three_factor_einsum_has_the_same_bits() -> None:
@@ -317,10 +317,10 @@ def test_matmuls_out_of_reach_are_named() -> None:
     module = Step(lambda a, b: torch.cdist(a, b).relu() + (a @ b.mT), w(4, 3))
     inputs = (x(5, 3),)
     scaled = lossless_unit_scale(module, *inputs)
-    with pytest.warns(UserWarning, match=r"Step: 1 of 2 matmuls in units .50 %.*a kernel of di"):
+    with pytest.warns(UserWarning, match=r"Step: 1 of 2 matmuls scaled .50 %.*a kernel of di"):
         found = run(scaled, *inputs)
     assert_same_bits(found, run(module, *inputs))
-    assert "3 of 4 matmuls in units" in scaled.explain()
+    assert "3 of 4 matmuls scaled" in scaled.explain()
 
 
 def test_a_module_without_matmuls_is_left_as_it_is() -> None:

@@ -250,5 +250,5 @@ def test_wrong_arguments() -> None:
         simulate_format(_Linear(), (4, 0), "E5M2")
     with pytest.raises(ValueError, match=r"exponent_bits=1: out of range"):
         simulate_format(_Linear(), "E4M3FN", (1, 3))
-    with pytest.raises(ValueError, match=r"exclude=\[''\]: '' is no pattern"):
+    with pytest.raises(ValueError, match=r"exclude=\[''\]: '' is not a pattern"):
         simulate_format(_Linear(), "E4M3FN", "E5M2", exclude=[""])

@@ -109,7 +109,9 @@ def test_a_batch_of_another_size_keeps_the_least() -> None:
     saved = [report.saved_bytes for report in partitioner.reports]
     assert min(saved) > 0
     step(step.input[:30])
-    assert "captured later, for batches of other sizes, keep the least" in partitioner.table()
+    assert (
+        "captured later, for batches of other sizes, use the smallest plans" in partitioner.table()
+    )
     with pytest.warns(UserWarning, match=r"budget=1\.0: a graph was captured after the step"):
         step(torch.randn(80, 16))
 

@@ -33,7 +33,7 @@ def test_json_gives_the_same_profile(profile: GraphProfile, tmp_path: Path) -> N
 
 def test_text_that_is_no_profile() -> None:
     for text in ("", "{}", '{"version": 2, "nodes": 3}', '{"version": 0}', "[]"):
-        with pytest.raises(ValueError, match="`text`: it is no profile"):
+        with pytest.raises(ValueError, match="`text`: not a profile"):
             GraphProfile.from_json(text)
 
 

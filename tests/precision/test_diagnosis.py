@@ -47,9 +47,7 @@ def test_the_command_sums_up_a_run(tmp_path, capsys):
     assert found["worst"]["log2_rms"]["module"] in {"0", "1", "2"}
     main(["diagnose", str(tmp_path)])
     lines = capsys.readouterr().out.splitlines()
-    assert (
-        "coverage: 5 of 5 matmuls in units, 5 in a simulated format (100 % of the FLOPs)" in lines
-    )
+    assert "coverage: 5 of 5 matmuls scaled, 5 in a simulated format (100 % of the FLOPs)" in lines
     assert any(line.startswith("first NaN or infinity: step 2: 2.bias") for line in lines)
 
 
@@ -72,7 +70,7 @@ def test_trends_and_the_cause_of_a_bad_loss(tmp_path):
     train(log_dir=tmp_path)
     alerts = [
         ScaleAlert("loss", 1, "loss", "", "forward", "is NaN"),
-        ScaleAlert("nonfinite", 2, "0.linear", "0", "forward", "holds 1 NaN", value=1.0),
+        ScaleAlert("nonfinite", 2, "0.linear", "0", "forward", "contains 1 NaN", value=1.0),
         ScaleAlert("trend", 2, "0.weight", "0", "forward", "grows", "FP16", 12.0),
     ]
     found = diagnose(LastStep(read_run(tmp_path)), alerts)
@@ -89,7 +87,7 @@ def test_errors_have_exit_status_2(tmp_path, capsys):
     assert "no event files here" in capsys.readouterr().err
 
 
-SUMMARY = "coverage: 5 of 5 matmuls in units"
+SUMMARY = "coverage: 5 of 5 matmuls scaled"
 
 
 def test_a_csv_file_has_the_summary(tmp_path):

@@ -33,8 +33,8 @@ X = torch.randn(8, 6, W, generator=torch.Generator().manual_seed(2))
 SMALL = {**MATMULS, **NETWORKS}
 
 
-# A module of all tests is captured anew in each of them, which forget what Dynamo knows.
-pytestmark = pytest.mark.filterwarnings("ignore:.*captured anew in:UserWarning")
+# A module of all tests is captured again in each of them, which forget what Dynamo knows.
+pytestmark = pytest.mark.filterwarnings("ignore:.*captured again in:UserWarning")
 
 
 @pytest.mark.slow_cases

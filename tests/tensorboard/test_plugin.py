@@ -207,7 +207,7 @@ def test_the_place_where_two_runs_part(tmp_path):
     client = Client(wsgi_app(tmp_path / "logs"))
     found = json.loads(get(client, "divergence", run="a", compared="b").data)
     assert (found["step"], found["tensor"], found["direction"]) == (1, NAMES[0], "forward")
-    assert found["text"].startswith("The runs part at step 1, forward: ")
+    assert found["text"].startswith("The runs diverge at step 1, forward: ")
     found = json.loads(get(client, "divergence", run="a", compared="a").data)
     assert found["diverged"] is False
     write(tmp_path / "logs/c", [snapshot(0, names=("x", "y"))])

@@ -42,7 +42,7 @@ export class Controls {
       placeholder: 'attn !bias   (key /)',
       spellcheck: 'false',
       autocomplete: 'off',
-      title: 'Words that a name must have, all of them; !word excludes; *.weight is a pattern of the whole name',
+      title: 'Names must contain all words; !word excludes; *.weight is a pattern for the whole name',
       oninput: () => on.filter(this.filter.value),
       value: state.filter,
     });
@@ -132,11 +132,11 @@ const KEYS = [
 const READING = [
   ['Row', 'a tensor: first the parameters, then the results of operations, in the order of computation'],
   ['Column', 'a sampled step'],
-  ['Colour', 'RMS of the tensor, in powers of two: blue below 1, orange above, the colour of the page near 1'],
+  ['Color', 'RMS of the tensor, in powers of two: blue below 1, orange above, the background color near 1'],
   ['Forward', 'values'],
   ['Backward', 'gradients of the same tensors'],
   ['True value', 'the unscaled value in your model'],
-  ['Stored value', 'the value in memory, which a format has to hold; it differs only with unit scaling'],
+  ['Stored value', 'the scaled value, which has to fit the format; it differs from the true value only for scaled matmul operands'],
   ['Operands', 'the tensors that matmuls read, marked by a bar; backward, the gradients that arrive at matmuls'],
 ];
 
@@ -149,7 +149,7 @@ export function keysDialog() {
     { class: 'keys', 'aria-label': 'Help' },
     element('h2', {}, 'How to read the map'),
     element('dl', {}, terms.flat()),
-    element('p', {}, 'A click on a cell shows how the tensor fits into the number formats.'),
+    element('p', {}, 'Click a cell to see how the tensor fits into the number formats.'),
     element('h2', {}, 'Keys'),
     element('dl', {}, rows.flat()),
     element('form', { method: 'dialog' }, element('button', {}, 'Close')),

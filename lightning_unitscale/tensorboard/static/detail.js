@@ -165,7 +165,7 @@ export class Detail {
     const { module, step, stored, runs, direction } = this.subject;
     const what = direction === 'forward' ? 'values' : 'gradients';
     this.context.textContent = `${stored ? 'stored' : 'true'} ${what}`;
-    if (module) this.context.title = `made by ${module}`;
+    if (module) this.context.title = `computed by ${module}`;
     this.logBox.checked = this.isLog;
     this.shiftSlider.value = this.shift;
     this.shiftText.textContent = `× ${power(this.shift)}`;

@@ -24,8 +24,8 @@ export class Legend {
     this.select = element(
       'select',
       {
-        'aria-label': 'Range of the colours',
-        title: 'Range of the colours; auto includes 98 % of all cells',
+        'aria-label': 'Range of the colors',
+        title: 'Range of the colors; auto includes 98 % of all cells',
         onchange: () => onLimit(this.select.value === 'auto' ? 'auto' : Number(this.select.value)),
       },
       element('option', { value: 'auto' }, 'auto'),

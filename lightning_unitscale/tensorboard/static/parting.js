@@ -1,4 +1,4 @@
-// Where two runs part, in one line that selects the tensor and the step.
+// Where two runs diverge, in one line that selects the tensor and the step.
 
 import { element } from './dom.js';
 
@@ -10,7 +10,7 @@ export class Parting {
     this.shown = '';
   }
 
-  /** Shows where two runs part, {run, version} each; hidden for one run. */
+  /** Shows where two runs diverge, {run, version} each; hidden for one run. */
   async set(runs) {
     const key = runs.length === 2 ? JSON.stringify(runs.map(({ name, version }) => [name, version])) : '';
     if (key === this.shown) return;
