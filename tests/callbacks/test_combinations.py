@@ -146,6 +146,7 @@ def test_a_trainer_with_two_states_is_not_made(name: str, package: str) -> None:
             trainer(package, make())
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("name", TOGETHER)
 def test_callbacks_that_go_together(name: str) -> None:
     options = {**QUIET, "max_steps": 1, "logger": MemoryLogger()}

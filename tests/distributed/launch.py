@@ -6,6 +6,7 @@ all tests: an import takes seconds, and most ranks compute for no longer.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import multiprocessing
 import os
@@ -14,10 +15,11 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -77,6 +79,29 @@ def results_of_ranks(
         return [torch.load(path, weights_only=True) for path in paths]
 
     return of
+
+
+def runs_of_collected(
+    request: pytest.FixtureRequest, runs_of: Callable[..., Iterable[str]]
+) -> list[str]:
+    """Return the runs that the collected tests of a file read, each once.
+
+    The first tier needs few of them, and ``--cases`` leaves some out.
+
+    Args:
+        request: Of a fixture with the scope of a module.
+        runs_of: Called with the name of a test function and its parameters.
+    """
+    items = [
+        item
+        for item in request.session.items
+        if item.path == request.path and isinstance(item, pytest.Function)
+    ]
+    runs = (
+        runs_of(item.originalname, **(item.callspec.params if hasattr(item, "callspec") else {}))
+        for item in items
+    )
+    return list(dict.fromkeys(itertools.chain.from_iterable(runs)))
 
 
 def codes_of_ranks(
