@@ -148,6 +148,7 @@ class Counting(pl.Callback):
         self.starts.append(weights(pl_module))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("kind", KINDS)
 def test_manual_optimization(kind: Any) -> None:
     from tests.callbacks.runs import loader as pairs

@@ -56,6 +56,7 @@ def _step(device: str = "cpu") -> SizedStep:
     )
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("remat", [False, True])
 def test_the_largest_batch_fits_and_a_larger_one_does_not(remat: bool, device: str) -> None:
