@@ -15,9 +15,9 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -45,6 +45,7 @@ _PRELOADED = [
     "tests.loops.every_loop",
     "tests.distributed.preloaded",
 ]
+Run = TypeVar("Run", bound=Hashable)
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(_PRELOADED)
 
@@ -72,7 +73,8 @@ def results_of_ranks(
     Returns:
         What every rank has saved of a run.
     """
-    run_ranks(module, folder, *runs, num_ranks=num_ranks)
+    if runs:
+        run_ranks(module, folder, *runs, num_ranks=num_ranks)
 
     def of(run: str) -> list[dict[str, Any]]:
         paths = [folder / f"{run}-{rank}.pt" for rank in range(num_ranks)]
@@ -82,8 +84,8 @@ def results_of_ranks(
 
 
 def runs_of_collected(
-    request: pytest.FixtureRequest, runs_of: Callable[..., Iterable[str]]
-) -> list[str]:
+    request: pytest.FixtureRequest, runs_of: Callable[..., Iterable[Run]]
+) -> list[Run]:
     """Return the runs that the collected tests of a file read, each once.
 
     The first tier needs few of them, and ``--cases`` leaves some out.

@@ -1,4 +1,4 @@
-"""DDP trainings by rules on CPU processes: ``python -m tests.distributed.rules_ddp_run FOLDER KIND ...``.
+"""DDP trainings by rules on CPU processes: ``python -m ...rules_ddp_run FOLDER KIND ...``.
 
 Run it once per rank, with Lightning's environment variables. Every rank writes what it computed to
 ``FOLDER/KIND-RANK.pt``.

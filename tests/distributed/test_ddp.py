@@ -28,9 +28,7 @@ def results(
 ) -> Callable[[str, str], Ranks]:
     """What every rank computed; two processes run all that the tests read."""
     folder = tmp_path_factory.mktemp("ddp")
-    runs = runs_of_collected(
-        request, lambda test, kind, how: (f"{kind}:without", f"{kind}:{how}")
-    )
+    runs = runs_of_collected(request, lambda test, kind, how: (f"{kind}:without", f"{kind}:{how}"))
     run_ranks("tests.distributed.ddp_run", folder, *runs, num_ranks=NUM_RANKS)
 
     def of(kind: str, how: str) -> Ranks:

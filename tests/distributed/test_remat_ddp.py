@@ -24,9 +24,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("kind", ["budget", "with units"])
-def test_a_budget_changes_no_weight_on_any_rank(
-    kind: str, results: Results
-) -> None:
+def test_a_budget_changes_no_weight_on_any_rank(kind: str, results: Results) -> None:
     for whole, planned in zip(results("whole"), results(kind), strict=True):
         assert_same_bits(whole["weights"], planned["weights"])
 
