@@ -101,6 +101,7 @@ def test_fifty_budgets_of_a_random_graph(seed: int) -> None:
     _assert_monotone(planner, 50)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("history", [(), (0.0, 1.0), (0.93, 0.31)])
 def test_a_plan_does_not_depend_on_those_before_it(history: tuple[float, ...]) -> None:
     """All ranks make the same plan, also if one of them has planned before."""
