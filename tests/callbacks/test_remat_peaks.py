@@ -71,7 +71,7 @@ def test_the_prediction_is_what_is_measured(beside: str, make: Any) -> None:
 
 
 @pytest.mark.slow_cases
-@pytest.mark.parametrize("beside", BESIDE)
+@pytest.mark.parametrize("beside", sorted(BESIDE))
 def test_the_measured_peak_is_enough(beside: str) -> None:
     remat = RematCallback(1.0)
     _fit(remat, *BESIDE[beside](), make=_sgd)
