@@ -86,6 +86,7 @@ CONTRADICTIONS: dict[str, tuple[_Make, tuple[str, ...]]] = {
     ),
 }
 TOGETHER: dict[str, _Make] = {
+    "a budget beside units": lambda: [RematCallback(1.0), UnitScaleCallback(), ScaleMonitor()],
     "one mode of Inductor": lambda: [
         UnitScaleCallback(compile="default"),
         RematCallback(1.0, compile="default"),
@@ -94,7 +95,6 @@ TOGETHER: dict[str, _Make] = {
         UnitScaleCallback(compile="default"),
         RematCallback(1.0, compile=True),
     ],
-    "a budget beside units": lambda: [RematCallback(1.0), UnitScaleCallback(), ScaleMonitor()],
 }
 
 
