@@ -6,7 +6,7 @@ import logging
 import os
 import random
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -44,11 +44,22 @@ _LONG = ("slow", "distributed")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add ``--cases``, ``--device`` and ``--engine-thread``."""
-    parser.addoption("--cases", type=int, help="run at most so many cases of a parametrized test")
+    help = "run at most so many cases of a test; with -m slow, those that -m 'not slow' runs count"
+    parser.addoption("--cases", type=int, help=help)
     help = "where tests/gpu runs: CUDA if there is any by default, else the CPU, as a rehearsal"
     parser.addoption("--device", choices=("cpu", "cuda"), help=help)
     help = "run backward passes on threads of autograd's engine, as an accelerator does"
     parser.addoption("--engine-thread", action="store_true", help=help)
+
+
+def _test_of(item: pytest.Item) -> str:
+    """The test that an item is a case of."""
+    return item.nodeid.partition("[")[0]
+
+
+def _spread(cases: list[pytest.Item], most: int) -> list[pytest.Item]:
+    """At most so many cases, from the beginning to the end."""
+    return cases[:: -(-len(cases) // most)] if most > 0 else []
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -61,19 +72,25 @@ def pytest_collection_modifyitems(
     """
     seen: set[str] = set()
     for item in items:
-        name = item.nodeid.partition("[")[0]
+        name = _test_of(item)
         if item.get_closest_marker("slow_cases") and name in seen:
             item.add_marker("slow")
         if "inductor" in item.nodeid and "torch_kernels" not in item.fixturenames:
             item.add_marker("slow")  # it compiles C++
         seen.add(name)
+    quick = Counter(_test_of(item) for item in items if not item.get_closest_marker("slow"))
     yield
     most = config.getoption("--cases")
     if most is not None:
+        is_second = config.option.markexpr == "slow"
         cases: dict[str, list[pytest.Item]] = defaultdict(list)
         for item in items:
-            cases[item.nodeid.partition("[")[0]].append(item)
-        kept = {item for group in cases.values() for item in group[:: -(-len(group) // most)]}
+            cases[_test_of(item)].append(item)
+        kept = {
+            item
+            for name, group in cases.items()
+            for item in _spread(group, most - quick[name] if is_second else most)
+        }
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
     longest = {item.path for item in items if any(map(item.get_closest_marker, _LONG))}

@@ -46,8 +46,14 @@ ARRANGEMENTS: dict[str, Callable[[], list[pl.Callback]]] = {
     "both, reversed": lambda: both()[::-1],
     "both, captured": lambda: [*both(), Capturing()],
 }
-
-
+# The first tier has all of them together, as they run and in captured steps.
+ARRANGED = pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(how, marks=[] if how in ("both", "both, captured") else [pytest.mark.slow])
+        for how in ARRANGEMENTS
+    ],
+)
 # Units of matmuls as they run, and units in captured steps.
 BOTH_WAYS = pytest.mark.parametrize(
     "captured", [{}, {"remat": "min_cut"}], ids=["dispatcher", "captured"]

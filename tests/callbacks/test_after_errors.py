@@ -188,6 +188,7 @@ class _RaisingLater(pl.Callback):
         raise ValueError("on_exception")
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("names", [["lossless", "monitor"], ["monitor", "remat"], ["u-muP"]])
 @pytest.mark.parametrize("where", ["setup", "step"])
 def test_a_callback_that_raises_when_it_is_told_of_an_error(names: list[str], where: str) -> None:
@@ -202,6 +203,7 @@ def test_a_callback_that_raises_when_it_is_told_of_an_error(names: list[str], wh
     assert "on_exception" not in vars(raising)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 @pytest.mark.parametrize("names", [["lossless", "monitor"], ["monitor", "remat"]])
 def test_a_search_for_a_rate_that_fails(names: list[str]) -> None:

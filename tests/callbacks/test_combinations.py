@@ -86,6 +86,7 @@ CONTRADICTIONS: dict[str, tuple[_Make, tuple[str, ...]]] = {
     ),
 }
 TOGETHER: dict[str, _Make] = {
+    "a budget beside units": lambda: [RematCallback(1.0), UnitScaleCallback(), ScaleMonitor()],
     "one mode of Inductor": lambda: [
         UnitScaleCallback(compile="default"),
         RematCallback(1.0, compile="default"),
@@ -94,7 +95,6 @@ TOGETHER: dict[str, _Make] = {
         UnitScaleCallback(compile="default"),
         RematCallback(1.0, compile=True),
     ],
-    "a budget beside units": lambda: [RematCallback(1.0), UnitScaleCallback(), ScaleMonitor()],
 }
 
 
@@ -146,6 +146,7 @@ def test_a_trainer_with_two_states_is_not_made(name: str, package: str) -> None:
             trainer(package, make())
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("name", TOGETHER)
 def test_callbacks_that_go_together(name: str) -> None:
     options = {**QUIET, "max_steps": 1, "logger": MemoryLogger()}

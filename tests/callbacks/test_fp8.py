@@ -107,6 +107,7 @@ def test_types_with_bf16_mixed(name: Any, gradient: torch.dtype) -> None:
     }
 
 
+@pytest.mark.slow_cases
 @BOTH_WAYS
 def test_evaluation_monitor_and_drift(captured: dict[str, Any]) -> None:
     """Looking at the units, or showing them, changes no bit of what FP8 makes."""

@@ -224,6 +224,7 @@ TRAINERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("name", ["ZeroHead", "Annealed", "LateExpert", "DeadLayer"])
 @pytest.mark.parametrize("how", TRAINERS)
 def test_in_a_trainer(name: str, how: str) -> None:
@@ -290,6 +291,7 @@ def test_first_gradients_that_overflow(format: str) -> None:
     torch.testing.assert_close(*last, rtol=0.05, atol=0.0)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("name", ["Lora", "Annealed", "LateExpert"])
 def test_a_run_goes_on_after_each_step(name: str, format: str) -> None:

@@ -52,6 +52,7 @@ def _assert_same_weights(module: nn.Module, other: nn.Module) -> None:
         assert torch.equal(a, b), name
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     "options",
     [
@@ -78,7 +79,8 @@ def test_without_random_numbers_it_is_the_run_without_the_callback() -> None:
     _assert_same_weights(plain, planned)
 
 
-@pytest.mark.parametrize("budget", [1.0, 0.4, "min", "min_cut"])
+@pytest.mark.slow_cases
+@pytest.mark.parametrize("budget", [0.4, 1.0, "min", "min_cut"])
 def test_the_prediction_is_what_is_measured(budget) -> None:
     callback, logger = RematCallback(budget), MemoryLogger()
     _fit(_gpt(dropout=0.0), _batches(4), callback, logger=logger)
@@ -111,6 +113,7 @@ def test_a_budget_below_the_floor_names_the_floor() -> None:
     assert steps_of(module) is None
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_same_run(tmp_path: Path) -> None:
     whole = _gpt(dropout=0.0)
     _fit(whole, _batches(), RematCallback(0.75), max_epochs=2)
@@ -304,6 +307,7 @@ class _Custom(_Parts):
         return self.parts[1](_Doubled.apply(self.parts[0](batch[0]))).square().mean()
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("budget", [0.7, "min_cut"])
 def test_the_gradient_of_a_function_of_the_user_is_his(budget) -> None:
     data = DataLoader(_Wide(), batch_size=256)
@@ -432,6 +436,7 @@ class _Unrolled(_Lengths):
         return self.head(state).square().mean()
 
 
+@pytest.mark.slow
 def test_it_warns_of_steps_that_are_planned_again_and_again() -> None:
     with pytest.warns(UserWarning, match="captured and planned in 5 steps.*recompiles"):
         _fit(_Unrolled(), _sequences(5, 8, 4, 6, 9, 7), RematCallback(1.0))

@@ -126,6 +126,7 @@ class Scheduled(Regression):
         return self.loss(batch)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("name", ["both", "both, captured"])
 @pytest.mark.parametrize("by_hand", [True, False])
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")

@@ -64,6 +64,7 @@ def _notes(error: BaseException, callbacks: list[pl.Callback]) -> list[str]:
     return [note for note in getattr(error, "__notes__", []) if "lightning_unitscale" in note]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("name", CALLBACKS)
 def test_the_largest_owners_and_a_budget_that_fits(name: str) -> None:
     error = torch.OutOfMemoryError(_TEXT.format("1.50 MiB"))

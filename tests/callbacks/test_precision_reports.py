@@ -56,6 +56,7 @@ def fit(callback, tmp_path, *others, steps=5, module=None, **options):
     return trainer, [parameter.detach().clone() for parameter in module.parameters()]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("options", [{"precision": FP8()}, {"simulate": "E4M3FN"}, {}], ids=str)
 def test_a_report_changes_nothing(options, tmp_path):
     _, plain = fit(UnitScaleCallback(**options), tmp_path)

@@ -108,6 +108,7 @@ class Growing(Regression):
     training_step = _growing
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("recalibrate", ["auto", None, 2, 5])
 def test_units_follow_without_a_compilation(

@@ -119,6 +119,7 @@ def test_a_step_that_is_captured_at_times_stays_captured(monkeypatch: pytest.Mon
     assert not said and found.module.num_graphs[-1] == 1
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     "callback",
     [lambda: RematCallback("min_cut"), lambda: UnitScaleCallback("u-mup")],
@@ -152,6 +153,7 @@ def test_rules_refuse_a_first_step_beyond_dynamos_limit(monkeypatch: pytest.Monk
     assert "too many times" in warning
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("method", ["u-mup", "unit-scaling"])
 def test_rules_are_never_lost_to_dynamos_limit(
     method: Any, monkeypatch: pytest.MonkeyPatch
@@ -186,6 +188,7 @@ class SkipsWithin(Counted):
         return loss if penalty is None else loss + penalty
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     "callback",
     [lambda: RematCallback("min_cut"), lambda: UnitScaleCallback("u-mup")],

@@ -55,6 +55,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], int]] = {
 }
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("kind", KINDS)
 def test_they_are_in_the_format_where_no_kernel_hides_their_matmuls(kind: str) -> None:
     name, of_layer, gates = KINDS[kind]

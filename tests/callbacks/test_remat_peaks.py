@@ -52,12 +52,13 @@ def _sgd(params: Any) -> torch.optim.Optimizer:
 
 
 BESIDE: dict[str, Callable[[], Sequence[pl.Callback]]] = {
+    "beside units and a monitor": lambda: (UnitScaleCallback(), ScaleMonitor(every_n_steps=100)),
     "alone": lambda: (),
     "beside units": lambda: (UnitScaleCallback(),),
-    "beside units and a monitor": lambda: (UnitScaleCallback(), ScaleMonitor(every_n_steps=100)),
 }
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("make", [torch.optim.AdamW, _sgd], ids=["AdamW", "SGD"])
 @pytest.mark.parametrize("beside", BESIDE)
 def test_the_prediction_is_what_is_measured(beside: str, make: Any) -> None:
@@ -69,7 +70,8 @@ def test_the_prediction_is_what_is_measured(beside: str, make: Any) -> None:
     assert in_optimizer == (make is torch.optim.AdamW)
 
 
-@pytest.mark.parametrize("beside", BESIDE)
+@pytest.mark.slow_cases
+@pytest.mark.parametrize("beside", sorted(BESIDE))
 def test_the_measured_peak_is_enough(beside: str) -> None:
     remat = RematCallback(1.0)
     _fit(remat, *BESIDE[beside](), make=_sgd)

@@ -90,6 +90,7 @@ def _fit(module: pl.LightningModule, *callbacks: pl.Callback) -> None:
     trainer.fit(module, DataLoader(data, batch_size=None))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("step", STEPS)
 def test_it_has_the_bits_of_the_plain_run(step: type[_Step]) -> None:
     plain = step()
@@ -102,6 +103,7 @@ def test_it_has_the_bits_of_the_plain_run(step: type[_Step]) -> None:
     assert len(callback.reports) == 1
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("step", [_Momentum, _ReassignedAfterwards])
 @pytest.mark.filterwarnings("ignore:ScaleMonitor. the Trainer has no logger")
 def test_data_is_assigned_beside_a_monitor(step: type[_Step]) -> None:
@@ -181,6 +183,7 @@ class _Residual(_Step):
         return branch.square().mean() + hidden.mean()
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("step", [_Queue, _Centre, _List, _Residual])
 @pytest.mark.filterwarnings("ignore:RematCallback. training_step is captured in")
 def test_what_is_written_before_the_backward_pass_is_not_computed_again(

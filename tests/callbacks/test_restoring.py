@@ -142,6 +142,7 @@ PICKLED: dict[str, Callable[[], pl.Callback]] = {
 }
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("name", PICKLED)
 @pytest.mark.parametrize("is_used", [False, True])
 @pytest.mark.filterwarnings("ignore:.* no matmul runs in FP8:UserWarning")

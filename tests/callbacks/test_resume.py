@@ -128,6 +128,7 @@ def test_a_killed_run_continues_without_the_callbacks(
     assert_same_bits((outputs, weights), (whole[0][20:], whole[1]))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("how", ["both", "both, captured"])
 def test_a_plain_run_continues_with_the_callbacks(how: str, whole: Any, tmp_path: Path) -> None:
     callbacks = ARRANGEMENTS[how]()

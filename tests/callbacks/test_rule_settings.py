@@ -136,6 +136,7 @@ def test_no_scaling_leaves_the_rates_alone() -> None:
     assert_same_bits(stored.effective(), plain.effective())
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("lr_scaling", ["match", "u-mup"])
 @pytest.mark.parametrize("configure", [one_cycle, plateau, cosine])
 def test_resuming_goes_on_bit_for_bit(configure: Any, lr_scaling: Any, tmp_path: Path) -> None:

@@ -81,6 +81,7 @@ class WithoutOne(ByHand):
 KINDS = [ByHand, ByOneNorm, ByMatmuls]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_may_read_its_gradients(kind: Any) -> None:
     pl.seed_everything(1, verbose=False)
@@ -117,6 +118,7 @@ def test_a_matmul_of_gradients_is_left_alone() -> None:
     assert [float(one) for one in module.norms] == pytest.approx(seen[-4:], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_function_without_a_gradient() -> None:
     pl.seed_everything(1, verbose=False)
     module = WithoutOne()

@@ -113,6 +113,7 @@ def expected() -> Gradients:
     return seen
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     ("before", "kind"),
     [
@@ -155,6 +156,7 @@ class Saving(pl.Callback):
         self.starts.append(weights(pl_module))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("fresh", ["nothing", "callback", "copy"])
 def test_a_second_fit(fresh: str) -> None:
     module, callback = seeded(), unit_scale("unit-scaling")
@@ -253,6 +255,7 @@ def resumable(folder: Path, max_epochs: int, ckpt_path: Any = None, **options: A
     return {"weights": weights(module), "states": states, "loss": loss}, outputs, callback
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(("method", "checks"), [("unit-scaling", 0), ("u-mup", 1)])
 def test_a_resumed_run_goes_on_bit_for_bit(method: str, checks: int, tmp_path: Path) -> None:
     options = {"method": method, "num_sanity_val_steps": checks}
@@ -305,6 +308,7 @@ def test_a_checkpoint_is_of_plain_types_and_the_weights_are_the_users(two_epochs
     assert set(rules) == {"method", "plan", *of_gradients}
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("entry", ["validate", "fit"])
 @pytest.mark.parametrize("with_checkpoint", [False, True])
 def test_load_from_checkpoint(entry: str, with_checkpoint: bool, two_epochs: Any) -> None:

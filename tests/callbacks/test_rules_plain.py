@@ -79,6 +79,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("kind", "reason"), CASES)
 def test_the_plain_model_trains(kind: type[Classifier], reason: str, method: str) -> None:

@@ -64,6 +64,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(("configure", "method", "message"), REFUSED)
 @pytest.mark.parametrize("checks", [0, 1])
 def test_an_optimizer_that_cannot_follow(
@@ -87,6 +88,7 @@ def _fail(error: BaseException) -> None:
     raise error
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("error", [KeyError("no"), KeyboardInterrupt()], ids=repr)
 @pytest.mark.parametrize("where", ["step", "rehearsal", "callback"])
 def test_an_error_and_an_interrupt(error: BaseException, where: str) -> None:
@@ -146,6 +148,7 @@ class Counting(pl.Callback):
         self.starts.append(weights(pl_module))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("kind", KINDS)
 def test_manual_optimization(kind: Any) -> None:
     from tests.callbacks.runs import loader as pairs

@@ -53,6 +53,7 @@ def loss_of(found: Any) -> float:
     return float(found["loss"])
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("accumulated", [1, 4, 7])
 def test_gradients_are_at_rms_1_at_the_step(accumulated: int) -> None:
     seen = Gradients()
@@ -97,6 +98,7 @@ class Watching(Classifier):
         self.scales.append(1.0 if scaler is None else scaler.get_scale())
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("options", precisions())
 def test_precisions(options: dict[str, Any]) -> None:
     pl.seed_everything(2, verbose=False)
@@ -127,6 +129,7 @@ class Clipped(Classifier):
         return torch.cat(grads).clone()
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 @pytest.mark.parametrize("threshold", [4.0, 0.02])
 def test_clipping_clips_outliers_only(algorithm: str, threshold: float) -> None:
@@ -184,6 +187,7 @@ def sgd(module: nn.Module) -> Any:
 OPTIMIZERS = [fast, sgd, *([muon] if hasattr(torch.optim, "Muon") else [])]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("configure", OPTIMIZERS)
 def test_every_optimizer_learns(configure: Any) -> None:
     method = "unit-scaling" if configure is muon else "u-mup"
@@ -208,6 +212,7 @@ def test_match_keeps_relative_updates() -> None:
         assert step == pytest.approx(expected, rel=1e-3), name
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("simulate", ["fp8", ("E4M3FN", "E3M2FN")])
 def test_a_simulated_format(simulate: Any) -> None:
     losses = []
@@ -302,6 +307,7 @@ class Language(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
+@pytest.mark.slow
 def test_evaluation_is_the_function_of_training_at_every_length_and_batch_size() -> None:
     pl.seed_everything(4, verbose=False)
     tokens = torch.randint(11, (20, 13))
@@ -328,6 +334,7 @@ class Noisy(Classifier):
         return loss if batch_idx else loss + 0 * x.sum()
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("kind", [Classifier, Noisy])
 def test_the_loss_of_validation_is_that_of_training(kind: Any) -> None:
     pl.seed_everything(4, verbose=False)

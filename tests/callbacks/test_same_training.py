@@ -14,6 +14,7 @@ from torch import nn
 from lightning_unitscale import ScaleMonitor, UnitScaleCallback
 from tests.callbacks.modules import Evaluated, Regression, adamw, momentum
 from tests.callbacks.runs import (
+    ARRANGED,
     ARRANGEMENTS,
     BOTH_WAYS,
     Run,
@@ -45,7 +46,7 @@ def _half(init_scale: float) -> dict[str, Any]:
     return {"plugins": MixedPrecision("16-mixed", "cpu", scaler)}
 
 
-@pytest.mark.parametrize("how", ARRANGEMENTS)
+@ARRANGED
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed", "64-true"])
 def test_precisions(plain: Callable[..., Run], precision: str, how: str) -> None:
     options = {
@@ -74,7 +75,7 @@ def _ordinary(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     return x, x[:2] * 3
 
 
-@pytest.mark.parametrize("how", ARRANGEMENTS)
+@ARRANGED
 def test_fp16_within_its_normal_range(plain: Callable[..., Run], how: str) -> None:
     options: dict[str, Any] = {
         "make_module": lambda: Regression(norm=False),
@@ -87,7 +88,7 @@ def test_fp16_within_its_normal_range(plain: Callable[..., Run], how: str) -> No
     assert scalers[0] == scalers[1]
 
 
-@pytest.mark.parametrize("how", ARRANGEMENTS)
+@ARRANGED
 def test_fp16_whose_scaler_skips_steps(how: str) -> None:
     # Beyond the range of FP16 the plain matmuls round where ours do not, so no bits are compared.
     callbacks = ARRANGEMENTS[how]()
@@ -97,7 +98,7 @@ def test_fp16_whose_scaler_skips_steps(how: str) -> None:
     assert found.outputs[-1]["loss"] < 0.9 * found.outputs[0]["loss"]
 
 
-@pytest.mark.parametrize("how", ARRANGEMENTS)
+@ARRANGED
 def test_accumulation_with_an_incomplete_end(plain: Callable[..., Run], how: str) -> None:
     # Four batches an epoch: three and one.
     options: dict[str, Any] = {
@@ -124,7 +125,7 @@ def test_clipping(algorithm: str, captured: dict[str, Any]) -> None:
     )
 
 
-@pytest.mark.parametrize("how", ARRANGEMENTS)
+@ARRANGED
 def test_a_smaller_last_batch(plain: Callable[..., Run], how: str) -> None:
     options: dict[str, Any] = {
         "make_module": lambda: Regression(adamw, norm=False),
@@ -206,13 +207,14 @@ class Deep(Regression):
         return self.second(self.dropout(hidden.mean(1)))
 
 
-@pytest.mark.parametrize("how", ARRANGEMENTS)
+@ARRANGED
 def test_a_deeper_module(plain: Callable[..., Run], how: str) -> None:
     options: dict[str, Any] = {"make_module": Deep, "gradient_clip_val": 1.0}
     found = run(callbacks=ARRANGEMENTS[how](), **options)
     assert_same_bits(found.compared(), plain("deep", **options).compared())
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("optimizer", ["Adam", "RMSprop", "Adagrad", "NAdam", "LBFGS"])
 def test_other_optimizers(optimizer: str) -> None:
     def configure(module: nn.Module) -> Any:

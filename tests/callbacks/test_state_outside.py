@@ -117,6 +117,7 @@ KINDS: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Tensor], Any]]] = {
 }
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_step_keeps_outside(kind: str) -> None:
     _, callbacks = assert_same_run(lambda: Keeping(*KINDS[kind]), both)

@@ -195,6 +195,7 @@ class Logging(Evaluated):
         self.log("val_loss", F.mse_loss(prediction, batch[1]), sync_dist=True)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("captured", [False, True])
 def test_logging(captured: bool) -> None:
     found, callbacks = assert_same_run(
@@ -270,6 +271,7 @@ class Keeping(Regression):
         self.by_name["losses"].clear()
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("captured", [False, True])
 def test_what_a_step_keeps(captured: bool) -> None:
     found, _ = assert_same_run(
@@ -441,6 +443,7 @@ class Checkpointed(Regression):
         return self.second(hidden)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activation_checkpoints(reentrant: bool, captured: bool) -> None:

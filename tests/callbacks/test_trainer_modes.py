@@ -113,6 +113,7 @@ def _fitted(callbacks: list[pl.Callback], *, again: bool, **options: Any) -> Any
     return dict(module.state_dict()), dict(second.state_dict()), metrics, predictions
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("how", ["both", "both, captured", "both, reversed"])
 @pytest.mark.parametrize("again", [True, False])
 @pytest.mark.filterwarnings("ignore:ScaleMonitor. the Trainer has no logger")

@@ -87,6 +87,7 @@ class SparseStep(Regression):
         return None
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("by_hand", [False, True])
 @pytest.mark.filterwarnings("ignore:RematCallback. training_step is captured in")
 def test_sparse_gradients_in_a_plan(by_hand: bool) -> None:

@@ -58,13 +58,15 @@ INEXACT = {
 
 
 def _trainings() -> list[Any]:
-    """Every case with both callbacks together, and with one of them alone, in turn."""
+    """Every case with both callbacks together, and in the second tier with one of them, in turn."""
     params = []
     for index, case in enumerate(CASES):
         for method in ("both", ALONE[index % len(ALONE)]):
             is_inexact = case.name in INEXACT and method != "monitor"
             mark = pytest.mark.xfail(reason=INEXACT.get(case.name, ""), strict=True)
             marks = [mark] if is_inexact else []
+            if method != "both":
+                marks.append(pytest.mark.slow)
             params.append(pytest.param(case, method, id=f"{case.name}-{method}", marks=marks))
     return params
 

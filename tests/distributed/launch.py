@@ -6,6 +6,7 @@ all tests: an import takes seconds, and most ranks compute for no longer.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import multiprocessing
 import os
@@ -14,10 +15,11 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -43,6 +45,7 @@ _PRELOADED = [
     "tests.loops.every_loop",
     "tests.distributed.preloaded",
 ]
+Run = TypeVar("Run", bound=Hashable)
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(_PRELOADED)
 
@@ -70,13 +73,37 @@ def results_of_ranks(
     Returns:
         What every rank has saved of a run.
     """
-    run_ranks(module, folder, *runs, num_ranks=num_ranks)
+    if runs:
+        run_ranks(module, folder, *runs, num_ranks=num_ranks)
 
     def of(run: str) -> list[dict[str, Any]]:
         paths = [folder / f"{run}-{rank}.pt" for rank in range(num_ranks)]
         return [torch.load(path, weights_only=True) for path in paths]
 
     return of
+
+
+def runs_of_collected(
+    request: pytest.FixtureRequest, runs_of: Callable[..., Iterable[Run]]
+) -> list[Run]:
+    """Return the runs that the collected tests of a file read, each once.
+
+    The first tier needs few of them, and ``--cases`` leaves some out.
+
+    Args:
+        request: Of a fixture with the scope of a module.
+        runs_of: Called with the name of a test function and its parameters.
+    """
+    items = [
+        item
+        for item in request.session.items
+        if item.path == request.path and isinstance(item, pytest.Function)
+    ]
+    runs = (
+        runs_of(item.originalname, **(item.callspec.params if hasattr(item, "callspec") else {}))
+        for item in items
+    )
+    return list(dict.fromkeys(itertools.chain.from_iterable(runs)))
 
 
 def codes_of_ranks(

@@ -1,4 +1,4 @@
-"""DDP trainings within a budget: ``python -m tests.distributed.remat_ddp_run FOLDER``.
+"""DDP trainings within a budget: ``python -m tests.distributed.remat_ddp_run FOLDER KIND ...``.
 
 Run it once per rank, with Lightning's environment variables. Every rank writes what it computed to
 ``FOLDER/KIND-RANK.pt``.
@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from examples.gpt import GPT
 from lightning_unitscale import RematCallback, UnitScaleCallback
 from tests.callbacks.runs import QUIET, Rows
-from tests.distributed.launch import quiet_rank
+from tests.distributed.launch import run_all
 
 
 class Model(GPT):
@@ -56,12 +56,5 @@ def train(folder: Path, kind: str) -> None:
     torch.save(found, folder / f"{kind}-{trainer.global_rank}.pt")
 
 
-def main(folder: Path) -> None:
-    """All of the trainings, one after the other, in one process group."""
-    quiet_rank()
-    for kind in KINDS:
-        train(folder, kind)
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    run_all(train, *sys.argv[1:])

@@ -1,4 +1,4 @@
-"""DDP trainings by rules on CPU processes: ``python -m tests.distributed.rules_ddp_run FOLDER``.
+"""DDP trainings by rules on CPU processes: ``python -m ...rules_ddp_run FOLDER KIND ...``.
 
 Run it once per rank, with Lightning's environment variables. Every rank writes what it computed to
 ``FOLDER/KIND-RANK.pt``.
@@ -18,7 +18,7 @@ from lightning_unitscale import UnitScaleCallback
 from tests.callbacks.late_modules import LateExpert
 from tests.callbacks.rule_runs import Classifier, Gradients, loader, plan_of, unit_scale, weights
 from tests.callbacks.runs import QUIET, Recorder
-from tests.distributed.launch import quiet_rank
+from tests.distributed.launch import run_all
 
 
 def still(module: Any) -> Any:
@@ -38,6 +38,9 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def train(folder: Path, kind: str) -> None:
     """Train and write down what came out."""
+    if kind == "late":
+        _train_late(folder)
+        return
     pl.seed_everything(4, verbose=False)
     options = dict(KINDS[kind])
     module, seen, recorder = Classifier(options.pop("configure")), Gradients(), Recorder()
@@ -67,7 +70,7 @@ class Late(LateExpert):
         return float(step >= (3 if self.global_rank else 12))
 
 
-def train_late(folder: Path) -> None:
+def _train_late(folder: Path) -> None:
     """Train in a format what is zero at first, on one rank for longer, and write down what came."""
     pl.seed_everything(4, verbose=False)
     module = Late()
@@ -84,13 +87,5 @@ def train_late(folder: Path) -> None:
     torch.save(found, folder / f"late-{trainer.global_rank}.pt")
 
 
-def main(folder: Path) -> None:
-    """All of the trainings, one after the other, in one process group."""
-    quiet_rank()
-    for kind in KINDS:
-        train(folder, kind)
-    train_late(folder)
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    run_all(train, *sys.argv[1:])

@@ -9,21 +9,26 @@ import pytest
 import torch
 
 from tests.distributed.ddp_run import KINDS
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import run_ranks, runs_of_collected
 from tests.helpers import assert_same_bits
 
 NUM_RANKS = 2
+# The first tier runs what ranks differ in, and what nothing else of it has under DDP.
+QUICK = [("drifting", "both"), ("unused", "both"), ("manual", "both"), ("plain", "monitor")]
 CASES = [*((kind, "both") for kind in KINDS), ("plain", "both, captured"), ("plain", "monitor")]
+PARAMS = [pytest.param(*one, marks=[] if one in QUICK else [pytest.mark.slow]) for one in CASES]
 pytestmark = pytest.mark.distributed
 
 Ranks = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Ranks]:
-    """What every rank computed; two processes run all of the cases."""
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, str], Ranks]:
+    """What every rank computed; two processes run all that the tests read."""
     folder = tmp_path_factory.mktemp("ddp")
-    runs = [f"{kind}:without" for kind in KINDS] + [":".join(case) for case in CASES]
+    runs = runs_of_collected(request, lambda test, kind, how: (f"{kind}:without", f"{kind}:{how}"))
     run_ranks("tests.distributed.ddp_run", folder, *runs, num_ranks=NUM_RANKS)
 
     def of(kind: str, how: str) -> Ranks:
@@ -34,7 +39,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Ra
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("kind", "how"), CASES)
+@pytest.mark.parametrize(("kind", "how"), PARAMS)
 def test_the_same_with_and_without(
     kind: str, how: str, results: Callable[[str, str], Ranks]
 ) -> None:

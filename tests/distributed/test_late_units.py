@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from tests.distributed.late_units_run import FIRST_RUN, FIRST_TOKEN, NUM_STEPS
-from tests.distributed.launch import results_of_ranks
+from tests.distributed.launch import results_of_ranks, runs_of_collected
 from tests.helpers import assert_same_bits
 
 pytestmark = pytest.mark.distributed
@@ -28,9 +27,11 @@ def _run(kind: str, method: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """What every rank computed; two processes run all of the cases."""
-    runs = [_run(*case) for case in itertools.product(_KINDS, ("plain", *_METHODS))]
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """What every rank computed; two processes run all that the tests read."""
+    runs = runs_of_collected(
+        request, lambda test, kind, method: (_run(kind, "plain"), _run(kind, method))
+    )
     module = "tests.distributed.late_units_run"
     return results_of_ranks(module, tmp_path_factory.mktemp("late"), runs)
 

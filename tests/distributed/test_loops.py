@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.launch import results_of_ranks
+from tests.distributed.launch import results_of_ranks, runs_of_collected
 from tests.helpers import assert_same_bits, same_bits
 from tests.loops import zoo
 
 pytestmark = pytest.mark.distributed
 Results = Callable[[str], list[dict[str, Any]]]
+Runs = list[str]
 
 # All modules where a module is sharded in three ways.
 _WHOLE = ("lightning:fsdp", "fabric:tensor")
@@ -57,10 +58,26 @@ _REFUSED = {
 }
 
 
+def _runs_of(test: str, kind: str = "", method: str = "", name: str = "", run: str = "") -> Runs:
+    """The runs that a test reads."""
+    if test == "test_two_by_two":
+        return []
+    if test == "test_what_cannot_be_is_refused":
+        return [run]
+    kinds = [kind, *([_SAME[kind]] if kind in _SAME else [])]
+    if test == "test_the_same_bits":
+        others = [one for one in kinds[1:] if (one, method, name) in _cases()]
+        return [f"{kind}:plain:{name}", *(f"{one}:{method}:{name}" for one in (kind, *others))]
+    if test == "test_ranks_speak_at_sampled_steps_only":
+        return [f"{kind}:{one}:Blocks" for one in ("plain", "monitor")]
+    whole = ["attach:whole:both:Blocks"] if kind.endswith("tensor") else []
+    return [*whole, *(f"{one}:both:Blocks" for one in kinds)]
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """What every rank computed; two processes run all of the cases."""
-    runs = ["attach:whole:both:Blocks", *_REFUSED, *(":".join(case) for case in _cases())]
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """What every rank computed; two processes run all that the tests read."""
+    runs = runs_of_collected(request, _runs_of)
     module = "tests.distributed.loops_run"
     return results_of_ranks(module, tmp_path_factory.mktemp("loops"), runs)
 
@@ -88,9 +105,18 @@ def test_the_same_bits(kind: str, method: str, name: str, results: Results) -> N
 
 
 @pytest.fixture(scope="module")
-def results_of_four(tmp_path_factory: pytest.TempPathFactory) -> Results:
+def results_of_four(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Results:
     """What each of four processes computed, two by two."""
-    runs = [f"{kind}:{method}:Blocks" for kind in _TWO_BY_TWO for method in ("plain", "both")]
+    runs = runs_of_collected(
+        request,
+        lambda test, kind="", **_: (
+            [f"{kind}:{method}:Blocks" for method in ("plain", "both")]
+            if test == "test_two_by_two"
+            else []
+        ),
+    )
     module, folder = "tests.distributed.loops_run", tmp_path_factory.mktemp("two_by_two")
     return results_of_ranks(module, folder, runs, num_ranks=4)
 

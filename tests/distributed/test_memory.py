@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_unitscale.profiler import fake_process_group, profile_graph
-from tests.distributed.launch import results_of_ranks
+from tests.distributed.launch import results_of_ranks, runs_of_collected
 from tests.distributed.memory_run import CASES, NUM_RANKS, batch, sharded
 from tests.memory.oracles import sum_of
 
@@ -21,10 +21,11 @@ TOLERANCES = {"mixed": 0.03, "tensor": 0.05}
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """What every rank measured; two processes run all of the cases."""
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """What every rank measured; two processes run all that the tests read."""
+    runs = runs_of_collected(request, lambda test, case: [case])
     folder = tmp_path_factory.mktemp("memory")
-    return results_of_ranks("tests.distributed.memory_run", folder, list(CASES), NUM_RANKS)
+    return results_of_ranks("tests.distributed.memory_run", folder, runs, NUM_RANKS)
 
 
 @pytest.mark.slow_cases

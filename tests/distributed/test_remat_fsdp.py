@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.launch import results_of_ranks
+from tests.distributed.launch import results_of_ranks, runs_of_collected
 from tests.distributed.remat_fsdp_run import SETTINGS
 from tests.helpers import assert_same_bits
 
@@ -28,17 +28,41 @@ REFUSED = {
 WEIGHT = (32, 136)
 
 
+# What tests without parameters read. A budget in bytes is a share of what was predicted before.
+_READ = {
+    "test_matmuls_of_the_graphs_are_scaled": ["plain:none", "plain:units"],
+    "test_a_float_leads_from_the_smallest_peak_to_that_without_it": [
+        *("plain:0.0", "plain:0.7", "plain:1.0")
+    ],
+    "test_bytes": ["plain:1.0", "plain:bytes"],
+    "test_nothing_is_kept_of_what_is_gathered": [
+        *("plain:1.0", "plain:0.7", "plain:bytes", "accumulated:0.7", "kept:0.7")
+    ],
+    "test_a_budget_below_the_floor_of_a_rank_is_told_by_all": [
+        *("ranks:0.7", "ranks:too little for one")
+    ],
+}
+
+
+def _runs_of(
+    test: str, run: str = "", setting: str = "", share: str = "", name: str = ""
+) -> list[str]:
+    """The runs that a test reads."""
+    if test in _READ:
+        return _READ[test]
+    if name:
+        return [f"plain:{name}"]
+    if setting:
+        return [f"{setting}:none", f"{setting}:{share}"]
+    before = ["plain:1.0"] if run == "plain:bytes" else []
+    return [f"{run.split(':')[0]}:none", *before, run]
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """What every rank computed; two processes run all of the trainings."""
-    runs = [
-        *(f"{setting}:none" for setting in SETTINGS),
-        *PLANNED,
-        "ranks:too little for one",
-        "plain:units",
-        *(f"plain:{name}" for name in REFUSED),
-    ]
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """What every rank computed; two processes run all that the tests read."""
     folder = tmp_path_factory.mktemp("fsdp")
+    runs = sorted(runs_of_collected(request, _runs_of), key=lambda run: run == "plain:bytes")
     return results_of_ranks("tests.distributed.remat_fsdp_run", folder, runs)
 
 

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from tests.distributed.launch import results_of_ranks
+from tests.distributed.launch import results_of_ranks, runs_of_collected
 from tests.helpers import assert_same_bits
 
 pytestmark = pytest.mark.distributed
+Results = Callable[[str], list[dict[str, Any]]]
 
 
-def test_they_go_on_to_the_bit(tmp_path: Path) -> None:
-    kinds = ("distributed", "whole", "lossless")
-    results = results_of_ranks("tests.distributed.resume_run", tmp_path, kinds)
-    for kind in kinds:
-        for found in results(kind):
-            assert found["is_folder"] == (kind != "whole")
-            assert found["whole"]["gauge"]
-            assert_same_bits(found["resumed"], found["whole"])
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """What every rank computed; two processes run all that the tests read."""
+    runs = runs_of_collected(request, lambda test, kind: [kind])
+    return results_of_ranks("tests.distributed.resume_run", tmp_path_factory.mktemp("resume"), runs)
+
+
+@pytest.mark.slow_cases
+@pytest.mark.parametrize("kind", ["distributed", "whole", "lossless"])
+def test_they_go_on_to_the_bit(kind: str, results: Results) -> None:
+    for found in results(kind):
+        assert found["is_folder"] == (kind != "whole")
+        assert found["whole"]["gauge"]
+        assert_same_bits(found["resumed"], found["whole"])

@@ -10,27 +10,23 @@ import pytest
 import torch
 
 from tests.callbacks.rule_runs import rms
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import results_of_ranks, runs_of_collected
 from tests.distributed.rules_ddp_run import KINDS, Late
 from tests.helpers import assert_same_bits
 
-NUM_RANKS = 2
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 
 Ranks = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ranks]:
-    """What every rank computed; two processes run all of the kinds."""
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Ranks]:
+    """What every rank computed; two processes run all that the tests read."""
+    runs = runs_of_collected(request, lambda test, kind="late": [kind])
     folder = tmp_path_factory.mktemp("ddp")
-    run_ranks("tests.distributed.rules_ddp_run", folder, num_ranks=NUM_RANKS)
-
-    def of(kind: str) -> Ranks:
-        paths = [folder / f"{kind}-{rank}.pt" for rank in range(NUM_RANKS)]
-        return [torch.load(path, weights_only=True) for path in paths]
-
-    return of
+    return results_of_ranks("tests.distributed.rules_ddp_run", folder, runs)
 
 
 @pytest.mark.slow
@@ -51,7 +47,8 @@ def test_one_model_on_all_ranks(kind: str, results: Callable[[str], Ranks]) -> N
     assert has_moved == (kind == "learning")
 
 
-@pytest.mark.parametrize("kind", ["still", "accumulating"])
+@pytest.mark.slow_cases
+@pytest.mark.parametrize("kind", ["accumulating", "still"])
 def test_gradients_are_at_rms_1_at_the_step(kind: str, results: Callable[[str], Ranks]) -> None:
     rows = results(kind)[0]["rms"]
     assert len(rows) == (16 if kind == "still" else 4)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.launch import results_of_ranks
+from tests.distributed.launch import results_of_ranks, runs_of_collected
 from tests.helpers import assert_same_bits
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -46,10 +46,19 @@ _REFUSED = {
 }
 
 
+def _runs_of(test: str, run: str = "") -> list[str]:
+    """The runs that a test reads."""
+    if test == "test_in_mixed_precision_it_is_near":
+        return [_BF16, "ddp:Blocks:plain"]
+    if test == "test_blocks_are_gathered_by_themselves":
+        return ["fsdp:Blocks:plain"]
+    return [run, _PAIRS[run]] if test == "test_it_is_the_model_of_ddp" else [run]
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """What every rank computed: two processes run all of the cases, four those in two ways."""
-    runs = [*_PAIRS, *dict.fromkeys(_PAIRS.values()), _BF16, *_SAVED, *_REFUSED]
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """What every rank computed: two processes run most of the cases, four those in two ways."""
+    runs = runs_of_collected(request, _runs_of)
     of_four = [run for run in runs if _is_in_two_ways(run)]
     of_two = [run for run in runs if run not in of_four]
     module, folder = "tests.distributed.rules_sharded_run", tmp_path_factory.mktemp("sharded")

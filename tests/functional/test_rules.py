@@ -91,7 +91,7 @@ _NO_MULT = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("mult", [0.5, 2.0])
+@pytest.mark.parametrize("mult", [2.0, pytest.param(0.5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", [case for case in CASES if case.name not in _NO_MULT], ids=str)
 def test_mult_is_the_scale_of_the_first_argument(case: Case, mult: float) -> None:
     check(case, mult)

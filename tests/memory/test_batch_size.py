@@ -17,6 +17,7 @@ from tests.memory.networks import NETWORKS
 from tests.memory.oracles import sum_of
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", ["mlp", "multi_head", "batch_norm", "tied"])
 def test_the_answer_fits_and_the_next_does_not(name: str, device: str) -> None:

@@ -77,6 +77,7 @@ def _planner_of(name: str) -> Planner:
     return _planner(function, tuple(inputs), {}, None, 0)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("name", ["MLP", "U-Net"])
 def test_peaks_fall_and_times_rise_with_a_smaller_budget(name: str) -> None:
     planner = _planner_of(name)
@@ -91,6 +92,7 @@ def test_fifty_budgets(name: str) -> None:
     _assert_monotone(_planner_of(name), 50)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("seed", range(20))
 def test_fifty_budgets_of_a_random_graph(seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -99,6 +101,7 @@ def test_fifty_budgets_of_a_random_graph(seed: int) -> None:
     _assert_monotone(planner, 50)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("history", [(), (0.0, 1.0), (0.93, 0.31)])
 def test_a_plan_does_not_depend_on_those_before_it(history: tuple[float, ...]) -> None:
     """All ranks make the same plan, also if one of them has planned before."""

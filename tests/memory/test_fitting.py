@@ -56,6 +56,7 @@ def _step(device: str = "cpu") -> SizedStep:
     )
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("remat", [False, True])
 def test_the_largest_batch_fits_and_a_larger_one_does_not(remat: bool, device: str) -> None:
@@ -75,6 +76,7 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not(remat: bool, device: s
         assert profile.peak_bytes <= fit.peak_bytes + step.gradient_bytes
 
 
+@pytest.mark.slow
 def test_the_allocator_of_a_gpu_is_asked_about_the_largest_batch() -> None:
     step = _step("cuda")
     memory = step.profile.library_bytes + 40 * 2**20

@@ -66,6 +66,7 @@ def _planned(budget: Any) -> tuple[_Step, MeasuredPartitioner]:
     return step, partitioner
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("budget", [1.0, 0.6, 0.0, "min_cut"])
 def test_the_prediction_is_what_is_measured(budget: Any) -> None:
     step, partitioner = _planned(budget)

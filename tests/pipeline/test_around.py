@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import run_ranks, runs_of_collected
 from tests.pipeline.around_run import CASES
 
 CAPTURED = {"captured"}
@@ -19,10 +19,13 @@ RANDOM = {"mixed"}
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+def runs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, Path]:
     """Folders in which the same cases were trained on one device and on two."""
     folders = {n: tmp_path_factory.mktemp(f"ranks-{n}") for n in (1, 2)}
-    cases = {1: list(CASES), 2: [*CASES, *SCHEDULES]}
+    of_two = runs_of_collected(request, lambda test, case="mixed": [case])
+    cases = {1: list(dict.fromkeys(one.partition(":")[0] for one in of_two)), 2: of_two}
 
     def run(num_ranks: int) -> None:
         run_ranks(

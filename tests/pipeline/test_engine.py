@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from lightning_unitscale.pipeline import SCHEDULES
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import run_ranks, runs_of_collected
 
 TIED = {"GPT", "GPT-2", "BERT", "T5"}
 # They compute gradients of inputs and of weights apart.
@@ -33,14 +33,22 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+def reports(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, list[dict[str, Any]]]:
     """What every rank found; one process group runs all cases of a number of ranks."""
-    return {ranks: _run(tmp_path_factory.mktemp("ranks"), ranks) for ranks in RUNS}
+    cases = runs_of_collected(request, lambda test, num_ranks, run: [(num_ranks, run)])
+    return {
+        ranks: _run(
+            tmp_path_factory.mktemp("ranks"), ranks, [run for n, run in cases if n == ranks]
+        )
+        for ranks in dict(cases)
+    }
 
 
-def _run(folder: Path, num_ranks: int) -> list[dict[str, Any]]:
+def _run(folder: Path, num_ranks: int, runs: list[str]) -> list[dict[str, Any]]:
     # One process that forks the ranks, once it has captured the models.
-    arguments = (str(num_ranks), *RUNS[num_ranks])
+    arguments = (str(num_ranks), *runs)
     run_ranks("tests.pipeline.engine_run", folder, *arguments, num_ranks=1, timeout=280)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_ranks)]
 

@@ -138,6 +138,7 @@ def test_every_operation_counts_in_one_stage() -> None:
         assert plan.ideal_seconds < plan.timeline.seconds
 
 
+@pytest.mark.slow
 def test_the_backward_pass_starts_from_the_loss_alone() -> None:
     batch = {"x": torch.ones(64, 64), "y": torch.ones(64, 64)}
     alone, both = (explain_pipeline(Scored(one), batch, 2) for one in (False, True))

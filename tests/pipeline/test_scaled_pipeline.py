@@ -5,7 +5,8 @@ Every training is compared with accumulation of the same microbatches in one pro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import run_ranks, runs_of_collected
 from tests.pipeline.scaled_pipeline_run import NUM_MICROBATCHES, PARTS, REFUSED, STEPS
 
 NUM_RANKS = 2
@@ -33,23 +34,25 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(900
 class Runs:
     """Folders in which the cases were trained on one device and on two."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, read: Container[str]) -> None:
         self.folders: dict[int | str, Path] = {
             one: root / str(one) for one in (1, NUM_RANKS, "alone")
         }
         for one in self.folders.values():
             one.mkdir()
-        parts = [[f"{name}-{part}" for name in PARTS] for part in range(3)]
+        parts = [[f"{name}-{part}" for name in PARTS if name in read] for part in range(3)]
+        cases, pipelined = ([one for one in of if one in read] for of in (CASES, PIPELINED))
         with ThreadPoolExecutor() as pool:
-            alone = pool.submit(self._run_alone, [one for part in parts for one in part])
+            alone = pool.submit(
+                self._run,
+                *("alone", 1, str(self.folders["alone"])),
+                [*itertools.chain.from_iterable(parts), *cases],
+            )
             self._run(NUM_RANKS, NUM_RANKS, "-", parts[0])
             self._run(1, 1, str(self.folders[NUM_RANKS]), parts[1])
             # What raises leaves no process group behind that were of use, so it comes last.
-            self._run(NUM_RANKS, NUM_RANKS, str(self.folders[1]), [*parts[2], *PIPELINED, *CASES])
+            self._run(NUM_RANKS, NUM_RANKS, str(self.folders[1]), [*parts[2], *pipelined, *cases])
             alone.result()
-
-    def _run_alone(self, parts: Sequence[str]) -> None:
-        self._run("alone", 1, str(self.folders["alone"]), [*parts, *CASES])
 
     def found(self, folder: int | str, case: str, rank: int = 0) -> dict[str, Any]:
         """What a rank wrote of a case."""
@@ -66,6 +69,8 @@ class Runs:
     def _run(
         self, folder: int | str, num_ranks: int, resume_from: str, cases: Sequence[str]
     ) -> None:
+        if not cases:
+            return
         run_ranks(
             "tests.pipeline.scaled_pipeline_run",
             self.folders[folder],
@@ -77,10 +82,25 @@ class Runs:
         )
 
 
+# What tests without parameters read.
+_READ = {
+    "test_the_gradient_of_a_tied_weight_is_that_of_all_stages": "matmuls",
+    "test_one_writer": "monitored",
+    "test_what_does_not_go_with_stages_is_refused": "refused",
+}
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """All trainings."""
-    return Runs(tmp_path_factory.mktemp("scaled"))
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """All trainings that the tests read."""
+    read = runs_of_collected(
+        request,
+        lambda test, case="": [
+            _READ.get(test, case),
+            *(["plain"] if test == "test_the_same_pipeline_without_the_callback" else []),
+        ],
+    )
+    return Runs(tmp_path_factory.mktemp("scaled"), read)
 
 
 def _accumulated(losses: list[float]) -> list[float]:

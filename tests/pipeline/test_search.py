@@ -117,6 +117,7 @@ def _loads(
     return loads
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("placement", ["V", "loop"])
 def test_the_slowest_rank_is_nearly_as_fast_as_it_can_be(num_ranks: int, placement: str) -> None:

@@ -57,7 +57,7 @@ MATCHED: dict[str, Callable[[Any], Optimizer]] = {
 
 
 @pytest.mark.parametrize("name", MATCHED)
-@pytest.mark.parametrize("with_closure", [False, True])
+@pytest.mark.parametrize("with_closure", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_match_is_exact(name: str, with_closure: bool) -> None:
     assert_matches(MATCHED[name], with_closure=with_closure)
 
