@@ -58,11 +58,11 @@ class RecalibrationSchedule:
 
 
 class LateAgreement:
-    """The optimizer steps at which ranks agree on the units of tensors that were zero at first.
+    """The optimizer steps at which ranks agree on the units of tensors that were zero at first."""
 
-    Each rank counts the same steps. Ranks meet at steps 1, 2, 4, 8 and every 8th, while any rank
-    lacks a unit. The count restarts when a training begins, and after all units are measured again.
-    """
+    # Each rank counts the same steps. Ranks meet at steps 1, 2, 4, 8 and every 8th, while any rank
+    # lacks a unit. The count restarts when a training begins, and after all units are measured
+    # again.
 
     def __init__(self) -> None:
         self._num_steps: int | None = None
@@ -252,12 +252,11 @@ class MatmulUnits(LoopCallback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict` without measuring again.
-
-        A gauge of another depth, or of version 0.1.0, has other tensor names and no record of
-        inexact powers of two. Its units are measured again, which changes no result. The same holds
-        for units of 1 in a state without a version, because they may belong to tensors of zeros.
-        """
+        """Continue from :meth:`state_dict` without measuring again."""
+        # A gauge of another depth, or of version 0.1.0, has other tensor names and no record of
+        # inexact powers of two. Its units are measured again, which changes no result. The same
+        # holds for units of 1 in a state without a version, because they may belong to tensors of
+        # zeros.
         if state_dict.get("depth") != "products" or "plain" not in state_dict:
             return
         self._units.step = state_dict.get("rounding_step", 0)

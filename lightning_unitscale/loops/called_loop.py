@@ -207,10 +207,8 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def stepping_optimizers(optimizer: Any) -> list[Any]:
-    """Return the stepping optimizers of one or several, which other packages may have wrapped.
-
-    These are torch's own optimizers if there are any, and otherwise objects with a ``step``.
-    """
+    """Return the stepping optimizers of one or several, which other packages may have wrapped."""
+    # These are torch's own optimizers if there are any, and otherwise objects with a `step`.
     given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     found = []
     for item in given:

@@ -213,11 +213,10 @@ class _GradientHook:
 
 
 class Gradients:
-    """Measures gradients when they are complete, before the backward pass goes on.
+    """Measures gradients when they are complete, before the backward pass goes on."""
 
-    On the node and not on the tensor, which is the user's: in whatever order hooks are hung on the
-    tensor itself, the node's come after them.
-    """
+    # On the node and not on the tensor, which is the user's: in whatever order hooks are hung on
+    # the tensor itself, the node's come after them.
 
     def __init__(self, measuring: Measuring) -> None:
         self._measuring = measuring
@@ -226,11 +225,9 @@ class Gradients:
         self._leaf_nodes: dict[int, Any] = {}
 
     def begin(self, parameters: Iterable[Tensor]) -> None:
-        """Make the autograd nodes of parameters, as a step would when it reads them.
-
-        Within the step an additional node would shift the numbers of all later ones, by which the
-        matmuls of a backward pass are distinguished.
-        """
+        """Make the autograd nodes of parameters, as a step would when it reads them."""
+        # Within the step an additional node would shift the numbers of all later ones, by which the
+        # matmuls of a backward pass are distinguished.
         # A helper may read a parameter in inference mode before the model does.
         with unseen(), torch.inference_mode(False), torch.enable_grad():
             for leaf in parameters:
@@ -270,13 +267,12 @@ class Gradients:
 
 
 class RunningFunction:
-    """A function that a step calls, and its arguments that matmuls read, with their units.
+    """A function that a step calls, and its arguments that matmuls read, with their units."""
 
-    Between a function that a step calls and the matmul that the dispatcher runs for it, torch may
-    cast its arguments (autocast does, and keeps the cast weight for the next call), turn, expand,
-    copy or scale them. The dispatcher then sees another tensor, perhaps in other memory. Its
-    autograd graph leads back to the argument; without one its size tells which argument it is.
-    """
+    # Between a function that a step calls and the matmul that the dispatcher runs for it, torch may
+    # cast its arguments (autocast does, and keeps the cast weight for the next call), turn, expand,
+    # copy or scale them. The dispatcher then sees another tensor, perhaps in other memory. Its
+    # autograd graph leads back to the argument; without one its size tells which argument it is.
 
     def __init__(
         self,

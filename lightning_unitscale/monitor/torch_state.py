@@ -49,10 +49,8 @@ PLAIN_TYPES = (Tensor, Parameter)
 
 
 def unseen() -> AbstractContextManager[Any]:
-    """Within this context torch computes without being seen by any mode or tensor subclass.
-
-    A selective checkpoint, for example, counts every operation that it sees run.
-    """
+    """Within this context torch computes without being seen by any mode or tensor subclass."""
+    # A selective checkpoint, for example, counts every operation that it sees run.
     # Entered for every row: without modes nothing more is made for it.
     return _unseen_by_modes() if is_watched() else plain_functions()
 
@@ -64,11 +62,9 @@ def _unseen_by_modes() -> Iterator[None]:
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Return whether a tensor has statistics: real floating-point numbers in strided memory.
-
-    Not so what stands for tensors, such as fake ones, those below ``torch.func`` and gradients of
-    which ``torch.autograd.grad`` makes a batch, and a graph that CUDA is recording.
-    """
+    """Return whether a tensor has statistics: real floating-point numbers in strided memory."""
+    # Not so what stands for tensors, such as fake ones, those below `torch.func` and gradients of
+    # which `torch.autograd.grad` makes a batch, and a graph that CUDA is recording.
     if type(tensor) not in PLAIN_TYPES:
         tensor = local_part(tensor)
         if type(tensor).__torch_dispatch__ is not _PLAIN_DISPATCH:
@@ -103,10 +99,9 @@ def is_transformed() -> bool:
 def running_again_by(
     run_again: Callable[..., Any], is_own: Callable[[int], bool]
 ) -> Iterator[None]:
-    """Within this context own reentrant checkpoints have their bodies run again by a function.
-
-    It is asked by identity, when a checkpoint has run for the first time, whether it is an own one.
-    """
+    """Within this context own reentrant checkpoints have their bodies run again by a function."""
+    # It is asked by identity, when a checkpoint has run for the first time, whether it is an own
+    # one.
     run = CheckpointFunction.forward
 
     @staticmethod  # type: ignore[misc]
@@ -139,10 +134,8 @@ def in_force(mode: TorchFunctionMode) -> Iterator[None]:
 
 @contextlib.contextmanager
 def answering_as_without(mode: TorchFunctionMode) -> Iterator[None]:
-    """Within this context ``has_torch_function`` answers as if a mode were not there.
-
-    With it, ``nn.TransformerEncoderLayer`` and ``nn.MultiheadAttention`` take another algorithm.
-    """
+    """Within this context ``has_torch_function`` answers as if a mode were not there."""
+    # With it, `nn.TransformerEncoderLayer` and `nn.MultiheadAttention` take another algorithm.
     original = torch.overrides.has_torch_function
 
     def has_torch_function(relevant_args: Any) -> bool:
@@ -160,10 +153,8 @@ def answering_as_without(mode: TorchFunctionMode) -> Iterator[None]:
 def outside_of_compiled_code(
     mode: TorchFunctionMode, see: Callable[[FrameType, range], None]
 ) -> Iterator[None]:
-    """Within this context a mode is removed while code runs that the user has compiled.
-
-    Dynamo would recompile with a mode that it has not seen before.
-    """
+    """Within this context a mode is removed while code runs that the user has compiled."""
+    # Dynamo would recompile with a mode that it has not seen before.
     original = vars(torch._dynamo.eval_frame)[_AROUND_COMPILED]
     running: list[tuple[FrameType, list[TorchFunctionMode], int]] = []
 

@@ -61,11 +61,10 @@ class CalledMethod(StandIn):
 
 
 class StepWatcher:
-    """Watches the calls of a step that it runs, and makes snapshots of them.
+    """Watches the calls of a step that it runs, and makes snapshots of them."""
 
-    Nothing is captured and nothing is attached to the module: a torch function mode of this thread
-    sees the functions that a call uses, and hooks on autograd nodes see the gradients.
-    """
+    # Nothing is captured and nothing is attached to the module: a torch function mode of this
+    # thread sees the functions that a call uses, and hooks on autograd nodes see the gradients.
 
     call_type: type[WatchedCall] = WatchedCall
 

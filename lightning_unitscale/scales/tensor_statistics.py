@@ -31,13 +31,11 @@ MEASURED: Final = (
 
 
 def kind_weights(format: NumberFormat, kind: Kind, shift: int) -> FloatArray:
-    """Share of every binade, shifted, that a cast treats in one way: shape ``(279,)``.
-
-    Inside one binade the elements are taken as evenly spread. That leaves the flushed fraction
-    exact but for elements that equal the threshold itself; the overflowing fraction is approximate
-    within the binade of the format's maximum, the subnormal one within the binade just below the
-    smallest normal number, whose upper end rounds up to it.
-    """
+    """Share of every binade, shifted, that a cast treats in one way: shape ``(279,)``."""
+    # Inside one binade the elements are taken as evenly spread. That leaves the flushed fraction
+    # exact but for elements that equal the threshold itself; the overflowing fraction is
+    # approximate within the binade of the format's maximum, the subnormal one within the binade
+    # just below the smallest normal number, whose upper end rounds up to it.
     low, high = {
         "overflow": (format.overflow_threshold, math.inf),
         "subnormal": (format.flush_threshold, format.subnormal_threshold),

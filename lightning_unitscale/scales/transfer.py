@@ -13,10 +13,9 @@ from torch import Tensor
 
 
 class HostCopy:
-    """A tensor on its way to the host.
+    """A tensor on its way to the host."""
 
-    From a CUDA device it is sent behind the kernels that make it; elsewhere it is there at once.
-    """
+    # From a CUDA device it is sent behind the kernels that make it; elsewhere it is there at once.
 
     def __init__(self, tensor: Tensor) -> None:
         tensor = tensor.detach()

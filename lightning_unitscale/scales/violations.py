@@ -145,12 +145,10 @@ class AlertMaker:
 def first_nonfinite(
     snapshot: ScaleSnapshot, *, known_infinite: Collection[str] = (), gradients: bool = True
 ) -> ScaleAlert | None:
-    """Return the first tensor of a step that holds a NaN or an infinity.
-
-    Values come before gradients; of values the first one in graph order, of gradients the last,
-    which the backward pass computes first. Infinities that nothing came of (no NaN, no infinite
-    gradient, no infinite result) are no violation: masks are made of them.
-    """
+    """Return the first tensor of a step that holds a NaN or an infinity."""
+    # Values come before gradients; of values the first one in graph order, of gradients the last,
+    # which the backward pass computes first. Infinities that nothing came of (no NaN, no infinite
+    # gradient, no infinite result) are no violation: masks are made of them.
     if not len(snapshot):
         return None
     nans, infs = _nonfinite(snapshot, "forward")
@@ -182,11 +180,10 @@ def infinite_names(snapshot: ScaleSnapshot) -> tuple[str, ...]:
 def judged_by_format(
     snapshot: ScaleSnapshot, direction: Direction, num_merged: int = 1
 ) -> npt.NDArray[Any]:
-    """Return which tensors are put into a format: what matmuls read, in the units of these.
-
-    Where no matmul is known, all tensors but scalars and losses, which are kept in full precision,
-    as autocast does. A NaN or an infinity in any other tensor is a violation like any other.
-    """
+    """Return which tensors are put into a format: what matmuls read, in the units of these."""
+    # Where no matmul is known, all tensors but scalars and losses, which are kept in full
+    # precision, as autocast does. A NaN or an infinity in any other tensor is a violation like any
+    # other.
     read = snapshot.read_by_matmuls(direction)
     if read.any():
         return read
@@ -199,11 +196,9 @@ def judged_by_format(
 def judged_now(
     snapshot: ScaleSnapshot, direction: Direction, num_merged: int = 1
 ) -> npt.NDArray[Any]:
-    """Return which of :func:`judged_by_format` are stored in a unit that was measured.
-
-    A tensor that a matmul has read for the first time, or that was all zero until now, has a unit
-    from the next step on. What a format would lose of it before, it loses only once.
-    """
+    """Return which of :func:`judged_by_format` are stored in a unit that was measured."""
+    # A tensor that a matmul has read for the first time, or that was all zero until now, has a unit
+    # from the next step on. What a format would lose of it before, it loses only once.
     lacking = np.array(snapshot.lacking_units, dtype=bool).reshape(-1, len(DIRECTIONS))
     judged: npt.NDArray[Any] = judged_by_format(snapshot, direction, num_merged)
     return judged & ~lacking[:, DIRECTIONS.index(direction)]
@@ -212,11 +207,9 @@ def judged_now(
 def format_violations(
     snapshot: ScaleSnapshot, thresholds: Sequence[Threshold], num_merged: int = 1
 ) -> tuple[ScaleAlert, ...]:
-    """All tensors of :func:`judged_now` that lose too much, in the order of computation.
-
-    No overflow is what was filled in: what is filled up has been judged where it was computed, and
-    values that hold the largest number of their type are a mask, or have one added.
-    """
+    """All tensors of :func:`judged_now` that lose too much, in the order of computation."""
+    # No overflow is what was filled in: what is filled up has been judged where it was computed,
+    # and values that hold the largest number of their type are a mask, or have one added.
     masks = np.isin(snapshot.column("abs_max", "forward"), _STAND_INS)
     masks |= np.array([_fills(snapshot, index) for index in range(len(snapshot))], dtype=bool)
     violations: list[ScaleAlert] = []
