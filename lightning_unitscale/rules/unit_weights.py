@@ -14,10 +14,10 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_unitscale.capture.autograd_graph import after_backward, autograd_operations
 from lightning_unitscale.capture.graph_nodes import tensors_in
 from lightning_unitscale.capture.graph_recorder import stored_elements
 from lightning_unitscale.capture.passes import GraphPass, Phase, StepGraph
+from lightning_unitscale.matmuls.autograd_nodes import after_backward, autograd_operations
 from lightning_unitscale.matmuls.measured_operands import root_mean_square
 from lightning_unitscale.rules.learning_rates import Role
 from lightning_unitscale.rules.plan import ParameterPlan
