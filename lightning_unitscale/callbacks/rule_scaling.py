@@ -254,8 +254,7 @@ class RuleScaling:
         self.rules.plan = RulePlan.from_state(state["plan"])
         self.gradients.log2_factors = dict(state["log2_gradients"])
         self.gradients.num_accumulated = state["num_accumulated"]
-        # Earlier versions trained with a factor of 1 for gradients that were zero.
-        self.gradients.measures_late = state.get("measures_late", False)
+        self.gradients.measures_late = state["measures_late"]
         if module is not None:
             vars(module)[PLAN_ATTRIBUTE] = self.rules.plan
 
