@@ -805,8 +805,8 @@ MUTATIONS = (
     Mutation(
         "stored gradients are shown without the loss scale",
         "scales/snapshot.py",
-        "return self.log2_units(direction) - loss_scale",
-        "return self.log2_units(direction)",
+        "return self.log2_gamma - self.log2_loss_scale",
+        "return self.log2_gamma",
         "callbacks/test_agreement.py",
     ),
     Mutation(
