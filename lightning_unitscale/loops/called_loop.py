@@ -244,7 +244,6 @@ class OptimizerSteps:
         # Where a parameter was found last: its group and index, its owner in the module, its name.
         # This saves a search through thousands of parameters in every step.
         self._found: WeakKeyDictionary[Any, tuple[int, int, nn.Module, str]] = WeakKeyDictionary()
-        # The parameters of each optimizer in which none of the module was found.
 
     def end_with(self, optimizer: Any) -> bool:
         """Check whether a step of an optimizer ends a training step."""
