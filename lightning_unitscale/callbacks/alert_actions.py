@@ -29,12 +29,11 @@ from lightning_unitscale.scales.violations import (
 
 
 class LossWatch:
-    """A check of the loss of every step.
+    """A check of the loss of every step."""
 
-    A loss on the CPU is checked immediately. A loss on a CUDA device is copied to pinned memory
-    without waiting. It is checked when the copy has arrived, mostly one step later. Only one copy
-    runs at a time. Losses on other devices are not checked.
-    """
+    # A loss on the CPU is checked immediately. A loss on a CUDA device is copied to pinned memory
+    # without waiting. It is checked when the copy has arrived, mostly one step later. Only one copy
+    # runs at a time. Losses on other devices are not checked.
 
     def __init__(self) -> None:
         self._sent: tuple[int, HostCopy] | None = None
@@ -140,10 +139,8 @@ class ScaleAlerts:
         self.num_violations = 0
 
     def see_loss(self, step: int, loss: Tensor) -> None:
-        """Check the loss of an unsampled step, where that costs nothing.
-
-        With several ranks only sampled steps are checked, because sampling needs all ranks.
-        """
+        """Check the loss of an unsampled step, where that costs nothing."""
+        # With several ranks only sampled steps are checked, because sampling needs all ranks.
         if self._on_violation is None or is_distributed():
             return
         bad = self._loss_watch.see(step, loss)

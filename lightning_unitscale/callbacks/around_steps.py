@@ -38,12 +38,10 @@ _PREFIXES = ("log", "add_")
 
 
 def keep_plain_where_recorded(steps: ModuleSteps, module: pl.LightningModule) -> None:
-    """Run ``training_step`` as it is if gradients of its gradients are taken outside of it.
-
-    The step also runs as it is if such gradients inside of it might be found too late. A step that
-    updates weights itself cannot be undone. A step that measures units runs in an interpreter
-    first, which adds gradients in another order.
-    """
+    """Run ``training_step`` as it is if gradients of its gradients are taken outside of it."""
+    # The step also runs as it is if such gradients inside of it might be found too late. A step
+    # that updates weights itself cannot be undone. A step that measures units runs in an
+    # interpreter first, which adds gradients in another order.
     step = steps.steps.get(_STEP)
     if step is None or steps.executor == "eager" or steps.changes_function:
         return

@@ -44,10 +44,8 @@ def mark(checkpoint: dict[str, Any], method: str) -> None:
 
 
 def keep_marking(module: Any, method: str) -> None:
-    """Make a module mark checkpoints that are saved after the run of its rules.
-
-    The module's own hook does that, because weights alone call no hooks of callbacks.
-    """
+    """Make a module mark checkpoints that are saved after the run of its rules."""
+    # The module's own hook does that, because weights alone call no hooks of callbacks.
     if PLAN_ATTRIBUTE in vars(module):
         # No bound method: an unpickled one would look up the attribute that replaces it here.
         plain = partial(type(module).on_save_checkpoint, module)
@@ -71,11 +69,9 @@ def checking_checkpoints(
     method: str,
     mark_saved: Callable[[dict[str, Any]], None],
 ) -> AbstractContextManager[None]:
-    """Refuse checkpoints of another method within this context, before anything is loaded.
-
-    These are the module's hooks. Hooks of callbacks run after the weights are loaded, and not at
-    all for checkpoints with weights only. They may also save other weights, such as averages.
-    """
+    """Refuse checkpoints of another method within this context, before anything is loaded."""
+    # These are the module's hooks. Hooks of callbacks run after the weights are loaded, and not at
+    # all for checkpoints with weights only. They may also save other weights, such as averages.
     load, save = module.on_load_checkpoint, module.on_save_checkpoint
 
     def check_and_load(checkpoint: dict[str, Any]) -> None:
@@ -125,11 +121,9 @@ def _check(
 def _restart_loss_scale(
     trainer: pl.Trainer, checkpoint: dict[str, Any], state: Mapping[str, Any]
 ) -> None:
-    """Drop the gradient scaler's state of a checkpoint that needed no loss scale.
-
-    Earlier versions had ``depth="all"``, which kept every gradient near 1 and started the scale at
-    1. Resumed with that, gradients would be flushed to zero until the scale has grown.
-    """
+    """Drop the gradient scaler's state of a checkpoint that needed no loss scale."""
+    # Earlier versions had `depth="all"`, which kept every gradient near 1 and started the scale at
+    # 1. Resumed with that, gradients would be flushed to zero until the scale has grown.
     name = type(trainer.precision_plugin).__qualname__
     if state.get("depth") == "all" and checkpoint.pop(name, None) is not None:
         rank_zero_info(

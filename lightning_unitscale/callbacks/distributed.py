@@ -54,11 +54,9 @@ def joint_reasons(*reasons: Mapping[str, str]) -> tuple[dict[str, str], ...]:
 
 
 def joint_snapshot(snapshot: ScaleSnapshot, device: torch.device) -> ScaleSnapshot:
-    """Return the statistics of the joint batch of all ranks.
-
-    If ranks ran different graphs (a branch on data), only tensors that all have in the same units
-    are merged, by name. A tensor that a matmul reads on one rank only has its unit there.
-    """
+    """Return the statistics of the joint batch of all ranks."""
+    # If ranks ran different graphs (a branch on data), only tensors that all have in the same units
+    # are merged, by name. A tensor that a matmul reads on one rank only has its unit there.
     if not is_distributed():
         return snapshot
     if _is_same_on_all_ranks("\n".join(snapshot.names), device):
@@ -147,11 +145,9 @@ def num_parts(trainer: pl.Trainer) -> int:
 
 
 def rehearsed(trainer: pl.Trainer, batch: Any) -> Any:
-    """Return the part of a training batch on which a step is rehearsed: its first microbatch.
-
-    Every rank rehearses the whole step on it, before the first step frees parameters of other
-    ranks. Rehearsing on one rank would take as long, while the others wait.
-    """
+    """Return the part of a training batch on which a step is rehearsed: its first microbatch."""
+    # Every rank rehearses the whole step on it, before the first step frees parameters of other
+    # ranks. Rehearsing on one rank would take as long, while the others wait.
     strategy = pipeline_of(trainer)
     if strategy is None:
         return batch

@@ -81,13 +81,11 @@ class CountedSteps:
     def take(
         self, session: MatmulSession, name: str, is_wanted: bool, *, is_training: bool, when: str
     ) -> None:
-        """Take a step's count from its session, and report what it shows for the first time.
-
-        A step's first count is logged as one line, with a warning if much was left unscaled. When
-        matmuls leave the format of the step, a warning names them and the line is logged again. An
-        unrequested count is kept if matmuls have left the format, or if some of the last count
-        lacked a unit.
-        """
+        """Take a step's count from its session, and report what it shows for the first time."""
+        # A step's first count is logged as one line, with a warning if much was left unscaled. When
+        # matmuls leave the format of the step, a warning names them and the line is logged again.
+        # An unrequested count is kept if matmuls have left the format, or if some of the last count
+        # lacked a unit.
         counter, session.counter = session.counter, None
         if counter is None:
             return
@@ -162,10 +160,8 @@ class UnitEvents:
 
 
 def units_table(gauge: Gauge, lacking: Iterable[str] = ()) -> Table | None:
-    """Return a table of a gauge's units: a row for each tensor, with its module.
-
-    A matmul has units for its operands and for its output's gradient.
-    """
+    """Return a table of a gauge's units: a row for each tensor, with its module."""
+    # A matmul has units for its operands and for its output's gradient.
     rows: dict[str, dict[str, GaugePair | None]] = {}
     known: dict[str, GaugePair | None] = dict(gauge)
     for name, pair in (known | dict.fromkeys(lacking)).items():

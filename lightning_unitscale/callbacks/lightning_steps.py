@@ -132,11 +132,9 @@ def step_arguments(
 def starting_batch(
     module: pl.LightningModule, step: CapturedStep, batch_idx: int, dataloader_idx: int = 0
 ) -> AbstractContextManager[None]:
-    """Run the module's hook for the batch before a rehearsal of the step in this context.
-
-    Lightning calls the callbacks before the module, whose ``on_train_batch_start`` may set values
-    that the step reads.
-    """
+    """Run the module's hook for the batch before a rehearsal of the step in this context."""
+    # Lightning calls the callbacks before the module, whose `on_train_batch_start` may set values
+    # that the step reads.
     name = f"on_{step.name.removesuffix('_step').replace('training', 'train')}_batch_start"
 
     def start(batch: Any, *_: Any) -> None:

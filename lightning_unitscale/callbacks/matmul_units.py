@@ -20,7 +20,7 @@ from lightning_unitscale.loops.loop import Loop, LoopCallback
 from lightning_unitscale.loops.ranks import any_rank, is_distributed
 from lightning_unitscale.matmuls.coverage import CoverageCounter
 from lightning_unitscale.matmuls.fp8_linear import numerics_of
-from lightning_unitscale.matmuls.gauge import Gauge, GaugePair
+from lightning_unitscale.matmuls.gauge import Gauge
 from lightning_unitscale.matmuls.matmul_formats import FP8Linears, SimulateFormat
 from lightning_unitscale.matmuls.measured_operands import Unrepresentable, is_late_look
 from lightning_unitscale.matmuls.measurement import Measurement
@@ -28,8 +28,6 @@ from lightning_unitscale.matmuls.scaled_methods import AttachedSession
 from lightning_unitscale.matmuls.session import MatmulSession
 from lightning_unitscale.matmuls.units import Units
 
-# Version of a state. States without a version used unit 1 for tensors of zeros.
-_STATE_VERSION = 1
 # The steps at which "auto" measures first: the scales of a fresh model move most.
 _EARLY_LOOKS = frozenset({8, 16, 32, 64})
 _LOOK_EVERY = 128
@@ -58,11 +56,11 @@ class RecalibrationSchedule:
 
 
 class LateAgreement:
-    """The optimizer steps at which ranks agree on the units of tensors that were zero at first.
+    """The optimizer steps at which ranks agree on the units of tensors that were zero at first."""
 
-    Each rank counts the same steps. Ranks meet at steps 1, 2, 4, 8 and every 8th, while any rank
-    lacks a unit. The count restarts when a training begins, and after all units are measured again.
-    """
+    # Each rank counts the same steps. Ranks meet at steps 1, 2, 4, 8 and every 8th, while any rank
+    # lacks a unit. The count restarts when a training begins, and after all units are measured
+    # again.
 
     def __init__(self) -> None:
         self._num_steps: int | None = None
@@ -233,12 +231,7 @@ class MatmulUnits(LoopCallback):
             return {}
         gauge = {name: list(pair) for name, pair in self.gauge.state().items()}
         plain = {name: dict(slots) for name, slots in self._units.plain.items() if slots}
-        state: dict[str, Any] = {
-            "gauge": gauge,
-            "depth": "products",
-            "plain": plain,
-            "version": _STATE_VERSION,
-        }
+        state: dict[str, Any] = {"gauge": gauge, "depth": "products", "plain": plain}
         if self._units.lacking:
             state["lacking"] = dict(self._units.lacking)
         if self._simulation is not None and self._simulation.is_stochastic:
@@ -252,18 +245,13 @@ class MatmulUnits(LoopCallback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict` without measuring again.
-
-        A gauge of another depth, or of version 0.1.0, has other tensor names and no record of
-        inexact powers of two. Its units are measured again, which changes no result. The same holds
-        for units of 1 in a state without a version, because they may belong to tensors of zeros.
-        """
-        if state_dict.get("depth") != "products" or "plain" not in state_dict:
+        """Continue from :meth:`state_dict` without measuring again."""
+        # A gauge of depth="all" has other tensor names. Its units are measured again, which changes
+        # no result.
+        if state_dict.get("depth") != "products":
             return
         self._units.step = state_dict.get("rounding_step", 0)
         gauge, lacking = Gauge.from_state(state_dict["gauge"]), state_dict.get("lacking", {})
-        if "version" not in state_dict:
-            gauge = Gauge({name: pair for name, pair in gauge.items() if pair != GaugePair()})
         self._units.restore(gauge, state_dict["plain"], lacking)
         self.is_calibrated = True
         if self._fp8 is not None:

@@ -347,10 +347,8 @@ def step_partitioner(
 
 
 def _trainer_bytes(trainer: pl.Trainer) -> tuple[int, int, int]:
-    """Return the bytes besides the module's: in a whole step, and in parts of it.
-
-    The parts are its forward pass, and the step of the optimizer.
-    """
+    """Return the bytes besides the module's: in a whole step, and in parts of it."""
+    # The parts are its forward pass, and the step of the optimizer.
     gradients = gradient_bytes(trainer.lightning_module)
     always = optimizer_state_bytes(trainer.optimizers) + _bucket_bytes(trainer)
     stepping = stepping_bytes(trainer.optimizers)

@@ -60,11 +60,9 @@ class Sampling:
         return self.first_step <= step and (self.last_step is None or step <= self.last_step)
 
     def wants(self, step: int, start: int, *, is_last: bool) -> bool:
-        """Check whether a step is sampled.
-
-        Every n-th step, both ends of the window or of the training, and the second step, which is
-        the first one that runs in measured units.
-        """
+        """Check whether a step is sampled."""
+        # Every n-th step, both ends of the window or of the training, and the second step, which is
+        # the first one that runs in measured units.
         if not self.covers(step):
             return False
         is_second = step - max(start, self.first_step) in (0, 1)

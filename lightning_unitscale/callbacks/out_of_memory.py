@@ -26,10 +26,8 @@ _SHARE = 0.9
 def note_memory(
     error: BaseException, trainer: pl.Trainer, module: pl.LightningModule, arguments: Any
 ) -> None:
-    """Add a note to an out-of-memory error of a training step; change nothing else.
-
-    The step is profiled on fake tensors, which take no memory.
-    """
+    """Add a note to an out-of-memory error of a training step; change nothing else."""
+    # The step is profiled on fake tensors, which take no memory.
     try:
         note = _note(str(error), trainer, module, arguments)
     except Exception as reason:  # the user's error matters, not why it cannot be explained

@@ -210,12 +210,10 @@ def _watch(root: str, name: str, method: str, module: ModuleType) -> None:
 
 @functools.cache
 def _made(root: type, base: type) -> type:
-    """Return the plugin as a subclass of a plugin of Lightning.
-
-    The methods are copied, because ``root`` already derives from ``Precision`` of all packages. The
-    key of a plugin's state in a checkpoint is the qualified name of its class. It stays that of the
-    base, so that checkpoints with and without the plugin are the same.
-    """
+    """Return the plugin as a subclass of a plugin of Lightning."""
+    # The methods are copied, because `root` already derives from `Precision` of all packages. The
+    # key of a plugin's state in a checkpoint is the qualified name of its class. It stays that of
+    # the base, so that checkpoints with and without the plugin are the same.
     own = {name for kind in root.__mro__[: root.__mro__.index(Precision)] for name in vars(kind)}
     body = {
         name: value

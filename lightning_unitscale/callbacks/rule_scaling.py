@@ -61,10 +61,9 @@ _NOTHING_READ = "no captured graph reads a parameter"
 
 
 class RuleScaling:
-    """The rules of a LightningModule's steps, each planned before its first batch.
+    """The rules of a LightningModule's steps, each planned before its first batch."""
 
-    Units and formats of the matmuls belong to the session, as for any captured step.
-    """
+    # Units and formats of the matmuls belong to the session, as for any captured step.
 
     def __init__(
         self,
@@ -160,13 +159,11 @@ class RuleScaling:
     def _plan_step(
         self, trainer: pl.Trainer, step: CapturedStep, arguments: tuple[Any, ...], *, train: bool
     ) -> None:
-        """Plan a step on its first batch. Before the first training step, set the weights.
-
-        An evaluation never changes weights. Before a training by rules, the model is unscaled, and
-        without a loss its readout could not be found. So a sanity check stays unscaled. An
-        evaluation on its own does too, unless its weights are at unit scale. A training step that
-        cannot be captured trains the unscaled model, with a warning.
-        """
+        """Plan a step on its first batch. Before the first training step, set the weights."""
+        # An evaluation never changes weights. Before a training by rules, the model is unscaled,
+        # and without a loss its readout could not be found. So a sanity check stays unscaled. An
+        # evaluation on its own does too, unless its weights are at unit scale. A training step that
+        # cannot be captured trains the unscaled model, with a warning.
         module = trainer.lightning_module
         is_trained = _TRAINING in self.rules.plan.steps()
         is_awaited = not train and not is_trained and trainer.state.fn == "fit"
@@ -257,8 +254,7 @@ class RuleScaling:
         self.rules.plan = RulePlan.from_state(state["plan"])
         self.gradients.log2_factors = dict(state["log2_gradients"])
         self.gradients.num_accumulated = state["num_accumulated"]
-        # Earlier versions trained with a factor of 1 for gradients that were zero.
-        self.gradients.measures_late = state.get("measures_late", False)
+        self.gradients.measures_late = state["measures_late"]
         if module is not None:
             vars(module)[PLAN_ATTRIBUTE] = self.rules.plan
 

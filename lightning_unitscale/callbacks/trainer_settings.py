@@ -43,22 +43,19 @@ _CONFLICTS_OF_FP8 = {
 
 
 class RuleSettings:
-    """The settings that follow the scale rules during one fit: rates, clipping, loss scale.
+    """The settings that follow the scale rules during one fit: rates, clipping, loss scale."""
 
-    Call ``start`` in ``on_fit_start``: the optimizers exist, but no checkpoint has been restored.
-    Call ``follow_rates`` when the parameters are known. Call ``restore`` in ``teardown`` and
-    ``on_exception``. It may be called at any time, and more than once.
-    """
+    # Call `start` in `on_fit_start`: the optimizers exist, but no checkpoint has been restored.
+    # Call `follow_rates` when the parameters are known. Call `restore` in `teardown` and
+    # `on_exception`. It may be called at any time, and more than once.
 
     def __init__(self, lr_scaling: Method | None) -> None:
         self.lr_scaling = lr_scaling
         self._changes = contextlib.ExitStack()
 
     def start(self, trainer: pl.Trainer) -> None:
-        """Adapt clipping and the loss scale to gradients at unit scale.
-
-        Changes of an earlier start are undone first.
-        """
+        """Adapt clipping and the loss scale to gradients at unit scale."""
+        # Changes of an earlier start are undone first.
         self.restore()
         if self.lr_scaling is not None:
             for optimizer in trainer.optimizers:
@@ -96,16 +93,14 @@ class RuleSettings:
 
 
 def unit_clipping(trainer: pl.Trainer) -> AbstractContextManager[None]:
-    """Convert thresholds of clipping to unit-scaled gradients within this context.
-
-    Thresholds are chosen for unscaled models, whose gradients have a global norm about 1. Gradients
-    at unit scale have RMS about 1 each, so ``N`` elements have a norm about ``sqrt(N)``. A
-    threshold of 1 would clip them in every step. A threshold ``c`` is applied as ``c * sqrt(N)``,
-    both for the norm and for single values. ``N`` counts the optimizer's elements with a gradient.
-
-    ``LightningModule.clip_gradients`` refuses a value that differs from the Trainer's. So the
-    factor is applied in ``clip_gradients`` of the precision plugin (Lightning 2.6).
-    """
+    """Convert thresholds of clipping to unit-scaled gradients within this context."""
+    # Thresholds are chosen for unscaled models, whose gradients have a global norm about 1.
+    # Gradients at unit scale have RMS about 1 each, so `N` elements have a norm about `sqrt(N)`. A
+    # threshold of 1 would clip them in every step. A threshold `c` is applied as `c * sqrt(N)`,
+    # both for the norm and for single values. `N` counts the optimizer's elements with a gradient.
+    #
+    # `LightningModule.clip_gradients` refuses a value that differs from the Trainer's. So the
+    # factor is applied in `clip_gradients` of the precision plugin (Lightning 2.6).
     plugin = trainer.precision_plugin
     clip_gradients = plugin.clip_gradients
     is_reported = False
@@ -132,12 +127,10 @@ def unit_clipping(trainer: pl.Trainer) -> AbstractContextManager[None]:
 
 
 def start_loss_scale_at_one(trainer: pl.Trainer) -> Callable[[], None]:
-    """Start the gradient scaler of ``16-mixed`` at 1 instead of 65,536.
-
-    Gradients at unit scale need no loss scale, and the default one overflows them for many steps. A
-    used scaler, or one that the user made with another scale, stays as it is. A scaler that is
-    restored from a checkpoint continues from there.
-    """
+    """Start the gradient scaler of ``16-mixed`` at 1 instead of 65,536."""
+    # Gradients at unit scale need no loss scale, and the default one overflows them for many steps.
+    # A used scaler, or one that the user made with another scale, stays as it is. A scaler that is
+    # restored from a checkpoint continues from there.
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     before = dict(scaler.state_dict()) if scaler is not None else {}
     # The state is empty if the scaler is disabled.
@@ -169,11 +162,10 @@ def _optimizers_within(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def refuse_rate_search(trainer: pl.Trainer) -> None:
-    """Refuse to search a learning rate if only the callbacks define the trained model.
-
-    Weights, factors and rates are set when the first batch starts. A search runs that batch without
-    the callbacks. It would find a rate of the unscaled model, and apply it to another one.
-    """
+    """Refuse to search a learning rate if only the callbacks define the trained model."""
+    # Weights, factors and rates are set when the first batch starts. A search runs that batch
+    # without the callbacks. It would find a rate of the unscaled model, and apply it to another
+    # one.
     callbacks = all_callbacks(trainer)
     if any(is_lightning(callback, "LearningRateFinder") for callback in callbacks):
         raise misconfigured(

@@ -112,10 +112,8 @@ def aliased_by_mutation(graph: fx.Graph) -> set[fx.Node]:
 
 
 def returned_alone(graph: fx.Graph) -> set[fx.Node]:
-    """Return the returned nodes that own their memory and share it with no other returned node.
-
-    After a graph break the step may write into such a tensor without effect on any other.
-    """
+    """Return the returned nodes that own their memory and share it with no other returned node."""
+    # After a graph break the step may write into such a tensor without effect on any other.
     roots = memory_roots(graph)
     returned = graph.output_node().all_input_nodes
     looking = Counter(roots[node] for node in returned)
@@ -210,10 +208,8 @@ def _functional(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | 
 def _same_result(
     graph: fx.Graph, node: fx.Node, target: fx.Node, replacement: tuple[Any, tuple[Any, ...], Any]
 ) -> bool:
-    """Check that the out-of-place form makes a new tensor of the same type, shape and layout.
-
-    An in-place operation keeps the type of its target where the out-of-place one promotes.
-    """
+    """Check that the out-of-place form makes a new tensor of the same type, shape and layout."""
+    # An in-place operation keeps the type of its target where the out-of-place one promotes.
     before, after = example_tensor(target), example_tensor(node)
     if before is None or after is None:
         return False

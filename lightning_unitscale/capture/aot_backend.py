@@ -128,11 +128,9 @@ def plain_kernels() -> Iterator[None]:
 
 
 def _dropped(operator: OpOverload, input: Tensor, p: float, train: bool) -> Tensor:
-    """Run torch's own dropout kernel: a fused one on a GPU, several operations on a CPU.
-
-    A CPU's kernel draws in memory order. Its draw is traced in the order of a contiguous tensor. So
-    the kernel gets a tensor whose dimensions are in memory order.
-    """
+    """Run torch's own dropout kernel: a fused one on a GPU, several operations on a CPU."""
+    # A CPU's kernel draws in memory order. Its draw is traced in the order of a contiguous tensor.
+    # So the kernel gets a tensor whose dimensions are in memory order.
     order = list(range(input.dim()))
     if input.device.type == "cpu" and not input.is_contiguous():
         order = compute_elementwise_output_logical_to_physical_perm(input)[0]
@@ -328,10 +326,8 @@ _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 
 
 def on_plain_tensors(run: Callable[..., Any], examples: Sequence[Any]) -> Callable[..., Any]:
-    """Return a function that runs ``run`` on its inputs as ordinary tensors.
-
-    Dynamo guards on classes, so the examples show which inputs are of which class.
-    """
+    """Return a function that runs ``run`` on its inputs as ordinary tensors."""
+    # Dynamo guards on classes, so the examples show which inputs are of which class.
     positions = [index for index, value in enumerate(examples) if is_python_subclass(value)]
     if not positions:
         return run

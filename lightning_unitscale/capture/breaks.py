@@ -182,10 +182,8 @@ _is_followed: dict[type, bool] = {}
 
 
 def not_followed(inputs: Any) -> str | None:
-    """Return the class of an input whose ``__torch_function__`` Dynamo does not capture.
-
-    It would be traced in pieces, with other results or errors: MONAI's ``MetaTensor``.
-    """
+    """Return the class of an input whose ``__torch_function__`` Dynamo does not capture."""
+    # It would be traced in pieces, with other results or errors: MONAI's `MetaTensor`.
     for value in tree_leaves(inputs):
         kind = type(value)
         if kind is Tensor or not isinstance(value, Tensor) or not _takes_part(kind):

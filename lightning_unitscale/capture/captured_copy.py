@@ -110,10 +110,8 @@ def set_explain(module: nn.Module) -> None:
 
 
 def explain_forward(module: nn.Module) -> str:
-    """Describe what was captured, what runs scaled or in a format, and what each pass did.
-
-    As a method of the module it is ``module.explain()``. A copy of the module explains itself.
-    """
+    """Describe what was captured, what runs scaled or in a format, and what each pass did."""
+    # As a method of the module it is `module.explain()`. A copy of the module explains itself.
     matmuls, steps = matmuls_of(module), steps_of(module)
     parts = [one.explain() for one in (matmuls, steps) if one is not None]
     return "\n\n".join(parts) or "Nothing is captured: forward runs uncaptured."
@@ -168,11 +166,9 @@ def _trace_as_if_plain(
 
 @contextlib.contextmanager
 def _as_if_plain() -> Iterator[None]:
-    """Make an export answer traced code that nothing is exported.
-
-    Hugging Face's models pass attention an explicit mask when exported, and so use another kernel,
-    with other bits, than in a run.
-    """
+    """Make an export answer traced code that nothing is exported."""
+    # Hugging Face's models pass attention an explicit mask when exported, and so use another
+    # kernel, with other bits, than in a run.
     usual = getattr(functional_export, _STATE)
 
     @contextlib.contextmanager

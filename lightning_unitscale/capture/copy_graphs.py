@@ -101,11 +101,9 @@ def names_of_line(frame: FrameType) -> tuple[str, str] | None:
 def add_placeholder(
     graph: fx.Graph, name: str, example: Tensor, *, nested: bool = False
 ) -> fx.Node:
-    """Append an input of our own after the graph's inputs.
-
-    AOTAutograd refuses an input without a source if the others have one, since it builds its
-    aliasing guards from them. So ours gets the source of a global without a guard.
-    """
+    """Append an input of our own after the graph's inputs."""
+    # AOTAutograd refuses an input without a source if the others have one, since it builds its
+    # aliasing guards from them. So ours gets the source of a global without a guard.
     placeholders = graph.find_nodes(op="placeholder")
     first = next(iter(graph.nodes))
     with graph.inserting_after(placeholders[-1]) if placeholders else graph.inserting_before(first):
@@ -133,11 +131,9 @@ def fake_mode_of(graph: fx.Graph) -> contextlib.AbstractContextManager[Any]:
 
 
 def stand_ins(mode: Any, arguments: list[fx.Node]) -> tuple[Any, dict[fx.Node, Any]]:
-    """Return stand-ins for arguments, with their own memory, and the fake mode to run them in.
-
-    Symbolic sizes become the numbers of the capture where these are known, since an operator takes
-    up to a hundred times as long with symbols.
-    """
+    """Return stand-ins for arguments, with their own memory, and the fake mode to run them in."""
+    # Symbolic sizes become the numbers of the capture where these are known, since an operator
+    # takes up to a hundred times as long with symbols.
     if mode not in _IN_NUMBERS:  # making one is slow
         _IN_NUMBERS[mode] = FakeTensorMode(allow_non_fake_inputs=mode.allow_non_fake_inputs)
     in_numbers = _IN_NUMBERS[mode]

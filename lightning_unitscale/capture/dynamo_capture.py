@@ -75,11 +75,9 @@ class CapturedGraph:
     inputs: tuple[GraphInput, ...]
 
     def roots(self) -> dict[str, str]:
-        """Map each module variable of the captured code to its path in the whole module.
-
-        After a graph break a submodule's ``forward`` is captured by itself, with the submodule as
-        its ``self``. Its parameters identify it.
-        """
+        """Map each module variable of the captured code to its path in the whole module."""
+        # After a graph break a submodule's `forward` is captured by itself, with the submodule as
+        # its `self`. Its parameters identify it.
         roots: dict[str, str] = {}
         for graph_input in self.inputs:
             keys = _KEY.findall(graph_input.source)
@@ -115,11 +113,9 @@ def compile_function(function: Callable[..., Any], backend: Backend) -> Callable
 
 
 def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the same function, or method, with a code object of its own.
-
-    Dynamo stores compiled code, and whether it has given up, with the code object. Another module
-    of the class that the user compiles would share both, and its recompile limit.
-    """
+    """Return the same function, or method, with a code object of its own."""
+    # Dynamo stores compiled code, and whether it has given up, with the code object. Another module
+    # of the class that the user compiles would share both, and its recompile limit.
     plain = getattr(function, "__func__", function)
     if not isinstance(plain, types.FunctionType):
         return function
@@ -195,16 +191,13 @@ def is_compiled(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def capture_settings(*, passes_over: bool = False) -> Iterator[None]:
-    """Set Dynamo's options under which a step is captured and its captures are found.
-
-    With ``passes_over`` a function runs uncaptured if Dynamo itself fails on it, or if it is
-    captured too often. Without it both are errors.
-
-    ``optimize_ddp`` would cut the graph at DDP's buckets before the backend sees it. The same
-    tensor would then have another name with and without DDP. ``allow_rnn`` takes recurrent kernels
-    into the graph as single operations. Without it Dynamo gives up on every frame that mentions an
-    ``nn.GRU``.
-    """
+    """Set Dynamo's options under which a step is captured and its captures are found."""
+    # With `passes_over` a function runs uncaptured if Dynamo itself fails on it, or if it is
+    # captured too often. Without it both are errors.
+    # `optimize_ddp` would cut the graph at DDP's buckets before the backend sees it. The same
+    # tensor would then have another name with and without DDP. `allow_rnn` takes recurrent kernels
+    # into the graph as single operations. Without it Dynamo gives up on every frame that mentions
+    # an `nn.GRU`.
     convert = telling(convert_frame.ConvertFrame.__call__)
     if passes_over:
         convert = passing_over(convert)

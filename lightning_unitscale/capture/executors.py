@@ -105,11 +105,9 @@ def execute_with(
 
 
 def _run_op_by_op(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Return a function that runs a graph of AOTAutograd by the kernels of its operators.
-
-    A kernel's result may have another layout than its meta function returns, as the gradient of
-    softplus does. A view of it may then need a copy, as in an uncaptured backward pass.
-    """
+    """Return a function that runs a graph of AOTAutograd by the kernels of its operators."""
+    # A kernel's result may have another layout than its meta function returns, as the gradient of
+    # softplus does. A view of it may then need a copy, as in an uncaptured backward pass.
     graph = graph_module.graph
     for view in (aten.view.default, aten._unsafe_view.default):
         for node in graph.find_nodes(op="call_function", target=view):
@@ -187,12 +185,10 @@ class CheckpointNotKept(Exception):
 
 
 def refuse_checkpoints(graph_module: fx.GraphModule, inputs: Sequence[GraphInput]) -> None:
-    """Refuse a graph with a checkpoint whose meaning in torch a plan does not keep.
-
-    A plan recomputes what a checkpoint would, and keeps no other effect of torch's there. Torch
-    gives no gradient to a reentrant checkpoint whose inputs need none, updates BatchNorm's
-    statistics twice, and draws new random numbers if their state is not kept.
-    """
+    """Refuse a graph with a checkpoint whose meaning in torch a plan does not keep."""
+    # A plan recomputes what a checkpoint would, and keeps no other effect of torch's there. Torch
+    # gives no gradient to a reentrant checkpoint whose inputs need none, updates BatchNorm's
+    # statistics twice, and draws new random numbers if their state is not kept.
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     own = {
         node

@@ -105,16 +105,14 @@ def current_autograd_function() -> Any:
 
 
 class SimulatedDevice(FakeTensorMode):
-    """Mode in which nothing is computed. The user's constants become fake by themselves.
+    """Mode in which nothing is computed. The user's constants become fake by themselves."""
 
-    C++ needs a stream and a queue for the device of every tensor in autograd, and ends the process
-    if the device has no driver. So C++ sees ``cpu:0``. Tensors that it makes there are made on the
-    simulated device, which Python code sees. With a CPU's queue the backward pass runs in the
-    calling thread, where dispatch modes see it.
-
-    A single random number on the CPU is the middle of its range, since programs branch on it:
-    layers that are dropped with a probability below one half stay, which needs the most memory.
-    """
+    # C++ needs a stream and a queue for the device of every tensor in autograd, and ends the
+    # process if the device has no driver. So C++ sees `cpu:0`. Tensors that it makes there are made
+    # on the simulated device, which Python code sees. With a CPU's queue the backward pass runs in
+    # the calling thread, where dispatch modes see it.
+    # A single random number on the CPU is the middle of its range, since programs branch on it:
+    # layers that are dropped with a probability below one half stay, which needs the most memory.
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -151,12 +149,10 @@ _MIDDLES: dict[Any, Callable[[Any], float]] = {
 def simulating(
     device: torch.device, capability: tuple[int, int] = _COMPUTE_CAPABILITY
 ) -> Iterator[None]:
-    """Make Python code see the simulated device as if it existed.
-
-    Without a GPU, torch turns its autocast off with a warning, and C++ sees no tensors on it. So
-    the CPU's autocast runs instead, with the requested type. ``memory/gpu_kernels.py`` corrects
-    the differences.
-    """
+    """Make Python code see the simulated device as if it existed."""
+    # Without a GPU, torch turns its autocast off with a warning, and C++ sees no tensors on it. So
+    # the CPU's autocast runs instead, with the requested type. `memory/gpu_kernels.py` corrects the
+    # differences.
     if device.type == "cpu":
         yield
         return
@@ -227,10 +223,9 @@ def run_backward(roots: Sequence[Tensor]) -> None:
 
 
 class FakeScalars(TorchDispatchMode):
-    """Mode that makes up the value of a fake tensor, since optimizers read their step count.
+    """Mode that makes up the value of a fake tensor, since optimizers read their step count."""
 
-    Their allocations do not depend on it. It is neither 0 nor 1, since they may divide by it.
-    """
+    # Their allocations do not depend on it. It is neither 0 nor 1, since they may divide by it.
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

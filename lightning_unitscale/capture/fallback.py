@@ -56,11 +56,10 @@ class StaysPlain(BaseException):
 
 
 class Fallback:
-    """Decision whether the calls of a captured step run the user's own method.
+    """Decision whether the calls of a captured step run the user's own method."""
 
-    Steps that rules scale never do, since that would be another model. Until the rules have changed
-    the module, they may.
-    """
+    # Steps that rules scale never do, since that would be another model. Until the rules have
+    # changed the module, they may.
 
     def __init__(
         self, step: StepState, capturing: Callable[[], AbstractContextManager[None]]
@@ -221,11 +220,10 @@ class Fallback:
 
 
 class Trial:
-    """Record of a step's call by which it is undone, as if it had not begun.
+    """Record of a step's call by which it is undone, as if it had not begun."""
 
-    Covered: random states, gradients, and everything in a module but its parameters. A copy of the
-    parameters might not fit, so a call that has changed one cannot be undone.
-    """
+    # Covered: random states, gradients, and everything in a module but its parameters. A copy of
+    # the parameters might not fit, so a call that has changed one cannot be undone.
 
     def __init__(self, module: nn.Module, *arguments: Any, keep: Collection[str] = ()) -> None:
         self._module = module

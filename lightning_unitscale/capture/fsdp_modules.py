@@ -363,11 +363,9 @@ def _shared(several: Sequence[tuple[ShardedPart, ...]]) -> tuple[ShardedPart, ..
 
 
 def _sink(graph: fx.Graph, owners: dict[fx.Node, ShardedPart]) -> None:
-    """Move a pass's operations on a parameter from the start of a graph to its first reader.
-
-    FSDP reduces the gradients of a part once its operations have had their backward pass.
-    Operations that ran before the part was entered come later.
-    """
+    """Move a pass's operations on a parameter from the start of a graph to its first reader."""
+    # FSDP reduces the gradients of a part once its operations have had their backward pass.
+    # Operations that ran before the part was entered come later.
     for parameter in graph.find_nodes(op="placeholder"):
         if parameter not in owners:
             continue

@@ -93,11 +93,10 @@ def tensor_name(node: fx.Node) -> str:
 
 
 class Names:
-    """Names of nodes, unique within a step and the same in every recompilation.
+    """Names of nodes, unique within a step and the same in every recompilation."""
 
-    A step may hold several graphs. Names are ``module path.op``, then an ordinal within the graph.
-    If another frame has taken a name already, the frame's ordinal is added.
-    """
+    # A step may hold several graphs. Names are `module path.op`, then an ordinal within the graph.
+    # If another frame has taken a name already, the frame's ordinal is added.
 
     def __init__(self) -> None:
         self._frames: dict[tuple[int, tuple[str, ...]], int] = {}

@@ -95,11 +95,9 @@ def _is_distributed(tensor: Tensor) -> bool:
 
 
 def stored_elements(tensor: Tensor) -> Tensor:
-    """Return the elements that a tensor stores, as a dense tensor.
-
-    For a distributed tensor these are this rank's elements. Partial sums are added up, which all
-    ranks must do together.
-    """
+    """Return the elements that a tensor stores, as a dense tensor."""
+    # For a distributed tensor these are this rank's elements. Partial sums are added up, which all
+    # ranks must do together.
     if _is_distributed(tensor) and any(p.is_partial() for p in tensor.placements):  # type: ignore[attr-defined]
         with torch.inference_mode(False), torch.no_grad():
             tensor = tensor.full_tensor()  # type: ignore[attr-defined]

@@ -157,10 +157,9 @@ class Recaptures:
 
 
 class SecondCapture:
-    """Decision, once per step, whether it is captured again.
+    """Decision, once per step, whether it is captured again."""
 
-    Steps with passes never are, since measurements and units refer to their parts.
-    """
+    # Steps with passes never are, since measurements and units refer to their parts.
 
     def __init__(self, owner: ModuleState) -> None:
         self._owner = owner

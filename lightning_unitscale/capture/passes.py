@@ -180,11 +180,9 @@ def run_passes(
     graph_index: int,
     out_of_place: bool = False,
 ) -> list[PassRecord]:
-    """Run the passes in the order of their phases, and equal phases in the given order.
-
-    Passes of phase ``OBSERVE`` run on the observed variant only. If a pass or the caller asks for
-    it, in-place operations are replaced first, in every region.
-    """
+    """Run the passes in the order of their phases, and equal phases in the given order."""
+    # Passes of phase `OBSERVE` run on the observed variant only. If a pass or the caller asks for
+    # it, in-place operations are replaced first, in every region.
     due = sorted(
         (
             graph_pass

@@ -184,12 +184,10 @@ _LOGGER_QUESTIONS = frozenset({"isEnabledFor", "getEffectiveLevel", "hasHandlers
 
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Let compiler hints and log messages of installed packages break no graph.
-
-    Hints do nothing. The hooks for checkpointed blocks do nothing in a function that is captured as
-    one graph. A library's message without tensors is logged while Dynamo traces. The user's own
-    messages still break the graph, since they must appear at each step.
-    """
+    """Let compiler hints and log messages of installed packages break no graph."""
+    # Hints do nothing. The hooks for checkpointed blocks do nothing in a function that is captured
+    # as one graph. A library's message without tensors is logged while Dynamo traces. The user's
+    # own messages still break the graph, since they must appear at each step.
     call = symbolic_convert.InstructionTranslatorBase.call_function
     log = LoggingLoggerVariable.call_method
 

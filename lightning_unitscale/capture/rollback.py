@@ -29,13 +29,11 @@ _REGISTERED = frozenset(
 
 @contextlib.contextmanager
 def restoring(module: nn.Module, *, parameters: bool = True) -> Iterator[None]:
-    """Undo, on leaving, the effects of a step on its module and on random numbers.
-
-    Covered: random states of torch on the module's devices, of Python and of NumPy; buffers; the
-    Python attributes of every submodule and parameter, with the containers, arrays, tensors and
-    random generators in them. A lazy module waits for its first call again. State elsewhere
-    (objects of the user's own classes, globals, iterators) stays changed.
-    """
+    """Undo, on leaving, the effects of a step on its module and on random numbers."""
+    # Covered: random states of torch on the module's devices, of Python and of NumPy; buffers; the
+    # Python attributes of every submodule and parameter, with the containers, arrays, tensors and
+    # random generators in them. A lazy module waits for its first call again. State elsewhere
+    # (objects of the user's own classes, globals, iterators) stays changed.
     with contextlib.ExitStack() as undo:
         for restore in _restorers(module, parameters=parameters):
             undo.callback(restore)
@@ -225,11 +223,9 @@ def _identities(container: Any) -> list[int]:
 
 
 def detached_copy(value: Any, memo: dict[int, Any] | None = None) -> Any:
-    """Return a deep copy whose tensors are leaves of autograd's graph.
-
-    ``copy.deepcopy`` takes only tensors that the user has made, and subclasses only if they support
-    it. A tensor computed by another part of a program is neither.
-    """
+    """Return a deep copy whose tensors are leaves of autograd's graph."""
+    # `copy.deepcopy` takes only tensors that the user has made, and subclasses only if they support
+    # it. A tensor computed by another part of a program is neither.
     with _Leaves():
         return copy.deepcopy(value, memo)
 

@@ -96,10 +96,9 @@ _Call = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 
 class _Recorder:
-    """Replacement for a method, or for a list that is empty before every step.
+    """Replacement for a method, or for a list that is empty before every step."""
 
-    Dynamo traces an ordinary append, and guards on nothing that changes.
-    """
+    # Dynamo traces an ordinary append, and guards on nothing that changes.
 
     def __init__(self, name: str, calls: list[_Call]) -> None:
         self.name = name
@@ -118,10 +117,8 @@ class _Recorder:
 
 
 def _as_it_is(value: Any) -> Any:
-    """Copy a value so that the rest of the step cannot change it, except a metric's state.
-
-    A plain function over plain dictionaries, which Dynamo traces without a break.
-    """
+    """Copy a value so that the rest of the step cannot change it, except a metric's state."""
+    # A plain function over plain dictionaries, which Dynamo traces without a break.
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
@@ -161,11 +158,9 @@ class UntracedCalls:
 
 @contextlib.contextmanager
 def plain_forward(module: nn.Module) -> Iterator[None]:
-    """Remove ``forward`` from the instance in this context, if it is the class's own anyway.
-
-    Lightning sets it there under DDP. Dynamo would find it, and all that it calls, at another place
-    than in the rehearsal outside of DDP. Then the tensors would have other names.
-    """
+    """Remove ``forward`` from the instance in this context, if it is the class's own anyway."""
+    # Lightning sets it there under DDP. Dynamo would find it, and all that it calls, at another
+    # place than in the rehearsal outside of DDP. Then the tensors would have other names.
     attributes = module.__dict__
     forward = attributes.get("forward")
     is_own = getattr(forward, "__self__", None) is module and (
@@ -211,14 +206,12 @@ class _Untraced:
 def only_appended_to(
     module: nn.Module, step: Callable[..., Any], names: Collection[str]
 ) -> set[str]:
-    """Return the named attributes that a step only appends to.
-
-    The code of a step is found by the names that it mentions, from the step and every ``forward``
-    on. It includes methods of the module, of its submodules and of their objects, functions, and
-    Python modules. Installed packages do not use a user's lists, except those that define the
-    module's classes. If a step runs optimizers, the result is empty, since their hooks may read
-    anything.
-    """
+    """Return the named attributes that a step only appends to."""
+    # The code of a step is found by the names that it mentions, from the step and every `forward`
+    # on. It includes methods of the module, of its submodules and of their objects, functions, and
+    # Python modules. Installed packages do not use a user's lists, except those that define the
+    # module's classes. If a step runs optimizers, the result is empty, since their hooks may read
+    # anything.
     if not names or not getattr(module, "automatic_optimization", True):
         return set()
     mentions = {

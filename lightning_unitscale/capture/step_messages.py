@@ -19,10 +19,9 @@ NO_REASON = (
 
 
 class CaptureError(RuntimeError):
-    """Error about a step, or a forward, that must be captured as a graph and cannot be.
+    """Error about a step, or a forward, that must be captured as a graph and cannot be."""
 
-    Its text is three sentences: what breaks the graph and where, why, and what to do.
-    """
+    # Its text is three sentences: what breaks the graph and where, why, and what to do.
 
     def __init__(self, text: str, reason: str) -> None:
         # Its arguments are set before, since Dynamo does not trace the base class's ``__init__``.

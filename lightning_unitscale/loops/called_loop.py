@@ -207,10 +207,8 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def stepping_optimizers(optimizer: Any) -> list[Any]:
-    """Return the stepping optimizers of one or several, which other packages may have wrapped.
-
-    These are torch's own optimizers if there are any, and otherwise objects with a ``step``.
-    """
+    """Return the stepping optimizers of one or several, which other packages may have wrapped."""
+    # These are torch's own optimizers if there are any, and otherwise objects with a `step`.
     given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     found = []
     for item in given:
@@ -246,7 +244,6 @@ class OptimizerSteps:
         # Where a parameter was found last: its group and index, its owner in the module, its name.
         # This saves a search through thousands of parameters in every step.
         self._found: WeakKeyDictionary[Any, tuple[int, int, nn.Module, str]] = WeakKeyDictionary()
-        # The parameters of each optimizer in which none of the module was found.
 
     def end_with(self, optimizer: Any) -> bool:
         """Check whether a step of an optimizer ends a training step."""

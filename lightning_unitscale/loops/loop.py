@@ -240,12 +240,10 @@ def _what_it_is(callback: Any) -> str:
 
 
 def leaving_after(owners: Iterable[Any], leave: Callable[[], None], *, always: bool) -> ExitStack:
-    """Call ``leave`` after other callbacks' ``on_exception``, until the context is closed.
-
-    Lightning calls ``on_exception`` of each callback in turn, and of none after one that raises.
-    Its searches for a learning rate and for a batch size remove the callbacks while they run. The
-    former does not restore them when it fails.
-    """
+    """Call ``leave`` after other callbacks' ``on_exception``, until the context is closed."""
+    # Lightning calls `on_exception` of each callback in turn, and of none after one that raises.
+    # Its searches for a learning rate and for a batch size remove the callbacks while they run. The
+    # former does not restore them when it fails.
 
     def run(method: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         with ExitStack() as leaving:

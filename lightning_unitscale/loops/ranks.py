@@ -65,10 +65,8 @@ def broadcast(own: _Value, source: int, group: dist.ProcessGroup | None = None) 
 
 @contextlib.contextmanager
 def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Raise a ``ValueError`` of one rank on all ranks, at the end of this context.
-
-    Otherwise the others would wait for that rank in their next collective.
-    """
+    """Raise a ``ValueError`` of one rank on all ranks, at the end of this context."""
+    # Otherwise the others would wait for that rank in their next collective.
     problem = ""
     try:
         yield

@@ -1,4 +1,4 @@
-"""Identify autograd nodes across the threads that create and run them.
+"""Walk autograd's graph, and identify its nodes across the threads that create and run them.
 
 ``torch._C._autograd._get_sequence_nr`` numbers nodes per thread. The engine's threads create nodes
 too, of recomputed checkpoints and double backwards, and number them from zero. So a number alone
@@ -9,7 +9,8 @@ dictionary lives as long as the node.
 passes it to the threads that run a backward pass for this thread. Leave no value there, because a
 thread that ends would wait for the interpreter. Torch 2.11 cannot remove a value and releases a
 reference that it never took. ``torch._C._functions.AccumulateGrad`` is the node of a leaf.
-Checked on torch 2.13 and 2.11.
+The engine's ``queue_callback`` ends the backward passes of DDP and FSDP as well. Checked on torch
+2.13 and 2.11.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ import ctypes
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_unitscale.matmuls.torch_internals import last_sequence_number, sequence_number
@@ -164,3 +167,25 @@ class HandedOn(Generic[T]):
             yield
         finally:
             self.set(before)
+
+
+def autograd_operations(roots: Iterable[Any], stop: Container[Any] = ()) -> Iterator[Any]:
+    """Yield the operations of autograd's graph below some roots, each once, the nearest first."""
+    pending = deque(
+        operation
+        for operation in dict.fromkeys(roots)
+        if operation is not None and operation not in stop
+    )
+    seen = set(pending)
+    while pending:
+        operation = pending.popleft()
+        yield operation
+        for source, _ in operation.next_functions:
+            if source is not None and source not in seen and source not in stop:
+                seen.add(source)
+                pending.append(source)
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call a function when the running backward pass has added up all gradients of its leaves."""
+    Variable._execution_engine.queue_callback(callback)

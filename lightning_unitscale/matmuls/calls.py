@@ -18,10 +18,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_unitscale.capture.autograd_graph import autograd_operations
 from lightning_unitscale.capture.operators import MatmulRule, Sources, is_turned
 from lightning_unitscale.matmuls.autograd_nodes import (
     NodeKey,
+    autograd_operations,
     calling_thread,
     keys_of,
     latest_key,

@@ -22,9 +22,9 @@ from lightning_unitscale.capture.flops import Formula
 from lightning_unitscale.capture.graph_nodes import tensors_in
 from lightning_unitscale.capture.operators import RULES, UNREACHED
 from lightning_unitscale.functional.rules import hint_of
-from lightning_unitscale.memory.cpu_workspace import by_operator
-from lightning_unitscale.memory.gpus import GPU
-from lightning_unitscale.memory.workspace import workspace_bytes
+from lightning_unitscale.memory.cpu_workspace import by_operator, cpu_workspace_bytes
+from lightning_unitscale.memory.cuda_workspace import cuda_workspace_bytes
+from lightning_unitscale.memory.gpus import DEFAULT_GPU, GPU
 
 aten = torch.ops.aten
 # Assumed for an unknown size, such as a number of rows that depends on values.
@@ -217,3 +217,12 @@ _FORMULAS = by_operator(
 _UNWRITTEN = frozenset(
     {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
 )
+
+
+def workspace_bytes(
+    function: Any, args: Sequence[Any], result: Any, device: str, gpu: GPU | None = None
+) -> int:
+    """Return the most bytes alive in one call of an operator beyond its arguments and results."""
+    if device == "cuda":
+        return cuda_workspace_bytes(gpu or DEFAULT_GPU, function, args, result)
+    return cpu_workspace_bytes(function, args, result) if device == "cpu" else 0

@@ -22,11 +22,59 @@ from lightning_unitscale.capture.graph_nodes import call
 from lightning_unitscale.memory.gpu_attention import attention
 from lightning_unitscale.memory.gpu_recurrent import RECURRENT
 from lightning_unitscale.memory.gpus import GPU
-from lightning_unitscale.memory.single_kernels import SINGLE_KERNELS
 
 Call = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
+
+
+class _Activation(torch.autograd.Function):
+    """An elementwise function of which autograd saves the input."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, operator: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.save_for_backward(input)
+        return operator(input)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (input,) = ctx.saved_tensors
+        return torch.empty_like(input), None
+
+
+class _InPlace(_Activation):
+    """An elementwise function in place, for which autograd saves a copy of the input."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, operator: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.save_for_backward(input.clone())
+        ctx.mark_dirty(input)
+        return operator(input)
+
+
+def _activation(
+    function: Callable[..., Tensor],
+    operator: Callable[[Tensor], Tensor],
+    in_place: Callable[[Tensor], Tensor],
+) -> Callable[..., Tensor]:
+    def run(input: Tensor, inplace: bool = False) -> Tensor:
+        if not (torch.is_grad_enabled() and input.requires_grad):
+            return function(input, inplace)
+        result: Tensor = (
+            _InPlace.apply(input, in_place) if inplace else _Activation.apply(input, operator)
+        )
+        return result
+
+    return run
+
+
+# Functions in place of torch's. `silu_backward` and `mish_backward` are one kernel each, with a
+# composite definition beside it (`native_functions.yaml`). Dispatch modes see the operators of the
+# composite one, whose intermediate results no real step allocates.
+SINGLE_KERNELS: dict[Any, Callable[..., Tensor]] = {
+    F.silu: _activation(F.silu, aten.silu, aten.silu_),
+    F.mish: _activation(F.mish, aten.mish, aten.mish_),
+}
 
 
 def calls_of(gpu: GPU | None) -> Call:

@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_unitscale.capture.autograd_graph import after_backward, autograd_operations
 from lightning_unitscale.capture.graph_nodes import tensors_in
+from lightning_unitscale.matmuls.autograd_nodes import after_backward, autograd_operations
 from lightning_unitscale.matmuls.calls import leave_graph
 from lightning_unitscale.matmuls.session import run_inside
 from lightning_unitscale.matmuls.sites import frames

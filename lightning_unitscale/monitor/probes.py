@@ -254,11 +254,9 @@ class ScaleProbes(GraphPass):
 
 
 def _is_gathered(node: fx.Node) -> bool:
-    """Return whether the gradients of several readers of an input meet outside of the graph.
-
-    A probe would add up those of this graph first: with a reader in another graph of the step, that
-    is another order. The gradient of the whole is measured where the tensor was made.
-    """
+    """Return whether the gradients of several readers of an input meet outside of the graph."""
+    # A probe would add up those of this graph first: with a reader in another graph of the step,
+    # that is another order. The gradient of the whole is measured where the tensor was made.
     described: GraphInput | None = node.meta.get(INPUT)
     return described is not None and described.kind == "input" and len(node.users) > 1
 
@@ -317,10 +315,8 @@ def snapshot_of(
     grad_scale: float,
     rows: Tensor,
 ) -> ScaleSnapshot:
-    """Return the snapshot of measured rows on the host. Rows of the same tensor are merged.
-
-    The rows of the values come first, then those of the gradients. The rows are changed in place.
-    """
+    """Return the snapshot of measured rows on the host. Rows of the same tensor are merged."""
+    # The rows of the values come first, then those of the gradients. The rows are changed in place.
     measured = layout.measured
     forward, backward = rows.chunk(2)
     # A slot that no gradient reached holds zeros, and a real row has elements.

@@ -213,11 +213,10 @@ class _GradientHook:
 
 
 class Gradients:
-    """The measurement of gradients when they are complete, before the backward pass continues.
+    """The measurement of gradients when they are complete, before the backward pass continues."""
 
-    Hooks are on the autograd node, since the tensor belongs to the user. They run after all hooks
-    of the tensor itself, whatever their order.
-    """
+    # Hooks are on the autograd node, since the tensor belongs to the user. They run after all hooks
+    # of the tensor itself, whatever their order.
 
     def __init__(self, measuring: Measuring) -> None:
         self._measuring = measuring
@@ -226,11 +225,9 @@ class Gradients:
         self._leaf_nodes: dict[int, Any] = {}
 
     def begin(self, parameters: Iterable[Tensor]) -> None:
-        """Create the autograd nodes of parameters, as a step does when it reads them.
-
-        Creating them within the step would change the numbers of all later nodes, which identify
-        the matmuls of a backward pass.
-        """
+        """Create the autograd nodes of parameters, as a step does when it reads them."""
+        # Creating them within the step would change the numbers of all later nodes, which identify
+        # the matmuls of a backward pass.
         # A helper may read a parameter in inference mode before the model does.
         with unseen(), torch.inference_mode(False), torch.enable_grad():
             for leaf in parameters:
@@ -270,13 +267,12 @@ class Gradients:
 
 
 class RunningFunction:
-    """A function that a step calls, with the arguments that matmuls read and their units.
+    """A function that a step calls, with the arguments that matmuls read and their units."""
 
-    Before the dispatcher runs the matmul of a function, torch may cast its arguments (autocast also
-    caches the cast weight for the next call), or transpose, expand, copy or scale them. The
-    dispatcher then sees another tensor, perhaps in other memory. Its autograd graph leads back to
-    the argument. Without a graph, its size identifies the argument.
-    """
+    # Before the dispatcher runs the matmul of a function, torch may cast its arguments (autocast
+    # also caches the cast weight for the next call), or transpose, expand, copy or scale them. The
+    # dispatcher then sees another tensor, perhaps in other memory. Its autograd graph leads back to
+    # the argument. Without a graph, its size identifies the argument.
 
     def __init__(
         self,

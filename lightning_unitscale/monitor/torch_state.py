@@ -49,10 +49,8 @@ PLAIN_TYPES = (Tensor, Parameter)
 
 
 def unseen() -> AbstractContextManager[Any]:
-    """Hide torch's computations from all modes and tensor subclasses within this context.
-
-    A selective checkpoint, for example, counts every operation that it sees run.
-    """
+    """Hide torch's computations from all modes and tensor subclasses within this context."""
+    # A selective checkpoint, for example, counts every operation that it sees run.
     # Entered for every row: without modes nothing more is made for it.
     return _unseen_by_modes() if is_watched() else plain_functions()
 
@@ -64,11 +62,9 @@ def _unseen_by_modes() -> Iterator[None]:
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Check whether a tensor has statistics: real floating-point numbers in strided memory.
-
-    Fake tensors, tensors within ``torch.func``, batched gradients of ``torch.autograd.grad`` and
-    tensors of a CUDA graph that is being recorded have none.
-    """
+    """Check whether a tensor has statistics: real floating-point numbers in strided memory."""
+    # Fake tensors, tensors within `torch.func`, batched gradients of `torch.autograd.grad` and
+    # tensors of a CUDA graph that is being recorded have none.
     if type(tensor) not in PLAIN_TYPES:
         tensor = local_part(tensor)
         if type(tensor).__torch_dispatch__ is not _PLAIN_DISPATCH:
@@ -103,10 +99,8 @@ def is_transformed() -> bool:
 def running_again_by(
     run_again: Callable[..., Any], is_own: Callable[[int], bool]
 ) -> Iterator[None]:
-    """Recompute our own reentrant checkpoints by a function within this context.
-
-    A checkpoint is recognized as ours by identity, after its first run.
-    """
+    """Recompute our own reentrant checkpoints by a function within this context."""
+    # A checkpoint is recognized as ours by identity, after its first run.
     run = CheckpointFunction.forward
 
     @staticmethod  # type: ignore[misc]
@@ -139,10 +133,8 @@ def in_force(mode: TorchFunctionMode) -> Iterator[None]:
 
 @contextlib.contextmanager
 def answering_as_without(mode: TorchFunctionMode) -> Iterator[None]:
-    """Make ``has_torch_function`` ignore a mode within this context.
-
-    Otherwise ``nn.TransformerEncoderLayer`` and ``nn.MultiheadAttention`` use another algorithm.
-    """
+    """Make ``has_torch_function`` ignore a mode within this context."""
+    # Otherwise `nn.TransformerEncoderLayer` and `nn.MultiheadAttention` use another algorithm.
     original = torch.overrides.has_torch_function
 
     def has_torch_function(relevant_args: Any) -> bool:
@@ -160,10 +152,8 @@ def answering_as_without(mode: TorchFunctionMode) -> Iterator[None]:
 def outside_of_compiled_code(
     mode: TorchFunctionMode, see: Callable[[FrameType, range], None]
 ) -> Iterator[None]:
-    """Remove a mode while user-compiled code runs, within this context.
-
-    Dynamo would recompile with a mode that it has not seen before.
-    """
+    """Remove a mode while user-compiled code runs, within this context."""
+    # Dynamo would recompile with a mode that it has not seen before.
     original = vars(torch._dynamo.eval_frame)[_AROUND_COMPILED]
     running: list[tuple[FrameType, list[TorchFunctionMode], int]] = []
 

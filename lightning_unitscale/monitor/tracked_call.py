@@ -301,11 +301,9 @@ def _how_made(
 
 
 def _use_of(function: Any, frame: FrameType | None, top: CodeType) -> _Use:
-    """Find out what a caller, below the code that calls the step, does with a torch function.
-
-    As Dynamo names the nodes of a graph, variables are the first ones, also of a caller to whom the
-    results are returned.
-    """
+    """Find out what a caller, below the code that calls the step, does with a torch function."""
+    # As Dynamo names the nodes of a graph, variables are the first ones, also of a caller to whom
+    # the results are returned.
     own, first = getattr(function, "__code__", None), ""
     while frame is not None and frame.f_code is not top:
         code = frame.f_code

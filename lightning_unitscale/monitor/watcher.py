@@ -61,11 +61,10 @@ class CalledMethod(StandIn):
 
 
 class StepWatcher:
-    """A watcher that runs the calls of a step and makes snapshots of them.
+    """A watcher that runs the calls of a step and makes snapshots of them."""
 
-    Nothing is captured and nothing is attached to the module: a torch function mode of this thread
-    sees the functions that a call uses, and hooks on autograd nodes see the gradients.
-    """
+    # Nothing is captured and nothing is attached to the module: a torch function mode of this
+    # thread sees the functions that a call uses, and hooks on autograd nodes see the gradients.
 
     call_type: type[WatchedCall] = WatchedCall
 

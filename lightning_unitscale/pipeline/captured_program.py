@@ -148,10 +148,8 @@ def _describe(
 def returnable_method(
     module: nn.Module, name: str, left_out: list[str] | None = None
 ) -> Callable[..., Any]:
-    """Return a method that keeps only those values of a mapping that a graph can return.
-
-    Hugging Face models return a cache object by default. Training does not need it.
-    """
+    """Return a method that keeps only those values of a mapping that a graph can return."""
+    # Hugging Face models return a cache object by default. Training does not need it.
     if name in module.__dict__:
         return module.__dict__[name]
     method = getattr(type(module), name)
@@ -288,11 +286,9 @@ def example_outputs(base: fx.GraphModule) -> list[Any]:
 def loss_position(
     step: CapturedStep, call: GraphCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> int | None:
-    """Return the position of the loss among the outputs of a step's graph.
-
-    The loss is the only output with a gradient. If there are several, the step runs once on
-    stand-ins for them and returns the loss.
-    """
+    """Return the position of the loss among the outputs of a step's graph."""
+    # The loss is the only output with a gradient. If there are several, the step runs once on
+    # stand-ins for them and returns the loss.
     if len(call.differentiable) == 1:
         return call.differentiable[0]
     outputs = example_outputs(call.graph.base)

@@ -122,11 +122,9 @@ def cut_by(program: Program, policy: SplitPolicy | None) -> None:
 
 
 def assign_stages(graph_module: fx.GraphModule) -> tuple[dict[fx.Node, int], int]:
-    """Return the stage of each operation, and the number of stages.
-
-    Some regions cannot be cut: from the first to the last write into a tensor, or a ``vmap``. A
-    mark in such a region takes effect after it.
-    """
+    """Return the stage of each operation, and the number of stages."""
+    # Some regions cannot be cut: from the first to the last write into a tensor, or a `vmap`. A
+    # mark in such a region takes effect after it.
     for name, nested in graph_module.named_modules():
         is_graph = name and isinstance(nested, fx.GraphModule)
         if is_graph and any(map(is_mark, nested.graph.nodes)):

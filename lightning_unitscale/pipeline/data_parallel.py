@@ -45,10 +45,8 @@ class Replicas:
 
     @torch.no_grad()
     def average(self, parameters: Mapping[str, nn.Parameter], steppers: Mapping[str, int]) -> None:
-        """Average the gradients for all pipelines, or only for the one that steps the parameter.
-
-        A missing gradient counts as zero if another pipeline has one.
-        """
+        """Average the gradients for all pipelines, or only for the one that steps the parameter."""
+        # A missing gradient counts as zero if another pipeline has one.
         for stepper, bucket in _buckets(self._present(parameters, steppers), steppers):
             gradients = [
                 torch.zeros_like(param) if param.grad is None else param.grad for param in bucket
@@ -120,12 +118,11 @@ def _fill(tensors: Sequence[Tensor], flat: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Grid:
-    """The ranks as a table: a column is a pipeline, a row has the same stages of every pipeline.
+    """The ranks as a table: a column is a pipeline, a row has the same stages of every pipeline."""
 
-    Rank ``r`` of ``N`` pipelines is in row ``r // N`` and column ``r % N``. Ranks of a row exchange
-    gradients. They are adjacent, so they share a machine if they fit. Only the few values between
-    two stages travel between machines.
-    """
+    # Rank `r` of `N` pipelines is in row `r // N` and column `r % N`. Ranks of a row exchange
+    # gradients. They are adjacent, so they share a machine if they fit. Only the few values between
+    # two stages travel between machines.
 
     # The ranks of this rank's pipeline. ``None`` means all.
     pipeline: dist.ProcessGroup | None
@@ -235,12 +232,10 @@ class GridStrategy(DDPStrategy):
 
     @contextlib.contextmanager
     def order_of_loaders(self, trainer: pl.Trainer) -> Iterator[None]:
-        """Keep the order of a single pipeline's training data within this context.
-
-        For several devices, Lightning replaces the sampler of the training data by one that always
-        shuffles. The ranks of one pipeline read the same data, so we keep the loader's order.
-        Several pipelines divide the data as DDP does.
-        """
+        """Keep the order of a single pipeline's training data within this context."""
+        # For several devices, Lightning replaces the sampler of the training data by one that
+        # always shuffles. The ranks of one pipeline read the same data, so we keep the loader's
+        # order. Several pipelines divide the data as DDP does.
         if self.data_parallel > 1:
             yield
             return

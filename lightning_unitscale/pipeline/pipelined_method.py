@@ -138,10 +138,8 @@ class PipelinedMethod:
     def graph_calls(
         self, parts: Sequence[Arguments], whole: Arguments
     ) -> tuple[list[GraphCall], GraphCall]:
-        """Return the calls of the method's one graph, for the microbatches and for the batch.
-
-        No part of the method has run yet.
-        """
+        """Return the calls of the method's one graph, for the microbatches and for the batch."""
+        # No part of the method has run yet.
         step, calls = self.steps.steps[self.name], list[GraphCall]()
         try:
             for args, kwargs in parts:

@@ -126,12 +126,10 @@ def named_tensors(module: nn.Module, *, remove_duplicate: bool = True) -> dict[s
 def split_batch(
     program: Program, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_microbatches: int
 ) -> list[list[Any]]:
-    """Return the flat inputs of each microbatch.
-
-    A tensor whose first dimension is ``num_microbatches`` times the example's is cut along it. A
-    tensor of the example's shape goes to all microbatches. Every rank keeps its own copy of all
-    inputs, so none is ever sent.
-    """
+    """Return the flat inputs of each microbatch."""
+    # A tensor whose first dimension is `num_microbatches` times the example's is cut along it. A
+    # tensor of the example's shape goes to all microbatches. Every rank keeps its own copy of all
+    # inputs, so none is ever sent.
     flat = program.flatten(args, kwargs)
     microbatches: list[list[Any]] = [[] for _ in range(num_microbatches)]
     for value, example in zip(flat, program.inputs, strict=True):
@@ -142,10 +140,8 @@ def split_batch(
 
 
 def split_evenly(batch: Any, num_microbatches: int, given: str = "") -> list[Any]:
-    """Divide a batch into equal parts along the first dimension of its tensors.
-
-    Values whose first dimension is missing or differs from that of the first tensor go to all.
-    """
+    """Divide a batch into equal parts along the first dimension of its tensors."""
+    # Values whose first dimension is missing or differs from that of the first tensor go to all.
     sizes = [len(leaf) for leaf in leaves_of(batch) if isinstance(leaf, Tensor) and leaf.ndim]
     if not sizes or sizes[0] % num_microbatches:
         size = sizes[0] if sizes else 0
@@ -164,10 +160,8 @@ def split_evenly(batch: Any, num_microbatches: int, given: str = "") -> list[Any
 
 
 def leaves_of(batch: Any) -> list[Any]:
-    """Return the tensors and other values of a batch, without its containers.
-
-    Dataclasses and mappings such as Hugging Face's ``BatchEncoding`` are containers too.
-    """
+    """Return the tensors and other values of a batch, without its containers."""
+    # Dataclasses and mappings such as Hugging Face's `BatchEncoding` are containers too.
     leaves: list[Any] = []
     _map_leaves(leaves.append, batch)
     return leaves

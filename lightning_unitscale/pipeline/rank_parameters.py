@@ -201,10 +201,9 @@ def give_first_weights(module: nn.Module) -> None:
 
 
 class Owners:
-    """The owners of a module's parameters and buffers.
+    """The owners of a module's parameters and buffers."""
 
-    Tensors of no stage are the same on all ranks and belong to the first rank.
-    """
+    # Tensors of no stage are the same on all ranks and belong to the first rank.
 
     def __init__(
         self,
@@ -287,11 +286,9 @@ class Owners:
 
     @torch.no_grad()
     def average_gradients(self) -> None:
-        """Average the gradients over the pipelines.
-
-        The first owner of a tied weight averages for the others. If each owner did it, the sums
-        could differ in their last bits. The copies of the weight would then differ too.
-        """
+        """Average the gradients over the pipelines."""
+        # The first owner of a tied weight averages for the others. If each owner did it, the sums
+        # could differ in their last bits. The copies of the weight would then differ too.
         if self._replicas.count == 1:
             return
         averaged = {

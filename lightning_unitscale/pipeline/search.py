@@ -59,15 +59,12 @@ def choose_cuts(
     rank_of: Callable[[int], int] | None = None,
     allowed: Allowed | None = None,
 ) -> list[int]:
-    """Return the indices in ``cuts`` that give a short step.
-
-    With one stage per rank the result is optimal, if a step of n microbatches takes ``(n - 1) *
-    slowest + sum`` of the stages' seconds. Under 1F1B passes of different stages overlap, so a step
-    takes no longer. It takes as long if the stages are equal.
-
-    With several stages per rank, these cuts move until the slowest rank is fast. The result may not
-    be optimal.
-    """
+    """Return the indices in ``cuts`` that give a short step."""
+    # With one stage per rank the result is optimal, if a step of n microbatches takes `(n - 1) *
+    # slowest + sum` of the stages' seconds. Under 1F1B passes of different stages overlap, so a
+    # step takes no longer. It takes as long if the stages are equal.
+    # With several stages per rank, these cuts move until the slowest rank is fast. The result may
+    # not be optimal.
     ends = np.array([0.0, *(cut.seconds_before for cut in cuts), total])
     sends = np.array([0.0, *(cut.boundary_bytes / bytes_per_second for cut in cuts), 0.0])
     # Seconds of a stage from one end (row) to another (column).
@@ -120,11 +117,9 @@ def _shortest_step(
 
 
 def thinned(cuts: Sequence[CutCandidate], total: float, most: int) -> list[CutCandidate]:
-    """Reduce cuts to about ``most``: among close cuts, keep the one that sends least.
-
-    Cuts are close if nothing between them takes time. If more than ``most`` remain, cuts less than
-    ``total / most`` apart also count as close.
-    """
+    """Reduce cuts to about ``most``: among close cuts, keep the one that sends least."""
+    # Cuts are close if nothing between them takes time. If more than `most` remain, cuts less than
+    # `total / most` apart also count as close.
     kept = _best_of_each(cuts, [cut.seconds_before for cut in cuts])
     if len(kept) > most:
         kept = _best_of_each(kept, [int(cut.seconds_before / total * most) for cut in kept])

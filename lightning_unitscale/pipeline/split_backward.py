@@ -133,10 +133,8 @@ def _in_order(roots: Iterable[Node]) -> dict[Node, list[Node]]:
 def _parameters(
     nodes: Mapping[Node, Sequence[Node]], dependent: Collection[Node], roots: Iterable[Node]
 ) -> tuple[dict[Node | None, WeightGradients], list[Tensor]]:
-    """Return the deferred parameters by the operation that runs again, and all others.
-
-    The key ``None`` has the parameters that no dependent operation leads to.
-    """
+    """Return the deferred parameters by the operation that runs again, and all others."""
+    # The key `None` has the parameters that no dependent operation leads to.
     waiting: dict[Node | None, WeightGradients] = defaultdict(WeightGradients)
     at_once: list[Tensor] = []
     # For each node, the dependent operations that lead to it.

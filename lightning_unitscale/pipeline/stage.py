@@ -304,10 +304,8 @@ def _info(
 
 
 def _memory_order(example: Tensor) -> tuple[int, ...] | None:
-    """Return the dimensions of a dense, transposed tensor in memory order.
-
-    A transposed tensor stays transposed, because matmuls of another layout have other last bits.
-    """
+    """Return the dimensions of a dense, transposed tensor in memory order."""
+    # A transposed tensor stays transposed, because matmuls of another layout have other last bits.
     if example.is_contiguous():
         return None
     stride = tuple(map(int, example.stride()))

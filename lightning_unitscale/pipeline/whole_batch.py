@@ -152,10 +152,8 @@ def counted(name: str, count: Tensor, **kwargs: Any) -> Tensor:
 def _reweighted(
     loss: Tensor, count: Tensor, ignore_index: int, target: Tensor, weight: Tensor | None = None
 ) -> Tensor:
-    """Return a microbatch's part of the batch's mean, with the gradients of ``loss``.
-
-    A rule scales the gradient of every target by the same factor, whatever their number.
-    """
+    """Return a microbatch's part of the batch's mean, with the gradients of ``loss``."""
+    # A rule scales the gradient of every target by the same factor, whatever their number.
     with torch.no_grad():
         own = number_of_targets(target, weight, ignore_index)
         correction = torch.where(own > 0, loss * (own / count) - loss, -loss).nan_to_num()

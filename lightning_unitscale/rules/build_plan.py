@@ -51,12 +51,10 @@ def plan_step(
     backward: bool = True,
     joint: Joint | None = None,
 ) -> RulePlan:
-    """Decide on every operation of a step, on one batch.
-
-    Its graphs run twice, eagerly. The first run is unscaled, to find how they are connected. The
-    second run applies each factor as it is decided, to measure tensors without a rule. If the step
-    is one graph, nothing else of it runs.
-    """
+    """Decide on every operation of a step, on one batch."""
+    # Its graphs run twice, eagerly. The first run is unscaled, to find how they are connected. The
+    # second run applies each factor as it is decided, to measure tensors without a rule. If the
+    # step is one graph, nothing else of it runs.
     for fqn, parameter in step.owner.module.named_parameters():
         if is_wrapper(parameter):
             raise CaptureError.by_rules(
@@ -122,11 +120,9 @@ def _reject_new_parameters(step: CapturedStep, flow: Flow) -> None:
 def plan_graph(
     graph_module: fx.GraphModule, step: str, options: RuleOptions, prior: RulePlan
 ) -> RulePlan:
-    """Decide on a graph that no rehearsal has run, such as a branch that the step takes later.
-
-    Nothing is measured. A scale without a rule is taken for 1. Parameters that are not at unit
-    scale already are not changed.
-    """
+    """Decide on a graph that no rehearsal has run, such as a branch that the step takes later."""
+    # Nothing is measured. A scale without a rule is taken for 1. Parameters that are not at unit
+    # scale already are not changed.
     flow = Flow()
     flow.add_graph(graph_module, {})
     structure = _structure_of(flow, prior)
@@ -337,11 +333,9 @@ class _ScaledRun:
 def rehearse(
     step: CapturedStep, interpreter: Interpreter, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
-    """Run a step with its graphs in ``interpreter``, and undo its effects.
-
-    A step that is one graph is not called: the graph runs on the inputs of the call. Otherwise the
-    user's code runs on copies.
-    """
+    """Run a step with its graphs in ``interpreter``, and undo its effects."""
+    # A step that is one graph is not called: the graph runs on the inputs of the call. Otherwise
+    # the user's code runs on copies.
     module = step.owner.module
     with restoring(module, parameters=False):
         try:

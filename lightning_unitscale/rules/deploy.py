@@ -27,12 +27,10 @@ _LINEAR_MAPS = (torch.nn.functional.linear, torch.conv1d, torch.conv2d, torch.co
 
 
 def fold_factors(graph_module: fx.GraphModule) -> None:
-    """Fold every factor into the weights where possible, in place.
-
-    A factor on a result is folded into the weight and the bias of its linear map. A factor on an
-    argument is folded into the weights of the linear maps that read it. In both cases no other
-    operation may read these parameters.
-    """
+    """Fold every factor into the weights where possible, in place."""
+    # A factor on a result is folded into the weight and the bias of its linear map. A factor on an
+    # argument is folded into the weights of the linear maps that read it. In both cases no other
+    # operation may read these parameters.
     parameters = dict(graph_module.named_parameters())
     graph = graph_module.graph
     with torch.no_grad():

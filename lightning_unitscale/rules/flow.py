@@ -142,11 +142,9 @@ def added_tensors(node: fx.Node) -> tuple[tuple[Path, fx.Node], tuple[Path, fx.N
 
 
 def reads_of(node: fx.Node) -> tuple[str, ...]:
-    """Return the names of the tensors behind a node's float arguments, in its own graph.
-
-    They distinguish operations with the same name in two branches of a step. Inputs of the graph
-    have no name here, since steps call them differently.
-    """
+    """Return the names of the tensors behind a node's float arguments, in its own graph."""
+    # They distinguish operations with the same name in two branches of a step. Inputs of the graph
+    # have no name here, since steps call them differently.
     return tuple(_source_name(source) for _, source in float_arguments(node))
 
 
@@ -177,11 +175,9 @@ def numel(node: fx.Node) -> int:
 
 
 def example_of(argument: Any) -> Any:
-    """Return an argument as it was in the captured call, with graph inputs as their numbers.
-
-    Dynamo makes a number a graph input if it had another value in an earlier capture of the code,
-    as the probability of dropout in an earlier module.
-    """
+    """Return an argument as it was in the captured call, with graph inputs as their numbers."""
+    # Dynamo makes a number a graph input if it had another value in an earlier capture of the code,
+    # as the probability of dropout in an earlier module.
     value = argument.meta.get("example_value") if isinstance(argument, fx.Node) else argument
     return hint_of(value) if isinstance(value, torch.SymFloat) else value
 
@@ -204,11 +200,10 @@ RULE_ERRORS = (TypeError, ValueError, KeyError, IndexError, AttributeError)
 
 @dataclass
 class Flow:
-    """All operations of a step in execution order, with the readers of each.
+    """All operations of a step in execution order, with the readers of each."""
 
-    A placeholder may stand for a node of another graph of the step, or of the graph around a
-    checkpoint. Readers and sources then refer to that node.
-    """
+    # A placeholder may stand for a node of another graph of the step, or of the graph around a
+    # checkpoint. Readers and sources then refer to that node.
 
     nodes: list[fx.Node] = field(default_factory=list)
     outputs: list[fx.Node] = field(default_factory=list)  # float tensors that leave the step

@@ -176,10 +176,8 @@ def _depth_factor(info: ParameterInfo) -> float:
 
 
 def takes_muon(info: ParameterInfo, shape: Sequence[int]) -> bool:
-    """Check whether a parameter is a hidden matrix, for which Muon is made.
-
-    The others are embeddings, the readout, vectors, and weights with a second role.
-    """
+    """Check whether a parameter is a hidden matrix, for which Muon is made."""
+    # The others are embeddings, the readout, vectors, and weights with a second role.
     return info.role is Role.HIDDEN and len(shape) == 2 and not info.is_tied
 
 
@@ -228,11 +226,9 @@ def _own_factor(shape: Sequence[int], adjust_lr_fn: str | None) -> float:
 
 
 def _scale(info: ParameterInfo) -> float:
-    """Return the unscaled parameter over the stored one, as far as its updates are concerned.
-
-    A bias is set to zero, so it has no size of its own. Its updates must reach the sum that it is
-    added to at their original size.
-    """
+    """Return the unscaled parameter over the stored one, as far as its updates are concerned."""
+    # A bias is set to zero, so it has no size of its own. Its updates must reach the sum that it is
+    # added to at their original size.
     return _positive(info, "output_scale" if info.role is Role.BIAS else "sigma")
 
 

@@ -79,11 +79,9 @@ def is_logits(flow: Flow, node: fx.Node) -> bool:
 
 
 def logit_factor(flow: Flow, node: fx.Node) -> float | None:
-    """Return the factor on a tensor between it and a softmax, or ``None`` without a softmax.
-
-    A learned temperature counts as 1, since it stays as its author wrote it. So does a mask of
-    zeros and ones.
-    """
+    """Return the factor on a tensor between it and a softmax, or ``None`` without a softmax."""
+    # A learned temperature counts as 1, since it stays as its author wrote it. So does a mask of
+    # zeros and ones.
     factor = 1.0
     current = node
     for _ in range(_MAX_STEPS):
@@ -277,12 +275,11 @@ _FOREACH = "foreach_"
 
 @dataclass(frozen=True)
 class Averages:
-    """Updates of parameters from parameters in a step: momentum encoders, averages of a model.
+    """Updates of parameters from parameters in a step: momentum encoders, averages of a model."""
 
-    ``teacher.lerp_(student, 0.01)`` is the same update at any common scale of the two. So it does
-    not prevent unit scale of a weight, and has no factors. Only sums of multiples of parameters
-    that overwrite a parameter are included, not clamps.
-    """
+    # `teacher.lerp_(student, 0.01)` is the same update at any common scale of the two. So it does
+    # not prevent unit scale of a weight, and has no factors. Only sums of multiples of parameters
+    # that overwrite a parameter are included, not clamps.
 
     nodes: frozenset[fx.Node]  # nothing else reads their results
     groups: tuple[frozenset[str], ...]  # parameters that are added up, and so need one scale

@@ -75,11 +75,10 @@ def _namesakes(decisions: Mapping[str, Decision], name: str) -> Iterator[tuple[s
 
 @dataclass(frozen=True)
 class RulePlan(Mapping[str, Decision]):
-    """Decisions by step and tensor name, and plans by parameter path.
+    """Decisions by step and tensor name, and plans by parameter path."""
 
-    Branches of a step that never run together may have operations with the same name. Later ones
-    get a number after the name.
-    """
+    # Branches of a step that never run together may have operations with the same name. Later ones
+    # get a number after the name.
 
     decisions: Mapping[str, Decision] = field(default_factory=dict)
     parameters: Mapping[str, ParameterPlan] = field(default_factory=dict)

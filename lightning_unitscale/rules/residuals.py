@@ -46,13 +46,11 @@ class Residual:
 
 
 def find_residuals(flow: Flow) -> dict[fx.Node, Residual]:
-    """Find every residual add of a step.
-
-    An add is residual when one operand, or its origin before products with numbers, is an ancestor
-    of the other, with a matmul in between. An add inside a hand-written activation is not residual.
-    The search stops at the ancestor, so its time over a chain of blocks is linear in the number of
-    nodes.
-    """
+    """Find every residual add of a step."""
+    # An add is residual when one operand, or its origin before products with numbers, is an
+    # ancestor of the other, with a matmul in between. An add inside a hand-written activation is
+    # not residual. The search stops at the ancestor, so its time over a chain of blocks is linear
+    # in the number of nodes.
     residuals: dict[fx.Node, Residual] = {}
     lengths: Counter[int] = Counter()  # of streams
     for node in flow.nodes:

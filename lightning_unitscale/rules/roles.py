@@ -85,11 +85,9 @@ def find_structure(flow: Flow) -> Structure:
 def _with_averages(
     uses: Mapping[str, tuple[Use, ...]], averages: Averages
 ) -> dict[str, tuple[Use, ...]]:
-    """Ignore averages of parameters that are all set to unit scale alike.
-
-    A parameter that nothing else reads, such as an average for validation alone, takes the use of
-    the parameter that it averages.
-    """
+    """Ignore averages of parameters that are all set to unit scale alike."""
+    # A parameter that nothing else reads, such as an average for validation alone, takes the use of
+    # the parameter that it averages.
 
     def others(fqn: str) -> tuple[Use, ...]:
         return tuple(use for use in uses[fqn] if use.node not in averages.nodes)

@@ -46,13 +46,11 @@ _MISSING = object()
 def scale_learning_rates(
     optimizer: Optimizer, infos: Mapping[Tensor, ParameterInfo], method: Method
 ) -> ScaledStep:
-    """Let an optimizer step with each parameter's own learning rate and weight decay.
-
-    ``optimizer.param_groups`` always stays as the user and the schedulers made it. So they, the
-    closure, the learning-rate monitor and checkpoints see no change. Attaching again replaces the
-    earlier attachment. A parameter that is not in ``infos`` keeps its rate. Copies of the optimizer
-    (``deepcopy``, pickle) are ordinary ones.
-    """
+    """Let an optimizer step with each parameter's own learning rate and weight decay."""
+    # `optimizer.param_groups` always stays as the user and the schedulers made it. So they, the
+    # closure, the learning-rate monitor and checkpoints see no change. Attaching again replaces the
+    # earlier attachment. A parameter that is not in `infos` keeps its rate. Copies of the optimizer
+    # (`deepcopy`, pickle) are ordinary ones.
     advice = "pass 'match' to keep each parameter's relative updates"
     check_choice("lr_scaling", method, METHODS, "unknown method", advice)
     return ScaledStep(optimizer, infos, method)

@@ -105,10 +105,9 @@ def unit_scale(
 
 @dataclass(eq=False)
 class _FirstCall:
-    """Hook that decides everything on the arguments of the first call.
+    """Hook that decides everything on the arguments of the first call."""
 
-    It is an object rather than a closure, so that a copied module decides for itself.
-    """
+    # It is an object rather than a closure, so that a copied module decides for itself.
 
     rules: RuleRewrite
     gradients: ParameterGradients

@@ -14,10 +14,10 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_unitscale.capture.autograd_graph import after_backward, autograd_operations
 from lightning_unitscale.capture.graph_nodes import tensors_in
 from lightning_unitscale.capture.graph_recorder import stored_elements
 from lightning_unitscale.capture.passes import GraphPass, Phase, StepGraph
+from lightning_unitscale.matmuls.autograd_nodes import after_backward, autograd_operations
 from lightning_unitscale.matmuls.measured_operands import root_mean_square
 from lightning_unitscale.rules.learning_rates import Role
 from lightning_unitscale.rules.plan import ParameterPlan
@@ -52,13 +52,10 @@ def prepared_like(plans: Mapping[str, ParameterPlan]) -> Callable[[str, Tensor],
 
 
 def parameter_rms(value: Tensor) -> float:
-    """Return the RMS of a parameter's nonzero entries, to about 1 %, or 1 without any.
-
-    Layers of one kind are drawn with RMS values that differ by less. One value lets them share a
-    parameter group in a step.
-
-    The row of a padding token is zero by choice and not part of the distribution.
-    """
+    """Return the RMS of a parameter's nonzero entries, to about 1 %, or 1 without any."""
+    # Layers of one kind are drawn with RMS values that differ by less. One value lets them share a
+    # parameter group in a step.
+    # The row of a padding token is zero by choice and not part of the distribution.
     with torch.no_grad():
         value = whole(value)
         nonzero = int(torch.count_nonzero(value))
@@ -96,12 +93,10 @@ def set_to_unit_scale(
 
 
 def already_at_unit_scale(module: nn.Module, plans: Mapping[str, ParameterPlan]) -> bool:
-    """Check whether the weights of a module seem to have been set to RMS 1 before.
-
-    The largest RMS that is common in unscaled models is ``sqrt(2 / fan_in)`` (He et al., arXiv
-    1502.01852). The result depends on whether most of the weights are nearer to that or to 1, on a
-    logarithmic scale. The narrowest weights cannot distinguish the two.
-    """
+    """Check whether the weights of a module seem to have been set to RMS 1 before."""
+    # The largest RMS that is common in unscaled models is `sqrt(2 / fan_in)` (He et al., arXiv
+    # 1502.01852). The result depends on whether most of the weights are nearer to that or to 1, on
+    # a logarithmic scale. The narrowest weights cannot distinguish the two.
     parameters = dict(module.named_parameters())
     votes = []
     for fqn, plan in plans.items():
@@ -115,17 +110,14 @@ def already_at_unit_scale(module: nn.Module, plans: Mapping[str, ParameterPlan])
 
 
 class ParameterGradients(GraphPass):
-    """Hooks that bring the gradient of every parameter to RMS 1 by a power of two.
+    """Hooks that bring the gradient of every parameter to RMS 1 by a power of two."""
 
-    The power does not matter to an optimizer that divides by the size of the gradient. It keeps
-    16-bit gradients in range, and gives SGD the gradients that its rule for rates expects.
-
-    This is a hook on the parameter, not an operation in a graph. It sees the sum of all gradients,
-    also of uses outside of captured graphs.
-
-    A gradient has no factor until it is first nonzero. :meth:`scale_new` sets it then, before an
-    optimizer has seen the gradient.
-    """
+    # The power does not matter to an optimizer that divides by the size of the gradient. It keeps
+    # 16-bit gradients in range, and gives SGD the gradients that its rule for rates expects.
+    # This is a hook on the parameter, not an operation in a graph. It sees the sum of all
+    # gradients, also of uses outside of captured graphs.
+    # A gradient has no factor until it is first nonzero. `scale_new` sets it then, before an
+    # optimizer has seen the gradient.
 
     name = "parameter gradients at RMS 1"
     phase = Phase.REWRITE
@@ -251,13 +243,11 @@ class ParameterGradients(GraphPass):
 
 
 def zero_gradients(*args: Any, **kwargs: Any) -> None:
-    """Give every leaf that a loss depends on a gradient of zeros, if it has none.
-
-    A step under manual optimization may read ``parameter.grad`` after its backward pass, to clip it
-    or to log a norm. The pass itself must not run in a rehearsal, since the hooks of DDP would wait
-    for other ranks. Leaves that the loss does not depend on keep ``None``, as after a real backward
-    pass. An embedding's gradient is sparse if the real one will be.
-    """
+    """Give every leaf that a loss depends on a gradient of zeros, if it has none."""
+    # A step under manual optimization may read `parameter.grad` after its backward pass, to clip it
+    # or to log a norm. The pass itself must not run in a rehearsal, since the hooks of DDP would
+    # wait for other ranks. Leaves that the loss does not depend on keep `None`, as after a real
+    # backward pass. An embedding's gradient is sparse if the real one will be.
     roots = (tensor.grad_fn for tensor in tensors_in((args, kwargs)))
     operations = list(autograd_operations(roots))
     embedded = (

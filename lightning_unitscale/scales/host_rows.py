@@ -270,11 +270,9 @@ def _light_moments(tensor: Tensor, stride: int, sample: Tensor, memory: Tensor) 
 
 
 def _squares(elements: Tensor) -> float:
-    """Sum of squares of elements in one dimension, without memory for the squares.
-
-    torch's dot product would be a matmul of the step in a session. NumPy's would leave the memory
-    fixed in size, for good, and it is the user's: FSDP resizes what it gathers.
-    """
+    """Sum of squares of elements in one dimension, without memory for the squares."""
+    # torch's dot product would be a matmul of the step in a session. NumPy's would leave the memory
+    # fixed in size, for good, and it is the user's: FSDP resizes what it gathers.
     rest = elements.numel() % _NORM_LENGTH
     rows = elements[: elements.numel() - rest].view(-1, _NORM_LENGTH)
     result: float = torch.linalg.vector_norm(rows, dim=1).square_().sum().item()

@@ -42,19 +42,18 @@ FORMAT_KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 
 @dataclass(frozen=True)
 class RowLayout:
-    """The columns of a statistics row, in their order.
+    """The columns of a statistics row, in their order."""
 
-    The moments come first: ``numel`` (all elements), ``zeros``, ``nans``, ``infs``, then of the
-    finite elements ``sum``, ``abs_sum``, ``square_sum``, ``abs_max`` and ``abs_min`` (smallest
-    magnitude above zero, ``inf`` when there is none). Then for every format the number of finite
-    elements that ``overflow``, become ``subnormal``, or are ``flushed`` to zero without being zero.
-    Then, with ``histogram``, ``sampled`` (the number of elements that were read) and the number of
-    finite non-zero elements per binary exponent from -150 to 128. The two end bins include
-    everything beyond them, which only FP64 has.
-
-    With ``sample_size`` the counts per format and per exponent, ``zeros``, ``abs_sum`` and
-    ``abs_min`` come from a strided sample of the tensor. The other columns are exact.
-    """
+    # The moments come first: `numel` (all elements), `zeros`, `nans`, `infs`, then of the
+    # finite elements `sum`, `abs_sum`, `square_sum`, `abs_max` and `abs_min` (smallest
+    # magnitude above zero, `inf` when there is none). Then for every format the number of finite
+    # elements that `overflow`, become `subnormal`, or are `flushed` to zero without being zero.
+    # Then, with `histogram`, `sampled` (the number of elements that were read) and the number of
+    # finite non-zero elements per binary exponent from -150 to 128. The two end bins include
+    # everything beyond them, which only FP64 has.
+    #
+    # With `sample_size` the counts per format and per exponent, `zeros`, `abs_sum` and
+    # `abs_min` come from a strided sample of the tensor. The other columns are exact.
 
     formats: tuple[NumberFormat, ...] = (FP16, E4M3FN, E5M2)
     histogram: bool = True

@@ -120,18 +120,15 @@ class ScaleSnapshot:
             row, self.layout, log2_factor=-unit if stored else 0, log2_factor_of_counts=-unit
         )
 
-    def log2_units(self, direction: Direction) -> npt.NDArray[np.int64]:
-        """Return log2 of the tensors' units, shape ``(len(self),)``."""
-        return self.log2_sigma if direction == "forward" else self.log2_gamma
-
     def log2_divisors(self, direction: Direction) -> npt.NDArray[np.int64]:
         """Return log2 of the true values over the stored ones, shape ``(len(self),)``.
 
         This is the unit. For gradients the loss scale is divided out, since only stored gradients
         have it.
         """
-        loss_scale = self.log2_loss_scale if direction == "backward" else 0
-        return self.log2_units(direction) - loss_scale
+        if direction == "forward":
+            return self.log2_sigma
+        return self.log2_gamma - self.log2_loss_scale
 
     def nonfinite(self, direction: Direction) -> FloatArray:
         """Return the number of NaN and infinite elements of each tensor, shape ``(len(self),)``."""

@@ -34,6 +34,7 @@ from lightning_unitscale.scales.violations import judged_by_format
 
 # Losses to a format, and whether the larger one of two tensors with equal losses is worse.
 _LOSSES: Final = (("overflow", "overflow", True), ("underflow", "flushed", False))
+_UNITS: Final = {"forward": "log2_sigma", "backward": "log2_gamma"}
 _QUANTILES: Final = {"min": 0.0, "median": 0.5, "max": 1.0}
 
 
@@ -41,7 +42,7 @@ def snapshot_rows(snapshot: ScaleSnapshot) -> Iterator[dict[str, Any]]:
     """Return one row per measured tensor and direction."""
     for direction in DIRECTIONS:
         operands = snapshot.read_by_matmuls(direction).tolist()
-        units = snapshot.log2_units(direction).tolist()
+        units = getattr(snapshot, _UNITS[direction]).tolist()
         stored = snapshot.log2_rms(direction, stored=True).tolist()
         fractions = snapshot.fractions(direction).tolist()
         for index, name in enumerate(snapshot.names):

@@ -189,11 +189,9 @@ JOINT_ROWS_OPERATOR = define_operator(
 
 
 def join_rows(graph_module: fx.GraphModule) -> None:
-    """Replace calls for single light rows by calls for several neighboring tensors.
-
-    Each call of an operator of ours costs a compiled graph tens of microseconds, and code that runs
-    once between others runs slowly.
-    """
+    """Replace calls for single light rows by calls for several neighboring tensors."""
+    # Each call of an operator of ours costs a compiled graph tens of microseconds, and code that
+    # runs once between others runs slowly.
     graph = graph_module.graph
     if not graph.find_nodes(op="call_function", target=ROW_OPERATOR):
         return

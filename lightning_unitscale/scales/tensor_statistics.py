@@ -32,13 +32,11 @@ MEASURED: Final = (
 
 
 def kind_weights(format: NumberFormat, kind: Kind, shift: int) -> FloatArray:
-    """Return the share of every shifted binade that a cast treats in one way, shape ``(279,)``.
-
-    Elements are assumed to be evenly spread within a binade. The flushed fraction is exact, except
-    for elements equal to the threshold. The overflowing fraction is approximate within the binade
-    of the format's maximum. The subnormal fraction is approximate within the binade just below the
-    smallest normal number, since its upper end rounds up to that number.
-    """
+    """Return the share of every shifted binade that a cast treats in one way, shape ``(279,)``."""
+    # Elements are assumed to be evenly spread within a binade. The flushed fraction is exact,
+    # except for elements equal to the threshold. The overflowing fraction is approximate within the
+    # binade of the format's maximum. The subnormal fraction is approximate within the binade just
+    # below the smallest normal number, since its upper end rounds up to that number.
     low, high = {
         "overflow": (format.overflow_threshold, math.inf),
         "subnormal": (format.flush_threshold, format.subnormal_threshold),

@@ -83,11 +83,9 @@ def check_floating(tensor: Tensor) -> None:
 
 
 def _cuts(layout: RowLayout, wide: Tensor, factor: Tensor | None) -> Sequence[float | Tensor]:
-    """``RowLayout.fp32_cuts`` or ``fp64_cuts``, for ``x * factor``.
-
-    The edges are divided by the factor, not the elements multiplied: nothing then leaves the range,
-    and no rounding can move an element across an edge.
-    """
+    """``RowLayout.fp32_cuts`` or ``fp64_cuts``, for ``x * factor``."""
+    # The edges are divided by the factor, not the elements multiplied: nothing then leaves the
+    # range, and no rounding can move an element across an edge.
     if factor is None or not layout.edges:
         return layout.fp64_cuts if wide.dtype == torch.float64 else layout.fp32_cuts
     # No constant tensor: a copy of it to the device would wait for the device.

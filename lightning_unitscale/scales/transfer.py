@@ -13,11 +13,10 @@ from torch import Tensor
 
 
 class HostCopy:
-    """A tensor that is being copied to the host.
+    """A tensor that is being copied to the host."""
 
-    From a CUDA device it is copied after the kernels that compute it. On other devices it is
-    available immediately.
-    """
+    # From a CUDA device it is copied after the kernels that compute it. On other devices it is
+    # available immediately.
 
     def __init__(self, tensor: Tensor) -> None:
         tensor = tensor.detach()

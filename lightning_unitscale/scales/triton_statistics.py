@@ -108,10 +108,8 @@ class TritonRows:
         return self._number - 1
 
     def repeat(self, tensor: Tensor, stream: int) -> int | None:
-        """Measure a tensor like an earlier one, without any torch operation.
-
-        Return ``None`` if there was no such tensor, or if memory has to be allocated.
-        """
+        """Measure a tensor like an earlier one, without any torch operation."""
+        # Return `None` if there was no such tensor, or if memory has to be allocated.
         if not self._can_repeat or self._used + 1 >= self._num_waiting or not self._pointers:
             return None
         if tensor.layout is not torch.strided or tensor.is_neg() or not tensor.numel():

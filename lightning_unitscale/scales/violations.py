@@ -146,12 +146,10 @@ class AlertMaker:
 def first_nonfinite(
     snapshot: ScaleSnapshot, *, known_infinite: Collection[str] = (), gradients: bool = True
 ) -> ScaleAlert | None:
-    """Return the first tensor of a step that contains a NaN or an infinity.
-
-    Values come before gradients. Values are in graph order. Gradients are in reverse order, as in
-    the backward pass. Infinities without consequences (no NaN, no infinite gradient, no infinite
-    result) are not a violation, because masks contain them.
-    """
+    """Return the first tensor of a step that contains a NaN or an infinity."""
+    # Values come before gradients. Values are in graph order. Gradients are in reverse order, as in
+    # the backward pass. Infinities without consequences (no NaN, no infinite gradient, no infinite
+    # result) are not a violation, because masks contain them.
     if not len(snapshot):
         return None
     nans, infs = _nonfinite(snapshot, "forward")
@@ -183,11 +181,9 @@ def infinite_names(snapshot: ScaleSnapshot) -> tuple[str, ...]:
 def judged_by_format(
     snapshot: ScaleSnapshot, direction: Direction, num_merged: int = 1
 ) -> npt.NDArray[Any]:
-    """Return which tensors are checked against formats: those that matmuls read.
-
-    If no matmul is known, these are all tensors except scalars and losses, which stay in full
-    precision, as under autocast. NaN and infinities count as violations in all tensors.
-    """
+    """Return which tensors are checked against formats: those that matmuls read."""
+    # If no matmul is known, these are all tensors except scalars and losses, which stay in full
+    # precision, as under autocast. NaN and infinities count as violations in all tensors.
     read = snapshot.read_by_matmuls(direction)
     if read.any():
         return read
@@ -200,11 +196,9 @@ def judged_by_format(
 def judged_now(
     snapshot: ScaleSnapshot, direction: Direction, num_merged: int = 1
 ) -> npt.NDArray[Any]:
-    """Return which of :func:`judged_by_format` have a measured unit.
-
-    A tensor that a matmul reads for the first time, or that was zero until now, has a unit from the
-    next step on. Its losses before that occur only once, so they are ignored.
-    """
+    """Return which of :func:`judged_by_format` have a measured unit."""
+    # A tensor that a matmul reads for the first time, or that was zero until now, has a unit from
+    # the next step on. Its losses before that occur only once, so they are ignored.
     lacking = np.array(snapshot.lacking_units, dtype=bool).reshape(-1, len(DIRECTIONS))
     judged: npt.NDArray[Any] = judged_by_format(snapshot, direction, num_merged)
     return judged & ~lacking[:, DIRECTIONS.index(direction)]
@@ -213,11 +207,9 @@ def judged_now(
 def format_violations(
     snapshot: ScaleSnapshot, thresholds: Sequence[Threshold], num_merged: int = 1
 ) -> tuple[ScaleAlert, ...]:
-    """Return the tensors of :func:`judged_now` that lose too much, in the order of computation.
-
-    Filled-in values do not count as overflow. The tensor before the fill has already been checked,
-    and values equal to the largest number of their type come from a mask.
-    """
+    """Return the tensors of :func:`judged_now` that lose too much, in the order of computation."""
+    # Filled-in values do not count as overflow. The tensor before the fill has already been
+    # checked, and values equal to the largest number of their type come from a mask.
     masks = np.isin(snapshot.column("abs_max", "forward"), _STAND_INS)
     masks |= np.array([_fills(snapshot, index) for index in range(len(snapshot))], dtype=bool)
     violations: list[ScaleAlert] = []

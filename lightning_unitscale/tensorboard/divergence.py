@@ -295,10 +295,8 @@ def _read(pair: RunPair, direction: Direction, k: int) -> tuple[int, ...]:
 
 
 def _module(pair: RunPair, direction: Direction, k: int, excess: Doubles) -> str:
-    """Return the module at fault: that of the tensor, or of the matmul whose gradients are off.
-
-    A matmul is at fault if the gradients of all that it multiplies are off, and its own is not.
-    """
+    """Return the module at fault: that of the tensor, or of the matmul whose gradients are off."""
+    # A matmul is at fault if the gradients of all that it multiplies are off, and its own is not.
     if direction == "backward":
         for reader in pair.readers[k]:
             # Another reader may have made the gradient of a shared operand wrong.

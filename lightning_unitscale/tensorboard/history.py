@@ -255,10 +255,8 @@ def kept_steps(number: int, most: int | None) -> npt.NDArray[np.int64]:
 
 
 def merge_orders(orders: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    """Merge orders of names into one that keeps each of them, as far as they agree.
-
-    A name that only a later order has follows its predecessor there.
-    """
+    """Merge orders of names into one that keeps each of them, as far as they agree."""
+    # A name that only a later order has follows its predecessor there.
     merged: list[str] = []
     for order in orders:
         seen, previous = set(merged), ""

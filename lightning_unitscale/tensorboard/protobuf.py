@@ -81,12 +81,10 @@ def histogram_proto(exponents: ExponentCounts) -> HistogramProto | None:
 
 
 def annotated_graph(snapshot: ScaleSnapshot) -> GraphDef:
-    """Return the tensors of a snapshot as a graph, with their inputs and scales.
-
-    Module paths become the nesting of nodes. A click on a node shows its true and stored RMS among
-    its attributes. A node's device can be any text. Here it is the power of two near its RMS, in
-    steps of four, so "Color by: Device" colors by scale.
-    """
+    """Return the tensors of a snapshot as a graph, with their inputs and scales."""
+    # Module paths become the nesting of nodes. A click on a node shows its true and stored RMS
+    # among its attributes. A node's device can be any text. Here it is the power of two near its
+    # RMS, in steps of four, so "Color by: Device" colors by scale.
     paths: dict[str, str] = {}
     taken: set[str] = set()
     named = list(zip(snapshot.names, snapshot.modules, strict=True))

@@ -197,10 +197,8 @@ def _graph_section(name: str, run: RunScales) -> str:
 
 
 def bundle(*entries: str) -> str:
-    """Join modules of the dashboard and their imports into the text of one module.
-
-    Each module becomes a function that returns its exports. Exports of the entries are in scope.
-    """
+    """Join modules of the dashboard and their imports into the text of one module."""
+    # Each module becomes a function that returns its exports. Exports of the entries are in scope.
     texts: dict[str, str] = {}
 
     def add(name: str) -> None:

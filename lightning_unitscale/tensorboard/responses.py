@@ -81,12 +81,10 @@ def divergence_json(run: RunScales, compared: RunScales) -> bytes:
 
 
 def scales_frame(history: ScaleHistory) -> bytes:
-    """Return the steps, tensors and log2 RMS of a run.
-
-    Units change rarely, so array ``log2_unit`` has a row only for each step with new units. The
-    header's ``unit_rows`` maps every step to its row. Array ``nonfinite`` has a row for each of the
-    steps that ``nonfinite_rows`` lists by position.
-    """
+    """Return the steps, tensors and log2 RMS of a run."""
+    # Units change rarely, so array `log2_unit` has a row only for each step with new units. The
+    # header's `unit_rows` maps every step to its row. Array `nonfinite` has a row for each of the
+    # steps that `nonfinite_rows` lists by position.
     units = history.log2_unit
     changed = np.ones(len(units), dtype=bool)
     if len(units):
@@ -127,10 +125,8 @@ def exponents_frame(counts: Mapping[int, ExponentCounts]) -> bytes:
 
 
 def fractions_frame(history: FractionHistory, tensor: int) -> bytes:
-    """Return the out-of-range fractions of one stored tensor, array ``(T, F, 3)``.
-
-    The header's ``share_read`` is the share of its elements behind them, for every step.
-    """
+    """Return the out-of-range fractions of one stored tensor, array ``(T, F, 3)``."""
+    # The header's `share_read` is the share of its elements behind them, for every step.
     header = {
         "steps": history.steps.tolist(),
         "formats": [item.name for item in history.formats],

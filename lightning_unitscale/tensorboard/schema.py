@@ -178,11 +178,9 @@ class ExponentCounts:
 def exponent_vectors(
     counts: npt.NDArray[np.floating[Any]], num_sampled: npt.ArrayLike, log2_units: npt.ArrayLike
 ) -> list[npt.NDArray[np.floating[Any]]]:
-    """Return a vector for each of several tensors, from counts of shape ``(tensors, 279)``.
-
-    It has the number sampled, the unit, the first exponent, and counts up to the last non-zero one.
-    Most tensors use about thirty exponents, so this is a tenth of all counts.
-    """
+    """Return a vector for each of several tensors, from counts of shape ``(tensors, 279)``."""
+    # It has the number sampled, the unit, the first exponent, and counts up to the last non-zero
+    # one. Most tensors use about thirty exponents, so this is a tenth of all counts.
     present = counts > 0
     is_any = present.any(axis=1)
     starts = np.where(is_any, present.argmax(axis=1), 0)

@@ -39,11 +39,9 @@ _READ: Final[dict[Direction, str]] = {"forward": "operands", "backward": "gradie
 
 
 def scale_summary(snapshot: Scales) -> str:
-    """Return how many operands of matmuls are stored near RMS 1, in one line; empty if unknown.
-
-    Near means within a factor of 2. If some are not, it adds the count within 4x, where
-    recalibration begins. Tensors of zeros have no scale and are not counted.
-    """
+    """Return how many operands of matmuls are stored near RMS 1, in one line; empty if unknown."""
+    # Near means within a factor of 2. If some are not, it adds the count within 4x, where
+    # recalibration begins. Tensors of zeros have no scale and are not counted.
     found = {direction: distances_from_one(snapshot, direction) for direction in DIRECTIONS}
     read = {direction: distances for direction, distances in found.items() if distances.size}
     if not read:

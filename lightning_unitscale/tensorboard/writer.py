@@ -306,10 +306,8 @@ def _add_text(file_writer: Any, tag: str, text: str, step: int) -> None:
 def stock_tags(
     names: tuple[str, ...], modules: tuple[str, ...], direction: Direction
 ) -> tuple[str, ...]:
-    """Return the prefix of each tensor's tags in TensorBoard's own dashboards.
-
-    ``~scales/blocks.0/mlp.up.linear``, and of its gradient ``~scales/blocks.0/mlp.up.linear.grad``.
-    """
+    """Return the prefix of each tensor's tags in TensorBoard's own dashboards."""
+    # `~scales/blocks.0/mlp.up.linear`, and of its gradient `~scales/blocks.0/mlp.up.linear.grad`.
     tags = []
     for name, module in zip(names, modules, strict=True):
         block = block_of(module)
@@ -331,11 +329,9 @@ def _shown(
 def custom_scalars_layout(
     snapshot: ScaleSnapshot, tabs: TensorBoardTabs
 ) -> dict[str, dict[str, list[Any]]]:
-    """Return a layout for ``add_custom_scalars`` with one chart per block and direction.
-
-    A chart selects its tensors by a pattern, so that TensorBoard shows equal charts of two runs
-    once.
-    """
+    """Return a layout for ``add_custom_scalars`` with one chart per block and direction."""
+    # A chart selects its tensors by a pattern, so that TensorBoard shows equal charts of two runs
+    # once.
     layout: dict[str, dict[str, list[Any]]] = {}
     for direction in DIRECTIONS:
         ending = r"\.grad" if direction == "backward" else r"(?<!\.grad)"

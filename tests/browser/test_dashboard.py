@@ -118,7 +118,7 @@ def test_a_click_opens_a_histogram_whose_bars_are_the_counts(dashboard):
         show(dashboard, stored=stored)
         one = unit_scaled(snapshot(STEPS[1]))
         counts = one.exponent_counts()[2]
-        shift = one.log2_units("forward")[2] if stored else 0
+        shift = one.log2_sigma[2] if stored else 0
         expected = {int(k) - 150 - shift: counts[k] for k in np.flatnonzero(counts)}
         assert bars(dashboard) == expected
         heights = dashboard.browser.evaluate(
@@ -220,7 +220,7 @@ def test_two_runs_side_by_side(dashboard):
     dashboard.click_cell(1, row=3, column=2)
     dashboard.settle("document.querySelectorAll('.chart .bars').length === 2")
     plain, scaled = bars(dashboard, 0), bars(dashboard, 1)
-    shift = unit_scaled(snapshot(STEPS[2])).log2_units("forward")[3]
+    shift = unit_scaled(snapshot(STEPS[2])).log2_sigma[3]
     assert scaled == {exponent - shift: count for exponent, count in plain.items()}
     assert dashboard.texts(".chart h4") == ["baseline", "scaled"]
 
@@ -321,7 +321,7 @@ def test_the_report_is_the_same_page_without_a_server(page, logdir, tmp_path):
     page.settle("document.querySelectorAll('.chart .bars').length === 2")
     page.settle("document.querySelector('.detail').textContent.includes('all elements counted')")
     one = unit_scaled(snapshot(STEPS[3]))
-    counts, shift = one.exponent_counts()[1], one.log2_units("forward")[1]
+    counts, shift = one.exponent_counts()[1], one.log2_sigma[1]
     assert bars(page) == {int(k) - 150 - shift: counts[k] for k in np.flatnonzero(counts)}
     requests = page.browser("report")["requests"]
     assert requests == [report.page.as_uri()]

@@ -324,36 +324,6 @@ def test_a_run_goes_on_after_each_step(name: str, format: str) -> None:
         assert_same_bits(part(state, 0, stop) + part(state, stop, NUM_STEPS), whole)
 
 
-@pytest.mark.parametrize("has_version", [False, True])
-def test_units_of_an_older_version(has_version: bool) -> None:
-    """It gave tensors of zeros the unit 1, as one that it has measured may have."""
-    callback = UnitScaleCallback()
-    train(LATE["Lora"](), [callback], num_steps=3)
-    state = callback.state_dict()
-    expected = callback.gauge.state()
-    assert state["gauge"]["a.linear:weight"][0] < 0 and state["gauge"]["a.linear"][1] < 0
-    for tensor in ("b.linear:weight", "a.linear"):
-        state["gauge"][tensor] = [0, 0]
-    if not has_version:
-        del state["version"]
-    resumed, gauges = UnitScaleCallback(recalibrate=None), []
-    resumed.load_state_dict(state)
-    train(
-        LATE["Lora"](),
-        [resumed],
-        num_steps=3,
-        after_step=lambda _: gauges.append(resumed.gauge.state()),
-    )
-    kept = {tensor: pair for tensor, pair in expected.items() if tensor not in LATE["Lora"].first}
-    for tensor, pair in kept.items():
-        assert gauges[-1][tensor] == pair or not any(pair)
-    for tensor in ("b.linear:weight", "a.linear"):
-        if has_version:
-            assert gauges[-1][tensor] == (0, 0)
-        else:
-            assert tensor not in gauges[0] and any(gauges[-1][tensor])
-
-
 @pytest.mark.parametrize("name", LATE)
 @pytest.mark.parametrize("format", FORMATS)
 def test_transforms(name: str, format: str) -> None:

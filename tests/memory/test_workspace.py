@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_unitscale.memory.workspace import workspace_bytes
+from lightning_unitscale.memory.costs import workspace_bytes
 from tests.memory.oracles import bytes_allocated
 
 aten = torch.ops.aten

@@ -148,7 +148,7 @@ def test_the_histogram_is_of_what_is_stored() -> None:
         assert len(edges) == len(counts) + 1 and counts[0] and counts[-1]
         expected: dict[int, float] = {}
         for k in np.flatnonzero(READ):
-            unit = one.log2_units("forward")[k]
+            unit = one.log2_sigma[k]
             for exponent, count in enumerate(one.statistics(int(k)).exponent_counts):
                 if count:
                     place = exponent - 150 - int(unit)

@@ -104,7 +104,7 @@ def test_scales(client, direction):
         stored = expected.log2_rms(direction, stored=True).astype(np.float32)
         np.testing.assert_array_equal(arrays["log2_rms"][row], stored)
         units = arrays["log2_unit"][header["unit_rows"][row]]
-        np.testing.assert_array_equal(units, expected.log2_units(direction))
+        np.testing.assert_array_equal(units, expected.log2_divisors(direction))
 
 
 def test_nan_and_infinities_are_counted(tmp_path):
@@ -137,7 +137,7 @@ def test_exponents(client):
     for row, step in enumerate(header["steps"]):
         expected = unit_scaled(snapshot(step))
         counts = expected.exponent_counts()[2]
-        assert header["log2_unit"][row] == expected.log2_units("forward")[2]
+        assert header["log2_unit"][row] == expected.log2_sigma[2]
         np.testing.assert_array_equal(
             arrays["counts"][row], counts[first : first + arrays["counts"].shape[1]]
         )

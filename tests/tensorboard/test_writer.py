@@ -83,7 +83,7 @@ def test_vectors_of_the_plugin(experiment):
         for one in snapshots:
             expected = one.log2_rms(direction, stored=True).astype(np.float32)
             np.testing.assert_array_equal(rms[one.step], expected)
-            np.testing.assert_array_equal(units[one.step], one.log2_units(direction))
+            np.testing.assert_array_equal(units[one.step], one.log2_divisors(direction))
             expected = one.fractions(direction)
             np.testing.assert_allclose(fractions[one.step], expected, rtol=1e-3)
     assert rms[0][2] == -math.inf and np.isnan(rms[0][[0, 3]]).all()
@@ -127,7 +127,7 @@ def test_exponent_counts_of_the_plugin(experiment):
             place = NAMES.index(name)
             np.testing.assert_array_equal(measured.counts, one.exponent_counts(direction)[place])
             assert measured.num_sampled == one.column("sampled", direction)[place]
-            assert measured.log2_unit == one.log2_units(direction)[place]
+            assert measured.log2_unit == one.log2_divisors(direction)[place]
 
 
 STOCK = (
