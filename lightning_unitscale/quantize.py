@@ -159,7 +159,7 @@ def _checked_key(
 def _checked_axes(tensor: Tensor, axis: int | Sequence[int], *, is_square: bool) -> tuple[int, ...]:
     """Return the axes of blocks, counted from the end."""
     dim = tensor.dim()
-    axes = (axis,) if isinstance(axis, int) else tuple(axis)
+    axes = tuple(axis) if isinstance(axis, Sequence) else (axis,)
     given = f"axis={shown(axis)}"
     if not axes or not all(type(one) is int and -dim <= one < dim for one in axes):
         raise ValueError(

@@ -219,6 +219,8 @@ def _call(*args: Any, **kwargs: Any) -> Callable[[], Any]:
         (_call("E4M3"), r"^format=E4M3FN: its numbers have no common scale. Expected a block"),
         (_call("MXFP5"), r"^format='MXFP5': unknown number format. Expected one of FP32.*NVFP4"),
         (_call("MXFP4", 2), r"^axis=2: no dimensions of a tensor of shape \(4, 32\)"),
+        (_call("MXFP4", 1.5), r"^axis=1.5: no dimensions of a tensor of .* Expected numbers from"),
+        (_call("MXFP4", None), r"^axis=None: no dimensions of a tensor"),
         (_call("MXFP4", (0, -2)), r"^axis=\(0, -2\): names a dimension twice"),
         (_call("MXFP4", (0, 1), square=True), r"^axis=\(0, 1\): square blocks lie in the last two"),
         (_call("MXFP4", tensor_scale=1.0), r"^tensor_scale=1.0: MXFP4 has scales for blocks only"),

@@ -89,9 +89,9 @@ class CountedSteps:
         counter, session.counter = session.counter, None
         if counter is None:
             return
-        is_first = name not in self._coverages
         before = self._coverages.get(name, Coverage())
-        lacked = any(count.outside == NO_UNIT for count in before.counts)
+        is_first = not before.counts  # a step may skip its first batches
+        lacked = is_first or any(count.outside == NO_UNIT for count in before.counts)
         if not (is_wanted or lacked) and self._lost.are_known(name, counter):
             return
         lacking = tuple(session.units.lacking.values())
@@ -104,7 +104,8 @@ class CountedSteps:
         if is_first and (is_training or coverage.format):
             warned.append(coverage.shortfall())
         text = " ".join(filter(None, warned))
-        if text or (is_first and (len(self._coverages) == 1 or is_training)):
+        is_new = is_first and bool(coverage.counts)
+        if text or (is_new and (len(self._coverages) == 1 or is_training)):
             rank_zero_info(f"UnitScaleCallback: {name}: {coverage.line()}.")
         if text:
             rank_zero_warn(f"UnitScaleCallback: {name}: {text}")

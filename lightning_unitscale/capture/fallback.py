@@ -70,6 +70,8 @@ class Fallback:
         self.awaits_rules = False  # rules will scale the step and have changed nothing yet
         # Number of hooks that were registered at the last check.
         self._num_hooks = -1
+        # Whether the last call gave lazy modules their shapes, uncaptured. True before the first.
+        self.awaits_shapes = True
         # The last call, until its backward pass has shown that it can be captured.
         self._pending: Trial | None = None
 
@@ -79,6 +81,14 @@ class Fallback:
             return False
         if self._step.owner.stays_plain and self._is_possible:
             self.stay_plain(self._step.owner.stays_plain)
+        if self.awaits_shapes:
+            # Dynamo would draw the first weights of lazy modules before the step's own random
+            # numbers, and then restore the generator.
+            owner = self._step.owner
+            is_left = not owner.changes_function and any(map(is_lazy, owner.module.parameters()))
+            self.awaits_shapes = is_left
+            if is_left:
+                return True
         looks = self._is_possible and executor != "eager" and torch.is_grad_enabled()
         # ``next_id`` grows whenever a hook is registered on anything.
         if self.reason is None and looks and self._num_hooks != RemovableHandle.next_id:

@@ -268,6 +268,7 @@ class LostFormats:
         self._last: dict[str, Coverage] = {}
         self._had_format: defaultdict[str, set[str]] = defaultdict(set)
         self._known: defaultdict[str, set[tuple[str, str]]] = defaultdict(set)
+        self._num_empty: Counter[str] = Counter()  # steps without a matmul before the first one
 
     def are_known(self, name: str, counter: CoverageCounter) -> bool:
         """Check whether all modules and reasons outside the format are known."""
@@ -282,8 +283,12 @@ class LostFormats:
         had_format, known = self._had_format[name], self._known[name]
         known.update((count.module, count.outside) for count in coverage.counts if count.outside)
         had_format.update(count.module for count in coverage.counts if count.kind == "format")
-        if last is None:
+        if last is None or not last.counts:
             if not coverage.num_in_format:
+                self._num_empty[name] += not coverage.counts
+                # A step may skip its first batch.
+                if not coverage.counts and self._num_empty[name] != 2:
+                    return ""
                 reasons = _named([count for count in coverage.counts if count.outside])
                 return f"{self._wanted}: {coverage.without_format()}{reasons or NO_MATMUL}"
             return f"{self._wanted}: {_text(lost, coverage)}" if lost else ""

@@ -121,6 +121,8 @@ def _call_on_gpu(
     if torch.is_autocast_enabled("cpu"):
         name = getattr(function, "__name__", "")
         if name in _FP32_RESULTS and _lacks_type(args, kwargs):
+            while args[-1:] == (None,):  # the type may be a positional argument
+                args = args[:-1]
             kwargs = {**kwargs, "dtype": torch.float32}
         elif name in _FP32_ARGUMENTS:
             args = tuple(map(_widened, args))
@@ -147,9 +149,11 @@ def _cross_entropy(
     input: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
-    *args: Any,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
     label_smoothing: float = 0.0,
-    **kwargs: Any,
 ) -> Tensor:
     """Keep the logarithms of the softmax in 16 bits under autocast, and sum them in FP32.
 
@@ -158,11 +162,11 @@ def _cross_entropy(
         the input, which autocast follows.
     """
     is_cast = _is_half(input) and torch.is_autocast_enabled("cpu")
+    options = (weight, size_average, ignore_index, reduce, reduction)
     if not is_cast or label_smoothing or target.is_floating_point():
-        smoothing = {"label_smoothing": label_smoothing} if label_smoothing else {}
-        return call(F.cross_entropy, (input, target, weight, *args), {**kwargs, **smoothing})
+        return F.cross_entropy(input, target, *options, label_smoothing)
     logs = F.log_softmax(input, 0 if input.dim() == 1 else 1, dtype=input.dtype)
-    return F.nll_loss(logs.float(), target, weight, *args, **kwargs)
+    return F.nll_loss(logs.float(), target, *options)
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

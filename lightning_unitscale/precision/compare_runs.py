@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_unitscale.tensorboard.divergence import Divergence, find_divergence
-from lightning_unitscale.tensorboard.history import read_run
+from lightning_unitscale.tensorboard.history import command_errors, read_run
 
 EXIT_DIVERGED = 1
-EXIT_ERROR = 2
 
 
 def compare_runs(run_a: str | Path, run_b: str | Path) -> Divergence:
@@ -33,16 +30,6 @@ def compare_runs(run_a: str | Path, run_b: str | Path) -> Divergence:
         ValueError: If a run has no scales, or the runs share no tensor or no sampled step.
     """
     return find_divergence(read_run(run_a), read_run(run_b))
-
-
-@contextlib.contextmanager
-def command_errors(command: str) -> Iterator[None]:
-    """End a command with its error in one line and exit status 2."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        print(f"{command}: {error}", file=sys.stderr)
-        raise SystemExit(EXIT_ERROR) from None
 
 
 def main(args: Sequence[str]) -> None:

@@ -14,11 +14,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from lightning_unitscale.precision.compare_runs import command_errors
 from lightning_unitscale.scales.alerts import ScaleAlert
 from lightning_unitscale.scales.layout import DIRECTIONS, FORMAT_KINDS
 from lightning_unitscale.scales.violations import percent
-from lightning_unitscale.tensorboard.history import LastStep, read_run
+from lightning_unitscale.tensorboard.history import LastStep, command_errors, read_run
 from lightning_unitscale.tensorboard.table import Scales
 
 _FIELDS: Final = ("kind", "step", "tensor", "module", "direction", "format", "value", "text")

@@ -27,6 +27,7 @@ from lightning_unitscale.tensorboard.history import (
     RunScales,
     ScaleHistory,
     block_of,
+    command_errors,
     read_run,
 )
 from lightning_unitscale.tensorboard.report_page import report_page
@@ -103,10 +104,8 @@ def main(args: Sequence[str]) -> None:
     )
     parser.add_argument("--full", action="store_true", help="print the scales of all tensors")
     options = parser.parse_args(args)
-    try:
+    with command_errors(parser.prog):
         report = write_report(options.run_directory, options.output, full=options.full)
-    except (OSError, ValueError) as error:
-        sys.exit(f"lightning-unitscale report: {error}")
     for name, table in report.tables.items():
         print(f"{name}\n{table}\n" if len(report.tables) > 1 else f"{table}\n")
     print("\n".join(f"Written: {path}" for path in (*report.pictures, report.page)))

@@ -228,6 +228,22 @@ def test_fp8_that_rounds_nothing(
     assert line.startswith(f"{start}no matmul runs in FP8: ")
 
 
+@pytest.mark.parametrize("option", ["precision", "simulate"])
+def test_a_first_batch_that_is_skipped(option: str) -> None:
+    class Skips(Net):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            return None if batch_idx == 0 else self(batch).square().mean()
+
+    callback = UnitScaleCallback(**{option: "fp8"})  # type: ignore[arg-type]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pl.Trainer(callbacks=[callback], **{**QUIET, "max_steps": 3}).fit(
+            Skips(), DataLoader(batches(4, 4, 4), batch_size=None)
+        )
+    assert not [one for one in caught if "UnitScaleCallback" in str(one.message)]
+    assert callback.coverage.num_in_format == callback.coverage.num_matmuls == 5
+
+
 class Small(Net):
     def __init__(self, net: nn.Module) -> None:
         super().__init__()

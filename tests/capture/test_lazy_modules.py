@@ -11,7 +11,8 @@ from torch.nn.parameter import is_lazy
 
 from lightning_unitscale.capture.rollback import restoring
 from lightning_unitscale.rules.transform import unit_scale
-from lightning_unitscale.transforms import lossless_unit_scale, simulate_fp8
+from lightning_unitscale.transforms import lossless_unit_scale, remat, simulate_fp8
+from tests.helpers import assert_same_bits
 
 
 class Lazy(nn.Module):
@@ -50,6 +51,26 @@ def test_units_of_a_lazy_module() -> None:
     torch.manual_seed(1)
     assert torch.equal(scaled(X), expected)
     assert "2 matmuls" in scaled.explain()  # type: ignore[operator]
+
+
+def test_random_numbers_of_a_lazy_module_with_a_plan() -> None:
+    """Its first weights and the step's dropout draw in the order of an uncaptured step."""
+
+    def trained(transform: Callable[[nn.Module], nn.Module]) -> tuple[nn.Module, list[Tensor]]:
+        layers = (nn.LazyLinear(5), nn.Dropout(0.3), nn.LazyLinear(1))
+        module, losses = transform(nn.Sequential(*layers)), []
+        torch.manual_seed(1)
+        for _ in range(2):
+            losses.append(module(X).square().mean())
+            losses[-1].backward()
+        return module, [*losses, *(param.grad for param in module.parameters())]
+
+    planned, found = trained(lambda module: remat(module, "min_cut"))
+    state = torch.get_rng_state()
+    _, expected = trained(lambda module: module)
+    assert torch.equal(state, torch.get_rng_state())
+    assert_same_bits(found, expected)
+    assert planned.remat_reports()  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("transform", [unit_scale, simulate_fp8])

@@ -159,6 +159,20 @@ def test_a_sum_under_a_gpus_autocast_copies_nothing() -> None:
     assert [node.fwd_mem_tmp for node in nodes] == [0, 0]
 
 
+def test_positional_arguments_under_a_gpus_autocast() -> None:
+    def forward(x: Tensor, target: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            x = torch.softmax(x, 1, None) + F.log_softmax(x, 1, 3, None) + x.softmax(1, None)
+            options = (None, None, -100, None, "sum", 0.1)
+            return F.cross_entropy(x, target, *options) + F.cross_entropy(x, target, *options[:5])
+
+    given = torch.randn(8, 32, dtype=torch.bfloat16, requires_grad=True)
+    profile = profile_graph(
+        Step(forward), given, torch.zeros(8, dtype=torch.long), device="cuda:h100"
+    )
+    assert {node.dtype for node in profile.nodes if "softmax" in node.op} == {"float32"}
+
+
 def test_attention_takes_the_kernel_of_its_device() -> None:
     def forward(linear: nn.Module, x: Tensor) -> Tensor:
         q = linear(x).view(2, 64, 4, 16).transpose(1, 2)

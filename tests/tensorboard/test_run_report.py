@@ -152,7 +152,14 @@ def test_several_runs_are_named_as_tensorboard_names_them(run, tmp_path):
     assert [path.name for path in report.pictures] == ["scales_1.png", "scales_2.png"]
 
 
-def test_what_is_wrong_is_said(run, tmp_path):
+def _error(capsys, *arguments):
+    with pytest.raises(SystemExit) as stopped:
+        main(["report", *arguments])
+    assert stopped.value.code == 2  # as compare and diagnose
+    return capsys.readouterr().err
+
+
+def test_what_is_wrong_is_said(run, tmp_path, capsys):
     for arguments, message in (
         (["nowhere"], "no such folder"),
         (
@@ -160,21 +167,20 @@ def test_what_is_wrong_is_said(run, tmp_path):
             "Expected the folder of one run. There are event files in .*gpt",
         ),
     ):
-        with pytest.raises(SystemExit, match=message):
-            main(["report", *arguments])
+        text = _error(capsys, *arguments)
+        assert text.startswith("lightning-unitscale report: ")
+        assert re.search(message, text)
     (tmp_path / "void").mkdir()
-    with pytest.raises(SystemExit, match=r"no event files here. Expected the folder that"):
-        main(["report", "void"])
+    assert "no event files here. Expected the folder that" in _error(capsys, "void")
     write(tmp_path / "plain", [])
-    with pytest.raises(SystemExit, match=r"no scales. Expected a run whose Trainer had a ScaleMon"):
-        main(["report", "plain"])
+    assert "no scales. Expected a run whose Trainer had a ScaleMon" in _error(capsys, "plain")
 
 
-def test_a_folder_that_cannot_be_written(run, tmp_path):
+def test_a_folder_that_cannot_be_written(run, tmp_path, capsys):
     (tmp_path / "file").touch()
     for output in ("file", "file/report"):
-        with pytest.raises(SystemExit, match=f"output='{output}': nothing can be written"):
-            main(["report", str(run), "--output", output])
+        text = _error(capsys, str(run), "--output", output)
+        assert f"output='{output}': nothing can be written" in text
     with pytest.raises(TypeError, match=r"output=3: it is an int. Expected the path"):
         write_report([run], 3)
 
