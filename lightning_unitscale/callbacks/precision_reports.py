@@ -112,7 +112,7 @@ class PrecisionReports:
 def formats_of(own: FP8Linears | SimulateFormat | None) -> tuple[Any, ...]:
     """Return the formats of operands and gradients that matmuls run in."""
     if isinstance(own, SimulateFormat):
-        return ((own.operand_format, own.gradient_format),)
+        return (own,)
     return (_FORMAT if own is None else (_FORMAT, own.gradient_format),)
 
 

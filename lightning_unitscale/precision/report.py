@@ -33,8 +33,8 @@ class LedgerRow:
     # Predicted change of the step's loss, or error of the whole gradient relative to its norm, if
     # it alone is rounded. ``None`` for a matmul that no format can reach.
     loss_change: float | None = None
-    # The part of it that stays on average over many steps: without the first order of the loss,
-    # whose sign is random.
+    # The part of it that stays on average over many steps: the second order of the loss, and the
+    # mean of its first order over several grids, if the grid moves.
     lasting: float = 0.0
     flops: int = 0
     # Why it does not run in the module's own format. ``None`` if it does, or without one.
@@ -98,6 +98,30 @@ class PrecisionReport:
         return Together(
             sum(row.loss_change or 0.0 for row in rows if row.is_forward),
             math.hypot(*(row.loss_change or 0.0 for row in rows if not row.is_forward)),
+        )
+
+    def predicted_gain(self, exempt: Sequence[Exemption], format: str | None = None) -> Together:
+        """Predict what else is gained if some computations are exempt, on average over steps.
+
+        The loss falls by the lasting damage of these computations. They also have a share of the
+        gradient's squared error. The error that was measured with everything rounded is divided in
+        the same shares, since it differs from the sum of the parts: rounded results are rounded
+        again.
+        """
+        word = self.formats[0] if format is None else format
+        before, exemptions = Exemptions(self.exempt), Exemptions(exempt)
+        rows = [
+            row
+            for row in self.rows_of(word)
+            if row.loss_change is not None and row.runs_in_format and not row.is_left_out(before)
+        ]
+        gone = [row for row in rows if row.is_left_out(exemptions)]
+        squares = {row: row.lasting**2 for row in rows if not row.is_forward}
+        left = sum(square for row, square in squares.items() if row not in set(gone))
+        share = left / max(sum(squares.values()), 1e-300)
+        return Together(
+            sum(row.lasting for row in gone if row.is_forward),
+            self.together[word].gradient_error * (1.0 - math.sqrt(share)) if squares else 0.0,
         )
 
     def remainder(self, format: str | None = None) -> Together:
