@@ -79,7 +79,7 @@ class PrecisionReports:
         meter = Meter(step, formats or formats_of(self._own), own)
         report = meter.report(effort or Effort(), self._given)
         if loop.is_global_zero:
-            log_precision(loop.loggers, str(report), loop.step_index)
+            log_precision(loop.loggers, report, loop.step_index)
         return report
 
     def _choose(self, report: PrecisionReport, step: int) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +19,9 @@ from lightning_unitscale.matmuls.computations import (
 )
 from lightning_unitscale.matmuls.measurement import FORWARD, Site
 
-_HEADERS = ("matmul", "computation", "format", "adds", "inherits", "damage", "why not in it")
+_HEADERS = ("matmul", "computation", "format", "damage", "FLOPs", "adds", "inherits",
+            "why not in it")  # fmt: skip
+_KINDS = ((True, "Damage: change of the loss"), (False, "Damage: error of the gradient"))
 
 
 @dataclass(frozen=True)
@@ -180,23 +184,49 @@ class PrecisionReport:
     def table(self, limit: int | None = None) -> str:
         """Return a table, a kind of damage after the other, with the most damage first."""
         parts = []
-        for is_forward, what in ((True, "change of the loss"), (False, "error of the gradient")):
-            rows = [row for row in self.rows if row.is_forward == is_forward]
-            rows.sort(key=lambda row: -abs(row.loss_change or 0.0))
-            cells = [
-                (
-                    row.name,
-                    row.computation,
-                    row.format,
-                    _percent(row.added),
-                    _percent(row.inherited),
-                    "" if row.loss_change is None else f"{row.loss_change:.3g}",
-                    row.reason or "",
-                )
-                for row in rows[:limit]
-            ]
-            parts.append(f"Damage: {what}\n{tabulate(cells, _HEADERS, disable_numparse=True)}")
+        for is_forward, title in _KINDS:
+            cells = [self._cells(row) for row in self._by_damage(is_forward)[:limit]]
+            parts.append(f"{title}\n{tabulate(cells, _HEADERS, disable_numparse=True)}")
         return "\n\n".join(parts)
+
+    def as_page(self) -> dict[str, Any]:
+        """Return what a page shows: the summary's lines, and the same tables as texts."""
+        return {
+            "summary": self.summary().splitlines(),
+            "columns": list(_HEADERS),
+            "tables": [
+                {
+                    "title": title,
+                    "direction": "forward" if is_forward else "backward",
+                    "rows": [list(self._cells(row)) for row in self._by_damage(is_forward)],
+                }
+                for is_forward, title in _KINDS
+            ],
+        }
+
+    def _by_damage(self, is_forward: bool) -> list[LedgerRow]:
+        rows = [row for row in self.rows if row.is_forward == is_forward]
+        return sorted(rows, key=lambda row: -abs(row.loss_change or 0.0))
+
+    def _cells(self, row: LedgerRow) -> tuple[str, ...]:
+        return (
+            row.name,
+            row.computation,
+            row.format,
+            "" if row.loss_change is None else f"{row.loss_change:.3g}",
+            _percent(row.flops / max(self._flops[row.format], 1)),
+            _percent(row.added),
+            _percent(row.inherited),
+            row.reason or "",
+        )
+
+    @functools.cached_property
+    def _flops(self) -> Counter[str]:
+        """Return the FLOPs of all rows, by format."""
+        counts: Counter[str] = Counter()
+        for row in self.rows:
+            counts[row.format] += row.flops
+        return counts
 
     def summary(self) -> str:
         """Return a line for each format: measured together, predicted, and the remainder."""

@@ -8,6 +8,7 @@ Routes below ``/data/plugin/scales/``, with arguments in the query:
 ``exponents?run&direction&tensor``    frame: exponent counts of one tensor over the steps
 ``fractions?run&direction&tensor``    frame: its out-of-range fractions over the steps
 ``alerts?run``                        JSON: the alerts, each with its step and tensor
+``precision?run``                     JSON: the last precision report, or null
 ``divergence?run&compared``           JSON: where two runs part
 ``static/...``                        the page
 ====================================  =========================================================
@@ -73,6 +74,7 @@ class ScalesPlugin(base_plugin.TBPlugin):
             "/exponents": Request.application(self._exponents),
             "/fractions": Request.application(self._fractions),
             "/alerts": Request.application(self._alerts),
+            "/precision": Request.application(self._precision),
             "/divergence": Request.application(self._divergence),
             **static,
         }
@@ -124,6 +126,10 @@ class ScalesPlugin(base_plugin.TBPlugin):
 
     def _alerts(self, request: Request) -> Response:
         answer = responses.alerts_json(self._run(request).alerts())
+        return http_util.Respond(request, answer, "application/json")
+
+    def _precision(self, request: Request) -> Response:
+        answer = responses.precision_json(self._run(request))
         return http_util.Respond(request, answer, "application/json")
 
     def _divergence(self, request: Request) -> Response:
