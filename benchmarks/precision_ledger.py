@@ -52,7 +52,7 @@ from lightning_unitscale.transforms import lossless_unit_scale, simulate_format
 
 FORMATS = ("E4M3FN", "E2M3FN", "E2M1FN", "MXFP8_E4M3", "NVFP4")
 NUM_LISTS = 30
-NUM_GRIDS = 48  # for the loss
+NUM_GRIDS = 16  # for the loss
 EFFORT = Effort(directions=64, pairs=16)
 MOVED = 1e-6  # relative change of the weights, by which the gradient's noise is measured
 Batches = Callable[[int], tuple[Tensor, Tensor]]
@@ -122,7 +122,7 @@ def alone(meter: Meter, report: PrecisionReport, format: str) -> dict[str, Any]:
     }
 
 
-def lists(meter: Meter, report: PrecisionReport, format: str) -> dict[str, Any]:
+def lists(meter: Meter, report: PrecisionReport, format: str) -> list[dict[str, Any]]:
     """What random exemptions change, predicted and measured, for loss and gradient."""
     rows = report.rows_of(format)
     generator, found = random.Random(0), []
@@ -143,7 +143,7 @@ def lists(meter: Meter, report: PrecisionReport, format: str) -> dict[str, Any]:
                 "gradient_predicted": predicted.gradient_error,
             }
         )
-    return {"lists": found}
+    return found
 
 
 def loss_changes(meter: Meter, format: str, exempt: frozenset[Exemption]) -> list[float]:
@@ -157,22 +157,20 @@ def loss_changes(meter: Meter, format: str, exempt: frozenset[Exemption]) -> lis
 
 
 def add_gradient_noise(
-    module: nn.Module, batch: tuple[Tensor, Tensor], found: dict[str, dict[str, Any]]
+    module: nn.Module, batch: tuple[Tensor, Tensor], format: str, found: list[dict[str, Any]]
 ) -> None:
     """Measure the gradient's changes once more, with weights that are moved by a millionth."""
     moved = copy.deepcopy(module)
     with torch.no_grad():
         for parameter in moved.parameters():
             parameter.mul_(1.0 + MOVED)
-    for format, result in found.items():
-        own = SimulateFormat(format, format, grid="moving")
-        with metering(moved, batch, {}, (format,), own=own) as meter:
-            whole = meter.gradient_error(format, lambda key: True)
-            for one in result["exemptions"]["lists"]:
-                exempt = {tuple(each) for each in one["exempt"]}
-                error = meter.gradient_error(format, lambda key, exempt=exempt: key not in exempt)
-                one["gradient_noise"] = abs(whole - error - one["gradient"])
-        result["exemptions"] |= within(result["exemptions"]["lists"])
+    own = SimulateFormat(format, format, grid="moving")
+    with metering(moved, batch, {}, (format,), own=own) as meter:
+        whole = meter.gradient_error(format, lambda key: True)
+        for one in found:
+            exempt = set(one["exempt"])
+            error = meter.gradient_error(format, lambda key, exempt=exempt: key not in exempt)
+            one["gradient_noise"] = abs(whole - error - one["gradient"])
 
 
 def within(found: Sequence[dict[str, float]]) -> dict[str, Any]:
@@ -194,26 +192,25 @@ def _is_near(predicted: float, measured: float) -> bool:
     return abs(predicted - measured) <= 0.2 * abs(measured)
 
 
-def predict(name: str, steps: int) -> dict[str, Any]:
+def predict(name: str, steps: int, formats: Sequence[str]) -> dict[str, Any]:
     """Train a model, and compare the report with measurements at its last weights."""
     torch.manual_seed(0)
     module, batches = MODELS[name]()
-    losses = train(module, batches, range(steps))
+    losses, batch = train(module, batches, range(steps)), batches(steps)
     result: dict[str, Any] = {"steps": steps, "loss": losses[-1]}
-    own = SimulateFormat(FORMATS[0], FORMATS[0], grid="moving")
-    with metering(module, batches(steps), {}, FORMATS, own=own) as meter:
-        report = meter.report(EFFORT)
-        result["cost_steps"] = report.cost_steps
-        for format in FORMATS:
-            together, predicted = report.together[format], report.predicted(format)
+    for format in formats:
+        own = SimulateFormat(format, format, grid="moving")
+        with metering(module, batch, {}, (format,), own=own) as meter:
+            report = meter.report(EFFORT)
+            changes = lists(meter, report, format)
             result[format] = {
-                "together": vars(together),
-                "predicted": vars(predicted),
+                "cost_steps": report.cost_steps,
+                "together": vars(report.together[format]),
+                "predicted": vars(report.predicted(format)),
                 "alone": alone(meter, report, format),
-                "exemptions": lists(meter, report, format),
             }
-    add_gradient_noise(module, batches(steps), {format: result[format] for format in FORMATS})
-    for format in FORMATS:
+        add_gradient_noise(module, batch, format, changes)
+        result[format]["exemptions"] = {"lists": changes, **within(changes)}
         print(name, format, summary_row(result[format]), flush=True)
     return result
 
@@ -290,6 +287,7 @@ def main() -> None:
     """Measure, print tables and write the numbers."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--formats", nargs="*", default=list(FORMATS), choices=FORMATS)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--training", action="store_true")
     parser.add_argument("--output", type=Path, default=RESULTS / "precision_ledger.json")
@@ -300,11 +298,11 @@ def main() -> None:
         results["training"] = trainings(200)
     else:
         for name in options.models:
-            results[name] = predict(name, options.steps)
+            results.setdefault(name, {}).update(predict(name, options.steps, options.formats))
         rows = [
             (name, format, *summary_row(results[name][format]))
             for name in options.models
-            for format in FORMATS
+            for format in options.formats
         ]
         headers = ("model", "format", "order, loss", "order, gradient")
         lists_of = ("floor, loss", "within 20 %", "floor, gradient", "within 20 %")

@@ -17,7 +17,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_unitscale.capture.operators import MatmulRule, Sources
 from lightning_unitscale.capture.patches import opened_layers
