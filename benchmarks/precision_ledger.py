@@ -7,7 +7,9 @@ computations are exempted as well, and the change that this makes is predicted a
 
 Rounding to nearest draws its errors by chance: a grid at another place gives others. The change of
 the loss is therefore measured on several grids (``grid="moving"``), and the noise floor is the
-standard error of their mean, the median over the lists. The prediction is the lasting damage.
+standard error of their mean, the median over the lists. The prediction is the lasting damage. The
+error of the gradient is that of one step on one grid, and its noise floor is the effect of moving
+all weights by a millionth, again the median.
 ``--training`` compares sets of equal FLOPs in trainings: the report's set, and the first and last
 layers.
 
@@ -18,6 +20,7 @@ layers.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 import random
@@ -42,17 +45,16 @@ from benchmarks.small_models import ResNetLoss
 from examples.text import TextDataModule
 from lightning_unitscale.matmuls.computations import Exemption
 from lightning_unitscale.matmuls.matmul_formats import SimulateFormat
-from lightning_unitscale.matmuls.rounding import SimulatedMatmuls
 from lightning_unitscale.precision.measured_step import Effort
 from lightning_unitscale.precision.meter import Meter, metering
 from lightning_unitscale.precision.report import PrecisionReport
 from lightning_unitscale.transforms import lossless_unit_scale, simulate_format
 
-FORMATS = ("E4M3FN", "E2M3FN", "E2M1FN")
+FORMATS = ("E4M3FN", "E2M3FN", "E2M1FN", "MXFP8_E4M3", "NVFP4")
 NUM_LISTS = 30
-NUM_GRIDS = 8  # for the loss
-NUM_GRADIENTS = 2  # grids for the gradient, whose steps take longer
-EFFORT = Effort(directions=64, pairs=8)
+NUM_GRIDS = 16  # for the loss
+EFFORT = Effort(directions=64, pairs=16)
+MOVED = 1e-6  # relative change of the weights, by which the gradient's noise is measured
 Batches = Callable[[int], tuple[Tensor, Tensor]]
 
 
@@ -120,47 +122,55 @@ def alone(meter: Meter, report: PrecisionReport, format: str) -> dict[str, Any]:
     }
 
 
-def lists(meter: Meter, report: PrecisionReport, format: str) -> dict[str, Any]:
+def lists(meter: Meter, report: PrecisionReport, format: str) -> list[dict[str, Any]]:
     """What random exemptions change, predicted and measured, for loss and gradient."""
-    grids = []
-    for step in range(NUM_GRIDS):
-        moving = SimulateFormat(format, format, grid="moving")
-        assert moving.moving_grid is not None
-        moving.moving_grid.follow(step)
-        meter.formats[f"{format}, grid {step}"] = SimulatedMatmuls(moving)
-        grids.append(f"{format}, grid {step}")
     rows = report.rows_of(format)
-    everything = [meter.loss_change(grid, lambda key: True) for grid in grids]
-    whole = [meter.gradient_error(grid, lambda key: True) for grid in grids[:NUM_GRADIENTS]]
-    predicted_whole = math.hypot(*(row.loss_change for row in rows if not row.is_forward))
     generator, found = random.Random(0), []
+    everything, whole = loss_changes(meter, format, frozenset()), report.together[format]
     for _ in range(NUM_LISTS):
-        exempt = {(row.name, row.computation) for row in rows if generator.random() < 0.5}
-        left = [row for row in rows if (row.name, row.computation) not in exempt]
-
-        def is_rounded(key: Any, exempt: set[Any] = exempt) -> bool:
-            return key not in exempt
-
-        rest = [meter.loss_change(grid, is_rounded) for grid in grids]
+        exempt = frozenset((row.name, row.computation) for row in rows if generator.random() < 0.5)
+        rest = loss_changes(meter, format, exempt)
         changes = [before - after for before, after in zip(everything, rest, strict=True)]
-        errors = [meter.gradient_error(grid, is_rounded) for grid in grids[:NUM_GRADIENTS]]
-        apart = [before - after for before, after in zip(whole, errors, strict=True)]
-        rest_error = math.hypot(*(row.loss_change for row in left if not row.is_forward))
+        error = meter.gradient_error(format, lambda key, exempt=exempt: key not in exempt)
+        predicted = report.predicted_gain(tuple(exempt), format)
         found.append(
             {
+                "exempt": sorted(exempt),
                 "loss": statistics.mean(changes),
                 "loss_noise": statistics.stdev(changes) / math.sqrt(NUM_GRIDS),
-                "loss_predicted": sum(
-                    row.lasting
-                    for row in rows
-                    if row.is_forward and (row.name, row.computation) in exempt
-                ),
-                "gradient": statistics.mean(apart),
-                "gradient_noise": statistics.stdev(apart) / math.sqrt(NUM_GRADIENTS),
-                "gradient_predicted": predicted_whole - rest_error,
+                "loss_predicted": predicted.loss_change,
+                "gradient": whole.gradient_error - error,
+                "gradient_predicted": predicted.gradient_error,
             }
         )
-    return {"lists": found, **within(found)}
+    return found
+
+
+def loss_changes(meter: Meter, format: str, exempt: frozenset[Exemption]) -> list[float]:
+    """The change of the loss on several grids."""
+    changes = []
+    for place in range(NUM_GRIDS):
+        meter.move_grids(place)
+        changes.append(meter.loss_change(format, lambda key: key not in exempt))
+    meter.move_grids(0)
+    return changes
+
+
+def add_gradient_noise(
+    module: nn.Module, batch: tuple[Tensor, Tensor], format: str, found: list[dict[str, Any]]
+) -> None:
+    """Measure the gradient's changes once more, with weights that are moved by a millionth."""
+    moved = copy.deepcopy(module)
+    with torch.no_grad():
+        for parameter in moved.parameters():
+            parameter.mul_(1.0 + MOVED)
+    own = SimulateFormat(format, format, grid="moving")
+    with metering(moved, batch, {}, (format,), own=own) as meter:
+        whole = meter.gradient_error(format, lambda key: True)
+        for one in found:
+            exempt = set(one["exempt"])
+            error = meter.gradient_error(format, lambda key, exempt=exempt: key not in exempt)
+            one["gradient_noise"] = abs(whole - error - one["gradient"])
 
 
 def within(found: Sequence[dict[str, float]]) -> dict[str, Any]:
@@ -182,24 +192,26 @@ def _is_near(predicted: float, measured: float) -> bool:
     return abs(predicted - measured) <= 0.2 * abs(measured)
 
 
-def predict(name: str, steps: int) -> dict[str, Any]:
+def predict(name: str, steps: int, formats: Sequence[str]) -> dict[str, Any]:
     """Train a model, and compare the report with measurements at its last weights."""
     torch.manual_seed(0)
     module, batches = MODELS[name]()
-    losses = train(module, batches, range(steps))
+    losses, batch = train(module, batches, range(steps)), batches(steps)
     result: dict[str, Any] = {"steps": steps, "loss": losses[-1]}
-    with metering(module, batches(steps), {}, FORMATS) as meter:
-        report = meter.report(EFFORT)
-        result["cost_steps"] = report.cost_steps
-        for format in FORMATS:
-            together, predicted = report.together[format], report.predicted(format)
+    for format in formats:
+        own = SimulateFormat(format, format, grid="moving")
+        with metering(module, batch, {}, (format,), own=own) as meter:
+            report = meter.report(EFFORT)
+            changes = lists(meter, report, format)
             result[format] = {
-                "together": vars(together),
-                "predicted": vars(predicted),
+                "cost_steps": report.cost_steps,
+                "together": vars(report.together[format]),
+                "predicted": vars(report.predicted(format)),
                 "alone": alone(meter, report, format),
-                "exemptions": lists(meter, report, format),
             }
-            print(name, format, summary_row(result[format]), flush=True)
+        add_gradient_noise(module, batch, format, changes)
+        result[format]["exemptions"] = {"lists": changes, **within(changes)}
+        print(name, format, summary_row(result[format]), flush=True)
     return result
 
 
@@ -275,6 +287,7 @@ def main() -> None:
     """Measure, print tables and write the numbers."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--formats", nargs="*", default=list(FORMATS), choices=FORMATS)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--training", action="store_true")
     parser.add_argument("--output", type=Path, default=RESULTS / "precision_ledger.json")
@@ -285,11 +298,11 @@ def main() -> None:
         results["training"] = trainings(200)
     else:
         for name in options.models:
-            results[name] = predict(name, options.steps)
+            results.setdefault(name, {}).update(predict(name, options.steps, options.formats))
         rows = [
             (name, format, *summary_row(results[name][format]))
             for name in options.models
-            for format in FORMATS
+            for format in options.formats
         ]
         headers = ("model", "format", "order, loss", "order, gradient")
         lists_of = ("floor, loss", "within 20 %", "floor, gradient", "within 20 %")

@@ -61,10 +61,7 @@ class FeedForward(pl.LightningModule):
         return torch.utils.data.DataLoader(torch.randn(8, 16), 8)
 
 
-@pytest.mark.parametrize(
-    ("method", "reason"), [("lossless", None), ("u-mup", "its name is excluded by default")]
-)
-def test_the_default_exclusions_are_those_of_the_method(method, reason, tmp_path, capsys):
+def run_on(method, tmp_path):
     scaling = {"class_path": "lightning_unitscale.UnitScaleCallback"}
     scaling["init_args"] = {"method": method, "precision": "fp8"}
     config = {
@@ -74,10 +71,18 @@ def test_the_default_exclusions_are_those_of_the_method(method, reason, tmp_path
     (tmp_path / "run.yaml").write_text(json.dumps(config))
     path = f"--config={tmp_path / 'run.yaml'}"
     main(["precision", path, "--directions=1", "--pairs=1", "--json"])
+
+
+def test_a_model_without_a_readout_has_no_default_exclusions(tmp_path, capsys):
+    run_on("lossless", tmp_path)
     rows = json.loads(capsys.readouterr().out)["matmuls"]
     reasons = {(row["module"], row["computation"]): row["reason"] for row in rows}
-    assert reasons["fc2", "forward"] == reason
-    assert reasons["fc1", "forward"] is None
+    assert reasons["fc1", "forward"] is None and reasons["fc2", "forward"] is None
+
+
+def test_rules_are_refused(tmp_path):
+    with pytest.raises(SystemExit, match=r"method=Rules\(.*rules make another model.*'lossless'"):
+        run_on("u-mup", tmp_path)
 
 
 def test_tables_have_the_asked_formats(command, capsys):

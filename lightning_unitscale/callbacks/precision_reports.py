@@ -79,7 +79,7 @@ class PrecisionReports:
         meter = Meter(step, formats or formats_of(self._own), own)
         report = meter.report(effort or Effort(), self._given)
         if loop.is_global_zero:
-            log_precision(loop.loggers, str(report), loop.step_index)
+            log_precision(loop.loggers, report, loop.step_index)
         return report
 
     def _choose(self, report: PrecisionReport, step: int) -> None:
@@ -112,7 +112,7 @@ class PrecisionReports:
 def formats_of(own: FP8Linears | SimulateFormat | None) -> tuple[Any, ...]:
     """Return the formats of operands and gradients that matmuls run in."""
     if isinstance(own, SimulateFormat):
-        return ((own.operand_format, own.gradient_format),)
+        return (own,)
     return (_FORMAT if own is None else (_FORMAT, own.gradient_format),)
 
 

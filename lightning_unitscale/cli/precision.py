@@ -73,6 +73,7 @@ class PrecisionCLI(ProfileCLI):
     def precision(self) -> None:
         """Print what rounding each computation of each matmul costs."""
         model, trainer = self.model, self.trainer
+        own, exempt = self._own_formats()
         batch = self._first_batch()
         trainer.strategy.connect(model)
         model.to(trainer.strategy.root_device)
@@ -80,7 +81,6 @@ class PrecisionCLI(ProfileCLI):
         if self.config.ckpt_path is not None:
             checkpoint = torch.load(self.config.ckpt_path, map_location="cpu", weights_only=False)
             model.load_state_dict(checkpoint["state_dict"])
-        own, exempt = self._own_formats()
         with metering(
             model,
             step_arguments(model, _TRAINING_STEP, batch, 0),
@@ -104,9 +104,15 @@ class PrecisionCLI(ProfileCLI):
         trainer: Any = self.trainer
         found: list[Any] = [e for e in trainer.callbacks if isinstance(e, UnitScaleCallback)]
         for callback in found:
+            if callback.method != LOSSLESS:
+                raise ValueError(
+                    f"method={callback.method!r}: rules make another model, whose steps are "
+                    "captured, and a report needs each matmul as it runs. Expected "
+                    "method='lossless'. Change the method, or leave the callback out to report on "
+                    "the model without rules."
+                )
             if callback.precision is not None:
-                is_lossless = callback.method == LOSSLESS
-                own = callback.precision.linears(is_lossless=is_lossless)
+                own = callback.precision.linears(is_lossless=True)
                 return own, callback.precision.exempt
             if callback.simulate is not None:
                 return callback.simulate.rounding_pass(), callback.simulate.exempt

@@ -15,6 +15,7 @@ from lightning_unitscale.arguments import shown
 from lightning_unitscale.loops.loop import Loop
 from lightning_unitscale.matmuls.coverage import Coverage
 from lightning_unitscale.precision.diagnosis import diagnose
+from lightning_unitscale.precision.report import PrecisionReport
 from lightning_unitscale.scales.alerts import ScaleAlert, alerts_text
 from lightning_unitscale.scales.layout import DIRECTIONS, FORMAT_KINDS
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
@@ -224,11 +225,11 @@ class RunWriters:
         return list(self._writers.values())
 
 
-def log_precision(loggers: Sequence[Any], table: str, step: int) -> None:
-    """Write the table of a precision report to loggers that show texts of several lines."""
+def log_precision(loggers: Sequence[Any], report: PrecisionReport, step: int) -> None:
+    """Write a precision report to loggers that show texts of several lines."""
     for logger in loggers:
         if any(kind.__name__ == "TensorBoardLogger" for kind in type(logger).__mro__):
-            write_precision(logger.experiment, table, step)
+            write_precision(logger.experiment, str(report), report.as_page(), step)
 
 
 def checked_loggers(loggers: Any) -> tuple[Any, ...]:

@@ -145,7 +145,7 @@ class FP8Matmuls(Numerics):
         pairs = zip(units, names, strict=True)
         return [_factor(self._config, unit or 0, name, step) for unit, name in pairs]
 
-    def measure(self, matmul: Matmul, operands: Sequence[Tensor], *, is_first: bool) -> None:
+    def measure(self, matmul: Matmul, args: Sequence[Any], *, is_first: bool) -> None:
         """Measure how much FP8 would lose of scaled operands, for :meth:`fit`."""
         # Decide at once at the first call, so that an operand that does not fit is never cast.
         if not self._measures_range:
@@ -158,6 +158,7 @@ class FP8Matmuls(Numerics):
             # It is not in FP8 anyway.
             self._config.unseen.difference_update(matmul.names)
             return
+        operands = matmul.rule.operands_in(args)
         places = [
             (operands[index].detach().float() * 2.0**-unit, is_gradient, name)
             for index, (_, unit, is_gradient, name) in enumerate(matmul.places())

@@ -73,9 +73,9 @@ class Numerics(abc.ABC):
         """Run a matmul on scaled and rounded operands."""
 
     def measure(  # noqa: B027
-        self, matmul: Matmul, operands: Sequence[Tensor], *, is_first: bool
+        self, matmul: Matmul, args: Sequence[Any], *, is_first: bool
     ) -> None:
-        """Measure scaled operands, for the first time or again."""
+        """Measure the scaled operands of a call, for the first time or again."""
 
     def await_units(self, names: Iterable[str]) -> None:  # noqa: B027
         """Record operands that got a unit late, since they were zero at first."""
@@ -120,15 +120,16 @@ class FlushedOperands:
         name: str,
         stored: Tensor,
         format: _Format,
+        axes: Axes = (-1,),
         tensor_scale: float | None = None,
     ) -> None:
-        """Measure an operand, along its last dimension if its format has blocks."""
+        """Measure an operand. Blocks lie along the given dimensions."""
         if self._levels[name] == len(_MAX_SHARES):
             return
         magnitudes = stored.detach().abs()
         is_some = magnitudes > 0
         if isinstance(format, BlockFormat):
-            is_zero = rounded_blocks(magnitudes, format, (-1,), tensor_scale) == 0
+            is_zero = rounded_blocks(magnitudes, format, axes, tensor_scale) == 0
         else:
             is_zero = magnitudes <= format.flush_threshold
         flushed = (is_some & is_zero).sum()
@@ -240,8 +241,7 @@ class SimulatedMatmuls(Numerics):
                 return original(*args, **kwargs)
             return run_in_units(matmul, original, args, kwargs)
         is_transformed = any(self._is_transformed(config, matmul) for config in configs)
-        has_blocks = any(config.has_blocks for config in configs)
-        axes = axes_of(matmul.rule, args) if has_blocks else [(-1,)] * len(matmul.names)
+        axes = self._axes(configs, matmul, args)
         for (position, unit, is_gradient, name), along in zip(matmul.places(), axes, strict=True):
             which = {"is_gradient": is_gradient, "is_backward": matmul.slot != FORWARD}
             is_kept = all(config.format_of(**which) is None for config in configs)
@@ -253,6 +253,14 @@ class SimulatedMatmuls(Numerics):
                 wide = self._rounded(config, matmul, wide, is_gradient, name, along)
             args[position] = wide.to(args[position].dtype)
         return run_scaled(matmul, original, args, kwargs)
+
+    def _axes(
+        self, configs: Sequence[SimulateFormat], matmul: Matmul, args: Sequence[Any]
+    ) -> list[Axes]:
+        """Return the dimensions of each operand that its blocks lie along, if it has blocks."""
+        if any(config.has_blocks for config in configs):
+            return axes_of(matmul.rule, args)
+        return [(-1,)] * len(matmul.names)
 
     def _is_transformed(self, config: SimulateFormat, matmul: Matmul) -> bool:
         """Check whether both operands of a matmul get the Hadamard transform."""
@@ -289,16 +297,19 @@ class SimulatedMatmuls(Numerics):
         # Divide in FP32, where the quotient of an FP8 number is off by one rounding at most.
         return result if factor == 1.0 else result / factor
 
-    def measure(self, matmul: Matmul, operands: Sequence[Tensor], *, is_first: bool) -> None:
+    def measure(self, matmul: Matmul, args: Sequence[Any], *, is_first: bool) -> None:
         """Measure the share of elements of operands that become zero."""
         configs = self._configs_of(matmul.site, *COMPUTATIONS) if self._measures_range else []
         for config in configs[:1]:
-            for tensor, (_, unit, is_gradient, name) in zip(operands, matmul.places(), strict=True):
+            axes = self._axes(configs[:1], matmul, args)
+            for (position, unit, is_gradient, name), along in zip(
+                matmul.places(), axes, strict=True
+            ):
                 is_backward = matmul.slot != FORWARD
                 format = config.format_of(is_gradient=is_gradient, is_backward=is_backward)
                 if format is not None:
-                    stored = tensor.detach().float() * 2.0**-unit
-                    self._flushed.measure(name, stored, format, self._tensor_scale)
+                    stored = args[position].detach().float() * 2.0**-unit
+                    self._flushed.measure(name, stored, format, along, self._tensor_scale)
 
     def take_flushed(self) -> str:
         """Return operands of which many elements become zero."""

@@ -17,7 +17,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_unitscale.capture.operators import MatmulRule, Sources
 from lightning_unitscale.capture.patches import opened_layers
@@ -217,7 +217,7 @@ class MatmulSession:
         if None in matmul.known or self.units.is_looking:
             extents = self._measure(matmul, args, ())
         elif self.numerics:
-            self._show(matmul, operands)
+            self._show(matmul, args)
         else:
             site.matmul = matmul
         return matmul, extents
@@ -251,7 +251,7 @@ class MatmulSession:
             if None in sources:
                 call.gradient_extent = extents[sources.index(None)]
         elif self.numerics:
-            self._show(matmul, operands)
+            self._show(matmul, args)
         elif is_kept:
             forward.backward[id(rule), sources] = gamma, matmul
         if torch.is_grad_enabled():
@@ -291,16 +291,16 @@ class MatmulSession:
             matmul.take(self.units.take_at_once(measured))
         if is_first or self.units.is_looking:
             for numerics in self.numerics:
-                numerics.measure(matmul, operands, is_first=is_first)
+                numerics.measure(matmul, args, is_first=is_first)
         else:
-            self._show(matmul, operands)
+            self._show(matmul, args)
         return tuple(extents)
 
-    def _show(self, matmul: Matmul, operands: Sequence[Tensor]) -> None:
+    def _show(self, matmul: Matmul, args: _Args) -> None:
         """Measure operands for the formats that have not seen them in their current units."""
         for numerics in self.numerics:
             if numerics.awaits(matmul.names):
-                numerics.measure(matmul, operands, is_first=False)
+                numerics.measure(matmul, args, is_first=False)
 
     def receive(self) -> list[Unrepresentable]:
         """Receive the measurements of the previous step, without waiting for the device."""

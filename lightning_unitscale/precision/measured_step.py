@@ -104,6 +104,11 @@ class MeasuredStep:
                 parameter.data = data
 
     @property
+    def has_units(self) -> bool:
+        """Check whether operands have units. Otherwise they are rounded as they are."""
+        return self._session.units.is_used
+
+    @property
     def rms(self) -> float:
         """Return the RMS of all parameters."""
         count = sum(parameter.numel() for parameter in self.parameters)

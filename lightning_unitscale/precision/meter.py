@@ -5,20 +5,24 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_unitscale.arguments import check_instance, shown
 from lightning_unitscale.capture.captured_copy import matmuls_of
 from lightning_unitscale.capture.module_steps import steps_of
+from lightning_unitscale.capture.name_patterns import NamePatterns
 from lightning_unitscale.matmuls.computations import COMPUTATIONS, Exemption, Exemptions
 from lightning_unitscale.matmuls.fp8_linear import numerics_of
-from lightning_unitscale.matmuls.matmul_formats import FP8Linears, SimulateFormat, format_pair
+from lightning_unitscale.matmuls.matmul_formats import (
+    FP8Linears,
+    Grid,
+    SimulateFormat,
+    format_pair,
+)
 from lightning_unitscale.matmuls.measurement import Site
 from lightning_unitscale.matmuls.rounding import Numerics, SimulatedMatmuls
 from lightning_unitscale.matmuls.scaled_methods import AttachedSession
@@ -26,21 +30,17 @@ from lightning_unitscale.patching import nothing, shadowed
 from lightning_unitscale.precision.ledger import (
     BasePass,
     Key,
-    MovedPass,
     Numbers,
-    SignedPass,
-    TangentPass,
     TogetherPass,
     Visit,
     energy,
     relative,
 )
 from lightning_unitscale.precision.measured_step import Effort, MeasuredStep
+from lightning_unitscale.precision.predicted_damage import gradient_products, loss_damage, read
 from lightning_unitscale.precision.report import LedgerRow, PrecisionReport, Together
 
 DEFAULT_FORMATS = ("E4M3FN",)
-# Directions whose tangents are in memory at the same time.
-_DIRECTIONS_AT_ONCE = 4
 _TRAINING_STEP = "training_step"
 _FORWARD = COMPUTATIONS[0]
 
@@ -160,20 +160,27 @@ def _with_index(step: Any, batch: tuple[Any, ...]) -> tuple[Any, ...]:
     return batch
 
 
-def _names_of(formats: Sequence[Any]) -> dict[str, SimulatedMatmuls]:
+def _named(
+    formats: Sequence[Any], own: Sequence[SimulateFormat | FP8Linears]
+) -> dict[str, SimulateFormat]:
+    """Return formats by name, on the same kind of grid as the module's own formats."""
     if isinstance(formats, str) or not formats:
         raise ValueError(
             f"formats={shown(formats)}: no list of formats. Expected names such as ('E4M3FN',). "
             "Pass a tuple of them."
         )
+    grid: Grid = "moving" if any(each.moving_grid is not None for each in own) else "fixed"
     named = {}
     for each in formats:
-        pair = format_pair(each, argument="formats")
-        rounding = SimulateFormat(*pair)
+        if isinstance(each, SimulateFormat):  # with the options of its rounding
+            rounding = copy.deepcopy(each)
+            rounding.patterns, rounding.exempt = NamePatterns(), Exemptions()
+        else:
+            rounding = SimulateFormat(*format_pair(each, argument="formats"), grid=grid)
         names = dict.fromkeys(
             str(one) for one in (rounding.operand_format, rounding.gradient_format)
         )
-        named["/".join(names)] = SimulatedMatmuls(rounding)
+        named["/".join(names)] = rounding
     return named
 
 
@@ -186,7 +193,12 @@ class Meter:
         formats: Sequence[Any],
         own: Sequence[SimulateFormat | FP8Linears] = (),
     ) -> None:
-        self._step, self.formats = step, _names_of(formats)
+        named = _named(formats, own)
+        self._step, self._roundings = step, tuple(named.values())
+        self.formats = {
+            word: SimulatedMatmuls(each, has_units=step.has_units) for word, each in named.items()
+        }
+        self.move_grids(0)
         step.calibrate()
         self.base = BasePass(self.formats, _reasons(own))
         with step.watched() as counter:
@@ -199,6 +211,13 @@ class Meter:
     def cost_steps(self) -> float:
         """Return the FLOPs of all measurements so far, in those of the step."""
         return self._step.ledger.flops / max(self.step_flops, 1)
+
+    def move_grids(self, place: int) -> bool:
+        """Move the numbers of the formats, and return whether any of them move."""
+        moving = [each.moving_grid for each in self._roundings if each.moving_grid is not None]
+        for grid in moving:
+            grid.follow(place)
+        return bool(moving)
 
     def loss_change(
         self, format: str, is_rounded: Callable[[Key], bool], inherited: Numbers | None = None
@@ -243,32 +262,33 @@ class Meter:
         together: dict[str, Together] = {}
         rows: list[LedgerRow] = []
         with self._step.watched():
-            gradients = _gradient_products(self._step, self.formats, self.base.eps, effort)
+            gradients = gradient_products(self._step, self.formats, self.base.eps, effort)
             for word, format in self.formats.items():
-                loss = _second_order(self._step, format, effort)
+                loss = loss_damage(self._step, format, effort, self.move_grids)
+                self.move_grids(0)
                 inherited: Numbers = {}
                 change = self.loss_change(word, is_rounded, inherited)
                 together[word] = Together(change, self.gradient_error(word, is_rounded))
-                rows += self._rows(word, loss, gradients[word], _read(inherited))
+                rows += self._rows(word, loss, gradients[word], read(inherited))
         return PrecisionReport(self.loss, tuple(rows), together, tuple(exempt), self.cost_steps)
 
     def _rows(
         self,
         format: str,
-        second_order: Mapping[str, float],
+        loss_damage: Mapping[str, tuple[float, float]],
         squares: Mapping[Key, float],
         inherited: Mapping[Key, float],
     ) -> Iterator[LedgerRow]:
-        added, first = _read(self.base.added), _read(self.base.first_order)
-        energies = _read(self.base.energies)
+        added, first = read(self.base.added), read(self.base.first_order)
+        energies = read(self.base.energies)
         for key, one in self.base.computed.items():
             size, error = energies[key], added[format, key]
             damage: float | None
             if key[1] == _FORWARD:
-                lasting = second_order.get(one.name, 0.0)
+                second, lasting = loss_damage.get(one.name, (0.0, 0.0))
                 # Without a gradient that arrives nothing can be predicted.
                 damage = first.get((format, one.name))
-                damage = None if damage is None else damage + lasting
+                damage = None if damage is None else damage + second
             else:
                 damage = lasting = relative(squares.get(key, error), self.gradient_energy)
             yield LedgerRow(
@@ -302,43 +322,3 @@ def _reasons(own: Sequence[SimulateFormat | FP8Linears]) -> Callable[[Visit], st
         return None if None in reasons or not reasons else reasons[0]
 
     return why_not
-
-
-def _second_order(step: MeasuredStep, format: SimulatedMatmuls, effort: Effort) -> dict[str, float]:
-    """Return half of ``d^T H d`` of each forward matmul."""
-    sums: dict[str, float] = {}
-    count = 2 * effort.pairs
-    for index in range(count):
-        signed = SignedPass(format, index)
-        step.run(signed)
-        for name, product in _read(signed.products).items():
-            sums[name] = sums.get(name, 0.0) + product / (2 * count)
-    return sums
-
-
-def _gradient_products(
-    step: MeasuredStep, named: Mapping[str, SimulatedMatmuls], eps: float, effort: Effort
-) -> dict[str, dict[Key, float]]:
-    """Return the mean square of ``<d, J r>`` of each computation whose operand has tangents."""
-    sums: dict[str, dict[Key, float]] = {word: {} for word in named}
-    distance = step.rms * math.sqrt(eps)
-    for first in range(0, effort.directions, _DIRECTIONS_AT_ONCE):
-        moved = []
-        for index in range(first, min(first + _DIRECTIONS_AT_ONCE, effort.directions)):
-            moved.append(MovedPass())
-            with step.moved(index, distance):
-                step.run(moved[-1], is_forward=True)
-        tangents = TangentPass(named, [each.operands for each in moved], distance)
-        step.run(tangents)
-        for (_, word, key), product in _read(tangents.products).items():
-            mean = product**2 / effort.directions
-            sums[word][key] = sums[word].get(key, 0.0) + mean
-    return sums
-
-
-def _read(numbers: Numbers) -> dict[Any, float]:
-    """Return numbers from their device, in one transfer."""
-    if not numbers:
-        return {}
-    values = torch.stack([value.double() for value in numbers.values()]).tolist()
-    return dict(zip(numbers, values, strict=True))

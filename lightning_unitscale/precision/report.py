@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +19,9 @@ from lightning_unitscale.matmuls.computations import (
 )
 from lightning_unitscale.matmuls.measurement import FORWARD, Site
 
-_HEADERS = ("matmul", "computation", "format", "adds", "inherits", "damage", "why not in it")
+_HEADERS = ("matmul", "computation", "format", "damage", "FLOPs", "adds", "inherits",
+            "why not in it")  # fmt: skip
+_KINDS = ((True, "Damage: change of the loss"), (False, "Damage: error of the gradient"))
 
 
 @dataclass(frozen=True)
@@ -33,8 +37,8 @@ class LedgerRow:
     # Predicted change of the step's loss, or error of the whole gradient relative to its norm, if
     # it alone is rounded. ``None`` for a matmul that no format can reach.
     loss_change: float | None = None
-    # The part of it that stays on average over many steps: without the first order of the loss,
-    # whose sign is random.
+    # The part of it that stays on average over many steps: the second order of the loss, and the
+    # mean of its first order over several grids, if the grid moves.
     lasting: float = 0.0
     flops: int = 0
     # Why it does not run in the module's own format. ``None`` if it does, or without one.
@@ -100,6 +104,30 @@ class PrecisionReport:
             math.hypot(*(row.loss_change or 0.0 for row in rows if not row.is_forward)),
         )
 
+    def predicted_gain(self, exempt: Sequence[Exemption], format: str | None = None) -> Together:
+        """Predict what else is gained if some computations are exempt, on average over steps.
+
+        The loss falls by the lasting damage of these computations. They also have a share of the
+        gradient's squared error. The error that was measured with everything rounded is divided in
+        the same shares, since it differs from the sum of the parts: rounded results are rounded
+        again.
+        """
+        word = self.formats[0] if format is None else format
+        before, exemptions = Exemptions(self.exempt), Exemptions(exempt)
+        rows = [
+            row
+            for row in self.rows_of(word)
+            if row.loss_change is not None and row.runs_in_format and not row.is_left_out(before)
+        ]
+        gone = [row for row in rows if row.is_left_out(exemptions)]
+        squares = {row: row.lasting**2 for row in rows if not row.is_forward}
+        left = sum(square for row, square in squares.items() if row not in set(gone))
+        share = left / max(sum(squares.values()), 1e-300)
+        return Together(
+            sum(row.lasting for row in gone if row.is_forward),
+            self.together[word].gradient_error * (1.0 - math.sqrt(share)) if squares else 0.0,
+        )
+
     def remainder(self, format: str | None = None) -> Together:
         """Return what is measured with all rounded together, less the prediction."""
         measured = self.together[self.formats[0] if format is None else format]
@@ -156,23 +184,49 @@ class PrecisionReport:
     def table(self, limit: int | None = None) -> str:
         """Return a table, a kind of damage after the other, with the most damage first."""
         parts = []
-        for is_forward, what in ((True, "change of the loss"), (False, "error of the gradient")):
-            rows = [row for row in self.rows if row.is_forward == is_forward]
-            rows.sort(key=lambda row: -abs(row.loss_change or 0.0))
-            cells = [
-                (
-                    row.name,
-                    row.computation,
-                    row.format,
-                    _percent(row.added),
-                    _percent(row.inherited),
-                    "" if row.loss_change is None else f"{row.loss_change:.3g}",
-                    row.reason or "",
-                )
-                for row in rows[:limit]
-            ]
-            parts.append(f"Damage: {what}\n{tabulate(cells, _HEADERS, disable_numparse=True)}")
+        for is_forward, title in _KINDS:
+            cells = [self._cells(row) for row in self._by_damage(is_forward)[:limit]]
+            parts.append(f"{title}\n{tabulate(cells, _HEADERS, disable_numparse=True)}")
         return "\n\n".join(parts)
+
+    def as_page(self) -> dict[str, Any]:
+        """Return what a page shows: the summary's lines, and the same tables as texts."""
+        return {
+            "summary": self.summary().splitlines(),
+            "columns": list(_HEADERS),
+            "tables": [
+                {
+                    "title": title,
+                    "direction": "forward" if is_forward else "backward",
+                    "rows": [list(self._cells(row)) for row in self._by_damage(is_forward)],
+                }
+                for is_forward, title in _KINDS
+            ],
+        }
+
+    def _by_damage(self, is_forward: bool) -> list[LedgerRow]:
+        rows = [row for row in self.rows if row.is_forward == is_forward]
+        return sorted(rows, key=lambda row: -abs(row.loss_change or 0.0))
+
+    def _cells(self, row: LedgerRow) -> tuple[str, ...]:
+        return (
+            row.name,
+            row.computation,
+            row.format,
+            "" if row.loss_change is None else f"{row.loss_change:.3g}",
+            _percent(row.flops / max(self._flops[row.format], 1)),
+            _percent(row.added),
+            _percent(row.inherited),
+            row.reason or "",
+        )
+
+    @functools.cached_property
+    def _flops(self) -> Counter[str]:
+        """Return the FLOPs of all rows, by format."""
+        counts: Counter[str] = Counter()
+        for row in self.rows:
+            counts[row.format] += row.flops
+        return counts
 
     def summary(self) -> str:
         """Return a line for each format: measured together, predicted, and the remainder."""

@@ -169,10 +169,13 @@ class RunScales:
         points = sorted(self._read(ALERTS_TAG), key=lambda point: point[0])
         return tuple(alert for _, text in points for alert in alerts_from_json(text.item()))
 
-    def precision(self) -> str:
-        """Return the table of the last precision report; empty without one."""
-        points = self._read(PRECISION_TAG) if PRECISION_TAG in self._tags else []
-        return str(max(points, key=lambda point: point[0])[1].item().decode()) if points else ""
+    def precision(self) -> dict[str, Any] | None:
+        """Return the last precision report, its step, text and tables; ``None`` without one."""
+        points = list(self._read(PRECISION_TAG)) if PRECISION_TAG in self._tags else []
+        if not points:
+            return None
+        step, text = max(points, key=lambda point: point[0])
+        return {"step": step, **json.loads(text.item())}
 
     def coverage(self) -> dict[str, Any] | None:
         """Return the numbers of matmuls scaled and in a format; ``None`` if not recorded."""

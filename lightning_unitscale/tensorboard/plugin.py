@@ -8,6 +8,7 @@ Routes below ``/data/plugin/scales/``, with arguments in the query:
 ``exponents?run&direction&tensor``    frame: exponent counts of one tensor over the steps
 ``fractions?run&direction&tensor``    frame: its out-of-range fractions over the steps
 ``alerts?run``                        JSON: the alerts, each with its step and tensor
+``precision?run``                     JSON: the last precision report, or null
 ``divergence?run&compared``           JSON: where two runs diverge
 ``static/...``                        the page
 ====================================  =========================================================
@@ -21,7 +22,7 @@ from __future__ import annotations
 import argparse
 import functools
 import threading
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any, Final
 
@@ -72,7 +73,8 @@ class ScalesPlugin(base_plugin.TBPlugin):
             "/scales": Request.application(self._scales),
             "/exponents": Request.application(self._exponents),
             "/fractions": Request.application(self._fractions),
-            "/alerts": Request.application(self._alerts),
+            "/alerts": self._json(lambda run: responses.alerts_json(run.alerts())),
+            "/precision": self._json(responses.precision_json),
             "/divergence": Request.application(self._divergence),
             **static,
         }
@@ -122,9 +124,13 @@ class ScalesPlugin(base_plugin.TBPlugin):
         history = self._fraction_history(request, run, direction)
         return _frame(request, responses.fractions_frame(history, index))
 
-    def _alerts(self, request: Request) -> Response:
-        answer = responses.alerts_json(self._run(request).alerts())
-        return http_util.Respond(request, answer, "application/json")
+    def _json(self, answer: Callable[[RunScales], bytes]) -> Any:
+        """Return the handler of a route that describes a run in JSON."""
+
+        def serve(request: Request) -> Response:
+            return http_util.Respond(request, answer(self._run(request)), "application/json")
+
+        return Request.application(serve)
 
     def _divergence(self, request: Request) -> Response:
         answer = responses.divergence_json(self._run(request), self._run(request, "compared"))

@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from lightning_unitscale.tensorboard import responses
 from lightning_unitscale.tensorboard.history import RunScales, kept_steps
@@ -172,10 +172,7 @@ def _table_section(name: str, table: str, run: RunScales) -> str:
     title = f"<h2>{html.escape(name)}: the last sampled step</h2>"
     parts = [title, f"<pre>{html.escape(table)}</pre>"]
     if precision := run.precision():
-        parts += [
-            f"<h2>{html.escape(name)}: precision</h2>",
-            f"<pre>{html.escape(precision)}</pre>",
-        ]
+        parts += _precision_section(name, precision)
     if alerts := run.alerts():
         items = "\n".join(f"<li>{html.escape(str(alert))}</li>" for alert in alerts[:_MOST_ALERTS])
         parts += [f"<h2>{html.escape(name)}: alerts</h2>", f"<ol>\n{items}\n</ol>"]
@@ -184,6 +181,20 @@ def _table_section(name: str, table: str, run: RunScales) -> str:
                 f"<p>and {len(alerts) - _MOST_ALERTS:,} more, in the list above the map</p>"
             )
     return "\n".join(parts)
+
+
+def _precision_section(name: str, precision: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the tables of a precision report."""
+    yield f"<h2>{html.escape(name)}: precision at step {precision['step']:,}</h2>"
+    yield from (f"<p>{html.escape(line)}</p>" for line in precision["summary"])
+    head = "".join(f"<th>{html.escape(title)}</th>" for title in precision["columns"])
+    for table in precision["tables"]:
+        rows = "\n".join(
+            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
+            for row in table["rows"]
+        )
+        yield f'<table class="ledger-table">\n<caption>{html.escape(table["title"])}</caption>'
+        yield f"<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table>"
 
 
 def _graph_section(name: str, run: RunScales) -> str:
@@ -225,6 +236,7 @@ def _answers(runs: Mapping[str, RunScales]) -> Iterator[tuple[str, bytes]]:
     listed = []
     for number, (name, run) in enumerate(runs.items()):
         yield _key("alerts", name), responses.alerts_json(run.alerts())
+        yield _key("precision", name), responses.precision_json(run)
         last_steps = {}
         for direction in run.directions:
             history = run.history(direction, _MOST_STEPS)

@@ -71,6 +71,11 @@ def alerts_json(alerts: Sequence[ScaleAlert]) -> bytes:
     return json.dumps(shown, separators=(",", ":")).encode()
 
 
+def precision_json(run: RunScales) -> bytes:
+    """Return the last precision report of a run, or null."""
+    return json.dumps(run.precision(), separators=(",", ":")).encode()
+
+
 def divergence_json(run: RunScales, compared: RunScales) -> bytes:
     """Return where two runs diverge, with the report as ``text``; only the text of an error."""
     try:

@@ -115,7 +115,8 @@ def main(args: Sequence[str]) -> None:
 
 def _with_more(table: str, run: RunScales) -> str:
     """Append the last precision report and the alerts of a run."""
-    parts = [table, run.precision()]
+    precision = run.precision()
+    parts = [table, "" if precision is None else precision["text"]]
     if alerts := run.alerts():
         number = "1 alert" if len(alerts) == 1 else f"{len(alerts)} alerts"
         parts.append(f"{number}:\n{alerts_text(alerts, _SHOWN_ALERTS)}")

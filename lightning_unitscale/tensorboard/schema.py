@@ -16,7 +16,7 @@ tag                                   shape, type             content
 ``scales/forward/spacing/...``        ``(1,)`` float32        spacing near 1 of the coarsest format
 ``scales/forward/exponents/a.b``      ``(3 + K,)`` float32    exponent counts of the tensor ``a.b``
 ``scales/alerts``                     ``()`` text             alerts of a step, see ``alerts.py``
-``scales/precision``                  ``()`` text             table of a precision report
+``scales/precision``                  ``()`` text             JSON: a precision report
 ``scales/coverage``                   ``()`` text             JSON: matmuls scaled and formats
 ====================================  ======================  =====================================
 

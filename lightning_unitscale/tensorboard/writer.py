@@ -286,14 +286,14 @@ class ScaleWriter:
             value.metadata.CopyFrom(plugin_metadata(description()))
 
 
-def write_precision(experiment: Any, table: str, step: int) -> None:
-    """Write the table of a precision report, for the Text dashboard and the run's report."""
+def write_precision(experiment: Any, text: str, page: Mapping[str, Any], step: int) -> None:
+    """Write a precision report: as text for the Text dashboard, and its tables for our pages."""
     file_writer = experiment._get_file_writer()
     if file_writer is not None:
         # Markdown shows an indented text as it is.
-        indented = "\n".join(f"    {line}" for line in table.splitlines())
+        indented = "\n".join(f"    {line}" for line in text.splitlines())
         experiment.add_text(f"{NAMESPACE}/precision", indented, step)
-        _add_text(file_writer, PRECISION_TAG, table, step)
+        _add_text(file_writer, PRECISION_TAG, json.dumps({**page, "text": text}), step)
 
 
 def _add_text(file_writer: Any, tag: str, text: str, step: int) -> None:

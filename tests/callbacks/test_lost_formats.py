@@ -386,6 +386,27 @@ def test_what_is_flushed_is_reported_once_by_name(options: dict[str, Any], start
     assert warning.count("% of its elements") == 2
 
 
+class UnevenRows(Net):
+    """The weight and the gradient of its first layer are even only along the layer's own sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        small = torch.arange(self.up.out_features) < 9
+        self.register_buffer("sizes", torch.where(small, 2.0**-20, 1.0))
+        with torch.no_grad():
+            self.up.weight.mul_(self.sizes[:, None])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.linear(x, self.up.weight) / self.sizes)
+
+
+def test_blocks_are_judged_along_the_sums_of_a_matmul() -> None:
+    assert fit(UnevenRows(), batches(64), UnitScaleCallback(simulate="MXFP8"))[1] == []
+    # Without blocks, the small rows are indeed lost.
+    (warning,) = fit(UnevenRows(), batches(64), UnitScaleCallback(simulate="E4M3FN"))[1]
+    assert "weight (" in warning
+
+
 def test_nothing_is_reported_of_a_few_elements() -> None:
     for options in ({"precision": "fp8"}, {"simulate": "fp8"}):
         callback = UnitScaleCallback(**options, recalibrate=2)

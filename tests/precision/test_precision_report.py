@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_unitscale import precision_report
 from lightning_unitscale.matmuls.computations import EXEMPT
+from lightning_unitscale.matmuls.matmul_formats import SimulateFormat
 from lightning_unitscale.precision.ledger import sketch
 from lightning_unitscale.precision.measured_step import Effort
 from lightning_unitscale.precision.meter import metering
@@ -55,7 +56,7 @@ def trained() -> tuple[Loss, tuple[torch.Tensor, torch.Tensor]]:
     return module, (images, classes)
 
 
-@pytest.mark.parametrize("format", ["E4M3FN", "E2M1FN"])
+@pytest.mark.parametrize("format", ["E4M3FN", "E2M1FN", "MXFP8_E4M3", "NVFP4"])
 def test_the_predicted_order_is_the_measured_one(trained, format):
     module, batch = trained
     found = {True: [], False: []}
@@ -72,6 +73,68 @@ def test_the_predicted_order_is_the_measured_one(trained, format):
     assert together.gradient_error == pytest.approx(predicted.gradient_error, rel=0.35)
     # Every computation of 7 matmuls, without the gradient of the images.
     assert len(report.rows) == 3 * 7 - 1
+
+
+def test_the_gain_of_exemptions_is_the_measured_one(trained):
+    module, batch = trained
+    own, grids = SimulateFormat("E2M1FN", "E2M1FN", grid="moving"), range(16)
+    with metering(module, batch, {}, ("E2M1FN",), own=own) as meter:
+        report = meter.report(Effort(directions=32, pairs=16))
+        rows = report.rows_of()
+
+        def loss_changes(exempt):
+            changes = []
+            for place in grids:
+                assert meter.move_grids(place)
+                changes.append(meter.loss_change("E2M1FN", lambda key: key not in exempt))
+            meter.move_grids(0)
+            return torch.tensor(changes)
+
+        before = loss_changes(set())
+        for chosen in (rows[::2], rows[1::2]):
+            exempt = [(row.name, row.computation) for row in chosen]
+            gain = report.predicted_gain(exempt)
+            changes = before - loss_changes(set(exempt))
+            noise = float(changes.std()) / len(grids) ** 0.5
+            expected = pytest.approx(float(changes.mean()), rel=0.25, abs=3 * noise)
+            assert gain.loss_change == expected
+            rest = meter.gradient_error("E2M1FN", lambda key, exempt=exempt: key not in exempt)
+            error = report.together["E2M1FN"].gradient_error
+            assert gain.gradient_error == pytest.approx(error - rest, rel=0.25)
+
+
+def test_a_report_has_the_grid_and_the_options_of_the_modules_format(trained):
+    module, batch = trained
+    plain = SimulateFormat("NVFP4", "NVFP4", exclude="head", exempt=[("conv", "forward")])
+    squares = SimulateFormat(
+        "NVFP4", "NVFP4", square_weights=True, hadamard=True, gradient_rounding="stochastic"
+    )
+    errors = {}
+    for name, own in (("plain", plain), ("squares", squares)):
+        with metering(module, batch, {}, (own,), own=own) as meter:
+            assert not meter.move_grids(0)
+            rows = meter.report(Effort(directions=1, pairs=1)).rows_of("NVFP4")
+        errors[name] = {(row.name, row.computation): row.added for row in rows}
+        # The rounding of matmuls that the module leaves out is accounted for as well.
+        assert all(error > 0.0 for error in errors[name].values())
+    key = "up.linear", "weight_gradient"
+    assert errors["squares"][key] > 1.1 * errors["plain"][key]
+    assert errors["squares"]["matmul", "forward"] == errors["plain"]["matmul", "forward"]
+
+
+def test_without_units_nvfp4_has_a_scale_per_call():
+    torch.manual_seed(0)
+    layer, x = nn.Linear(32, 32, bias=False), torch.randn(16, 32)
+    with torch.no_grad():
+        layer.weight.mul_(2.0**-12)  # below what a constant scale near 1 can represent
+
+    def added(module):
+        report = precision_report(
+            module, x, formats=("NVFP4",), loss=lambda y: y.square().mean(), directions=1, pairs=1
+        )
+        return report.rows[0].added
+
+    assert added(simulate_format(layer, "NVFP4", "NVFP4")) == pytest.approx(added(layer), rel=0.3)
 
 
 def test_errors_are_those_of_the_rounded_matmul(trained):

@@ -6,6 +6,7 @@ import { Controls, keysDescription, keysDialog } from './controls.js';
 import { Detail } from './detail.js';
 import { element } from './dom.js';
 import { HeatMap } from './heatmap.js';
+import { Ledger } from './ledger.js';
 import { Legend } from './legend.js';
 import {
   RunScales,
@@ -69,6 +70,7 @@ export class App {
     };
     this.alerts = new AlertList({ onSelect });
     this.parting = new Parting({ load: (query) => this.source.json('divergence', query), onSelect });
+    this.ledger = new Ledger({ load: (query) => this.source.json('precision', query), onSelect });
     this.heatMap = new HeatMap({
       onHover: (cell, event) => this.#showTip(cell, event),
       onSelect: ({ panel, row, column }) =>
@@ -91,6 +93,7 @@ export class App {
       this.legend.node,
       this.parting.node,
       this.alerts.node,
+      this.ledger.node,
       this.main,
       this.tip,
       this.spoken,
@@ -238,6 +241,7 @@ export class App {
     });
     this.alerts.set(found);
     this.parting.set(found.map((data) => this.listing.runs.find(({ name }) => name === data.run)));
+    this.ledger.set(this.listing.runs.find(({ name }) => name === run), names);
     const turn = TURN[direction];
     if (!names.length) this.#say(`Nothing was measured ${direction}.`, `Try ${turn} (key ${turn[0]}).`);
     else if (!this.rows.length) this.#say(`No tensor matches “${filter}”.`, 'Escape clears the filter.');

@@ -1,0 +1,104 @@
+"""Predict the damage of each computation from steps with signed errors and moved parameters."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lightning_unitscale.matmuls.rounding import SimulatedMatmuls
+from lightning_unitscale.precision.ledger import (
+    Key,
+    MovedPass,
+    Numbers,
+    SignedPass,
+    TangentPass,
+    sign_of,
+)
+from lightning_unitscale.precision.measured_step import Effort, MeasuredStep
+
+# Directions whose tangents are in memory at the same time.
+_DIRECTIONS_AT_ONCE = 4
+# Pairs from which the lasting part of the first order is estimated.
+_FEWEST_PAIRS = 4
+
+
+def loss_damage(
+    step: MeasuredStep,
+    format: SimulatedMatmuls,
+    effort: Effort,
+    move_grids: Callable[[int], bool],
+) -> dict[str, tuple[float, float]]:
+    """Return the second order of each forward matmul, and the part of its damage that lasts.
+
+    The two steps of a pair have opposite signs: their sum has the second order, and their
+    difference the first. If the grid moves, each pair has a grid of its own.
+    """
+    seconds: dict[str, list[float]] = {}
+    firsts: dict[str, list[float]] = {}
+    is_moving = False
+    for pair in range(effort.pairs):
+        is_moving = move_grids(pair)
+        passes = [SignedPass(format, index) for index in (2 * pair, 2 * pair + 1)]
+        for each in passes:
+            step.run(each)
+        one, other = (read(each.products) for each in passes)
+        for name in one.keys() & other.keys():
+            seconds.setdefault(name, []).append((one[name] + other[name]) / 4)
+            difference = sign_of(name, 2 * pair) * (one[name] - other[name]) / 2
+            firsts.setdefault(name, []).append(difference)
+    found = {}
+    for name, values in seconds.items():
+        second = statistics.mean(values)
+        # On a grid that does not move, the first order is that of a single draw.
+        found[name] = second, second + (_lasting_part(firsts[name]) if is_moving else 0.0)
+    return found
+
+
+def _lasting_part(first_orders: Sequence[float]) -> float:
+    """Return the mean of a matmul's first orders on several grids, without what may be chance.
+
+    Rounding to nearest errs to both sides, but small numbers that become zero do not. So a part of
+    the first order has the same sign on each grid. The mean is shrunk by its squared standard
+    error, so that it is zero where only the noise of few grids is seen.
+
+    References:
+        James and Stein, "Estimation with Quadratic Loss" (1961), the estimator for one mean, with
+        a factor that is not negative.
+    """
+    if len(first_orders) < _FEWEST_PAIRS:
+        return 0.0
+    mean = statistics.mean(first_orders)
+    noise = statistics.variance(first_orders) / len(first_orders)
+    return mean * max(1.0 - noise / mean**2, 0.0) if mean else 0.0
+
+
+def gradient_products(
+    step: MeasuredStep, named: Mapping[str, SimulatedMatmuls], eps: float, effort: Effort
+) -> dict[str, dict[Key, float]]:
+    """Return the mean square of ``<d, J r>`` of each computation whose operand has tangents."""
+    sums: dict[str, dict[Key, float]] = {word: {} for word in named}
+    distance = step.rms * math.sqrt(eps)
+    for first in range(0, effort.directions, _DIRECTIONS_AT_ONCE):
+        moved = []
+        for index in range(first, min(first + _DIRECTIONS_AT_ONCE, effort.directions)):
+            moved.append(MovedPass())
+            with step.moved(index, distance):
+                step.run(moved[-1], is_forward=True)
+        tangents = TangentPass(named, [each.operands for each in moved], distance)
+        step.run(tangents)
+        for (_, word, key), product in read(tangents.products).items():
+            mean = product**2 / effort.directions
+            sums[word][key] = sums[word].get(key, 0.0) + mean
+    return sums
+
+
+def read(numbers: Numbers) -> dict[Any, float]:
+    """Return numbers from their device, in one transfer."""
+    if not numbers:
+        return {}
+    values = torch.stack([value.double() for value in numbers.values()]).tolist()
+    return dict(zip(numbers, values, strict=True))
