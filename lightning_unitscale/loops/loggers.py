@@ -16,12 +16,13 @@ from lightning_unitscale.loops.loop import Loop
 from lightning_unitscale.matmuls.coverage import Coverage
 from lightning_unitscale.precision.diagnosis import diagnose
 from lightning_unitscale.scales.alerts import ScaleAlert, alerts_text
-from lightning_unitscale.scales.layout import DIRECTIONS, FORMAT_KINDS
+from lightning_unitscale.scales.layout import DIRECTIONS
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.scales.snapshot_rows import (
     ScaleSummary,
     exponent_histogram,
     finite,
+    lost_kinds,
     snapshot_rows,
 )
 from lightning_unitscale.tensorboard.table import scale_table
@@ -121,8 +122,8 @@ class WandbWriter(TextWriter):
         self._log({"scales/table": self._table(snapshot)}, snapshot.step)
 
     def _table(self, snapshot: ScaleSnapshot) -> Any:
-        formats = snapshot.layout.formats
-        shares = [f"{item.name}.{kind}" for item in formats for kind in FORMAT_KINDS]
+        lost = lost_kinds(snapshot.layout)
+        shares = [f"{name}.{kind}" for name, kinds in lost for kind in kinds]
         columns = [*_COLUMNS, *shares]
         rows = [[finite(row[column]) for column in columns] for row in snapshot_rows(snapshot)]
         return import_module(self._package).Table(columns=columns, data=rows)

@@ -94,7 +94,7 @@ def shift_rows(rows: Tensor, exponents: npt.NDArray[np.int64], layout: RowLayout
 def completed_rows(
     rows: Tensor, layout: RowLayout, log2_divisors: npt.NDArray[np.int64] | None = None
 ) -> Tensor:
-    """Return rows of all columns from the light rows of samples.
+    """Return rows of all columns but those of blocks from the light rows of samples.
 
     A light row holds for every format and unit: a power of two only moves its exponent counts.
     Within one binade elements are taken as evenly spread. Two exact facts correct that: whether
@@ -104,7 +104,7 @@ def completed_rows(
     measured = rows.numpy()
     if log2_divisors is None:
         log2_divisors = np.zeros(len(measured), dtype=np.int64)
-    completed = np.empty((len(measured), layout.num_columns))
+    completed = np.empty((len(measured), layout.num_columns - len(layout.block_columns)))
     moments = completed[:, : len(MOMENT_COLUMNS)]
     moments[:] = measured[:, : len(MOMENT_COLUMNS)]
     sampled = measured[:, layout.measured.index("sampled")]

@@ -205,6 +205,7 @@ class ScaleWriter:
             snapshot.inputs,
             snapshot.operands,
             snapshot.matmuls,
+            snapshot.layout.block_formats,
         )
         if observed not in self._sets:
             self._sets[observed] = observed
@@ -238,6 +239,8 @@ class ScaleWriter:
                 vectors["spacing"] = np.array([spacing])
         if "fractions" in parts:
             vectors["fractions"] = snapshot.fractions(direction).astype(np.float16)
+            if snapshot.layout.block_formats:
+                vectors["blocks"] = snapshot.block_shares(direction).astype(np.float32)
             if np.any((share := snapshot.share_read(direction)) < 1):
                 vectors["share_read"] = share
         for quantity, vector in vectors.items():
