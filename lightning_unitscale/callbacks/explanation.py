@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tabulate import tabulate
@@ -123,10 +123,15 @@ class CountedSteps:
 
 
 class UnitEvents:
-    """A record of new units and their reasons, as lines for ``explain()``."""
+    """A record of new units and their reasons, as lines for ``explain()``.
 
-    def __init__(self) -> None:
+    Args:
+        log: Writes that a matmul has changed its format to the loop's loggers.
+    """
+
+    def __init__(self, log: Callable[[str], None]) -> None:
         self.lines: list[str] = []
+        self._log = log
 
     def new_units(self, num_changed: int, when: str, outside: Mapping[str, float]) -> None:
         """Record that units have changed."""
@@ -145,8 +150,7 @@ class UnitEvents:
     def readmitted(self, names: Sequence[str], when: str) -> None:
         """Record the matmuls that have returned to FP8, or to its finer format."""
         if names:
-            self.lines.append(f"Back in the finer format from {when} on: {listed(names)}")
-            rank_zero_info(f"UnitScaleCallback: {self.lines[-1]}")
+            self._new_format(f"Back in the finer format from {when} on: {listed(names)}")
 
     def unrepresentable(self, found: Iterable[Unrepresentable], when: str) -> None:
         """Record the matmuls that left FP8, or its finer format."""
@@ -157,8 +161,12 @@ class UnitEvents:
             ):
                 if reasons:
                     text = "; ".join(f"{name}, since {why}" for name, why in reasons.items())
-                    self.lines.append(f"{what} from {when} on: {text}")
-                    rank_zero_info(f"UnitScaleCallback: {self.lines[-1]}")
+                    self._new_format(f"{what} from {when} on: {text}")
+
+    def _new_format(self, line: str) -> None:
+        self.lines.append(line)
+        rank_zero_info(f"UnitScaleCallback: {line}")
+        self._log(line)
 
 
 def units_table(gauge: Gauge, lacking: Iterable[str] = ()) -> Table | None:

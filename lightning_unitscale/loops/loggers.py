@@ -58,6 +58,9 @@ class NumberWriter:
     def write_alerts(self, alerts: Sequence[ScaleAlert], step: int) -> None:
         """Write the alerts of a step, if the logger supports them."""
 
+    def write_event(self, text: str, step: int) -> None:
+        """Write that matmuls have changed their format, if the logger supports texts."""
+
     def finish(self, snapshot: ScaleSnapshot) -> None:
         """Write the omitted parts of the last snapshot."""
         if self._thinning.left_out(snapshot.step):
@@ -84,6 +87,10 @@ class TextWriter(NumberWriter):
     @override
     def write_alerts(self, alerts: Sequence[ScaleAlert], step: int) -> None:
         self._log({"scales/alerts": alerts_text(alerts)}, step)
+
+    @override
+    def write_event(self, text: str, step: int) -> None:
+        self._log({"scales/formats": text}, step)
 
     @override
     def write_summary(self, text: str, coverage: CoverageNumbers, step: int) -> None:
@@ -137,6 +144,7 @@ class MlflowWriter(NumberWriter):
         self._client = client
         self._run_id = run_id
         self._alerts: list[str] = []
+        self._events: list[str] = []
 
     @override
     def write(self, snapshot: ScaleSnapshot, summary: ScaleSummary, *, complete: bool) -> None:
@@ -151,6 +159,11 @@ class MlflowWriter(NumberWriter):
     def write_alerts(self, alerts: Sequence[ScaleAlert], step: int) -> None:
         self._alerts.append(alerts_text(alerts))
         self._client.log_text(self._run_id, "\n".join(self._alerts), "scales/alerts.txt")
+
+    @override
+    def write_event(self, text: str, step: int) -> None:
+        self._events.append(text)
+        self._client.log_text(self._run_id, "\n".join(self._events), "scales/formats.txt")
 
     @override
     def _write_table(self, snapshot: ScaleSnapshot) -> None:
@@ -190,6 +203,11 @@ class RunWriters:
         """Write the alerts of a step, if there are any."""
         for writer in self._of(loop) if alerts else ():
             writer.write_alerts(alerts, step)
+
+    def write_event(self, loop: Loop, text: str, step: int) -> None:
+        """Write that matmuls have changed their format at a step."""
+        for writer in self._of(loop):
+            writer.write_event(text, step)
 
     def finish(
         self,

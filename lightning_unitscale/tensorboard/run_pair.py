@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from lightning_unitscale.scales.layout import MIN_EXPONENT, NUM_EXPONENTS, Direction
 from lightning_unitscale.tensorboard.history import RunScales, merge_orders
+from lightning_unitscale.tensorboard.schema import ExponentCounts
 
 Doubles = npt.NDArray[np.float64]
 # Tensors with fewer elements have no shape of a histogram.
@@ -153,27 +154,24 @@ class RunPair:
         least = min(max(log2_spacing - 3, _LEAST_SHARE), -3)
         lowest = np.nan_to_num(np.fmax(*log2_rms) + least, nan=0.0, neginf=MIN_EXPONENT)
         first = np.clip(lowest.round() - MIN_EXPONENT, 1, NUM_EXPONENTS - 2).astype(int)
+        is_there = ~np.isnan(log2_rms).any(axis=0)
         for k, pair in enumerate(self.pairs):
-            found = [
+            a, b = (
                 run.exponents(direction, name)
                 for run, name in zip(self.runs, pair.names, strict=True)
+            )
+            rows = [
+                row
+                for row, step in enumerate(steps.tolist())
+                if step in a
+                and step in b
+                and is_there[row, k]
+                and min(a[step].num_sampled, b[step].num_sampled) >= _FEWEST_ELEMENTS
             ]
-            for row, step in enumerate(steps.tolist()):
-                counts = [own[step] for own in found if step in own]
-                is_absent = np.isnan(log2_rms[:, row, k]).any()
-                if (
-                    is_absent
-                    or len(counts) < 2
-                    or min(own.num_sampled for own in counts) < _FEWEST_ELEMENTS
-                ):
-                    continue
-                a, b = (
-                    np.cumsum(own.counts[: first[row, k] - 1 : -1]) / own.num_sampled
-                    for own in counts
-                )
-                # Elements on a power of two may be in either bin: only what is farther counts.
-                farther = max(float((a[:-1] - b[1:]).max()), float((b[:-1] - a[1:]).max()))
-                distance[row, k] = max(farther, 0.0)
+            if rows:
+                at = steps[rows].tolist()
+                found = [[own[step] for step in at] for own in (a, b)]
+                distance[rows, k] = _farthest(*map(_shares_above, found), first[rows, k])
         return distance
 
     def _pairs(self) -> tuple[TensorPair, ...]:
@@ -206,6 +204,28 @@ class RunPair:
         name = b if b not in latest[0] else a
         facts = self._about[int(name == b)][name]
         return TensorPair(names, name, *facts, reader)
+
+
+def _shares_above(counts: Sequence[ExponentCounts]) -> npt.NDArray[np.float32]:
+    """Return the share of elements from each exponent on, the highest one first, ``(T, 279)``."""
+    table = np.stack([own.counts for own in counts])[:, ::-1]
+    sampled = np.array([own.num_sampled for own in counts], table.dtype)
+    shares: npt.NDArray[np.float32] = np.cumsum(table, axis=1) / sampled[:, None]
+    return shares
+
+
+def _farthest(
+    a: npt.NDArray[np.float32], b: npt.NDArray[np.float32], first: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float32]:
+    """Return the largest share that one has above a power of two and the other not above its half.
+
+    Elements on a power of two may be in either bin, so only what is farther counts. Exponents below
+    the ``first`` one of each step do not count.
+    """
+    farther = np.maximum(a[:, :-1] - b[:, 1:], b[:, :-1] - a[:, 1:])
+    counts = np.arange(NUM_EXPONENTS - 1) < NUM_EXPONENTS - 1 - first[:, None]
+    largest: npt.NDArray[np.float32] = farther.max(axis=1, where=counts, initial=0.0)
+    return largest
 
 
 def _facts(run: RunScales) -> dict[str, tuple[str, bool, bool, bool]]:

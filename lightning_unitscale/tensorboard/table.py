@@ -29,8 +29,8 @@ _SHORT_TITLE = (
     "and\ntheir log2 RMS (smallest to largest)."
 )
 _BLOCKS = (
-    "Of a block format: the percentage of elements flushed to zero, of\nblocks whose scale saturates"
-    " or underflows, and the standard deviation of log2 of the blocks' largest\nmagnitudes."
+    "Of a block format: the percentage of elements\nflushed to zero, of blocks whose scale "
+    "saturates or underflows, and the standard deviation of log2\nof the blocks' largest magnitudes."
 )
 _ESTIMATED = "A tilde marks a percentage that\ncomes from a sample of the elements."
 _MORE = (

@@ -178,6 +178,10 @@ class ScaleWriter:
         )
         _add_text(file_writer, ALERTS_TAG, alerts_to_json(alerts), step)
 
+    def write_event(self, text: str, step: int) -> None:
+        """Write that matmuls have changed their format, for the Text dashboard."""
+        self._experiment.add_text(f"{NAMESPACE}/formats", f"- {text}", step)
+
     def written_folder(self) -> str:
         """Return the folder of the event file, after all that was written is in it."""
         self._experiment.flush()

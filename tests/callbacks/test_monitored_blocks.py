@@ -1,4 +1,4 @@
-"""What block formats lose, in the monitor: along which dimension, in which units, and where shown."""
+"""What block formats lose, in the monitor: along which dimension, in which units, where shown."""
 
 from __future__ import annotations
 
