@@ -30,7 +30,7 @@ _SHORT_TITLE = (
 )
 _BLOCKS = (
     "Of a block format: the percentage of elements\nflushed to zero, of blocks whose scale "
-    "saturates or underflows, and the standard deviation of log2\nof the blocks' largest magnitudes."
+    "saturates or underflows, and the standard\ndeviation of log2 of blocks' largest magnitudes."
 )
 _ESTIMATED = "A tilde marks a percentage that\ncomes from a sample of the elements."
 _MORE = (
