@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tabulate import tabulate
 
 from lightning_unitscale.callbacks.packages import rank_zero_info, rank_zero_warn
+from lightning_unitscale.loops.loggers import RunWriters
+from lightning_unitscale.loops.loop import Loop
 from lightning_unitscale.matmuls.coverage import (
     NO_UNIT,
     Coverage,
@@ -21,6 +23,7 @@ from lightning_unitscale.matmuls.gauge import Gauge, GaugePair
 from lightning_unitscale.matmuls.matmul_formats import WIDE_GRADIENT
 from lightning_unitscale.matmuls.measured_operands import Unrepresentable
 from lightning_unitscale.matmuls.session import MatmulSession
+from lightning_unitscale.patching import nothing
 from lightning_unitscale.tensorboard.table import STEP_ITSELF
 
 # Shown for a tensor that was zero or not finite whenever it was measured.
@@ -125,13 +128,23 @@ class CountedSteps:
 class UnitEvents:
     """A record of new units and their reasons, as lines for ``explain()``.
 
-    Args:
-        log: Writes that a matmul has changed its format to the loop's loggers.
+    The loop's loggers get those that change the format of a matmul.
     """
 
-    def __init__(self, log: Callable[[str], None]) -> None:
+    def __init__(self) -> None:
         self.lines: list[str] = []
-        self._log = log
+        self._writers = RunWriters("scales", nothing)
+        # The loop that runs and its optimizer step.
+        self._running: tuple[Loop, int] | None = None
+
+    def begin_batch(self, loop: Loop) -> None:
+        """Take the step of the events that follow."""
+        self._running = loop, loop.step_index
+
+    def leave(self) -> None:
+        """Drop the loop and its loggers."""
+        self._running = None
+        self._writers.clear()
 
     def new_units(self, num_changed: int, when: str, outside: Mapping[str, float]) -> None:
         """Record that units have changed."""
@@ -166,7 +179,9 @@ class UnitEvents:
     def _new_format(self, line: str) -> None:
         self.lines.append(line)
         rank_zero_info(f"UnitScaleCallback: {line}")
-        self._log(line)
+        if self._running is not None:
+            loop, step = self._running
+            self._writers.write_event(loop, line, step)
 
 
 def units_table(gauge: Gauge, lacking: Iterable[str] = ()) -> Table | None:

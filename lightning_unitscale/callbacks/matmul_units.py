@@ -16,7 +16,6 @@ from lightning_unitscale.callbacks.explanation import (
     units_table,
 )
 from lightning_unitscale.callbacks.packages import rank_zero_warn
-from lightning_unitscale.loops.loggers import RunWriters
 from lightning_unitscale.loops.loop import Loop, LoopCallback
 from lightning_unitscale.loops.ranks import any_rank, is_distributed
 from lightning_unitscale.matmuls.coverage import CoverageCounter
@@ -28,7 +27,6 @@ from lightning_unitscale.matmuls.measurement import Measurement
 from lightning_unitscale.matmuls.scaled_methods import AttachedSession
 from lightning_unitscale.matmuls.session import MatmulSession
 from lightning_unitscale.matmuls.units import Units
-from lightning_unitscale.patching import nothing
 
 # Version of a state. States without a version used unit 1 for tensors of zeros.
 _STATE_VERSION = 1
@@ -102,8 +100,7 @@ class MatmulUnits(LoopCallback):
     ) -> None:
         # True once a training step has been measured, in this fit or before.
         self.is_calibrated = False
-        self._events = UnitEvents(self._log)
-        self._writers = RunWriters("scales", nothing)
+        self._events = UnitEvents()
         self._schedule = schedule
         self._simulation = simulation
         self._fp8 = fp8
@@ -118,7 +115,7 @@ class MatmulUnits(LoopCallback):
         # True while a training step runs. Its units stay until it ends.
         self._is_in_batch = False
         # The current optimizer step, for users.
-        self._when, self._step_index = "step 0", 0
+        self._when = "step 0"
         # The last measurement, which may still be in transit, and its step.
         self._pending: tuple[Callable[[], Measurement], str] | None = None
         # The current step, and whether to keep its count in any case.
@@ -156,14 +153,10 @@ class MatmulUnits(LoopCallback):
         assert self._loop is not None and self.attached is not None
         return self._loop, self.attached.session
 
-    def _log(self, event: str) -> None:
-        if self._loop is not None:
-            self._writers.write_event(self._loop, event, self._step_index)
-
     @override
     def leave(self) -> None:
         self._pending = None
-        self._writers.clear()
+        self._events.leave()
         if self.attached is not None:
             self.attached.detach()
             self.attached = None
@@ -174,8 +167,8 @@ class MatmulUnits(LoopCallback):
         loop, _ = self._running
         self._agreement.start()
         self._is_in_batch = True
-        self._step_index = loop.step_index
-        self._when = f"step {self._step_index}"
+        self._when = f"step {loop.step_index}"
+        self._events.begin_batch(loop)
         # The first step takes all measurements, those of an earlier validation included, so that
         # all ranks agree.
         is_scheduled = self._schedule.looks_at(loop.step_index)

@@ -156,6 +156,7 @@ class ScaleMonitor(StepsCallback):
             tuple(item for item in found if isinstance(item, BlockFormat)),
         )
         self.snapshots: list[ScaleSnapshot] = []
+        self._newest: ScaleSnapshot | None = None  # of this fit
         self._steps: WatchedSteps | ProbedSteps | None = None
         self._writers = RunWriters(tensorboard_tabs, rank_zero_info)
         self._start: int | None = None
@@ -260,6 +261,7 @@ class ScaleMonitor(StepsCallback):
         self._steps = steps or WatchedSteps(loop, layout, self._patterns)
         self._alerts.start()
         self._start, self._sampled_step, self._is_sampling = None, -1, False
+        self._newest = None
 
     @override
     def begin_batch(self, batch: Any = None, batch_idx: int = 0) -> None:
@@ -320,7 +322,7 @@ class ScaleMonitor(StepsCallback):
         self._judge_sent(is_over=True)
         alerts = self._alerts.finish()
         self._writers.write_alerts(loop, alerts, self._sampled_step)
-        self._writers.finish(loop, self.snapshots, self.alerts)
+        self._writers.finish(loop, self._newest, self._alerts.of_fit)
         self._alerts.act(loop, alerts)
 
     @override
@@ -363,6 +365,7 @@ class ScaleMonitor(StepsCallback):
         loop, _ = self._running()
         snapshot = joint_snapshot(arrived(), loop.device)
         self.snapshots = [*self.snapshots[-self._KEPT + 1 :], snapshot]
+        self._newest = snapshot
         alerts = self._alerts.judge(
             snapshot, has_loss_scaler=loop.has_loss_scaler, num_merged=num_merged
         )
@@ -374,5 +377,5 @@ class ScaleMonitor(StepsCallback):
             self._alerts.act(loop, alerts)
         except BaseException:
             # The run that ends here can be read.
-            self._writers.finish(loop, self.snapshots, self.alerts)
+            self._writers.finish(loop, self._newest, self._alerts.of_fit)
             raise

@@ -212,19 +212,19 @@ class RunWriters:
     def finish(
         self,
         loop: Loop,
-        snapshots: Sequence[ScaleSnapshot],
+        newest: ScaleSnapshot | None,
         alerts: Sequence[ScaleAlert],
     ) -> None:
-        """Write the omitted parts of the last snapshot, and the summary of the run."""
-        if not snapshots or not self._writers:
+        """Write the omitted parts of a run's last snapshot, and the summary of the run."""
+        if newest is None or not self._writers:
             return
         found = (getattr(callback, "coverage", None) for callback in loop.callbacks)
         counted = next((each for each in found if isinstance(each, Coverage) and each.counts), None)
         coverage = None if counted is None else counted.to_json()
-        summary = str(diagnose(snapshots[-1], alerts, coverage))
+        summary = str(diagnose(newest, alerts, coverage))
         for writer in self._writers.values():
-            writer.finish(snapshots[-1])
-            writer.write_summary(summary, coverage, snapshots[-1].step)
+            writer.finish(newest)
+            writer.write_summary(summary, coverage, newest.step)
 
     def clear(self) -> None:
         """Drop the writers of a run that has ended."""

@@ -161,12 +161,13 @@ class RunPair:
         pair = self.pairs[k]
         place = next(j for j, each in enumerate(self.pairs) if each.names == (pair.reader,) * 2)
         own = self.pairs[place].module.split(".")
-        parents = []
+        parents: list[list[str]] = []
         for about, name in zip(self._about, pair.names, strict=True):
             parts = zip(own, about[name][0].split("."), strict=False)
             same = itertools.takewhile(lambda both: both[0] == both[1], parts)
             parents.append([part for part, _ in same])
-        return place, ".".join(max(parents, key=len))
+        longest = int(len(parents[1]) > len(parents[0]))
+        return place, ".".join(parents[longest])
 
     def _is_of_parts(self, sizes: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.bool_]:
         """Return which pairs differ in their number of elements otherwise than most results do."""
@@ -234,8 +235,8 @@ class RunPair:
             if rows:
                 at = steps[rows].tolist()
                 found = [[own[step] for step in at] for own in (a, b)]
-                moves = np.zeros(len(rows), int), shifts[rows].astype(int)
-                shares = map(_shares_above, found, moves)
+                moved = shifts[rows].astype(int)
+                shares = _shares_above(found[0], 0 * moved), _shares_above(found[1], moved)
                 distance[rows, k] = _farthest(*shares, first[rows, k])
         return distance
 
