@@ -269,7 +269,7 @@ class RunPair:
         a, b = names
         name = b if b not in latest[0] else a
         facts = self._about[int(name == b)][name]
-        both = a in self.runs[1].names and b in self.runs[0].names
+        both = a in latest[1] and b in latest[0]
         return TensorPair(names, name, *facts, reader, bool(reader) and both)
 
 
